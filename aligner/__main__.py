@@ -1,0 +1,264 @@
+"""The command line. Every subcommand takes Hydra overrides; `--help` imports neither Hydra nor torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aligner.errors import AlignerError, ConfigError
+
+if TYPE_CHECKING:
+    from aligner.config.schema import Config
+
+COMMANDS = {
+    "run": "run a stage in this process: one rank of a job, or alone",
+    "launch": "run a stage as N ranks on this machine",
+    "eval": "evaluate a trained model on held-out rows",
+    "chat": "talk to a trained model",
+    "report": "write report.html of one or more runs",
+    "doctor": "check this machine and a config before a run",
+}
+EXAMPLES = """overrides (Hydra syntax) go anywhere after the subcommand:
+  stage=grpo model=qwen3_0.6b         choose files of conf/stage, conf/model, ...
+  optim.lr=1e-4 batch.group=16        set values
+  experiment=NAME                     a whole recipe from conf/experiment
+  optim.lr=1e-4,2e-4 --multirun       one run after another (run, launch)
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="aligner",
+        description="SFT, reward models, GRPO and PPO on Megatron-Core.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subs = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        sub = subs.add_parser(
+            name, help=text, description=text, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        sub.add_argument("overrides", nargs="*", metavar="RUN_DIR | KEY=VALUE" if name == "report" else "KEY=VALUE")
+        sub.add_argument("-c", "--config-dir", metavar="DIR", help="a further folder of config groups")
+        sub.add_argument("--frozen", metavar="PATH", help="start from the config.yaml of a run instead of conf/")
+        sub.add_argument("--cfg", action="store_true", help="print the resolved config and exit")
+        if name in ("run", "launch"):
+            sub.add_argument("-m", "--multirun", action="store_true", help="run every job of a sweep, one by one")
+        if name == "launch":
+            sub.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to start")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 for a failure, 2 for bad input, 130 when interrupted."""
+    top = parser()
+    args, rest = top.parse_known_args(argv)
+    flags = [text for text in rest if text.startswith("-")]
+    if flags:
+        top.error(f"unknown option: {' '.join(flags)}")
+    args.overrides += rest  # overrides that stood behind an option
+    try:
+        return _HANDLERS[args.command](args) or 0
+    except AlignerError as error:
+        _say(error, traceback.format_exc() if os.environ.get("ALIGNER_TRACEBACK") == "1" else None)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except Exception:  # recorded for the launcher, then Python reports it as ever
+        from aligner.cluster import failure
+
+        failure.record(traceback.format_exc(), 1)
+        raise
+
+
+def _say(error: AlignerError, trace: str | None) -> None:
+    """One line on stderr (a rank's own log beyond rank 0), and a note for the launcher."""
+    from aligner.cluster import failure
+
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    line = f"error: {error}" if rank == "0" else f"error (rank {rank}): {error}"
+    text = f"{trace}{line}" if trace else line
+    print(text, file=sys.stderr, flush=True)
+    failure.record(text, error.exit_code)
+
+
+def _config(args: argparse.Namespace) -> Config:
+    """The composed config; or a run's frozen one with overrides on top: --frozen, and run.dir=... of eval and chat."""
+    from aligner.config.freeze import FILE_NAME, load_frozen
+    from aligner.config.resolve import compose, compose_over
+
+    frozen = args.frozen
+    if frozen is None and args.command in ("eval", "chat"):
+        given = [text.partition("=")[2].strip("'\"") for text in args.overrides if text.startswith("run.dir=")]
+        if given and (Path(given[-1]) / FILE_NAME).is_file():
+            frozen = given[-1]
+    if frozen is None:
+        return compose(args.overrides, config_dir=args.config_dir)
+    base = load_frozen(frozen)
+    return compose_over(base, args.overrides) if args.overrides else base
+
+
+def _printed(args: argparse.Namespace, cfg: Config) -> bool:
+    """--cfg: show the config instead of doing anything with it."""
+    if args.cfg:
+        from aligner.config.freeze import to_yaml
+
+        print(to_yaml(cfg), end="")
+    return args.cfg
+
+
+def _frozen_path(args: argparse.Namespace, cfg: Config) -> Path:
+    """Write the config into the run folder, unless it was read from there unchanged."""
+    from aligner.config.freeze import FILE_NAME, freeze
+
+    target = Path(cfg.run.dir) / FILE_NAME
+    if args.frozen and not args.overrides and target.exists() and target.samefile(args.frozen):
+        return target
+    return freeze(cfg, cfg.run.dir)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from aligner.cluster.env import rank_env
+    from aligner.config.validate import batch_arithmetic, validate
+
+    env = rank_env()
+    if args.multirun:
+        if env.world_size > 1:
+            raise ConfigError("--multirun", env.world_size, "a single process", "Use `launch --ranks N --multirun`.")
+        return _multirun(args)
+    cfg = _config(args)
+    if _printed(args, cfg):
+        return 0
+    validate(cfg, env.world_size)
+    if env.rank == 0:
+        print(batch_arithmetic(cfg, env.world_size), flush=True)
+        _frozen_path(args, cfg)
+    from aligner.build import run_stage
+
+    return run_stage(cfg, env) or 0
+
+
+def _launch(args: argparse.Namespace) -> int:
+    if args.multirun:
+        return _multirun(args)
+    from aligner.cluster.launch import launch
+    from aligner.config.validate import validate
+
+    cfg = _config(args)
+    if _printed(args, cfg):
+        return 0
+    if args.ranks < 1:
+        raise ConfigError("--ranks", args.ranks, "a number >= 1")
+    validate(cfg, args.ranks)  # before processes start, so that the message comes once
+    path = _frozen_path(args, cfg)
+    return launch(path, args.ranks, Path(cfg.run.dir), threads=cfg.cluster.threads)
+
+
+def _multirun(args: argparse.Namespace) -> int:
+    """Every job as a child of this command line, in the folder <run.dir>/<number>_<what varies>."""
+    from aligner.config.resolve import compose, quoted, sweep
+
+    if args.frozen:
+        raise ConfigError("--multirun", args.frozen, "no --frozen: a frozen config is one job")
+    jobs = sweep(args.overrides)
+    common = set.intersection(*map(set, jobs))
+    head = [sys.executable, "-m", "aligner", args.command]
+    head += ["--config-dir", args.config_dir] if args.config_dir else []
+    head += ["--ranks", str(args.ranks)] if args.command == "launch" else []
+    head += ["--cfg"] if args.cfg else []
+    folders, names = [], []
+    for number, job in enumerate(jobs):  # all of them compose before the first one starts
+        names.append(" ".join(text for text in job if text not in common))
+        label = re.sub(r"[^\w.,=+-]+", "_", names[-1].replace(" ", ","))[:120]
+        folders.append(str(Path(compose(job, config_dir=args.config_dir).run.dir) / f"{number}_{label}".rstrip("_")))
+    rows = []
+    for job, name, folder in zip(jobs, names, folders, strict=True):
+        started = time.monotonic()
+        code = subprocess.run([*head, *job, f"run.dir={quoted(folder)}"]).returncode
+        rows.append((name, code, time.monotonic() - started, folder))
+        if code in (130, -2):
+            break
+    if not args.cfg:
+        _show_jobs(rows, len(jobs))
+    return next((abs(code) for _, code, _, _ in rows if code), 0)
+
+
+def _show_jobs(rows: list[tuple[str, int, float, str]], total: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("overrides", "result", "seconds", "run.dir", title=f"{len(rows)} of {total} jobs")
+    for name, code, seconds, folder in rows:
+        table.add_row(name, "ok" if code == 0 else f"failed ({code})", f"{seconds:.1f}", folder)
+    Console(soft_wrap=not sys.stdout.isatty()).print(table, markup=False)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from aligner.cluster.env import rank_env
+
+    env, cfg = rank_env(), _config(args)
+    if _printed(args, cfg):
+        return 0
+    from aligner.tools import evaluate
+
+    return evaluate.main(cfg, env)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    cfg = _config(args)
+    if _printed(args, cfg):
+        return 0
+    from aligner.tools import chat
+
+    return chat.main(cfg)
+
+
+def _report(args: argparse.Namespace) -> int:
+    folders = [text for text in args.overrides if "=" not in text or Path(text).is_dir()]
+    args.overrides = [text for text in args.overrides if text not in folders]
+    if args.overrides or args.frozen or args.cfg or not folders:
+        cfg = _config(args)
+        if _printed(args, cfg):
+            return 0
+        folders = folders or [cfg.run.dir]
+    from aligner.tools import report
+
+    return report.main(folders)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from aligner.cluster.env import rank_env
+
+    env, cfg = rank_env(), _config(args)
+    if _printed(args, cfg):
+        return 0
+    from aligner.tools import doctor
+
+    return doctor.main(cfg, env)
+
+
+_HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "run": _run,
+    "launch": _launch,
+    "eval": _eval,
+    "chat": _chat,
+    "report": _report,
+    "doctor": _doctor,
+}
+
+
+def entry() -> None:
+    """The `aligner` command."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,162 @@
+"""Who this process is among the ranks: from the launcher's environment variables, or alone.
+
+Known are torchrun and `aligner launch` (RANK ...), Slurm's srun (SLURM_PROCID ...), Open MPI's mpirun
+(OMPI_COMM_WORLD_RANK ...) and PMI launchers such as MPICH's and Intel's mpiexec (PMI_RANK ...).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from aligner.errors import ConfigError
+
+LAUNCHED = "ALIGNER_LAUNCHED"  # set by `aligner launch`: RANK is ours, whatever step we run in
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29400
+    launcher: str = "single"  # single, torch, slurm, openmpi, pmi
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The variables in which one kind of launcher tells the same four numbers."""
+
+    launcher: str
+    rank: str
+    world: str
+    local_rank: str
+    local_world: str
+    active: Callable[[Mapping[str, str]], bool]
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    # A batch script sees SLURM_PROCID=0 and SLURM_NTASKS too, but is no rank: only srun's tasks have a step.
+    return "SLURM_PROCID" in environ and ("SLURM_STEP_ID" in environ or environ["SLURM_PROCID"] != "0")
+
+
+def _given(*names: str) -> Callable[[Mapping[str, str]], bool]:
+    return lambda environ: any(name in environ for name in names)
+
+
+def _slurm_world(environ: Mapping[str, str]) -> str:
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+
+
+def _sources(environ: Mapping[str, str]) -> list[_Source]:
+    openmpi = "OMPI_COMM_WORLD_"
+    found = (
+        _Source("torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", _given("RANK", "WORLD_SIZE")),
+        _Source(
+            "openmpi",
+            openmpi + "RANK",
+            openmpi + "SIZE",
+            openmpi + "LOCAL_RANK",
+            openmpi + "LOCAL_SIZE",
+            _given(openmpi + "RANK"),
+        ),
+        _Source("slurm", "SLURM_PROCID", _slurm_world(environ), "SLURM_LOCALID", "", _in_slurm_step),
+        _Source("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", _given("PMI_RANK")),
+    )
+    return [source for source in found if source.active(environ)]
+
+
+def rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
+    """This process's rank. Raises ConfigError where variables are missing, no numbers, or contradict each other."""
+    sources = _sources(environ)
+    if not sources:
+        return RankEnv(master_port=_master_port(environ))
+    chosen = sources[0]
+    for name, beside in ((chosen.rank, chosen.world), (chosen.world, chosen.rank)):
+        if name not in environ:
+            raise ConfigError(name, None, f"a number, because {beside}={environ.get(beside)} is set")
+    _agree(chosen, sources[1:], environ)
+    rank, world = _number(environ, chosen.rank), _number(environ, chosen.world)
+    if not 0 <= rank < world:
+        raise ConfigError(chosen.rank, rank, f"a number from 0 to {world - 1} ({chosen.world}={world})")
+    local_world = _local_world(chosen, environ, world)
+    local_rank = _number(environ, chosen.local_rank, default=rank % local_world)
+    if not 0 <= local_rank < local_world:
+        raise ConfigError(chosen.local_rank, local_rank, f"a number from 0 to {local_world - 1}")
+    return RankEnv(rank, local_rank, world, local_world, _master_addr(environ), _master_port(environ), chosen.launcher)
+
+
+def _agree(chosen: _Source, others: list[_Source], environ: Mapping[str, str]) -> None:
+    """Two launchers that both claim several ranks must claim the same ones.
+
+    torchrun and mpirun start their own processes inside srun's, so there the inner numbers count.
+    """
+    if chosen.launcher == "torch" and (LAUNCHED in environ or "TORCHELASTIC_RUN_ID" in environ):
+        return
+    for other in others:
+        if (chosen.launcher, other.launcher) == ("openmpi", "slurm") or _number(environ, other.world) == 1:
+            continue
+        for mine, theirs in ((chosen.world, other.world), (chosen.rank, other.rank)):
+            if _number(environ, mine) != _number(environ, theirs):
+                raise ConfigError(
+                    mine,
+                    environ[mine],
+                    f"the same as {theirs}={environ[theirs]}",
+                    f"Launchers contradict each other ({chosen.launcher}, {other.launcher}): unset one's variables.",
+                )
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None:
+        if default is None:
+            raise ConfigError(name, None, "a number beside the launcher's other variables")
+        return default
+    if not text.isdecimal():
+        raise ConfigError(name, text, "a number >= 0")
+    return int(text)
+
+
+def _local_world(source: _Source, environ: Mapping[str, str], world: int) -> int:
+    if source.launcher == "slurm":
+        counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or str(world)
+        return _expand_counts(counts)[_number(environ, "SLURM_NODEID", default=0)]
+    return _number(environ, source.local_world, default=world)
+
+
+def _expand_counts(text: str) -> list[int]:
+    """Slurm's counts per node: `2(x3),1` -> [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ConfigError("SLURM_TASKS_PER_NODE", text, "counts such as 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm list: `gpu[07-09,12],login` -> `gpu07`."""
+    head, bracket, rest = nodelist.partition("[")
+    if not bracket or "," in head:
+        return head.split(",")[0]
+    inside, _, tail = rest.partition("]")
+    suffix = re.match(r"[^,\[]*", tail)
+    return head + re.split(r"[-,]", inside)[0] + (suffix[0] if suffix else "")
+
+
+def _master_addr(environ: Mapping[str, str]) -> str:
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    return environ.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1")
+
+
+def _master_port(environ: Mapping[str, str]) -> int:
+    """Below the ephemeral range; from the job (and step) id, so that jobs on one host do not meet."""
+    if "MASTER_PORT" in environ:
+        return _number(environ, "MASTER_PORT")
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
+    return 20000 + (int(job) * 7 + (int(step) if step.isdecimal() else 0)) % 10000 if job.isdecimal() else 29400

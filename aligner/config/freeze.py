@@ -1,0 +1,94 @@
+"""The resolved config as a file in the run folder: every rank and every requeue reads that one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from aligner.config.options import from_plain
+from aligner.config.schema import Config
+from aligner.errors import ConfigError
+
+FILE_NAME = "config.yaml"
+_NOT_HASHED = ("dir", "name", "resume")  # of `run`: where a run lives does not change what it computes
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML writes Unicode's line breaks as they are and then reads a blank; quoted and escaped they survive."""
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    style = '"' if any(c in text for c in "\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(cfg: Config) -> str:
+    """The resolved config, keys in the schema's order. Long strings stay on one line."""
+    return yaml.dump(asdict(cfg), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+
+
+def freeze(cfg: Config, folder: Path | str) -> Path:
+    """Write `folder`/config.yaml, atomically: another rank sees the old file or the new one, never half of one.
+
+    Raises ConfigError for run.dir if the folder cannot be made or written (permissions, a full disk).
+    """
+    folder = Path(folder)
+    path, aside = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(f"# config {config_hash(cfg)}\n{to_yaml(cfg)}")
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+    except OSError as error:
+        if folder.is_dir():
+            aside.unlink(missing_ok=True)
+        raise ConfigError("run.dir", str(folder), "a folder that can be written", f"{error.strerror}.") from None
+    return path
+
+
+def load_frozen(path: Path | str) -> Config:
+    """Read what `freeze` wrote; a folder means the file in it.
+
+    Raises ConfigError if it cannot be read or a value has another type, UnknownKeyError for keys that do not exist.
+    """
+    path = Path(path)
+    path = path / FILE_NAME if path.is_dir() else path
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("--frozen", str(path), "a config.yaml that can be read", f"{error.strerror}.") from None
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError("--frozen", str(path), "a config.yaml written by aligner", reason) from None
+    if not isinstance(data, dict):
+        raise ConfigError("--frozen", str(path), "a config.yaml written by aligner")
+    return from_plain(Config, data)
+
+
+def config_hash(cfg: Config) -> str:
+    """12 hex digits of SHA-256 over the config, without what does not change the result (run.dir, run.name,
+    run.resume, logging)."""
+    data = asdict(cfg)
+    del data["logging"]
+    for name in _NOT_HASHED:
+        del data["run"][name]
+    text = json.dumps(_canonical(data), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _canonical(value: Any) -> Any:
+    """JSON sorts keys only if they are of one type; free dictionaries may hold others below their first level."""
+    if isinstance(value, dict):
+        return {k if isinstance(k, str) else repr(k): _canonical(v) for k, v in value.items()}
+    return [_canonical(v) for v in value] if isinstance(value, list) else value

@@ -1,0 +1,155 @@
+"""What the schema offers: dotted names, their types, the nearest name to a wrong one, and plain data <-> dataclass.
+
+Everything is read off the dataclasses of `schema.py`, so a new field needs no entry here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+from aligner.config.schema import Config
+from aligner.errors import ConfigError, UnknownKeyError
+
+# The folders of conf/.
+GROUPS = (
+    "stage",
+    "model",
+    "parallel",
+    "optim",
+    "algorithm",
+    "engine",
+    "data",
+    "reward",
+    "cluster",
+    "logging",
+    "experiment",
+)
+
+
+@functools.cache
+def hints(cls: type) -> dict[str, Any]:
+    """Field name -> resolved type of a schema dataclass, in field order."""
+    return get_type_hints(cls)
+
+
+@functools.cache
+def all_keys() -> tuple[str, ...]:
+    """Every dotted key of the schema, sections included, in schema order. List elements are `name[].key`."""
+
+    def walk(cls: type, prefix: str) -> Iterator[str]:
+        for name, kind in hints(cls).items():
+            yield prefix + name
+            if is_dataclass(kind):
+                yield from walk(kind, f"{prefix}{name}.")
+            elif get_origin(kind) is list and is_dataclass(get_args(kind)[0]):
+                yield from walk(get_args(kind)[0], f"{prefix}{name}[].")
+
+    return tuple(walk(Config, ""))
+
+
+def key_type(key: str) -> Any | None:
+    """The type behind a dotted key, None where there is no such key.
+
+    Goes through lists by number (`reward.functions.0.weight`) and through free dictionaries by any name.
+    """
+    kind: Any = Config
+    for part in re.sub(r"\[(\d*)\]", lambda m: "." + (m[1] or "0"), key).split("."):
+        if is_dataclass(kind):
+            kind = hints(kind).get(part)
+        elif get_origin(kind) is list:
+            kind = get_args(kind)[0] if part.isdigit() else None
+        elif get_origin(kind) is dict:
+            kind = get_args(kind)[1]
+        elif kind is not Any:
+            return None
+        if kind is None:
+            return None
+    return kind
+
+
+def in_free_dict(key: str) -> bool:
+    """Whether the key is an entry of a free dictionary (`data.columns.prompt`), which may be new."""
+    parts = key.split(".")
+    return any(get_origin(key_type(".".join(parts[:n]))) is dict for n in range(1, len(parts)))
+
+
+def type_name(kind: Any) -> str:
+    """A type in a user's words."""
+    plain = {int: "an integer", float: "a number", bool: "true or false", str: "a string", Any: "any value"}
+    if kind in plain:
+        return plain[kind]
+    if get_origin(kind) is list:
+        return f"a list, each element {type_name(get_args(kind)[0])}"
+    if get_origin(kind) is dict:
+        return f"a mapping from string to {type_name(get_args(kind)[1])}"
+    return f"a section with the keys {', '.join(hints(kind))}"
+
+
+def nearest(key: str) -> str | None:
+    """The valid dotted name or group that a wrong one most likely meant.
+
+    Same last part first (`lr` -> `optim.lr`), then similarity of the whole name.
+    """
+    names = list(dict.fromkeys((*all_keys(), *GROUPS)))
+    leaf = key.rsplit(".", 1)[-1]
+    same_leaf = [n for n in names if n.rsplit(".", 1)[-1] == leaf]
+    found = difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(
+        key, names, n=1, cutoff=0.5
+    )
+    if found:
+        return found[0]
+    leaves = {n.rsplit(".", 1)[-1]: n for n in reversed(names)}  # the first of equal leaves wins
+    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)
+    return leaves[close[0]] if close else None
+
+
+def rekeyed(error: ConfigError, prefix: str) -> ConfigError:
+    """The error of a section that is used in a second place (`critic.optim`), under that place's name."""
+    return type(error)(f"{prefix}.{error.key}", error.value, error.expected)
+
+
+def from_plain(kind: Any, data: Any, key: str = "") -> Any:
+    """Plain data (of a YAML file) as `kind`; checks types exactly and refuses unknown keys. Missing keys get defaults.
+
+    Raises UnknownKeyError, or ConfigError naming key, value and expected type.
+    """
+    if is_dataclass(kind):
+        return _section(kind, data, key)
+    wrong = ConfigError(key, data, type_name(kind))
+    if kind is Any:
+        return data
+    if get_origin(kind) is list:
+        if not isinstance(data, list):
+            raise wrong
+        return [from_plain(get_args(kind)[0], item, f"{key}[{i}]") for i, item in enumerate(data)]
+    if get_origin(kind) is dict:
+        if not isinstance(data, dict) or not all(isinstance(k, str) for k in data):
+            raise wrong
+        return {k: from_plain(get_args(kind)[1], v, f"{key}.{k}") for k, v in data.items()}
+    if kind is float and type(data) is int:
+        return float(data)
+    if type(data) is not kind:  # a bool is no int here
+        raise wrong
+    return data
+
+
+def _section(kind: type, data: Any, key: str) -> Any:
+    if not isinstance(data, dict):
+        raise ConfigError(key, data, type_name(kind))
+    prefix = f"{key}." if key else ""
+    known = hints(kind)
+    for name in data:
+        if name not in known:
+            raise UnknownKeyError(f"{prefix}{name}", nearest(f"{prefix}{name}"))
+    values = {name: from_plain(known[name], value, prefix + name) for name, value in data.items()}
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        if key.startswith("critic.") and not error.key.startswith("critic."):
+            raise rekeyed(error, "critic") from None
+        raise

@@ -1,0 +1,245 @@
+"""From the command line's overrides to a typed `Config`, through Hydra's compose API.
+
+The structured schema is merged first, so that Hydra checks every key and type of every YAML file; Hydra's errors are
+translated into ours, which name the key, the value and what was expected.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+
+from aligner.config.options import GROUPS, all_keys, in_free_dict, key_type, nearest, rekeyed, type_name
+from aligner.config.schema import Config
+from aligner.errors import ConfigError, UnknownKeyError
+
+
+def conf_dir() -> Path:
+    """The folder of the project's own config files: beside the package, or where an installation puts it."""
+    places = [
+        Path(__file__).resolve().parents[2] / "conf",
+        Path(sys.prefix) / "share/aligner/conf",
+        Path(sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))) / "share/aligner/conf",
+    ]
+    for place in places:
+        if (place / "config.yaml").is_file():
+            return place
+    raise ConfigError("conf", str(places[0]), "the folder with aligner's config files", "Reinstall aligner.")
+
+
+def compose(overrides: list[str], *, config_dir: str | None = None) -> Config:
+    """Compose, resolve and type the config. `config_dir` is a further folder of config groups (hydra.searchpath).
+
+    Raises ConfigError (UnknownKeyError for keys that do not exist).
+    """
+    with _hydra():
+        parsed = _single(overrides)
+        lines = [_line(o) for o in parsed]
+        if config_dir is not None:
+            lines.append(_searchpath(config_dir))
+        try:
+            node = hydra_compose("config", overrides=lines)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise _translated(error, parsed) from None
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            place = f"{mark.name}, line {mark.line + 1}" if mark else "a config file"
+            raise ConfigError("config file", place, "valid YAML", str(getattr(error, "problem", error))) from None
+    return _typed(node, parsed)
+
+
+def compose_over(base: Config, overrides: list[str]) -> Config:
+    """A frozen config with values changed. Groups are already chosen there, so only `key=value` is allowed."""
+    with _hydra():
+        parsed = _single(overrides)
+    # Entries are set as they are: a frozen string may contain `${`, which must not become an interpolation.
+    node = OmegaConf.structured(_escaped(base))
+    for override in parsed:
+        key = override.key_or_group
+        if key in GROUPS and not isinstance(override.value(), dict):
+            raise ConfigError(key, override.value(), f"{key}.<key>=<value>: the groups of a frozen config are chosen")
+        try:
+            OmegaConf.update(node, key, override.value(), merge=True, force_add=in_free_dict(key))
+        except OmegaConfBaseException as error:
+            raise _translated(error, parsed) from None
+    return _typed(node, parsed)
+
+
+def sweep(overrides: list[str]) -> list[list[str]]:
+    """Every job of a multirun: `a=1,2 b=range(0,3)` -> six lists of overrides, the last override varying fastest."""
+    with _hydra():
+        parsed = [_checked(o) for o in _parse(overrides)]
+        try:
+            batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+        except HydraException as error:  # interval(): a range that has no end
+            raise ConfigError("--multirun", " ".join(overrides), "choices that can be listed", str(error)) from None
+    return [list(job) for batch in batches for job in batch]
+
+
+@contextmanager
+def _hydra() -> Iterator[None]:
+    ConfigStore.instance().store(name="schema", node=Config, provider="aligner")
+    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name="aligner"):
+        yield
+
+
+def _parse(overrides: list[str]) -> list[Override]:
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    found = []
+    for text in overrides:
+        try:
+            found += parser.parse_overrides([text])
+        except OverrideParseException as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError("override", text, "key=value, as Hydra reads it", reason) from None
+    return found
+
+
+def _single(overrides: list[str]) -> list[Override]:
+    """The overrides of one job: parsed, checked, none of them a sweep."""
+    parsed = [_checked(o) for o in _parse(overrides)]
+    for override in parsed:
+        if override.is_sweep_override():
+            raise _one_value(override)
+    return parsed
+
+
+def _checked(override: Override) -> Override:
+    """Refuse what cannot be in the schema before Hydra adds it (`+new.key=1`) or deletes it (`~optim.lr`)."""
+    key = override.key_or_group
+    if key in GROUPS or key == "hydra.searchpath":
+        return override
+    if not key:
+        raise ConfigError("override", override.input_line, "key=value")
+    if key_type(key) is None:
+        raise UnknownKeyError(key, nearest(key))
+    if override.is_delete():
+        raise ConfigError(key, "~", "a value: keys of the schema cannot be deleted")
+    return override
+
+
+def _line(override: Override) -> str:
+    assert override.input_line is not None
+    text = override.input_line
+    if override.key_or_group in GROUPS or override.key_or_group == "hydra.searchpath":
+        return text
+    # Free dictionaries take new entries, and `+key=` of an existing key means `key=`.
+    free = in_free_dict(override.key_or_group) or get_origin(key_type(override.key_or_group)) is dict
+    return ("++" if free else "") + text.lstrip("+")
+
+
+def _searchpath(config_dir: str) -> str:
+    folder = Path(config_dir).expanduser().resolve()
+    if not folder.is_dir():
+        raise ConfigError("--config-dir", config_dir, "an existing folder")
+    return f"hydra.searchpath=[{quoted(f'file://{folder}')}]"
+
+
+def quoted(text: str) -> str:
+    """The text as a quoted string of Hydra's override grammar, whatever is in it."""
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', re.sub(r"\\+$", lambda m: m[0] * 2, text))
+    return '"' + re.sub(r"(\\*)\$\{", r"\1\1\\${", escaped) + '"'
+
+
+def _typed(node: DictConfig, overrides: list[Override]) -> Config:
+    """Resolve interpolations, then build the dataclasses, which check their values."""
+    try:
+        for section in ("optim", "parallel"):
+            try:
+                OmegaConf.to_object(node.critic[section])
+            except ConfigError as error:
+                raise rekeyed(error, "critic") from None
+        config = OmegaConf.to_object(node)
+    except OmegaConfBaseException as error:
+        raise _translated(error, overrides) from None
+    assert isinstance(config, Config), type(config)
+    return config
+
+
+def _escaped(value: Any) -> Any:
+    """The same dataclass with `${` written so that OmegaConf leaves it alone."""
+    if is_dataclass(value):
+        return replace(value, **{f.name: _escaped(getattr(value, f.name)) for f in fields(value)})
+    if isinstance(value, list):
+        return [_escaped(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _escaped(v) for k, v in value.items()}
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _one_value(override: Override) -> ConfigError:
+    value = str(override.input_line).partition("=")[2]
+    return ConfigError(override.key_or_group, value, "one value", "Add --multirun to sweep, or brackets for a list.")
+
+
+def _translated(error: Exception, overrides: list[Override]) -> ConfigError:
+    """Hydra's or OmegaConf's error in our words."""
+    if isinstance(error, MissingConfigException):
+        return _missing(error)
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__ or cause.__context__
+    where = re.match(r"In '([^']*)'", str(error))
+    place = f" (in {where.group(1)}.yaml)" if where else ""
+    if cause is None:
+        text = " ".join(str(o.input_line) for o in overrides)
+        return ConfigError("overrides", text, "a valid config", " ".join(str(error).split()))
+    key = _full_key(cause)
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and key_type(key) is None:
+        unknown = UnknownKeyError(key, nearest(key))
+        unknown.args = (f"{unknown}{place}",)
+        return unknown
+    if isinstance(cause, ValidationError):
+        return ConfigError(key, _offending(cause, key, overrides), type_name(key_type(key)), place.strip())
+    reason = str(cause.msg or cause).splitlines()[0] + place
+    for override in overrides:  # an interpolation may surface in another key that uses this one
+        if "${" in str(override.input_line):
+            return ConfigError(override.key_or_group, override.value(), "a value that resolves", reason)
+    return ConfigError(key, None, "a value that resolves", reason)
+
+
+def _full_key(error: OmegaConfBaseException) -> str:
+    key = str(error.full_key or error.key or "config")
+    if key_type(key) is None:  # inside a list OmegaConf forgets where the element is, but knows its type
+        for name in all_keys():
+            kind = key_type(name)
+            if get_origin(kind) is list and get_args(kind)[0] is error.object_type and error.object_type is not None:
+                return f"{name}[].{error.key}"
+    return key
+
+
+def _offending(error: OmegaConfBaseException, key: str, overrides: list[Override]) -> Any:
+    """The value a user wrote: from the override where there is one, else from OmegaConf's message."""
+    for override in reversed(overrides):
+        if override.key_or_group == key:
+            return override.value()
+    if error.value is not None:
+        return error.value
+    quoted = re.search(r"[Vv]alue '(.*?)'", str(error))
+    return quoted.group(1) if quoted else None
+
+
+def _missing(error: MissingConfigException) -> ConfigError:
+    """A group has no such option, or a file asks for one that is not there."""
+    group, _, name = str(error.missing_cfg_file or "").rpartition("/")
+    if not error.options:
+        return ConfigError(group or "config", name, "an existing option; this group has none yet (see --config-dir)")
+    return ConfigError(group or "config", name, "one of " + ", ".join(sorted(error.options)))

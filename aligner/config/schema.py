@@ -1,0 +1,500 @@
+"""The typed config: every key, its type, its default, and the check of its value. Imports no torch.
+
+Values are checked where they are born (`__post_init__`); what needs several sections is in `validate.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from aligner.errors import ConfigError
+
+STAGES = ("sft", "rm", "grpo", "ppo")
+ROLLOUT_STAGES = ("grpo", "ppo")
+GROUP_BASELINES = ("grpo", "dr_grpo", "rloo")
+
+
+def _one_of(key: str, value: Any, allowed: tuple) -> None:
+    if value not in allowed:
+        raise ConfigError(key, value, "one of " + ", ".join(map(str, allowed)))
+
+
+def _at_least(key: str, value: float, low: float) -> None:
+    if not value >= low:
+        raise ConfigError(key, value, f"a number >= {low}")
+
+
+def _above(key: str, value: float, low: float) -> None:
+    if not value > low:
+        raise ConfigError(key, value, f"a number > {low}")
+
+
+def _within(key: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(key, value, f"a number in [{low}, {high}]")
+
+
+@dataclass
+class StopConfig:
+    """End the stage early once `metric` (an eval metric) reaches `above`."""
+
+    metric: str = ""
+    above: float = 0.0
+
+
+@dataclass
+class RunConfig:
+    dir: str = "runs/${run.name}"
+    name: str = "${stage.name}"
+    resume: str = "auto"  # auto, never, or a checkpoint folder
+    deterministic: bool = False
+    steps: int = 100  # optimizer steps for sft and rm, rollouts for ppo and grpo
+    eval_every: int = 0  # 0: only at the end
+    samples_every: int = 10  # print the sample table every n steps; 0: never
+    stop: StopConfig = field(default_factory=StopConfig)
+    export: bool = True  # write a Hugging Face folder at the end
+
+    def __post_init__(self) -> None:
+        _at_least("run.steps", self.steps, 0)
+        _at_least("run.eval_every", self.eval_every, 0)
+        _at_least("run.samples_every", self.samples_every, 0)
+
+
+@dataclass
+class StageConfig:
+    name: str = "sft"
+
+    def __post_init__(self) -> None:
+        _one_of("stage.name", self.name, STAGES)
+
+
+@dataclass
+class RopeScalingConfig:
+    """Llama-3.1 style scaling of the rotary base; factor 1 is none."""
+
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass
+class ModelConfig:
+    family: str = "llama"
+    num_layers: int = 4
+    hidden_size: int = 128
+    ffn_hidden_size: int = 384
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    head_dim: int = 0  # 0: hidden_size / num_heads
+    vocab_size: int = 0  # 0: the tokenizer's
+    rope_base: float = 10000.0
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
+    norm_eps: float = 1e-6
+    max_position: int = 4096
+    tie_embeddings: bool = True
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    init_std: float = 0.02
+    init: str = "random"  # random, a Hugging Face folder, a run folder, or a checkpoint
+    tokenizer: str = ""  # a Hugging Face tokenizer folder; empty: the one in `model.init`
+    dtype: str = "auto"  # auto, float32, bfloat16
+    recompute: str = "none"  # none, full (recompute every layer's activations in backward)
+
+    def __post_init__(self) -> None:
+        _one_of("model.family", self.family, ("llama", "qwen2", "qwen3"))
+        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "max_position"):
+            _at_least(f"model.{name}", getattr(self, name), 1)
+        _above("model.rope_base", self.rope_base, 0)
+        _at_least("model.head_dim", self.head_dim, 0)
+        _at_least("model.vocab_size", self.vocab_size, 0)
+        _one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _one_of("model.recompute", self.recompute, ("none", "full"))
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError("model.num_kv_heads", self.num_kv_heads, f"a divisor of model.num_heads={self.num_heads}")
+        if not self.head_dim and self.hidden_size % self.num_heads:
+            raise ConfigError(
+                "model.hidden_size", self.hidden_size, f"a multiple of model.num_heads={self.num_heads}, or head_dim"
+            )
+
+    @property
+    def kv_channels(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_heads
+
+
+@dataclass
+class ParallelConfig:
+    """Data parallel = what is left of the world."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "context", "expert"):
+            _at_least(f"parallel.{name}", getattr(self, name), 1)
+        if self.context > 1:
+            raise ConfigError("parallel.context", self.context, "1 (context parallelism is not built yet)")
+        if self.expert > 1:
+            raise ConfigError("parallel.expert", self.expert, "1 (expert parallelism is not built yet)")
+        if self.sequence and self.tensor == 1:
+            raise ConfigError("parallel.sequence", True, "false when parallel.tensor=1: it shards over tensor ranks")
+
+    @property
+    def model_size(self) -> int:
+        return self.tensor * self.pipeline * self.context
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-4
+    min_lr: float = 0.0
+    schedule: str = "constant"  # constant, linear, cosine
+    warmup_steps: int = 0
+    decay_from: float = 0.0  # constant until this fraction of the steps, then the schedule's decay
+    weight_decay: float = 0.01
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    clip_grad: float = 1.0  # 0: off
+    distributed: bool = True  # shard optimizer state over data-parallel ranks
+
+    def __post_init__(self) -> None:
+        _above("optim.lr", self.lr, 0)
+        _within("optim.min_lr", self.min_lr, 0, self.lr)
+        _one_of("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
+        _at_least("optim.warmup_steps", self.warmup_steps, 0)
+        _within("optim.decay_from", self.decay_from, 0, 1)
+        _at_least("optim.weight_decay", self.weight_decay, 0)
+        _above("optim.eps", self.eps, 0)
+        _at_least("optim.clip_grad", self.clip_grad, 0)
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ConfigError("optim.betas", list(self.betas), "two numbers in [0, 1)")
+
+
+@dataclass
+class CriticConfig:
+    init: str = ""  # empty: the reward model (reward.model)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    warmup_steps: int = 0  # rollouts in which only the critic learns
+    clip: float = 0.2  # of values around the old ones; 0: off
+
+    def __post_init__(self) -> None:
+        _at_least("critic.warmup_steps", self.warmup_steps, 0)
+        _at_least("critic.clip", self.clip, 0)
+
+
+@dataclass
+class BatchConfig:
+    prompts: int = 32
+    group: int = 1
+    minibatch_samples: int = 0  # 0: the whole rollout
+    micro_batch_samples: int = 8
+    micro_batch_tokens: int = 0  # > 0: as many rows as fit this many padded tokens, instead of micro_batch_samples
+    epochs: int = 1
+    sequences: int = 32  # sft, rm: sequences (rm: pairs) of one optimizer step
+    logprob_tokens: int = 16384  # tokens per forward of passes without gradient
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "group", "micro_batch_samples", "epochs", "sequences", "logprob_tokens"):
+            _at_least(f"batch.{name}", getattr(self, name), 1)
+        _at_least("batch.minibatch_samples", self.minibatch_samples, 0)
+        _at_least("batch.micro_batch_tokens", self.micro_batch_tokens, 0)
+
+
+@dataclass
+class SamplingConfig:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_response_tokens: int = 64
+    stop: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _at_least("sampling.temperature", self.temperature, 0)
+        _above("sampling.top_p", self.top_p, 0)
+        _within("sampling.top_p", self.top_p, 0, 1)
+        _at_least("sampling.top_k", self.top_k, 0)
+        _within("sampling.min_p", self.min_p, 0, 1)
+        _at_least("sampling.max_response_tokens", self.max_response_tokens, 1)
+
+
+@dataclass
+class KLControllerConfig:
+    kind: str = "fixed"  # fixed, adaptive
+    target: float = 0.1  # nats per response token (mean over response tokens of k1)
+    horizon: int = 10000  # samples
+
+    def __post_init__(self) -> None:
+        _one_of("algorithm.kl.controller.kind", self.kind, ("fixed", "adaptive"))
+        _above("algorithm.kl.controller.target", self.target, 0)
+        _at_least("algorithm.kl.controller.horizon", self.horizon, 1)
+
+
+@dataclass
+class KLConfig:
+    coef: float = 0.0  # beta; 0 loads no reference model
+    estimator: str = "k1"  # k1, k2, k3, abs, k1+, k3+
+    placement: str = "none"  # none, reward, loss
+    importance_weighted: bool = False
+    controller: KLControllerConfig = field(default_factory=KLControllerConfig)
+
+    def __post_init__(self) -> None:
+        _at_least("algorithm.kl.coef", self.coef, 0)
+        _one_of("algorithm.kl.estimator", self.estimator, ("k1", "k2", "k3", "abs", "k1+", "k3+"))
+        _one_of("algorithm.kl.placement", self.placement, ("none", "reward", "loss"))
+        if self.coef > 0 and self.placement == "none":
+            raise ConfigError("algorithm.kl.placement", self.placement, "reward or loss when algorithm.kl.coef > 0")
+
+
+@dataclass
+class OverlongConfig:
+    mask_truncated: bool = False  # samples cut by the token limit leave loss and denominators, not the baseline
+    penalty: float = 0.0  # subtracted from the reward of a sample that does not end in EOS
+
+    def __post_init__(self) -> None:
+        _at_least("algorithm.overlong.penalty", self.penalty, 0)
+
+
+@dataclass
+class RewardLossConfig:
+    """Stage rm."""
+
+    kind: str = "bradley_terry"  # bradley_terry, regression
+    center_coef: float = 0.0
+    margin: bool = False  # subtract the row's `margin` column inside the sigmoid
+    attributes: list[str] = field(default_factory=list)  # regression: columns with the target scores, one output each
+
+    def __post_init__(self) -> None:
+        _one_of("algorithm.reward_loss.kind", self.kind, ("bradley_terry", "regression"))
+        _at_least("algorithm.reward_loss.center_coef", self.center_coef, 0)
+        if self.kind == "regression" and not self.attributes:
+            raise ConfigError("algorithm.reward_loss.attributes", [], "at least one column name for regression")
+
+
+@dataclass
+class AlgorithmConfig:
+    advantage: str = "grpo"  # gae, grpo, dr_grpo, rloo
+    policy_loss: str = "ppo"
+    aggregation: str = "token_mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 0.0  # 0: off
+    gamma: float = 1.0
+    lam: float = 1.0
+    whiten: bool = False
+    entropy_coef: float = 0.0
+    kl: KLConfig = field(default_factory=KLConfig)
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    reward_loss: RewardLossConfig = field(default_factory=RewardLossConfig)
+
+    def __post_init__(self) -> None:
+        _one_of("algorithm.advantage", self.advantage, ("gae", "grpo", "dr_grpo", "rloo"))
+        _one_of("algorithm.policy_loss", self.policy_loss, ("ppo", "reinforce"))
+        _one_of(
+            "algorithm.aggregation",
+            self.aggregation,
+            ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"),
+        )
+        _within("algorithm.clip_low", self.clip_low, 0, 1)
+        _at_least("algorithm.clip_high", self.clip_high, 0)
+        if self.dual_clip and self.dual_clip <= 1:
+            raise ConfigError("algorithm.dual_clip", self.dual_clip, "a number > 1, or 0 for off")
+        _within("algorithm.gamma", self.gamma, 0, 1)
+        _within("algorithm.lam", self.lam, 0, 1)
+
+
+@dataclass
+class EngineConfig:
+    name: str = "native"
+    tensor_parallel: int = 1
+    kv_cache_bytes: int = 1 << 30
+    max_batch: int = 512  # rows decoded together
+    dtype: str = "auto"  # auto: the trainer's compute dtype
+
+    def __post_init__(self) -> None:
+        _one_of("engine.name", self.name, ("native",))
+        _one_of("engine.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _at_least("engine.kv_cache_bytes", self.kv_cache_bytes, 1)
+        _at_least("engine.max_batch", self.max_batch, 1)
+        if self.tensor_parallel != 1:
+            raise ConfigError("engine.tensor_parallel", self.tensor_parallel, "1 (one engine replica per rank)")
+
+
+@dataclass
+class RefitConfig:
+    bucket_bytes: int = 256 << 20
+    verify: str = "sentinel"  # sentinel, checksum (sentinel and a hash of every tensor on both sides)
+    timeout_s: float = 600.0
+    tolerance: float = (
+        0.0  # mean |logprob difference| allowed on the sentinel; 0: by dtype (1e-3 float32, 5e-2 bfloat16)
+    )
+
+    def __post_init__(self) -> None:
+        _at_least("refit.bucket_bytes", self.bucket_bytes, 1)
+        _one_of("refit.verify", self.verify, ("sentinel", "checksum"))
+        _above("refit.timeout_s", self.timeout_s, 0)
+        _at_least("refit.tolerance", self.tolerance, 0)
+
+
+@dataclass
+class MismatchConfig:
+    warn_above: float = 1.05  # token_mult_prob_error
+    stop_above: float = 0.0  # 0: never
+
+    def __post_init__(self) -> None:
+        _at_least("mismatch.warn_above", self.warn_above, 1)
+        _at_least("mismatch.stop_above", self.stop_above, 0)
+
+
+@dataclass
+class RewardFunctionConfig:
+    path: str = ""  # module:function, path.py:function, or a built-in name
+    name: str = ""  # in metrics; empty: the function's
+    weight: float = 1.0
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ConfigError(
+                "reward.functions[].path", self.path, "module:function, path.py:function or a built-in name"
+            )
+
+
+@dataclass
+class RewardConfig:
+    functions: list[RewardFunctionConfig] = field(default_factory=list)
+    model: str = ""  # folder of a trained reward model (the `hf` folder of an rm run)
+    model_weight: float = 1.0
+    model_standardize: bool = True  # divide the model's centred score by its std on its own training set
+    timeout_s: float = 60.0
+    workers: int = 4  # reward functions and chunks of samples scored at the same time
+    clip: float = 0.0  # |reward| limit after normalisation; 0: off
+    normalize: bool = False  # subtract the running mean, divide by the running std
+
+    def __post_init__(self) -> None:
+        _above("reward.timeout_s", self.timeout_s, 0)
+        _at_least("reward.workers", self.workers, 1)
+        _at_least("reward.clip", self.clip, 0)
+
+
+@dataclass
+class DataConfig:
+    train: str = ""
+    eval: str = ""
+    format: str = "auto"  # auto, messages, prompt_completion, preference, prompt
+    columns: dict[str, str] = field(default_factory=dict)  # our name -> the file's column name
+    prompt_template: str = ""  # python format string over the row's columns, makes `prompt` where there is none
+    completion_template: str = ""  # likewise `completion`
+    max_prompt_tokens: int = 512
+    max_tokens: int = 1024  # prompt + response
+    overlong: str = "drop"  # drop, truncate
+    shuffle: bool = True
+    loss_on: str = "assistant"  # assistant, all
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("data.format", self.format, ("auto", "messages", "prompt_completion", "preference", "prompt"))
+        _at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
+        _at_least("data.max_tokens", self.max_tokens, 2)
+        _one_of("data.overlong", self.overlong, ("drop", "truncate"))
+        _one_of("data.loss_on", self.loss_on, ("assistant", "all"))
+
+
+@dataclass
+class EvalConfig:
+    prompts: int = 512  # at most this many held-out rows; 0: all
+    generate: bool = True  # greedy answers scored by the reward functions (stages that have any)
+    temperature: float = 0.0
+    samples: int = 1  # > 1: pass@k
+    # what counts as right; empty: reward.functions. An answer is right if every applicable function gives it full score
+    functions: list[RewardFunctionConfig] = field(default_factory=list)
+    full_score: float = 1.0
+    max_response_tokens: int = 0  # 0: sampling.max_response_tokens
+
+    def __post_init__(self) -> None:
+        _at_least("eval.prompts", self.prompts, 0)
+        _at_least("eval.temperature", self.temperature, 0)
+        _at_least("eval.samples", self.samples, 1)
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 0  # steps; 0: only at the end
+    keep_last: int = 2
+    keep_best: int = 0
+    metric: str = "eval/accuracy"  # for keep_best, larger is better (eval/loss: smaller)
+    final: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint.every", self.every, 0)
+        _at_least("checkpoint.keep_last", self.keep_last, 1)
+        _at_least("checkpoint.keep_best", self.keep_best, 0)
+
+
+@dataclass
+class WandbConfig:
+    mode: str = "disabled"  # disabled, offline, online
+    project: str = "aligner"
+    entity: str = ""
+
+    def __post_init__(self) -> None:
+        _one_of("logging.wandb.mode", self.mode, ("disabled", "offline", "online"))
+
+
+@dataclass
+class LoggingConfig:
+    jsonl: bool = True
+    tensorboard: bool = True
+    progress: bool = True
+    samples_shown: int = 4
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+@dataclass
+class ClusterConfig:
+    backend: str = "auto"  # auto, gloo, nccl
+    timeout_s: float = 1800.0  # of collectives
+    threads: int = 0  # OMP threads per rank; 0: cores / local ranks
+
+    def __post_init__(self) -> None:
+        _one_of("cluster.backend", self.backend, ("auto", "gloo", "nccl"))
+        _above("cluster.timeout_s", self.timeout_s, 0)
+        _at_least("cluster.threads", self.threads, 0)
+
+
+@dataclass
+class DebugConfig:
+    skip_refit: bool = False  # test hook: the engine keeps its old weights and the next refit must notice
+    shuffle_rewards: bool = False  # control experiment: permute rewards within each group
+
+
+@dataclass
+class Config:
+    seed: int = 0
+    run: RunConfig = field(default_factory=RunConfig)
+    stage: StageConfig = field(default_factory=StageConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    refit: RefitConfig = field(default_factory=RefitConfig)
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+    def __post_init__(self) -> None:
+        _at_least("seed", self.seed, 0)

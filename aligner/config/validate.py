@@ -1,0 +1,155 @@
+"""Checks that need several sections of the config, or the number of ranks. Nothing is written before they pass."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from aligner.config.schema import GROUP_BASELINES, ROLLOUT_STAGES, Config, ModelConfig, ParallelConfig
+from aligner.errors import ConfigError, LayoutError
+
+
+def validate(cfg: Config, world_size: int) -> None:
+    """Raise ConfigError (LayoutError for what does not divide by the ranks) for the first thing that cannot work."""
+    _paths(cfg)
+    _ranks(cfg.parallel, world_size)
+    validate_model(cfg, cfg.model)
+    if cfg.stage.name in ROLLOUT_STAGES:
+        _algorithm(cfg)
+        if cfg.stage.name == "ppo":
+            _critic(cfg)
+        _rewards(cfg)
+        _rollout_batch(cfg, world_size)
+    else:
+        _sequence_batch(cfg, world_size)
+
+
+def validate_model(cfg: Config, model: ModelConfig) -> None:
+    """What concerns a model's shape: `cfg.model`, or the shape found in the folder that `model.init` names."""
+    if model is not cfg.model or cfg.model.init == "random":
+        _layout(model, cfg.parallel)
+        _lengths(cfg, model)
+
+
+def data_parallel(cfg: Config, world_size: int) -> int:
+    return world_size // cfg.parallel.model_size
+
+
+def minibatch_samples(cfg: Config) -> int:
+    """Samples of one optimizer step over all ranks; batch.minibatch_samples=0 means the whole rollout."""
+    return cfg.batch.minibatch_samples or cfg.batch.prompts * cfg.batch.group
+
+
+def batch_arithmetic(cfg: Config, world_size: int) -> str:
+    """How samples become minibatches and micro-batches, with this config's numbers."""
+    dp, b = data_parallel(cfg, world_size), cfg.batch
+    if cfg.stage.name not in ROLLOUT_STAGES:
+        unit = "sequences (pairs)" if cfg.stage.name == "rm" else "sequences"
+        return f"{b.sequences} {unit} = {_micro_batches(cfg, b.sequences, dp)}"
+    samples, minibatch = b.prompts * b.group, minibatch_samples(cfg)
+    text = f"{b.prompts} prompts x {b.group} group = {samples} samples"
+    text += f" = {samples // minibatch} minibatches x {minibatch} minibatch_samples"
+    text += f" ({b.epochs} epochs)" if b.epochs > 1 else ""
+    return f"{text}\n{minibatch} minibatch_samples = {_micro_batches(cfg, minibatch, dp)}"
+
+
+def _micro_batches(cfg: Config, total: int, dp: int) -> str:
+    if cfg.batch.micro_batch_tokens:
+        return f"micro-batches of at most {cfg.batch.micro_batch_tokens} micro_batch_tokens x {dp} dp"
+    micro = min(cfg.batch.micro_batch_samples, total // dp)
+    return f"{total // dp // micro} micro-batches x {micro} micro_batch_samples x {dp} dp"
+
+
+def _paths(cfg: Config) -> None:
+    if not cfg.data.train:
+        raise ConfigError("data.train", "", "a file or folder with training data")
+    optional = {
+        "data.train": cfg.data.train,
+        "data.eval": cfg.data.eval,
+        "model.init": "" if cfg.model.init == "random" else cfg.model.init,
+        "critic.init": cfg.critic.init if cfg.stage.name == "ppo" else "",
+        "reward.model": cfg.reward.model if cfg.stage.name in ROLLOUT_STAGES else "",
+        "run.resume": "" if cfg.run.resume in ("auto", "never") else cfg.run.resume,
+    }
+    for key, path in optional.items():
+        if path and not Path(path).expanduser().exists():
+            raise ConfigError(key, path, "a path that exists")
+
+
+def _ranks(parallel: ParallelConfig, world_size: int) -> None:
+    size = parallel.model_size
+    if world_size % size:
+        product = f"parallel.tensor*pipeline*context={parallel.tensor}*{parallel.pipeline}*{parallel.context}"
+        raise LayoutError("world size", world_size, f"a multiple of {product}={size}", "Change --ranks or the layout.")
+
+
+def _layout(model: ModelConfig, parallel: ParallelConfig) -> None:
+    for name in ("num_heads", "num_kv_heads", "ffn_hidden_size"):
+        if getattr(model, name) % parallel.tensor:
+            raise LayoutError(f"model.{name}", getattr(model, name), f"a multiple of parallel.tensor={parallel.tensor}")
+    if model.num_layers % parallel.pipeline:
+        raise LayoutError("model.num_layers", model.num_layers, f"a multiple of parallel.pipeline={parallel.pipeline}")
+
+
+def _lengths(cfg: Config, model: ModelConfig) -> None:
+    limit = model.max_position
+    if cfg.data.max_tokens > limit:
+        raise ConfigError("data.max_tokens", cfg.data.max_tokens, f"at most model.max_position={limit}")
+    if cfg.stage.name in ROLLOUT_STAGES:
+        prompt, response = cfg.data.max_prompt_tokens, cfg.sampling.max_response_tokens
+        if prompt + response > limit:
+            expected = f"at most model.max_position={limit} less data.max_prompt_tokens={prompt}"
+            raise ConfigError("sampling.max_response_tokens", response, expected)
+
+
+def _algorithm(cfg: Config) -> None:
+    advantage, stage = cfg.algorithm.advantage, cfg.stage.name
+    if cfg.sampling.temperature <= 0:
+        raise ConfigError("sampling.temperature", cfg.sampling.temperature, f"a number > 0 for stage {stage}")
+    if stage == "ppo" and advantage != "gae":
+        raise ConfigError("algorithm.advantage", advantage, "gae for stage ppo, which has a critic")
+    if stage != "ppo" and advantage == "gae":
+        raise ConfigError("algorithm.advantage", advantage, f"{', '.join(GROUP_BASELINES)}; gae is for stage ppo")
+    if advantage in GROUP_BASELINES and cfg.batch.group < 2:
+        raise ConfigError("batch.group", cfg.batch.group, f"at least 2: {advantage} compares the samples of a prompt")
+
+
+def _critic(cfg: Config) -> None:
+    if not (cfg.critic.init or cfg.reward.model):
+        raise ConfigError("critic.init", "", "a folder to start the critic from, or reward.model for stage ppo")
+    if cfg.critic.parallel != cfg.parallel:
+        expected = "the same as parallel: samples stay on the ranks of the policy's layout"
+        raise ConfigError("critic.parallel", asdict(cfg.critic.parallel), expected)
+
+
+def _rewards(cfg: Config) -> None:
+    if not (cfg.reward.functions or cfg.reward.model):
+        expected = f"at least one function, or reward.model, for stage {cfg.stage.name}"
+        raise ConfigError("reward.functions", [], expected, "Example: reward.functions=[{path: math}]")
+
+
+def _rollout_batch(cfg: Config, world_size: int) -> None:
+    dp, b = data_parallel(cfg, world_size), cfg.batch
+    if b.prompts % dp:
+        raise LayoutError("batch.prompts", b.prompts, f"a multiple of the {dp} data-parallel ranks")
+    samples, minibatch = b.prompts * b.group, minibatch_samples(cfg)
+    if samples % minibatch:
+        expected = f"a divisor of batch.prompts*group={b.prompts}*{b.group}={samples}, or 0 for all of them"
+        raise ConfigError("batch.minibatch_samples", minibatch, expected)
+    if minibatch % dp:
+        raise LayoutError("batch.minibatch_samples", minibatch, f"a multiple of the {dp} data-parallel ranks")
+    _whole_micro_batches(cfg, minibatch // dp, f"batch.minibatch_samples/dp={minibatch}/{dp}")
+
+
+def _sequence_batch(cfg: Config, world_size: int) -> None:
+    dp, sequences = data_parallel(cfg, world_size), cfg.batch.sequences
+    if sequences % dp:
+        raise LayoutError("batch.sequences", sequences, f"a multiple of the {dp} data-parallel ranks")
+    _whole_micro_batches(cfg, sequences // dp, f"batch.sequences/dp={sequences}/{dp}")
+
+
+def _whole_micro_batches(cfg: Config, per_rank: int, meaning: str) -> None:
+    """Packing by tokens takes any number of rows; a larger micro-batch than a rank's share is that share."""
+    micro = min(cfg.batch.micro_batch_samples, per_rank)
+    if not cfg.batch.micro_batch_tokens and per_rank % micro:
+        raise ConfigError("batch.micro_batch_samples", micro, f"a divisor of {meaning}={per_rank}")

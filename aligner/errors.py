@@ -1,0 +1,69 @@
+"""The project's errors. Every message names the value, what was expected, and the config key to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class AlignerError(Exception):
+    """Base of every error a user can cause or act upon. `exit_code` is what the process ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(AlignerError):
+    """A config value is wrong. Raised before any training; nothing has been written but the message."""
+
+    exit_code = 2
+
+    def __init__(self, key: str, value: Any, expected: str, hint: str = ""):
+        self.key, self.value, self.expected = key, value, expected
+        text = f"{key}={value!r}: expected {expected}"
+        super().__init__(f"{text}. {hint}" if hint else text)
+
+
+class UnknownKeyError(ConfigError):
+    """A config key that does not exist; the message carries the nearest valid name."""
+
+    def __init__(self, key: str, nearest: str | None):
+        hint = f"Did you mean `{nearest}`?" if nearest else "See `python -m aligner run --cfg` for all keys."
+        super().__init__(key, None, "an existing config key", hint)
+        self.args = (f"unknown config key `{key}`. {hint}",)
+
+
+class DataError(AlignerError):
+    """A dataset, tokenizer or chat template cannot be used; names file and line where there is one."""
+
+    exit_code = 2
+
+
+class RewardError(AlignerError):
+    """A reward function could not be imported, raised, timed out, or returned something that is no score."""
+
+
+class RefitError(AlignerError):
+    """An engine does not hold the trainer's weights: a tensor missing or doubled, a version or checksum or
+    sentinel that disagrees."""
+
+
+class MismatchError(AlignerError):
+    """The engine's logprobs of a rollout left the gate `mismatch.stop_above`."""
+
+
+class CheckpointError(AlignerError):
+    """A checkpoint is damaged, or belongs to another model, tokenizer or algorithm."""
+
+    exit_code = 2
+
+
+class LayoutError(ConfigError):
+    """World size, heads or layers do not divide by the parallel layout."""
+
+
+class MissingExtraError(AlignerError):
+    """An optional dependency is not installed."""
+
+    exit_code = 2
+
+    def __init__(self, package: str, extra: str, why: str):
+        super().__init__(f"{why} needs `{package}`: pip install 'aligner[{extra}]'")

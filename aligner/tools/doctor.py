@@ -1,0 +1,183 @@
+"""`aligner doctor`: does this machine, and this config, have what a run needs? One table, exit code 1 on a failure."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from aligner.cluster.env import RankEnv
+from aligner.config.schema import ROLLOUT_STAGES, Config
+from aligner.errors import AlignerError
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+EXTRAS = {  # module -> extra, what it is for
+    "transformer_engine": ("te", "fused Megatron layers on GPUs"),
+    "tensorrt_llm": ("trtllm", "TensorRT-LLM generation on GPUs"),
+    "modelopt": ("modelopt", "quantization"),
+    "mpi4py": ("mpi", "ranks placed by MPI"),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    status: str
+    detail: str
+
+
+def main(cfg: Config, env: RankEnv) -> int:
+    """Prints the table; 1 if any check failed, else 0."""
+    found = list(checks(cfg, env))
+    _show(found)
+    return int(any(check.status == FAIL for check in found))
+
+
+def checks(cfg: Config, env: RankEnv) -> Iterator[Check]:
+    yield _python()
+    yield from _torch(env)
+    yield _megatron()
+    yield from _extras()
+    yield _run_dir(cfg)
+    yield _data(cfg)
+    yield _tokenizer(cfg)
+    yield from _rewards(cfg)
+
+
+def _show(found: list[Check]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colors = {OK: "green", WARN: "yellow", FAIL: "bold red"}
+    table = Table("check", "", "detail", title="aligner doctor")
+    for check in found:
+        table.add_row(Text(check.name), Text(check.status, style=colors[check.status]), Text(check.detail))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _python() -> Check:
+    good = sys.version_info[:2] == (3, 12)
+    return Check("python", OK if good else FAIL, platform.python_version() + ("" if good else ": expected 3.12"))
+
+
+def _torch(env: RankEnv) -> Iterator[Check]:
+    try:
+        import torch
+    except ImportError as error:
+        yield Check("torch", FAIL, f"cannot be imported: {error}")
+        return
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    late = version >= (2, 11)
+    yield Check("torch", OK if late else FAIL, torch.__version__ + ("" if late else ": expected >= 2.11"))
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        bf16 = "bfloat16" if torch.cuda.is_bf16_supported() else "no bfloat16"
+        enough = count >= env.local_world_size
+        detail = f"{count} x {torch.cuda.get_device_name(0)}, {bf16}"
+        yield Check("device", OK if enough else FAIL, detail + ("" if enough else f" for {env.local_world_size} ranks"))
+    else:
+        flags = _cpu_flags() & {"amx_bf16", "avx512_bf16"}
+        speed = f"fast bfloat16 ({', '.join(sorted(flags))})" if flags else "bfloat16 is slow here: model.dtype=float32"
+        yield Check("device", OK, f"CPU, {len(os.sched_getaffinity(0))} cores, {speed}")
+    backends = {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}
+    needed = "nccl" if torch.cuda.is_available() else "gloo"
+    names = ", ".join(name for name, there in backends.items() if there) or "none"
+    yield Check("collectives", OK if backends[needed] else FAIL, f"{names} ({needed} is used here)")
+
+
+def _cpu_flags() -> set[str]:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+
+
+def _megatron() -> Check:
+    try:
+        version = importlib.metadata.version("megatron-core")
+        from aligner.megatron.cpu import TESTED_VERSIONS
+    except (importlib.metadata.PackageNotFoundError, ImportError) as error:
+        return Check("megatron-core", FAIL, f"cannot be imported: {error}")
+    tested = version in TESTED_VERSIONS
+    detail = version if tested else f"{version}: tested with {', '.join(TESTED_VERSIONS)}"
+    return Check("megatron-core", OK if tested else WARN, detail)
+
+
+def _extras() -> Iterator[Check]:
+    for module, (extra, use) in EXTRAS.items():
+        there = importlib.util.find_spec(module) is not None
+        detail = f"for {use}" if there else f"not installed; for {use}: pip install 'aligner[{extra}]'"
+        yield Check(module, OK, detail)
+
+
+def _run_dir(cfg: Config) -> Check:
+    """Writes and removes a file in run.dir or the nearest folder above it that exists; creates no folder."""
+    folder = Path(cfg.run.dir).expanduser().absolute()
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(b"aligner doctor")
+    except OSError as error:
+        return Check("run.dir", FAIL, f"{cfg.run.dir}: cannot write in {folder}: {error.strerror}")
+    free = shutil.disk_usage(folder).free / 2**30
+    return Check("run.dir", OK if free > 1 else WARN, f"{cfg.run.dir}, {free:.0f} GiB free")
+
+
+def _data(cfg: Config) -> Check:
+    if not cfg.data.train:
+        return Check("data.train", WARN, "not set; a run needs it")
+    path = Path(cfg.data.train).expanduser()
+    try:
+        if path.is_dir():
+            return Check("data.train", OK, f"{path}, {len(list(path.iterdir()))} entries")
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        return Check("data.train", FAIL, f"{path}: {error.strerror}")
+    return Check("data.train", OK, f"{path}, {path.stat().st_size / 2**20:.1f} MiB")
+
+
+def _tokenizer(cfg: Config) -> Check:
+    folder = cfg.model.tokenizer or ("" if cfg.model.init == "random" else cfg.model.init)
+    if not folder:
+        return Check("tokenizer", WARN, "model.tokenizer is not set; a run with model.init=random needs it")
+    if not Path(folder).expanduser().is_dir():
+        return Check("tokenizer", FAIL, f"{folder}: no such folder")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(Path(folder).expanduser(), local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        return Check("tokenizer", FAIL, f"{folder}: {str(error).splitlines()[0]}")
+    if tokenizer.eos_token_id is None:
+        return Check("tokenizer", FAIL, f"{folder}: has no EOS token")
+    return Check("tokenizer", OK, f"{folder}, {len(tokenizer)} tokens, EOS {tokenizer.eos_token!r}")
+
+
+def _rewards(cfg: Config) -> Iterator[Check]:
+    if cfg.stage.name not in ROLLOUT_STAGES:
+        return
+    from aligner.rewards.functions import load_function
+
+    if not cfg.reward.functions and not cfg.reward.model:
+        yield Check(
+            "reward", WARN, f"neither reward.functions nor reward.model is set; stage {cfg.stage.name} needs one"
+        )
+    for index, function in enumerate(cfg.reward.functions):
+        try:
+            load_function(function, index)
+        except AlignerError as error:
+            yield Check(f"reward.functions[{index}]", FAIL, str(error))
+        else:
+            yield Check(f"reward.functions[{index}]", OK, function.path)
+    if cfg.reward.model:
+        there = Path(cfg.reward.model).expanduser().is_dir()
+        yield Check("reward.model", OK if there else FAIL, cfg.reward.model + ("" if there else ": no such folder"))

@@ -1,0 +1,166 @@
+"""One complete type per phase of the pipeline: Prompt -> Generations -> Sample -> RolloutBatch -> TrainBatch ->
+LossOutput.
+
+Every per-token tensor is [B, T] and index t speaks of tokens[:, t]; index 0 has no logprob.
+Rows are right-padded: prompt, response, padding. With causal attention no attention mask is needed then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A dataset row that is ready to generate from."""
+
+    id: int  # stable row number in its dataset; part of every request seed
+    tokens: tuple[int, ...]
+    text: str  # what the model sees, special tokens included
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns: answer, entry, ...
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the engine picks tokens. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off."""
+
+    max_response_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+STOP, LENGTH = 0, 1  # Generations.finish_reason codes: a stop token or string was met / the token limit was met
+
+
+@dataclass
+class Generations:
+    """What an engine returns, column by column: N = prompts x samples rows, prompt-major.
+
+    The stop token is part of the response (and has a logprob). A stop string ends the response with the token that
+    completes it.
+    """
+
+    tokens: Tensor  # int64 [N, R], right-padded with 0
+    lengths: Tensor  # int64 [N], response tokens
+    logprobs: Tensor  # float32 [N, R], of the distribution that was sampled from; 0 on padding
+    finish_reason: Tensor  # int64 [N], STOP or LENGTH
+    weight_version: int
+    full_logprobs: Tensor | None = None  # float32 [N, R], of the tempered full distribution, if top-p/top-k/min-p cut
+
+
+@dataclass
+class Sample:
+    """One response with its prompt: what a Reward sees."""
+
+    prompt: Prompt
+    index: int  # 0 .. group-1
+    response: str  # decoded, special tokens and stop token removed
+    tokens: tuple[int, ...]  # response tokens
+    finished: bool  # ended by a stop token or string, not by the limit
+    weight_version: int = 0
+
+
+class TensorBatch:
+    """Shared by the batch dataclasses: slicing and moving all tensor fields together."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
+        return {name: value for name, value in found if hasattr(value, "shape")}
+
+    def select(self, rows: Tensor):
+        """The same batch with only these rows (int64 [n])."""
+        return replace(self, **{name: t.index_select(0, rows.to(t.device)) for name, t in self.tensors().items()})
+
+    def to(self, device: torch.device | str):
+        return replace(self, **{name: t.to(device, non_blocking=True) for name, t in self.tensors().items()})
+
+    def trim(self, multiple: int = 1):
+        """Cut trailing columns that are padding in every row; keep T a multiple of `multiple`."""
+        width = int(self.lengths.max()) if len(self.lengths) else 1  # type: ignore[attr-defined]
+        width = -(-width // multiple) * multiple
+        old = self.tokens.shape[1]  # type: ignore[attr-defined]
+        if width == old:
+            return self
+        cut = {}
+        for name, t in self.tensors().items():
+            if t.dim() >= 2 and t.shape[1] == old:
+                pad = [0, 0] * (t.dim() - 2) + [0, width - old]  # negative pad cuts
+                cut[name] = _pad(t, pad)
+        return replace(self, **cut)
+
+
+def _pad(t, pad):
+    from torch.nn.functional import pad as torch_pad
+
+    return torch_pad(t, pad)
+
+
+@dataclass
+class RolloutBatch(TensorBatch):
+    """The samples of one rollout that live on this data-parallel rank, group-major, CPU tensors."""
+
+    tokens: Tensor  # int64 [B, T] prompt + response, right-padded
+    lengths: Tensor  # int64 [B] prompt + response tokens
+    response_mask: Tensor  # float32 [B, T] 1 where the policy generated the token
+    rollout_logprobs: Tensor  # float32 [B, T] by the engine
+    rewards: Tensor  # float32 [B] total scalar outcome
+    valid: Tensor  # bool [B] False: out of baselines, losses and denominators
+    group: Tensor  # int64 [B] global prompt slot in the rollout, 0 .. prompts-1
+    finished: Tensor  # bool [B]
+    weight_version: int
+    components: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # per reward function, float32 [B], NaN = not applicable
+    samples: list[Sample] = field(default_factory=list)
+    old_logprobs: Tensor | None = None  # float32 [B, T] by the policy before the update
+    ref_logprobs: Tensor | None = None  # float32 [B, T] by the frozen reference
+    values: Tensor | None = None  # float32 [B, T] by the critic before the update
+    token_rewards: Tensor | None = None  # float32 [B, T]
+    advantages: Tensor | None = None  # float32 [B, T]
+    returns: Tensor | None = None  # float32 [B, T]
+    loss_mask: Tensor | None = None  # float32 [B, T] response_mask less invalid and loss-masked samples
+    token_weights: Tensor | None = None  # float32 [B, T] importance weights of the engine mismatch
+
+
+@dataclass
+class TrainBatch(TensorBatch):
+    """What one forward of a model needs, and whatever its loss needs beside it."""
+
+    tokens: Tensor  # int64 [B, T]
+    lengths: Tensor  # int64 [B]
+    loss_mask: Tensor  # float32 [B, T]
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    values: Tensor | None = None
+    token_weights: Tensor | None = None
+    labels: Tensor | None = None  # float32 [B] or [B, K]: reward-model margins or attribute scores
+
+
+@dataclass
+class LossOutput:
+    """A loss already divided by its minibatch denominator, so that micro-batches and data-parallel ranks add up.
+
+    `means`: name -> (numerator, denominator), summed over micro-batches and ranks, then divided.
+    `maxima`: name -> value, reduced by max.
+    """
+
+    loss: Tensor
+    means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+
+ScalarMetrics = dict[str, float]
+Sums = dict[str, tuple[float, float]]  # name -> (numerator, denominator): add over ranks, then divide
+Progress = Callable[[int, int], None]  # (done, total)

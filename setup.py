@@ -1,0 +1,49 @@
+"""Packaging of aligner; tools are configured in pyproject.toml, the tested versions are in constraints.txt."""
+
+from glob import glob
+from os.path import dirname
+
+from setuptools import find_packages, setup
+
+INSTALL = [
+    "torch>=2.11",
+    "megatron-core>=0.19.2",
+    "transformers>=5.17",
+    "tokenizers>=0.22",
+    "safetensors>=0.6",
+    "datasets>=5.0",
+    "pyarrow>=20",
+    "numpy>=2.0",
+    "hydra-core>=1.3.2",
+    "omegaconf>=2.3",
+    "PyYAML>=6.0",
+    "jinja2>=3.1",
+    "psutil>=6.0",
+    "rich>=14.0",
+    "tqdm>=4.66",
+    "tensorboard>=2.18",
+    "wandb>=0.20",
+    "math-verify>=0.8",
+    "reasoning-gym>=0.1.23",
+]
+EXTRAS = {
+    "trtllm": ["tensorrt-llm>=1.0"],
+    "te": ["transformer-engine[pytorch]>=2.6"],
+    "modelopt": ["nvidia-modelopt>=0.33"],
+    "mpi": ["mpi4py>=4.0"],
+    "dev": ["pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.12"],
+}
+CONF = sorted({dirname(path) for path in glob("conf/**/*.yaml", recursive=True)})
+
+setup(
+    name="aligner",
+    version="0.1.0",
+    description="SFT, reward models, GRPO and PPO on Megatron-Core, as plain SPMD jobs",
+    license="Apache-2.0",
+    python_requires=">=3.12,<3.13",
+    packages=find_packages(include=["aligner", "aligner.*"]),
+    install_requires=INSTALL,
+    extras_require=EXTRAS,
+    data_files=[(f"share/aligner/{folder}", sorted(glob(f"{folder}/*.yaml"))) for folder in CONF],
+    entry_points={"console_scripts": ["aligner=aligner.__main__:entry"]},
+)

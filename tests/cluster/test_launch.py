@@ -1,0 +1,115 @@
+"""Local ranks, with small Python children in place of training."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from aligner.cluster.launch import launch
+from aligner.errors import ConfigError
+
+NUMBERS = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"]
+
+
+def child(code: str) -> list[str]:
+    return [sys.executable, "-S", "-c", "import json, os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + code]
+
+
+def run(code: str, ranks: int, folder: Path, **options) -> int:
+    return launch(folder / "config.yaml", ranks, folder, argv=child(code), **options)
+
+
+def test_every_rank_gets_its_numbers_and_its_log(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "99")
+    code = f"print(json.dumps({{k: os.environ[k] for k in {NUMBERS!r}}}))"
+    assert run(code, 3, tmp_path) == 0
+    out, err = capfd.readouterr()
+    assert str(tmp_path / "logs") in err
+    logs = sorted((tmp_path / "logs").glob("rank-*.log"))
+    assert [log.name for log in logs] == ["rank-0001.log", "rank-0002.log"]
+    seen = [json.loads(text) for text in (out, *(log.read_text() for log in logs))]
+    assert [s["RANK"] for s in seen] == [s["LOCAL_RANK"] for s in seen] == ["0", "1", "2"]
+    assert {(s["WORLD_SIZE"], s["LOCAL_WORLD_SIZE"], s["MASTER_ADDR"]) for s in seen} == {("3", "3", "127.0.0.1")}
+    assert len({s["MASTER_PORT"] for s in seen}) == 1 and 1024 < int(seen[0]["MASTER_PORT"]) < 65536
+    assert {int(s["OMP_NUM_THREADS"]) for s in seen} == {max(1, len(os.sched_getaffinity(0)) // 3)}
+
+
+def test_threads_may_be_given(tmp_path, capfd):
+    assert run("print(os.environ['OMP_NUM_THREADS'])", 1, tmp_path, threads=5) == 0
+    assert capfd.readouterr().out == "5\n"
+
+
+def test_a_failing_rank_ends_the_others_and_is_shown(tmp_path, capfd):
+    code = "if rank == 1:\n  raise ValueError('broken at step 3')\ntime.sleep(60)"
+    started = time.monotonic()
+    assert run(code, 3, tmp_path) == 1
+    assert time.monotonic() - started < 10
+    err = capfd.readouterr().err
+    assert "rank 1 of 3 failed first (exit code 1)" in err
+    assert "ValueError: broken at step 3" in err and "rank-0001.log" in err
+
+
+def test_the_rank_that_raised_first_counts_not_the_one_that_exited_first(tmp_path, capfd):
+    code = (
+        "from aligner.cluster import failure\n"
+        "if rank == 2:\n  failure.record('the cause', 7)\n  time.sleep(0.3)\n  sys.exit(7)\n"
+        "time.sleep(0.15)\nfailure.record('lost connection to rank 2', 1)\nsys.exit(1)"
+    )
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        assert run(code, 3, tmp_path) == 7
+    err = capfd.readouterr().err
+    assert "rank 2 of 3 failed first" in err and "| the cause" in err
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("aligner.cluster.launch.KILL_AFTER_S", 0.5)
+    code = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == 0:\n  time.sleep(0.5)\n  sys.exit(3)\ntime.sleep(60)"
+    )
+    started = time.monotonic()
+    assert run(code, 2, tmp_path) == 3
+    assert time.monotonic() - started < 10
+
+
+def test_death_by_signal_is_128_plus_its_number(tmp_path, capfd):
+    assert run("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)", 2, tmp_path) == 137
+    assert "SIGKILL" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "saves"), [(signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_signals_reach_every_rank(tmp_path, number, saves):
+    handler = (
+        f"def save(n, _):\n  open({str(tmp_path)!r} + f'/saved-{{rank}}-{{n}}', 'w').close()\n  sys.exit(0)\n"
+        f"signal.signal({int(number)}, save)\n"
+    )
+    code = (handler if saves else "") + f"open({str(tmp_path)!r} + f'/up-{{rank}}', 'w').close()\ntime.sleep(60)"
+    parent = "from pathlib import Path\nfrom aligner.cluster.launch import launch\nimport sys\n"
+    parent += f"sys.exit(launch(Path('x'), 2, Path({str(tmp_path)!r}), argv={child(code)!r}))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent], cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 20
+    while len(list(tmp_path.glob("up-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    if saves:
+        assert process.returncode == 0
+        assert {p.name for p in tmp_path.glob("saved-*")} == {f"saved-{rank}-{int(number)}" for rank in (0, 1)}
+    else:
+        assert process.returncode == 128 + number and f"stopped by {number.name}" in err
+
+
+def test_no_ranks_and_unwritable_folder_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--ranks=0"):
+        run("", 0, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir"):
+        run("", 1, tmp_path / "file")

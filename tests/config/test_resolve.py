@@ -1,0 +1,260 @@
+"""Composition: every override style works, every wrong one is refused with key, value and expectation."""
+
+import subprocess
+import sys
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aligner.config.options import GROUPS, all_keys, key_type
+from aligner.config.resolve import compose, compose_over, conf_dir, quoted, sweep
+from aligner.config.schema import STAGES, Config
+from aligner.errors import ConfigError, UnknownKeyError
+
+CONF = conf_dir()
+
+
+@pytest.fixture
+def user_conf(tmp_path):
+    """A folder of config groups beside the project's; returns a function that adds a file."""
+
+    def add(path: str, text: str) -> str:
+        file = tmp_path / f"{path}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        return str(tmp_path)
+
+    return add
+
+
+def options(group):
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("group", [g for g in GROUPS if g != "experiment"])
+def test_every_file_of_every_group_composes_and_takes_effect(group):
+    assert options(group)
+    for name in options(group):
+        cfg = asdict(compose([f"{group}={name}"]))
+        own = yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) or {}
+        expected = own if group == "stage" else {group: own}
+        assert_contains(cfg, expected, f"{group}/{name}")
+
+
+def assert_contains(whole, part, where):
+    for key, value in part.items():
+        if isinstance(value, dict):
+            assert_contains(whole[key], value, f"{where}.{key}")
+        else:
+            assert whole[key] == value, f"{where}.{key}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_stage_brings_its_algorithm(stage):
+    cfg = compose([f"stage={stage}"])
+    assert cfg.stage.name == stage and cfg.run.dir == f"runs/{stage}"
+    own = yaml.safe_load((CONF / "algorithm" / f"{stage}.yaml").read_text())
+    assert_contains(asdict(cfg.algorithm), own, stage)
+
+
+def test_an_explicit_algorithm_beats_the_stage():
+    cfg = compose(["stage=ppo", "algorithm=grpo"])
+    assert (cfg.stage.name, cfg.algorithm.advantage, cfg.algorithm.kl.coef) == ("ppo", "grpo", 0.0)
+
+
+def test_an_experiment_selects_groups_and_the_command_line_beats_it(user_conf):
+    text = "# @package _global_\ndefaults:\n  - override /stage: ppo\n  - override /model: qwen3_1.7b\n"
+    folder = user_conf("experiment/mine", text + "run: {name: mine, steps: 7}\nbatch: {prompts: 96}\n")
+    cfg = compose(["experiment=mine"], config_dir=folder)
+    assert (cfg.stage.name, cfg.algorithm.advantage, cfg.model.num_layers) == ("ppo", "gae", 28)
+    assert (cfg.run.steps, cfg.batch.prompts, cfg.run.dir) == (7, 96, "runs/mine")
+    cfg = compose(["experiment=mine", "stage=grpo", "run.steps=9"], config_dir=folder)
+    assert (cfg.stage.name, cfg.algorithm.advantage, cfg.run.steps, cfg.batch.prompts) == ("grpo", "grpo", 9, 96)
+    cfg = compose(["experiment=mine", "algorithm=grpo"], config_dir=folder)
+    assert (cfg.stage.name, cfg.algorithm.advantage) == ("ppo", "grpo")
+
+
+def test_values_of_every_kind():
+    cfg = compose(
+        [
+            "optim.lr=1e-3",
+            "model.tie_embeddings=false",
+            "optim.betas=[0.8,0.9]",
+            "reward.functions=[{path:a.py:f,weight:2},{path:math,args:{field:gold,deep:{n:1}}}]",
+            "data.columns.prompt=question",
+            "+data.columns.completion=answer",
+            "critic.optim={lr:3e-5}",
+            "++seed=5",
+            "data.train='a b,c=d'",
+        ]
+    )
+    assert (cfg.optim.lr, cfg.model.tie_embeddings, cfg.optim.betas) == (1e-3, False, [0.8, 0.9])
+    assert [(f.path, f.weight) for f in cfg.reward.functions] == [("a.py:f", 2.0), ("math", 1.0)]
+    assert cfg.reward.functions[1].args == {"field": "gold", "deep": {"n": 1}}
+    assert cfg.data.columns == {"prompt": "question", "completion": "answer"}
+    assert (cfg.critic.optim.lr, cfg.seed, cfg.data.train) == (3e-5, 5, "a b,c=d")
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "suggestion"),
+    [
+        ("optim.lrr=1", "optim.lrr", "optim.lr"),
+        ("lr=1", "lr", "optim.lr"),
+        ("modell=tiny", "modell", "model"),
+        ("batch.group_size=4", "batch.group_size", "batch.group"),
+        ("group=4", "group", "batch.group"),
+        ("+optim.momentums=1", "optim.momentums", None),
+        ("+new.key=1", "new.key", None),
+        ("++new.key=1", "new.key", None),
+        ("~optim.lrr", "optim.lrr", "optim.lr"),
+        ("logging/wandb=x", "logging/wandb", "logging.wandb"),
+        ("hydra.run.dir=x", "hydra.run.dir", "run.dir"),
+        ("reward.functions=[{pth:a}]", "reward.functions[].pth", "reward.functions[].path"),
+        ("reward.functions=[{path:a,wight:1}]", "reward.functions[].wight", "reward.functions[].weight"),
+        ("critic.optim={lrr:1}", "critic.optim.lrr", "critic.optim.lr"),
+    ],
+)
+def test_unknown_keys_are_refused_with_the_nearest_name(override, key, suggestion):
+    with pytest.raises(UnknownKeyError) as caught:
+        compose([override])
+    assert caught.value.key == key and f"`{key}`" in str(caught.value)
+    if suggestion:
+        assert f"`{suggestion}`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "key"),
+    [
+        ("experiment/bad", "# @package _global_\noptim: {lrr: 1}\n", "optim.lrr"),
+        ("experiment/bad", "# @package _global_\nfoo: 1\n", "foo"),
+        ("model/bad", "layers: 3\n", "model.layers"),
+        (
+            "experiment/bad",
+            "# @package _global_\nreward: {functions: [{path: x, wight: 3}]}\n",
+            "reward.functions[].wight",
+        ),
+    ],
+)
+def test_unknown_keys_in_files_name_the_file(user_conf, path, text, key):
+    with pytest.raises(UnknownKeyError) as caught:
+        compose([path.replace("/", "=")], config_dir=user_conf(path, text))
+    assert caught.value.key == key and f"{path}.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value", "expected"),
+    [
+        ("optim.lr=abc", "optim.lr", "abc", "a number"),
+        ("run.steps=1.5", "run.steps", 1.5, "an integer"),
+        ("model.tie_embeddings=maybe", "model.tie_embeddings", "maybe", "true or false"),
+        ("data.eval=null", "data.eval", None, "a string"),
+        ("model.num_layers=[1]", "model.num_layers", [1], "an integer"),
+        ("reward.functions=3", "reward.functions", 3, "a list"),
+        ("debug=yes", "debug", "yes", "a section with the keys skip_refit"),
+        ("optim.betas=[a,b]", "optim.betas[0]", "a", "a number"),
+        ("reward.functions=[{path:a,weight:abc}]", "reward.functions[].weight", "abc", "a number"),
+        ("optim.lr=-1", "optim.lr", -1.0, "> 0"),
+        ("critic.optim.lr=-1", "critic.optim.lr", -1.0, "> 0"),
+        ("critic.parallel.tensor=0", "critic.parallel.tensor", 0, ">= 1"),
+        ("stage.name=dpo", "stage.name", "dpo", "grpo"),
+        ("~optim.lr", "optim.lr", "~", "cannot be deleted"),
+        ("run.name=${nope}", "run.name", "${nope}", "nope"),
+        ("optim.lr=1,2", "optim.lr", "1,2", "--multirun"),
+        ("seed=range(0,3)", "seed", "range(0,3)", "--multirun"),
+        ("model=foo", "model", "foo", "tiny"),
+        ("stage=dpo", "stage", "dpo", "grpo, ppo, rm, sft"),
+        ("optim.lr", "override", "optim.lr", "key=value"),
+        ("=3", "override", "=3", "key=value"),
+    ],
+)
+def test_wrong_values_name_key_value_and_expectation(override, key, value, expected):
+    with pytest.raises(ConfigError) as caught:
+        compose([override])
+    assert (caught.value.key, caught.value.value) == (key, value)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_unknown_experiment_is_refused_with_the_options(user_conf):
+    folder = user_conf("experiment/mine", "# @package _global_\n")
+    with pytest.raises(ConfigError, match=r"experiment='other': expected one of .*mine"):
+        compose(["experiment=other"], config_dir=folder)
+
+
+def test_broken_yaml_names_file_and_line(user_conf):
+    folder = user_conf("experiment/bad", "# @package _global_\noptim: [\n")
+    with pytest.raises(ConfigError, match=r"experiment/bad.yaml, line 3"):
+        compose(["experiment=bad"], config_dir=folder)
+    with pytest.raises(ConfigError, match=r"optim.lr='abc'.*experiment/typed.yaml"):
+        compose(["experiment=typed"], config_dir=user_conf("experiment/typed", "# @package _global_\noptim: {lr: abc}"))
+
+
+def test_config_dir_must_exist(tmp_path):
+    with pytest.raises(ConfigError, match="--config-dir"):
+        compose([], config_dir=str(tmp_path / "nothing"))
+
+
+def test_sweeps_are_the_product_of_their_values():
+    jobs = sweep(["optim.lr=1e-4,2e-4", "seed=range(0,3)", "stage=grpo", "reward.functions=[{path:a.py:f,weight:2}]"])
+    configs = [compose(job) for job in jobs]
+    assert [(c.optim.lr, c.seed) for c in configs] == [(lr, s) for lr in (1e-4, 2e-4) for s in range(3)]
+    assert all(c.stage.name == "grpo" and c.reward.functions[0].path == "a.py:f" for c in configs)
+    assert [compose(j).model.num_layers for j in sweep(["model=choice(tiny,llama3_70b)"])] == [4, 80]
+    assert sweep(["seed=1"]) == [["seed=1"]]
+    with pytest.raises(UnknownKeyError):
+        sweep(["sed=1,2"])
+    with pytest.raises(ConfigError, match="listed"):
+        sweep(["optim.lr=interval(0,1)"])
+
+
+@pytest.mark.parametrize("text", ["a b", 'say "x"', "back\\slash", "tail\\", "it's", "a,b=[c]{d}", "${x}", "\\${x}"])
+def test_quoted_text_survives_hydra(text):
+    assert compose([f"run.dir={quoted(text)}"]).run.dir == text
+
+
+def test_values_go_over_a_frozen_config():
+    base = compose(["stage=grpo", "run.name='\\${x}'", "optim.lr=2e-4", "critic.optim.lr=3e-4"])
+    over = compose_over(base, ["sampling.temperature=0.5", "data.columns.prompt=q", "reward.functions=[{path:math}]"])
+    assert base.run.name == over.run.name == "${x}"
+    assert (over.stage.name, over.optim.lr, over.critic.optim.lr) == ("grpo", 2e-4, 3e-4)
+    assert over.sampling.temperature == 0.5 and over.data.columns == {"prompt": "q"}
+    assert over.reward.functions[0].path == "math"
+    for wrong in ("model=tiny", "optim.lrr=1", "optim.lr=abc", "optim.lr=-1", "seed=1,2"):
+        with pytest.raises(ConfigError):
+            compose_over(base, [wrong])
+
+
+def test_all_keys_are_keys_and_every_group_but_experiment_is_a_section():
+    assert {"seed", "optim.lr", "critic.optim.lr", "reward.functions[].weight"} <= set(all_keys())
+    assert all(key_type(key) is not None for key in all_keys())
+    assert all(is_dataclass(key_type(group)) for group in GROUPS if group != "experiment")
+    assert isinstance(compose([]), Config)
+
+
+def test_the_published_shapes_have_the_published_sizes():
+    def parameters(name):
+        m = compose([f"model={name}"]).model
+        attention = m.hidden_size * m.kv_channels * (2 * m.num_heads + 2 * m.num_kv_heads)
+        extra = m.kv_channels * ((m.num_heads + 2 * m.num_kv_heads) * m.qkv_bias + 2 * m.qk_norm)
+        layer = attention + extra + 3 * m.hidden_size * m.ffn_hidden_size + 2 * m.hidden_size
+        return m.num_layers * layer + m.hidden_size + m.vocab_size * m.hidden_size * (1 if m.tie_embeddings else 2)
+
+    published = {  # from the safetensors indices of the published checkpoints
+        "qwen3_0.6b": 596_049_920,
+        "qwen3_1.7b": 1_720_574_976,
+        "qwen2.5_7b": 7_615_616_512,
+        "llama3_8b": 8_030_261_248,
+        "llama3_70b": 70_553_706_496,
+    }
+    assert {name: parameters(name) for name in published} == published
+
+
+def test_the_config_room_imports_no_torch():
+    modules = sorted(p.stem for p in (Path(__file__).parents[2] / "aligner/config").glob("*.py"))
+    code = "import sys\n" + "".join(f"import aligner.config.{m}\n" for m in modules if m != "__init__")
+    code += "import aligner.types, aligner.__main__, aligner.cluster.env, aligner.cluster.launch\n"
+    code += "from aligner.config.resolve import compose\ncompose([])\n"
+    code += "print([m for m in ('torch', 'megatron', 'transformers', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

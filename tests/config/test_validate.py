@@ -1,0 +1,155 @@
+"""Checks across sections. Each row breaks one thing in a config that is otherwise fine."""
+
+import functools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aligner.config.resolve import compose
+from aligner.config.validate import batch_arithmetic, validate
+from aligner.errors import ConfigError, LayoutError
+
+
+@pytest.fixture
+def make(tmp_path):
+    data = tmp_path / "train.jsonl"
+    data.write_text("{}\n")
+    (tmp_path / "rm").mkdir()
+    stages = {
+        "sft": [],
+        "rm": [],
+        "grpo": ["reward.functions=[{path:math}]"],
+        "ppo": [f"reward.model='{tmp_path}/rm'"],
+    }
+
+    def compose_valid(stage, *overrides):
+        return compose([f"stage={stage}", f"data.train='{data}'", *stages[stage], *overrides])
+
+    return compose_valid
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "grpo", "ppo"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("parallel", ["single", "tp2", "pp2"])
+def test_the_defaults_are_valid(make, stage, world, parallel):
+    if world >= 2 or parallel == "single":
+        validate(make(stage, f"parallel={parallel}"), world)
+
+
+TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides", "world", "key"),
+    [
+        ("sft", ["data.train=''"], 1, "data.train"),
+        ("sft", ["data.train=/nowhere/a.jsonl"], 1, "data.train"),
+        ("sft", ["data.eval=/nowhere/a.jsonl"], 1, "data.eval"),
+        ("sft", ["model.init=/nowhere/model"], 1, "model.init"),
+        ("sft", ["run.resume=/nowhere/checkpoint"], 1, "run.resume"),
+        ("grpo", ["reward.model=/nowhere/rm"], 1, "reward.model"),
+        ("ppo", ["critic.init=/nowhere/rm"], 1, "critic.init"),
+        ("sft", ["parallel=tp2"], 3, "world size"),
+        ("sft", ["parallel.tensor=2", "parallel.pipeline=2"], 2, "world size"),
+        ("sft", ["parallel.tensor=3"], 3, "model.num_heads"),
+        ("sft", ["parallel.tensor=2", "model.num_kv_heads=1"], 2, "model.num_kv_heads"),
+        ("sft", ["parallel.tensor=3", *TP3, "model.ffn_hidden_size=512"], 3, "model.ffn_hidden_size"),
+        ("sft", ["parallel.pipeline=3"], 3, "model.num_layers"),
+        ("ppo", ["critic.parallel.tensor=2"], 1, "world size"),
+        ("ppo", ["critic.parallel.tensor=3", "batch.prompts=96", "batch.minibatch_samples=96"], 3, "model.num_heads"),
+        (
+            "ppo",
+            ["critic.parallel.pipeline=3", "batch.prompts=96", "batch.minibatch_samples=96"],
+            3,
+            "model.num_layers",
+        ),
+        ("sft", ["batch.sequences=9"], 2, "batch.sequences"),
+        ("sft", ["batch.sequences=12"], 1, "batch.micro_batch_samples"),
+        ("rm", ["batch.sequences=9"], 2, "batch.sequences"),
+        ("grpo", ["batch.prompts=9"], 2, "batch.prompts"),
+        ("grpo", ["batch.minibatch_samples=100"], 1, "batch.minibatch_samples"),
+        ("grpo", ["batch.prompts=4", "batch.group=9", "batch.minibatch_samples=9"], 2, "batch.minibatch_samples"),
+        ("grpo", ["batch.minibatch_samples=64", "batch.micro_batch_samples=24"], 1, "batch.micro_batch_samples"),
+        ("grpo", ["batch.group=1"], 1, "batch.group"),
+        ("grpo", ["batch.group=1", "algorithm.advantage=rloo"], 1, "batch.group"),
+        ("grpo", ["batch.group=1", "algorithm.advantage=dr_grpo"], 1, "batch.group"),
+        ("grpo", ["reward.functions=[]"], 1, "reward.functions"),
+        ("grpo", ["algorithm.advantage=gae"], 1, "algorithm.advantage"),
+        ("ppo", ["algorithm=grpo"], 1, "algorithm.advantage"),
+        ("ppo", ["reward.model=''", "reward.functions=[{path:math}]"], 1, "critic.init"),
+        ("grpo", ["sampling.temperature=0"], 1, "sampling.temperature"),
+        ("grpo", ["data.max_prompt_tokens=4000", "sampling.max_response_tokens=97"], 1, "sampling.max_response_tokens"),
+        ("sft", ["data.max_tokens=5000"], 1, "data.max_tokens"),
+    ],
+)
+def test_what_cannot_work_is_refused(make, stage, overrides, world, key):
+    with pytest.raises(ConfigError) as caught:
+        validate(make(stage, *overrides), world)
+    assert caught.value.key == key
+    assert caught.value.exit_code == 2 and "expected" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world"), [(["parallel=tp2"], 3), (["parallel.pipeline=3"], 3), (["batch.sequences=9"], 2)]
+)
+def test_division_by_ranks_is_a_layout_error(make, overrides, world):
+    with pytest.raises(LayoutError):
+        validate(make("sft", *overrides), world)
+
+
+def test_exactly_full_context_is_allowed(make):
+    validate(make("grpo", "data.max_prompt_tokens=4000", "sampling.max_response_tokens=96"), 1)
+    validate(make("ppo", "critic.init=.", "reward.model=''", "reward.functions=[{path:math}]"), 1)
+    validate(
+        make("grpo", "batch.minibatch_samples=64", "batch.micro_batch_samples=24", "batch.micro_batch_tokens=99"), 1
+    )
+
+
+def test_arithmetic_is_printed_with_numbers(make):
+    cfg = make(
+        "grpo", "batch.prompts=32", "batch.group=8", "batch.minibatch_samples=64", "batch.micro_batch_samples=16"
+    )
+    assert batch_arithmetic(cfg, 2).splitlines() == [
+        "32 prompts x 8 group = 256 samples = 4 minibatches x 64 minibatch_samples",
+        "64 minibatch_samples = 2 micro-batches x 16 micro_batch_samples x 2 dp",
+    ]
+    assert (
+        batch_arithmetic(make("sft", "parallel=tp2"), 4)
+        == "32 sequences = 2 micro-batches x 8 micro_batch_samples x 2 dp"
+    )
+    assert "at most 512 micro_batch_tokens x 1 dp" in batch_arithmetic(make("rm", "batch.micro_batch_tokens=512"), 1)
+
+
+@functools.cache
+def valid_grpo():
+    return compose(["stage=grpo", "data.train=.", "reward.functions=[{path:math}]"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    prompts=st.integers(1, 24),
+    group=st.integers(2, 6),
+    minibatch=st.integers(0, 48),
+    micro=st.integers(1, 12),
+    world=st.sampled_from([1, 2, 3, 4]),
+)
+def test_what_passes_adds_up(prompts, group, minibatch, micro, world):
+    """Accepted configs are exactly those in which every product of the printed arithmetic holds in integers."""
+    cfg = valid_grpo()
+    b = cfg.batch
+    b.prompts, b.group, b.minibatch_samples, b.micro_batch_samples = prompts, group, minibatch, micro
+    step = minibatch or prompts * group
+    share, rest = divmod(step, world)
+    fits = prompts % world == 0 and prompts * group % step == 0 and rest == 0
+    fits = fits and share % min(micro, share) == 0
+    try:
+        validate(cfg, world)
+    except ConfigError:
+        assert not fits
+    else:
+        assert fits
+        size = min(micro, share)
+        assert f"{share // size} micro-batches x {size} micro_batch_samples x {world} dp" in batch_arithmetic(
+            cfg, world
+        )

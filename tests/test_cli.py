@@ -1,0 +1,214 @@
+"""The command line, in this process where it can be and as a program where start-up counts."""
+
+import os
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aligner.__main__ import COMMANDS, main
+from aligner.config.freeze import freeze, load_frozen
+from aligner.config.resolve import compose
+from aligner.errors import AlignerError, CheckpointError
+
+ROOT = Path(__file__).parents[1]
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "ALIGNER_FAILURE_FILE",
+    "ALIGNER_TRACEBACK",
+)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text("{}\n")
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    """Stands in for training: records what it was given."""
+    calls = []
+    fake = types.ModuleType("aligner.build")
+    fake.run_stage = lambda cfg, env: calls.append((cfg, env)) or 0
+    monkeypatch.setitem(sys.modules, "aligner.build", fake)
+    monkeypatch.setattr("aligner.build", fake, raising=False)
+    return calls
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"]])
+def test_help_comes_within_half_a_second(arguments):
+    seconds = []
+    for _ in range(5):
+        started = time.monotonic()
+        done = subprocess.run([sys.executable, "-m", "aligner", *arguments], cwd=ROOT, capture_output=True, text=True)
+        seconds.append(time.monotonic() - started)
+        assert done.returncode == 0 and "experiment=NAME" in done.stdout
+        assert arguments[0] == "run" or all(command in done.stdout for command in COMMANDS)
+    assert min(seconds) < 0.5
+
+
+def test_help_imports_neither_hydra_nor_torch():
+    code = "import sys\nfrom aligner.__main__ import parser\nparser().format_help()\n"
+    code += "print([m for m in ('hydra', 'omegaconf', 'torch', 'yaml', 'rich') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_cfg_prints_the_resolved_config_on_every_command(command, capsys):
+    ranks = ["--ranks", "2"] if command == "launch" else []
+    assert main([command, *ranks, "stage=grpo", "--cfg", "optim.lr=3e-4", "run.name=x"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["stage"]["name"], shown["optim"]["lr"], shown["run"]["dir"]) == ("grpo", 3e-4, "runs/x")
+    assert not Path("runs").exists()
+
+
+def test_run_validates_prints_freezes_and_starts_the_stage(stage, capsys):
+    assert main(["run", "data.train=train.jsonl", "seed=3"]) == 0
+    (cfg, env) = stage[0]
+    assert (cfg.seed, env.world_size) == (3, 1)
+    assert load_frozen("runs/sft/config.yaml") == cfg
+    assert "32 sequences = 4 micro-batches x 8 micro_batch_samples x 1 dp" in capsys.readouterr().out
+    assert main(["run", "data.train=train.jsonl", "seed=4"]) == 0  # the file follows the newest start
+    assert load_frozen("runs/sft").seed == 4
+    assert main(["run", "--frozen", "runs/sft/config.yaml"]) == 0 and stage[2][0] == stage[1][0]
+    assert main(["run", "--frozen", "runs/sft/config.yaml", "run.resume=never"]) == 0
+    assert (stage[3][0].seed, stage[3][0].run.resume) == (4, "never")
+
+
+def test_other_ranks_neither_print_nor_write(stage, capsys, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", "data.train=train.jsonl"]) == 0
+    assert stage[0][1].rank == 1 and capsys.readouterr().out == "" and not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optim.lrr=1"], "unknown config key `optim.lrr`. Did you mean `optim.lr`?"),
+        ([], "data.train=''"),
+        (["data.train=train.jsonl", "parallel=tp2"], "world size=1"),
+        (["data.train=train.jsonl", "run.dir=train.jsonl/x"], "run.dir='train.jsonl/x'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(stage, capsys, overrides, message):
+    assert main(["run", *overrides]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+    assert not stage and not Path("runs").exists()
+
+
+def test_errors_of_the_stage_set_the_exit_code(stage, capsys, monkeypatch):
+    def fail(error):
+        def run_stage(cfg, env):
+            raise error
+
+        monkeypatch.setattr(sys.modules["aligner.build"], "run_stage", run_stage)
+        return main(["run", "data.train=train.jsonl"])
+
+    assert fail(CheckpointError("another model")) == 2
+    assert fail(AlignerError("stopped")) == 1
+    assert capsys.readouterr().err == "error: another model\nerror: stopped\n"
+    monkeypatch.setenv("ALIGNER_TRACEBACK", "1")
+    monkeypatch.setenv("ALIGNER_FAILURE_FILE", "failure.json")
+    assert fail(AlignerError("stopped")) == 1
+    assert "Traceback" in capsys.readouterr().err and "stopped" in Path("failure.json").read_text()
+    assert fail(KeyboardInterrupt()) == 130
+    with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
+        fail(ZeroDivisionError("bug"))
+    assert "bug" in Path("failure.json").read_text()
+
+
+def test_unknown_options_are_refused(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--frozn", "x"])
+    assert caught.value.code == 2 and "--frozn" in capsys.readouterr().err
+
+
+def test_eval_and_chat_start_from_the_run_they_are_pointed_at(monkeypatch):
+    freeze(compose(["stage=grpo", "model=qwen3_0.6b", "run.dir=runs/a"]), "runs/a")
+    seen = []
+    for name in ("evaluate", "chat"):
+        fake = types.ModuleType(f"aligner.tools.{name}")
+        fake.main = lambda cfg, env=None: seen.append(cfg) or 0
+        monkeypatch.setitem(sys.modules, f"aligner.tools.{name}", fake)
+        monkeypatch.setattr(f"aligner.tools.{name}", fake, raising=False)
+    assert main(["eval", "run.dir=runs/a", "eval.samples=4"]) == 0
+    assert main(["chat", "sampling.temperature=0.5", "run.dir=runs/a"]) == 0
+    assert [(c.stage.name, c.model.num_layers, c.run.dir) for c in seen] == [("grpo", 28, "runs/a")] * 2
+    assert (seen[0].eval.samples, seen[1].sampling.temperature) == (4, 0.5)
+    assert main(["eval", "run.dir=runs/none"]) == 0 and seen[2].model.num_layers == 4
+
+
+def test_report_takes_folders_or_run_dir(monkeypatch):
+    seen = []
+    fake = types.ModuleType("aligner.tools.report")
+    fake.main = lambda folders: seen.append(folders) or 0
+    monkeypatch.setitem(sys.modules, "aligner.tools.report", fake)
+    monkeypatch.setattr("aligner.tools.report", fake, raising=False)
+    assert main(["report", "runs/a", "runs/b"]) == 0 and main(["report", "run.dir=runs/c"]) == 0
+    assert main(["report", "stage=rm"]) == 0
+    assert seen == [["runs/a", "runs/b"], ["runs/c"], ["runs/rm"]]
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """`python -m aligner` as child processes, with a stage that fails for seed 1."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(
+        "import sys, types\n"
+        "fake = types.ModuleType('aligner.build')\n"
+        "def run_stage(cfg, env):\n"
+        "    from aligner.errors import AlignerError\n"
+        "    if cfg.seed == 1 and env.rank == env.world_size - 1: raise AlignerError('seed one')\n"
+        "    print('trained', cfg.run.dir, env.rank, env.world_size, flush=True)\n"
+        "fake.run_stage = run_stage\n"
+        "sys.modules['aligner.build'] = fake\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), str(ROOT)]))
+
+
+def test_multirun_runs_every_job_and_reports(program, capfd):
+    assert main(["run", "-m", "data.train=train.jsonl", "seed=0,1", "run.dir=out", "optim=adamw"]) == 1
+    out, err = capfd.readouterr()
+    assert sorted(p.name for p in Path("out").iterdir()) == ["0_seed=0", "1_seed=1"]
+    assert load_frozen("out/1_seed=1").seed == 1 and load_frozen("out/0_seed=0").run.dir == "out/0_seed=0"
+    assert "trained out/0_seed=0 0 1" in out and "2 of 2 jobs" in out and "failed (1)" in out
+    assert "error: seed one" in err
+    assert main(["run", "-m", "data.train=train.jsonl", "seed=2"]) == 0
+
+
+def test_multirun_composes_every_job_before_the_first(program, capfd):
+    assert main(["run", "-m", "data.train=train.jsonl", "optim.lr=1e-4,-1"]) == 2
+    assert "optim.lr=-1" in capfd.readouterr().err and not Path("runs").exists()
+
+
+def test_launch_starts_ranks_that_read_one_frozen_config(program, capfd):
+    assert main(["launch", "--ranks", "2", "data.train=train.jsonl", "run.dir=out"]) == 0
+    out, _ = capfd.readouterr()
+    assert "trained out 0 2" in out and "x 2 dp" in out
+    assert Path("out/logs/rank-0001.log").read_text() == "trained out 1 2\n"
+
+
+def test_launch_tells_which_rank_failed(program, capfd):
+    assert main(["launch", "data.train=train.jsonl", "run.dir=out", "seed=1", "--ranks", "2"]) == 1
+    err = capfd.readouterr().err
+    assert "rank 1 of 2 failed first (exit code 1)" in err and "| error (rank 1): seed one" in err
+
+
+def test_launch_refuses_before_it_starts_ranks(program, capfd):
+    assert main(["launch", "--ranks", "3", "parallel=tp2", "data.train=train.jsonl"]) == 2
+    assert main(["launch", "--ranks", "0", "data.train=train.jsonl"]) == 2
+    err = capfd.readouterr().err
+    assert "world size=3" in err and "--ranks=0" in err and not Path("runs").exists()
