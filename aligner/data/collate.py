@@ -1,0 +1,49 @@
+"""Items -> one right-padded TrainBatch of CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from aligner.data.dataset import PreferenceItem, ScoredItem, SftItem
+from aligner.types import TrainBatch
+
+
+def collate_sft(items: Sequence[SftItem], pad_id: int, multiple: int = 1) -> TrainBatch:
+    """B items -> tokens [B, T], loss_mask [B, T]; T is the longest item, rounded up to `multiple`."""
+    tokens, lengths = _pad([item.tokens for item in items], pad_id, np.int64, multiple)
+    mask, _ = _pad([item.loss_mask for item in items], 0, np.float32, multiple)
+    return TrainBatch(tokens=tokens, lengths=lengths, loss_mask=mask)
+
+
+def collate_preference(items: Sequence[PreferenceItem], pad_id: int, multiple: int = 1) -> TrainBatch:
+    """B pairs -> 2B rows: chosen in rows 0, 2, 4.., rejected in rows 1, 3, 5..; `labels` [2B] is the pair's margin
+    (twice); loss_mask is 1 at each row's last token, where the reward is read."""
+    texts = [text for item in items for text in (item.chosen, item.rejected)]
+    labels = torch.tensor([item.margin for item in items], dtype=torch.float32).repeat_interleave(2)
+    return _at_last(texts, labels, pad_id, multiple)
+
+
+def collate_scored(items: Sequence[ScoredItem], pad_id: int, multiple: int = 1) -> TrainBatch:
+    """B items -> tokens [B, T], labels [B, K], loss_mask 1 at each row's last token."""
+    labels = torch.from_numpy(np.stack([np.asarray(item.scores, dtype=np.float32) for item in items]))
+    return _at_last([item.tokens for item in items], labels, pad_id, multiple)
+
+
+def _at_last(texts: Sequence, labels: torch.Tensor, pad_id: int, multiple: int) -> TrainBatch:
+    tokens, lengths = _pad(texts, pad_id, np.int64, multiple)
+    mask = torch.zeros(tokens.shape, dtype=torch.float32)
+    mask[torch.arange(len(texts)), lengths - 1] = 1.0
+    return TrainBatch(tokens=tokens, lengths=lengths, loss_mask=mask, labels=labels)
+
+
+def _pad(rows: Sequence, fill: float, dtype: type, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(padded [B, T], lengths int64 [B])."""
+    lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+    assert len(rows) and lengths.min() > 0, f"expected rows with at least one token, found lengths {lengths.tolist()}"
+    width = -(-int(lengths.max()) // multiple) * multiple
+    out = np.full((len(rows), width), fill, dtype=dtype)
+    out[np.arange(width) < lengths[:, None]] = np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
+    return torch.from_numpy(out), torch.from_numpy(lengths)

@@ -1,0 +1,279 @@
+"""Datasets of token ids, built once from typed rows. Flat numpy arrays hold the tokens: no list per row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from aligner.config.schema import DataConfig
+from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow
+from aligner.data.templates import encode_answers, encode_prompts, encode_sft
+from aligner.data.tokenizer import stop_token_ids
+from aligner.errors import DataError
+from aligner.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK = 2048  # rows tokenized by one call: bounds the lists that exist at one time
+
+
+class SftItem(NamedTuple):
+    tokens: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # uint8 [T]
+
+
+class PreferenceItem(NamedTuple):
+    chosen: np.ndarray  # int32 [Tc]
+    rejected: np.ndarray  # int32 [Tr]
+    margin: float  # 0 where the row has none
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return len(self.chosen), len(self.rejected)
+
+
+class ScoredItem(NamedTuple):
+    tokens: np.ndarray  # int32 [T]
+    scores: np.ndarray  # float32 [K]
+
+
+@dataclass
+class DataReport:
+    """What became of the rows of a file. `truncated` rows are among the `kept`."""
+
+    key: str
+    limit: str
+    rows: int = 0
+    kept: int = 0
+    dropped: int = 0
+    truncated: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.key}: {self.rows} rows, {self.kept} kept"
+        if self.dropped or self.truncated:
+            text += f", {self.dropped} dropped and {self.truncated} truncated by {self.limit}"
+        return text
+
+
+class Ragged:
+    """Rows of different lengths in one flat array; row i is a view of flat[offsets[i]:offsets[i + 1]]."""
+
+    def __init__(self, dtype: type):
+        self._parts: list[np.ndarray] = []
+        self._lengths: list[int] = []
+        self.flat, self.offsets = np.zeros(0, dtype=dtype), np.zeros(1, dtype=np.int64)
+
+    def append(self, row: Sequence[int]) -> None:
+        self._parts.append(np.asarray(row, dtype=self.flat.dtype))
+        self._lengths.append(len(row))
+
+    def pack(self) -> Ragged:
+        """Move what was appended into the flat array."""
+        self.flat = np.concatenate([self.flat, *self._parts])
+        self.offsets = np.concatenate([self.offsets, self.offsets[-1] + np.cumsum(self._lengths, dtype=np.int64)])
+        self._parts, self._lengths = [], []
+        return self
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.flat[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+
+class SftDataset:
+    """Rows longer than data.max_tokens are dropped, or lose their end (data.overlong).
+
+    Raises DataError if no row is left, or as `templates.encode_sft`.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[SftRow],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        key: str = "data.train",
+    ):
+        limit, cut = data.max_tokens, data.overlong == "truncate"
+        self.report = DataReport(key, f"data.max_tokens={limit}", rows=len(rows))
+        self._tokens, self._mask = Ragged(np.int32), Ragged(np.uint8)
+        shortest = None
+        for chunk in _chunks(rows):
+            for tokens, mask in encode_sft(tokenizer, chunk, data.loss_on):
+                shortest = len(tokens) if shortest is None else min(shortest, len(tokens))
+                # a row whose answer is cut off entirely has nothing to learn
+                if _fits([tokens], limit, cut and any(mask[:limit]), self.report):
+                    self._tokens.append(tokens[:limit])
+                    self._mask.append(mask[:limit])
+            self._tokens.pack()
+            self._mask.pack()
+        _check_left(self.report, shortest)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> SftItem:
+        return SftItem(self._tokens[index], self._mask[index])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [len(self)] tokens per row."""
+        return self._tokens.lengths
+
+
+class PreferenceDataset:
+    """A pair is dropped if one of its texts is longer than data.max_tokens; or both lose their ends, unless the pair
+    then has no difference left."""
+
+    def __init__(
+        self,
+        rows: Sequence[PreferenceRow],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        key: str = "data.train",
+    ):
+        limit, cut = data.max_tokens, data.overlong == "truncate"
+        stop = stop_token_ids(tokenizer)
+        self.report = DataReport(key, f"data.max_tokens={limit}", rows=len(rows))
+        self._chosen, self._rejected = Ragged(np.int32), Ragged(np.int32)
+        margins, shortest = [], None
+        for chunk in _chunks(rows):
+            prompts, where = [row.prompt for row in chunk], [row.where for row in chunk]
+            better = encode_answers(tokenizer, prompts, [row.chosen for row in chunk], where, stop)
+            worse = encode_answers(tokenizer, prompts, [row.rejected for row in chunk], where, stop)
+            for row, chosen, rejected in zip(chunk, better, worse, strict=True):
+                longest = max(len(chosen), len(rejected))
+                shortest = longest if shortest is None else min(shortest, longest)
+                if _fits([chosen, rejected], limit, cut and chosen[:limit] != rejected[:limit], self.report):
+                    self._chosen.append(chosen[:limit])
+                    self._rejected.append(rejected[:limit])
+                    margins.append(row.margin or 0.0)
+            self._chosen.pack()
+            self._rejected.pack()
+        self._margins = np.asarray(margins, dtype=np.float32)
+        _check_left(self.report, shortest)
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, index: int) -> PreferenceItem:
+        return PreferenceItem(self._chosen[index], self._rejected[index], float(self._margins[index]))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [len(self)] tokens per pair, both texts together."""
+        return self._chosen.lengths + self._rejected.lengths
+
+
+class ScoredDataset:
+    """Texts with target scores, for a regression reward model; over-long texts as in SftDataset."""
+
+    def __init__(
+        self,
+        rows: Sequence[ScoredRow],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        key: str = "data.train",
+    ):
+        limit, cut = data.max_tokens, data.overlong == "truncate"
+        stop = stop_token_ids(tokenizer)
+        self.report = DataReport(key, f"data.max_tokens={limit}", rows=len(rows))
+        self._tokens = Ragged(np.int32)
+        scores, shortest = [], None
+        for chunk in _chunks(rows):
+            prompts, where = [row.prompt for row in chunk], [row.where for row in chunk]
+            texts = encode_answers(tokenizer, prompts, [row.completion for row in chunk], where, stop)
+            for row, tokens in zip(chunk, texts, strict=True):
+                shortest = len(tokens) if shortest is None else min(shortest, len(tokens))
+                if _fits([tokens], limit, cut, self.report):
+                    self._tokens.append(tokens[:limit])
+                    scores.append(row.scores)
+            self._tokens.pack()
+        self._scores = np.asarray(scores, dtype=np.float32)
+        _check_left(self.report, shortest)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> ScoredItem:
+        return ScoredItem(self._tokens[index], self._scores[index])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [len(self)] tokens per row."""
+        return self._tokens.lengths
+
+
+class PromptDataset:
+    """Prompts to generate from. Longer ones than data.max_prompt_tokens are dropped, or keep their last tokens.
+
+    `Prompt.id` is the row number in the file, whatever was dropped before it.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[PromptRow],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        key: str = "data.train",
+    ):
+        limit, cut = data.max_prompt_tokens, data.overlong == "truncate"
+        self.report = DataReport(key, f"data.max_prompt_tokens={limit}", rows=len(rows))
+        self._prompts: list[Prompt] = []
+        shortest = None
+        for first, chunk in zip(range(0, len(rows), CHUNK), _chunks(rows), strict=True):
+            ids = encode_prompts(tokenizer, [row.prompt for row in chunk], [row.where for row in chunk])
+            texts = tokenizer.batch_decode([tokens[-limit:] for tokens in ids], skip_special_tokens=False)
+            for number, (row, tokens, text) in enumerate(zip(chunk, ids, texts, strict=True), start=first):
+                if not tokens:
+                    raise DataError(
+                        f"{row.where}: expected a prompt of at least one token, found {row.prompt!r} ({key})"
+                    )
+                shortest = len(tokens) if shortest is None else min(shortest, len(tokens))
+                if _fits([tokens], limit, cut, self.report):
+                    self._prompts.append(Prompt(number, tuple(tokens[-limit:]), text, row.fields))
+        _check_left(self.report, shortest)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._prompts[index]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [len(self)] tokens per prompt."""
+        return np.asarray([len(prompt.tokens) for prompt in self._prompts], dtype=np.int64)
+
+
+def _chunks(rows: Sequence) -> Iterable[Sequence]:
+    return (rows[i : i + CHUNK] for i in range(0, len(rows), CHUNK))
+
+
+def _fits(texts: Sequence[Sequence[int]], limit: int, cut: bool, report: DataReport) -> bool:
+    """Count the row in the report; True if it is kept (cut to the limit where it is longer)."""
+    long = any(len(text) > limit for text in texts)
+    kept = cut or not long
+    report.kept += kept
+    report.dropped += not kept
+    report.truncated += kept and long
+    return kept
+
+
+def _check_left(report: DataReport, shortest: int | None) -> None:
+    if not report.rows:
+        raise DataError(f"{report.key}: expected at least one row, the dataset is empty")
+    if not report.kept:
+        name = report.limit.partition("=")[0]
+        raise DataError(
+            f"{report.key}: expected rows within {report.limit}, found none: all {report.rows} rows were dropped, the "
+            f"shortest has {shortest} tokens. Raise {name}, or set data.overlong=truncate"
+        )

@@ -1,0 +1,236 @@
+"""Rows of a file -> typed rows of a stage. The conventional columns are `messages`; `prompt`, `completion`;
+`prompt`, `chosen`, `rejected`, `margin`; and `prompt` with any other fields. A text is a string, or a list of
+{role, content} messages. `data.columns` renames, `data.prompt_template` and `data.completion_template` build columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aligner.config.schema import DataConfig
+from aligner.errors import DataError
+
+Messages = list[dict[str, Any]]
+Text = str | Messages
+
+NEEDS = {
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "preference": ("chosen", "rejected"),
+    "prompt": ("prompt",),
+}
+
+
+@dataclass(frozen=True)
+class SftRow:
+    """A whole conversation in `messages`, or `prompt` and `completion`: both strings or both messages."""
+
+    messages: Messages | None = None
+    prompt: Text = ""
+    completion: Text = ""
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class PreferenceRow:
+    prompt: Text  # "" or [] where the texts share none
+    chosen: Text
+    rejected: Text
+    margin: float | None = None
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """For a regression reward model: one target per attribute."""
+
+    prompt: Text
+    completion: Text
+    scores: tuple[float, ...]
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    prompt: Text
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
+
+
+def sft_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[SftRow]:
+    """Rows for supervised fine-tuning. Raises DataError for columns or values that do not fit."""
+    found = []
+    for kind, where, row in _prepared(rows, data, ("messages", "prompt_completion")):
+        if kind == "messages":
+            found.append(SftRow(messages=_messages(row["messages"], "messages", where), where=where))
+        else:
+            prompt, completion = _pair(row, "completion", where)
+            found.append(SftRow(prompt=prompt, completion=completion, where=where))
+    return found
+
+
+def preference_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, margin: bool = False) -> list[PreferenceRow]:
+    """Rows for a pairwise reward model. Without a `prompt` column, whole conversations share their first messages.
+
+    `margin`: each row must have a number in the column `margin`.
+    """
+    found = []
+    for _, where, row in _prepared(rows, data, ("preference",)):
+        value = None
+        if margin or row.get("margin") is not None:
+            value = _number(row, "margin", where)
+        if row.get("prompt") is not None:
+            prompt, chosen = _pair(row, "chosen", where)
+            prompt, rejected = _pair(row, "rejected", where)
+        else:
+            prompt, chosen, rejected = _shared_prompt(row, where)
+        found.append(PreferenceRow(prompt, chosen, rejected, value, where))
+    return found
+
+
+def scored_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, attributes: Sequence[str]) -> list[ScoredRow]:
+    """Rows for a regression reward model: prompt, completion and a number in each column of `attributes`."""
+    found = []
+    for _, where, row in _prepared(rows, data, ("prompt_completion",)):
+        prompt, completion = _pair(row, "completion", where)
+        scores = tuple(_number(row, name, where, "algorithm.reward_loss.attributes") for name in attributes)
+        found.append(ScoredRow(prompt, completion, scores, where))
+    return found
+
+
+def prompt_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[PromptRow]:
+    """Rows to generate from; all other columns stay in `fields`. Of `messages`, a last assistant turn is cut off."""
+    found = []
+    for kind, where, row in _prepared(rows, data, ("prompt", "prompt_completion", "preference", "messages")):
+        if kind == "messages":
+            prompt = _messages(row["messages"], "messages", where)
+            prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
+        else:
+            prompt = _text(row.get("prompt"), "prompt", where)
+        if isinstance(prompt, list) and (not prompt or prompt[-1]["role"] == "assistant"):
+            raise DataError(f"{where}: expected `prompt` to end with a user turn (data.columns)")
+        found.append(PromptRow(prompt, {k: v for k, v in row.items() if k != "prompt"}, where))
+    return found
+
+
+def _prepared(
+    rows: Sequence[Mapping[str, Any]], data: DataConfig, usable: tuple[str, ...]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(format, where, row with renamed and built columns) for each row; the first row decides the format."""
+    if not len(rows):
+        raise DataError(f"data.train={data.train!r}: expected at least one row, the dataset is empty")
+    where_of = getattr(rows, "where", lambda index: f"row {index + 1}")
+    kind = None
+    for index, original in enumerate(rows):
+        where = where_of(index)
+        row = _build(original, data, where)
+        kind = kind or _detect(row, data, usable, where)
+        # of a preference file only the prompt is of use to a stage that generates
+        needs = ("prompt",) if usable[0] == "prompt" and kind != "messages" else NEEDS[kind]
+        missing = [name for name in needs if row.get(name) is None]
+        if missing:
+            raise DataError(_wrong_columns(where, row, (kind,), missing))
+        yield kind, where, row
+
+
+def _build(original: Mapping[str, Any], data: DataConfig, where: str) -> dict[str, Any]:
+    row = dict(original)
+    for ours, theirs in data.columns.items():
+        if theirs not in original:
+            raise DataError(
+                f"{where}: data.columns.{ours}={theirs!r}: expected one of the columns {', '.join(map(str, original))}"
+            )
+        row[ours] = original[theirs]
+    built = {}
+    for name in ("prompt", "completion"):
+        template = getattr(data, f"{name}_template")
+        if template:
+            try:
+                built[name] = template.format(**row)
+            except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+                raise DataError(
+                    f"{where}: data.{name}_template={template!r}: expected a format string over the columns "
+                    f"{', '.join(map(str, row))} ({type(error).__name__}: {error})"
+                ) from error
+    return row | built
+
+
+def _detect(row: Mapping[str, Any], data: DataConfig, usable: tuple[str, ...], where: str) -> str:
+    if data.format != "auto":
+        if data.format not in usable:
+            raise DataError(f"{where}: data.format={data.format!r}: expected {' or '.join(usable)} for this stage")
+        return data.format
+    for kind in usable:
+        if all(row.get(name) is not None for name in NEEDS[kind]):
+            return kind
+    raise DataError(_wrong_columns(where, row, usable))
+
+
+def _wrong_columns(where: str, row: Mapping[str, Any], usable: tuple[str, ...], missing: Sequence[str] = ()) -> str:
+    found = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in row.items()) or "none"
+    expected = " or ".join("{" + ", ".join(NEEDS[kind]) + "}" for kind in usable)
+    lack = f"; missing: {', '.join(missing)}" if missing else ""
+    return (
+        f"{where}: expected the columns {expected}, found {found}{lack}. "
+        "Rename with data.columns={ours: theirs}, build them with data.prompt_template, or set data.format"
+    )
+
+
+def _pair(row: Mapping[str, Any], answer: str, where: str) -> tuple[Text, Text]:
+    """(prompt, answer), both strings or both messages; a plain answer to a conversation is an assistant turn."""
+    prompt, text = _text(row["prompt"], "prompt", where), _text(row[answer], answer, where)
+    if isinstance(prompt, list) and isinstance(text, str):
+        text = [{"role": "assistant", "content": text}]
+    if isinstance(prompt, str) and isinstance(text, list):
+        raise DataError(f"{where}: expected `prompt` to be a list of messages because `{answer}` is (data.columns)")
+    return prompt, text
+
+
+def _shared_prompt(row: Mapping[str, Any], where: str) -> tuple[Text, Text, Text]:
+    chosen, rejected = _text(row["chosen"], "chosen", where), _text(row["rejected"], "rejected", where)
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise DataError(f"{where}: expected `chosen` and `rejected` to be both strings or both messages (data.columns)")
+    if isinstance(chosen, str):
+        return "", chosen, rejected
+    same = 0
+    while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
+        same += 1
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _text(value: Any, name: str, where: str) -> Text:
+    return value if isinstance(value, str) else _messages(value, name, where)
+
+
+def _messages(value: Any, name: str, where: str) -> Messages:
+    if not isinstance(value, list) or not value:
+        raise DataError(
+            f"{where}: expected `{name}` to be {'' if name == 'messages' else 'a string or '}a list of "
+            f"{{role, content}} messages, found {str(value)[:80]!r} ({type(value).__name__}; data.columns)"
+        )
+    found = []
+    for message in value:
+        # Parquet gives every message the union of all keys, null where it had none
+        kept = {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else {}
+        if "tool_calls" in kept:
+            kept.setdefault("content", "")
+        if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content"), str):
+            raise DataError(
+                f"{where}: expected messages of `{name}` with the strings `role` and `content`, "
+                f"found {str(message)[:120]} (data.columns)"
+            )
+        found.append(kept)
+    return found
+
+
+def _number(row: Mapping[str, Any], name: str, where: str, key: str = "algorithm.reward_loss.margin") -> float:
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(
+            f"{where}: expected a finite number in the column `{name}` ({key}, data.columns), found {value!r}; "
+            f"columns: {', '.join(map(str, row))}"
+        )
+    return float(value)

@@ -1,0 +1,76 @@
+"""The order in which rows are visited: one global order, whatever the number of ranks, with a cursor to save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from aligner.errors import CheckpointError, ConfigError
+
+
+class IndexStream:
+    """Endless stream of row numbers: epoch after epoch, each a permutation drawn from (seed, epoch).
+
+    Every rank holds the same stream and takes its part of each global batch. A batch may span two epochs.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool = True, batch: int = 1):
+        if size < 1:
+            raise ConfigError("data.train", size, "a dataset with at least one row")
+        if batch < 1:
+            raise ConfigError("batch", batch, "an integer >= 1")
+        self.size, self.seed, self.shuffle, self.batch = size, seed, shuffle, batch
+        self.cursor = 0  # rows taken so far, over all epochs
+        self._orders: dict[int, np.ndarray] = {}
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done so far, with the fraction of the current one."""
+        return self.cursor / self.size
+
+    def batch_at(self, step: int) -> np.ndarray:
+        """Row numbers int64 [batch] of global batch `step`, counted from 0; does not move the cursor."""
+        return self._rows(step * self.batch)
+
+    def next(self) -> np.ndarray:
+        """Row numbers int64 [batch] of the batch at the cursor, which moves on."""
+        rows = self._rows(self.cursor)
+        self.cursor += self.batch
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cursor": self.cursor, "seed": self.seed, "size": self.size, "shuffle": self.shuffle}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the saved order, with the saved seed: a new one would repeat rows within the epoch.
+
+        The batch size may differ. Raises CheckpointError if the dataset has another number of rows.
+        """
+        if state["size"] != self.size:
+            raise CheckpointError(
+                f"data.train: expected the checkpoint's dataset of {state['size']} rows, found {self.size} rows; "
+                "restore the data, or start anew with run.resume=never"
+            )
+        self.cursor, self.seed, self.shuffle = int(state["cursor"]), int(state["seed"]), bool(state["shuffle"])
+        self._orders.clear()
+
+    def _rows(self, start: int) -> np.ndarray:
+        parts, end = [], start + self.batch
+        while start < end:
+            epoch, offset = divmod(start, self.size)
+            part = self._order(epoch)[offset : offset + end - start]
+            parts.append(part)
+            start += len(part)
+        return np.concatenate(parts)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            if len(self._orders) > 1:  # the current epoch and the one a batch may reach into
+                self._orders.pop(min(self._orders))
+            if self.shuffle:
+                order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
+            else:
+                order = np.arange(self.size)
+            self._orders[epoch] = order.astype(np.int64)
+        return self._orders[epoch]

@@ -1,0 +1,178 @@
+"""Tokenizers: load a Hugging Face folder, or make a small byte-level one. Everything works offline."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aligner.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+PAD, EOS = "<pad>", "<eos>"
+ROLES = ("<|user|>", "<|assistant|>", "<|system|>")
+
+# The end token is inside the generation block: the model has to learn to stop.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] not in ['user', 'assistant', 'system'] -%}"
+    "{{ raise_exception('unknown role ' + message['role']) }}"
+    "{%- endif -%}"
+    "{{ '<|' + message['role'] + '|>' }}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{% generation %}{{ message['content'] + '<eos>' }}{% endgeneration %}"
+    "{%- else -%}{{ message['content'] }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
+
+# Names that real tokenizers give to a token that text never contains, best first.
+_PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<|padding|>", "<|PAD_TOKEN|>")
+_announced: set[str] = set()
+
+
+def load_tokenizer(folder: str, announce: bool = True) -> PreTrainedTokenizerBase:
+    """Load a tokenizer folder, without any network access.
+
+    A tokenizer without a pad token (Llama-3) gets a reserved, padding or unknown token it already has; that is printed
+    once if `announce`. Raises DataError if the folder is missing or no tokenizer, or if it has no EOS, no possible
+    pad token, or a pad token that is its EOS (padding would then be taken for the end of a text).
+    """
+    if not folder or not Path(folder).expanduser().is_dir():
+        raise DataError(f"model.tokenizer={folder!r}: expected a folder with a Hugging Face tokenizer")
+    from transformers import AutoTokenizer
+
+    path = str(Path(folder).expanduser())
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the Rust core of `tokenizers` raises bare Exception; always re-raised, with its cause
+        raise DataError(
+            f"model.tokenizer={folder!r}: expected a folder that transformers.AutoTokenizer loads offline "
+            f"({type(error).__name__}: {str(error).strip()[:300]})"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"model.tokenizer={folder!r}: expected an EOS token, found none; set eos_token in tokenizer_config.json"
+        )
+    candidate = _pad_candidate(tokenizer)
+    if tokenizer.pad_token_id is None:
+        if candidate is None:
+            raise DataError(
+                f"model.tokenizer={folder!r}: expected a pad token, found none and no reserved token to use; "
+                "add a special token (for example <pad>) and set pad_token in tokenizer_config.json"
+            )
+        tokenizer.pad_token = candidate
+        if announce and path not in _announced:
+            _announced.add(path)
+            print(
+                f"tokenizer {folder}: no pad token, using {candidate!r} (id {tokenizer.pad_token_id})", file=sys.stderr
+            )
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+        raise DataError(
+            f"model.tokenizer={folder!r}: expected a pad token distinct from EOS, found pad == eos == "
+            f"{tokenizer.eos_token!r}; set pad_token in tokenizer_config.json to {candidate or 'a new special token'!r}"
+        )
+    return tokenizer
+
+
+def _pad_candidate(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    taken = {tokenizer.eos_token, tokenizer.bos_token}
+    special = [str(t) for _, t in sorted(tokenizer.added_tokens_decoder.items()) if t.special]
+    special = [name for name in special if name not in taken]
+    named = [name for name in _PAD_NAMES if name in special]
+    named += [name for name in special if "reserved" in name.lower()]
+    if tokenizer.unk_token is not None and tokenizer.unk_token not in taken:
+        named.append(tokenizer.unk_token)
+    return named[0] if named else None
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    folder: str,
+    vocab_size: int,
+    *,
+    split_digits: bool = True,
+    split_words: bool = True,
+    chat_template: str | None = None,
+) -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE on `texts` and save it as a Hugging Face folder.
+
+    All 256 bytes are in the alphabet, so that any text round-trips. `split_digits`: each digit is its own token.
+    `split_words=False` lets merges cross spaces, so that a constant task prefix becomes one token.
+    The result may be smaller than `vocab_size` if the texts have no more pairs to merge. Raises ConfigError if
+    `vocab_size` cannot hold the bytes and the special tokens (261).
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = [PAD, EOS, *ROLES]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    smallest = len(special) + len(alphabet)
+    if vocab_size < smallest:
+        raise ConfigError("vocab_size", vocab_size, f"an integer >= {smallest} (256 bytes and the special tokens)")
+    core = Tokenizer(models.BPE())
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    core.pre_tokenizer = pre_tokenizers.Sequence([digits, split]) if split_digits else split
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=EOS,
+        additional_special_tokens=list(ROLES),
+        chat_template=chat_template or CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+def byte_tokenizer(folder: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """One token per byte and the special tokens, 261 in all; saved in `folder`."""
+    return train_tokenizer([], folder, 256 + 2 + len(ROLES), chat_template=chat_template)
+
+
+def decode_responses(tokenizer: PreTrainedTokenizerBase, tokens: Tensor, lengths: Sequence[int] | Tensor) -> list[str]:
+    """Texts of right-padded responses `tokens` int64 [N, R] with `lengths` [N]; special tokens are left out."""
+    rows = [row[: int(n)] for row, n in zip(tokens.tolist(), lengths, strict=True)]
+    return tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end a response: EOS, those of the folder's generation_config.json, and the end of a chat turn
+    (the first special token that the chat template puts behind an assistant's text, such as <|im_end|>)."""
+    found = [tokenizer.eos_token_id]
+    path = Path(tokenizer.name_or_path) / "generation_config.json"
+    if path.is_file():
+        try:
+            listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except ValueError as error:
+            raise DataError(f"model.tokenizer: expected JSON in {path}, found {error}") from error
+        found += listed if isinstance(listed, list) else [listed] if listed is not None else []
+    if tokenizer.chat_template is not None:
+        answer = "an answer 7"
+        chat = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
+        tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(answer)[2]
+        special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        ends = [i for i in tokenizer(tail, add_special_tokens=False)["input_ids"] if i in special]
+        found += ends[:1]
+    return tuple(dict.fromkeys(found))
+
+
+def check_vocab(tokenizer: PreTrainedTokenizerBase, vocab_size: int, key: str = "model.vocab_size") -> None:
+    """Raise ConfigError if the tokenizer has ids that a model with `vocab_size` embeddings has no row for."""
+    needed = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)  # ids may have gaps
+    if needed > vocab_size:
+        raise ConfigError(
+            key, vocab_size, f"at least {needed}, the size of the tokenizer", "Do model.init and model.tokenizer match?"
+        )

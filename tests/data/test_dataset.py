@@ -1,0 +1,102 @@
+import numpy as np
+import pytest
+
+from aligner.config.schema import DataConfig
+from aligner.data import dataset as module
+from aligner.data.dataset import PreferenceDataset, PromptDataset, ScoredDataset, SftDataset
+from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow, prompt_rows
+from aligner.data.templates import encode_sft
+from aligner.errors import DataError
+
+
+def sft(*lengths):
+    return [SftRow(prompt="p" * (n - 3), completion="ab", where=f"row {i}") for i, n in enumerate(lengths)]
+
+
+def test_items_equal_the_tokenization_and_chunks_change_nothing(byte, monkeypatch):
+    rows = sft(5, 9, 4, 30, 7)
+    whole = SftDataset(rows, byte, DataConfig())
+    monkeypatch.setattr(module, "CHUNK", 2)
+    chunked = SftDataset(rows, byte, DataConfig())
+    for i, (tokens, mask) in enumerate(encode_sft(byte, rows)):
+        for data in (whole, chunked):
+            assert data[i].tokens.tolist() == tokens and data[i].loss_mask.tolist() == mask
+    assert whole.lengths.tolist() == chunked.lengths.tolist() == [5, 9, 4, 30, 7]
+    assert whole[0].tokens.base is not None  # a view into flat storage, not a list per row
+
+
+def test_sft_drop_and_truncate_are_counted(byte):
+    rows = [*sft(10, 11, 12), SftRow(prompt="p" * 40, completion="a")]
+    dropped = SftDataset(rows, byte, DataConfig(max_tokens=10))
+    report = dropped.report
+    assert (report.rows, report.kept, report.dropped, report.truncated) == (4, 1, 3, 0)
+    assert len(dropped) == 1
+    cut = SftDataset(rows, byte, DataConfig(max_tokens=10, overlong="truncate"))
+    # the last row's answer is cut away entirely: nothing to learn from it
+    assert (cut.report.kept, cut.report.dropped, cut.report.truncated) == (3, 1, 2)
+    assert cut.lengths.tolist() == [10, 10, 10]
+    assert str(cut.report) == "data.train: 4 rows, 3 kept, 1 dropped and 2 truncated by data.max_tokens=10"
+
+
+def test_everything_overlong_is_an_error(byte):
+    with pytest.raises(DataError, match=r"data.eval: .*data.max_tokens=5.*all 2 rows.*shortest has 8.*data.overlong"):
+        SftDataset(sft(8, 9), byte, DataConfig(max_tokens=5), key="data.eval")
+    with pytest.raises(DataError, match=r"data.max_prompt_tokens=2"):
+        PromptDataset([PromptRow("long")], byte, DataConfig(max_prompt_tokens=2))
+    with pytest.raises(DataError, match=r"data.max_tokens=2"):
+        PreferenceDataset([PreferenceRow("p", "aa", "b")], byte, DataConfig(max_tokens=2))
+
+
+@pytest.mark.parametrize("kind", [SftDataset, PreferenceDataset, ScoredDataset, PromptDataset])
+def test_no_rows_is_an_error(byte, kind):
+    with pytest.raises(DataError, match=r"empty"):
+        kind([], byte, DataConfig())
+
+
+def test_preference_pairs(byte):
+    rows = [
+        PreferenceRow("ab", "good", "bad", margin=1.5),
+        PreferenceRow("ab", "x" * 20, "short"),
+        PreferenceRow("p" * 20, "1", "2"),
+    ]
+    data = PreferenceDataset(rows[:1], byte, DataConfig())
+    assert byte.decode(data[0].chosen) == "abgood<eos>" and byte.decode(data[0].rejected) == "abbad<eos>"
+    assert data[0].margin == 1.5 and data[0].lengths == (7, 6) and data.lengths.tolist() == [13]
+    dropped = PreferenceDataset(rows, byte, DataConfig(max_tokens=10))
+    assert (len(dropped), dropped.report.dropped) == (1, 2)
+    # truncated, the third pair has no difference left
+    cut = PreferenceDataset(rows, byte, DataConfig(max_tokens=10, overlong="truncate"))
+    assert (cut.report.kept, cut.report.dropped, cut.report.truncated) == (2, 1, 1)
+    assert byte.decode(cut[1].chosen) == "ab" + "x" * 8 and cut[1].margin == 0.0
+
+
+def test_scored_rows(byte):
+    rows = [ScoredRow("ab", "c", (1.0, 0.5)), ScoredRow("ab", "c" * 30, (0.0, 0.0))]
+    data = ScoredDataset(rows, byte, DataConfig(max_tokens=10))
+    assert len(data) == 1 and byte.decode(data[0].tokens) == "abc<eos>"
+    np.testing.assert_array_equal(data[0].scores, [1.0, 0.5])
+
+
+def test_prompts_keep_row_numbers_fields_and_tail(byte):
+    rows = prompt_rows([{"prompt": "p" * 9, "answer": 1}, {"prompt": "abcd", "answer": 2}], DataConfig())
+    data = PromptDataset(rows, byte, DataConfig(max_prompt_tokens=5))
+    assert len(data) == 1
+    assert (data[0].id, data[0].text, data[0].fields) == (1, "abcd", {"answer": 2})
+    cut = PromptDataset(
+        prompt_rows([{"prompt": "question tail"}], DataConfig()),
+        byte,
+        DataConfig(max_prompt_tokens=4, overlong="truncate"),
+    )
+    assert cut[0].text == "tail" and byte.decode(list(cut[0].tokens)) == "tail" and cut.report.truncated == 1
+
+
+def test_chat_prompt_is_what_the_template_opens(byte):
+    chat = [{"role": "user", "content": "q"}]
+    data = PromptDataset(prompt_rows([{"prompt": chat}], DataConfig()), byte, DataConfig())
+    assert data[0].text == byte.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert data.lengths.tolist() == [3]
+
+
+def test_empty_prompt_is_refused(byte):
+    with pytest.raises(DataError, match=r"at least one token"):
+        PromptDataset([PromptRow("", where="row 1")], byte, DataConfig())

@@ -1,0 +1,134 @@
+import json
+
+import pytest
+
+from aligner.config.schema import DataConfig
+from aligner.data.formats import preference_rows, prompt_rows, scored_rows, sft_rows
+from aligner.data.readers import read_rows
+from aligner.errors import DataError
+
+USER = [{"role": "user", "content": "q"}]
+GOOD = [{"role": "assistant", "content": "good"}]
+BAD = [{"role": "assistant", "content": "bad"}]
+
+
+def test_sft_formats_are_told_apart_by_columns():
+    (row,) = sft_rows([{"messages": USER + GOOD, "id": 3}], DataConfig())
+    assert row.messages == USER + GOOD
+    (row,) = sft_rows([{"prompt": "q", "completion": "a"}], DataConfig())
+    assert (row.messages, row.prompt, row.completion) == (None, "q", "a")
+    (row,) = sft_rows([{"prompt": USER, "completion": "good"}], DataConfig())
+    assert (row.prompt, row.completion) == (USER, GOOD)
+
+
+def test_format_can_be_forced():
+    both = {"messages": USER + GOOD, "prompt": "q", "completion": "a"}
+    assert sft_rows([both], DataConfig())[0].messages is not None
+    assert sft_rows([both], DataConfig(format="prompt_completion"))[0].prompt == "q"
+    with pytest.raises(DataError, match=r"data.format='preference': expected messages or prompt_completion"):
+        sft_rows([both], DataConfig(format="preference"))
+
+
+def test_columns_rename_and_templates_build():
+    rows = [{"question": "2+2", "answer": "4"}]
+    (row,) = sft_rows(rows, DataConfig(columns={"prompt": "question", "completion": "answer"}))
+    assert (row.prompt, row.completion) == ("2+2", "4")
+    data = DataConfig(prompt_template="Q: {question}\nA:", completion_template=" {answer}")
+    (row,) = sft_rows(rows, data)
+    assert (row.prompt, row.completion) == ("Q: 2+2\nA:", " 4")
+    (prompt,) = prompt_rows(rows, data)
+    assert prompt.prompt == "Q: 2+2\nA:" and prompt.fields["answer"] == "4" and "prompt" not in prompt.fields
+
+
+def test_preference_with_and_without_prompt_agree():
+    apart = {"prompt": USER, "chosen": GOOD, "rejected": BAD, "margin": 2}
+    whole = {"chosen": USER + GOOD, "rejected": USER + BAD}
+    a, b = preference_rows([apart], DataConfig()) + preference_rows([whole], DataConfig())
+    assert (a.prompt, a.chosen, a.rejected) == (b.prompt, b.chosen, b.rejected) == (USER, GOOD, BAD)
+    assert a.margin == 2.0 and b.margin is None
+    (plain,) = preference_rows([{"chosen": "x", "rejected": "y"}], DataConfig())
+    assert (plain.prompt, plain.chosen, plain.rejected) == ("", "x", "y")
+
+
+def test_identical_conversations_keep_their_last_message():
+    (row,) = preference_rows([{"chosen": USER + GOOD, "rejected": USER + GOOD}], DataConfig())
+    assert row.chosen == row.rejected == GOOD
+
+
+def test_margin_must_be_there_when_the_loss_uses_it():
+    rows = [
+        {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 1},
+        {"prompt": "p", "chosen": "a", "rejected": "b"},
+    ]
+    assert [r.margin for r in preference_rows(rows, DataConfig())] == [1.0, None]
+    with pytest.raises(DataError, match=r"row 2: expected a finite number in the column `margin`"):
+        preference_rows(rows, DataConfig(), margin=True)
+
+
+def test_scored_rows_and_bad_scores():
+    rows = [{"prompt": "p", "completion": "c", "help": 3, "tone": 0.5}]
+    assert scored_rows(rows, DataConfig(), ["tone", "help"])[0].scores == (0.5, 3.0)
+    for value in (None, "3", float("nan"), True):
+        with pytest.raises(DataError, match=r"column `help` .*algorithm.reward_loss.attributes.*found"):
+            scored_rows([{**rows[0], "help": value}], DataConfig(), ["help"])
+
+
+def test_prompts_from_each_format():
+    assert prompt_rows([{"prompt": "p", "answer": 4}], DataConfig())[0].fields == {"answer": 4}
+    assert prompt_rows([{"messages": USER + GOOD}], DataConfig())[0].prompt == USER
+    assert prompt_rows([{"prompt": "p", "completion": "c"}], DataConfig(format="prompt_completion"))[0].prompt == "p"
+    with pytest.raises(DataError, match=r"end with a user turn"):
+        prompt_rows([{"prompt": USER + GOOD}], DataConfig())
+
+
+@pytest.mark.parametrize("read", [sft_rows, preference_rows, prompt_rows, lambda r, d: scored_rows(r, d, ["x"])])
+def test_wrong_columns_list_what_was_found_and_expected(tmp_path, read):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"question": "q", "reply": "r"}) + "\n")
+    with pytest.raises(
+        DataError, match=r"x\.jsonl, row 1: expected the columns \{.*found question, reply.*data\.columns"
+    ):
+        read(read_rows(str(tmp_path / "x.jsonl")), DataConfig())
+
+
+def test_a_later_row_that_lacks_a_column_is_named():
+    rows = [{"prompt": "p", "completion": "c"}, {"prompt": "p", "completion": None}]
+    with pytest.raises(DataError, match=r"row 2: .*found prompt, completion \(null\); missing: completion"):
+        sft_rows(rows, DataConfig())
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        ({"columns": {"prompt": "ask"}}, "data.columns.prompt='ask': expected one of the columns question, answer"),
+        ({"prompt_template": "{ask}"}, "data.prompt_template=.*over the columns question, answer.*KeyError"),
+        ({"prompt_template": "{"}, "data.prompt_template=.*ValueError"),
+        ({"completion_template": "{}"}, "data.completion_template=.*IndexError"),
+    ],
+)
+def test_bad_renames_and_templates(data, message):
+    with pytest.raises(DataError, match=message):
+        sft_rows([{"question": "q", "answer": "a"}], DataConfig(**data))
+
+
+@pytest.mark.parametrize("messages", ["text", [], [{"from": "human", "value": "q"}], [{"role": "user"}], ["q"], 7])
+def test_messages_that_are_none(messages):
+    with pytest.raises(DataError, match=r"row 1: expected .*messages.*data\.columns"):
+        sft_rows([{"messages": messages}], DataConfig())
+
+
+def test_mixed_plain_and_conversational_is_refused():
+    with pytest.raises(DataError, match=r"expected `prompt` to be a list of messages because `completion` is"):
+        sft_rows([{"prompt": "q", "completion": GOOD}], DataConfig())
+    with pytest.raises(DataError, match=r"both strings or both messages"):
+        preference_rows([{"chosen": "x", "rejected": BAD}], DataConfig())
+
+
+def test_nulls_that_parquet_adds_to_messages_are_ignored():
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}, {**GOOD[0], "tool_calls": None}]
+    (row,) = sft_rows([{"messages": USER + messages}], DataConfig())
+    assert row.messages[1:] == [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}, GOOD[0]]
+
+
+def test_no_rows():
+    with pytest.raises(DataError, match=r"empty"):
+        prompt_rows([], DataConfig())
