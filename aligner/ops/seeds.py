@@ -1,0 +1,49 @@
+"""Seeds by hashing what a random choice is FOR, never where it happens: no rank, no world size, no call order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+
+def derive(seed: int, *words: int | str) -> int:
+    """A seed in [0, 2^63) from a seed and any words; the same on every machine and in every process.
+
+    BLAKE2b over the words with their types and lengths, so that ("a", "b") and ("ab",) or 1 and "1" differ.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for word in (seed, *words):
+        digest.update(_encode(word))
+    return _to_int(digest.digest())
+
+
+def request_seed(seed: int, rollout: int, prompt_id: int, index: int) -> int:
+    """Seed of sample `index` of a prompt in a rollout: `derive(seed, "request", rollout, prompt_id, index)`."""
+    return derive(seed, "request", rollout, prompt_id, index)
+
+
+def request_seeds(seed: int, rollout: int, prompt_ids: Sequence[int], group: int) -> list[list[int]]:
+    """`request_seed` for samples 0 .. group-1 of each prompt, one list per prompt."""
+    stem = hashlib.blake2b(b"".join(map(_encode, (seed, "request", rollout))), digest_size=8)
+    indices = [_encode(i) for i in range(group)]
+    rows = []
+    for prompt_id in prompt_ids:
+        of_prompt = stem.copy()
+        of_prompt.update(_encode(prompt_id))
+        row = []
+        for index in indices:
+            digest = of_prompt.copy()
+            digest.update(index)
+            row.append(_to_int(digest.digest()))
+        rows.append(row)
+    return rows
+
+
+def _encode(word: int | str) -> bytes:
+    kind, text = ("s", word) if isinstance(word, str) else ("i", str(int(word)))
+    data = text.encode()
+    return f"{kind}{len(data)}:".encode() + data
+
+
+def _to_int(digest: bytes) -> int:
+    return int.from_bytes(digest, "little") >> 1  # 63 bits: fits every signed int64 and torch.Generator
