@@ -1,0 +1,61 @@
+"""What a reward is, and what counts as a score.
+
+A reward scores a batch of samples: one number for each, or None where it does not apply (a math checker on a row
+without an answer). A component that is None is simply not part of that sample's sum.
+
+Two optional attributes of a reward object change how `RewardPipeline` runs it:
+    per_sample   True: each sample is scored for itself, so the batch may be cut into chunks that run side by side
+                 (default: the reward sees the whole batch of this rank, group-major, and may compare samples)
+    main_thread  True: run in the caller's thread, in order (a model whose forward uses collectives); such a reward
+                 has no timeout of its own
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from aligner.errors import RewardError
+from aligner.types import Sample
+
+
+class Reward(Protocol):
+    name: str
+
+    def __call__(self, samples: Sequence[Sample]) -> Sequence[float | None]: ...
+
+
+def describe(sample: Sample) -> str:
+    """The words by which error messages point at a sample."""
+    return f"prompt {sample.prompt.id}, sample {sample.index}, response {sample.response[:200]!r}"
+
+
+def check_scores(name: str, values: Any, samples: Sequence[Sample]) -> list[float | None]:
+    """One finite float or None per sample, or a RewardError that names the function and the sample.
+
+    Lists, tuples, arrays and tensors are accepted; numbers may be of any real type.
+    """
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise RewardError(
+            f"reward `{name}` returned {type(values).__name__} {str(values)[:80]!r}: "
+            f"expected a list with one number or None for each of the {len(samples)} samples"
+        )
+    if len(values) != len(samples):
+        raise RewardError(
+            f"reward `{name}` returned {len(values)} scores: expected {len(samples)}, one for each sample"
+        )
+    return [_score(name, value, sample) for value, sample in zip(values, samples, strict=True)]
+
+
+def _score(name: str, value: Any, sample: Sample) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Real) and hasattr(value, "item"):
+        value = value.item()  # a 0-d tensor or array
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise RewardError(f"reward `{name}` returned {value!r} on {describe(sample)}: expected a finite number or None")
+    return float(value)

@@ -1,0 +1,231 @@
+"""All rewards of a run together: concurrent, with a timeout, summed by weight, normalised, clipped, in that order."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+
+from aligner.config.schema import RewardConfig
+from aligner.errors import ConfigError, RewardError
+from aligner.rewards.base import Reward, check_scores
+from aligner.rewards.normalizer import Reduce, RunningNormalizer
+from aligner.rewards.workers import DaemonPool
+from aligner.types import Prompt, Sample
+
+Component = list[float | None]
+
+
+@dataclass
+class Scores:
+    """Per sample, in the order of the samples.
+
+    total: what the algorithm sees, NaN where invalid; raw: the weighted sum before normalisation and clipping, NaN
+    where invalid; components: each function's own scores, unweighted, None = not applicable; valid: False where all
+    components are None.
+    """
+
+    total: list[float]
+    raw: list[float]
+    components: dict[str, Component]
+    valid: list[bool]
+    clipped: list[bool]
+
+    def metric_sums(self) -> dict[str, tuple[float, float]]:
+        """name -> (numerator, denominator), to be summed over ranks and divided; then `finish_metrics`.
+
+        reward/mean and reward/std are of the raw rewards (normalised ones have mean 0 by construction), so are the
+        components'; clip_fraction is over valid samples, invalid over all of them.
+        """
+        raw = [value for value in self.raw if not math.isnan(value)]
+        sums = {
+            **_moments("reward", raw),
+            "reward/clip_fraction": (float(sum(self.clipped)), float(len(raw))),
+            "reward/invalid": (float(self.valid.count(False)), float(len(self.valid))),
+        }
+        for name, component in self.components.items():
+            sums.update(_moments(f"reward/{name}", [value for value in component if value is not None]))
+        return sums
+
+    def metric_maxima(self) -> dict[str, float]:
+        """name -> value, to be reduced by max over ranks; the minimum travels negated. -inf with no valid sample."""
+        raw = [value for value in self.raw if not math.isnan(value)]
+        return {
+            "reward/max": max(raw, default=-math.inf),
+            "reward/negative_min": max((-value for value in raw), default=-math.inf),
+        }
+
+
+def _moments(prefix: str, values: Sequence[float]) -> dict[str, tuple[float, float]]:
+    count = float(len(values))
+    return {
+        f"{prefix}/mean": (math.fsum(values), count),
+        f"{prefix}/mean_square": (math.fsum(value * value for value in values), count),
+    }
+
+
+def finish_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """Reduced sums (already divided) and maxima -> the metrics people read: mean_square becomes std, negative_min
+    becomes min. Other entries pass unchanged."""
+    finished = {}
+    for name, value in metrics.items():
+        if name.endswith("/mean_square"):
+            prefix = name.removesuffix("/mean_square")
+            finished[f"{prefix}/std"] = math.sqrt(max(0.0, value - metrics[f"{prefix}/mean"] ** 2))
+        elif name.endswith("/negative_min"):
+            finished[name.removesuffix("negative_min") + "min"] = -value
+        else:
+            finished[name] = value
+    return finished
+
+
+class RewardPipeline:
+    """Scores the samples of this rank. `reduce` sums a list of floats over data-parallel ranks (normalisation)."""
+
+    def __init__(self, rewards: Sequence[tuple[Reward, float]], config: RewardConfig, reduce: Reduce | None = None):
+        names = [reward.name for reward, _ in rewards]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise ConfigError(f"reward.functions[{i}].name", name, "a name that no other reward function has")
+        self.rewards, self.config, self.reduce = list(rewards), config, reduce
+        self.normalizer = RunningNormalizer()
+        self._pool = DaemonPool(config.workers)
+
+    def submit(self, samples: Sequence[Sample], update: bool = True) -> PendingScores:
+        """Start scoring in the background. Call `result()` of what this returns in the main thread."""
+        return PendingScores(self, list(samples), update)
+
+    def score(self, samples: Sequence[Sample], update: bool = True) -> Scores:
+        """Score now. With `update` (training) and reward.normalize this is collective over `reduce`'s ranks; without
+        (evaluation) the running statistics are used but not changed."""
+        return self.submit(samples, update).result()
+
+    def probe(self, prompts: Sequence[Prompt]) -> dict[str, Component]:
+        """Call every function on two samples of real prompts, so that a broken one fails before training.
+
+        Rewards of the main thread (models) are left out. Touches no statistics. Raises RewardError.
+        """
+        assert prompts, "a probe needs at least one prompt"
+        pair = (prompts[0], prompts[-1])
+        samples = [
+            Sample(prompt, index, text, prompt.tokens[-1:], finished=True)
+            for index, (prompt, text) in enumerate(zip(pair, ("0", "probe"), strict=True))
+        ]
+        return PendingScores(self, samples, update=False, models=False).components()
+
+    def functions(self, samples: Sequence[Sample]) -> dict[str, Component]:
+        """The components of all functions, without models: what one rank can score of its own share."""
+        return PendingScores(self, list(samples), update=False, models=False).components()
+
+    def models(self, samples: Sequence[Sample]) -> dict[str, Component]:
+        """The components of the models. Collective over the ranks that share each model; all pass the same samples."""
+        return {
+            reward.name: check_scores(reward.name, reward(samples), samples)
+            for reward, _ in self.rewards
+            if getattr(reward, "main_thread", False)
+        }
+
+    def combine(self, components: dict[str, Component], count: int, update: bool) -> Scores:
+        """Weighted sum -> normalise -> clip."""
+        raw, valid = [], []
+        for i in range(count):
+            terms = [(components[reward.name][i], weight) for reward, weight in self.rewards]
+            known = [weight * value for value, weight in terms if value is not None]
+            valid.append(bool(known))
+            raw.append(math.fsum(known) if known else math.nan)
+        total = raw
+        if self.config.normalize:
+            if update:
+                self.normalizer.update([value for value in raw if not math.isnan(value)], self.reduce)
+            total = [self.normalizer(value) for value in raw]
+            total = [value if ok else math.nan for value, ok in zip(total, valid, strict=True)]
+        limit = self.config.clip
+        clipped = [bool(limit) and abs(value) > limit for value in total]  # NaN compares false
+        total = [math.copysign(limit, value) if cut else value for value, cut in zip(total, clipped, strict=True)]
+        return Scores(total, raw, components, valid, clipped)
+
+    def state_dict(self) -> dict[str, float]:
+        return self.normalizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.normalizer.load_state_dict(state)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class PendingScores:
+    """A batch that is being scored. `done()` never blocks; `result()` waits and may run collectives."""
+
+    def __init__(self, pipeline: RewardPipeline, samples: list[Sample], update: bool, models: bool = True):
+        self._pipeline, self._samples, self._update = pipeline, samples, update
+        self._started = threading.Event()
+        self._start_s = 0.0
+        self._models = [r for r, _ in pipeline.rewards if getattr(r, "main_thread", False)] if models else []
+        self._jobs: dict[Future, tuple[Reward, slice]] = {}
+        for reward, _ in pipeline.rewards:
+            if not getattr(reward, "main_thread", False):
+                for part in self._chunks(reward):
+                    self._jobs[pipeline._pool.submit(self._run, reward, part)] = (reward, part)
+
+    def done(self) -> bool:
+        return all(job.done() for job in self._jobs)
+
+    def result(self) -> Scores:
+        """Raises RewardError if a function raised, returned no score, or is not ready reward.timeout_s after the
+        first of this batch's functions began."""
+        return self._pipeline.combine(self.components(), len(self._samples), self._update)
+
+    def components(self) -> dict[str, Component]:
+        scored = {
+            reward.name: check_scores(reward.name, reward(self._samples), self._samples) for reward in self._models
+        }
+        self._wait()
+        for job, (reward, part) in self._jobs.items():
+            scored.setdefault(reward.name, [None] * len(self._samples))[part] = job.result()
+        return scored
+
+    def _chunks(self, reward: Reward) -> list[slice]:
+        count = len(self._samples)
+        parts = self._pipeline.config.workers if getattr(reward, "per_sample", False) else 1
+        size = max(1, -(-count // parts))
+        return [slice(start, min(start + size, count)) for start in range(0, count, size)] or [slice(0, 0)]
+
+    def _run(self, reward: Reward, part: slice) -> Component:
+        if not self._started.is_set():
+            self._start_s = time.monotonic()
+            self._started.set()
+        samples = self._samples[part]
+        return check_scores(reward.name, reward(samples), samples)
+
+    def _wait(self) -> None:
+        limit_s = self._pipeline.config.timeout_s
+        if not self._jobs:
+            return
+        # The clock starts with the first function, not at submit: a batch may queue behind an earlier one.
+        begun = self._started.wait(limit_s)
+        left_s = max(0.0, self._start_s + limit_s - time.monotonic()) if begun else 0.0
+        finished, _ = wait(self._jobs, left_s, return_when=FIRST_EXCEPTION)
+        for job in finished:
+            if not job.cancelled() and job.exception() is not None:
+                self._cancel()
+                job.result()
+        pending = [where for job, where in self._jobs.items() if job not in finished]
+        if not pending:
+            return
+        self._cancel()
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(reward.name for reward, _ in pending))
+        counts: dict[str, int] = {}
+        for reward, part in pending:
+            counts[reward.name] = counts.get(reward.name, 0) + part.stop - part.start
+        raise RewardError(
+            f"reward {names} still running with {max(counts.values())} of {len(self._samples)} samples pending: "
+            f"expected all scores within reward.timeout_s={limit_s:g}"
+        )
+
+    def _cancel(self) -> None:
+        for job in self._jobs:
+            job.cancel()

@@ -1,0 +1,155 @@
+"""Rewards that are plain Python functions, found by a path in the config.
+
+`reward.functions[i].path` is one of
+    a built-in name       math, exact_match, format, length, reasoning_gym
+    module:function       imported as Python would
+    path/to/file.py:function
+
+and the function has one of two signatures, with `reward.functions[i].args` as further keyword arguments:
+
+    def f(samples, **args) -> list[float | None]                      # samples: list[aligner.types.Sample]
+    def f(prompts, completions, **columns) -> list[float | None]      # the convention of TRL
+
+The second is used when the function has a parameter `completions`: prompts and completions are texts, and each other
+parameter is the dataset column of that name (a list, None where a row lacks it), `completion_ids` (token lists), or an
+entry of args. Only the columns it names are passed, or all of them if it takes **keywords.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from aligner.config.schema import RewardFunctionConfig
+from aligner.errors import AlignerError, RewardError
+from aligner.rewards.base import Reward, check_scores, describe
+from aligner.types import Sample
+
+BUILT_IN = {
+    "math": "aligner.rewards.verifiable:math",
+    "exact_match": "aligner.rewards.verifiable:exact_match",
+    "format": "aligner.rewards.verifiable:format",
+    "length": "aligner.rewards.verifiable:length",
+    "reasoning_gym": "aligner.rewards.reasoning_gym:reasoning_gym",
+}
+
+
+class FunctionReward:
+    """A user's function as a Reward: its result checked, its exceptions traced to the sample that causes them."""
+
+    main_thread = False
+
+    def __init__(self, function: Callable, name: str, args: dict[str, Any], key: str):
+        self.function, self.name, self.args, self.key = function, name, args, key
+        self.per_sample = bool(getattr(function, "per_sample", False))
+        self._parameters = inspect.signature(function).parameters
+        self._columns = "completions" in self._parameters
+        self._check_args()
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        """One score per sample. Raises RewardError, naming the sample, if the function raises or returns no score."""
+        if not samples:
+            return []
+        try:
+            values = self._call(samples)
+        except Exception as cause:  # the user's code may raise anything; it is named, chained and never swallowed
+            raise self._trace(samples, cause) from cause
+        return check_scores(self.name, values, samples)
+
+    def _call(self, samples: Sequence[Sample]) -> Any:
+        if not self._columns:
+            return self.function(list(samples), **self.args)
+        return self.function(**{**self._table(samples), **self.args})
+
+    def _table(self, samples: Sequence[Sample]) -> dict[str, list]:
+        table: dict[str, list] = {
+            column: [s.prompt.fields.get(column) for s in samples] for s in samples for column in s.prompt.fields
+        }
+        table["prompts"] = [s.prompt.text for s in samples]
+        table["completions"] = [s.response for s in samples]
+        table["completion_ids"] = [list(s.tokens) for s in samples]
+        if any(p.kind is p.VAR_KEYWORD for p in self._parameters.values()):
+            return table
+        return {name: column for name, column in table.items() if name in self._parameters}
+
+    def _trace(self, samples: Sequence[Sample], cause: Exception) -> RewardError:
+        """Score the samples one by one until one raises alone; then that is the culprit."""
+        where = f"a batch of {len(samples)} samples (each scored alone, none raises)"
+        for sample in samples:
+            try:
+                self._call([sample])
+            except Exception as alone:
+                where, cause = describe(sample), alone
+                break
+        text = str(cause) if isinstance(cause, AlignerError) else f"{type(cause).__name__}: {cause}"
+        return RewardError(f"reward `{self.name}` ({self.key}.path) raised on {where}: {text}")
+
+    def _check_args(self) -> None:
+        """Refuse config args that the function does not take, and parameters without a value, before any call."""
+        known = set(self._parameters)
+        if not any(p.kind is p.VAR_KEYWORD for p in self._parameters.values()):
+            unknown = sorted(set(self.args) - known)
+            if unknown:
+                raise RewardError(
+                    f"{self.key}.args.{unknown[0]}={self.args[unknown[0]]!r}: expected a parameter of `{self.name}`, "
+                    f"which has {', '.join(known) or 'none'}"
+                )
+        if self._columns:
+            return  # what is missing may be a column; the call tells
+        try:
+            inspect.signature(self.function).bind([], **self.args)
+        except TypeError as cause:
+            raise RewardError(
+                f"{self.key}.args={self.args!r}: expected what `{self.name}(samples, ...)` needs: {cause}"
+            ) from cause
+
+
+def load_function(config: RewardFunctionConfig, index: int = 0) -> Reward:
+    """The reward of entry `index` of reward.functions. Raises RewardError naming it if not importable."""
+    key = f"reward.functions[{index}]"
+    path = BUILT_IN.get(config.path, config.path)
+    place, colon, attribute = path.rpartition(":")
+    if not colon or not place or not attribute:
+        raise RewardError(
+            f"{key}.path={config.path!r}: expected module:function, path.py:function, or one of {', '.join(BUILT_IN)}"
+        )
+    try:
+        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as cause:  # importing runs the user's code, which may raise anything
+        raise RewardError(
+            f"{key}.path={config.path!r}: expected an importable function, "
+            f"but importing {place} raised {type(cause).__name__}: {cause}"
+        ) from cause
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        names = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_"))
+        raise RewardError(
+            f"{key}.path={config.path!r}: expected a function `{attribute}` in {place}, which has {names or 'none'}"
+        )
+    name = config.name or getattr(function, "__name__", type(function).__name__)
+    return FunctionReward(function, name, dict(config.args), key)
+
+
+def _import_file(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    name = f"aligner_reward_{path.stem}_{abs(hash(str(path))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling look the module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

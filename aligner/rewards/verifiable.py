@@ -1,0 +1,118 @@
+"""Rewards that a rule can check: math answers, exact answers, a format, a length.
+
+The reference answer is a column of the dataset row (`Prompt.fields`). A row where it is null scores None; a dataset
+without that column is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aligner.errors import RewardError
+from aligner.types import Prompt, Sample
+
+_local = threading.local()
+
+
+def reference(prompt: Prompt, field: str) -> Any:
+    """The row's column `field`. Raises RewardError if there is none."""
+    if field not in prompt.fields:
+        have = ", ".join(prompt.fields) or "none"
+        raise RewardError(f"args.field={field!r}: expected a column of the dataset, which has {have}")
+    return prompt.fields[field]
+
+
+def math(samples: Sequence[Sample], field: str = "answer", timeout_s: float = 5.0) -> list[float | None]:
+    """1.0 where the response's final answer is mathematically equal to the row's, by math-verify; else 0.0.
+
+    Reference answers: numbers, LaTeX with or without dollars, `\\boxed{}`, or gsm8k solutions that end in `#### 42`.
+    Each thread that scores owns a helper process. A response that takes longer than `timeout_s` or kills the helper
+    scores 0.0: an answer that cannot be checked is not a right one.
+    """
+    return [_math_one(sample, reference(sample.prompt, field), timeout_s) for sample in samples]
+
+
+math.per_sample = True  # type: ignore[attr-defined]
+
+
+def _math_one(sample: Sample, gold: Any, timeout_s: float) -> float | None:
+    if gold is None:
+        return None
+    process = _helper()
+    request = {"gold": str(gold), "response": sample.response, "timeout_s": timeout_s}
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+    except BrokenPipeError:
+        line = ""
+    if not line:
+        _local.helper = None
+        code = process.wait()
+        if code >= 0:  # it ended by itself: an error of installation, not of this answer
+            raise RewardError(f"the math-verify helper process ended with exit code {code}; its message is above")
+        return 0.0
+    reply = json.loads(line)
+    if "error" in reply:
+        raise RewardError(reply["error"])
+    return reply["score"]
+
+
+def _helper() -> subprocess.Popen:
+    """This thread's helper process, started when there is none. It ends when its standard input is closed."""
+    helper = getattr(_local, "helper", None)
+    if helper is None or helper.poll() is not None:
+        worker = Path(__file__).with_name("math_worker.py")
+        command = [sys.executable, "-P", str(worker)]  # -P: this folder shall not shadow `reasoning_gym` or `math`
+        helper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        _local.helper = helper
+    return helper
+
+
+def exact_match(
+    samples: Sequence[Sample], field: str = "answer", strip: bool = True, ignore_case: bool = False
+) -> list[float | None]:
+    """1.0 where the response is the row's answer, character by character; else 0.0."""
+
+    def normal(text: Any) -> str:
+        text = str(text).strip() if strip else str(text)
+        return text.casefold() if ignore_case else text
+
+    golds = [reference(sample.prompt, field) for sample in samples]
+    return [
+        None if gold is None else float(normal(gold) == normal(sample.response))
+        for sample, gold in zip(samples, golds, strict=True)
+    ]
+
+
+def format(samples: Sequence[Sample], pattern: str) -> list[float | None]:
+    """1.0 where the regular expression is found in the response (anchor it with \\A and \\Z for all of it), else 0.0.
+
+    `.` also matches line breaks.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+    return [float(compiled.search(sample.response) is not None) for sample in samples]
+
+
+def length(samples: Sequence[Sample], limit: int, buffer: int = 0) -> list[float | None]:
+    """Soft penalty of long responses: 0 up to limit - buffer tokens, falling linearly to -1 at `limit`, -1 beyond.
+
+    DAPO (arXiv 2503.14476), equation 13: limit is L_max, buffer is L_cache.
+    """
+    if not 0 <= buffer <= limit:
+        raise RewardError(f"args.buffer={buffer}: expected a number of tokens in [0, args.limit={limit}]")
+
+    def one(tokens: int) -> float:
+        if tokens <= limit - buffer:
+            return 0.0
+        return -1.0 if tokens >= limit else (limit - buffer - tokens) / buffer
+
+    return [one(len(sample.tokens)) for sample in samples]

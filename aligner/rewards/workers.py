@@ -1,0 +1,43 @@
+"""Threads that score: daemons, because a reward function that hangs must not keep the process from ending.
+
+(concurrent.futures' own pool joins its threads at exit.)
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+
+class DaemonPool:
+    def __init__(self, workers: int):
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=f"reward-{i}", daemon=True) for i in range(workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, function: Callable, *args: Any) -> Future:
+        future: Future = Future()
+        self._jobs.put((future, function, args))
+        return future
+
+    def close(self) -> None:
+        """Let the threads end after the jobs that are queued; does not wait for them."""
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, function, args = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = function(*args)
+            except BaseException as cause:  # handed to whoever asks for the result
+                future.set_exception(cause)
+            else:
+                future.set_result(result)
+            del job, future  # an idle thread shall not keep the last batch alive

@@ -1,0 +1,305 @@
+"""Composition: weights, None, concurrency, timeouts, normalisation over ranks, clipping, metrics."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aligner.config.schema import RewardConfig
+from aligner.errors import ConfigError, RewardError
+from aligner.rewards.composite import RewardPipeline, finish_metrics
+from aligner.rewards.functions import FunctionReward
+from aligner.rewards.normalizer import RunningNormalizer
+from aligner.types import Prompt, Sample
+
+finite = st.floats(-1e6, 1e6)
+
+
+def samples(values) -> list[Sample]:
+    return [Sample(Prompt(i, (1,), "", {"v": v}), 0, str(v), (1,), True) for i, v in enumerate(values)]
+
+
+def column(name: str, scale: float = 1.0) -> FunctionReward:
+    def f(samples):
+        return [None if s.prompt.fields["v"] is None else scale * s.prompt.fields["v"] for s in samples]
+
+    return FunctionReward(f, name, {}, "reward.functions[0]")
+
+
+def custom(function, name: str = "custom") -> FunctionReward:
+    return FunctionReward(function, name, {}, "reward.functions[0]")
+
+
+def pipeline(rewards, reduce=None, **config) -> RewardPipeline:
+    return RewardPipeline(rewards, RewardConfig(**config), reduce)
+
+
+def test_none_is_no_part_of_the_sum_and_all_none_is_invalid():
+    only_first = custom(lambda samples: [5.0, None, None], "first")
+    scores = pipeline([(column("v"), 2.0), (only_first, 0.5)]).score(samples([1.0, 3.0, None]))
+    assert scores.total[:2] == [4.5, 6.0]
+    assert math.isnan(scores.total[2])
+    assert scores.valid == [True, True, False]
+    assert scores.components == {"v": [1.0, 3.0, None], "first": [5.0, None, None]}
+
+
+def test_no_samples():
+    scores = pipeline([(column("v"), 1.0)], normalize=True).score([])
+    assert (scores.total, scores.valid, scores.components) == ([], [], {"v": []})
+
+
+def test_two_functions_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match=r"reward.functions\[1\].name='v'"):
+        pipeline([(column("v"), 1.0), (column("v"), 1.0)])
+
+
+def test_functions_run_at_the_same_time():
+    barrier = threading.Barrier(3, timeout=10)  # breaks unless all three wait in it together
+
+    def f(samples):
+        barrier.wait()
+        return [1.0 for _ in samples]
+
+    rewards = [(custom(f, f"f{i}"), 1.0) for i in range(3)]
+    assert pipeline(rewards, workers=3).score(samples([0.0])).total == [3.0]
+
+
+def test_submit_overlaps_with_the_caller():
+    go = threading.Event()
+
+    def f(samples):
+        assert go.wait(10)
+        return [1.0 for _ in samples]
+
+    pending = pipeline([(custom(f), 1.0)]).submit(samples([0.0, 0.0]))
+    assert not pending.done()
+    go.set()
+    assert pending.result().total == [1.0, 1.0]
+    assert pending.done()
+
+
+def test_per_sample_functions_are_cut_into_chunks_others_are_not():
+    sizes: dict[str, list[int]] = {"whole": [], "parts": []}
+
+    def whole(samples):
+        sizes["whole"].append(len(samples))
+        return [s.prompt.fields["v"] for s in samples]
+
+    def parts(samples):
+        sizes["parts"].append(len(samples))
+        return [s.prompt.fields["v"] for s in samples]
+
+    parts.per_sample = True
+    scores = pipeline([(custom(whole, "whole"), 1.0), (custom(parts, "parts"), 1.0)], workers=3).score(
+        samples(range(7))
+    )
+    assert scores.total == [2.0 * v for v in range(7)]
+    assert sizes["whole"] == [7]
+    assert sorted(sizes["parts"]) == [1, 3, 3]
+
+
+def test_a_model_runs_in_the_callers_thread():
+    class Model:
+        name, main_thread = "model", True
+
+        def __call__(self, samples):
+            assert threading.current_thread() is threading.main_thread()
+            return [1.0 for _ in samples]
+
+    assert pipeline([(Model(), 3.0), (column("v"), 1.0)]).score(samples([1.0])).total == [4.0]
+
+
+def test_timeout_names_function_pending_samples_and_key():
+    release = threading.Event()
+
+    def slow(samples):
+        release.wait(20)
+        return [0.0 for _ in samples]
+
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=r"`slow`.* 5 of 5 samples.*reward\.timeout_s=0\.2"):
+        pipeline([(column("v"), 1.0), (custom(slow, "slow"), 1.0)], timeout_s=0.2).score(samples(range(5)))
+    assert time.monotonic() - start < 5
+    release.set()
+
+
+def test_a_hanging_function_does_not_keep_the_process():
+    program = (
+        "import time\nfrom aligner.config.schema import RewardConfig\nfrom aligner.rewards.composite import *\n"
+        "from aligner.rewards.functions import FunctionReward\n"
+        "hang = FunctionReward(lambda samples: time.sleep(600), 'hang', {}, 'k')\n"
+        "sample = Sample(Prompt(0, (1,), ''), 0, '', (1,), True)\n"
+        "try:\n    RewardPipeline([(hang, 1.0)], RewardConfig(timeout_s=0.1)).score([sample])\n"
+        "except RewardError:\n    print('told')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "told\n"
+
+
+def test_a_raising_function_ends_the_batch_at_once():
+    release = threading.Event()
+
+    def slow(samples):
+        release.wait(20)
+        return [0.0 for _ in samples]
+
+    def broken(samples):
+        raise KeyError("gone")
+
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=r"`broken`.*KeyError"):
+        pipeline([(custom(slow, "slow"), 1.0), (custom(broken, "broken"), 1.0)], timeout_s=15).score(samples([1.0]))
+    assert time.monotonic() - start < 5
+    release.set()
+
+
+def test_probe_finds_a_broken_function_and_touches_no_statistics():
+    prompts = [Prompt(i, (1, 2), "", {"v": 1.0}) for i in range(5)]
+    good = pipeline([(column("v"), 1.0)], normalize=True)
+    assert good.probe(prompts) == {"v": [1.0, 1.0]}
+    assert good.probe(prompts[:1]) == {"v": [1.0, 1.0]}
+    assert good.state_dict()["count"] == 0
+    with pytest.raises(RewardError, match="returned 1 scores: expected 2"):
+        pipeline([(custom(lambda samples: [1.0]), 1.0)]).probe(prompts)
+
+
+class Ranks:
+    """`reduce` of several ranks in lock-step, one thread each."""
+
+    def __init__(self, count: int):
+        self.barrier, self.slots = threading.Barrier(count, timeout=20), [[0.0]] * count
+
+    def of(self, rank: int):
+        def reduce(values: list[float]) -> list[float]:
+            self.slots[rank] = values
+            self.barrier.wait()
+            total = [math.fsum(column) for column in zip(*self.slots, strict=True)]
+            self.barrier.wait()
+            return total
+
+        return reduce
+
+    def run(self, function) -> list:
+        results: list = [None] * len(self.slots)
+
+        def work(rank):
+            results[rank] = function(rank, self.of(rank))
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(self.slots))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        return results
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(finite, max_size=6), min_size=1, max_size=5))
+def test_normalizer_equals_the_statistics_of_all_values(batches):
+    normalizer = RunningNormalizer()
+    for batch in batches:
+        normalizer.update(batch)
+    values = [value for batch in batches for value in batch]
+    assert normalizer.count == len(values)
+    if values:
+        scale = max(map(abs, values)) + 1e-9
+        assert normalizer.mean == pytest.approx(statistics.fmean(values), abs=1e-9 * scale)
+        assert normalizer.std == pytest.approx(statistics.pstdev(values), rel=1e-6, abs=1e-9 * scale)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.lists(st.one_of(st.none(), finite), min_size=6, max_size=6), min_size=1, max_size=3), st.integers(0, 6)
+)
+def test_merged_over_ranks_equals_the_whole_batch(batches, cut):
+    """Rank 0 holds the first `cut` samples (perhaps none), rank 1 the rest: the scores are those of one rank."""
+    single = pipeline([(column("v"), 1.0)], normalize=True, clip=1.5)
+    expected = [single.score(samples(batch)).total for batch in batches]
+    single.close()
+
+    def one_rank(rank, reduce):
+        mine = pipeline([(column("v"), 1.0)], reduce, normalize=True, clip=1.5)
+        parts = [batch[:cut] if rank == 0 else batch[cut:] for batch in batches]
+        totals = [mine.score(samples(part)).total for part in parts]
+        mine.close()
+        return totals
+
+    first, second = Ranks(2).run(one_rank)
+    for whole, a, b in zip(expected, first, second, strict=True):
+        assert a + b == pytest.approx(whole, rel=1e-6, abs=1e-6, nan_ok=True)
+
+
+def test_normalisation_survives_a_large_offset():
+    normalizer = RunningNormalizer()
+    for start in range(0, 1000, 100):
+        normalizer.update([1e9 + (i % 2) for i in range(start, start + 100)])
+    assert normalizer.std == pytest.approx(0.5, rel=1e-6)
+
+
+def test_equal_rewards_normalise_to_zero():
+    assert pipeline([(column("v"), 1.0)], normalize=True).score(samples([0.1] * 7)).total == [0.0] * 7
+
+
+def test_order_is_sum_then_normalise_then_clip():
+    values = [0.0, 0.0, 0.0, 100.0]
+    scores = pipeline([(column("v"), 2.0)], normalize=True, clip=1.0).score(samples(values))
+    mean, std = statistics.fmean([2 * v for v in values]), statistics.pstdev([2 * v for v in values])
+    assert scores.total == pytest.approx([-mean / std] * 3 + [1.0])
+    assert scores.raw == [0.0, 0.0, 0.0, 200.0]
+    assert scores.metric_sums()["reward/clip_fraction"] == (1.0, 4.0)
+    plain = pipeline([(column("v"), 1.0)], clip=2.0).score(samples([-5.0, 1.0, None]))
+    assert plain.total[:2] == [-2.0, 1.0]
+
+
+def test_evaluation_uses_but_does_not_change_the_statistics():
+    it = pipeline([(column("v"), 1.0)], normalize=True)
+    it.score(samples([0.0, 2.0]))
+    before = it.state_dict()
+    assert it.score(samples([3.0]), update=False).total == [2.0]
+    assert it.state_dict() == before
+
+
+def test_state_resumes():
+    one, other = (pipeline([(column("v"), 1.0)], normalize=True) for _ in range(2))
+    one.score(samples([1.0, 4.0, 9.0]))
+    other.load_state_dict(one.state_dict())
+    assert one.score(samples([2.0, 5.0])).total == other.score(samples([2.0, 5.0])).total
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(-100, 100)), min_size=2, max_size=12), st.integers(1, 11))
+def test_metrics_reduced_over_ranks_are_those_of_all_samples(values, cut):
+    it = pipeline([(column("v", scale=3.0), 0.5)])
+    parts = [it.score(samples(part)) for part in (values[:cut], values[cut:])]
+    it.close()
+    sums = [part.metric_sums() for part in parts]
+    reduced = {}
+    for name in sums[0]:
+        top, bottom = (sum(s[name][i] for s in sums) for i in (0, 1))
+        reduced[name] = top / bottom if bottom else math.nan
+    for name in ("reward/max", "reward/negative_min"):
+        reduced[name] = max(part.metric_maxima()[name] for part in parts)
+    metrics = finish_metrics(reduced)
+    known = [1.5 * v for v in values if v is not None]
+    assert metrics["reward/invalid"] == pytest.approx(1 - len(known) / len(values))
+    if known:
+        assert metrics["reward/mean"] == pytest.approx(statistics.fmean(known), abs=1e-9)
+        assert metrics["reward/std"] == pytest.approx(statistics.pstdev(known), abs=1e-5)
+        assert metrics["reward/v/std"] == pytest.approx(2 * statistics.pstdev(known), abs=1e-5)
+        assert (metrics["reward/min"], metrics["reward/max"]) == (min(known), max(known))
+    assert not any("negative" in name or "square" in name for name in metrics)
+
+
+def test_config_is_not_changed():
+    config = RewardConfig(clip=1.0)
+    before = replace(config)
+    RewardPipeline([(column("v"), 1.0)], config).score(samples([5.0]))
+    assert config == before

@@ -1,0 +1,103 @@
+"""The built-in checkers."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from aligner.config.schema import RewardFunctionConfig
+from aligner.errors import RewardError
+from aligner.rewards.functions import load_function
+from aligner.rewards.verifiable import exact_match, format, length, math
+from aligner.types import Prompt, Sample
+
+
+def sample(response: str, **fields) -> Sample:
+    return Sample(Prompt(0, (1,), "", fields), 0, response, tuple(range(len(response))), True)
+
+
+@pytest.mark.parametrize(
+    "gold, response, score",
+    [
+        ("42", "The answer is 42.", 1),
+        ("42", "The answer is 43.", 0),
+        ("1/2", "so it is 0.5", 1),
+        ("\\frac{1}{2}", "\\boxed{0.5}", 1),
+        ("\\frac{1}{2}", "\\boxed{\\frac{2}{3}}", 0),
+        ("$\\sqrt{8}$", "We get $2\\sqrt{2}$", 1),
+        ("x^2+2x+1", "$(x+1)^2$", 1),
+        ("(1,2)", "$(1,2)$", 1),
+        ("(1,2)", "$(2,1)$", 0),
+        ("-7", "-7", 1),
+        ("-7", "7", 0),
+        ("3.0", "3", 1),
+        ("He has 3+4=<<3+4=7>>7 left.\n#### 7", "3 + 4 = 7\n#### 7", 1),
+        ("He has 3+4=<<3+4=7>>7 left.\n#### 7", "3 + 5 = 8\n#### 8", 0),
+        ("total\n#### 1,234", "The answer is 1234", 1),
+        ("total\n#### 1,234", "#### 1,234", 1),
+        ("#### -5", "therefore\n#### -5", 1),
+        ("#### 18", "#### $18", 1),
+        ("#### 42", "", 0),
+        ("#### 42", "I do not know", 0),
+    ],
+)
+def test_math(gold, response, score):
+    assert math([sample(response, answer=gold)]) == [score]
+
+
+def test_math_kills_what_never_ends_and_goes_on():
+    """9^9^9^9 is one C call that holds the interpreter lock: only a kill from outside stops it."""
+    start = time.monotonic()
+    rows = [sample("$9^{9^{9^{9}}}$", answer="3"), sample("3", answer="3")]
+    assert math(rows, timeout_s=1.0) == [0.0, 1.0]
+    assert time.monotonic() - start < 30
+
+
+def test_math_works_off_the_main_thread():
+    found: list = []
+    thread = threading.Thread(target=lambda: found.extend(math([sample("\\boxed{5}", solution="5")], field="solution")))
+    thread.start()
+    thread.join(30)
+    assert found == [1.0]
+
+
+def test_math_null_reference_is_not_applicable_and_a_missing_column_an_error():
+    assert math([sample("5", answer=None)]) == [None]
+    with pytest.raises(RewardError, match=r"args.field='answer'.*solution"):
+        math([sample("5", solution="5")])
+
+
+def test_math_refuses_a_reference_without_mathematics():
+    loaded = load_function(RewardFunctionConfig(path="math"))
+    with pytest.raises(RewardError, match=r"no mathematical expression.*'\?\?\?'"):
+        loaded([sample("5", answer="???")])
+
+
+def test_exact_match():
+    rows = [
+        sample(" Yes\n", answer="Yes"),
+        sample("yes", answer="Yes"),
+        sample("12", answer=12),
+        sample("x", answer=None),
+    ]
+    assert exact_match(rows) == [1.0, 0.0, 1.0, None]
+    assert exact_match(rows, ignore_case=True) == [1.0, 1.0, 1.0, None]
+    assert exact_match(rows, strip=False)[0] == 0.0
+
+
+def test_format_and_a_pattern_that_is_none():
+    rows = [sample("<think>a\nb</think>7"), sample("7")]
+    assert format(rows, r"\A<think>.*</think>") == [1.0, 0.0]
+    with pytest.raises(RewardError, match="raised on"):
+        load_function(RewardFunctionConfig(path="format", args={"pattern": "("}))(rows)
+
+
+def test_length_is_the_dapo_ramp():
+    """Points of the published piecewise line: 0 up to L_max - L_cache, -1 from L_max on, linear between."""
+    rows = [sample("x" * n) for n in (0, 60, 70, 80, 100, 120)]
+    assert length(rows, limit=100, buffer=40) == pytest.approx([0, 0, -0.25, -0.5, -1, -1])
+    assert length(rows, limit=80) == [0, 0, 0, 0, -1, -1]
+    with pytest.raises(RewardError, match=r"args.buffer=9.*args.limit=5"):
+        length(rows, limit=5, buffer=9)
