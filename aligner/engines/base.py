@@ -1,0 +1,122 @@
+"""What a rollout engine is, and the bookkeeping every engine needs while its weights are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from aligner.errors import RefitError
+from aligner.types import Generations, Progress, SamplingParams
+
+
+class RolloutEngine(Protocol):
+    """Generates responses with weights that are replaced from outside, one complete version at a time.
+
+    A fresh engine holds no weights: `generate` and `logprobs` refuse (RefitError) until an update is complete, and
+    again after an update that failed.
+    """
+
+    weight_version: int  # of the last complete update; -1 before the first
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        progress: Progress | None = None,
+    ) -> Generations:
+        """len(seeds[i]) samples of prompts[i], prompt-major. A sample depends on its prompt, its seed and `sampling`
+        alone. `progress` gets (finished samples, all samples). CPU tensors. ConfigError if a row can never fit."""
+        ...
+
+    def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
+        """float32 [B, T]: log p(tokens[:, t] | tokens[:, :t]) of the distribution tempered by `temperature`; 0 at
+        index 0 and on padding. tokens int64 [B, T] right-padded, lengths int64 [B]. CPU tensor."""
+        ...
+
+    def begin_update(self, version: int) -> None: ...
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Full tensors by Hugging Face name, in any order, over any number of calls. Copied before it returns."""
+        ...
+
+    def finish_update(self) -> None:
+        """Raises RefitError naming every missing, doubled, unknown or wrong-shaped tensor; else the new version
+        holds."""
+        ...
+
+    def checksums(self) -> Mapping[str, int]:
+        """Hugging Face name -> `ops.checksum.tensor_checksum` of the tensor in the engine's dtype."""
+        ...
+
+    def sleep(self) -> None:
+        """Give back the KV cache; weights stay."""
+        ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class UpdateLedger:
+    """Which tensors of an update have come, and which version is complete.
+
+    `expected`: Hugging Face name -> shape.
+    """
+
+    def __init__(self, expected: Mapping[str, tuple[int, ...]]):
+        self.expected = dict(expected)
+        self.version = -1
+        self._complete = False
+        self._pending: int | None = None
+        self._seen: set[str] = set()
+        self._faults: dict[str, list[str]] = {}
+
+    def begin(self, version: int) -> None:
+        """An unfinished update is abandoned: from here on only a complete one makes the engine usable."""
+        self._pending, self._complete = version, False
+        self._seen, self._faults = set(), {}
+
+    def accept(self, name: str, shape: Sequence[int]) -> bool:
+        """Note a tensor; False where it must not be copied (the fault is told by `finish`)."""
+        if self._pending is None:
+            raise RefitError(f"tensor {name!r} came outside begin_update and finish_update")
+        if name not in self.expected:
+            return self._fault("unknown", name)
+        if tuple(shape) != self.expected[name]:
+            return self._fault("wrong shape", f"{name} {tuple(shape)} (expected {self.expected[name]})")
+        if name in self._seen:
+            return self._fault("doubled", name)
+        self._seen.add(name)
+        return True
+
+    def _fault(self, kind: str, text: str) -> bool:
+        self._faults.setdefault(kind, []).append(text)
+        return False
+
+    def finish(self) -> None:
+        if self._pending is None:
+            raise RefitError("finish_update came without begin_update")
+        pending, self._pending = self._pending, None
+        # a tensor of a wrong shape is not also missing
+        wrong = {text.split(" ")[0] for text in self._faults.get("wrong shape", [])}
+        missing = [name for name in self.expected if name not in self._seen and name not in wrong]
+        faults = ({"missing": missing} if missing else {}) | self._faults
+        if faults:
+            told = "; ".join(f"{kind}: {_some(names)}" for kind, names in faults.items())
+            raise RefitError(f"update to weight version {pending} is not usable: {told}")
+        self.version, self._complete = pending, True
+
+    def require(self) -> None:
+        if not self._complete:
+            raise RefitError(
+                f"the engine holds no complete weights (last complete version: {self.version}); "
+                "finish an update before generating"
+            )
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,51 @@
+"""Attention of the native engine: causal over whole prompts, and of one new token per row against the cache."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.engines.native.scratch import Scratch
+
+_SHORT = 16  # positions up to which products and sums beat thousands of tiny matrix products on CPU (measured)
+_PRODUCT_ELEMENTS = 1 << 23  # of the intermediate product; more rows are done in parts
+
+
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal. q [P, T, heads, d], k and v [P, T, kv_heads, d], right-padded -> [P, T, heads * d].
+
+    Right padding needs no mask: a padded key comes after every real query.
+    """
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).flatten(2)
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scratch: Scratch) -> Tensor:
+    """q [n, heads, d], k and v [n, kv_heads, T, d], mask float32 [n, 1, 1, T] (0 or -inf)
+    -> [n, heads * d]."""
+    n, heads, d = q.shape
+    groups, length = k.shape[1], k.shape[2]
+    q, scale = q.unflatten(1, (groups, heads // groups)), d**-0.5
+    # bfloat16 has no fast tiny matrix product on CPUs without AMX, and is never slower this way elsewhere
+    if q.device.type == "cpu" and (length < _SHORT or q.dtype is torch.bfloat16):
+        return _by_products(q, k, v, mask, scale, scratch)
+    scores = torch.add(mask, torch.matmul(q, k.transpose(2, 3)).float(), alpha=scale)
+    return torch.matmul(scores.softmax(-1).to(v.dtype), v).view(n, heads * d)
+
+
+def _by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, scratch: Scratch) -> Tensor:
+    n, groups, share, d = q.shape
+    length = k.shape[2]
+    out = scratch.take("attention", n, groups, share, d)
+    part = max(1, _PRODUCT_ELEMENTS // (groups * share * length * d))
+    for a in range(0, n, part):
+        b = min(n, a + part)
+        product = scratch.take("product", b - a, groups, share, length, d)
+        torch.mul(q[a:b, :, :, None], k[a:b, :, None], out=product)
+        scores = torch.add(mask[a:b], product.sum(-1, dtype=torch.float32), alpha=scale)
+        weights = scores.softmax(-1).to(v.dtype)
+        torch.mul(weights[..., None], v[a:b, :, None], out=product)
+        torch.sum(product, dim=3, out=out[a:b])
+    return out.view(n, groups * share * d)

@@ -1,0 +1,59 @@
+"""The KV cache: one slot per row, active rows first.
+
+Decoding always runs on slots [0, n), so no step gathers; when a row finishes, the last active row moves into its slot.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aligner.engines.native.scratch import Scratch
+
+
+class SlotCache:
+    """kv [layer, 2 (k, v), slot, kv_head, position, head_dim]."""
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype):
+        self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
+        self.token_bytes = layers * 2 * kv_heads * head_dim * torch.empty((), dtype=dtype).element_size()
+        self._scratch = Scratch(device, dtype)
+        self.kv = self.staged = torch.empty(0, dtype=dtype, device=device)
+
+    def resize(self, slots: int, positions: int) -> None:
+        """Shape the cache for one generation. Memory is kept between generations and grows when it must."""
+        self.kv = self._scratch.take("slots", self.layers, 2, slots, self.kv_heads, positions, self.head_dim)
+
+    def stage(self, prompts: int, positions: int) -> Tensor:
+        """Room for the keys and values of prefilled prompts until their rows get slots."""
+        shape = (self.layers, 2, prompts, self.kv_heads, positions, self.head_dim)
+        self.staged = self._scratch.take("staged", *shape)
+        return self.staged
+
+    def admit(self, prompt: int, length: int, first: int, count: int) -> None:
+        """Copy the `length` positions of staged prompt `prompt` into slots [first, first + count)."""
+        source = self.staged[:, :, prompt : prompt + 1, :, :length]
+        self.kv[:, :, first : first + count, :, :length].copy_(source)
+
+    def places(self, positions: Tensor) -> Tensor:
+        """Where the next keys and values of slots [0, n) belong, for `write`: int64 [n * 2 * kv_head]. The same for
+        every layer, so it is computed once per step."""
+        slots, groups, length = self.kv.shape[2:5]
+        n = len(positions)
+        planes = torch.arange(2, device=positions.device)[:, None] * (slots * groups * length)
+        heads = planes + torch.arange(groups, device=positions.device) * length  # [2, kv_head]
+        rows = torch.arange(n, device=positions.device) * (groups * length) + positions
+        return (rows[:, None] + heads.flatten()).flatten()
+
+    def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
+        """kv [n, 2 * kv_head, head_dim]: keys, then values, of one new token per slot [0, n)."""
+        self.kv[layer].view(-1, self.head_dim).index_copy_(0, places, kv.reshape(-1, self.head_dim))
+
+    def move(self, source: Tensor, target: Tensor, length: int) -> None:
+        """Slots `source` -> slots `target` (int64 [m] each), the first `length` positions."""
+        view = self.kv[:, :, :, :, :length]
+        view[:, :, target] = view[:, :, source]
+
+    def release(self) -> None:
+        self._scratch.clear()
+        self.kv = self.staged = self.kv.new_empty(0)

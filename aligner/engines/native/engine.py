@@ -1,0 +1,201 @@
+"""The native engine: continuous batching over a slot cache, one readable step.
+
+step:  admit   waiting prompts are prefilled, each once, and their keys and values copied to their rows' slots
+       decode  one token for every row that was already running: slots [0, n)
+       sample  one token for every row, new and old
+       settle  write the tokens down, let finished rows leave, move the last rows into the gaps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aligner.config.schema import EngineConfig, ModelConfig
+from aligner.engines.base import UpdateLedger
+from aligner.engines.native.cache import SlotCache
+from aligner.engines.native.model import NativeModel
+from aligner.engines.native.schedule import Batch, Plan, plan_generation
+from aligner.errors import ConfigError
+from aligner.ops.checksum import tensor_checksum
+from aligner.types import Generations, Progress, SamplingParams
+
+Decode = Callable[[list[int]], str]
+_SCORED_TOKENS = 8192  # per forward of `logprobs`
+_SCORED_LOGITS = 1 << 25  # logits held at once by `logprobs`
+
+
+@dataclass
+class EngineStats:
+    """Of the last `generate`."""
+
+    steps: int = 0
+    prefilled_prompts: int = 0
+    decoded_rows: int = 0  # rows summed over decode steps: response tokens less one per sample, if none is wasted
+
+
+class NativeEngine:
+    """`RolloutEngine` in plain PyTorch. `decode` (token ids -> text) is needed for stop strings only."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        pad_id: int,
+        decode: Decode | None = None,
+    ):
+        self.config, self.device, self.pad_id, self._decode = config, torch.device(device), pad_id, decode
+        self.model = NativeModel(model, self.device, dtype)
+        self.cache = SlotCache(model.num_layers, model.num_kv_heads, model.kv_channels, self.device, dtype)
+        self.stats = EngineStats()
+        self._ledger = UpdateLedger(self.model.shapes)
+        self._asleep = False
+        self._staged_logits = torch.empty(0, device=self.device)  # float32 [staged prompts, V] of their first token
+
+    @property
+    def weight_version(self) -> int:
+        return self._ledger.version
+
+    # ---- weights
+
+    def begin_update(self, version: int) -> None:
+        self._ledger.begin(version)
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            if self._ledger.accept(name, tensor.shape):
+                self.model.load(name, tensor)
+        if self.device.type == "cuda":  # copies are queued: the caller may overwrite its buffers after this returns
+            torch.cuda.synchronize(self.device)
+
+    def finish_update(self) -> None:
+        self._ledger.finish()
+
+    def checksums(self) -> dict[str, int]:
+        return {name: tensor_checksum(view) for name, view in self.model.views.items()}
+
+    # ---- memory
+
+    def sleep(self) -> None:
+        self._asleep = True
+        self.cache.release()
+        self.model.scratch.clear()
+
+    def wake(self) -> None:
+        self._asleep = False  # the cache comes back with the first generation
+
+    def close(self) -> None:
+        self.sleep()
+        self._ledger.begin(self.weight_version)  # no complete weights any more
+        self.model.release()
+
+    # ---- generation
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        progress: Progress | None = None,
+    ) -> Generations:
+        """See `RolloutEngine.generate`. Raises ConfigError `engine.kv_cache_bytes` if the longest row can never fit,
+        `model.max_position` if it is longer than the model's positions, `sampling.stop` without a `decode`."""
+        self._ledger.require()
+        assert not self._asleep, "generate() on a sleeping engine: wake() it first"
+        if sampling.stop and self._decode is None:
+            raise ConfigError("sampling.stop", sampling.stop, "no stop strings: this engine was given no decoder")
+        plan = plan_generation(prompts, seeds, sampling, self.config, self.cache.token_bytes)
+        row = plan.positions + 1  # the last token is never fed back, but the trainer sees it
+        if row > self.model.cfg.max_position:
+            raise ConfigError(
+                "model.max_position", self.model.cfg.max_position, f"at least {row} (prompt + response tokens)"
+            )
+        self.stats = EngineStats()
+        batch = Batch(plan, sampling, self.device)  # its output tensors must not be inference tensors
+        with torch.inference_mode():
+            self.cache.resize(plan.slots, plan.positions)
+            while batch.finished < plan.rows:
+                before = batch.finished
+                self.step(plan, batch, sampling)
+                if progress and batch.finished != before:
+                    progress(batch.finished, plan.rows)
+        return batch.result(self.weight_version)
+
+    def step(self, plan: Plan, batch: Batch, sampling: SamplingParams) -> None:
+        """One token for every running row; see the top of this file."""
+        running = batch.active
+        logits = self._admit(plan, batch)
+        if running:
+            tokens, positions = batch.inputs(running)
+            logits.insert(0, self.model.decode(tokens, positions, self.cache, batch.longest(running)))
+            self.stats.decoded_rows += running
+        batch.sample(logits[0] if len(logits) == 1 else torch.cat(logits), sampling)
+        self.stats.steps += 1
+        stopped = self._stop_strings(batch, sampling)
+        for source, target in batch.settle(stopped):
+            self.cache.move(source, target, batch.longest(batch.active))
+
+    def _admit(self, plan: Plan, batch: Batch) -> list[Tensor]:
+        """Give free slots to waiting rows; float32 logits [new rows, V] of their first tokens, in slot order."""
+        logits = []
+        while plan.wants_rows(batch.active):
+            if not plan.staged:
+                self._prefill(plan, plan.next_chunk())
+            taken = []
+            while plan.staged and batch.active < plan.slots:
+                prompt, first, count = plan.take(plan.slots - batch.active)
+                self.cache.admit(prompt.staged_at, prompt.length, batch.active, count)
+                batch.add(prompt, first, count)
+                taken += [prompt.staged_at] * count
+            logits.append(self._staged_logits[torch.tensor(taken, device=self.device)])
+        return logits
+
+    def _prefill(self, plan: Plan, chunk: list) -> None:
+        width = chunk[0].length  # longest first
+        padded = [list(p.tokens) + [self.pad_id] * (width - p.length) for p in chunk]
+        tokens = torch.tensor(padded, device=self.device)
+        hidden = self.model.prefill(tokens, self.cache.stage(len(chunk), width))
+        last = torch.tensor([p.length - 1 for p in chunk], device=self.device)
+        self._staged_logits = self.model.logits(hidden[torch.arange(len(chunk), device=self.device), last])
+        self.stats.prefilled_prompts += len(chunk)
+
+    def _stop_strings(self, batch: Batch, sampling: SamplingParams) -> Tensor | None:
+        """bool [active]: the text of the last tokens holds a stop string. Python over rows, so only where asked for.
+
+        A token is at least one byte of text, hence the number of tokens that can hold a stop string; the spare ones
+        absorb what decoders do to the first token of a text.
+        """
+        if not sampling.stop:
+            return None
+        tail = max(len(s.encode()) for s in sampling.stop) + 8
+        texts = (self._decode(tokens) for tokens in batch.tails(tail))
+        return torch.tensor([any(s in text for s in sampling.stop) for text in texts], device=self.device)
+
+    # ---- scoring
+
+    def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
+        """See `RolloutEngine.logprobs`."""
+        self._ledger.require()
+        out = torch.zeros(tokens.shape, dtype=torch.float32)
+        rows = max(1, _SCORED_TOKENS // tokens.shape[1])
+        with torch.inference_mode():
+            for a in range(0, len(tokens), rows):
+                out[a : a + rows, 1:] = self._score(tokens[a : a + rows].to(self.device), temperature)
+        ahead = torch.arange(tokens.shape[1]) < lengths.cpu()[:, None]
+        return out * ahead  # not an inference tensor: `out` was made outside
+
+    def _score(self, tokens: Tensor, temperature: float) -> Tensor:
+        hidden = self.model.prefill(tokens)[:, :-1].flatten(0, 1)
+        targets = tokens[:, 1:].reshape(-1, 1)
+        rows = max(1, _SCORED_LOGITS // self.model.cfg.vocab_size)
+        parts = []
+        for h, target in zip(hidden.split(rows), targets.split(rows), strict=True):
+            logits = self.model.logits(h).div_(temperature)
+            parts.append(logits.gather(1, target).squeeze(1) - logits.logsumexp(-1))
+        return torch.cat(parts).view(len(tokens), -1)

@@ -1,0 +1,163 @@
+"""The decoder that only infers: fused weights, rotary embeddings as complex products, no autograd.
+
+Inside each head the two halves that rotary embeddings pair are stored interleaved, (x_0, x_{d/2}, x_1, ...), so that
+the rotation is one complex product in place. Queries and keys are permuted alike, which no dot product sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.config.schema import ModelConfig
+from aligner.engines.native.attention import decode_attention, prefill_attention
+from aligner.engines.native.cache import SlotCache
+from aligner.engines.native.scratch import Scratch
+from aligner.models.families import expected_hf_shapes
+from aligner.models.rope import inverse_frequencies
+
+Attend = Callable[[int, Tensor], Tensor]  # (layer, rotated qkv [M, heads, d]) -> [M, heads * d]
+
+
+class NativeModel:
+    def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype):
+        self.cfg, self.device, self.dtype = cfg, device, dtype
+        self.heads, self.groups, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.kv_channels
+        self.rotated = self.heads + self.groups  # query and key heads
+        self.shapes = expected_hf_shapes(cfg)
+        layers, hidden, ffn = cfg.num_layers, cfg.hidden_size, cfg.ffn_hidden_size
+        width = (self.heads + 2 * self.groups) * self.head_dim
+
+        def empty(*shape: int) -> Tensor:
+            return torch.zeros(shape, device=device, dtype=dtype)
+
+        self.embedding = empty(cfg.vocab_size, hidden)
+        self.head = self.embedding if cfg.tie_embeddings else empty(cfg.vocab_size, hidden)
+        self.norms = empty(layers, 2, hidden)  # before attention, before the MLP
+        self.final_norm = empty(hidden)
+        self.qkv = empty(layers, width, hidden)
+        self.qkv_bias = empty(layers, width) if cfg.qkv_bias else None
+        self.qk_norm = empty(layers, 2, self.head_dim) if cfg.qk_norm else None
+        self.out = empty(layers, hidden, self.heads * self.head_dim)
+        self.gate_up = empty(layers, 2 * ffn, hidden)
+        self.down = empty(layers, hidden, ffn)
+        self.views = self._hf_views()
+        assert self.views.keys() == self.shapes.keys(), self.views.keys() ^ self.shapes.keys()
+        self.scratch = Scratch(device, dtype)
+        self._rope = torch.empty(0, device=device)
+        self._head_kind = torch.tensor([0] * self.heads + [1] * self.groups, device=device)
+
+    def _hf_views(self) -> dict[str, Tensor]:
+        """Hugging Face name -> view into the fused buffers whose elements are in Hugging Face's order."""
+        views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
+        if not self.cfg.tie_embeddings:
+            views["lm_head.weight"] = self.head
+        parts = [n * self.head_dim for n in (self.heads, self.groups, self.groups)]
+        for layer in range(self.cfg.num_layers):
+            at = f"model.layers.{layer}."
+            views[at + "input_layernorm.weight"], views[at + "post_attention_layernorm.weight"] = self.norms[layer]
+            fused = {"weight": self.qkv, "bias": self.qkv_bias}
+            for kind, buffer in fused.items():
+                if buffer is not None:
+                    q, k, v = buffer[layer].split(parts)
+                    views[at + f"self_attn.q_proj.{kind}"] = self._halves(q)
+                    views[at + f"self_attn.k_proj.{kind}"] = self._halves(k)
+                    views[at + f"self_attn.v_proj.{kind}"] = v
+            if self.qk_norm is not None:
+                for x, row in zip("qk", self.qk_norm[layer], strict=True):
+                    views[at + f"self_attn.{x}_norm.weight"] = self._halves(row)
+            views[at + "self_attn.o_proj.weight"] = self.out[layer]
+            gate, up = self.gate_up[layer].chunk(2)
+            views[at + "mlp.gate_proj.weight"], views[at + "mlp.up_proj.weight"] = gate, up
+            views[at + "mlp.down_proj.weight"] = self.down[layer]
+        return views
+
+    def _halves(self, t: Tensor) -> Tensor:
+        """Interleaved [heads * d, ...] -> the strided view [heads, 2, d/2, ...], row-major in Hugging Face's order."""
+        return t.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2)
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        view = self.views[name]
+        view.copy_(tensor.detach().reshape(view.shape), non_blocking=True)
+
+    def release(self) -> None:
+        """Give back all memory; the model is of no use afterwards."""
+        self.scratch.clear()
+        self.views.clear()
+        self.embedding = self.head = self.qkv = self.out = self.gate_up = self.down = self.final_norm
+
+    # ---- forward
+
+    def rotations(self, positions: Tensor, longest: int) -> Tensor:
+        """complex64 [M, 1, d/2] for positions int64 [M] below `longest`."""
+        if len(self._rope) < longest:
+            longest = max(longest, 2 * len(self._rope))
+            angles = torch.outer(torch.arange(longest).float(), inverse_frequencies(self.cfg))
+            self._rope = torch.polar(torch.ones_like(angles), angles).to(self.device)
+        return self._rope[positions][:, None]
+
+    def prefill(self, tokens: Tensor, staged: Tensor | None = None) -> Tensor:
+        """tokens int64 [P, T] right-padded -> normalised hidden states [P, T, hidden].
+
+        Keys and values go to staged [layer, 2, P, kv_head, T, d] if given.
+        """
+        rows, length = tokens.shape
+        positions = torch.arange(length, device=self.device).repeat(rows)
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            q, k, v = qkv.view(rows, length, -1, self.head_dim).split([self.heads, self.groups, self.groups], dim=2)
+            if staged is not None:
+                staged[layer, 0].copy_(k.transpose(1, 2))
+                staged[layer, 1].copy_(v.transpose(1, 2))
+            return prefill_attention(q, k, v).flatten(0, 1)
+
+        return self._forward(tokens.reshape(-1), self.rotations(positions, length), attend).view(rows, length, -1)
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache, longest: int) -> Tensor:
+        """One token per slot [0, n): tokens, positions int64 [n], all positions < longest -> float32 logits [n, V]."""
+        n = len(tokens)
+        places = cache.places(positions)
+        beyond = torch.arange(longest, device=self.device) > positions[:, None]
+        mask = torch.zeros(n, longest, device=self.device).masked_fill_(beyond, float("-inf"))[:, None, None]
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            cache.write(layer, places, qkv[:, self.heads :])
+            keys, values = cache.kv[layer, :, :n, :, :longest]
+            return decode_attention(qkv[:, : self.heads], keys, values, mask, self.scratch)
+
+        return self.logits(self._forward(tokens, self.rotations(positions, longest), attend))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head).float()
+
+    def _forward(self, tokens: Tensor, rope: Tensor, attend: Attend) -> Tensor:
+        """tokens int64 [M] -> [M, hidden] after the final norm. Large intermediates live in scratch buffers."""
+        x, eps, size = self.embedding[tokens], self.cfg.norm_eps, (self.cfg.hidden_size,)
+        qkv = self.scratch.take("qkv", len(x), self.qkv.shape[1])
+        hidden = self.scratch.take("gate_up", len(x), self.gate_up.shape[1])
+        gate, up = hidden.chunk(2, dim=1)
+        for layer in range(self.cfg.num_layers):
+            y = F.rms_norm(x, size, self.norms[layer, 0], eps)
+            if self.qkv_bias is None:
+                torch.mm(y, self.qkv[layer].t(), out=qkv)
+            else:
+                torch.addmm(self.qkv_bias[layer], y, self.qkv[layer].t(), out=qkv)
+            heads = qkv.view(len(x), -1, self.head_dim)
+            self._norm_and_rotate(layer, heads[:, : self.rotated], rope)
+            x.addmm_(attend(layer, heads), self.out[layer].t())
+            torch.mm(F.rms_norm(x, size, self.norms[layer, 1], eps), self.gate_up[layer].t(), out=hidden)
+            x.addmm_(F.silu(gate, inplace=True).mul_(up), self.down[layer].t())
+        return F.rms_norm(x, size, self.final_norm, eps)
+
+    def _norm_and_rotate(self, layer: int, qk: Tensor, rope: Tensor) -> None:
+        """In place on the query and key heads [M, rotated, d]; the rotation is done in float32."""
+        y = qk
+        if self.qk_norm is not None:
+            y = F.rms_norm(qk, (self.head_dim,), None, self.cfg.norm_eps) * self.qk_norm[layer][self._head_kind]
+        pairs = y.float().unflatten(2, (-1, 2))
+        torch.view_as_complex(pairs).mul_(rope)
+        if pairs.data_ptr() != qk.data_ptr():
+            qk.copy_(pairs.flatten(2))

@@ -1,0 +1,97 @@
+"""Picking tokens: temperature, top-k, top-p, min-p, greedy, with one uniform number per row and step."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aligner.ops.checksum import GOLDEN, mix64_
+from aligner.types import SamplingParams
+
+_LOGIT_ELEMENTS = 1 << 26  # logits handled at once: bounds the float64 cumulative sums to 512 MiB
+
+
+class Picked(NamedTuple):
+    tokens: Tensor  # int64 [n]
+    logprobs: Tensor  # float32 [n], of the distribution that was sampled from
+    full_logprobs: Tensor | None  # float32 [n], of the tempered full distribution, where something was cut
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """float64 [n] in [0, 1): a hash of (seed, position), int64 [n] each, with 53 random bits.
+
+    Counter-based, so a row's numbers depend on nothing but its own seed and position: not on the batch, the order,
+    the rank or the device. The seed is mixed first: seeds s and s + golden would otherwise share their streams.
+    """
+    x = mix64_(mix64_(seeds.clone()).add_((positions + 1) * GOLDEN))
+    return ((x >> 11) & ((1 << 53) - 1)).double().mul_(2.0**-53)
+
+
+def cuts(sampling: SamplingParams) -> bool:
+    """Whether the sampled-from distribution is not the whole tempered one."""
+    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
+
+
+def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingParams) -> Picked:
+    """logits float32 [n, V] (overwritten); seeds, positions int64 [n].
+
+    Greedy (temperature 0) reports logprobs of the untempered distribution: those of a point mass say nothing.
+    """
+    rows = max(1, _LOGIT_ELEMENTS // logits.shape[1])
+    if len(logits) <= rows:
+        return _sample(logits, seeds, positions, sampling)
+    cut = [t.split(rows) for t in (logits, seeds, positions)]
+    parts = [_sample(*part, sampling) for part in zip(*cut, strict=True)]
+    return Picked(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingParams) -> Picked:
+    if sampling.temperature == 0:
+        tokens = logits.argmax(-1)
+        return Picked(tokens, _at(logits, tokens) - logits.logsumexp(-1), None)
+    if sampling.temperature != 1:
+        logits.div_(sampling.temperature)
+    if not cuts(sampling):
+        probs = logits.softmax(-1)
+        tokens = _invert(probs, uniforms(seeds, positions))
+        return Picked(tokens, _at(probs, tokens).log(), None)
+    total = logits.logsumexp(-1)
+    kept = cut_logits(logits, sampling)
+    tokens = _invert(kept.softmax(-1), uniforms(seeds, positions))
+    picked = _at(kept, tokens)
+    return Picked(tokens, picked - kept.logsumexp(-1), picked - total)
+
+
+def _at(table: Tensor, tokens: Tensor) -> Tensor:
+    return table.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _invert(probs: Tensor, u: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds u x the total: never one of probability 0."""
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    threshold = u.mul_(cumulative[:, -1])
+    return torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(1).clamp_(max=probs.shape[1] - 1)
+
+
+def cut_logits(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """-inf outside top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024), in this order.
+
+    Tokens keep their places: a near-tie that falls the other way in the sort moves no other token's interval.
+    """
+    if 0 < sampling.top_k < logits.shape[1]:
+        smallest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, -math.inf)
+    if sampling.top_p < 1:
+        ordered, index = logits.sort(dim=-1, descending=True, stable=True)
+        probs = ordered.softmax(-1)
+        before = probs.cumsum(-1, dtype=torch.float64) - probs  # mass of the tokens ahead
+        drop = before >= sampling.top_p
+        drop[:, 0] = False
+        logits = logits.masked_fill(torch.empty_like(drop).scatter_(1, index, drop), -math.inf)
+    if sampling.min_p > 0:
+        floor = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        logits = logits.masked_fill(logits < floor, -math.inf)
+    return logits

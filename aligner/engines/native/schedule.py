@@ -1,0 +1,197 @@
+"""Who gets a slot when (`Plan`, on the host) and where every running row stands (`Batch`, on the device)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aligner.config.schema import EngineConfig
+from aligner.engines.native.sampler import cuts, sample
+from aligner.errors import ConfigError
+from aligner.ops.checksum import signed64
+from aligner.types import LENGTH, STOP, Generations, SamplingParams
+
+_PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill
+ROW, SEED, POSITION, COUNT, TOKEN = range(5)  # the rows of Batch.state
+
+
+@dataclass
+class Waiting:
+    """A prompt whose samples do not all have slots yet."""
+
+    tokens: Sequence[int]
+    seeds: Sequence[int]
+    first_row: int  # its first row of the output
+    started: int = 0  # samples that have had a slot
+    staged_at: int = 0  # where its keys and values wait
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass
+class Plan:
+    rows: int  # samples in all
+    slots: int
+    positions: int  # of a slot
+    chunk_tokens: int
+    waiting: deque[Waiting]  # longest first: a chunk has little padding, and long rows do not come last
+    staged: deque[Waiting]
+
+    def wants_rows(self, active: int) -> bool:
+        """Admit in batches of an eighth of the slots: a prefill and a copy per finished row would cost more than the
+        short wait of a free slot."""
+        free = self.slots - active
+        return bool(free and (self.staged or self.waiting)) and (active == 0 or free * 8 >= self.slots)
+
+    def next_chunk(self) -> list[Waiting]:
+        """The next prompts to prefill together; they become the staged ones."""
+        width = self.waiting[0].length
+        chunk = [self.waiting.popleft() for _ in range(min(len(self.waiting), max(1, self.chunk_tokens // width)))]
+        for i, prompt in enumerate(chunk):
+            prompt.staged_at = i
+        self.staged.extend(chunk)
+        return chunk
+
+    def take(self, free: int) -> tuple[Waiting, int, int]:
+        """Up to `free` samples of the first staged prompt: (prompt, first sample, how many)."""
+        prompt = self.staged[0]
+        first, count = prompt.started, min(free, len(prompt.seeds) - prompt.started)
+        prompt.started += count
+        if prompt.started == len(prompt.seeds):
+            self.staged.popleft()
+        return prompt, first, count
+
+
+def plan_generation(
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    config: EngineConfig,
+    token_bytes: int,
+) -> Plan:
+    """Slots and prefill size within `engine.kv_cache_bytes`. `token_bytes`: keys and values of one position."""
+    assert len(prompts) == len(seeds), f"{len(prompts)} prompts, but seeds for {len(seeds)}"
+    waiting, rows = [], 0
+    for tokens, own in zip(prompts, seeds, strict=True):
+        assert len(tokens), f"prompt {len(waiting)} is empty"
+        waiting.append(Waiting(tokens, [signed64(int(s)) for s in own], rows))
+        rows += len(own)
+    waiting = sorted((w for w in waiting if w.seeds), key=lambda w: -w.length)
+    longest = waiting[0].length if waiting else 1
+    positions = longest + sampling.max_response_tokens - 1  # the last token is never fed back
+    budget = config.kv_cache_bytes // token_bytes
+    if positions + longest > budget:
+        raise ConfigError(
+            "engine.kv_cache_bytes",
+            config.kv_cache_bytes,
+            f"at least {(positions + longest) * token_bytes} bytes for one row of {longest} prompt tokens and "
+            f"{sampling.max_response_tokens} response tokens",
+        )
+    prompt_tokens = longest * len(waiting)  # padded
+    chunk = max(longest, min(_PREFILL_TOKENS, budget // 4, budget - positions, prompt_tokens))
+    slots = max(1, min(config.max_batch, rows, (budget - chunk) // positions))
+    return Plan(rows, slots, positions, chunk, deque(waiting), deque())
+
+
+class Batch:
+    """The running rows, in slot order, and the output. `state` int64 [5, slots] holds a column per slot."""
+
+    def __init__(self, plan: Plan, sampling: SamplingParams, device: torch.device):
+        shape = (plan.rows, sampling.max_response_tokens)
+        self.active = self.finished = 0
+        self.state = torch.zeros(5, plan.slots, dtype=torch.int64, device=device)
+        # the position of every row's next token is known without asking the device
+        self._positions = torch.zeros(plan.slots, dtype=torch.int64)
+        self._limit = sampling.max_response_tokens
+        self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._full = torch.zeros_like(self._logprobs) if cuts(sampling) else None
+        self._lengths = torch.zeros(plan.rows, dtype=torch.int64, device=device)
+        self._reasons = torch.full_like(self._lengths, LENGTH)
+
+    def add(self, prompt: Waiting, first: int, count: int) -> None:
+        """Samples [first, first + count) of the prompt take the next slots; their first token is sampled next."""
+        new = slice(self.active, self.active + count)
+        row = prompt.first_row + first
+        seeds = prompt.seeds[first : first + count]
+        column = torch.tensor([range(row, row + count), seeds, [prompt.length - 1] * count])
+        self.state[:COUNT, new] = column.to(self.state.device, non_blocking=True)
+        self.state[COUNT, new] = 0
+        self._positions[new] = prompt.length - 1
+        self.active += count
+
+    def inputs(self, running: int) -> tuple[Tensor, Tensor]:
+        return self.state[TOKEN, :running], self.state[POSITION, :running]
+
+    def longest(self, rows: int) -> int:
+        """One more than the largest position among slots [0, rows)."""
+        return int(self._positions[:rows].max()) + 1 if rows else 0
+
+    def sample(self, logits: Tensor, sampling: SamplingParams) -> None:
+        """A token for every active row from logits [active, V], written to state and output."""
+        state = self.state[:, : self.active]
+        row, count = state[ROW], state[COUNT]
+        picked = sample(logits, state[SEED], count, sampling)
+        state[TOKEN] = picked.tokens
+        self._tokens[row, count] = picked.tokens
+        self._logprobs[row, count] = picked.logprobs
+        if self._full is not None:
+            self._full[row, count] = picked.full_logprobs
+        state[POSITION : COUNT + 1] += 1
+        self._positions[: self.active] += 1
+
+    def tails(self, width: int) -> Iterator[list[int]]:
+        """The last `width` response tokens of every active row, on the host."""
+        rows, counts = self.state[ROW, : self.active], self.state[COUNT, : self.active].tolist()
+        for tokens, count in zip(self._tokens[rows].tolist(), counts, strict=True):
+            yield tokens[max(0, count - width) : count]
+
+    def settle(self, stopped: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Finished rows leave; the last active rows move into their slots. Returns [(from, to)], or [] if none moves.
+
+        Copying the flags to the host is the step's one synchronisation with the device: how many rows remain decides
+        the shapes of the next step, and whether there is one.
+        """
+        state = self.state[:, : self.active]
+        stop = torch.isin(state[TOKEN], self._stops) if len(self._stops) else None
+        if stopped is not None:
+            stop = stopped if stop is None else stop | stopped
+        done = state[COUNT] >= self._limit
+        if stop is not None:
+            done = done | stop
+            self._reasons[state[ROW]] = torch.where(stop, STOP, LENGTH)
+        self._lengths[state[ROW]] = state[COUNT]
+        flags = done.cpu()
+        left = self.active - int(flags.sum())
+        if left == self.active:
+            return []
+        self.finished += self.active - left
+        gaps = flags[:left].nonzero().squeeze(1)
+        movers = (~flags[left:]).nonzero().squeeze(1) + left
+        self.active = left
+        if not len(gaps):
+            return []
+        self._positions[gaps] = self._positions[movers]
+        gaps, movers = gaps.to(self.state.device), movers.to(self.state.device)
+        self.state[:, gaps] = self.state[:, movers]
+        return [(movers, gaps)]
+
+    def result(self, version: int) -> Generations:
+        """CPU tensors, rows cut to the longest response."""
+        width = int(self._lengths.max()) if len(self._lengths) else 0
+        full = None if self._full is None else self._full[:, :width].cpu().contiguous()
+        return Generations(
+            tokens=self._tokens[:, :width].cpu().contiguous(),
+            lengths=self._lengths.cpu(),
+            logprobs=self._logprobs[:, :width].cpu().contiguous(),
+            finish_reason=self._reasons.cpu(),
+            weight_version=version,
+            full_logprobs=full,
+        )

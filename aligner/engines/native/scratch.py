@@ -1,0 +1,29 @@
+"""Buffers that grow and are used again: on CPU, fresh pages cost more than the arithmetic on them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+class Scratch:
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+        self._flat: dict[str, Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """[shape] with any finite content; valid until the next `take` of the same name.
+
+        Never raw memory: attention gives weight 0 to what lies beyond a row, and 0 x NaN would still be NaN.
+        """
+        size = math.prod(shape)
+        flat = self._flat.get(name)
+        if flat is None or flat.numel() < size:
+            self._flat.pop(name, None)  # free before allocating
+            flat = self._flat[name] = torch.zeros(size, dtype=self.dtype, device=self.device)
+        return flat[:size].view(shape)
+
+    def clear(self) -> None:
+        self._flat.clear()

@@ -1,0 +1,242 @@
+"""Model families as data: one table per family, from Megatron's names to Hugging Face's.
+
+Canonical names and layouts are those of Megatron's `GPTModel` with the local layer spec, at TP=1 and with the true
+vocabulary. Import, export, refit and the engines read the same rows, so a family is one table and one test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from aligner.config.schema import ModelConfig
+from aligner.errors import CheckpointError, ConfigError, LayoutError
+
+Transform = Literal["copy", "qkv", "qkv_bias", "gate_up"]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One canonical parameter. In a family's table names carry `{layer}` and sizes are names of `dimensions`."""
+
+    canonical: str
+    hf: tuple[str, ...]
+    transform: Transform
+    tp_axis: int | None  # None: replicated over tensor-parallel ranks
+    shape: tuple = ()  # of the canonical tensor
+    units: int | str = 0  # indivisible pieces along tp_axis: heads, query groups, rows
+    padded: bool = False  # the vocabulary: split pads it to a multiple of TP, merge cuts it to `units`
+
+
+@dataclass(frozen=True)
+class Family:
+    """`model_type` and the prefix of the `architectures` entry in config.json, the flags it implies, its rows."""
+
+    model_type: str
+    architecture: str
+    table: tuple[ParamSpec, ...]
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    default_head_dim: int = 0  # what a config.json without head_dim means; 0: hidden_size / num_attention_heads
+
+
+_IN, _OUT = "decoder.layers.{layer}.", "model.layers.{layer}."
+_QKV_HF = tuple(_OUT + f"self_attn.{name}_proj." for name in "qkv")
+_COMMON = (
+    ParamSpec(
+        "embedding.word_embeddings.weight",
+        ("model.embed_tokens.weight",),
+        "copy",
+        0,
+        ("vocab", "hidden"),
+        "vocab",
+        padded=True,
+    ),
+    ParamSpec(_IN + "input_layernorm.weight", (_OUT + "input_layernorm.weight",), "copy", None, ("hidden",)),
+    ParamSpec(
+        _IN + "self_attention.linear_qkv.weight",
+        tuple(name + "weight" for name in _QKV_HF),
+        "qkv",
+        0,
+        ("qkv", "hidden"),
+        "groups",
+    ),
+    ParamSpec(
+        _IN + "self_attention.linear_proj.weight",
+        (_OUT + "self_attn.o_proj.weight",),
+        "copy",
+        1,
+        ("hidden", "q"),
+        "heads",
+    ),
+    ParamSpec(_IN + "pre_mlp_layernorm.weight", (_OUT + "post_attention_layernorm.weight",), "copy", None, ("hidden",)),
+    ParamSpec(
+        _IN + "mlp.linear_fc1.weight",
+        (_OUT + "mlp.gate_proj.weight", _OUT + "mlp.up_proj.weight"),
+        "gate_up",
+        0,
+        ("2ffn", "hidden"),
+        "ffn",
+    ),
+    ParamSpec(_IN + "mlp.linear_fc2.weight", (_OUT + "mlp.down_proj.weight",), "copy", 1, ("hidden", "ffn"), "ffn"),
+    ParamSpec("decoder.final_layernorm.weight", ("model.norm.weight",), "copy", None, ("hidden",)),
+)
+_QKV_BIAS = (
+    ParamSpec(
+        _IN + "self_attention.linear_qkv.bias",
+        tuple(name + "bias" for name in _QKV_HF),
+        "qkv_bias",
+        0,
+        ("qkv",),
+        "groups",
+    ),
+)
+_QK_NORM = tuple(
+    ParamSpec(
+        _IN + f"self_attention.{x}_layernorm.weight", (_OUT + f"self_attn.{x}_norm.weight",), "copy", None, ("head",)
+    )
+    for x in "qk"
+)
+_LM_HEAD = ParamSpec("output_layer.weight", ("lm_head.weight",), "copy", 0, ("vocab", "hidden"), "vocab", padded=True)
+_SCORE_HEAD = ParamSpec("output_layer.weight", ("score.weight",), "copy", None, ("labels", "hidden"))
+
+FAMILIES = {
+    "llama": Family("llama", "Llama", _COMMON),
+    "qwen2": Family("qwen2", "Qwen2", _COMMON + _QKV_BIAS, qkv_bias=True),
+    "qwen3": Family("qwen3", "Qwen3", _COMMON + _QK_NORM, qk_norm=True, default_head_dim=128),
+}
+
+
+def check_family(cfg: ModelConfig) -> Family:
+    """The family of `cfg`; ConfigError where a flag says what the family's checkpoints cannot hold."""
+    family = FAMILIES[cfg.family]
+    for flag in ("qkv_bias", "qk_norm"):
+        if getattr(cfg, flag) != getattr(family, flag):
+            raise ConfigError(
+                f"model.{flag}", getattr(cfg, flag), f"{getattr(family, flag)} for model.family={cfg.family}"
+            )
+    if cfg.vocab_size < 1:
+        raise ConfigError("model.vocab_size", cfg.vocab_size, "the tokenizer's vocabulary size, filled in before use")
+    return family
+
+
+def dimensions(cfg: ModelConfig, num_labels: int = 1) -> dict[str, int]:
+    head, heads, groups = cfg.kv_channels, cfg.num_heads, cfg.num_kv_heads
+    return {
+        "vocab": cfg.vocab_size,
+        "hidden": cfg.hidden_size,
+        "ffn": cfg.ffn_hidden_size,
+        "2ffn": 2 * cfg.ffn_hidden_size,
+        "head": head,
+        "heads": heads,
+        "groups": groups,
+        "q": heads * head,
+        "qkv": (heads + 2 * groups) * head,
+        "labels": num_labels,
+    }
+
+
+def family_table(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> list[ParamSpec]:
+    """Every parameter of the model, layers expanded, sizes filled in.
+
+    `head`: "lm" (no row of its own when embeddings are tied) or "score" (reward and value models, `num_labels` rows).
+    """
+    assert head in ("lm", "score"), f"head={head!r}: expected lm or score"
+    rows = list(check_family(cfg).table)
+    if head == "score":
+        rows.append(_SCORE_HEAD)
+    elif not cfg.tie_embeddings:
+        rows.append(_LM_HEAD)
+    sizes = dimensions(cfg, num_labels)
+    out = []
+    for row in rows:
+        for layer in range(cfg.num_layers) if "{layer}" in row.canonical else (0,):
+            out.append(
+                ParamSpec(
+                    row.canonical.format(layer=layer),
+                    tuple(name.format(layer=layer) for name in row.hf),
+                    row.transform,
+                    row.tp_axis,
+                    tuple(sizes[name] for name in row.shape),
+                    sizes[row.units] if isinstance(row.units, str) else 0,
+                    row.padded,
+                )
+            )
+    return out
+
+
+def to_hf(spec: ParamSpec, full: Tensor, cfg: ModelConfig) -> dict[str, Tensor]:
+    """Canonical TP=1 tensor -> its Hugging Face tensors (views or copies)."""
+    assert tuple(full.shape) == spec.shape, f"{spec.canonical}: {tuple(full.shape)} is not {spec.shape}"
+    if spec.transform == "copy":
+        return {spec.hf[0]: full}
+    if spec.transform == "gate_up":
+        return dict(zip(spec.hf, full.chunk(2, dim=0), strict=True))
+    # Megatron interleaves by query group: [q heads of the group, k, v], group after group
+    head, groups = cfg.kv_channels, cfg.num_kv_heads
+    queries = cfg.num_heads // groups
+    parts = full.unflatten(0, (groups, queries + 2, head)).split([queries, 1, 1], dim=1)
+    return {name: part.flatten(0, 2) for name, part in zip(spec.hf, parts, strict=True)}
+
+
+def from_hf(spec: ParamSpec, tensors: Mapping[str, Tensor] | Callable[[str], Tensor], cfg: ModelConfig) -> Tensor:
+    """Hugging Face tensors (by name) -> the canonical TP=1 tensor.
+
+    Raises CheckpointError naming a tensor that is absent or does not fit the config.
+    """
+    parts = [tensors(name) if callable(tensors) else _named(tensors, name) for name in spec.hf]
+    wanted = to_hf(spec, torch.empty(spec.shape, device="meta"), cfg)
+    for name, part in zip(spec.hf, parts, strict=True):
+        if part.shape != wanted[name].shape:
+            raise CheckpointError(
+                f"{name}: shape {tuple(part.shape)}, but the model config says {tuple(wanted[name].shape)}"
+            )
+    if spec.transform == "copy":
+        return parts[0]
+    if spec.transform == "gate_up":
+        return torch.cat(parts)
+    head, groups = cfg.kv_channels, cfg.num_kv_heads
+    return torch.cat([p.unflatten(0, (groups, -1, head)) for p in parts], dim=1).flatten(0, 2)
+
+
+def _named(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in tensors:
+        raise CheckpointError(f"the weights hold no tensor {name!r}")
+    return tensors[name]
+
+
+def split_tp(spec: ParamSpec, full: Tensor, tp: int, rank: int) -> Tensor:
+    """The shard of tensor-parallel rank `rank` of a canonical tensor; the vocabulary is padded with zero rows."""
+    if spec.tp_axis is None or tp == 1:
+        return full
+    if spec.padded:
+        rows = -(-spec.units // tp) * tp
+        full = torch.nn.functional.pad(full, (0, 0, 0, rows - full.shape[0]))
+    elif spec.units % tp:
+        raise LayoutError("parallel.tensor", tp, f"a divisor of {spec.units} (pieces of {spec.canonical})")
+    if spec.transform == "gate_up":  # a shard is [gate rows of the rank; up rows of the rank]
+        return full.unflatten(0, (2, -1)).chunk(tp, dim=1)[rank].flatten(0, 1)
+    return full.chunk(tp, dim=spec.tp_axis)[rank].contiguous()
+
+
+def merge_tp(spec: ParamSpec, shards: Sequence[Tensor]) -> Tensor:
+    """Inverse of `split_tp`: the shards of all tensor-parallel ranks, in rank order -> the canonical tensor."""
+    if spec.tp_axis is None:
+        return shards[0]
+    if spec.transform == "gate_up":
+        return torch.cat([s.unflatten(0, (2, -1)) for s in shards], dim=1).flatten(0, 1)
+    full = shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=spec.tp_axis)
+    return full[: spec.units] if spec.padded else full
+
+
+def expected_hf_shapes(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every tensor a checkpoint of this model holds."""
+    out: dict[str, tuple[int, ...]] = {}
+    for spec in family_table(cfg, head, num_labels):
+        for name, t in to_hf(spec, torch.empty(spec.shape, device="meta"), cfg).items():
+            out[name] = tuple(t.shape)
+    return out

@@ -1,0 +1,141 @@
+"""Between `ModelConfig` and the config.json of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from aligner.config.schema import ModelConfig, RopeScalingConfig
+from aligner.errors import CheckpointError, ConfigError
+from aligner.models.families import FAMILIES, check_family
+
+
+def hf_config(
+    cfg: ModelConfig,
+    *,
+    bos_token_id: int | None,
+    eos_token_id: int | list[int] | None,
+    pad_token_id: int | None,
+    vocab_size: int = 0,
+    head: str = "lm",
+    num_labels: int = 1,
+    dtype: str = "float32",
+) -> dict[str, Any]:
+    """config.json of a model of this shape. `vocab_size` 0: that of `cfg`; `dtype` is that of the stored weights."""
+    family = check_family(cfg)
+    suffix = "ForCausalLM" if head == "lm" else "ForSequenceClassification"
+    out: dict[str, Any] = {
+        "architectures": [family.architecture + suffix],
+        "model_type": family.model_type,
+        "vocab_size": vocab_size or cfg.vocab_size,
+        "hidden_size": cfg.hidden_size,
+        "intermediate_size": cfg.ffn_hidden_size,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": cfg.num_heads,
+        "num_key_value_heads": cfg.num_kv_heads,
+        "head_dim": cfg.kv_channels,
+        "hidden_act": "silu",
+        "max_position_embeddings": cfg.max_position,
+        "initializer_range": cfg.init_std,
+        "rms_norm_eps": cfg.norm_eps,
+        "tie_word_embeddings": cfg.tie_embeddings,
+        "attention_dropout": 0.0,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+    if family.model_type == "llama":
+        out |= {"attention_bias": False, "mlp_bias": False}
+    else:
+        out |= {"use_sliding_window": False}
+    if head != "lm":  # transformers derives num_labels from the label maps
+        out["id2label"] = {str(i): f"LABEL_{i}" for i in range(num_labels)}
+        out["label2id"] = {f"LABEL_{i}": i for i in range(num_labels)}
+    scaling = _scaling_out(cfg.rope_scaling)
+    # transformers 4 reads the first two keys, transformers 5 the third
+    out |= {"rope_theta": cfg.rope_base, "rope_scaling": scaling}
+    out["rope_parameters"] = {"rope_type": "default", "rope_theta": cfg.rope_base} | (scaling or {})
+    return out
+
+
+def _scaling_out(scaling: RopeScalingConfig) -> dict[str, Any] | None:
+    if scaling.factor == 1.0:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_position,
+    }
+
+
+def config_from_hf(folder: str | Path) -> ModelConfig:
+    """The shape of the model in a Hugging Face folder, with `init` set to the folder.
+
+    Raises CheckpointError when config.json is missing or damaged, ConfigError when the architecture is not supported.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"model.init={str(folder)!r}: expected a Hugging Face folder, but it has no config.json")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from None
+    family = _family_of(raw, path)
+    missing = [k for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size") if k not in raw]
+    if missing or "num_attention_heads" not in raw:
+        raise CheckpointError(f"{path}: no value for {', '.join(missing or ['num_attention_heads'])}")
+    base, scaling = _rope_in(raw, path)
+    return ModelConfig(
+        family=family.model_type,
+        num_layers=raw["num_hidden_layers"],
+        hidden_size=raw["hidden_size"],
+        ffn_hidden_size=raw["intermediate_size"],
+        num_heads=raw["num_attention_heads"],
+        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        head_dim=raw.get("head_dim") or family.default_head_dim,
+        vocab_size=raw["vocab_size"],
+        rope_base=base,
+        rope_scaling=scaling,
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        max_position=raw.get("max_position_embeddings", 4096),
+        tie_embeddings=raw.get("tie_word_embeddings", False),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias,
+        init_std=raw.get("initializer_range", 0.02),
+        init=str(folder),
+    )
+
+
+def _family_of(raw: dict[str, Any], path: Path):
+    known = ", ".join(FAMILIES)
+    kind = raw.get("model_type")
+    if kind not in FAMILIES:
+        raise ConfigError("model.init", str(path.parent), f"model_type {known}", f"Its model_type is {kind!r}.")
+    wrong = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+    for key, wanted in wrong.items():
+        if raw.get(key, wanted) != wanted:
+            raise ConfigError(
+                "model.init", str(path.parent), f"{key}={wanted!r} in config.json", f"It has {raw[key]!r}."
+            )
+    return FAMILIES[kind]
+
+
+def _rope_in(raw: dict[str, Any], path: Path) -> tuple[float, RopeScalingConfig]:
+    rope = {"rope_theta": raw.get("rope_theta", 10000.0)} | (raw.get("rope_scaling") or {})
+    rope |= raw.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return float(rope["rope_theta"]), RopeScalingConfig()
+    if kind != "llama3":
+        raise ConfigError("model.init", str(path.parent), "rope_type default or llama3", f"It has {kind!r}.")
+    return float(rope["rope_theta"]), RopeScalingConfig(
+        float(rope["factor"]),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
+        int(rope["original_max_position_embeddings"]),
+    )

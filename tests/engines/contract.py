@@ -1,0 +1,290 @@
+"""What every RolloutEngine must do. Subclass `EngineContract` in a test file and give it `make_engine`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from aligner.config.schema import ModelConfig, RopeScalingConfig
+from aligner.errors import ConfigError, RefitError
+from aligner.models.hf_config import hf_config
+from aligner.ops.checksum import tensor_checksum
+from aligner.types import LENGTH, STOP, SamplingParams
+
+SHAPE = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 53,
+}
+LLAMA = ModelConfig(family="llama", max_position=256, **SHAPE)
+SCALED = replace(LLAMA, rope_base=1000.0, rope_scaling=RopeScalingConfig(8.0, 1.0, 4.0, 16), tie_embeddings=False)
+MODELS = {
+    "llama": LLAMA,
+    "llama3": SCALED,
+    "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True),
+    "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, num_kv_heads=4, tie_embeddings=False),
+}
+PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8], [50, 3], [9, 9, 9, 9, 1]]
+
+
+def reference(cfg: ModelConfig, seed: int = 0):
+    """A random transformers model in float32 whose distributions are far from uniform."""
+    raw = hf_config(cfg, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw)).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(1.0, 0.2) if "norm" in name else p.normal_(0.0, 0.3)
+    return model
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    tied = model.config.tie_word_embeddings
+    return {n: t for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
+
+
+def fill(engine, model, version: int = 1):
+    engine.begin_update(version)
+    engine.update_weights(weights(model).items())
+    engine.finish_update()
+    return engine
+
+
+def seeds_for(prompts, group: int = 1):
+    return [[1000 * i + j for j in range(group)] for i in range(len(prompts))]
+
+
+def responses(generations) -> list[list[int]]:
+    return [t[:n] for t, n in zip(generations.tokens.tolist(), generations.lengths.tolist(), strict=True)]
+
+
+def check_logprobs(model, prompts, group, generations, temperature=1.0):
+    for i, response in enumerate(responses(generations)):
+        prompt = list(prompts[i // group])
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + response])).logits[0] / temperature
+        wanted = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(response)[:, None])[:, 0]
+        got = generations.logprobs[i]
+        assert torch.allclose(got[: len(response)], wanted, atol=1e-4), (i, got, wanted)
+        assert not got[len(response) :].any() and not generations.tokens[i, len(response) :].any()
+
+
+class EngineContract:
+    """`make_engine(cfg, decode=None, **engine_config)` builds an empty float32 engine."""
+
+    @staticmethod
+    def make_engine(cfg: ModelConfig, decode=None, **engine_config):
+        raise NotImplementedError
+
+    # ---- weights
+
+    def test_refuses_until_an_update_is_complete(self):
+        engine, model = self.make_engine(LLAMA), reference(LLAMA)
+        assert engine.weight_version == -1
+        with pytest.raises(RefitError, match="no complete weights"):
+            engine.generate([[1]], [[0]], SamplingParams(1))
+        with pytest.raises(RefitError, match="begin_update"):
+            engine.update_weights(weights(model).items())
+        fill(engine, model, 7)
+        assert engine.weight_version == 7
+        assert engine.generate([[1]], [[0]], SamplingParams(1)).weight_version == 7
+
+    def test_every_fault_is_named_and_poisons(self):
+        model = reference(LLAMA)
+        engine = fill(self.make_engine(LLAMA), model, 1)
+        good = weights(model)
+        gone, wrong, twice = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
+        engine.begin_update(2)
+        engine.update_weights((n, t) for n, t in good.items() if n not in (gone, wrong))
+        engine.update_weights([(wrong, torch.zeros(3)), (twice, good[twice]), ("model.extra", torch.zeros(1))])
+        with pytest.raises(RefitError) as caught:
+            engine.finish_update()
+        text = str(caught.value)
+        assert "version 2" in text and f"missing: {gone}" in text and f"doubled: {twice}" in text
+        assert "unknown: model.extra" in text and f"wrong shape: {wrong} (3,)" in text
+        assert engine.weight_version == 1
+        for call in (
+            lambda: engine.generate([[1]], [[0]], SamplingParams(1)),
+            lambda: engine.logprobs(torch.ones(1, 2, dtype=torch.int64), torch.tensor([2])),
+        ):
+            with pytest.raises(RefitError, match="last complete version: 1"):
+                call()
+        fill(engine, model, 3)
+        assert engine.generate([[1]], [[0]], SamplingParams(1)).weight_version == 3
+
+    def test_refuses_during_an_update(self):
+        model = reference(LLAMA)
+        engine = fill(self.make_engine(LLAMA), model)
+        engine.begin_update(2)
+        with pytest.raises(RefitError):
+            engine.generate([[1]], [[0]], SamplingParams(1))
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_checksums_are_those_of_the_given_tensors(self, name):
+        model = reference(MODELS[name])
+        engine = fill(self.make_engine(MODELS[name]), model)
+        assert dict(engine.checksums()) == {n: tensor_checksum(t) for n, t in weights(model).items()}
+
+    def test_the_given_tensors_are_copied(self):
+        model = reference(LLAMA)
+        engine = fill(self.make_engine(LLAMA), model)
+        before = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6, temperature=0))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        after = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6, temperature=0))
+        assert torch.equal(before.tokens, after.tokens)
+
+    def test_new_weights_take_effect(self):
+        engine = fill(self.make_engine(LLAMA), reference(LLAMA))
+        other = reference(LLAMA, 1)
+        fill(engine, other, 2)
+        out = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6))
+        check_logprobs(other, PROMPTS, 1, out)
+
+    # ---- generation
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_greedy_equals_transformers(self, name):
+        model = reference(MODELS[name])
+        engine = fill(self.make_engine(MODELS[name]), model)
+        out = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(24, temperature=0))
+        for prompt, response in zip(PROMPTS, responses(out), strict=True):
+            wanted = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)
+            assert response == wanted[0, len(prompt) :].tolist()
+        check_logprobs(model, PROMPTS, 1, out)
+
+    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_sampled_logprobs_equal_transformers(self, name, temperature):
+        model = reference(MODELS[name])
+        engine = fill(self.make_engine(MODELS[name]), model)
+        sampling = SamplingParams(20, temperature=temperature, stop_token_ids=(3, 11))
+        out = engine.generate(PROMPTS, seeds_for(PROMPTS, 3), sampling)
+        check_logprobs(model, PROMPTS, 3, out, temperature)
+        assert out.full_logprobs is None and len(set(map(tuple, responses(out)))) > 10
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_scoring_equals_transformers(self, name):
+        model = reference(MODELS[name])
+        engine = fill(self.make_engine(MODELS[name]), model)
+        lengths = torch.tensor([12, 5, 1, 9])
+        tokens = torch.randint(0, 53, (4, 12), generator=torch.Generator().manual_seed(3))
+        tokens *= torch.arange(12) < lengths[:, None]
+        for temperature in (1.0, 0.6):
+            got = engine.logprobs(tokens, lengths, temperature=temperature)
+            assert got.dtype is torch.float32 and got.shape == tokens.shape
+            with torch.no_grad():
+                logp = (model(tokens).logits / temperature).log_softmax(-1)
+            wanted = torch.zeros(4, 12)
+            wanted[:, 1:] = logp[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
+            assert torch.allclose(got, wanted * (torch.arange(12) < lengths[:, None]), atol=1e-4)
+        generated = engine.generate([[1, 2]], [[4]], SamplingParams(6))
+        row = torch.tensor([[1, 2, *generated.tokens[0].tolist()]])
+        again = engine.logprobs(row, torch.tensor([8]))[0, 2:]
+        assert torch.allclose(again, generated.logprobs[0], atol=1e-5)
+
+    def test_results_do_not_depend_on_the_batch(self):
+        model = reference(LLAMA)
+        sampling = SamplingParams(18, stop_token_ids=(3, 11, 20))
+        seeds = seeds_for(PROMPTS, 4)
+        whole = responses(fill(self.make_engine(LLAMA), model).generate(PROMPTS, seeds, sampling))
+        for max_batch in (1, 3, 7):
+            engine = fill(self.make_engine(LLAMA, max_batch=max_batch), model)
+            assert responses(engine.generate(PROMPTS, seeds, sampling)) == whole
+        turned = engine.generate(PROMPTS[::-1], [s[::-1] for s in seeds[::-1]], sampling)
+        assert responses(turned) == whole[::-1]
+        for i, prompt in enumerate(PROMPTS):
+            assert responses(engine.generate([prompt], [[seeds[i][2]]], sampling)) == [whole[4 * i + 2]]
+
+    def test_uneven_groups_and_no_rows(self):
+        engine = fill(self.make_engine(LLAMA), reference(LLAMA))
+        sampling = SamplingParams(5)
+        out = engine.generate([[1, 2], [3], [4, 5, 6]], [[7, 8], [], [9]], sampling)
+        assert out.tokens.shape == (3, 5)
+        assert responses(engine.generate([[4, 5, 6]], [[9]], sampling)) == responses(out)[2:]
+        assert engine.generate([], [], sampling).tokens.shape[0] == 0
+
+    def test_stop_tokens_end_a_response_and_belong_to_it(self):
+        engine = fill(self.make_engine(LLAMA), reference(LLAMA))
+        seeds = seeds_for(PROMPTS, 8)
+        free = responses(engine.generate(PROMPTS, seeds, SamplingParams(12)))
+        out = engine.generate(PROMPTS, seeds, SamplingParams(12, stop_token_ids=(3, 11, 20)))
+        for full, got, reason in zip(free, responses(out), out.finish_reason.tolist(), strict=True):
+            hits = [i for i, t in enumerate(full) if t in (3, 11, 20)]
+            assert got == (full[: hits[0] + 1] if hits else full)
+            assert reason == (STOP if hits else LENGTH)
+        assert {STOP, LENGTH} == set(out.finish_reason.tolist())
+
+    def test_stop_strings(self):
+        def decode(tokens):
+            return "".join(chr(60 + t) for t in tokens)
+
+        model = reference(LLAMA)
+        engine = fill(self.make_engine(LLAMA, decode=decode), model)
+        seeds = seeds_for(PROMPTS, 4)
+        free = responses(engine.generate(PROMPTS, seeds, SamplingParams(16)))
+        stops = (decode(free[0][2:5]), decode(free[7][6:8]))
+        out = engine.generate(PROMPTS, seeds, SamplingParams(16, stop=stops))
+        stopped = 0
+        for full, got, reason in zip(free, responses(out), out.finish_reason.tolist(), strict=True):
+            ends = [n for n in range(1, 17) if any(s in decode(full[:n]) for s in stops)]
+            assert got == (full[: ends[0]] if ends else full) and reason == (STOP if ends else LENGTH)
+            stopped += bool(ends)
+        assert 2 <= stopped < len(free)
+        with pytest.raises(ConfigError, match=r"sampling.stop"):
+            fill(self.make_engine(LLAMA), model).generate([[1]], [[0]], SamplingParams(4, stop=("x",)))
+
+    def test_cut_distributions_report_both_logprobs(self):
+        model = reference(LLAMA)
+        engine = fill(self.make_engine(LLAMA), model)
+        sampling = SamplingParams(8, temperature=0.9, top_p=0.7, top_k=9, min_p=0.02)
+        out = engine.generate(PROMPTS, seeds_for(PROMPTS, 4), sampling)
+        full = replace(out, logprobs=out.full_logprobs)
+        check_logprobs(model, PROMPTS, 4, full, 0.9)
+        assert (out.logprobs >= out.full_logprobs - 1e-6).all() and (out.logprobs > out.full_logprobs + 0.01).any()
+
+    def test_a_row_that_can_never_fit_is_refused(self):
+        model = reference(LLAMA)
+        position = 2 * 2 * 2 * 8 * 4  # layers, k and v, kv heads, head_dim, float32
+        needed = (3 + 10 - 1 + 3) * position
+        engine = fill(self.make_engine(LLAMA, kv_cache_bytes=needed), model)
+        assert engine.generate([[1, 2, 3]] * 3, [[0], [1], [2]], SamplingParams(10)).tokens.shape == (3, 10)
+        small = fill(self.make_engine(LLAMA, kv_cache_bytes=needed - 1), model)
+        with pytest.raises(ConfigError, match=f"engine.kv_cache_bytes.*{needed} bytes"):
+            small.generate([[1, 2, 3]], [[0]], SamplingParams(10))
+        with pytest.raises(ConfigError, match=r"model.max_position"):
+            engine = fill(self.make_engine(replace(LLAMA, max_position=12)), model)
+            engine.generate([[1, 2, 3]], [[0]], SamplingParams(10))
+
+    def test_progress_counts_up_to_all(self):
+        engine = fill(self.make_engine(LLAMA, max_batch=4), reference(LLAMA))
+        calls = []
+        sampling = SamplingParams(9, stop_token_ids=(3, 11, 20))
+        engine.generate(PROMPTS, seeds_for(PROMPTS, 4), sampling, lambda done, total: calls.append((done, total)))
+        done = [d for d, _ in calls]
+        assert done == sorted(set(done)) and calls[-1] == (20, 20) and len(calls) > 2
+
+    def test_sleep_and_wake_keep_the_weights(self):
+        engine = fill(self.make_engine(LLAMA), reference(LLAMA))
+        before = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6))
+        engine.sleep()
+        engine.wake()
+        after = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6))
+        assert torch.equal(before.tokens, after.tokens) and after.weight_version == 1
+
+    def test_outputs_can_enter_autograd(self):
+        engine = fill(self.make_engine(LLAMA), reference(LLAMA))
+        out = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6))
+        scored = engine.logprobs(out.tokens, out.lengths)
+        w = torch.zeros(5, 6, requires_grad=True)
+        (w * out.logprobs * scored).sum().backward()
+        torch.zeros(5, 60, requires_grad=True).gather(1, out.tokens).sum().backward()
+        assert torch.equal(w.grad, out.logprobs * scored)

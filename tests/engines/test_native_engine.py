@@ -1,0 +1,197 @@
+"""The native engine: the contract, and what is its own (cache, scheduler, sampler)."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.generation import logits_process as lp
+
+from aligner.config.schema import EngineConfig
+from aligner.engines.native import NativeEngine
+from aligner.engines.native.cache import SlotCache
+from aligner.engines.native.sampler import cut_logits, sample, uniforms
+from aligner.types import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent))
+from contract import LLAMA, MODELS, PROMPTS, EngineContract, fill, reference, responses, seeds_for
+
+
+def make_engine(cfg, decode=None, dtype=torch.float32, device="cpu", **engine_config):
+    return NativeEngine(cfg, EngineConfig(**engine_config), device=device, dtype=dtype, pad_id=0, decode=decode)
+
+
+class TestNativeEngine(EngineContract):
+    make_engine = staticmethod(make_engine)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+class TestNativeEngineOnCuda(EngineContract):
+    @staticmethod
+    def make_engine(cfg, decode=None, **engine_config):
+        return make_engine(cfg, decode, device="cuda", **engine_config)
+
+
+@pytest.mark.parametrize("max_batch", [5, 512])
+def test_no_finished_row_is_decoded_and_each_prompt_is_prefilled_once(max_batch):
+    engine = fill(make_engine(LLAMA, max_batch=max_batch), reference(LLAMA))
+    out = engine.generate(PROMPTS, seeds_for(PROMPTS, 12), SamplingParams(15, stop_token_ids=(3, 11, 20, 30)))
+    assert len(set(out.lengths.tolist())) > 4
+    assert engine.stats.decoded_rows == int((out.lengths - 1).sum())
+    assert engine.stats.prefilled_prompts == len(PROMPTS)
+    assert engine.stats.steps <= (15 if max_batch == 512 else out.lengths.sum())
+
+
+def test_small_budgets_give_the_same_tokens():
+    """Few slots, several prefills, groups that get slots in parts, moved rows."""
+    model, sampling = reference(LLAMA), SamplingParams(10, stop_token_ids=(3, 11))
+    prompts = [PROMPTS[i % 5] for i in range(30)]
+    wanted = responses(fill(make_engine(LLAMA), model).generate(prompts, seeds_for(prompts, 3), sampling))
+    position = 256
+    for budget in (25, 45, 90, 200):
+        engine = fill(make_engine(LLAMA, kv_cache_bytes=budget * position), model)
+        assert responses(engine.generate(prompts, seeds_for(prompts, 3), sampling)) == wanted
+        held = engine.cache.kv.nbytes + engine.cache.staged.nbytes
+        assert held <= budget * position
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_is_near_float32(name):
+    model = reference(MODELS[name])
+    engine = fill(make_engine(MODELS[name], dtype=torch.bfloat16), model)
+    out = engine.generate(PROMPTS, seeds_for(PROMPTS, 4), SamplingParams(20))
+    exact = fill(make_engine(MODELS[name]), model.to(torch.bfloat16).float())
+    rows = [list(PROMPTS[i // 4]) + r for i, r in enumerate(responses(out))]
+    width = max(map(len, rows))
+    tokens = torch.tensor([r + [0] * (width - len(r)) for r in rows])
+    scored = exact.logprobs(tokens, torch.tensor([len(r) for r in rows]))
+    for i, row in enumerate(rows):
+        gap = (scored[i, len(row) - 20 : len(row)] - out.logprobs[i]).abs()
+        assert gap.mean() < 0.05, (i, gap)
+
+
+def test_cache_moves_only_what_it_says():
+    cache = SlotCache(2, 3, 4, torch.device("cpu"), torch.float32)
+    cache.resize(5, 6)
+    cache.kv.copy_(torch.randn(cache.kv.shape))
+    before = cache.kv.clone()
+    cache.move(torch.tensor([4, 3]), torch.tensor([0, 2]), 5)
+    assert torch.equal(cache.kv[:, :, [0, 2], :, :5], before[:, :, [4, 3], :, :5])
+    assert torch.equal(cache.kv[:, :, [1, 3, 4]], before[:, :, [1, 3, 4]])
+    assert torch.equal(cache.kv[..., 5, :], before[..., 5, :])
+
+
+def test_memory_is_given_back():
+    engine = fill(make_engine(LLAMA), reference(LLAMA))
+    engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6))
+    engine.sleep()
+    assert engine.cache.kv.numel() == engine.cache.staged.numel() == 0
+    with pytest.raises(AssertionError, match="wake"):
+        engine.generate([[1]], [[0]], SamplingParams(1))
+    engine.close()
+    assert not engine.model.views
+
+
+def test_cache_writes_one_position_per_slot():
+    cache = SlotCache(2, 3, 4, torch.device("cpu"), torch.float32)
+    cache.resize(5, 6)
+    wanted, new, positions = cache.kv.clone(), torch.randn(4, 6, 4), torch.tensor([5, 0, 2, 2])
+    cache.write(1, cache.places(positions), new)
+    for slot, position in enumerate(positions.tolist()):
+        wanted[1, 0, slot, :, position], wanted[1, 1, slot, :, position] = new[slot, :3], new[slot, 3:]
+    assert torch.equal(cache.kv, wanted)
+
+
+# ---- sampler
+
+
+def chi_square(counts, probs):
+    expected = probs * counts.sum()
+    keep = expected > 5
+    assert not counts[probs == 0].any()
+    statistic = ((counts - expected)[keep] ** 2 / expected[keep]).sum().item()
+    freedom = int(keep.sum()) - 1
+    return (statistic - freedom) / math.sqrt(2 * freedom)  # about standard normal
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(1),
+        SamplingParams(1, temperature=0.5),
+        SamplingParams(1, top_k=4),
+        SamplingParams(1, temperature=1.5, top_p=0.8, min_p=0.05),
+    ],
+)
+def test_samples_follow_the_distribution(sampling):
+    logits = torch.randn(20, generator=torch.Generator().manual_seed(0)) * 1.5
+    logits[3] = -math.inf
+    n = 40_000
+    for seeds, positions in (
+        (torch.arange(n), torch.zeros(n, dtype=torch.int64)),  # neighbouring seeds
+        (torch.full((n,), 12345), torch.arange(n)),  # one seed, neighbouring positions
+    ):
+        picked = sample(logits.repeat(n, 1), seeds, positions, sampling)
+        probs = warped(logits[None] / sampling.temperature, sampling).softmax(-1)[0]
+        counts = torch.bincount(picked.tokens, minlength=20).float()
+        assert chi_square(counts, probs) < 4
+        assert torch.allclose(picked.logprobs, probs.log()[picked.tokens], atol=1e-5)
+
+
+def test_uniforms_are_uniform_and_uncorrelated():
+    seeds, positions = torch.arange(300).repeat_interleave(100), torch.arange(100).repeat(300)
+    u = uniforms(seeds, positions).view(300, 100)
+    assert (u >= 0).all() and (u < 1).all() and len(u.unique()) == u.numel()
+    assert chi_square(torch.histc(u.float(), 50, 0, 1), torch.full((50,), 1 / 50)) < 4
+    centred = u - 0.5
+    for other in (centred.roll(1, 0), centred.roll(1, 1), centred.roll((1, -1), (0, 1))):
+        assert abs((centred * other).mean().item()) * 12 * math.sqrt(u.numel()) < 5
+
+
+def warped(logits, sampling):
+    if sampling.top_k:
+        logits = lp.TopKLogitsWarper(sampling.top_k)(None, logits)
+    if sampling.top_p < 1:
+        logits = lp.TopPLogitsWarper(sampling.top_p)(None, logits)
+    if sampling.min_p:
+        logits = lp.MinPLogitsWarper(sampling.min_p)(None, logits)
+    return logits
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 7, 500])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 1.0])
+def test_cuts_equal_transformers(top_k, top_p, min_p):
+    logits = torch.randn(64, 100, generator=torch.Generator().manual_seed(1)) * 3
+    sampling = SamplingParams(1, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert torch.equal(cut_logits(logits, sampling), warped(logits, sampling))
+
+
+def test_large_batches_of_logits_are_done_in_parts(monkeypatch):
+    logits, rows = torch.randn(50, 30), torch.arange(50)
+    sampling = SamplingParams(1, top_p=0.9)
+    whole = sample(logits.clone(), rows, rows, sampling)
+    monkeypatch.setattr("aligner.engines.native.sampler._LOGIT_ELEMENTS", 200)
+    parts = sample(logits.clone(), rows, rows, sampling)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_attention_in_parts_and_both_ways(monkeypatch):
+    from aligner.engines.native import attention
+    from aligner.engines.native.scratch import Scratch
+
+    scratch = Scratch(torch.device("cpu"), torch.float32)
+    q, k, v = torch.randn(9, 4, 8), torch.randn(9, 2, 12, 8), torch.randn(9, 2, 12, 8)
+    lengths = torch.randint(1, 13, (9,))
+    mask = torch.zeros(9, 12).masked_fill(torch.arange(12) >= lengths[:, None], -math.inf)[:, None, None]
+    wanted = torch.zeros(9, 4, 8)
+    for i in range(9):
+        for h in range(4):
+            keys, values = k[i, h // 2, : lengths[i]], v[i, h // 2, : lengths[i]]
+            wanted[i, h] = (keys @ q[i, h] / math.sqrt(8)).softmax(0) @ values
+    monkeypatch.setattr(attention, "_PRODUCT_ELEMENTS", 1000)
+    for short in (16, 0):
+        monkeypatch.setattr(attention, "_SHORT", short)
+        got = attention.decode_attention(q, k, v, mask, scratch)
+        assert torch.allclose(got.view(9, 4, 8), wanted, atol=1e-5)
