@@ -1,0 +1,127 @@
+"""Signs that a run is going wrong, each told once, in one line, with the likely cause."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aligner.run.metrics import append_jsonl, truncate_jsonl
+
+FILE = "alarms.jsonl"
+STREAK = 3  # noisy metrics must be bad this many records in a row
+
+TEXTS = {
+    "entropy": "entropy collapsed to {value:.3g} nats from {first:.3g}: the policy repeats itself. If the reward is not"
+    " near its maximum: lower optim.lr, raise sampling.temperature or algorithm.entropy_coef",
+    "k3": "kl/ref_k3={value:.3g} is negative, which k3 cannot be: logprobs of policy and reference are of different"
+    " tokens or temperatures, or the mask is wrong",
+    "explained_variance": "critic/explained_variance={value:.3g} stays below 0 after warm-up: the critic predicts worse"
+    " than a constant. Raise critic.warmup_steps or critic.optim.lr, or check reward.normalize",
+    "clip_fraction": "policy/clip_fraction={value:.3g} is above 0.4: the policy moves too far within one rollout. Lower"
+    " optim.lr or batch.epochs, or raise batch.minibatch_samples; a mismatch of engine and trainer looks the same",
+    "degenerate": "all groups are degenerate: every sample of a prompt has the same reward, so there is no gradient."
+    " The task is too hard or too easy, or the reward function does not tell answers apart",
+    "no_eos": "no response ends in EOS: all are cut by sampling.max_response_tokens={limit}. The limit is too low, or"
+    " the model never learned to stop (chat template, stop tokens)",
+    "length": "response/tokens_mean={value:.4g} is at the limit sampling.max_response_tokens={limit}: raise the limit,"
+    " or set algorithm.overlong.penalty",
+    "hacking": "reward/mean rose from {reward_then:.3g} to {reward:.3g} while eval/accuracy fell from {best:.3g} to"
+    " {value:.3g}: the policy may exploit the reward. Raise algorithm.kl.coef, or mend the reward",
+}
+
+
+class Alarms:
+    """`check` once per step, on rank 0, with the step's reduced metrics. A NaN or missing metric raises no alarm."""
+
+    def __init__(self, max_response_tokens: int = 0, critic_warmup_steps: int = 0):
+        self.max_response_tokens, self.critic_warmup_steps = max_response_tokens, critic_warmup_steps
+        self._fired: list[str] = []
+        self._streaks: dict[str, int] = {}
+        self._entropies: list[float] = []  # of the first records
+        self._rewards: list[float] = []  # since the last evaluation
+        self._evals: list[list[float]] = []  # [eval/accuracy, mean reward since the evaluation before]
+
+    def check(self, metrics: Mapping[str, float | None], step: int) -> list[str]:
+        """The alarms that go off now, each at most once in a run (also across resumes, by state_dict)."""
+        known = {name: float(v) for name, v in metrics.items() if v is not None and math.isfinite(v)}
+        lines = []
+        for name, values in self._signs(known, step):
+            if name not in self._fired:
+                self._fired.append(name)
+                lines.append(f"alarm at step {step}: {TEXTS[name].format(limit=self.max_response_tokens, **values)}")
+        return lines
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "fired": list(self._fired),
+            "streaks": dict(self._streaks),
+            "entropies": list(self._entropies),
+            "rewards": list(self._rewards),
+            "evals": [list(pair) for pair in self._evals],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._fired, self._streaks = list(state["fired"]), dict(state["streaks"])
+        self._entropies, self._rewards = list(state["entropies"]), list(state["rewards"])
+        self._evals = [list(pair) for pair in state["evals"]]
+
+    def _signs(self, known: dict[str, float], step: int) -> list[tuple[str, dict[str, float]]]:
+        found: list[tuple[str, dict[str, float]]] = []
+
+        def sign(name: str, metric: str, bad: bool, streak: int = 1, **values: float) -> None:
+            if metric not in known:
+                return
+            self._streaks[name] = self._streaks.get(name, 0) + 1 if bad else 0
+            if self._streaks[name] >= streak:
+                found.append((name, {"value": known[metric], **values}))
+
+        entropy = known.get("policy/entropy")
+        if entropy is not None and len(self._entropies) < STREAK:
+            self._entropies.append(entropy)
+        first = max(self._entropies, default=0.0)
+        sign("entropy", "policy/entropy", entropy is not None and entropy < 0.1 * first, STREAK, first=first)
+        # k3 = exp(d) - d - 1 >= 0; float32 rounding alone gives values around -1e-7.
+        sign("k3", "kl/ref_k3", known.get("kl/ref_k3", 0) < -1e-5)
+        variance = known.get("critic/explained_variance", 0)
+        sign(
+            "explained_variance", "critic/explained_variance", variance < 0 and step > self.critic_warmup_steps, STREAK
+        )
+        sign("clip_fraction", "policy/clip_fraction", known.get("policy/clip_fraction", 0) > 0.4)
+        sign("degenerate", "reward/degenerate_groups", known.get("reward/degenerate_groups", 0) >= 1)
+        no_eos = known.get("response/eos_fraction", 1) <= 0
+        sign("no_eos", "response/eos_fraction", no_eos)
+        at_limit = bool(self.max_response_tokens) and (
+            known.get("response/tokens_mean", 0) >= 0.95 * self.max_response_tokens
+        )
+        sign("length", "response/tokens_mean", at_limit)
+        return found + self._hacking(known)
+
+    def _hacking(self, known: dict[str, float]) -> list[tuple[str, dict[str, float]]]:
+        """Two evaluations in a row clearly below the best one, at a higher reward than the best one had."""
+        if "reward/mean" in known:
+            self._rewards.append(known["reward/mean"])
+        if "eval/accuracy" not in known or not self._rewards:
+            return []
+        reward = math.fsum(self._rewards) / len(self._rewards)
+        self._rewards = []
+        self._evals.append([known["eval/accuracy"], reward])
+        best, reward_then = max(self._evals, key=lambda pair: pair[0])
+        fell = [accuracy < best - 0.02 and r > reward_then for accuracy, r in self._evals[-2:]]
+        if len(self._evals) < 3 or not all(fell):
+            return []
+        return [
+            ("hacking", {"value": known["eval/accuracy"], "best": best, "reward": reward, "reward_then": reward_then})
+        ]
+
+
+def write_alarms(run_dir: str | Path, step: int, lines: Sequence[str], rank: int = 0) -> None:
+    """Append the lines to alarms.jsonl, for the report."""
+    if rank == 0 and lines:
+        append_jsonl(Path(run_dir) / FILE, [{"step": step, "text": line} for line in lines])
+
+
+def truncate_alarms(run_dir: str | Path, step: int) -> None:
+    """On resume (rank 0): drop the alarms later than `step`, which will go off again."""
+    truncate_jsonl(Path(run_dir) / FILE, step)

@@ -1,0 +1,174 @@
+"""Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases. Only rank 0 writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from aligner.config.schema import LoggingConfig
+from aligner.errors import AlignerError, MissingExtraError
+
+
+def finite(value: Any) -> Any:
+    """A number as JSON has it: NaN and infinities become null; tensors and numpy scalars become Python numbers."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a file; a last line torn by a crash is left out. No file: no records."""
+    if not path.exists():
+        return []
+    records = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            records.append(json.loads(line))
+        except ValueError as cause:
+            if number == len(lines):  # no newline behind it: the write was cut off
+                break
+            raise AlignerError(f"{path}:{number}: expected one JSON object, found {line[:80]!r}: {cause}") from cause
+    return records
+
+
+def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append records, one line each. Raises AlignerError naming run.dir if the folder is full or unwritable."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+    except OSError as cause:
+        raise _unwritable(path, cause) from cause
+
+
+def truncate_jsonl(path: Path, step: int) -> None:
+    """Drop the records later than `step`, and a torn last line: what a resumed run will write again."""
+    if not path.exists():
+        return
+    kept = [record for record in read_jsonl(path) if record["step"] <= step]
+    aside = path.with_suffix(".aside")
+    try:
+        aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as cause:
+        raise _unwritable(path, cause) from cause
+
+
+def _unwritable(path: Path, cause: OSError) -> AlignerError:
+    return AlignerError(
+        f"run.dir={str(path.parent)!r}: expected a folder that can be written, but {path.name}: {cause}"
+    )
+
+
+class MetricsLogger:
+    """One record per step: {"step", "wall_time" (seconds since the epoch), <metric>: number or null}.
+
+    Steps do not go back; a second `log` of the same step joins its record. Call `resume_at` before the first `log`.
+    """
+
+    def __init__(self, run_dir: str | Path, config: LoggingConfig, config_for_wandb: dict[str, Any], rank: int):
+        self.run_dir, self.config, self.rank = Path(run_dir), config, rank
+        self._path = self.run_dir / "metrics.jsonl"
+        self._last: dict[str, Any] = {}
+        self._offset = 0  # where the last record begins
+        self._purge_step: int | None = None
+        self._tensorboard: Any = None
+        self._wandb = _start_wandb(self.run_dir, config, config_for_wandb) if rank == 0 else None
+
+    def resume_at(self, step: int) -> None:
+        """Forget what was logged after `step` (the last completed one): those steps will run again.
+
+        For a fresh start in a folder that was used before: resume_at(-1).
+        """
+        if self.rank:
+            return
+        truncate_jsonl(self._path, step)
+        records = read_jsonl(self._path)
+        if records:
+            self._last = records[-1]
+            self._offset = self._path.stat().st_size - len(json.dumps(self._last).encode()) - 1
+        self._purge_step = step + 1
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self.rank:
+            return
+        metrics = {name: finite(value) for name, value in metrics.items()}
+        if self.config.jsonl:
+            self._write(step, metrics)
+        numbers = {name: v for name, v in metrics.items() if isinstance(v, int | float)}
+        if self.config.tensorboard:
+            writer = self._writer()
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=step)
+
+    def close(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
+
+    def _write(self, step: int, metrics: dict[str, Any]) -> None:
+        last = self._last.get("step")
+        assert last is None or step >= last, f"step {step} logged after step {last}"
+        record = {"step": step, "wall_time": round(time.time(), 3), **metrics}
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab") as file:
+                if step == last:
+                    record = {**self._last, **record}
+                    file.truncate(self._offset)
+                else:
+                    self._offset = os.fstat(file.fileno()).st_size
+                file.write(json.dumps(record).encode() + b"\n")
+        except OSError as cause:
+            raise _unwritable(self._path, cause) from cause
+        self._last = record
+
+    def _writer(self) -> Any:
+        if self._tensorboard is None:
+            from torch.utils.tensorboard import SummaryWriter  # here, because it imports torch
+
+            self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=self._purge_step)
+        return self._tensorboard
+
+
+def _start_wandb(run_dir: Path, config: LoggingConfig, full_config: dict[str, Any]) -> Any:
+    """A W&B run whose id is kept in the run folder, so that a requeued job continues it. None when disabled.
+
+    Mode offline writes below the run folder and needs neither account nor network.
+    """
+    wandb_config = config.wandb
+    if wandb_config.mode == "disabled":
+        return None
+    try:
+        import wandb
+    except ModuleNotFoundError as cause:
+        raise MissingExtraError("wandb", "wandb", f"logging.wandb.mode={wandb_config.mode}") from cause
+    run_dir.mkdir(parents=True, exist_ok=True)
+    id_file = run_dir / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex[:12])
+    return wandb.init(
+        project=wandb_config.project,
+        entity=wandb_config.entity or None,
+        mode=wandb_config.mode,  # type: ignore[arg-type]
+        id=id_file.read_text(),
+        resume="allow" if wandb_config.mode == "online" else None,  # offline runs of one id are joined by `wandb sync`
+        dir=str(run_dir),
+        name=run_dir.name,
+        config=full_config,
+    )

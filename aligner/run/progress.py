@@ -1,0 +1,91 @@
+"""A progress bar with the time left and the numbers that matter, on rank 0 only."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+# metric -> the short name shown. In this order; a stage shows those that it has.
+SHOWN = {
+    "sft/loss": "loss",
+    "rm/loss": "loss",
+    "rm/accuracy": "pairs",
+    "reward/mean": "reward",
+    "response/tokens_mean": "len",
+    "kl/ref_k3": "kl",
+    "policy/entropy": "entropy",
+    "critic/explained_variance": "ev",
+    "throughput/tokens_per_s": "tok/s",
+    "eval/loss": "eval_loss",
+    "eval/accuracy": "eval_acc",
+}
+
+
+class ProgressBar:
+    """A tqdm bar on a terminal; elsewhere (a Slurm log) one plain line at the first and last step and whenever
+    `every_s` seconds have passed, because carriage returns make such logs unreadable.
+
+    A metric that is not measured in every step (eval/accuracy) keeps its last value.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        initial: int = 0,
+        desc: str = "",
+        rank: int = 0,
+        enabled: bool = True,
+        file: TextIO | None = None,
+        every_s: float = 5.0,
+    ):
+        self.total, self.initial, self.desc, self.every_s = total, initial, desc, every_s
+        self.file = file or sys.stderr
+        self.on = enabled and rank == 0
+        self._numbers: dict[str, str] = {}
+        self._start_s = time.monotonic()
+        self._printed_s = -float("inf")
+        self._bar: tqdm | None = None
+        if self.on and self.file.isatty():
+            self._bar = tqdm(total=total, initial=initial, desc=desc, file=self.file, dynamic_ncols=True)
+
+    def update(self, done: int, metrics: Mapping[str, Any]) -> None:
+        """`done` steps of `total` are complete; `metrics` are those of the last one."""
+        if not self.on:
+            return
+        for name, short in SHOWN.items():
+            if metrics.get(name) is not None:
+                self._numbers[short] = f"{metrics[name]:.3g}" if abs(metrics[name]) < 1000 else f"{metrics[name]:.0f}"
+        numbers = " ".join(f"{short}={value}" for short, value in self._numbers.items())
+        if self._bar is not None:
+            self._bar.set_postfix_str(numbers, refresh=False)
+            self._bar.update(done - self._bar.n)
+        elif time.monotonic() - self._printed_s >= self.every_s or done >= self.total:
+            self._printed_s = time.monotonic()
+            self.write(f"{self.desc} {done}/{self.total} {self._left(done)} {numbers}".strip())
+
+    def write(self, line: str) -> None:
+        """Print a line without breaking the bar (an alarm, a note)."""
+        if self._bar is not None:
+            self._bar.write(line, file=self.file)
+        elif self.on:
+            print(line, file=self.file, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _left(self, done: int) -> str:
+        passed_s, steps = time.monotonic() - self._start_s, done - self.initial
+        left = tqdm.format_interval(passed_s / steps * (self.total - done)) if steps > 0 else "?"
+        return f"[{tqdm.format_interval(passed_s)}<{left}]"

@@ -1,0 +1,66 @@
+"""Prompts and responses for people to read: a table on the terminal, and samples.jsonl for the report.
+
+The texts come from a model: markup in them is not interpreted, and control characters (which could move the cursor or
+recolour a terminal) are shown as escapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from aligner.run.metrics import append_jsonl, finite, truncate_jsonl
+
+FILE = "samples.jsonl"
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    prompt: str
+    response: str
+    reward: float
+    advantage: float
+    finished: bool  # ended by a stop token, not by the limit
+
+
+def printable(text: str, limit: int = 400) -> str:
+    """At most `limit` characters, line breaks kept, other control characters as escapes."""
+    cut = text if len(text) <= limit else text[:limit] + " ..."
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in cut)
+
+
+def print_samples(step: int, rows: Sequence[SampleRow], n: int, rank: int = 0, console: Console | None = None) -> None:
+    """A table of the first n rows, on rank 0 only."""
+    if rank or n <= 0 or not rows:
+        return
+    table = Table(title=f"samples of step {step}", show_lines=True, title_justify="left")
+    for column, justify in (("prompt", "left"), ("response", "left"), ("reward", "right"), ("advantage", "right")):
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    table.add_column("end")
+    for row in rows[:n]:
+        table.add_row(
+            Text(printable(row.prompt)),
+            Text(printable(row.response)),
+            f"{row.reward:.3g}",
+            f"{row.advantage:+.3g}",
+            "stop" if row.finished else "limit",
+        )
+    (console or Console(stderr=True)).print(table)
+
+
+def write_samples(run_dir: str | Path, step: int, rows: Sequence[SampleRow], rank: int = 0) -> None:
+    """Append the rows to samples.jsonl, each with its step; NaN (an invalid reward) becomes null."""
+    if rank:
+        return
+    records = [{"step": step, **{name: finite(value) for name, value in asdict(row).items()}} for row in rows]
+    append_jsonl(Path(run_dir) / FILE, records)
+
+
+def truncate_samples(run_dir: str | Path, step: int) -> None:
+    """On resume (rank 0): drop the rows later than `step`."""
+    truncate_jsonl(Path(run_dir) / FILE, step)

@@ -1,0 +1,136 @@
+"""Each alarm goes off when its sign is there, once, and names the cause; a healthy run is quiet."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from aligner.run.alarms import STREAK, TEXTS, Alarms, truncate_alarms, write_alarms
+from aligner.run.metrics import read_jsonl
+
+HEALTHY = {
+    "policy/entropy": 2.0,
+    "kl/ref_k3": 0.01,
+    "critic/explained_variance": 0.3,
+    "policy/clip_fraction": 0.1,
+    "reward/degenerate_groups": 0.5,
+    "response/eos_fraction": 0.9,
+    "response/tokens_mean": 20.0,
+    "reward/mean": 0.5,
+    "eval/accuracy": 0.5,
+}
+BAD = {
+    "entropy": {"policy/entropy": 0.1},
+    "k3": {"kl/ref_k3": -0.01},
+    "explained_variance": {"critic/explained_variance": -0.5},
+    "clip_fraction": {"policy/clip_fraction": 0.5},
+    "degenerate": {"reward/degenerate_groups": 1.0},
+    "no_eos": {"response/eos_fraction": 0.0},
+    "length": {"response/tokens_mean": 64.0},
+}
+WORDS = {
+    "entropy": "entropy collapsed to 0.1 nats from 2",
+    "k3": "kl/ref_k3=-0.01 is negative",
+    "explained_variance": "critic/explained_variance=-0.5",
+    "clip_fraction": "policy/clip_fraction=0.5 is above 0.4",
+    "degenerate": "all groups are degenerate",
+    "no_eos": "no response ends in EOS",
+    "length": "sampling.max_response_tokens=64",
+}
+
+
+def alarms() -> Alarms:
+    return Alarms(max_response_tokens=64, critic_warmup_steps=2)
+
+
+def run(records, start: int = 1, watch: Alarms | None = None) -> list[str]:
+    watch = watch or alarms()
+    return [line for step, record in enumerate(records, start) for line in watch.check(record, step)]
+
+
+def test_a_healthy_run_is_quiet():
+    assert run([HEALTHY] * 20) == []
+
+
+def test_no_metrics_and_nan_are_no_alarm():
+    assert run([{}] * 5 + [dict.fromkeys(HEALTHY, math.nan)] * 5 + [dict.fromkeys(HEALTHY)] * 5) == []
+
+
+def test_every_alarm_is_covered():
+    assert set(BAD) | {"hacking"} == set(TEXTS)
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_fires_once_with_the_cause_in_one_line(name):
+    lines = run([HEALTHY] * 5 + [{**HEALTHY, **BAD[name]}] * 20 + [HEALTHY] * 5 + [{**HEALTHY, **BAD[name]}] * 20)
+    assert len(lines) == 1
+    assert WORDS[name] in lines[0]
+    assert "\n" not in lines[0]
+
+
+@pytest.mark.parametrize("name", ["entropy", "explained_variance"])
+def test_noisy_signs_must_last(name):
+    bad = {**HEALTHY, **BAD[name]}
+    assert run([HEALTHY] * 5 + ([bad] * (STREAK - 1) + [HEALTHY]) * 5) == []
+    assert len(run([HEALTHY] * 5 + [bad] * STREAK)) == 1
+
+
+def test_explained_variance_waits_for_the_warm_up():
+    watch = Alarms(critic_warmup_steps=50)
+    bad = {"critic/explained_variance": -1.0}
+    assert run([bad] * 50, watch=watch) == []
+    assert len(run([bad] * 5, start=51, watch=watch)) == 1
+
+
+def test_a_policy_that_starts_certain_has_not_collapsed():
+    assert run([{"policy/entropy": 0.01}] * 20) == []
+
+
+def evaluated(pairs) -> list[dict]:
+    """Two training records, then one with an evaluation."""
+    return [
+        r
+        for reward, acc in pairs
+        for r in ({"reward/mean": reward},) * 2 + ({"reward/mean": reward, "eval/accuracy": acc},)
+    ]
+
+
+def test_reward_rising_while_eval_falls():
+    lines = run(evaluated([(0.1, 0.3), (0.3, 0.4), (0.5, 0.3), (0.7, 0.2), (0.9, 0.1)]))
+    assert len(lines) == 1
+    assert "rose from 0.3 to 0.7 while eval/accuracy fell from 0.4 to 0.2" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [(0.1, 0.3), (0.3, 0.4), (0.5, 0.5), (0.7, 0.6)],  # both rise
+        [(0.7, 0.6), (0.5, 0.5), (0.3, 0.4), (0.1, 0.3)],  # both fall
+        [(0.1, 0.4), (0.3, 0.3), (0.5, 0.41), (0.7, 0.35), (0.9, 0.42)],  # noise
+    ],
+)
+def test_no_hacking_alarm(pairs):
+    assert run(evaluated(pairs)) == []
+
+
+def test_a_resumed_run_does_not_repeat_and_goes_on_counting():
+    first = alarms()
+    bad = {**HEALTHY, **BAD["degenerate"], **BAD["entropy"]}
+    assert len(run([HEALTHY] * 5 + [bad] * (STREAK - 1), watch=first)) == 1  # degenerate; entropy is not yet due
+    second = alarms()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    lines = run([bad] * 5, start=10, watch=second)
+    assert len(lines) == 1
+    assert "alarm at step 10: entropy collapsed" in lines[0]
+
+
+def test_alarms_file(tmp_path):
+    write_alarms(tmp_path, 3, ["first"])
+    write_alarms(tmp_path, 4, [])
+    write_alarms(tmp_path, 5, ["second"])
+    write_alarms(tmp_path, 5, ["other rank"], rank=1)
+    assert [r["text"] for r in read_jsonl(tmp_path / "alarms.jsonl")] == ["first", "second"]
+    truncate_alarms(tmp_path, 4)
+    assert [r["text"] for r in read_jsonl(tmp_path / "alarms.jsonl")] == ["first"]

@@ -1,0 +1,117 @@
+"""Timers, progress and sample tables."""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+
+import pytest
+from rich.console import Console
+
+from aligner.run.metrics import read_jsonl
+from aligner.run.progress import ProgressBar
+from aligner.run.sample_table import SampleRow, print_samples, printable, truncate_samples, write_samples
+from aligner.run.timers import Timers
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_timers_add_up_nest_and_reset(monkeypatch):
+    clock = iter([0.0, 1.0, 10.0, 12.0, 20.0, 21.0, 24.0, 30.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    timers = Timers()
+    for _ in range(2):
+        with timers("generate"):
+            pass
+    with timers("eval"), timers("generate"):
+        pass
+    assert timers.take() == {"time/generate_s": 3.0, "time/eval/generate_s": 3.0, "time/eval_s": 10.0}
+    assert timers.take() == {}
+
+
+def test_timers_count_a_phase_that_raises():
+    timers = Timers(synchronize=True)
+    with pytest.raises(KeyError), timers("update"):
+        raise KeyError
+    with timers("save"):
+        pass
+    assert set(timers.take()) == {"time/update_s", "time/save_s"}
+
+
+def test_progress_without_a_terminal_prints_plain_lines():
+    file = io.StringIO()
+    with ProgressBar(10, 0, "grpo", file=file, every_s=3600) as bar:
+        for step in range(1, 11):
+            bar.update(step, {"reward/mean": step / 10, **({"eval/accuracy": 0.25} if step == 5 else {})})
+        bar.write("a note")
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 3  # the first step, the last, the note
+    assert "\r" not in file.getvalue()
+    assert lines[0].startswith("grpo 1/10 [")
+    assert lines[1].endswith("reward=1 eval_acc=0.25")  # a rare metric keeps its last value
+    assert lines[2] == "a note"
+
+
+def test_progress_on_a_terminal_is_a_bar_that_starts_at_the_resumed_step():
+    file = Terminal()
+    bar = ProgressBar(10, 4, "sft", file=file)
+    bar.update(10, {"sft/loss": 0.5, "eval/accuracy": None})
+    bar.close()
+    assert "\r" in file.getvalue()
+    assert "10/10" in file.getvalue()
+    assert "loss=0.5" in file.getvalue()
+
+
+@pytest.mark.parametrize("options", [{"rank": 1}, {"enabled": False}])
+def test_progress_is_silent_elsewhere(options):
+    file = Terminal()
+    with ProgressBar(10, 0, "sft", file=file, **options) as bar:
+        bar.update(10, {"sft/loss": 0.5})
+        bar.write("note")
+    assert file.getvalue() == ""
+
+
+ROWS = [
+    SampleRow("1+1=", "[bold red]2[/bold red] [/nonsense]", 1.0, 0.5, True),
+    SampleRow("2+2=", "\x1b[31mfive\x07\r", math.nan, -0.5, False),
+    SampleRow("3+3=", "hidden", 0.0, 0.0, True),
+]
+
+
+def table(**options) -> str:
+    file = io.StringIO()
+    print_samples(7, ROWS, 2, console=Console(file=file, width=120, color_system=None), **options)
+    return file.getvalue()
+
+
+def test_model_text_is_shown_not_interpreted():
+    text = table()
+    assert "[bold red]2[/bold red] [/nonsense]" in text
+    assert "\\x1b[31mfive\\x07\\r" in text
+    assert "\x1b" not in text
+    assert "hidden" not in text  # only n rows
+    assert "+0.5" in text
+    assert "limit" in text
+    assert table(rank=1) == ""
+
+
+def test_printable_cuts_and_keeps_lines():
+    assert printable("a\nb\x00") == "a\nb\\x00"
+    assert len(printable("x" * 1000, limit=50)) == 54
+    assert printable("日本") == "日本"
+
+
+def test_samples_file(tmp_path):
+    for step in (1, 2, 3):
+        write_samples(tmp_path, step, ROWS)
+    write_samples(tmp_path, 4, ROWS, rank=1)
+    truncate_samples(tmp_path, 2)
+    found = read_jsonl(tmp_path / "samples.jsonl")
+    assert [r["step"] for r in found] == [1] * 3 + [2] * 3
+    assert found[1]["reward"] is None
+    assert found[1]["response"] == ROWS[1].response
+    assert found[0]["finished"] is True

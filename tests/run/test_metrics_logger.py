@@ -1,0 +1,156 @@
+"""metrics.jsonl: one record per step, also over a resume; nothing but rank 0 writes; NaN becomes null."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+
+import pytest
+import torch
+
+from aligner.config.schema import LoggingConfig, WandbConfig
+from aligner.errors import AlignerError, MissingExtraError
+from aligner.run.metrics import MetricsLogger, read_jsonl, truncate_jsonl
+
+PLAIN = LoggingConfig(tensorboard=False)
+
+
+def logger(folder, config=PLAIN, rank=0) -> MetricsLogger:
+    return MetricsLogger(folder, config, {}, rank)
+
+
+def records(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_one_record_per_step(tmp_path):
+    log = logger(tmp_path)
+    for step in range(3):
+        log.log(step, {"sft/loss": 1.0 / (step + 1), "n": step})
+    found = records(tmp_path)
+    assert [r["step"] for r in found] == [0, 1, 2]
+    assert found[2]["sft/loss"] == pytest.approx(1 / 3)
+    assert isinstance(found[2]["n"], int)
+    assert found[0]["wall_time"] <= found[2]["wall_time"]
+
+
+def test_no_number_is_null_and_tensors_are_numbers(tmp_path):
+    logger(tmp_path).log(1, {"a": math.nan, "b": math.inf, "c": torch.tensor(0.5), "d": None})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert {k: v for k, v in json.loads(text).items() if k in "abcd"} == {"a": None, "b": None, "c": 0.5, "d": None}
+
+
+def test_a_second_log_of_a_step_joins_its_record(tmp_path):
+    log = logger(tmp_path)
+    log.log(0, {"a": 1.0})
+    log.log(1, {"a": 2.0})
+    log.log(1, {"eval/accuracy": 0.5})
+    log.log(2, {"a": 3.0})
+    assert [(r["step"], r.get("a"), r.get("eval/accuracy")) for r in records(tmp_path)] == [
+        (0, 1.0, None),
+        (1, 2.0, 0.5),
+        (2, 3.0, None),
+    ]
+
+
+def test_resume_drops_later_records_and_a_torn_line(tmp_path):
+    log = logger(tmp_path)
+    for step in range(1, 8):
+        log.log(step, {"a": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "wall_ti')
+    again = logger(tmp_path)
+    again.resume_at(4)
+    again.log(4, {"eval/loss": 1.0})  # joins the record of the resumed step
+    for step in range(5, 10):
+        again.log(step, {"a": 100 + step})
+    found = records(tmp_path)
+    assert [r["step"] for r in found] == list(range(1, 10))
+    assert [r["a"] for r in found] == [1, 2, 3, 4, 105, 106, 107, 108, 109]
+    assert found[3]["eval/loss"] == 1.0
+
+
+def test_a_fresh_start_forgets_everything(tmp_path):
+    logger(tmp_path).log(0, {"a": 1})
+    log = logger(tmp_path)
+    log.resume_at(-1)
+    log.log(0, {"b": 2})
+    assert [(r["step"], "a" in r) for r in records(tmp_path)] == [(0, False)]
+
+
+def test_going_back_without_resume_is_refused(tmp_path):
+    log = logger(tmp_path)
+    log.log(5, {})
+    with pytest.raises(AssertionError, match="step 4 logged after step 5"):
+        log.log(4, {})
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    log = logger(tmp_path / "run", LoggingConfig(wandb=WandbConfig(mode="offline")), rank=1)
+    log.resume_at(0)
+    log.log(1, {"a": 1.0})
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_holds_the_finite_numbers(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = logger(tmp_path, LoggingConfig())
+    log.log(1, {"a": 1.5, "b": math.nan})
+    log.log(2, {"a": 2.5})
+    log.close()
+    again = logger(tmp_path, LoggingConfig())
+    again.resume_at(1)
+    again.log(2, {"a": 7.5})
+    again.close()
+    found = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert found.Tags()["scalars"] == ["a"]
+    assert [(e.step, e.value) for e in found.Scalars("a")] == [(1, 1.5), (2, 7.5)]
+
+
+def test_wandb_offline_needs_no_account(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run_dir = tmp_path / "run"
+    config = LoggingConfig(tensorboard=False, wandb=WandbConfig(mode="offline"))
+    log = MetricsLogger(run_dir, config, {"seed": 1}, 0)
+    log.log(1, {"a": 1.0})
+    log.close()
+    identity = (run_dir / "wandb_id").read_text()
+    assert [path for path in (run_dir / "wandb").rglob("*.wandb") if identity in path.name]
+
+
+def test_an_unwritable_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AlignerError, match=r"run.dir=.*file.*folder that can be written"):
+        logger(tmp_path / "file" / "run").log(1, {})
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(AlignerError, match=r"run.dir=.*No space left"):
+        logger(tmp_path).log(1, {"a": 1})
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
+    with pytest.raises(AlignerError, match=r"metrics.jsonl:2: "):
+        read_jsonl(path)
+    truncate_jsonl(tmp_path / "none.jsonl", 3)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_wandb_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingExtraError, match=r"logging\.wandb\.mode=offline needs `wandb`"):
+        logger(tmp_path, LoggingConfig(wandb=WandbConfig(mode="offline")))
