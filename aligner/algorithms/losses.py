@@ -1,0 +1,120 @@
+"""The losses of a minibatch: pure functions of `ops`, with the minibatch's denominators bound in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.config.schema import AlgorithmConfig
+from aligner.ops.aggregate import aggregate, denominator
+from aligner.ops.kl import kl_estimate
+from aligner.ops.policy_loss import POLICY_LOSSES
+from aligner.ops.reward_loss import bradley_terry, regression
+from aligner.ops.value_loss import clipped_value_loss
+from aligner.roles.policy import TokenOutputs
+from aligner.types import LossOutput, TrainBatch
+
+
+def sft_loss(minibatch: TrainBatch, group: dist.ProcessGroup) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
+    """Mean negative log-likelihood of the masked tokens of the whole minibatch."""
+    tokens = denominator(minibatch.loss_mask, "token_mean", group=group)
+
+    def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:
+        nll = aggregate(-out.logprobs, batch.loss_mask, "token_mean", tokens)
+        count = batch.loss_mask.sum()
+        means = {"sft/loss": (-(out.logprobs * batch.loss_mask).sum(), count)}
+        if out.hits is not None:
+            means["sft/token_accuracy"] = ((out.hits * batch.loss_mask).sum(), count)
+        return LossOutput(nll, means)
+
+    return loss
+
+
+def policy_loss(
+    minibatch: TrainBatch, cfg: AlgorithmConfig, kl_coef: float, response_limit: int, group: dist.ProcessGroup
+) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
+    """The configured policy loss, plus KL in the loss and minus the entropy bonus where configured."""
+    total = denominator(minibatch.loss_mask, cfg.aggregation, response_limit, group)
+    mean = partial(aggregate, kind=cfg.aggregation, denominator=total)
+
+    def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:
+        mask = batch.loss_mask
+        term = POLICY_LOSSES[cfg.policy_loss](out.logprobs, batch.old_logprobs, batch.advantages, cfg)
+        value = mean(term.per_token, mask)
+        if cfg.kl.placement == "loss" and batch.ref_logprobs is not None:
+            kl = kl_estimate(out.logprobs, batch.ref_logprobs, cfg.kl.estimator)
+            if cfg.kl.importance_weighted:
+                kl = kl * torch.exp((out.logprobs - batch.old_logprobs).clamp(-20, 20))
+            value = value + kl_coef * mean(kl, mask)
+        if cfg.entropy_coef:
+            value = value - cfg.entropy_coef * mean(out.entropy, mask)
+        return LossOutput(value, _policy_means(out, term, batch), {"policy/ratio_max": (term.ratio * mask).max()})
+
+    return loss
+
+
+def _policy_means(out: TokenOutputs, term, batch: TrainBatch) -> dict[str, tuple[Tensor, Tensor]]:
+    mask, count = batch.loss_mask, batch.loss_mask.sum()
+
+    def mean(x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x.detach().float() * mask).sum(), count
+
+    lr = (out.logprobs.detach() - batch.old_logprobs).clamp(-20, 20)
+    means = {
+        "policy/clip_fraction": mean(term.clipped_low | term.clipped_high),
+        "policy/clip_fraction_low": mean(term.clipped_low),
+        "policy/clip_fraction_high": mean(term.clipped_high),
+        "policy/ratio_mean": mean(term.ratio),
+        "policy/approx_kl": mean(torch.exp(lr) - 1 - lr),  # k3 of KL(old || new)
+    }
+    if out.entropy is not None:
+        means["policy/entropy"] = mean(out.entropy)
+    return means
+
+
+def value_loss(
+    minibatch: TrainBatch, clip: float, group: dist.ProcessGroup
+) -> Callable[[Tensor, TrainBatch], LossOutput]:
+    """Clipped squared error of the returns, averaged over the response tokens of the whole minibatch."""
+    tokens = denominator(minibatch.loss_mask, "token_mean", group=group)
+
+    def loss(values: Tensor, batch: TrainBatch) -> LossOutput:
+        term = clipped_value_loss(values, batch.values, batch.returns, clip)
+        value = aggregate(term.per_token, batch.loss_mask, "token_mean", tokens)
+        clipped = (term.clipped * batch.loss_mask).sum(), batch.loss_mask.sum()
+        return LossOutput(value, {"critic/clip_fraction": clipped})
+
+    return loss
+
+
+def preference_loss(
+    pairs: int, cfg: AlgorithmConfig, group: dist.ProcessGroup
+) -> Callable[[Tensor, TrainBatch], LossOutput]:
+    """Bradley-Terry over `pairs` of this rank (rows 2i chosen, 2i+1 rejected), averaged over all ranks' pairs."""
+    total = pairs * group.size()
+    rm = cfg.reward_loss
+
+    def loss(scores: Tensor, batch: TrainBatch) -> LossOutput:
+        chosen, rejected = scores[0::2, 0], scores[1::2, 0]
+        margin = batch.labels[0::2] if rm.margin else None
+        per_pair, stats = bradley_terry(chosen, rejected, margin, rm.center_coef)
+        count = torch.tensor(float(len(chosen)), device=scores.device)
+        return LossOutput(per_pair.sum() / total, {f"rm/{name}": (x.sum(), count) for name, x in stats.items()})
+
+    return loss
+
+
+def attribute_loss(samples: int, group: dist.ProcessGroup) -> Callable[[Tensor, TrainBatch], LossOutput]:
+    """Squared error of the attribute scores, averaged over the samples of all ranks."""
+    total = samples * group.size()
+
+    def loss(scores: Tensor, batch: TrainBatch) -> LossOutput:
+        per_sample = regression(scores, batch.labels)
+        count = torch.tensor(float(len(per_sample)), device=scores.device)
+        return LossOutput(per_sample.sum() / total, {"rm/mse": (per_sample.detach().sum(), count)})
+
+    return loss

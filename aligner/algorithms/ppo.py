@@ -1,0 +1,62 @@
+"""PPO (Schulman et al. 2017; Ouyang et al. 2022): a critic, generalised advantages, KL to the reference in the reward.
+
+refit -> generate -> score -> logprobs, values -> GAE, whitening -> epochs x minibatches of policy and critic updates
+"""
+
+from __future__ import annotations
+
+from aligner.algorithms.losses import policy_loss, value_loss
+from aligner.config.schema import Config
+from aligner.ops.advantages import gae, whiten
+from aligner.ops.seeds import derive
+from aligner.roles.critic import Critic
+from aligner.roles.policy import Policy, Reference
+from aligner.rollout.prepare import KLController, average, minibatches, sample_rows, set_token_rewards, total_tokens
+from aligner.rollout.source import RolloutSource
+from aligner.rollout.statistics import rollout_metrics, value_metrics
+from aligner.run.loop import Run
+from aligner.run.mismatch import check_mismatch
+
+
+def ppo(
+    run: Run,
+    rollouts: RolloutSource,
+    policy: Policy,
+    critic: Critic,
+    reference: Reference | None,
+    kl: KLController,
+    cfg: Config,
+) -> None:
+    group = policy.model.layout.pgs.dp
+    for step in run.steps():
+        rollout, metrics, scores = rollouts.next(step)
+
+        with run.timers("logprobs"):
+            rollout.old_logprobs = policy.logprobs(rollout)
+            if reference:
+                rollout.ref_logprobs = reference.logprobs(rollout)
+            rollout.values = critic.values(rollout)
+
+        with run.timers("advantages"):
+            set_token_rewards(rollout, cfg.algorithm, kl.coef)
+            advantage, rollout.returns = gae(
+                rollout.token_rewards, rollout.values, rollout.response_mask, cfg.algorithm.gamma, cfg.algorithm.lam
+            )
+            rollout.advantages = whiten(advantage, rollout.loss_mask, group) if cfg.algorithm.whiten else advantage
+            metrics |= rollout_metrics(rollout, scores, group) | value_metrics(rollout, group)
+            check_mismatch(metrics, rollout, cfg.mismatch)
+
+        policy_stats, critic_stats = [], []
+        learn_policy = step > cfg.critic.warmup_steps
+        for epoch in range(cfg.batch.epochs):
+            for minibatch in minibatches(rollout, cfg.batch, derive(cfg.seed, step), epoch):
+                with run.timers("update"):
+                    critic_stats.append(critic.update(minibatch, value_loss(minibatch, cfg.critic.clip, group)))
+                    if learn_policy:
+                        loss = policy_loss(minibatch, cfg.algorithm, kl.coef, cfg.sampling.max_response_tokens, group)
+                        policy_stats.append(policy.update(minibatch, loss))
+
+        metrics |= average(policy_stats) | average(critic_stats) | {"kl/coef": kl.coef}
+        if reference:
+            kl.update(metrics["kl/ref_k1"], cfg.batch.prompts * cfg.batch.group)
+        run.finish(step, metrics, sample_rows(rollout, cfg.logging.samples_shown), total_tokens(rollout, group))

@@ -1,0 +1,408 @@
+"""The composition root: a frozen config becomes objects. The only place that picks concrete classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from aligner.algorithms.grpo import grpo
+from aligner.algorithms.ppo import ppo
+from aligner.algorithms.rm import rm
+from aligner.algorithms.sft import sft
+from aligner.cluster.env import RankEnv
+from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig, OptimConfig
+from aligner.config.validate import minibatch_samples, validate_model
+from aligner.data.batches import BatchSource
+from aligner.data.collate import collate_preference, collate_scored, collate_sft
+from aligner.data.dataset import PreferenceDataset, PromptDataset, ScoredDataset, SftDataset
+from aligner.data.formats import preference_rows, prompt_rows, scored_rows, sft_rows
+from aligner.data.readers import read_rows
+from aligner.data.stream import IndexStream
+from aligner.data.tokenizer import stop_token_ids
+from aligner.engines.native.engine import NativeEngine
+from aligner.errors import ConfigError, RewardError
+from aligner.megatron.checkpoint import load_model
+from aligner.megatron.groups import Layout, build_layout, init_distributed
+from aligner.megatron.model import Head, resolve_dtype
+from aligner.megatron.train import ShardedModel
+from aligner.ops.seeds import derive
+from aligner.refit.export import export_hf
+from aligner.refit.transfer import Refit
+from aligner.refit.verify import Verifier
+from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.functions import load_function
+from aligner.roles.critic import Critic
+from aligner.roles.initial import InitialModel, resolve, shape_of
+from aligner.roles.policy import Policy, Reference
+from aligner.roles.reward_model import RewardModel
+from aligner.rollout.evaluate import Evaluator
+from aligner.rollout.heldout import held_out_loss, pair_accuracy, score_statistics
+from aligner.rollout.prepare import KLController
+from aligner.rollout.source import RolloutSource
+from aligner.run.alarms import Alarms
+from aligner.run.checkpoints import Checkpoints
+from aligner.run.loop import Evaluate, Run
+from aligner.run.metrics import MetricsLogger
+from aligner.types import SamplingParams, TrainBatch
+
+SENTINEL_PROMPTS = 8
+
+
+@dataclass
+class Job:
+    """What every stage needs: the config, this rank, and the policy-to-be with its layout and tokenizer."""
+
+    cfg: Config
+    env: RankEnv
+    device: torch.device
+    layout: Layout
+    initial: InitialModel
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.initial.tokenizer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return resolve_dtype(self.cfg.model.dtype)
+
+    def say(self, text: object) -> None:
+        if self.env.rank == 0:
+            print(text, flush=True)
+
+
+def start(cfg: Config, env: RankEnv) -> Job:
+    """Join the other ranks, find the model and its tokenizer, and check what only they can tell."""
+    torch.set_num_threads(cfg.cluster.threads or max(1, (os.cpu_count() or 1) // env.local_world_size))
+    if env.world_size > 1:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = env.master_addr, str(env.master_port)
+    device = init_distributed(env.rank, env.world_size, env.local_rank, cfg.cluster.backend, cfg.cluster.timeout_s)
+    torch.manual_seed(derive(cfg.seed, "torch"))
+    if cfg.run.deterministic:
+        torch.use_deterministic_algorithms(True)
+    initial = resolve(cfg.model, cfg.model.init, cfg.seed)
+    validate_model(cfg, initial.config)
+    return Job(cfg, env, device, build_layout(cfg.parallel), initial)
+
+
+def run_stage(cfg: Config, env: RankEnv) -> int:
+    """Build and run the configured stage to its end; returns the exit code. Raises AlignerError."""
+    job = start(cfg, env)
+    try:
+        {"sft": _sft, "rm": _rm, "grpo": _grpo, "ppo": _ppo}[cfg.stage.name](job)
+        if env.rank == 0:
+            (Path(cfg.run.dir) / "DONE").write_text(f"{cfg.stage.name}\n", encoding="utf-8")
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def _model(job: Job, initial: InitialModel, head: Head, optim: OptimConfig | None, steps: int) -> ShardedModel:
+    """With `optim` a model to train for `steps` optimizer steps, else a frozen one."""
+    model = ShardedModel(initial.config, job.layout, head, job.dtype, job.device, initial.source(head), optim, steps)
+    if initial.checkpoint is not None:
+        load_model(model, initial.checkpoint, with_optimizer=False)
+    return model
+
+
+def _policy(job: Job, steps: int, hits: bool = False) -> Policy:
+    model = _model(job, job.initial, Head(), job.cfg.optim, steps)
+    temperature = job.cfg.sampling.temperature if job.cfg.stage.name in ROLLOUT_STAGES else 1.0
+    return Policy(model, job.cfg.batch, temperature, entropy=not hits, hits=hits)
+
+
+def _reference(job: Job) -> Reference | None:
+    if job.cfg.algorithm.kl.coef == 0:
+        return None
+    return Reference(_model(job, job.initial, Head(), None, 0), job.cfg.batch, job.cfg.sampling.temperature)
+
+
+def _scorer(job: Job, path: str, key: str) -> InitialModel:
+    """The shape and weights of a reward model; it must share the policy's tokenizer."""
+    like = dataclasses.replace(job.cfg.model, tokenizer="")
+    initial = resolve(like, path, job.cfg.seed, key=key, part="model")
+    validate_model(job.cfg, initial.config)
+    if initial.tokenizer.get_vocab() != job.tokenizer.get_vocab():
+        raise ConfigError(key, path, "a model with the policy's tokenizer: scores are read from the same token ids")
+    return initial
+
+
+def _reward_model(job: Job) -> RewardModel | None:
+    if not job.cfg.reward.model:
+        return None
+    initial = _scorer(job, job.cfg.reward.model, "reward.model")
+    extra = initial.extra
+    scale = extra.get("std", 1.0) if job.cfg.reward.model_standardize else 1.0
+    return RewardModel(_model(job, initial, Head("score"), None, 0), job.cfg.batch, extra.get("bias", 0.0), scale)
+
+
+# --- data and rewards -------------------------------------------------------------------------------------------------
+
+
+def _prompts(job: Job, path: str, key: str) -> PromptDataset:
+    dataset = PromptDataset(prompt_rows(read_rows(path, key), job.cfg.data), job.tokenizer, job.cfg.data, key)
+    job.say(dataset.report)
+    return dataset
+
+
+def _stream(job: Job, size: int, batch: int) -> IndexStream:
+    return IndexStream(size, derive(job.cfg.seed, "order"), job.cfg.data.shuffle, batch)
+
+
+def _batches(job: Job, dataset: Any, collate: Callable[[Any, int], TrainBatch]) -> BatchSource:
+    stream = _stream(job, len(dataset), job.cfg.batch.sequences)
+    return BatchSource(dataset, stream, collate, job.tokenizer.pad_token_id, job.layout.dp_rank, job.layout.data)
+
+
+def _sum_over_data_ranks(job: Job, values: list[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64, device=job.device)
+    dist.all_reduce(total, group=job.layout.pgs.dp)
+    return total.tolist()
+
+
+def _rewards(job: Job, model: RewardModel | None) -> RewardPipeline:
+    found: list[tuple[Any, float]] = [
+        (load_function(function, i), function.weight) for i, function in enumerate(job.cfg.reward.functions)
+    ]
+    if model is not None:
+        found.append((model, job.cfg.reward.model_weight))
+    return RewardPipeline(found, job.cfg.reward, reduce=partial(_sum_over_data_ranks, job))
+
+
+def _eval_rewards(job: Job) -> RewardPipeline | None:
+    functions = job.cfg.eval.functions or job.cfg.reward.functions
+    if not functions or not job.cfg.eval.generate:
+        return None
+    return RewardPipeline([(load_function(f, i), f.weight) for i, f in enumerate(functions)], job.cfg.reward)
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+def _engine(job: Job, model: ModelConfig) -> NativeEngine:
+    name = job.cfg.engine.dtype
+    dtype = job.dtype if name == "auto" else resolve_dtype(name)
+    tokenizer = job.tokenizer
+    return NativeEngine(
+        model, job.cfg.engine, device=job.device, dtype=dtype, pad_id=tokenizer.pad_token_id, decode=tokenizer.decode
+    )
+
+
+def _sampling(job: Job, temperature: float, limit: int, plain: bool = False) -> SamplingParams:
+    s = job.cfg.sampling
+    cut = {} if plain else {"top_p": s.top_p, "top_k": s.top_k, "min_p": s.min_p}
+    return SamplingParams(limit, temperature, stop_token_ids=stop_token_ids(job.tokenizer), stop=tuple(s.stop), **cut)
+
+
+def _refit(job: Job, model: ShardedModel) -> Refit:
+    return Refit(model, _engine(job, model.cfg), job.cfg.refit, skip=job.cfg.debug.skip_refit)
+
+
+def _verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset) -> Verifier:
+    """Sentinel rows: the first prompts of the training set; logprobs at temperature 1 on both sides."""
+    rows = [torch.tensor(prompts[i].tokens[:64]) for i in range(min(SENTINEL_PROMPTS, len(prompts)))]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=job.tokenizer.pad_token_id)
+    lengths = torch.tensor([len(row) for row in rows])
+    plain = Policy(policy.model, policy.batch, temperature=1.0)
+    return Verifier(refit, tokens, lengths, lambda t, n: plain.logprobs(TrainBatch(t, n, torch.zeros(len(n), 0))))
+
+
+def _evaluator(job: Job, refit: Refit) -> Evaluator | None:
+    rewards = _eval_rewards(job)
+    if rewards is None or not job.cfg.data.eval:
+        return None
+    limit = job.cfg.eval.max_response_tokens or job.cfg.sampling.max_response_tokens
+    return Evaluator(
+        refit.engine,
+        refit,
+        _prompts(job, job.cfg.data.eval, "data.eval"),
+        rewards,
+        job.tokenizer,
+        _sampling(job, job.cfg.eval.temperature, limit, plain=True),
+        job.cfg.eval,
+        job.layout,
+        job.cfg.seed,
+    )
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def _identity(job: Job) -> dict[str, Any]:
+    vocabulary = repr(sorted(job.tokenizer.get_vocab().items())).encode()
+    return {
+        "stage": job.cfg.stage.name,
+        "model": shape_of(job.initial.config),
+        "tokenizer": hashlib.sha256(vocabulary).hexdigest()[:16],
+        "algorithm": {
+            "advantage": job.cfg.algorithm.advantage if job.cfg.stage.name in ROLLOUT_STAGES else "",
+            "reward_loss": job.cfg.algorithm.reward_loss.kind if job.cfg.stage.name == "rm" else "",
+        },
+    }
+
+
+def _run(job: Job, models: dict[str, ShardedModel], state: dict[str, Any], evaluate: Evaluate | None) -> Run:
+    cfg, run_dir = job.cfg, Path(job.cfg.run.dir)
+    alarms = Alarms(cfg.sampling.max_response_tokens, cfg.critic.warmup_steps)
+    checkpoints = Checkpoints(run_dir, cfg.checkpoint, models, state | {"alarms": alarms}, _identity(job))
+    logger = MetricsLogger(run_dir, cfg.logging, dataclasses.asdict(cfg), job.env.rank)
+    return Run(
+        cfg.run,
+        cfg.stage.name,
+        job.env.rank,
+        checkpoints,
+        logger,
+        alarms,
+        evaluate,
+        samples_shown=cfg.logging.samples_shown,
+        progress=cfg.logging.progress,
+        checkpoint_every=cfg.checkpoint.every,
+        save_final=cfg.checkpoint.final,
+    )
+
+
+def _finish(job: Job, run: Run, model: ShardedModel, extra: dict[str, Any] | None = None) -> None:
+    if job.cfg.run.export:
+        folder = export_hf(model, Path(job.cfg.run.dir) / "hf", job.tokenizer, extra)
+        job.say(f"exported {folder}")
+    run.logger.close()
+
+
+def _sft(job: Job) -> None:
+    cfg = job.cfg
+
+    def load(path: str, key: str) -> SftDataset:
+        dataset = SftDataset(sft_rows(read_rows(path, key), cfg.data), job.tokenizer, cfg.data, key)
+        job.say(dataset.report)
+        return dataset
+
+    batches = _batches(job, load(cfg.data.train, "data.train"), collate_sft)
+    policy = _policy(job, cfg.run.steps, hits=True)
+    measures: list[Evaluate] = []
+    if cfg.data.eval:
+        measures.append(partial(held_out_loss, policy, load(cfg.data.eval, "data.eval"), cfg.eval.prompts))
+        evaluator = _evaluator(job, _refit(job, policy.model)) if _eval_rewards(job) else None
+        if evaluator is not None:
+            measures.append(evaluator)
+    run = _run(job, {"policy": policy.model}, {"data": batches.stream}, _all(measures))
+    sft(run, policy, batches)
+    _finish(job, run, policy.model)
+
+
+def _rm(job: Job) -> None:
+    cfg, loss = job.cfg, job.cfg.algorithm.reward_loss
+    pairwise = loss.kind == "bradley_terry"
+
+    def load(path: str, key: str) -> PreferenceDataset | ScoredDataset:
+        rows = read_rows(path, key)
+        if pairwise:
+            dataset = PreferenceDataset(preference_rows(rows, cfg.data, loss.margin), job.tokenizer, cfg.data, key)
+        else:
+            dataset = ScoredDataset(scored_rows(rows, cfg.data, loss.attributes), job.tokenizer, cfg.data, key)
+        job.say(dataset.report)
+        return dataset
+
+    train = load(cfg.data.train, "data.train")
+    batches = _batches(job, train, collate_preference if pairwise else collate_scored)
+    outputs = 1 if pairwise else len(loss.attributes)
+    head = Head("score", outputs)
+    model = RewardModel(_model(job, job.initial, head, cfg.optim, cfg.run.steps), cfg.batch)
+    measures: list[Evaluate] = []
+    if cfg.data.eval:
+        measures.append(partial(pair_accuracy, model, load(cfg.data.eval, "data.eval"), cfg.eval.prompts, pairwise))
+    run = _run(job, {"model": model.model}, {"data": batches.stream}, _all(measures))
+    rm(run, model, batches, cfg.algorithm)
+    bias, std = score_statistics(model, train, pairwise)
+    job.say(f"mean score on the training set {bias:.4g} (stored as bias), std {std:.4g}")
+    _finish(job, run, model.model, {"bias": bias, "std": std, "attributes": list(loss.attributes)})
+
+
+def _all(measures: list[Evaluate]) -> Evaluate | None:
+    if not measures:
+        return None
+    return lambda: {name: value for measure in measures for name, value in measure().items()}
+
+
+def _rollouts(job: Job, policy: Policy, rewards: RewardPipeline) -> tuple[RolloutSource, Evaluator | None]:
+    cfg = job.cfg
+    prompts = _prompts(job, cfg.data.train, "data.train")
+    rewards.probe([prompts[0], prompts[len(prompts) - 1]])
+    refit = _refit(job, policy.model)
+    source = RolloutSource(
+        refit.engine,
+        refit,
+        _verifier(job, refit, policy, prompts),
+        prompts,
+        _stream(job, len(prompts), cfg.batch.prompts),
+        rewards,
+        job.tokenizer,
+        _sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens),
+        cfg.batch,
+        job.layout,
+        cfg.seed,
+    )
+    return source, _evaluator(job, refit)
+
+
+def _optimizer_steps(job: Job) -> int:
+    samples = job.cfg.batch.prompts * job.cfg.batch.group
+    return job.cfg.run.steps * job.cfg.batch.epochs * (samples // minibatch_samples(job.cfg))
+
+
+def _grpo(job: Job) -> None:
+    rewards = _rewards(job, _reward_model(job))
+    policy, reference = _policy(job, _optimizer_steps(job)), _reference(job)
+    source, evaluator = _rollouts(job, policy, rewards)
+    kl = KLController(job.cfg.algorithm.kl)
+    run = _run(job, {"policy": policy.model}, {"data": source.stream, "rewards": rewards, "kl": kl}, evaluator)
+    source.timers = run.timers
+    _guarded(run, lambda: grpo(run, source, policy, reference, kl, job.cfg))
+    _finish(job, run, policy.model)
+
+
+def _ppo(job: Job) -> None:
+    cfg = job.cfg
+    reward_model = _reward_model(job)
+    rewards = _rewards(job, reward_model)
+    steps = _optimizer_steps(job)
+    warmup = steps // cfg.run.steps * cfg.critic.warmup_steps if cfg.run.steps else 0
+    policy, reference = _policy(job, steps - warmup), _reference(job)
+    critic = _critic(job, reward_model, steps)
+    source, evaluator = _rollouts(job, policy, rewards)
+    kl = KLController(cfg.algorithm.kl)
+    models = {"policy": policy.model, "critic": critic.model}
+    run = _run(job, models, {"data": source.stream, "rewards": rewards, "kl": kl}, evaluator)
+    source.timers = run.timers
+    _guarded(run, lambda: ppo(run, source, policy, critic, reference, kl, cfg))
+    _finish(job, run, policy.model)
+
+
+def _critic(job: Job, reward_model: RewardModel | None, steps: int) -> Critic:
+    """From `critic.init`, by default the reward model; it then speaks in the reward model's centred, scaled scores."""
+    path = job.cfg.critic.init or job.cfg.reward.model
+    initial = _scorer(job, path, "critic.init" if job.cfg.critic.init else "reward.model")
+    model = _model(job, initial, Head("score"), job.cfg.critic.optim, steps)
+    same = reward_model is not None and path == job.cfg.reward.model
+    bias, scale = (reward_model.bias, reward_model.scale) if same and reward_model else (0.0, 1.0)
+    return Critic(model, job.cfg.batch, bias, scale)
+
+
+def _guarded(run: Run, recipe: Callable[[], None]) -> None:
+    """A reward that fails in the middle of a run costs nothing: the last whole step is saved first."""
+    try:
+        recipe()
+    except RewardError as error:
+        run.save_after(error)
+        raise

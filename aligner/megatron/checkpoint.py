@@ -1,0 +1,123 @@
+"""Sharded checkpoints of one ShardedModel through `megatron.core.dist_checkpointing`: saved once, loaded on any layout.
+
+The optimizer is written in its fully reshardable form, so a run may resume on another TP x PP x DP.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from aligner.errors import CheckpointError
+from aligner.megatron.train import ShardedModel
+
+
+def _metadata(model: ShardedModel) -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": model.layout.pgs.dp_cp,
+    }
+
+
+def _state(model: ShardedModel, is_loading: bool, with_optimizer: bool) -> dict[str, Any]:
+    metadata = _metadata(model)
+    state: dict[str, Any] = {"model": model.module.sharded_state_dict(metadata=metadata)}
+    if with_optimizer and model.optimizer is not None:
+        state["optimizer"] = model.optimizer.sharded_state_dict(
+            state["model"], is_loading=is_loading, metadata=metadata
+        )
+    return state
+
+
+def save_model(model: ShardedModel, folder: Path) -> None:
+    """Write weights and optimizer of all ranks into `folder` (made if missing). Collective over the world."""
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state = _state(model, is_loading=False, with_optimizer=True)
+    state["step_count"] = model.step_count
+    # A synchronous save writes with threads of this process; a plain queue spares the manager process that Megatron
+    # would spawn for it (20 s of imports on a laptop).
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+    # each file is hashed, and the hashes are checked when it is loaded
+    dist_checkpointing.save(state, str(folder), verify_integrity=True)
+
+
+def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True) -> None:
+    """Load what `save_model` wrote, on any layout. Collective. Raises CheckpointError naming the folder."""
+    state = _state(model, is_loading=True, with_optimizer=with_optimizer)
+    state["step_count"] = 0
+    try:
+        loaded = dist_checkpointing.load(
+            state,
+            str(folder),
+            strict=StrictHandling.ASSUME_OK_UNEXPECTED,
+            verify_integrity=True,
+        )
+    except (OSError, RuntimeError, ValueError, KeyError, dist_checkpointing.core.CheckpointingException) as error:
+        raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error
+    model.module.load_state_dict(loaded["model"], strict=False)
+    if with_optimizer and model.optimizer is not None:
+        _accept_torch_adam(model)
+        model.optimizer.load_state_dict(loaded["optimizer"])
+        model.step_count = int(loaded["step_count"])
+    elif model.optimizer is not None:
+        model.optimizer.reload_model_params()
+
+
+def _accept_torch_adam(model: ShardedModel) -> None:
+    """Megatron-Core 0.19's distributed optimizer looks for a `step` tensor per parameter when it loads a fully
+    reshardable
+    state into torch's Adam, which it has itself restored from the parameter groups: tell it there is none to copy."""
+    for optimizer in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
+        if isinstance(optimizer, DistributedOptimizer) and "_aligner_step" not in vars(optimizer):
+            original = optimizer._set_main_param_and_optimizer_states
+            optimizer._set_main_param_and_optimizer_states = partial(_set_states, original)
+            optimizer._aligner_step = True
+
+
+def _set_states(original, model_param, tensors) -> None:
+    original(model_param, {"step": None, **tensors})
+
+
+def fsync_tree(folder: Path) -> None:
+    """Flush every file and directory below `folder`, so that a rename that follows is durable."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with open(os.path.join(root, name), "rb") as file:
+                os.fsync(file.fileno())
+        fsync_folder(Path(root))
+
+
+def fsync_folder(folder: Path) -> None:
+    """Flush a directory's entries (a rename in it)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.random.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    torch.random.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

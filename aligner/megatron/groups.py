@@ -1,0 +1,140 @@
+"""Process groups of one model. Layouts belong to a model, not to the process: policy, critic and reward model may
+differ."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from aligner.config.schema import ParallelConfig
+from aligner.errors import ConfigError, LayoutError
+from aligner.megatron import cpu
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where this rank stands in one model's layout. Rank order, fastest first: tensor, context, data, pipeline."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    data: int
+    sequence: bool
+    pgs: ProcessGroupCollection
+
+    @property
+    def tp_rank(self) -> int:
+        return self.pgs.tp.rank()
+
+    @property
+    def pp_rank(self) -> int:
+        return self.pgs.pp.rank()
+
+    @property
+    def dp_rank(self) -> int:
+        return self.pgs.dp.rank()
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pipeline - 1
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of this rank's peer on the last pipeline stage."""
+        return dist.get_global_rank(self.pgs.pp, self.pipeline - 1)
+
+
+def init_distributed(rank: int, world_size: int, local_rank: int, backend: str, timeout_s: float) -> torch.device:
+    """Start torch.distributed from MASTER_ADDR and MASTER_PORT (a free local port if this is the only rank)."""
+    on_cpu = cpu.install()
+    if backend == "nccl" and on_cpu:
+        raise ConfigError("cluster.backend", "nccl", "auto or gloo: this machine has no CUDA device")
+    if on_cpu or backend == "gloo":
+        device, name = torch.device("cpu"), "gloo"
+    else:
+        torch.cuda.set_device(local_rank)
+        device, name = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+    if not dist.is_initialized():
+        timeout = datetime.timedelta(seconds=timeout_s)
+        if world_size == 1 and "MASTER_ADDR" not in os.environ:
+            dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        else:
+            dist.init_process_group(name, rank=rank, world_size=world_size, timeout=timeout)
+        # Sequence parallelism gathers into Megatron's one scratch buffer, which `initialize_model_parallel` would make;
+        # nothing else of the global parallel state is used.
+        parallel_state._set_global_memory_buffer()
+    return device
+
+
+def build_layout(parallel: ParallelConfig, key: str = "parallel") -> Layout:
+    """Create this model's groups over the whole world. Collective: every rank calls it in the same order."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tp, cp, pp = parallel.tensor, parallel.context, parallel.pipeline
+    if world % (tp * cp * pp):
+        raise LayoutError(key, f"{tp}x{pp}x{cp}", f"tensor x pipeline x context to divide the world size {world}")
+    dp = world // (tp * cp * pp)
+    grid = torch.arange(world).view(pp, dp, cp, tp)
+
+    def groups_over(*axes: str) -> dist.ProcessGroup:
+        """The group of this rank that varies over `axes` and is fixed in the others."""
+        order = ["pp", "dp", "cp", "tp"]
+        keep = [i for i, axis in enumerate(order) if axis not in axes]
+        vary = [i for i, axis in enumerate(order) if axis in axes]
+        size = 1
+        for i in vary:
+            size *= grid.shape[i]
+        mine = None
+        for ranks in grid.permute(*keep, *vary).reshape(-1, size).tolist():
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                mine = group
+        assert mine is not None
+        return mine
+
+    tp_group, pp_group, cp_group, dp_group = (groups_over(axis) for axis in ("tp", "pp", "cp", "dp"))
+    alone = groups_over()
+    embedding = None
+    first_and_last = grid[[0, -1]] if pp > 1 else grid[:1]
+    for ranks in first_and_last.reshape(len(first_and_last), -1).T.tolist():
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            embedding = group
+    position = None
+    for ranks in grid[0].reshape(-1, 1).tolist():
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            position = group
+    dp_cp = groups_over("dp", "cp")
+    model_parallel = groups_over("tp", "pp")
+    pgs = ProcessGroupCollection(
+        tp=tp_group,
+        pp=pp_group,
+        cp=cp_group,
+        dp=dp_group,
+        dp_cp=dp_cp,
+        mp=model_parallel,
+        tp_cp=groups_over("tp", "cp"),
+        tp_dp_cp=groups_over("tp", "dp", "cp"),
+        embd=embedding,
+        pos_embd=position,
+        ep=alone,
+        expt_tp=tp_group,
+        tp_ep=tp_group,
+        tp_ep_pp=model_parallel,
+        expt_dp=dp_cp,
+        intra_dp_cp=dp_cp,
+        intra_expt_dp=dp_cp,
+        # gradient norms of the distributed optimizer are summed over everything that shards state
+        intra_dist_opt=groups_over("tp", "pp", "dp", "cp"),
+    )
+    return Layout(tp, pp, cp, dp, parallel.sequence, pgs)

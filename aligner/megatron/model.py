@@ -1,0 +1,206 @@
+"""Build one pipeline stage of a GPTModel with a language-model head or a scalar head, from the typed config."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_submodules,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from torch import Tensor
+
+from aligner.config.schema import ModelConfig
+from aligner.errors import ConfigError
+from aligner.megatron.attention import CausalAttention, RMSNorm
+from aligner.megatron.groups import Layout
+
+logging.getLogger("megatron.core").setLevel(logging.ERROR)  # GPTModel logs its deprecation at every construction
+
+
+@dataclass(frozen=True)
+class Head:
+    """What sits on the last hidden state: "lm" (vocabulary logits) or "score" (`outputs` float32 numbers per token)."""
+
+    kind: str = "lm"
+    outputs: int = 1
+
+
+def has_transformer_engine() -> bool:
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """auto: bfloat16 where the hardware multiplies it fast (CUDA; CPUs with bf16 units), else float32."""
+    if name == "auto":
+        fast = torch.cuda.is_available() or cpu_has_bf16()
+        return torch.bfloat16 if fast else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def cpu_has_bf16() -> bool:
+    checks = (getattr(torch.cpu, "_is_amx_tile_supported", None), getattr(torch.cpu, "_is_avx512_bf16_supported", None))
+    return any(check() for check in checks if check is not None)
+
+
+def padded_vocab(vocab_size: int, tensor: int) -> int:
+    return -(-vocab_size // tensor) * tensor
+
+
+def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=cfg.num_layers,
+        hidden_size=cfg.hidden_size,
+        ffn_hidden_size=cfg.ffn_hidden_size,
+        num_attention_heads=cfg.num_heads,
+        num_query_groups=cfg.num_kv_heads,
+        kv_channels=cfg.kv_channels,
+        normalization="RMSNorm",
+        layernorm_epsilon=cfg.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=cfg.qkv_bias,
+        qk_layernorm=cfg.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        sequence_parallel=layout.sequence,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        pipeline_dtype=dtype,
+        variable_seq_lengths=layout.pipeline > 1,  # micro-batches are cut to their longest row
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
+        batch_p2p_comm=False,
+        perform_initialization=False,  # weights come from `init.py`, the same ones for every layout
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # One rule for the scale of a loss: micro-batches and data-parallel ranks ADD. Losses arrive divided by the
+        # denominator of their whole minibatch; with this flag neither schedules nor DDP rescale them (see train.py).
+        calculate_per_token_loss=True,
+        recompute_granularity="full" if cfg.recompute == "full" else None,
+        recompute_method="uniform" if cfg.recompute == "full" else None,
+        recompute_num_layers=1 if cfg.recompute == "full" else None,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def layer_spec(cfg: ModelConfig, config: TransformerConfig, layout: Layout) -> ModuleSpec | TransformerBlockSubmodules:
+    if has_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=cfg.qk_norm)
+    submodules = get_gpt_layer_local_submodules(qk_layernorm=cfg.qk_norm, normalization="RMSNorm")
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
+    attention = submodules.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if cfg.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
+    count = get_num_layers_to_build(config, pp_rank=layout.pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+
+
+class ScoreHead(torch.nn.Module):
+    """Linear hidden -> `outputs` in float32, replicated over tensor ranks. Answers like Megatron's output layer."""
+
+    def __init__(self, config: TransformerConfig, outputs: int, tp_group: torch.distributed.ProcessGroup):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(outputs, config.hidden_size, dtype=torch.float32))
+        self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
+        if torch.cuda.is_available():
+            self.cuda()
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+        if self.sequence_parallel:
+            # every tensor rank computes the whole head, so the gather's gradient is a split, not a reduce-scatter
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return torch.nn.functional.linear(hidden.float(), self.weight.float()), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+
+
+class StageModel(GPTModel):
+    """GPTModel whose checkpoint of tied embeddings asks its own process groups, where Megatron asks the global ones."""
+
+    def tie_embeddings_and_output_weights_state_dict(
+        self, sharded_state_dict: dict, output_layer_weight_key: str, first_stage_word_emb_key: str, metadata: dict
+    ) -> None:
+        if self.pre_process or not self.post_process:
+            return
+        dp_cp = metadata["dp_cp_group"]
+        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor=self.shared_embedding_or_output_weight(),
+            key=first_stage_word_emb_key,
+            replica_id=(1, 0, dp_cp.rank()),  # a copy of the first stage's
+            allow_shape_mismatch=True,
+            tp_group=self.tp_group,
+            dp_cp_group=dp_cp,
+        )
+
+
+def check_layout(cfg: ModelConfig, layout: Layout) -> None:
+    scaling = cfg.rope_scaling
+    if scaling.factor != 1 and (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position) != (
+        1.0,
+        4.0,
+        8192,
+    ):
+        raise ConfigError(
+            "model.rope_scaling", scaling, "low_freq_factor 1, high_freq_factor 4, original 8192 (Llama 3.1)"
+        )
+
+
+def build_model(
+    cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> StageModel:
+    """This rank's stage of the model, weights not yet set. `cfg.vocab_size` must be known."""
+    assert cfg.vocab_size > 0, "model.vocab_size must be resolved from the tokenizer first"
+    check_layout(cfg, layout)
+    model_parallel_cuda_manual_seed(
+        seed, tp_rank=layout.tp_rank, ep_rank=0, etp_rank=layout.tp_rank, force_reset_rng=True
+    )
+    config = transformer_config(cfg, layout, dtype)
+    model = StageModel(
+        config=config,
+        transformer_layer_spec=layer_spec(cfg, config, layout),
+        vocab_size=padded_vocab(cfg.vocab_size, layout.tensor),
+        max_sequence_length=cfg.max_position,
+        pre_process=layout.is_first_stage,
+        post_process=layout.is_last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=cfg.tie_embeddings and head.kind == "lm",
+        position_embedding_type="rope",
+        rotary_base=cfg.rope_base,
+        rope_scaling=cfg.rope_scaling.factor != 1,
+        rope_scaling_factor=cfg.rope_scaling.factor,
+        pg_collection=layout.pgs,
+    )
+    if head.kind == "score" and layout.is_last_stage:
+        model.output_layer = ScoreHead(config, head.outputs, layout.pgs.tp)
+    return model.to(device)

@@ -1,0 +1,206 @@
+"""A sharded model that can run forward passes and optimizer steps: Megatron's schedules, DDP and optimizer behind
+two calls.
+
+The one rule of loss scale lives here. A loss function returns its micro-batch's share of the minibatch loss, already
+divided by the denominator of the WHOLE minibatch (over all data-parallel ranks). Micro-batches and ranks then
+simply add:
+`calculate_per_token_loss` turns Megatron's own rescaling off, and `_finalize` never passes it a token count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from aligner.config.schema import ModelConfig, OptimConfig
+from aligner.megatron.groups import Layout
+from aligner.megatron.model import Head, build_model
+from aligner.megatron.weights import WeightSource, load_weights
+from aligner.ops.schedules import lr_at
+from aligner.types import LossOutput, ScalarMetrics, TrainBatch
+
+LossFunction = Callable[[Tensor, TrainBatch], LossOutput]  # (head output of the last stage, micro-batch)
+
+
+def _finalize(model, num_tokens=None, pg_collection=None, force_all_reduce=False) -> None:
+    """Megatron's gradient reductions without its division by a token count: denominators are in the loss."""
+    finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=bool(force_all_reduce))
+
+
+class ShardedModel:
+    """One model on one layout; with `optim` also its gradients and optimizer."""
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        layout: Layout,
+        head: Head,
+        dtype: torch.dtype,
+        device: torch.device,
+        source: WeightSource,
+        optim: OptimConfig | None = None,
+        total_steps: int = 0,
+    ):
+        self.cfg, self.layout, self.head, self.device, self.dtype = cfg, layout, head, device, dtype
+        self.module = build_model(cfg, layout, head, dtype, device)
+        load_weights(self.module, cfg, layout, head, source)
+        self.optim, self.total_steps = optim, total_steps
+        self.optimizer: MegatronOptimizer | None = None
+        self.step_count = 0  # optimizer steps taken: the weight version
+        if optim is None:
+            self.module.eval().requires_grad_(False)
+            self.wrapped = self.module
+        else:
+            self.wrapped = self._wrap(optim)
+            self.optimizer = self._build_optimizer(optim)
+        self._schedule = get_forward_backward_func(pp_size=layout.pipeline, vp_size=None)
+
+    def _wrap(self, optim: OptimConfig) -> DistributedDataParallel:
+        self.module.train()
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=optim.distributed,
+            overlap_grad_reduce=False,
+            check_for_nan_in_grad=False,  # a non-finite gradient norm is reported by `step`, with the minibatch's loss
+        )
+        config = self.module.config
+        config.finalize_model_grads_func = _finalize
+        return DistributedDataParallel(config, ddp, self.module, pg_collection=self.layout.pgs)
+
+    def _build_optimizer(self, optim: OptimConfig) -> MegatronOptimizer:
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=optim.lr,
+            min_lr=optim.min_lr,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.betas[0],
+            adam_beta2=optim.betas[1],
+            adam_eps=optim.eps,
+            clip_grad=optim.clip_grad,
+            bf16=self.dtype == torch.bfloat16,
+            params_dtype=self.dtype,
+            use_distributed_optimizer=optim.distributed,
+        )
+        return get_megatron_optimizer(
+            config, [self.wrapped], use_gloo_process_groups=False, pg_collection=self.layout.pgs
+        )
+
+    @property
+    def row_multiple(self) -> int:
+        """T of every micro-batch is a multiple of this (sequence parallelism splits it over tensor ranks)."""
+        return self.layout.tensor if self.layout.sequence else 1
+
+    def _run(self, micro_batches: Sequence[TrainBatch], collect: Callable, forward_only: bool, non_loss: bool) -> list:
+        positions: dict[int, Tensor] = {}
+
+        def forward_step(iterator, model):
+            batch = next(iterator).trim(self.row_multiple).to(self.device)
+            width = batch.tokens.shape[1]
+            if width not in positions:
+                positions[width] = torch.arange(width, device=self.device)[None]
+            output = model(batch.tokens, positions[width], None)
+            return output, partial(collect, batch=batch)
+
+        arguments = {
+            "forward_step_func": forward_step,
+            "data_iterator": iter(micro_batches),
+            "model": [self.wrapped],
+            "num_microbatches": len(micro_batches),
+            "seq_length": micro_batches[0].tokens.shape[1],
+            "micro_batch_size": micro_batches[0].tokens.shape[0],
+            "forward_only": forward_only,
+            "collect_non_loss_data": non_loss,
+            "pg_collection": self.layout.pgs,
+        }
+        if self.layout.pipeline > 1:
+            arguments["p2p_communicator"] = P2PCommunicator(self.layout.pgs.pp, self.module.config)
+        return self._schedule(**arguments)
+
+    @torch.no_grad()
+    def forward(
+        self, micro_batches: Sequence[TrainBatch], read: Callable[[Tensor, TrainBatch], Tensor]
+    ) -> list[Tensor]:
+        """`read(head output, micro-batch)` of every micro-batch, without gradient; empty on all but the last stage."""
+
+        def collect(output: Tensor, batch: TrainBatch, non_loss_data: bool = False) -> Tensor:
+            return read(output, batch)
+
+        was_training = self.wrapped.training
+        self.wrapped.eval()
+        try:
+            return self._run(micro_batches, collect, forward_only=True, non_loss=True)
+        finally:
+            self.wrapped.train(was_training)
+
+    def step(self, micro_batches: Sequence[TrainBatch], loss: LossFunction) -> ScalarMetrics:
+        """Forward, backward and one optimizer step over this rank's micro-batches of one minibatch.
+
+        Returns the reduced `means` and `maxima` of the loss function, `loss`, `grad_norm` and `lr`, the same on
+        every rank.
+        """
+        assert self.optimizer is not None, "this model was built without an optimizer"
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def collect(output: Tensor, batch: TrainBatch):
+            out = loss(output, batch)
+            return out.loss, torch.zeros((), dtype=torch.int, device=output.device), out
+
+        outputs: list[LossOutput] = self._run(micro_batches, collect, forward_only=False, non_loss=False)
+        lr = lr_at(self.step_count, self.optim, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self.optim.weight_decay * group.get("wd_mult", 1.0)
+        applied, grad_norm, _ = self.optimizer.step()
+        assert applied, "the optimizer refused the step"
+        self.step_count += 1
+        return self._reduce(outputs) | {"grad_norm": float(grad_norm or 0.0), "lr": lr}
+
+    def _reduce(self, outputs: list[LossOutput]) -> ScalarMetrics:
+        """Sum micro-batches and data-parallel ranks, then hand the last stage's numbers to the other stages."""
+        metrics: list[ScalarMetrics | None] = [None]
+        if self.layout.is_last_stage:
+            metrics = [reduce_outputs(outputs, self.layout.pgs.dp)]
+        if self.layout.pipeline > 1:
+            dist.broadcast_object_list(metrics, src=self.layout.last_stage_rank, group=self.layout.pgs.pp)
+        assert metrics[0] is not None
+        return metrics[0]
+
+    def broadcast_from_last_stage(self, tensor: Tensor) -> Tensor:
+        """Give every pipeline stage the last stage's `tensor` (other stages pass one of the same shape and dtype)."""
+        if self.layout.pipeline > 1:
+            dist.broadcast(tensor, src=self.layout.last_stage_rank, group=self.layout.pgs.pp)
+        return tensor
+
+
+def reduce_outputs(outputs: list[LossOutput], group: dist.ProcessGroup) -> ScalarMetrics:
+    """Means as sum of numerators over sum of denominators, maxima by max, over micro-batches and `group`."""
+    means, maxima = list(outputs[0].means), list(outputs[0].maxima)
+    rows = [
+        [out.loss.detach().float()] + [part.detach().float() for n in means for part in out.means[n]] for out in outputs
+    ]
+    sums = torch.stack([torch.stack(row) for row in rows]).sum(0)
+    tops = (
+        torch.stack([torch.stack([out.maxima[n].detach().float() for n in maxima]) for out in outputs]).amax(0)
+        if maxima
+        else None
+    )
+    if group.size() > 1:
+        dist.all_reduce(sums, group=group)
+        if tops is not None:
+            dist.all_reduce(tops, op=dist.ReduceOp.MAX, group=group)
+    values = sums.tolist()  # the one host-device sync of an optimizer step
+    result = {"loss": values[0]}
+    for i, name in enumerate(means):
+        result[name] = values[1 + 2 * i] / values[2 + 2 * i] if values[2 + 2 * i] else 0.0
+    if tops is not None:
+        result |= dict(zip(maxima, tops.tolist(), strict=True))
+    return result

@@ -1,0 +1,102 @@
+"""Weights of a sharded model by canonical name: set from any full source, gathered back one tensor at a time.
+
+Canonical names are those of `models/families.py`; this file maps them to the parameters of this rank, for the local and
+the TransformerEngine layer spec (which fuses the norms into the next linear), pipeline stages and tied embeddings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from aligner.config.schema import ModelConfig
+from aligner.megatron.groups import Layout
+from aligner.megatron.model import Head
+from aligner.models.families import ParamSpec, family_table, merge_tp, split_tp
+
+# TransformerEngine parameter suffix -> canonical suffix
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+WeightSource = Callable[[ParamSpec], Tensor]  # spec -> full canonical tensor (tensor-parallel size 1)
+
+
+def canonical_name(name: str, first_layer: int) -> str:
+    """The canonical name of a stage's parameter `name`; `first_layer` is the global index of its layer 0."""
+    for fused, plain in FUSED_NORMS.items():
+        if name.endswith(fused):
+            name = name.removesuffix(fused) + plain
+    if name.startswith("decoder.layers."):
+        index, rest = name.removeprefix("decoder.layers.").split(".", 1)
+        return f"decoder.layers.{int(index) + first_layer}.{rest}"
+    return name
+
+
+def local_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
+    """canonical name -> this rank's parameter (its tensor-parallel shard)."""
+    layers = model.decoder.layers
+    first = layers[0].layer_number - 1 if len(layers) else 0
+    named = {canonical_name(name, first): p for name, p in model.named_parameters()}
+    if model.share_embeddings_and_output_weights and not model.pre_process and OUTPUT in named:
+        named[EMBEDDING] = named.pop(OUTPUT)  # the last stage's copy of the tied embedding
+    return named
+
+
+@torch.no_grad()
+def load_weights(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, source: WeightSource) -> None:
+    """Set every parameter of this stage from `source`; a parameter without a spec is an error of the table."""
+    named = local_parameters(model)
+    table = {spec.canonical: spec for spec in family_table(cfg, head.kind, head.outputs)}
+    unknown = sorted(set(named) - set(table))
+    assert not unknown, f"parameters without a row in the family table: {unknown}"
+    for name, spec in table.items():
+        if name in named:
+            shard = split_tp(spec, source(spec), layout.tensor, layout.tp_rank)
+            assert shard.shape == named[name].shape, (name, tuple(shard.shape), tuple(named[name].shape))
+            named[name].copy_(shard)
+
+
+def random_source(cfg: ModelConfig, seed: int) -> WeightSource:
+    """Gaussian weights that depend on seed and name alone, never on the layout. Norm weights are 1, biases 0;
+    projections into the residual stream are scaled by 1/sqrt(2 x layers) (GPT-2)."""
+
+    def source(spec: ParamSpec) -> Tensor:
+        if spec.canonical.endswith("norm.weight"):
+            return torch.ones(spec.shape)
+        if spec.canonical.endswith("bias"):
+            return torch.zeros(spec.shape)
+        word = hashlib.sha256(f"{seed}/{spec.canonical}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(word[:7], "big"))
+        std = cfg.init_std
+        if spec.canonical.endswith(("linear_proj.weight", "linear_fc2.weight")):
+            std /= (2 * cfg.num_layers) ** 0.5
+        return torch.randn(spec.shape, generator=generator) * std
+
+    return source
+
+
+@torch.no_grad()
+def gather_weights(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head) -> Iterator[tuple[ParamSpec, Tensor]]:
+    """(spec, full canonical tensor) of every parameter this pipeline stage owns, in table order, all-gathered over
+    tensor ranks. Collective over `layout.pgs.tp`. The last stage's copy of a tied embedding is left out."""
+    named = local_parameters(model)
+    if model.share_embeddings_and_output_weights and not model.pre_process:
+        named.pop(EMBEDDING, None)
+    for spec in family_table(cfg, head.kind, head.outputs):
+        if spec.canonical not in named:
+            continue
+        shard = named[spec.canonical].detach()
+        if layout.tensor > 1 and spec.tp_axis is not None:
+            shards = [torch.empty_like(shard) for _ in range(layout.tensor)]
+            dist.all_gather(shards, shard.contiguous(), group=layout.pgs.tp)
+        else:
+            shards = [shard]
+        yield spec, merge_tp(spec, shards)

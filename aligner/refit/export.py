@@ -1,0 +1,59 @@
+"""Write a sharded model as a Hugging Face folder, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from aligner.errors import CheckpointError
+from aligner.megatron.train import ShardedModel
+from aligner.models.hf_config import hf_config
+from aligner.models.safetensors_io import write_hf
+from aligner.refit.transfer import WeightStream
+
+EXTRA_FILE = "aligner.json"  # what config.json has no place for: a reward model's bias and scale
+
+
+def export_hf(model: ShardedModel, folder: Path, tokenizer, extra: dict[str, Any] | None = None) -> Path:
+    """Weights, config.json and tokenizer, loadable with `from_pretrained`. Collective; rank 0 writes.
+
+    Raises CheckpointError on every rank if the folder cannot be written.
+    """
+    stream = WeightStream(model, bucket_bytes=256 << 20)
+    error = ""
+    if dist.get_rank() == 0:
+        config = hf_config(
+            model.cfg,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            head=model.head.kind,
+            num_labels=model.head.outputs,
+            dtype=str(model.dtype).removeprefix("torch."),
+        )
+
+        def add_files(path: Path) -> None:
+            tokenizer.save_pretrained(str(path))
+            (path / EXTRA_FILE).write_text(json.dumps(extra or {}, indent=2) + "\n", encoding="utf-8")
+
+        try:
+            write_hf(folder, ((name, t.cpu()) for bucket in stream for name, t in bucket), config, extra=add_files)
+        except OSError as cause:
+            error = f"cannot write {folder}: {cause}. The checkpoints are untouched; free space or change run.dir"
+    else:
+        for _ in stream:
+            pass
+    told = [error]
+    dist.broadcast_object_list(told, src=0)
+    if told[0]:
+        raise CheckpointError(told[0])
+    return folder
+
+
+def read_extra(folder: Path) -> dict[str, Any]:
+    """What `export_hf` wrote beside the model; empty for folders of other origin."""
+    path = folder / EXTRA_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

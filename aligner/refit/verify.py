@@ -1,0 +1,79 @@
+"""Prove after every refit that the engine holds the trainer's weights: version, sentinel prompts, and checksums on
+request.
+
+The sentinel compares the engine's logprobs with the trainer's CURRENT ones and with those of the PREVIOUS refit. A bare
+tolerance would pass an engine that missed one small step in bfloat16; being nearer to the previous weights gives it
+away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from aligner.config.schema import RefitConfig
+from aligner.engines.base import RolloutEngine
+from aligner.refit.transfer import Refit, fail_together
+from aligner.types import ScalarMetrics
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # mean |logprob difference|, engine and trainer kernels differ
+POWER = 6.0  # the step must move the sentinel by this many noise widths before "nearer" means anything
+
+
+def staleness(engine: Tensor, current: Tensor, previous: Tensor) -> tuple[bool, float]:
+    """Whether `engine` [N] is nearer to `previous` than to `current`, and how far along it came (0 stale, 1 current).
+
+    With d = current - previous, progress = <engine - previous, d> / |d|^2; nearer to previous means progress < 1/2. The
+    verdict is withheld (False) where |d| does not exceed the numeric noise between engine and trainer.
+    """
+    step = (current - previous).double()
+    squared = step.square().sum()
+    if not squared > 0:
+        return False, 1.0
+    progress = float(((engine - previous).double() * step).sum() / squared)
+    noise = min((engine - x).double().square().mean().sqrt() for x in (current, previous))
+    powerful = bool(squared.sqrt() > POWER * noise)
+    return powerful and progress < 0.5, progress
+
+
+@dataclass
+class Verifier:
+    """Keeps the sentinel's last logprobs; `check` raises RefitError on every rank if any rank's engine disagrees."""
+
+    refit: Refit
+    tokens: Tensor  # int64 [B, T] sentinel rows
+    lengths: Tensor  # int64 [B]
+    trainer_logprobs: object  # callable (tokens, lengths) -> float32 [B, T], collective over the model's ranks
+    previous: Tensor | None = field(default=None)
+
+    def check(self) -> ScalarMetrics:
+        engine: RolloutEngine = self.refit.engine
+        config: RefitConfig = self.refit.config
+        mask = torch.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
+        mask[:, 0] = False
+        current = self.trainer_logprobs(self.tokens, self.lengths).cpu()[mask]  # type: ignore[operator]
+        found = engine.logprobs(self.tokens, self.lengths).cpu()[mask]
+        causes = []
+        if engine.weight_version != self.refit.model.step_count:
+            causes.append(f"weight version: engine {engine.weight_version}, trainer {self.refit.model.step_count}")
+        if config.verify == "checksum":
+            held = engine.checksums()
+            wrong = [name for name, value in self.refit.checksums.items() if held.get(name) != value]
+            if wrong:
+                causes.append(f"checksum of {len(wrong)} tensors differs, first {wrong[0]}")
+        error = float((found - current).abs().mean())
+        tolerance = config.tolerance or TOLERANCE[getattr(engine, "dtype", torch.float32)]
+        if not error <= tolerance:
+            causes.append(f"sentinel: mean |logprob difference| {error:.3g} > refit.tolerance {tolerance:.3g}")
+        progress = 1.0
+        if self.previous is not None:
+            stale, progress = staleness(found, current, self.previous)
+            if stale:
+                causes.append(
+                    f"sentinel: nearer to the previous weights than to the current ones (progress {progress:.2f})"
+                )
+        self.previous = current
+        fail_together("; ".join(causes))
+        return {"refit/sentinel_error": error, "refit/sentinel_progress": progress}

@@ -1,0 +1,41 @@
+"""The critic: values of states, and its own optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from aligner.config.schema import BatchConfig
+from aligner.megatron.train import ShardedModel
+from aligner.roles.batching import forward_rows, micro_batches
+from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch
+
+ValueLoss = Callable[[Tensor, TrainBatch], LossOutput]  # (values [B,T], micro-batch) -> share of the minibatch loss
+
+
+@dataclass
+class Critic:
+    """values = (head output - bias) / scale: a critic that starts from a reward model speaks in that model's centred,
+    scaled scores from its first step on."""
+
+    model: ShardedModel
+    batch: BatchConfig
+    bias: float = 0.0
+    scale: float = 1.0
+
+    def _values(self, output: Tensor) -> Tensor:
+        """values[:, t] = head(hidden[:, t-1]): the state BEFORE tokens[t]. output [B, T, 1] -> [B, T], index 0 is 0."""
+        return pad((output[:, :-1, 0].float() - self.bias) / self.scale, (1, 0))
+
+    def values(self, rollout: RolloutBatch) -> Tensor:
+        """float32 [B, T] on the CPU of every rank: the value of the state before each token."""
+        return forward_rows(self.model, rollout, self.batch.logprob_tokens, lambda out, _: self._values(out))
+
+    def update(self, minibatch: TrainBatch, loss: ValueLoss) -> ScalarMetrics:
+        stats = self.model.step(
+            micro_batches(minibatch, self.batch), lambda output, batch: loss(self._values(output), batch)
+        )
+        return {f"critic/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()}

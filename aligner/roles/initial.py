@@ -1,0 +1,102 @@
+"""Where a model starts from: its shape, its weights and its tokenizer, by `model.init`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.config.freeze import load_frozen
+from aligner.config.schema import ModelConfig
+from aligner.data.tokenizer import check_vocab, load_tokenizer
+from aligner.errors import CheckpointError, ConfigError
+from aligner.megatron.model import Head
+from aligner.megatron.weights import WeightSource, random_source
+from aligner.models.families import ParamSpec, from_hf
+from aligner.models.hf_config import config_from_hf
+from aligner.models.safetensors_io import open_hf
+from aligner.refit.export import read_extra
+
+# what a run decides, whatever folder the weights come from
+_OF_THE_RUN = ("dtype", "recompute", "tokenizer", "init")
+
+
+@dataclass
+class InitialModel:
+    """`config` has its true shape and vocabulary; `checkpoint` is loaded over `source` if set."""
+
+    config: ModelConfig
+    tokenizer: Any
+    folder: Path | None = None  # Hugging Face folder
+    checkpoint: Path | None = None  # folder of one model in a sharded checkpoint
+    seed: int = 0
+
+    def source(self, head: Head) -> WeightSource:
+        """Weights for a model with this head; a score head that the folder lacks starts at zero."""
+        random = random_source(self.config, self.seed)
+        if self.folder is None:
+            return random
+        tensors = open_hf(self.folder)
+
+        def read(spec: ParamSpec) -> Tensor:
+            if spec.hf == ("score.weight",) and "score.weight" not in tensors:
+                return torch.zeros(spec.shape)
+            return from_hf(spec, tensors, self.config)
+
+        return read
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return read_extra(self.folder) if self.folder else {}
+
+
+def resolve(cfg: ModelConfig, init: str, seed: int, key: str = "model.init", part: str = "policy") -> InitialModel:
+    """Find shape, weights and tokenizer of `init`: "random", a Hugging Face folder, a run folder or a checkpoint."""
+    if init == "random":
+        if not cfg.tokenizer:
+            raise ConfigError("model.tokenizer", "", "a Hugging Face tokenizer folder when model.init=random")
+        return _with_tokenizer(InitialModel(cfg, None, seed=seed), cfg.tokenizer)
+    path = Path(init).expanduser()
+    if (path / "hf" / "config.json").exists():  # a finished run
+        path = path / "hf"
+    if (path / "config.json").exists():
+        shape = config_from_hf(path)
+        config = dataclasses.replace(shape, **{name: getattr(cfg, name) for name in _OF_THE_RUN})
+        return _with_tokenizer(InitialModel(config, None, folder=path, seed=seed), cfg.tokenizer or str(path))
+    return _from_checkpoint(cfg, path, seed, key, part)
+
+
+def _from_checkpoint(cfg: ModelConfig, path: Path, seed: int, key: str, part: str) -> InitialModel:
+    """A run folder without an export, or one of its checkpoints: the shape is in the run's frozen config."""
+    from aligner.run.checkpoints import find_checkpoint, read_state
+
+    try:
+        checkpoint = find_checkpoint(path)
+    except CheckpointError:
+        expected = "random, a Hugging Face folder (config.json), a run folder or a checkpoint"
+        raise ConfigError(key, str(path), expected) from None
+    identity = read_state(checkpoint)["identity"]
+    shape = ModelConfig(**identity["model"])
+    shape.rope_scaling = type(cfg.rope_scaling)(**identity["model"]["rope_scaling"])
+    config = dataclasses.replace(shape, **{name: getattr(cfg, name) for name in _OF_THE_RUN})
+    run_config = load_frozen(checkpoint.parent.parent / "config.yaml")
+    tokenizer = cfg.tokenizer or run_config.model.tokenizer or run_config.model.init
+    return _with_tokenizer(InitialModel(config, None, checkpoint=checkpoint / part, seed=seed), tokenizer)
+
+
+def _with_tokenizer(model: InitialModel, folder: str) -> InitialModel:
+    announce = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    model.tokenizer = load_tokenizer(folder, announce=announce)
+    if model.config.vocab_size == 0:
+        model.config = dataclasses.replace(model.config, vocab_size=len(model.tokenizer))
+    check_vocab(model.tokenizer, model.config.vocab_size)
+    return model
+
+
+def shape_of(cfg: ModelConfig) -> dict[str, Any]:
+    """The fields that make two models' weights exchangeable: the identity of a checkpoint."""
+    return {name: value for name, value in dataclasses.asdict(cfg).items() if name not in (*_OF_THE_RUN, "init_std")}

@@ -1,0 +1,70 @@
+"""The policy and its frozen reference: what an algorithm asks for logprobs and for an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from aligner.config.schema import BatchConfig
+from aligner.megatron.train import ShardedModel
+from aligner.ops.accuracy import greedy_hits
+from aligner.ops.logprobs import token_logprobs
+from aligner.roles.batching import forward_rows, micro_batches
+from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch
+
+
+class TokenOutputs(NamedTuple):
+    """What a loss sees of the model: numbers per token, all [B, T], index t speaks of tokens[:, t]."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    hits: Tensor | None  # 1 where the most likely token is the one that stands there
+
+
+PolicyLoss = Callable[[TokenOutputs, TrainBatch], LossOutput]  # micro-batch -> its share of the minibatch loss
+
+
+@dataclass
+class Policy:
+    """A language model at a temperature; `model.step_count` is the weight version."""
+
+    model: ShardedModel
+    batch: BatchConfig
+    temperature: float = 1.0
+    entropy: bool = True  # of every token, for the metric and the bonus
+    hits: bool = False
+
+    def _outputs(self, logits: Tensor, batch: TrainBatch, entropy: bool, hits: bool) -> TokenOutputs:
+        where = {
+            "vocab_size": self.model.cfg.vocab_size,
+            "group": self.model.layout.pgs.tp if self.model.layout.tensor > 1 else None,
+        }
+        logprobs, entropies = token_logprobs(
+            logits, batch.tokens, temperature=self.temperature, entropy=entropy, **where
+        )
+        return TokenOutputs(logprobs, entropies, greedy_hits(logits, batch.tokens, **where) if hits else None)
+
+    def logprobs(self, rows: RolloutBatch | TrainBatch) -> Tensor:
+        """float32 [B, T] logprobs of every token under the current weights, on the CPU of every rank; index 0 is 0."""
+        return forward_rows(
+            self.model, rows, self.batch.logprob_tokens, lambda logits, b: self._outputs(logits, b, False, False)[0]
+        )
+
+    def update(self, minibatch: TrainBatch, loss: PolicyLoss) -> ScalarMetrics:
+        """One optimizer step over this rank's rows of a minibatch."""
+
+        def from_logits(logits: Tensor, batch: TrainBatch) -> LossOutput:
+            return loss(self._outputs(logits, batch, self.entropy, self.hits), batch)
+
+        stats = self.model.step(micro_batches(minibatch, self.batch), from_logits)
+        return {f"policy/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()}
+
+
+class Reference(Policy):
+    """A frozen copy: no gradients, no optimizer."""
+
+    def update(self, minibatch: TrainBatch, loss: PolicyLoss) -> ScalarMetrics:
+        raise AssertionError("the reference is frozen")

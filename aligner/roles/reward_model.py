@@ -1,0 +1,63 @@
+"""The reward model: scores of whole samples, in training (stage rm) and as a `Reward` of other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from aligner.config.schema import BatchConfig
+from aligner.megatron.train import ShardedModel
+from aligner.roles.batching import forward_rows, micro_batches
+from aligner.types import LossOutput, RolloutBatch, Sample, ScalarMetrics, TrainBatch
+
+ScoreLoss = Callable[[Tensor, TrainBatch], LossOutput]  # (scores [B,K], micro-batch) -> share of the minibatch loss
+
+
+def last_token_scores(output: Tensor, lengths: Tensor) -> Tensor:
+    """The head at the last non-padding token (EOS where the response ended). output [B, T, K] -> float32 [B, K]."""
+    rows = torch.arange(len(lengths), device=output.device)
+    return output[rows, lengths - 1].float()
+
+
+@dataclass
+class RewardModel:
+    """`bias` is the mean score on the training set: scores leave here centred. `scale` divides them (1 = none)."""
+
+    main_thread: ClassVar[bool] = True  # its collectives may not run in a reward worker's thread
+
+    model: ShardedModel
+    batch: BatchConfig
+    bias: float = 0.0
+    scale: float = 1.0
+    name: str = "model"
+
+    def raw_scores(self, rows: RolloutBatch | TrainBatch) -> Tensor:
+        """float32 [B, K] on the CPU of every rank, neither centred nor scaled."""
+        return forward_rows(
+            self.model, rows, self.batch.logprob_tokens, lambda out, b: last_token_scores(out, b.lengths)
+        )[:, : self.model.head.outputs]
+
+    def scores(self, rows: RolloutBatch | TrainBatch) -> Tensor:
+        """float32 [B]: the first output, centred and scaled."""
+        return (self.raw_scores(rows)[:, 0] - self.bias) / self.scale
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        """The `Reward` protocol. Collective over the model's tensor and pipeline ranks: all pass the same samples."""
+        if not samples:
+            return []
+        sequences = [torch.tensor(s.prompt.tokens + s.tokens) for s in samples]
+        tokens = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        lengths = torch.tensor([len(s) for s in sequences])
+        return self.scores(TrainBatch(tokens, lengths, torch.zeros(len(samples), 0))).tolist()
+
+    def update(self, minibatch: TrainBatch, loss: ScoreLoss, unit: int) -> ScalarMetrics:
+        """One optimizer step; `unit` consecutive rows (2: the pair) stay in one micro-batch."""
+        stats = self.model.step(
+            micro_batches(minibatch, self.batch, unit),
+            lambda output, batch: loss(last_token_scores(output, batch.lengths), batch),
+        )
+        return {f"rm/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()}

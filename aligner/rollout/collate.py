@@ -1,0 +1,83 @@
+"""From an engine's columns to samples, and from samples to the rollout batch of a data-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aligner.data.tokenizer import decode_responses
+from aligner.types import STOP, Generations, Prompt, RolloutBatch, Sample
+
+
+def make_samples(tokenizer, prompts: Sequence[Prompt], generations: Generations, group: int) -> list[Sample]:
+    """N = prompts x group samples, prompt-major, with decoded responses."""
+    texts = decode_responses(tokenizer, generations.tokens, generations.lengths)
+    rows, lengths = generations.tokens.tolist(), generations.lengths.tolist()
+    finished = (generations.finish_reason == STOP).tolist()
+    return [
+        Sample(
+            prompt=prompts[i // group],
+            index=i % group,
+            response=texts[i],
+            tokens=tuple(rows[i][: lengths[i]]),
+            finished=finished[i],
+            weight_version=generations.weight_version,
+        )
+        for i in range(len(texts))
+    ]
+
+
+def join_generations(parts: Sequence[Generations]) -> Generations:
+    """Rows of several ranks, in rank order. All must carry the same weight version."""
+    versions = {part.weight_version for part in parts}
+    assert len(versions) == 1, f"samples of several weight versions in one rollout: {sorted(versions)}"
+    width = max(part.tokens.shape[1] for part in parts)
+
+    def stack(name: str) -> Tensor:
+        padded = [torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in (getattr(p, name) for p in parts)]
+        return torch.cat(padded)
+
+    return Generations(
+        tokens=stack("tokens"),
+        lengths=torch.cat([part.lengths for part in parts]),
+        logprobs=stack("logprobs"),
+        finish_reason=torch.cat([part.finish_reason for part in parts]),
+        weight_version=versions.pop(),
+        full_logprobs=stack("full_logprobs") if parts[0].full_logprobs is not None else None,
+    )
+
+
+def collate(samples: list[Sample], generations: Generations, slots: Tensor, pad_id: int) -> RolloutBatch:
+    """B samples -> right-padded rows [B, T]. `slots` int64 [B]: the global prompt slot of each sample.
+
+    Rewards are NaN and every sample invalid until they are scored.
+    """
+    count, width = generations.tokens.shape
+    prompt_lengths = torch.tensor([len(s.prompt.tokens) for s in samples])
+    lengths = prompt_lengths + generations.lengths
+    total = int(lengths.max())
+    column = torch.arange(total)[None]
+    tokens = torch.full((count, total), pad_id, dtype=torch.int64)
+    prompt_mask = column < prompt_lengths[:, None]
+    tokens[prompt_mask] = torch.tensor([t for s in samples for t in s.prompt.tokens])
+    response_mask = (column >= prompt_lengths[:, None]) & (column < lengths[:, None])
+    filled = torch.arange(width)[None] < generations.lengths[:, None]
+    tokens[response_mask] = generations.tokens[filled]
+    logprobs = torch.zeros(count, total)
+    # engine and trainer are compared on the distribution the trainer can compute: the full tempered one
+    source = generations.logprobs if generations.full_logprobs is None else generations.full_logprobs
+    logprobs[response_mask] = source[filled].float()
+    return RolloutBatch(
+        tokens=tokens,
+        lengths=lengths,
+        response_mask=response_mask.float(),
+        rollout_logprobs=logprobs,
+        rewards=torch.full((count,), float("nan")),
+        valid=torch.zeros(count, dtype=torch.bool),
+        group=slots,
+        finished=generations.finish_reason == STOP,
+        weight_version=generations.weight_version,
+        samples=samples,
+    )

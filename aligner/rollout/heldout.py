@@ -1,0 +1,62 @@
+"""Held-out numbers of the supervised stages, over all data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from aligner.data.collate import collate_preference, collate_scored, collate_sft
+from aligner.data.dataset import SftDataset
+from aligner.ops.reward_loss import bradley_terry, regression
+from aligner.roles.policy import Policy
+from aligner.roles.reward_model import RewardModel
+from aligner.rollout.source import share
+from aligner.rollout.statistics import reduce_metrics
+from aligner.types import ScalarMetrics
+
+STATISTICS_ROWS = 2048  # rows (pairs) of the training set that fix a reward model's bias
+
+
+def _mine(model, dataset: Sequence, limit: int) -> list:
+    """This data-parallel rank's share of the first `limit` rows (0: all)."""
+    count = min(limit, len(dataset)) if limit else len(dataset)
+    layout = model.layout
+    return [dataset[i] for i in range(count)[share(count, layout.data, layout.dp_rank)]]
+
+
+def held_out_loss(policy: Policy, dataset: SftDataset, limit: int) -> ScalarMetrics:
+    """eval/loss: mean negative log-likelihood per loss-carrying token, nats."""
+    items = _mine(policy.model, dataset, limit)
+    total, count = 0.0, 0.0
+    if items:
+        batch = collate_sft(items, 0)
+        total = -float((policy.logprobs(batch) * batch.loss_mask).sum())
+        count = float(batch.loss_mask.sum())
+    return reduce_metrics({"eval/loss": (total, count)}, {}, policy.model.layout.pgs.dp)
+
+
+def pair_accuracy(model: RewardModel, dataset: Sequence, limit: int, pairwise: bool) -> ScalarMetrics:
+    """eval/accuracy (chosen above rejected), eval/loss (no centre term) and eval/margin; for regression eval/loss."""
+    items = _mine(model.model, dataset, limit)
+    batch = (collate_preference if pairwise else collate_scored)(items, 0) if items else None
+    scores = model.raw_scores(batch) if batch is not None else torch.zeros(0, 1)
+    if not pairwise:
+        loss = regression(scores, batch.labels) if batch is not None else torch.zeros(0)
+        return reduce_metrics({"eval/loss": (float(loss.sum()), len(loss))}, {}, model.model.layout.pgs.dp)
+    loss, stats = bradley_terry(scores[0::2, 0], scores[1::2, 0], None, 0.0)
+    n = float(len(loss))
+    means = {"eval/loss": (float(loss.sum()), n)}
+    means |= {f"eval/{name}": (float(stats[name].sum()), n) for name in ("accuracy", "margin")}
+    return reduce_metrics(means, {}, model.model.layout.pgs.dp)
+
+
+def score_statistics(model: RewardModel, dataset: Sequence, pairwise: bool) -> tuple[float, float]:
+    """(mean, standard deviation) of the first output on the training set's first rows."""
+    items = _mine(model.model, dataset, STATISTICS_ROWS)
+    sums = (0.0, 0.0, 0.0)
+    if items:
+        scores = model.raw_scores((collate_preference if pairwise else collate_scored)(items, 0))[:, 0].double()
+        sums = (float(scores.sum()), float(scores.square().sum()), float(len(scores)))
+    found = reduce_metrics({"mean": (sums[0], sums[2]), "square": (sums[1], sums[2])}, {}, model.model.layout.pgs.dp)
+    return found["mean"], max(found["square"] - found["mean"] ** 2, 1e-12) ** 0.5

@@ -1,0 +1,112 @@
+"""From a scored rollout to what the losses need: token rewards, loss mask, minibatches; and the KL coefficient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.config.schema import AlgorithmConfig, BatchConfig, KLConfig
+from aligner.ops.advantages import token_rewards
+from aligner.ops.kl import adapt_kl_coef, kl_estimate
+from aligner.ops.seeds import derive
+from aligner.ops.stratify import minibatch_rows
+from aligner.run.sample_table import SampleRow
+from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
+
+
+@dataclass
+class KLController:
+    """beta, fixed or adaptive (Ziegler et al. 2019): beta *= 1 + clip(KL/target - 1, -0.2, 0.2) x samples /
+    horizon, with KL the mean of k1 over the response tokens of the rollout (`kl/ref_k1`)."""
+
+    config: KLConfig
+    coef: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.coef = self.config.coef
+
+    def update(self, kl: float, samples: int) -> None:
+        rule = self.config.controller
+        if rule.kind == "adaptive":
+            self.coef = adapt_kl_coef(self.coef, kl, rule.target, samples, rule.horizon)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.coef = float(state["coef"])
+
+
+def set_token_rewards(rollout: RolloutBatch, cfg: AlgorithmConfig, kl_coef: float) -> None:
+    """Fill `token_rewards` (reward at the last response token, overlong penalty, KL per token where it belongs in the
+    reward) and `loss_mask` (response tokens of valid samples, less truncated ones where configured)."""
+    scores = rollout.rewards.nan_to_num() - cfg.overlong.penalty * (~rollout.finished).float()
+    kl = None
+    if cfg.kl.placement == "reward" and rollout.ref_logprobs is not None:
+        kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, cfg.kl.estimator)
+    rollout.token_rewards = token_rewards(scores, rollout.response_mask, kl, kl_coef)
+    keep = rollout.valid.clone()
+    if cfg.overlong.mask_truncated:
+        keep &= rollout.finished
+    rollout.loss_mask = rollout.response_mask * keep[:, None]
+
+
+def shuffle_within_groups(rollout: RolloutBatch, seed: int) -> None:
+    """The control experiment (`debug.shuffle_rewards`): the same rewards, given to random samples of their group."""
+    for slot in rollout.group.unique().tolist():
+        rows = (rollout.group == slot).nonzero().flatten()
+        generator = torch.Generator().manual_seed(derive(seed, "control", slot))
+        rollout.rewards[rows] = rollout.rewards[rows[torch.randperm(len(rows), generator=generator)]]
+
+
+def minibatches(rollout: RolloutBatch, batch: BatchConfig, seed: int, epoch: int) -> Iterator[TrainBatch]:
+    """This rank's rows of each minibatch of one epoch. The global minibatch has the same members for any number of
+    data-parallel ranks (`ops/stratify.py`); samples stay where they are."""
+    count = batch.prompts * batch.group // (batch.minibatch_samples or batch.prompts * batch.group)
+    for rows in minibatch_rows(rollout.group, batch.group, count, derive(seed, "epoch", epoch)):
+        part = rollout.select(rows)
+        yield TrainBatch(
+            tokens=part.tokens,
+            lengths=part.lengths,
+            loss_mask=part.loss_mask,
+            old_logprobs=part.old_logprobs,
+            ref_logprobs=part.ref_logprobs,
+            advantages=part.advantages,
+            returns=part.returns,
+            values=part.values,
+            token_weights=part.token_weights,
+        )
+
+
+def sample_rows(rollout: RolloutBatch, n: int) -> list[SampleRow]:
+    """The first n samples for people: with the reward and the advantage of the last response token."""
+    rows = []
+    for i, sample in enumerate(rollout.samples[:n]):
+        advantage = float(rollout.advantages[i, int(rollout.lengths[i]) - 1]) if rollout.advantages is not None else 0.0
+        rows.append(
+            SampleRow(sample.prompt.text, sample.response, float(rollout.rewards[i]), advantage, sample.finished)
+        )
+    return rows
+
+
+def average(stats: Sequence[ScalarMetrics]) -> ScalarMetrics:
+    """Metrics of several minibatches as one: the mean, or the largest of those named `*_max`."""
+    if not stats:
+        return {}
+    return {
+        name: max(s[name] for s in stats) if name.endswith("_max") else sum(s[name] for s in stats) / len(stats)
+        for name in stats[0]
+    }
+
+
+def total_tokens(rollout: RolloutBatch, group: dist.ProcessGroup) -> float:
+    """Response tokens over all data-parallel ranks."""
+    count: Tensor = rollout.response_mask.sum()
+    if group.size() > 1:
+        dist.all_reduce(count, group=group)
+    return float(count)

@@ -1,0 +1,195 @@
+"""Checkpoint folders: written aside and renamed, verified when loaded, the newest few and the best kept.
+
+<run.dir>/checkpoints/step-00000120/
+    policy/  critic/      sharded weights and optimizer of each model (megatron/checkpoint.py)
+    rng/rank-0000.pt      random state of every rank
+    state.json            identity, step, and the small states: data cursor, KL controller, reward normaliser, ...
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from aligner.config.schema import CheckpointConfig
+from aligner.errors import CheckpointError
+from aligner.megatron.checkpoint import fsync_folder, fsync_tree, load_model, rng_state, save_model, set_rng_state
+from aligner.megatron.train import ShardedModel
+
+NAME = re.compile(r"step-(\d{8})")
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of all whole checkpoints below `folder`, oldest first."""
+    found = []
+    for path in folder.glob("step-*"):
+        match = NAME.fullmatch(path.name)
+        if match and (path / "state.json").exists():
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint `path` means: itself, or the newest of a run folder or its `checkpoints` folder."""
+    if (path / "state.json").exists():
+        return path
+    for folder in (path, path / "checkpoints"):
+        found = complete_checkpoints(folder)
+        if found:
+            return found[-1][1]
+    raise CheckpointError(f"{path}: expected a checkpoint, or a run folder with one (run.resume, model.init)")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {folder / 'state.json'}: {error}") from error
+
+
+class Checkpoints:
+    """Saves and restores one run. All methods are collective over the world."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: CheckpointConfig,
+        models: Mapping[str, ShardedModel],
+        state: Mapping[str, Stateful],
+        identity: Mapping[str, Any],
+    ):
+        self.folder, self.config = run_dir / "checkpoints", config
+        self.models, self.state, self.identity = dict(models), dict(state), dict(identity)
+        self.last_saved = -1
+
+    def save(self, step: int, metrics: Mapping[str, float], states: Mapping[str, Any] | None = None) -> Path:
+        """Write step's checkpoint; what was there before stays until the new one is whole. `states` replaces the
+        current ones of `self.state`."""
+        if states is None:
+            states = {name: item.state_dict() for name, item in self.state.items()}
+        final, aside = self.folder / f"step-{step:08d}", self.folder / f"step-{step:08d}.tmp"
+        rank = dist.get_rank()
+        error = ""
+        try:
+            if rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+                (aside / "rng").mkdir(parents=True)
+        except OSError as cause:
+            error = _io_message(aside, cause)
+        self._fail_together(error, aside)
+        try:
+            for name, model in self.models.items():
+                save_model(model, aside / name)
+            torch.save(rng_state(), aside / "rng" / f"rank-{rank:04d}.pt")
+        except (OSError, RuntimeError) as cause:
+            error = _io_message(aside, cause)
+        self._fail_together(error, aside)
+        if rank == 0:
+            try:
+                self._commit(step, metrics, states, aside, final)
+            except OSError as cause:
+                error = _io_message(aside, cause)
+        self._fail_together(error, aside)
+        self.last_saved = step
+        if rank == 0:
+            self._retain()
+        return final
+
+    def _commit(self, step: int, metrics: Mapping[str, float], states: Mapping[str, Any], aside: Path, final: Path):
+        content = {
+            "identity": self.identity,
+            "step": step,
+            "world_size": dist.get_world_size(),
+            "metric": metrics.get(self.config.metric),
+            "state": dict(states),
+        }
+        (aside / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+        fsync_tree(aside)
+        if final.exists():
+            shutil.rmtree(final)
+        aside.rename(final)
+        fsync_folder(final.parent)
+
+    def _fail_together(self, error: str, aside: Path) -> None:
+        errors: list[str] = [error] * dist.get_world_size()
+        if len(errors) > 1:
+            dist.all_gather_object(errors, error)
+        first = next((text for text in errors if text), "")
+        if first:
+            if dist.get_rank() == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(first)
+
+    def _retain(self) -> None:
+        """Delete all but the last `keep_last` and the best `keep_best` by `metric`."""
+        found = complete_checkpoints(self.folder)
+        keep = {path for _, path in found[-self.config.keep_last :]}
+        if self.config.keep_best:
+            sign = 1 if self.config.metric.endswith("loss") else -1
+            scored = [(sign * m, path) for _, path in found if (m := read_state(path)["metric"]) is not None]
+            keep |= {path for _, path in sorted(scored)[: self.config.keep_best]}
+        for _, path in found:
+            if path not in keep:
+                shutil.rmtree(path)
+
+    def restore(self, resume: str) -> int:
+        """Load what `run.resume` asks for; returns the step to continue after, 0 if there is nothing to resume.
+
+        With `auto` a damaged newest checkpoint is reported loudly and the one before it is used.
+        """
+        if resume == "never":
+            return 0
+        candidates = [path for _, path in reversed(complete_checkpoints(self.folder))]
+        if resume != "auto":
+            candidates = [find_checkpoint(Path(resume))]
+        for i, path in enumerate(candidates):
+            self._check_identity(path)
+            try:
+                return self._load(path)
+            except CheckpointError as error:
+                if i + 1 == len(candidates):
+                    raise
+                if dist.get_rank() == 0:
+                    print(f"WARNING: {error}\nWARNING: using the checkpoint before it: {candidates[i + 1]}", flush=True)
+        return 0
+
+    def _load(self, path: Path) -> int:
+        content = read_state(path)
+        for name, model in self.models.items():
+            load_model(model, path / name)
+        for name, item in self.state.items():
+            item.load_state_dict(content["state"][name])
+        rng = path / "rng" / f"rank-{dist.get_rank():04d}.pt"
+        if rng.exists() and content["world_size"] == dist.get_world_size():
+            set_rng_state(torch.load(rng, weights_only=True))
+        self.last_saved = content["step"]
+        return content["step"]
+
+    def _check_identity(self, path: Path) -> None:
+        found = read_state(path)["identity"]
+        for key, expected in self.identity.items():
+            if found.get(key) != expected:
+                raise CheckpointError(
+                    f"checkpoint {path} belongs to another run: {key} is {found.get(key)!r} there, {expected!r} here. "
+                    "Choose another run.dir, or run.resume=never"
+                )
+
+
+def _io_message(folder: Path, cause: Exception) -> str:
+    code = getattr(cause, "errno", None) or getattr(cause.__cause__, "errno", None)
+    hint = " (no space left)" if code == errno.ENOSPC else ""
+    advice = "Earlier checkpoints are untouched; free space or change run.dir"
+    return f"cannot write checkpoint {folder}{hint}: {cause}. {advice}"

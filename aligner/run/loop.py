@@ -1,0 +1,150 @@
+"""What every stage shares between its steps: resume, metrics, samples, alarms, evaluation, checkpoints, early stop.
+
+A recipe reads `for step in run.steps(): ...; run.finish(step, metrics)` and nothing else of this.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from aligner.config.schema import RunConfig
+from aligner.errors import AlignerError
+from aligner.run.alarms import Alarms, truncate_alarms, write_alarms
+from aligner.run.checkpoints import Checkpoints
+from aligner.run.metrics import MetricsLogger
+from aligner.run.progress import ProgressBar
+from aligner.run.sample_table import SampleRow, print_samples, truncate_samples, write_samples
+from aligner.run.timers import Timers
+from aligner.types import ScalarMetrics
+
+Evaluate = Callable[[], ScalarMetrics]
+
+
+class Run:
+    """Steps are counted from 1; a checkpoint of step n is taken after n whole steps."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        stage: str,
+        rank: int,
+        checkpoints: Checkpoints,
+        logger: MetricsLogger,
+        alarms: Alarms,
+        evaluate: Evaluate | None = None,
+        samples_shown: int = 4,
+        progress: bool = True,
+        checkpoint_every: int = 0,
+        save_final: bool = True,
+    ):
+        self.config, self.stage, self.rank, self.evaluate = config, stage, rank, evaluate
+        self.checkpoints, self.logger, self.alarms = checkpoints, logger, alarms
+        self.samples_shown, self.progress = samples_shown, progress
+        self.checkpoint_every, self.save_final = checkpoint_every, save_final
+        self.timers = Timers()
+        self.last_eval: ScalarMetrics = {}
+        self.stopped: str | None = None  # why the stage ended before run.steps
+        self.step = 0
+        checkpoints.state["run"] = self
+        self._bar: ProgressBar | None = None
+        self._step_start_s = 0.0
+        self._before: dict[str, Any] = {}  # the small states before the step in progress
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_eval": self.last_eval, "stopped": self.stopped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last_eval, self.stopped = dict(state["last_eval"]), state["stopped"]
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to do. Resumes first; evaluates before the first step if evaluation is on; saves at the
+        end."""
+        self.step = self.checkpoints.restore(self.config.resume)
+        self.logger.resume_at(self.step if self.step else -1)
+        if self.rank == 0:
+            truncate_samples(self.config.dir, self.step)
+            truncate_alarms(self.config.dir, self.step)
+            if self.step:
+                print(f"resumed at step {self.step} of {self.config.steps}", flush=True)
+        total = self.config.steps
+        with ProgressBar(total, self.step, self.stage, self.rank, self.progress) as self._bar:
+            if self.step == 0 and self.config.eval_every and self.evaluate:
+                self.logger.log(0, self._evaluate() | self.timers.take())
+            while self.step < total and not self.stopped:
+                self._step_start_s = time.perf_counter()
+                self._before = {name: item.state_dict() for name, item in self.checkpoints.state.items()}
+                yield self.step + 1
+            self._end()
+
+    def _end(self) -> None:
+        if self.evaluate and self.last_eval.get("_step") != self.step:
+            self.logger.log(self.step, self._evaluate() | self.timers.take())
+        if self.save_final and self.checkpoints.last_saved != self.step:
+            self._save({})
+        if self.stopped and self.rank == 0 and self._bar:
+            self._bar.write(f"{self.stage} stopped early at step {self.step}: {self.stopped}")
+
+    def finish(self, step: int, metrics: ScalarMetrics, samples: Sequence[SampleRow] = (), tokens: float = 0.0) -> None:
+        """Close a step: evaluate, save, log. `tokens` of this step over all ranks give the throughput."""
+        self.step = step
+        if self.config.eval_every and step % self.config.eval_every == 0 and self.evaluate:
+            metrics = metrics | self._evaluate()
+            self._check_stop(metrics)
+        if self.checkpoint_every and step % self.checkpoint_every == 0:
+            self._save(metrics)
+        seconds = time.perf_counter() - self._step_start_s
+        metrics = metrics | self.timers.take() | {"time/step_s": seconds}
+        if tokens:
+            metrics["throughput/tokens_per_s"] = tokens / seconds
+        metrics["memory/peak_rss_bytes"] = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        self.logger.log(step, metrics)
+        lines = self.alarms.check(metrics, step) if self.rank == 0 else []
+        write_alarms(self.config.dir, step, lines, self.rank)
+        assert self._bar is not None, "finish() outside of steps()"
+        for line in lines:
+            self._bar.write(line)
+        if self.config.samples_every and (step == 1 or step % self.config.samples_every == 0) and samples:
+            write_samples(self.config.dir, step, samples, self.rank)
+            if self.progress:
+                print_samples(step, samples, self.samples_shown, self.rank)
+        self._bar.update(step, metrics)
+
+    def _evaluate(self) -> ScalarMetrics:
+        assert self.evaluate is not None
+        with self.timers("eval"):
+            found = self.evaluate()
+        self.last_eval = dict(found) | {"_step": self.step}
+        return found
+
+    def _check_stop(self, metrics: ScalarMetrics) -> None:
+        rule = self.config.stop
+        if not rule.metric:
+            return
+        if rule.metric not in metrics:
+            names = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
+            raise AlignerError(f"run.stop.metric={rule.metric!r}: expected a metric of an evaluation: {names}")
+        if metrics[rule.metric] >= rule.above:
+            self.stopped = f"{rule.metric} {metrics[rule.metric]:.3f} >= run.stop.above={rule.above}"
+
+    def _save(self, metrics: ScalarMetrics, states: dict[str, Any] | None = None) -> None:
+        with self.timers("save"):
+            self.checkpoints.save(
+                self.step, metrics | {k: v for k, v in self.last_eval.items() if k != "_step"}, states
+            )
+
+    def save_after(self, error: Exception) -> None:
+        """A failure that all ranks share and that leaves the models whole (a reward function's): save the last whole
+        step, with the small states as they were then, so that a resumed run repeats the failed step exactly."""
+        if self.step > self.checkpoints.last_saved and self.step > 0:
+            self._save({}, self._before)
+            if self.rank == 0:
+                print(f"saved step {self.step} before stopping: {type(error).__name__}", file=sys.stderr, flush=True)
+
+    @property
+    def dir(self) -> Path:
+        return Path(self.config.dir)
