@@ -219,7 +219,7 @@ def _verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset) ->
     return Verifier(refit, tokens, lengths, lambda t, n: plain.logprobs(TrainBatch(t, n, torch.zeros(len(n), 0))))
 
 
-def _evaluator(job: Job, refit: Refit) -> Evaluator | None:
+def _evaluator(job: Job, refit: Refit, reward_model: RewardModel | None = None) -> Evaluator | None:
     rewards = _eval_rewards(job)
     if rewards is None or not job.cfg.data.eval:
         return None
@@ -234,6 +234,7 @@ def _evaluator(job: Job, refit: Refit) -> Evaluator | None:
         job.cfg.eval,
         job.layout,
         job.cfg.seed,
+        reward_model,
     )
 
 
@@ -335,8 +336,8 @@ def _all(measures: list[Evaluate]) -> Evaluate | None:
     return lambda: {name: value for measure in measures for name, value in measure().items()}
 
 
-def _rollouts(job: Job, policy: Policy, rewards: RewardPipeline) -> tuple[RolloutSource, Evaluator | None]:
-    cfg = job.cfg
+def _rollouts(job: Job, policy: Policy, reward_model: RewardModel | None) -> tuple[RolloutSource, Evaluator | None]:
+    cfg, rewards = job.cfg, _rewards(job, reward_model)
     prompts = _prompts(job, cfg.data.train, "data.train")
     rewards.probe([prompts[0], prompts[len(prompts) - 1]])
     refit = _refit(job, policy.model)
@@ -353,7 +354,7 @@ def _rollouts(job: Job, policy: Policy, rewards: RewardPipeline) -> tuple[Rollou
         job.layout,
         cfg.seed,
     )
-    return source, _evaluator(job, refit)
+    return source, _evaluator(job, refit, reward_model)
 
 
 def _optimizer_steps(job: Job) -> int:
@@ -362,11 +363,11 @@ def _optimizer_steps(job: Job) -> int:
 
 
 def _grpo(job: Job) -> None:
-    rewards = _rewards(job, _reward_model(job))
+    reward_model = _reward_model(job)
     policy, reference = _policy(job, _optimizer_steps(job)), _reference(job)
-    source, evaluator = _rollouts(job, policy, rewards)
+    source, evaluator = _rollouts(job, policy, reward_model)
     kl = KLController(job.cfg.algorithm.kl)
-    run = _run(job, {"policy": policy.model}, {"data": source.stream, "rewards": rewards, "kl": kl}, evaluator)
+    run = _run(job, {"policy": policy.model}, {"data": source.stream, "rewards": source.rewards, "kl": kl}, evaluator)
     source.timers = run.timers
     _guarded(run, lambda: grpo(run, source, policy, reference, kl, job.cfg))
     _finish(job, run, policy.model)
@@ -375,15 +376,14 @@ def _grpo(job: Job) -> None:
 def _ppo(job: Job) -> None:
     cfg = job.cfg
     reward_model = _reward_model(job)
-    rewards = _rewards(job, reward_model)
     steps = _optimizer_steps(job)
     warmup = steps // cfg.run.steps * cfg.critic.warmup_steps if cfg.run.steps else 0
     policy, reference = _policy(job, steps - warmup), _reference(job)
     critic = _critic(job, reward_model, steps)
-    source, evaluator = _rollouts(job, policy, rewards)
+    source, evaluator = _rollouts(job, policy, reward_model)
     kl = KLController(cfg.algorithm.kl)
     models = {"policy": policy.model, "critic": critic.model}
-    run = _run(job, models, {"data": source.stream, "rewards": rewards, "kl": kl}, evaluator)
+    run = _run(job, models, {"data": source.stream, "rewards": source.rewards, "kl": kl}, evaluator)
     source.timers = run.timers
     _guarded(run, lambda: ppo(run, source, policy, critic, reference, kl, cfg))
     _finish(job, run, policy.model)

@@ -49,13 +49,16 @@ def forward_rows(
     rows: RolloutBatch | TrainBatch,
     budget: int,
     read: Callable[[Tensor, TrainBatch], Tensor],
+    columns: int = 0,
 ) -> Tensor:
     """`read(head output, micro-batch) -> [b, t]` over all rows without gradient, back in row order as float32 [B,
-    T], the columns a micro-batch lacks being 0.
+    T] ([B, columns] if told), the columns a micro-batch lacks being 0.
 
-    Every pipeline stage gets the result.
+    Every pipeline stage gets the result. Data-parallel ranks may pass different numbers of rows, also none.
     """
-    count, width = rows.tokens.shape
+    count, width = len(rows.tokens), columns or rows.tokens.shape[1]
+    if not count:
+        return torch.zeros(0, width)
     parts = rows_by_tokens(rows.lengths, budget)
     batch = TrainBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=torch.zeros(count, 0))
     outputs = model.forward([batch.select(part) for part in parts], read)

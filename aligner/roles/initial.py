@@ -14,6 +14,7 @@ from aligner.config.freeze import load_frozen
 from aligner.config.schema import ModelConfig
 from aligner.data.tokenizer import check_vocab, load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
+from aligner.megatron.checkpoint_files import find_checkpoint, read_state
 from aligner.megatron.model import Head
 from aligner.megatron.weights import WeightSource, random_source
 from aligner.models.families import ParamSpec, from_hf
@@ -72,8 +73,6 @@ def resolve(cfg: ModelConfig, init: str, seed: int, key: str = "model.init", par
 
 def _from_checkpoint(cfg: ModelConfig, path: Path, seed: int, key: str, part: str) -> InitialModel:
     """A run folder without an export, or one of its checkpoints: the shape is in the run's frozen config."""
-    from aligner.run.checkpoints import find_checkpoint, read_state
-
     try:
         checkpoint = find_checkpoint(path)
     except CheckpointError:

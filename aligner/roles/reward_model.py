@@ -38,8 +38,12 @@ class RewardModel:
     def raw_scores(self, rows: RolloutBatch | TrainBatch) -> Tensor:
         """float32 [B, K] on the CPU of every rank, neither centred nor scaled."""
         return forward_rows(
-            self.model, rows, self.batch.logprob_tokens, lambda out, b: last_token_scores(out, b.lengths)
-        )[:, : self.model.head.outputs]
+            self.model,
+            rows,
+            self.batch.logprob_tokens,
+            lambda out, b: last_token_scores(out, b.lengths),
+            columns=self.model.head.outputs,
+        )
 
     def scores(self, rows: RolloutBatch | TrainBatch) -> Tensor:
         """float32 [B]: the first output, centred and scaled."""

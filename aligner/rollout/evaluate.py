@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -13,18 +15,43 @@ from aligner.megatron.groups import Layout
 from aligner.ops.seeds import request_seed
 from aligner.refit.transfer import Refit
 from aligner.rewards.composite import RewardPipeline
+from aligner.roles.reward_model import RewardModel
 from aligner.rollout.collate import make_samples
 from aligner.rollout.source import share
 from aligner.rollout.statistics import reduce_metrics
-from aligner.run.sample_table import SampleRow
-from aligner.types import Sample, SamplingParams, ScalarMetrics
+from aligner.types import Sample, SamplingParams, ScalarMetrics, Sums
+
+
+class Verdict(NamedTuple):
+    correct: list[bool]  # full score from every function that applies
+    totals: list[float]  # weighted sum of the functions' scores
+    means: Sums  # eval/*
+
+
+def judge(samples: Sequence[Sample], rewards: RewardPipeline, config: EvalConfig) -> Verdict:
+    """Score answers (prompt-major, `config.samples` each) by the reward functions."""
+    components = rewards.functions(samples)
+    full = config.full_score - 1e-6
+    correct, totals = [], []
+    for i in range(len(samples)):
+        known = [values[i] for values in components.values() if values[i] is not None]
+        correct.append(bool(known) and all(value >= full for value in known))
+        totals.append(sum(weight * (components[reward.name][i] or 0.0) for reward, weight in rewards.rewards))
+    n, k = float(len(samples)), config.samples
+    means = {
+        "eval/accuracy": (float(sum(correct)), n),
+        "eval/reward": (sum(totals), n),
+        "eval/response_tokens": (float(sum(len(s.tokens) for s in samples)), n),
+        "eval/eos_fraction": (float(sum(s.finished for s in samples)), n),
+    }
+    if k > 1:
+        right = [any(correct[i : i + k]) for i in range(0, len(correct), k)]
+        means["eval/pass_at_k"] = (float(sum(right)), float(len(right)))
+    return Verdict(correct, totals, means)
 
 
 @dataclass
 class Evaluator:
-    """`model_name` is the component of a trained reward model, if there is one: its mean score is reported beside the
-    accuracy, so that reward hacking shows as a gap."""
-
     engine: RolloutEngine
     refit: Refit
     prompts: PromptDataset
@@ -34,50 +61,41 @@ class Evaluator:
     config: EvalConfig
     layout: Layout
     seed: int
+    reward_model: RewardModel | None = None
 
     def __call__(self) -> ScalarMetrics:
-        """`eval/accuracy`: the fraction of answers with full score from every function that applies to them;
-        `eval/reward`, `eval/response_tokens`, with k > 1 samples `eval/pass_at_k` (any of the k is right)."""
+        """`eval/accuracy`, `eval/reward`, `eval/response_tokens`, `eval/eos_fraction`, with k > 1 samples
+        `eval/pass_at_k` (any of the k is right).
+
+        With a reward model also `eval/model_score` (its mean score) and `eval/model_right` (the fraction it scores
+        above its own mean): where that grows and the accuracy does not, the policy exploits the model. Collective.
+        """
         self.refit()
-        correct, means = self.score()
-        k = self.config.samples
-        if k > 1:
-            right = [any(correct[i : i + k]) for i in range(0, len(correct), k)]
-            means["eval/pass_at_k"] = (float(sum(right)), float(len(right)))
+        count = min(self.config.prompts, len(self.prompts)) if self.config.prompts else len(self.prompts)
+        samples = self._generate(range(count)[share(count, dist.get_world_size(), dist.get_rank())])
+        means = judge(samples, self.rewards, self.config).means
+        if self.reward_model is not None:
+            means |= self._model_opinion(samples)
         return reduce_metrics(means, {}, dist.group.WORLD)
 
-    def score(self) -> tuple[list[bool], dict[str, tuple[float, float]]]:
-        count = len(self.prompts) if not self.config.prompts else min(self.config.prompts, len(self.prompts))
-        mine = share(count, dist.get_world_size(), dist.get_rank())
-        samples = self.generate(range(count)[mine])
-        components = self.rewards.functions(samples)
-        full = self.config.full_score - 1e-6
-        correct = [
-            all(values[i] >= full for values in components.values() if values[i] is not None)
-            and any(values[i] is not None for values in components.values())
-            for i in range(len(samples))
-        ]
-        totals = [
-            sum(weight * (components[reward.name][i] or 0.0) for reward, weight in self.rewards.rewards)
-            for i in range(len(samples))
-        ]
-        n = float(len(samples))
-        means = {
-            "eval/accuracy": (float(sum(correct)), n),
-            "eval/reward": (float(sum(totals)), n),
-            "eval/response_tokens": (float(sum(len(s.tokens) for s in samples)), n),
-            "eval/eos_fraction": (float(sum(s.finished for s in samples)), n),
-        }
-        self.shown = [
-            SampleRow(s.prompt.text, s.response, total, float("nan"), s.finished)
-            for s, total in zip(samples[:8], totals, strict=False)
-        ]
-        return correct, means
-
-    def generate(self, rows: range) -> list[Sample]:
+    def _generate(self, rows: range) -> list[Sample]:
         k = self.config.samples
         prompts = [self.prompts[row] for row in rows]
         # rollout -1: evaluation never shares a request seed with training
         seeds = [[request_seed(self.seed, -1, prompt.id, i) for i in range(k)] for prompt in prompts]
         generations = self.engine.generate([p.tokens for p in prompts], seeds, self.sampling)
         return make_samples(self.tokenizer, prompts, generations, k)
+
+    def _model_opinion(self, samples: list[Sample]) -> Sums:
+        """The model is shared by tensor and pipeline ranks: they score their samples together, the first one counts."""
+        assert self.reward_model is not None
+        peers = self.layout.pgs.mp
+        if peers.size() > 1:
+            parts: list[list[Sample]] = [[] for _ in range(peers.size())]
+            dist.all_gather_object(parts, samples, group=peers)
+            samples = [sample for part in parts for sample in part]
+        scores = self.reward_model(samples)
+        if peers.rank() != 0:
+            return {"eval/model_score": (0.0, 0.0), "eval/model_right": (0.0, 0.0)}
+        n = float(len(scores))
+        return {"eval/model_score": (sum(scores), n), "eval/model_right": (float(sum(s > 0 for s in scores)), n)}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,42 +21,13 @@ import torch.distributed as dist
 from aligner.config.schema import CheckpointConfig
 from aligner.errors import CheckpointError
 from aligner.megatron.checkpoint import fsync_folder, fsync_tree, load_model, rng_state, save_model, set_rng_state
+from aligner.megatron.checkpoint_files import complete_checkpoints, find_checkpoint, read_state
 from aligner.megatron.train import ShardedModel
-
-NAME = re.compile(r"step-(\d{8})")
 
 
 class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of all whole checkpoints below `folder`, oldest first."""
-    found = []
-    for path in folder.glob("step-*"):
-        match = NAME.fullmatch(path.name)
-        if match and (path / "state.json").exists():
-            found.append((int(match[1]), path))
-    return sorted(found)
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint `path` means: itself, or the newest of a run folder or its `checkpoints` folder."""
-    if (path / "state.json").exists():
-        return path
-    for folder in (path, path / "checkpoints"):
-        found = complete_checkpoints(folder)
-        if found:
-            return found[-1][1]
-    raise CheckpointError(f"{path}: expected a checkpoint, or a run folder with one (run.resume, model.init)")
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    try:
-        return json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {folder / 'state.json'}: {error}") from error
 
 
 class Checkpoints:

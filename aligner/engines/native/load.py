@@ -1,0 +1,30 @@
+"""A native engine from a Hugging Face folder, for tools that have no trainer beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from aligner.config.schema import EngineConfig
+from aligner.engines.native.engine import Decode, NativeEngine
+from aligner.models.hf_config import config_from_hf
+from aligner.models.safetensors_io import open_hf
+
+
+def engine_from_folder(
+    folder: Path,
+    config: EngineConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    pad_id: int,
+    decode: Decode | None = None,
+) -> NativeEngine:
+    """Weight version 0. Raises CheckpointError or ConfigError if the folder holds no model of a known family."""
+    engine = NativeEngine(config_from_hf(folder), config, device=device, dtype=dtype, pad_id=pad_id, decode=decode)
+    tensors = open_hf(folder)
+    engine.begin_update(0)
+    engine.update_weights((name, tensors[name]) for name in tensors)
+    engine.finish_update()
+    return engine

@@ -1,0 +1,58 @@
+"""A trained model for the tools: found by run folder or Hugging Face folder, ready to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aligner.config.schema import Config, EngineConfig
+from aligner.data.tokenizer import load_tokenizer, stop_token_ids
+from aligner.engines.native.engine import NativeEngine
+from aligner.engines.native.load import engine_from_folder
+from aligner.errors import ConfigError
+from aligner.megatron.model import resolve_dtype
+from aligner.ops.seeds import request_seed
+from aligner.rollout.collate import make_samples
+from aligner.types import Prompt, Sample, SamplingParams
+
+
+def model_folder(cfg: Config) -> Path:
+    """The exported model of `run.dir`, or `model.init` where the run has none yet."""
+    candidates = [Path(cfg.run.dir) / "hf", Path(cfg.model.init), Path(cfg.model.init) / "hf"]
+    for folder in candidates:
+        if (folder / "config.json").is_file():
+            return folder
+    raise ConfigError("run.dir", cfg.run.dir, "a finished run (its `hf` folder), or model.init=<Hugging Face folder>")
+
+
+@dataclass
+class Answerer:
+    """A model behind the native engine, on CUDA if there is one."""
+
+    engine: NativeEngine
+    tokenizer: Any
+
+    @classmethod
+    def load(cls, folder: Path, config: EngineConfig, dtype: str = "auto") -> Answerer:
+        tokenizer = load_tokenizer(str(folder))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        engine = engine_from_folder(
+            folder,
+            config,
+            device=device,
+            dtype=resolve_dtype(dtype),
+            pad_id=tokenizer.pad_token_id,
+            decode=tokenizer.decode,
+        )
+        return cls(engine, tokenizer)
+
+    def answer(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, seed: int) -> list[Sample]:
+        """prompts x samples answers, prompt-major. Stop tokens are the tokenizer's."""
+        sampling = replace(sampling, stop_token_ids=stop_token_ids(self.tokenizer))
+        seeds = [[request_seed(seed, -1, prompt.id, i) for i in range(samples)] for prompt in prompts]
+        found = self.engine.generate([prompt.tokens for prompt in prompts], seeds, sampling)
+        return make_samples(self.tokenizer, prompts, found, samples)

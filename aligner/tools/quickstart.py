@@ -1,0 +1,194 @@
+"""The quick start: a small model from random weights to SFT, a reward model, GRPO and PPO, on two-digit sums.
+
+    python -m aligner.tools.quickstart [--ranks N] [KEY=VALUE ...]
+
+Every stage is the ordinary command line with an experiment of conf/experiment/quickstart_*.yaml. KEY=VALUE are Hydra
+overrides for all stages (seed=1, parallel.tensor=2, ...); run.dir=FOLDER moves everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aligner.config.resolve import compose, quoted
+from aligner.config.schema import Config
+from aligner.errors import AlignerError
+from aligner.run.metrics import read_jsonl
+
+STAGES = ("sft", "rm", "grpo", "ppo")
+TASK = {"task": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
+QUESTIONS = 15900  # of the 16,200 there are: finding the last ones by drawing takes long
+SPLITS = {"train": 0.85, "valid": 0.05, "test": 0.10}  # by hash of the question: disjoint by construction
+VOCABULARY = 320
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="quickstart", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of every stage (default 1)")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    args, rest = parser.parse_known_args(argv)
+    args.overrides += rest
+    try:
+        return Quickstart(args.overrides, args.ranks).run()
+    except AlignerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+class Quickstart:
+    def __init__(self, overrides: list[str], ranks: int):
+        given = [text.partition("=")[2].strip("'\"") for text in overrides if text.startswith("run.dir=")]
+        self.root = Path(given[-1] if given else "runs/quickstart")
+        self.overrides = [text for text in overrides if not text.startswith("run.dir=")]
+        self.ranks = ranks
+        self.seconds: dict[str, float] = {}
+
+    def run(self) -> int:
+        """Returns 0, or the exit code of the stage that failed. Bad overrides raise AlignerError before any work."""
+        configs = {stage: compose(self.arguments(stage)) for stage in STAGES}
+        self.root.mkdir(parents=True, exist_ok=True)
+        start = time.perf_counter()
+        self.say(f"making data and tokenizer in {self.root}")
+        make_data(self.root, configs["sft"].seed)
+        for stage in STAGES:
+            if stage == "rm":
+                self.timed(stage, lambda: write_pairs(self.root, configs["rm"]))
+            code = self.timed(stage, lambda stage=stage: self.stage(stage))
+            if code:
+                print(f"error: stage {stage} failed with exit code {code}; its output is above", file=sys.stderr)
+                return code
+        summary = summarize(self.root, configs, self.seconds)
+        show(summary, time.perf_counter() - start)
+        from aligner.tools import report
+
+        return report.main([str(self.root / stage) for stage in STAGES])
+
+    def arguments(self, stage: str) -> list[str]:
+        """The stage's overrides: its experiment, its folders below the root, then what the user asked for."""
+        here, there = str(self.root), "runs/quickstart"
+        moved = []
+        if here != there:
+            plain = compose([f"experiment=quickstart_{stage}"])
+            paths = {
+                "run.dir": plain.run.dir,
+                "model.init": plain.model.init,
+                "model.tokenizer": plain.model.tokenizer,
+                "data.train": plain.data.train,
+                "data.eval": plain.data.eval,
+                "reward.model": plain.reward.model,
+            }
+            moved = [f"{key}={quoted(p.replace(there, here, 1))}" for key, p in paths.items() if p.startswith(there)]
+        return [f"experiment=quickstart_{stage}", *moved, *self.overrides]
+
+    def stage(self, stage: str) -> int:
+        self.say(f"{stage}: {self.root / stage} (metrics.jsonl, checkpoints, hf)")
+        command = ["launch", "--ranks", str(self.ranks)] if self.ranks > 1 else ["run"]
+        return subprocess.run([sys.executable, "-m", "aligner", *command, *self.arguments(stage)]).returncode
+
+    def timed(self, stage: str, work) -> Any:
+        start = time.perf_counter()
+        result = work()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+        return result
+
+    def say(self, text: str) -> None:
+        print(f"\n== {text}", flush=True)
+
+
+def make_data(root: Path, seed: int) -> None:
+    """data/{train,valid,test}.jsonl and tokenizer/, anew for the seed; a question is in exactly one of them."""
+    from aligner.data import reasoning_gym
+    from aligner.data.tokenizer import train_tokenizer
+
+    rows = reasoning_gym.generate(size=QUESTIONS, seed=seed, **TASK)
+    parts = reasoning_gym.split(rows, SPLITS)
+    for name, part in parts.items():
+        reasoning_gym.write_jsonl(
+            [row | {"completion": row["answer"]} for row in part], str(root / "data" / f"{name}.jsonl")
+        )
+    texts = [row["prompt"] + row["answer"] for row in parts["train"]]
+    train_tokenizer(texts, str(root / "tokenizer"), VOCABULARY, split_digits=True, split_words=False)
+
+
+def write_pairs(root: Path, cfg: Config) -> None:
+    from aligner.data.reasoning_gym import write_jsonl
+    from aligner.tools.generate import Answerer
+    from aligner.tools.pairs import make_pairs
+
+    model = Answerer.load(root / "sft" / "hf", cfg.engine, cfg.model.dtype)
+    for name in ("train", "test"):
+        rows = read_jsonl(root / "data" / f"{name}.jsonl")
+        pairs = make_pairs(model, rows, 6, cfg.seed)
+        write_jsonl(pairs, str(root / "data" / f"pairs_{name}.jsonl"))
+
+
+def summarize(root: Path, configs: dict[str, Config], seconds: dict[str, float]) -> dict[str, Any]:
+    """Greedy accuracy of each policy on all test prompts, and the reward model's pair accuracy; writes summary.json."""
+    from aligner.tools.evaluate import evaluate
+
+    summary: dict[str, Any] = {}
+    for stage in ("sft", "grpo", "ppo"):
+        cfg = configs[stage]
+        cfg.data.eval, cfg.eval.prompts, cfg.logging.samples_shown = str(root / "data" / "test.jsonl"), 0, 0
+        summary[stage] = {"accuracy": evaluate(cfg)["eval/accuracy"]}
+    records = {stage: read_jsonl(root / stage / "metrics.jsonl") for stage in STAGES}
+    summary["sft"]["steps"] = records["sft"][-1]["step"]
+    summary["sft"]["stopped_early"] = records["sft"][-1]["step"] < configs["sft"].run.steps
+    summary["rm"] = {"pair_accuracy": last(records["rm"], "eval/accuracy")}
+    # the reward model's own opinion of the policy it trained, on validation prompts, beside the truth there
+    summary["ppo"]["model_right"] = last(records["ppo"], "eval/model_right")
+    summary["ppo"]["model_score"] = last(records["ppo"], "eval/model_score")
+    summary["ppo"]["valid_accuracy"] = last(records["ppo"], "eval/accuracy")
+    summary["ppo"]["model_gap"] = summary["ppo"]["model_right"] - summary["ppo"]["valid_accuracy"]
+    summary["seconds"] = {stage: round(seconds[stage], 1) for stage in STAGES}
+    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    summary["peak_rss_bytes"] = max(own.ru_maxrss, children.ru_maxrss) * 1024  # of the largest process
+    summary["cpu_seconds"] = round(sum(u.ru_utime + u.ru_stime for u in (own, children)), 1)
+    summary["seed"] = configs["sft"].seed
+    (root / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+def last(records: list[dict[str, Any]], name: str) -> float:
+    return next(record[name] for record in reversed(records) if record.get(name) is not None)
+
+
+def show(summary: dict[str, Any], total_s: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    sft, seconds = summary["sft"]["accuracy"], summary["seconds"]
+    table = Table("stage", "held-out result", "gain over SFT", "seconds", title=f"quick start, seed {summary['seed']}")
+    note = (
+        f"stopped early on purpose, step {summary['sft']['steps']}"
+        if summary["sft"]["stopped_early"]
+        else "ran to the end"
+    )
+    table.add_row("sft", f"{sft:.3f} of answers right", note, f"{seconds['sft']:.0f}")
+    table.add_row("rm", f"{summary['rm']['pair_accuracy']:.3f} of pairs in order", "", f"{seconds['rm']:.0f}")
+    for stage in ("grpo", "ppo"):
+        accuracy = summary[stage]["accuracy"]
+        table.add_row(stage, f"{accuracy:.3f} of answers right", f"{accuracy - sft:+.3f}", f"{seconds[stage]:.0f}")
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(table)
+    ppo = summary["ppo"]
+    console.print(
+        f"PPO saw only the reward model, which finds {ppo['model_right']:.3f} of its answers right; "
+        f"{ppo['valid_accuracy']:.3f} are (gap {ppo['model_gap']:+.3f}).\n"
+        f"{total_s:.0f} s, {summary['cpu_seconds']:.0f} CPU s, {summary['peak_rss_bytes'] / 2**30:.1f} GiB at most "
+        "in a process. SFT was stopped early so that there is room to improve: this is no claim that RL beats more SFT."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
