@@ -31,7 +31,7 @@ from aligner.data.tokenizer import stop_token_ids
 from aligner.engines.native.engine import NativeEngine
 from aligner.errors import ConfigError, RewardError
 from aligner.megatron.checkpoint import load_model
-from aligner.megatron.groups import Layout, build_layout, init_distributed
+from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed
 from aligner.megatron.model import Head, resolve_dtype
 from aligner.megatron.train import ShardedModel
 from aligner.ops.seeds import derive
@@ -82,7 +82,8 @@ class Job:
 
 def start(cfg: Config, env: RankEnv) -> Job:
     """Join the other ranks, find the model and its tokenizer, and check what only they can tell."""
-    torch.set_num_threads(cfg.cluster.threads or max(1, (os.cpu_count() or 1) // env.local_world_size))
+    if cfg.cluster.threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cfg.cluster.threads or max(1, (os.cpu_count() or 1) // env.local_world_size))
     if env.world_size > 1:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = env.master_addr, str(env.master_port)
     device = init_distributed(env.rank, env.world_size, env.local_rank, cfg.cluster.backend, cfg.cluster.timeout_s)
@@ -97,12 +98,15 @@ def start(cfg: Config, env: RankEnv) -> Job:
 def run_stage(cfg: Config, env: RankEnv) -> int:
     """Build and run the configured stage to its end; returns the exit code. Raises AlignerError."""
     job = start(cfg, env)
+    done = Path(cfg.run.dir) / "DONE"
     try:
+        if env.rank == 0:
+            done.unlink(missing_ok=True)
         {"sft": _sft, "rm": _rm, "grpo": _grpo, "ppo": _ppo}[cfg.stage.name](job)
         if env.rank == 0:
-            (Path(cfg.run.dir) / "DONE").write_text(f"{cfg.stage.name}\n", encoding="utf-8")
+            done.write_text(f"{cfg.stage.name}\n", encoding="utf-8")
     finally:
-        dist.destroy_process_group()
+        leave_distributed()
     return 0
 
 

@@ -30,7 +30,7 @@ ESTIMATORS = {"grpo": advantages.grpo, "dr_grpo": advantages.dr_grpo, "rloo": ad
 def grpo(
     run: Run, rollouts: RolloutSource, policy: Policy, reference: Reference | None, kl: KLController, cfg: Config
 ) -> None:
-    group = policy.model.layout.pgs.dp
+    group, samples = policy.model.layout.pgs.dp, cfg.batch.prompts * cfg.batch.group
     for step in run.steps():
         rollout, metrics, scores = rollouts.next(step)
         if cfg.debug.shuffle_rewards:
@@ -60,5 +60,6 @@ def grpo(
 
         metrics |= average(stats) | {"kl/coef": kl.coef}
         if reference:
-            kl.update(metrics["kl/ref_k1"], cfg.batch.prompts * cfg.batch.group)
-        run.finish(step, metrics, sample_rows(rollout, cfg.logging.samples_shown), total_tokens(rollout, group))
+            kl.update(metrics["kl/ref_k1"], samples)
+        shown = sample_rows(rollout, cfg.logging.samples_shown)
+        run.finish(step, metrics, shown, total_tokens(rollout, group), samples)

@@ -27,7 +27,7 @@ def ppo(
     kl: KLController,
     cfg: Config,
 ) -> None:
-    group = policy.model.layout.pgs.dp
+    group, samples = policy.model.layout.pgs.dp, cfg.batch.prompts * cfg.batch.group
     for step in run.steps():
         rollout, metrics, scores = rollouts.next(step)
 
@@ -58,5 +58,6 @@ def ppo(
 
         metrics |= average(policy_stats) | average(critic_stats) | {"kl/coef": kl.coef}
         if reference:
-            kl.update(metrics["kl/ref_k1"], cfg.batch.prompts * cfg.batch.group)
-        run.finish(step, metrics, sample_rows(rollout, cfg.logging.samples_shown), total_tokens(rollout, group))
+            kl.update(metrics["kl/ref_k1"], samples)
+        shown = sample_rows(rollout, cfg.logging.samples_shown)
+        run.finish(step, metrics, shown, total_tokens(rollout, group), samples)

@@ -22,4 +22,5 @@ def rm(run: Run, model: RewardModel, batches: BatchSource, cfg: AlgorithmConfig)
         loss = preference_loss(count, cfg, group) if pairwise else attribute_loss(count, group)
         with run.timers("update"):
             stats = model.update(batch, loss, unit)
-        run.finish(step, stats, tokens=float(batch.lengths.sum()) * group.size())
+        rows = len(batch.lengths) * group.size()
+        run.finish(step, stats, tokens=float(batch.lengths.sum()) * group.size(), rows=rows)

@@ -17,4 +17,5 @@ def sft(run: Run, policy: Policy, batches: BatchSource) -> None:
         batch = batches.next()
         with run.timers("update"):
             stats = policy.update(batch, sft_loss(batch, group))
-        run.finish(step, stats, tokens=float(batch.lengths.sum()) * group.size())
+        rows = len(batch.lengths) * group.size()
+        run.finish(step, stats, tokens=float(batch.lengths.sum()) * group.size(), rows=rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from aligner.errors import RefitError
@@ -19,6 +20,7 @@ class RolloutEngine(Protocol):
     """
 
     weight_version: int  # of the last complete update; -1 before the first
+    dtype: torch.dtype  # of its weights
 
     def generate(
         self,

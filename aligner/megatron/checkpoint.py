@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import queue
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
 
 from aligner.errors import CheckpointError
+from aligner.megatron.optimizer_fixes import after_load, before_load
 from aligner.megatron.train import ShardedModel
 
 
@@ -57,6 +57,9 @@ def save_model(model: ShardedModel, folder: Path) -> None:
 
 def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True) -> None:
     """Load what `save_model` wrote, on any layout. Collective. Raises CheckpointError naming the folder."""
+    with_optimizer = with_optimizer and model.optimizer is not None
+    if with_optimizer:
+        before_load(model.optimizer)
     state = _state(model, is_loading=True, with_optimizer=with_optimizer)
     state["step_count"] = 0
     try:
@@ -68,28 +71,16 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True) -
         )
     except (OSError, RuntimeError, ValueError, KeyError, dist_checkpointing.core.CheckpointingException) as error:
         raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error
+    except CheckpointException as error:  # torch's, a BaseException: one failure for each rank that had one
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(f"cannot load checkpoint {folder}: {cause!r} on rank {rank}") from error
     model.module.load_state_dict(loaded["model"], strict=False)
-    if with_optimizer and model.optimizer is not None:
-        _accept_torch_adam(model)
+    if with_optimizer:
         model.optimizer.load_state_dict(loaded["optimizer"])
+        after_load(model.optimizer)
         model.step_count = int(loaded["step_count"])
     elif model.optimizer is not None:
         model.optimizer.reload_model_params()
-
-
-def _accept_torch_adam(model: ShardedModel) -> None:
-    """Megatron-Core 0.19's distributed optimizer looks for a `step` tensor per parameter when it loads a fully
-    reshardable
-    state into torch's Adam, which it has itself restored from the parameter groups: tell it there is none to copy."""
-    for optimizer in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
-        if isinstance(optimizer, DistributedOptimizer) and "_aligner_step" not in vars(optimizer):
-            original = optimizer._set_main_param_and_optimizer_states
-            optimizer._set_main_param_and_optimizer_states = partial(_set_states, original)
-            optimizer._aligner_step = True
-
-
-def _set_states(original, model_param, tensors) -> None:
-    original(model_param, {"step": None, **tensors})
 
 
 def fsync_tree(folder: Path) -> None:

@@ -111,6 +111,10 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _redirect_tensors() -> None:
+    # `with torch.device(...)` knows the factories by identity, from its first use on: let it see the real ones. Else
+    # transformers' from_pretrained, in this process, would leave the buffers it makes on "meta" uninitialised.
+    with torch.device("meta"):
+        torch.empty(0)
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self

@@ -76,6 +76,12 @@ def init_distributed(rank: int, world_size: int, local_rank: int, backend: str, 
     return device
 
 
+def leave_distributed() -> None:
+    """Undo `init_distributed`, so that this process may run another stage."""
+    dist.destroy_process_group()
+    parallel_state.destroy_global_memory_buffer()
+
+
 def build_layout(parallel: ParallelConfig, key: str = "parallel") -> Layout:
     """Create this model's groups over the whole world. Collective: every rank calls it in the same order."""
     world, rank = dist.get_world_size(), dist.get_rank()

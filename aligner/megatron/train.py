@@ -23,6 +23,7 @@ from torch import Tensor
 from aligner.config.schema import ModelConfig, OptimConfig
 from aligner.megatron.groups import Layout
 from aligner.megatron.model import Head, build_model
+from aligner.megatron.optimizer_fixes import mend
 from aligner.megatron.weights import WeightSource, load_weights
 from aligner.ops.schedules import lr_at
 from aligner.types import LossOutput, ScalarMetrics, TrainBatch
@@ -53,6 +54,9 @@ class ShardedModel:
         self.module = build_model(cfg, layout, head, dtype, device)
         load_weights(self.module, cfg, layout, head, source)
         self.optim, self.total_steps = optim, total_steps
+        # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can
+        mixed = head.kind == "score" and dtype == torch.bfloat16
+        self._distributed = optim is not None and (optim.distributed or mixed)
         self.optimizer: MegatronOptimizer | None = None
         self.step_count = 0  # optimizer steps taken: the weight version
         if optim is None:
@@ -67,7 +71,7 @@ class ShardedModel:
         self.module.train()
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=optim.distributed,
+            use_distributed_optimizer=self._distributed,
             overlap_grad_reduce=False,
             check_for_nan_in_grad=False,  # a non-finite gradient norm is reported by `step`, with the minibatch's loss
         )
@@ -87,11 +91,13 @@ class ShardedModel:
             clip_grad=optim.clip_grad,
             bf16=self.dtype == torch.bfloat16,
             params_dtype=self.dtype,
-            use_distributed_optimizer=optim.distributed,
+            use_distributed_optimizer=self._distributed,
         )
-        return get_megatron_optimizer(
+        optimizer = get_megatron_optimizer(
             config, [self.wrapped], use_gloo_process_groups=False, pg_collection=self.layout.pgs
         )
+        mend(optimizer)
+        return optimizer
 
     @property
     def row_multiple(self) -> int:

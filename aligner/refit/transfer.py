@@ -6,7 +6,7 @@ Every rank runs it together. Whatever fails on one rank stops all of them, with 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -102,14 +102,12 @@ class Refit:
         self.model, self.engine, self.config = model, engine, config
         self.skip = skip  # test hook `debug.skip_refit`: the engine keeps its first weights
         self.checksums: dict[str, int] = {}
+        self._hold, self._cause = False, ""
 
     def __call__(self) -> ScalarMetrics:
-        start, moved, cause = time.perf_counter(), 0, ""
-        try:
-            moved = self._transfer()
-        except RefitError as error:
-            cause = str(error)
-        fail_together(cause)
+        start, self._cause = time.perf_counter(), ""
+        moved = self._transfer()
+        fail_together(self._cause)
         return {
             "refit/seconds": time.perf_counter() - start,
             "refit/bytes": float(moved),
@@ -118,21 +116,27 @@ class Refit:
 
     def _transfer(self) -> int:
         version, moved = self.model.step_count, 0
-        hold = self.skip and self.engine.weight_version >= 0
+        self._hold = self.skip and self.engine.weight_version >= 0
         hashes = self.config.verify == "checksum"
-        dtype = getattr(self.engine, "dtype", self.model.dtype)
-        if not hold:
-            self.engine.begin_update(version)
-        for bucket in self.stream:  # always consumed whole: it is collective
-            if not hold:
-                self.engine.update_weights(bucket)
+        dtype = self.engine.dtype
+        self._ask(self.engine.begin_update, version)
+        for bucket in self.stream:  # always consumed whole, even after a refusal: it is collective
+            self._ask(self.engine.update_weights, bucket)
             for name, tensor in bucket:
                 moved += tensor.numel() * tensor.element_size()
                 if hashes:
                     self.checksums[name] = tensor_checksum(tensor.to(dtype))
-        if not hold:
-            self.engine.finish_update()
+        self._ask(self.engine.finish_update)
         return moved
+
+    def _ask(self, action: Callable, *arguments) -> None:
+        """One call of the engine, unless it keeps its weights or has refused an earlier one."""
+        if self._hold or self._cause:
+            return
+        try:
+            action(*arguments)
+        except RefitError as error:
+            self._cause = str(error)
 
 
 def fail_together(cause: str) -> None:

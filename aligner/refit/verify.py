@@ -64,7 +64,7 @@ class Verifier:
             if wrong:
                 causes.append(f"checksum of {len(wrong)} tensors differs, first {wrong[0]}")
         error = float((found - current).abs().mean())
-        tolerance = config.tolerance or TOLERANCE[getattr(engine, "dtype", torch.float32)]
+        tolerance = config.tolerance or TOLERANCE[engine.dtype]
         if not error <= tolerance:
             causes.append(f"sentinel: mean |logprob difference| {error:.3g} > refit.tolerance {tolerance:.3g}")
         progress = 1.0

@@ -74,6 +74,8 @@ class RolloutSource:
         )
         with self.timers("score"):
             scores = self.score(rollout)
+        behind = float(self.refit.model.step_count - rollout.weight_version)  # 0 here; a queue will tell otherwise
+        metrics |= {"staleness/mean": behind, "staleness/max": behind}
         return rollout, metrics, scores
 
     def _generate(self, step: int) -> tuple[list[Prompt], Generations, list[int]]:

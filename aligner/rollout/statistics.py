@@ -45,8 +45,9 @@ def rollout_metrics(rollout: RolloutBatch, scores: Scores, group: dist.ProcessGr
     n = float(on.sum())
     means, maxima = mismatch_sums(rollout.old_logprobs, rollout.rollout_logprobs, rollout.response_mask)
     means = dict(means) | scores.metric_sums()
+    if len(rollout.lengths) > groups:  # with one sample for each prompt nothing is compared, so nothing degenerate
+        means["reward/degenerate_groups"] = (degenerate, groups)
     means |= {
-        "reward/degenerate_groups": (degenerate, groups),
         "response/tokens_mean": (tokens.sum(), count),
         "response/eos_fraction": (rollout.finished.sum(), count),
         "response/truncated_fraction": ((~rollout.finished).sum(), count),

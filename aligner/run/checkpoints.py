@@ -30,6 +30,10 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class AnotherRunError(CheckpointError):
+    """A whole checkpoint, but of another model, tokenizer or algorithm: no older one will do instead."""
+
+
 class Checkpoints:
     """Saves and restores one run. All methods are collective over the world."""
 
@@ -121,14 +125,18 @@ class Checkpoints:
         With `auto` a damaged newest checkpoint is reported loudly and the one before it is used.
         """
         if resume == "never":
+            self._set_aside()
             return 0
         candidates = [path for _, path in reversed(complete_checkpoints(self.folder))]
         if resume != "auto":
             candidates = [find_checkpoint(Path(resume))]
         for i, path in enumerate(candidates):
-            self._check_identity(path)
             try:
-                return self._load(path)
+                content = read_state(path)
+                self._check_identity(path, content["identity"])
+                return self._load(path, content)
+            except AnotherRunError:
+                raise
             except CheckpointError as error:
                 if i + 1 == len(candidates):
                     raise
@@ -136,8 +144,17 @@ class Checkpoints:
                     print(f"WARNING: {error}\nWARNING: using the checkpoint before it: {candidates[i + 1]}", flush=True)
         return 0
 
-    def _load(self, path: Path) -> int:
-        content = read_state(path)
+    def _set_aside(self) -> None:
+        """A fresh start in a used folder: older checkpoints must not be taken for this run's when it resumes."""
+        if dist.get_rank() == 0 and complete_checkpoints(self.folder):
+            number = 1
+            while (kept := self.folder.with_name(f"checkpoints.old-{number}")).exists():
+                number += 1
+            self.folder.rename(kept)
+            print(f"run.resume=never: earlier checkpoints are kept in {kept}", flush=True)
+        dist.barrier()
+
+    def _load(self, path: Path, content: Mapping[str, Any]) -> int:
         for name, model in self.models.items():
             load_model(model, path / name)
         for name, item in self.state.items():
@@ -148,14 +165,23 @@ class Checkpoints:
         self.last_saved = content["step"]
         return content["step"]
 
-    def _check_identity(self, path: Path) -> None:
-        found = read_state(path)["identity"]
+    def _check_identity(self, path: Path, found: Mapping[str, Any]) -> None:
         for key, expected in self.identity.items():
-            if found.get(key) != expected:
-                raise CheckpointError(
-                    f"checkpoint {path} belongs to another run: {key} is {found.get(key)!r} there, {expected!r} here. "
-                    "Choose another run.dir, or run.resume=never"
+            difference = _difference(key, found.get(key), expected)
+            if difference:
+                raise AnotherRunError(
+                    f"checkpoint {path} belongs to another run: {difference}. Choose another run.dir, or "
+                    "run.resume=never"
                 )
+
+
+def _difference(key: str, there: Any, here: Any) -> str:
+    """`key is A there, B here` for each value that differs; of sections only the entries that do."""
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        names = [*here, *(name for name in there if name not in here)]
+        parts = (_difference(f"{key}.{name}", there.get(name), here.get(name)) for name in names)
+        return ", ".join(part for part in parts if part)
+    return "" if there == here else f"{key} is {there!r} there, {here!r} here"
 
 
 def _io_message(folder: Path, cause: Exception) -> str:

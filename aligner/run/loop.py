@@ -89,30 +89,41 @@ class Run:
         if self.stopped and self.rank == 0 and self._bar:
             self._bar.write(f"{self.stage} stopped early at step {self.step}: {self.stopped}")
 
-    def finish(self, step: int, metrics: ScalarMetrics, samples: Sequence[SampleRow] = (), tokens: float = 0.0) -> None:
-        """Close a step: evaluate, save, log. `tokens` of this step over all ranks give the throughput."""
+    def finish(
+        self, step: int, metrics: ScalarMetrics, samples: Sequence[SampleRow] = (), tokens: float = 0.0, rows: int = 0
+    ) -> None:
+        """Close a step: evaluate, save, log. `tokens` and `rows` (samples) of this step over all ranks give the
+        throughput."""
         self.step = step
         if self.config.eval_every and step % self.config.eval_every == 0 and self.evaluate:
             metrics = metrics | self._evaluate()
             self._check_stop(metrics)
-        if self.checkpoint_every and step % self.checkpoint_every == 0:
-            self._save(metrics)
         seconds = time.perf_counter() - self._step_start_s
         metrics = metrics | self.timers.take() | {"time/step_s": seconds}
         if tokens:
             metrics["throughput/tokens_per_s"] = tokens / seconds
+        if rows:
+            metrics["throughput/samples_per_s"] = rows / seconds
         metrics["memory/peak_rss_bytes"] = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        self._record(step, metrics, samples)
+        # after the record: a checkpoint of step n means that step n stands in metrics.jsonl
+        if self.checkpoint_every and step % self.checkpoint_every == 0:
+            self._save(metrics)
+            self.logger.log(step, self.timers.take())
+        assert self._bar is not None, "finish() outside of steps()"
+        self._bar.update(step, metrics)
+
+    def _record(self, step: int, metrics: ScalarMetrics, samples: Sequence[SampleRow]) -> None:
+        """Metrics, alarms and samples of a step, to files and terminal."""
         self.logger.log(step, metrics)
         lines = self.alarms.check(metrics, step) if self.rank == 0 else []
         write_alarms(self.config.dir, step, lines, self.rank)
-        assert self._bar is not None, "finish() outside of steps()"
         for line in lines:
-            self._bar.write(line)
+            self._bar.write(line)  # type: ignore[union-attr]
         if self.config.samples_every and (step == 1 or step % self.config.samples_every == 0) and samples:
             write_samples(self.config.dir, step, samples, self.rank)
             if self.progress:
                 print_samples(step, samples, self.samples_shown, self.rank)
-        self._bar.update(step, metrics)
 
     def _evaluate(self) -> ScalarMetrics:
         assert self.evaluate is not None

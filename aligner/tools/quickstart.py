@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from typing import Any
 
 from aligner.config.resolve import compose, quoted
 from aligner.config.schema import Config
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, ConfigError
 from aligner.run.metrics import read_jsonl
 
 STAGES = ("sft", "rm", "grpo", "ppo")
@@ -56,7 +57,7 @@ class Quickstart:
     def run(self) -> int:
         """Returns 0, or the exit code of the stage that failed. Bad overrides raise AlignerError before any work."""
         configs = {stage: compose(self.arguments(stage)) for stage in STAGES}
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.begin()
         start = time.perf_counter()
         self.say(f"making data and tokenizer in {self.root}")
         make_data(self.root, configs["sft"].seed)
@@ -72,6 +73,27 @@ class Quickstart:
         from aligner.tools import report
 
         return report.main([str(self.root / stage) for stage in STAGES])
+
+    def begin(self) -> None:
+        """Continue an interrupted quick start of the same arguments; otherwise start anew."""
+        note, wanted = self.root / "arguments.json", json.dumps([self.ranks, *self.overrides])
+        self.resume = note.is_file() and note.read_text() == wanted and not (self.root / "summary.json").exists()
+        if self.resume:
+            self.say("continuing the interrupted quick start")
+            return
+        used = [stage for stage in STAGES if (self.root / stage).exists()]
+        if used and not note.is_file():
+            raise ConfigError(
+                "run.dir", str(self.root), "a new folder, or one of an earlier quick start", f"It has {used}."
+            )
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            (self.root / "summary.json").unlink(missing_ok=True)
+            for stage in STAGES:  # of this tool's own making: a quick start leaves one run per stage, not a history
+                shutil.rmtree(self.root / stage, ignore_errors=True)
+            note.write_text(wanted)
+        except OSError as error:
+            raise ConfigError("run.dir", str(self.root), "a folder that can be written", str(error)) from error
 
     def arguments(self, stage: str) -> list[str]:
         """The stage's overrides: its experiment, its folders below the root, then what the user asked for."""

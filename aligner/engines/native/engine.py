@@ -51,6 +51,7 @@ class NativeEngine:
         decode: Decode | None = None,
     ):
         self.config, self.device, self.pad_id, self._decode = config, torch.device(device), pad_id, decode
+        self.dtype = dtype
         self.model = NativeModel(model, self.device, dtype)
         self.cache = SlotCache(model.num_layers, model.num_kv_heads, model.kv_channels, self.device, dtype)
         self.stats = EngineStats()

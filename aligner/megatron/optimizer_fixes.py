@@ -1,0 +1,87 @@
+"""What Megatron-Core 0.19's distributed optimizer gets wrong when it is saved and loaded, set right from outside.
+
+Each fix names the case that needs it; `tests/megatron/test_sharded_checkpoint.py` fails without any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+
+def mend(optimizer: MegatronOptimizer) -> None:
+    """Once, after construction."""
+    for part in _distributed(optimizer):
+        _mend_places(part)
+        part.get_parameter_state_dp_zero = partial(_gather_spaced, part, part.get_parameter_state_dp_zero)
+        if _is_torch_adam(part):
+            part._set_main_param_and_optimizer_states = partial(_set_states, part._set_main_param_and_optimizer_states)
+
+
+def before_load(optimizer: MegatronOptimizer) -> None:
+    """A torch Adam that never stepped cannot tell its step, which Megatron asks for before it lays out what to
+    load: give it the empty state that its first step would make."""
+    for part in filter(_is_torch_adam, _distributed(optimizer)):
+        state = part.optimizer.state
+        for param in (p for group in part.optimizer.param_groups for p in group["params"]):
+            if not state[param]:
+                moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                state[param] = {"step": torch.tensor(0.0), **moments}
+
+
+def after_load(optimizer: MegatronOptimizer) -> None:
+    """Megatron restores ONE step tensor for all parameters, and torch's Adam would advance it once for each of them."""
+    for part in filter(_is_torch_adam, _distributed(optimizer)):
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def _distributed(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer):
+            yield part
+
+
+def _is_torch_adam(part: DistributedOptimizer) -> bool:
+    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _mend_places(part: DistributedOptimizer) -> None:
+    """Where a group holds both dtypes (a float32 score head on a bfloat16 body) its main parameters are reordered,
+    float32 first, but the map from model parameters to them is not."""
+    for group, (full, half) in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+        for place, param in enumerate([*full, *half]):
+            part.model_param_group_index_map[param] = group, place
+
+
+def _gather_spaced(part: DistributedOptimizer, original: Callable, **kwargs: Any) -> dict | None:
+    """The gathered state comes without the padding between buckets, but is then read at offsets that count it. A
+    stage has several buckets where it shares its embedding with another."""
+    state = original(**kwargs)
+    for index, buffer in enumerate(part.buffers) if state is not None else ():
+        for tensors in state[index].values():
+            for name, packed in tensors.items():
+                if isinstance(packed, Tensor):
+                    tensors[name] = _spaced(packed, buffer)
+    return state
+
+
+def _spaced(packed: Tensor, buffer: Any) -> Tensor:
+    whole, start = packed.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        size = bucket.numel_unpadded
+        whole[bucket.offset : bucket.offset + size] = packed[start : start + size]
+        start += size
+    return whole
+
+
+def _set_states(original: Callable, model_param: Tensor, tensors: dict[str, Any]) -> None:
+    """Megatron looks for a `step` tensor per parameter, which it has itself restored from the groups: there is none to
+    copy."""
+    original(model_param, {"step": None, **tensors})

@@ -1,0 +1,220 @@
+"""What the ranks run for the tests of this folder (and the builders that other folders' jobs use)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from aligner.errors import CheckpointError, LayoutError
+from aligner.megatron import cpu, groups
+from aligner.megatron.checkpoint import load_model, save_model
+from aligner.megatron.model import Head
+from aligner.megatron.train import ShardedModel
+from aligner.models.families import from_hf
+from aligner.models.hf_config import config_from_hf
+from aligner.models.safetensors_io import open_hf
+from aligner.ops.logprobs import token_logprobs
+from aligner.refit.transfer import WeightStream
+from aligner.roles.batching import micro_batches
+from aligner.roles.policy import Policy
+from aligner.roles.reward_model import last_token_scores
+from aligner.types import LossOutput, TrainBatch
+from tests.tiny import ADAM, LLAMA, batch, wild_source
+
+ONE = ParallelConfig()
+
+
+def build(
+    cfg: ModelConfig,
+    parallel: ParallelConfig = ONE,
+    optim: OptimConfig | None = None,
+    head: Head = Head(),  # noqa: B008 (frozen)
+    dtype: torch.dtype = torch.float32,
+    total_steps: int = 10,
+    source=None,
+) -> ShardedModel:
+    layout = groups.build_layout(parallel)
+    source = source or wild_source(cfg)
+    return ShardedModel(cfg, layout, head, dtype, torch.device("cpu"), source, optim, total_steps)
+
+
+def from_folder(folder: str, parallel: ParallelConfig = ONE, head: Head = Head(), **kwargs) -> ShardedModel:  # noqa: B008
+    cfg, tensors = config_from_hf(folder), open_hf(folder)
+    return build(cfg, parallel, head=head, source=lambda spec: from_hf(spec, tensors, cfg), **kwargs)
+
+
+def weights(model: ShardedModel) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for bucket in WeightStream(model, 1 << 20) for name, t in bucket}
+
+
+def shares(model: ShardedModel, full: TrainBatch) -> TrainBatch:
+    """This data-parallel rank's rows: unequal shares, so ranks run different numbers of micro-batches."""
+    size, rank = model.layout.data, model.layout.dp_rank
+    rows = torch.arange(len(full.lengths))
+    bounds = [0, *(len(rows) * (i + 1) // size - 1 for i in range(size - 1)), len(rows)]
+    return full.select(rows[bounds[rank] : bounds[rank + 1]])
+
+
+def nll_loss(model: ShardedModel, full: TrainBatch):
+    """Negative log-likelihood over the tokens of the whole minibatch; scores: squared error over its rows (small, so
+    that gradient descent with learning rate 1 does not run away)."""
+    tokens, rows = full.loss_mask.sum(), len(full.lengths)
+    group = model.layout.pgs.tp if model.layout.tensor > 1 else None
+
+    def lm(logits: torch.Tensor, b: TrainBatch) -> LossOutput:
+        logprobs, _ = token_logprobs(logits, b.tokens, vocab_size=model.cfg.vocab_size, group=group)
+        nll = -(logprobs * b.loss_mask).sum()
+        return LossOutput(nll / tokens, {"nll": (nll, b.loss_mask.sum())}, {"worst": (-logprobs * b.loss_mask).max()})
+
+    def score(output: torch.Tensor, b: TrainBatch) -> LossOutput:
+        error = (last_token_scores(output, b.lengths).sum(-1) - b.labels).square()
+        return LossOutput(
+            0.01 * error.sum() / rows, {"nll": (error.sum(), torch.tensor(len(error)))}, {"worst": error.max()}
+        )
+
+    return lm if model.head.kind == "lm" else score
+
+
+def train(
+    cfg: ModelConfig,
+    parallel: ParallelConfig = ONE,
+    optim: OptimConfig = ADAM,
+    bc: BatchConfig = BatchConfig(),  # noqa: B008
+    head: Head = Head(),  # noqa: B008
+    dtype: torch.dtype = torch.float32,
+    steps: int = 2,
+) -> dict:
+    """Some steps on one fixed minibatch: metrics of each, logprobs, and full weights at the end."""
+    model = build(cfg, parallel, optim, head, dtype)
+    full = batch(cfg)
+    mine, loss = shares(model, full), nll_loss(model, full)
+    metrics = [model.step(micro_batches(mine, bc), loss) for _ in range(steps)]
+    logprobs = Policy(model, bc).logprobs(full) if head.kind == "lm" else None
+    return {"metrics": metrics, "weights": weights(model), "logprobs": logprobs, "version": model.step_count}
+
+
+def logits(folder: str, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    model = from_folder(folder)
+    assert model.head.kind == "lm"
+    return model.forward([TrainBatch(tokens, lengths, torch.zeros(len(tokens), 0))], lambda out, b: out)[0]
+
+
+def trajectory(folder: str, optim: OptimConfig, batches: list[TrainBatch], total: int) -> dict:
+    """One optimizer step per batch from the weights of a folder."""
+    model = from_folder(folder, optim=optim, total_steps=total)
+    metrics = [model.step(micro_batches(b, BatchConfig(micro_batch_samples=3)), nll_loss(model, b)) for b in batches]
+    return {"metrics": metrics, "weights": weights(model)}
+
+
+# ---- cpu.py
+
+
+def cpu_lies() -> dict:
+    t = torch.zeros(2)
+    told = {}
+    for name in ("megatron.core.optimizer.made_up", "somebody.else"):
+        scope = {"__name__": name, "t": t}
+        exec("kind = t.type()", scope)
+        told[name] = scope["kind"]
+    return told | {
+        "again": cpu.install(),
+        "cast": t.type(torch.float64).dtype,
+        "made": [f(2, device="cuda").device.type for f in (torch.zeros, torch.empty, torch.arange)],
+        "moved": [t.to("cuda").device.type, t.cuda().device.type, t.to(device="cuda:0", dtype=torch.int8).device.type],
+        "world": dist.get_world_size(),
+    }
+
+
+# ---- groups.py
+
+
+def layout_ranks(parallel: ParallelConfig) -> dict:
+    layout = groups.build_layout(parallel)
+    names = ("tp", "pp", "dp", "mp", "dp_cp", "embd", "pos_embd", "intra_dist_opt", "cp")
+    found = {n: getattr(layout.pgs, n) for n in names}
+    return {n: g and dist.get_process_group_ranks(g) for n, g in found.items()} | {
+        "rank": (layout.pp_rank, layout.dp_rank, layout.tp_rank),
+        "stages": (layout.is_first_stage, layout.is_last_stage, layout.last_stage_rank),
+        "data": layout.data,
+    }
+
+
+def refused_layout(parallel: ParallelConfig) -> str:
+    with pytest.raises(LayoutError) as caught:
+        groups.build_layout(parallel, "critic.parallel")
+    return str(caught.value)
+
+
+# ---- checkpoint.py
+
+
+def save_and_go_on(folder: Path, parallel: ParallelConfig, cfg: ModelConfig = LLAMA, **kwargs) -> dict:
+    """Two steps, save, one step more; then a new model loads and takes that step too."""
+    first, out = build(cfg, parallel, **kwargs), {}
+    full = batch(cfg)
+    mine, parts = shares(first, full), BatchConfig(micro_batch_samples=2)
+    for _ in range(2):
+        first.step(micro_batches(mine, parts), nll_loss(first, full))
+    save_model(first, folder)
+    out["saved"] = weights(first)
+    out["went_on"] = first.step(micro_batches(mine, parts), nll_loss(first, full))
+    out["after"] = weights(first)
+    second = build(cfg, parallel, source=wild_source(cfg, seed=7), **kwargs)
+    load_model(second, folder)
+    out["loaded"], out["version"] = weights(second), second.step_count
+    out["resumed"] = second.step(micro_batches(mine, parts), nll_loss(second, full))
+    out["after_resumed"] = weights(second)
+    return out
+
+
+def load_and_step(
+    folder: Path, parallel: ParallelConfig, cfg: ModelConfig = LLAMA, again: Path | None = None, **kwargs
+) -> dict:
+    model = build(cfg, parallel, source=wild_source(cfg, seed=8), **kwargs)
+    load_model(model, folder)
+    out = {"loaded": weights(model), "version": model.step_count}
+    if again:
+        save_model(model, again)
+    full = batch(cfg)
+    parts = micro_batches(shares(model, full), BatchConfig(micro_batch_samples=2))
+    return out | {"resumed": model.step(parts, nll_loss(model, full)), "after_resumed": weights(model)}
+
+
+def load_weights_only(folder: Path, cfg: ModelConfig = LLAMA, frozen: bool = True, **kwargs) -> dict:
+    """As a reference does (frozen), or as a stage that starts from another's weights does."""
+    model = build(cfg, ONE, None if frozen else kwargs.pop("optim", ADAM), source=wild_source(cfg, seed=9), **kwargs)
+    load_model(model, folder, with_optimizer=False)
+    out = {"loaded": weights(model), "version": model.step_count}
+    if not frozen:
+        full = batch(cfg)
+        out["resumed"] = model.step(micro_batches(full, BatchConfig()), nll_loss(model, full))
+        out["after"] = weights(model)
+    return out
+
+
+def refused_checkpoint(folder: Path, cfg: ModelConfig = LLAMA, **kwargs) -> str:
+    model = build(cfg, ONE, **kwargs)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(model, folder)
+    return str(caught.value)
+
+
+def train_with(outputs: int = 0, **kwargs) -> dict:
+    """`train` with a score head of this many outputs (0: language-model head)."""
+    return train(head=Head("score", outputs) if outputs else Head(), **kwargs)
+
+
+def save_score(folder: Path, parallel: ParallelConfig, optim: OptimConfig) -> dict:
+    return save_and_go_on(folder, parallel, head=Head("score", 2), dtype=torch.bfloat16, optim=optim)
+
+
+def load_score(folder: Path, parallel: ParallelConfig, optim: OptimConfig) -> dict:
+    return load_and_step(folder, parallel, head=Head("score", 2), dtype=torch.bfloat16, optim=optim)
+
+
+def load_score_alone(folder: Path) -> dict:
+    return load_weights_only(folder, head=Head("score", 2), dtype=torch.bfloat16)

@@ -1,0 +1,118 @@
+"""The product's promise: layout, micro-batches and recompute do not change what is learned. Bounds for float32."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aligner.config.schema import BatchConfig, ParallelConfig
+from tests.tiny import ADAM, LLAMA, MODELS, SGD, relative
+
+pytestmark = pytest.mark.multirank
+
+TP, PP, DP = ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig()
+SEQUENCE = ParallelConfig(tensor=2, sequence=True)
+LAYOUTS = {
+    "tp2": (2, TP),
+    "pp2": (2, PP),
+    "dp2": (2, DP),
+    "tp2-sequence": (2, SEQUENCE),
+    "tp2-pp2": (4, ParallelConfig(tensor=2, pipeline=2)),
+}
+BASE = BatchConfig(micro_batch_samples=3)
+MODELS_AND_HEADS = {
+    "qwen3-tied": {"cfg": MODELS["qwen3"]},
+    "qwen2-untied": {"cfg": replace(MODELS["qwen2"], tie_embeddings=False)},
+    "llama-score": {"cfg": LLAMA, "outputs": 2},
+}
+
+
+def train(ranks, world, cfg, outputs=0, **kwargs):
+    results = ranks.run("tests.megatron.jobs:train_with", world=world, cfg=cfg, outputs=outputs, **kwargs)
+    for other in results[1:]:  # every rank is told the same
+        assert other["metrics"] == results[0]["metrics"]
+        assert all(torch.equal(t, results[0]["weights"][n]) for n, t in other["weights"].items())
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks):
+    """One rank's result for given arguments, computed once; with the weights before the first step."""
+    seen = {}
+
+    def get(name, optim):
+        key = name, optim.eps
+        if key not in seen:
+            start = train(ranks, 1, **MODELS_AND_HEADS[name], optim=optim, bc=BASE, steps=0)["weights"]
+            seen[key] = start, train(ranks, 1, **MODELS_AND_HEADS[name], optim=optim, bc=BASE)
+        return seen[key]
+
+    return get
+
+
+def check(got, base, optim):
+    start, wanted = base
+    for ours, theirs in zip(got["metrics"], wanted["metrics"], strict=True):
+        for name in theirs:
+            assert abs(ours[name] - theirs[name]) <= 1e-5 * max(1.0, abs(theirs[name])), name
+    if wanted["logprobs"] is not None:
+        assert (got["logprobs"] - wanted["logprobs"]).abs().max() <= (1e-4 if optim is SGD else 1e-3)
+    assert got["weights"].keys() == wanted["weights"].keys()
+    for name, value in wanted["weights"].items():
+        update = value - start[name]
+        assert update.any(), name
+        # gradient descent: the sum of two gradients. Adam turns noise-sized gradients into full steps: looser
+        assert relative(got["weights"][name], value, update) <= (2e-5 if optim is SGD else 1e-3), name
+
+
+@pytest.mark.parametrize("optim", [SGD, ADAM], ids=["sgd", "adam"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS_AND_HEADS)
+def test_layouts_learn_the_same(ranks, alone, name, layout, optim):
+    world, parallel = LAYOUTS[layout]
+    got = train(ranks, world, **MODELS_AND_HEADS[name], parallel=parallel, optim=optim, bc=BASE)
+    check(got, alone(name, optim), optim)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2-sequence", "tp2-pp2"])
+def test_the_plain_optimizer_learns_the_same(ranks, alone, layout):
+    world, parallel = LAYOUTS[layout]
+    optim = replace(SGD, distributed=False)
+    got = train(ranks, world, **MODELS_AND_HEADS["qwen3-tied"], parallel=parallel, optim=optim, bc=BASE)
+    check(got, alone("qwen3-tied", SGD), SGD)
+
+
+@pytest.mark.parametrize(
+    "bc",
+    [
+        BatchConfig(micro_batch_samples=1),
+        BatchConfig(micro_batch_samples=2),
+        BatchConfig(micro_batch_samples=4),
+        BatchConfig(micro_batch_tokens=30),
+    ],
+    ids=["1", "2", "4", "tokens"],
+)
+@pytest.mark.parametrize("layout", ["one", "pp2", "dp2"])
+def test_micro_batches_learn_the_same(ranks, alone, bc, layout):
+    world, parallel = {"one": (1, DP), **LAYOUTS}[layout]
+    name = "qwen3-tied"
+    check(train(ranks, world, **MODELS_AND_HEADS[name], parallel=parallel, optim=SGD, bc=bc), alone(name, SGD), SGD)
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2-sequence", "tp2-pp2"])
+def test_recompute_learns_the_same(ranks, alone, layout):
+    world, parallel = {"one": (1, DP), **LAYOUTS}[layout]
+    base = alone("qwen3-tied", SGD)
+    cfg = replace(MODELS["qwen3"], recompute="full")
+    check(train(ranks, world, cfg, parallel=parallel, optim=SGD, bc=BASE), base, SGD)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bfloat16_learns_nearly_the_same(ranks, alone, layout):
+    world, parallel = LAYOUTS[layout]
+    _, wanted = alone("qwen3-tied", ADAM)
+    got = train(ranks, world, MODELS["qwen3"], parallel=parallel, optim=ADAM, bc=BASE, dtype=torch.bfloat16)
+    for ours, theirs in zip(got["metrics"], wanted["metrics"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-2)
+    assert all(t.dtype == torch.bfloat16 for t in got["weights"].values())

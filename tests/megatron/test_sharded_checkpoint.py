@@ -1,0 +1,128 @@
+"""Save and load: the same layout goes on bit by bit, another layout has the same weights and optimizer."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aligner.config.schema import OptimConfig, ParallelConfig
+from tests.tiny import LLAMA, MODELS
+
+pytestmark = pytest.mark.multirank
+
+OPTIM = OptimConfig(lr=1e-3, schedule="linear", warmup_steps=2)  # the next learning rate depends on the step
+PLAIN = replace(OPTIM, distributed=False)
+TP, PP, DP = ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig()
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(t, b[n]) for n, t in a.items())
+
+
+@pytest.mark.parametrize(
+    "world, parallel, dtype, optim",
+    [
+        (1, DP, torch.float32, PLAIN),
+        (1, DP, torch.bfloat16, OPTIM),
+        (1, DP, torch.bfloat16, PLAIN),
+        (2, TP, torch.float32, OPTIM),
+        (2, DP, torch.bfloat16, OPTIM),
+        (2, DP, torch.float32, PLAIN),
+        (2, PP, torch.float32, OPTIM),
+        (4, PP, torch.bfloat16, OPTIM),
+        (4, ParallelConfig(tensor=2, pipeline=2), torch.bfloat16, OPTIM),
+    ],
+)
+def test_the_same_layout_goes_on_bit_by_bit(ranks, tmp_path, world, parallel, dtype, optim):
+    cfg = MODELS["qwen3"]
+    out = ranks.run(
+        "tests.megatron.jobs:save_and_go_on",
+        world=world, folder=tmp_path / "c", parallel=parallel, cfg=cfg, dtype=dtype, optim=optim,
+    )[0]  # fmt: skip
+    assert out["version"] == 2
+    assert same(out["loaded"], out["saved"])
+    assert out["resumed"] == out["went_on"]
+    assert same(out["after_resumed"], out["after"]) and not same(out["after"], out["saved"])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_other_layouts_load_the_same_state(ranks, tmp_path, tied):
+    cfg = replace(LLAMA, tie_embeddings=tied)
+    job = {"cfg": cfg, "optim": OPTIM}
+    first = ranks.run("tests.megatron.jobs:save_and_go_on", world=2, folder=tmp_path / "0", parallel=TP, **job)[0]
+    layouts = [(2, PP), (2, DP), (1, DP), (4, ParallelConfig(tensor=2, pipeline=2))]
+    for i, (world, parallel) in enumerate(layouts):
+        out = ranks.run(
+            "tests.megatron.jobs:load_and_step",
+            world=world, folder=tmp_path / f"{i}", parallel=parallel, again=tmp_path / f"{i + 1}", **job,
+        )[0]  # fmt: skip
+        assert out["version"] == 2 and same(out["loaded"], first["saved"]), parallel
+        for name, value in first["went_on"].items():
+            assert out["resumed"][name] == pytest.approx(value, rel=1e-5), (parallel, name)
+        for name, value in first["after"].items():
+            assert torch.allclose(out["after_resumed"][name], value, atol=2e-6), (parallel, name)
+
+
+@pytest.mark.parametrize("optim", [OPTIM, PLAIN], ids=["sharded", "plain"])
+@pytest.mark.parametrize("world, parallel", [(1, DP), (2, TP), (2, PP), (2, DP)])
+def test_float32_score_heads_on_bfloat16_bodies(ranks, tmp_path, world, parallel, optim):
+    job = {"folder": tmp_path / "c", "optim": optim}
+    saved = ranks.run("tests.megatron.jobs:save_score", world=world, parallel=parallel, **job)[0]
+    assert saved["version"] == 2 and same(saved["loaded"], saved["saved"])
+    assert same(saved["after_resumed"], saved["after"])
+    out = ranks.run("tests.megatron.jobs:load_score", world=1, parallel=DP, **job)[0]
+    assert all(torch.equal(t.float(), saved["saved"][n].float()) for n, t in out["loaded"].items())
+    assert out["resumed"]["grad_norm"] == pytest.approx(saved["went_on"]["grad_norm"], rel=5e-2)
+    alone = ranks.run("tests.megatron.jobs:load_score_alone", folder=tmp_path / "c")[0]
+    assert same(alone["loaded"], out["loaded"]) and alone["version"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_alone_start_a_new_optimizer(ranks, tmp_path, dtype):
+    """The optimizer's float32 copies are those of the loaded weights, not of the ones before."""
+    saved = ranks.run(
+        "tests.megatron.jobs:save_and_go_on", folder=tmp_path / "c", parallel=DP, dtype=dtype, optim=OPTIM
+    )[0]
+    out = ranks.run(
+        "tests.megatron.jobs:load_weights_only", folder=tmp_path / "c", frozen=False, dtype=dtype, optim=OPTIM
+    )[0]
+    assert same(out["loaded"], saved["saved"]) and out["version"] == 0
+    assert out["resumed"]["lr"] == OPTIM.lr / 2  # the first step of the warm-up
+    for name, value in out["after"].items():
+        assert (value - saved["saved"][name]).abs().max() <= (2e-3 if dtype == torch.float32 else 2e-2), name
+
+
+@pytest.fixture(scope="module")
+def written(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint") / "c"
+    return folder, ranks.run("tests.megatron.jobs:save_and_go_on", folder=folder, parallel=DP, optim=OPTIM)[0]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "metadata", "folder"])
+def test_damage_is_told(ranks, written, tmp_path, damage):
+    folder = tmp_path / "damaged"
+    shutil.copytree(written[0], folder)
+    victim = max((p for p in folder.iterdir() if p.suffix == ".distcp"), key=lambda p: p.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 0x10
+        victim.write_bytes(data)
+    elif damage == "cut":
+        victim.write_bytes(data[: len(data) // 2])
+    elif damage == "gone":
+        victim.unlink()
+    elif damage == "metadata":
+        (folder / ".metadata").write_bytes(b"no pickle")
+    else:
+        folder = tmp_path / "nowhere"
+    told = ranks.run("tests.megatron.jobs:refused_checkpoint", folder=folder, optim=OPTIM)[0]
+    assert str(folder) in told
+
+
+@pytest.mark.parametrize(
+    "other", [replace(LLAMA, num_layers=3), replace(LLAMA, hidden_size=48), replace(LLAMA, tie_embeddings=False)]
+)
+def test_another_models_checkpoint_is_refused(ranks, written, other):
+    told = ranks.run("tests.megatron.jobs:refused_checkpoint", folder=written[0], cfg=other, optim=OPTIM)[0]
+    assert str(written[0]) in told

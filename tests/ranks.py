@@ -1,0 +1,196 @@
+"""A pool of gloo rank processes for tests: started once, reused by every test that needs one or more ranks.
+
+    results = ranks.run("tests.megatron.jobs:train", world=2, steps=3)   # one result per rank
+
+A job is a module-level function, named by a string; its keyword arguments and its results travel as pickles. While it
+runs, torch.distributed is initialised with exactly `world` ranks. An exception on any rank fails the test with that
+rank's traceback; the processes are then replaced, because the other ranks may hang in a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+GRACE_S = 5.0  # after the first failure: time for the other ranks to tell theirs
+COLLECTIVE_TIMEOUT_S = 60.0
+
+
+class RankError(AssertionError):
+    """A job failed; the message holds the tracebacks of the ranks that told one, in the order of their arrival."""
+
+
+class Ranks:
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self._process: subprocess.Popen | None = None
+
+    def _start(self) -> None:
+        """One process imports everything, which takes seconds, and forks the ranks."""
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the processes)
+        pairs = [Pipe() for _ in range(self.size)]
+        self._pipes = [ours for ours, _ in pairs]
+        numbers = [theirs.fileno() for _, theirs in pairs]
+        environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT")}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.ranks", *map(str, numbers)],
+            cwd=ROOT,
+            env=environment,
+            pass_fds=numbers,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that all of them can be ended together
+        )
+        for _, theirs in pairs:
+            theirs.close()
+
+    def run(self, target: str, world: int = 1, timeout_s: float = 150.0, **kwargs: Any) -> list[Any]:
+        """`target` ("module:function") with `kwargs` on `world` ranks; their results, by rank."""
+        assert 1 <= world <= self.size, world
+        if self._process is None:
+            self._start()
+        pipes, port = self._pipes[:world], _free_port()
+        done = False
+        try:
+            for rank, pipe in enumerate(pipes):
+                pipe.send_bytes(pickle.dumps((target, rank, world, port, kwargs)))
+            results = self._collect(pipes, time.monotonic() + timeout_s)
+            for pipe in pipes:
+                pipe.send_bytes(b"release")  # nobody leaves the process group before all are done with it
+            done = True
+            return results
+        finally:
+            if not done:
+                self.close()
+
+    def _collect(self, pipes: list[Connection], deadline: float) -> list[Any]:
+        import torch
+
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+        results: dict[int, Any] = {}
+        failures: list[str] = []
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready and not failures:
+                failures = [f"ranks {sorted(waiting.values())} did not finish:\n{self._output()}"]
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                except (EOFError, ConnectionError):
+                    ok, value = False, f"the process ended:\n{self._output()}"
+                if ok:
+                    results[rank] = value
+                else:
+                    failures.append(f"rank {rank}: {value}")
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if failures:
+            raise RankError("\n".join(failures))
+        return [results[rank] for rank in range(len(pipes))]
+
+    def _output(self) -> str:
+        return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")[-4000:]
+
+    def close(self) -> None:
+        if self._process is None:
+            return
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in self._pipes:
+            pipe.close()
+        self._log.close()
+        self._process = None
+
+
+def _pack(answer: tuple[bool, Any]) -> bytes:
+    """With torch.save: a plain pickle of a tensor names functions of Megatron's, which the tests would then import."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(answer, buffer)
+    return buffer.getvalue()
+
+
+def _free_port() -> int:
+    """Below the ephemeral range, so that no outgoing connection takes it before rank 0 listens."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+
+
+def _serve(pipe: Connection) -> None:
+    """A rank's life: jobs until the pipe closes."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from aligner.megatron import groups
+
+    while True:
+        try:
+            target, rank, world, port, kwargs = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port))):
+            os.environ.pop(name, None)
+            if world > 1:
+                os.environ[name] = value
+        try:
+            groups.init_distributed(rank, world, 0, "gloo", COLLECTIVE_TIMEOUT_S)
+            module, function = target.split(":")
+            answer = _pack((True, getattr(importlib.import_module(module), function)(**kwargs)))
+        except BaseException:  # some of torch's errors are no Exception
+            answer = _pack((False, traceback.format_exc()))
+        pipe.send_bytes(answer)
+        try:
+            pipe.recv_bytes()
+        except EOFError:
+            return
+        gc.collect()
+        dist.destroy_process_group()
+        parallel_state.destroy_global_memory_buffer()
+
+
+def _main(numbers: list[int]) -> None:
+    import torch
+
+    import aligner.megatron.checkpoint
+    import aligner.megatron.train  # noqa: F401
+
+    torch.set_num_threads(1)
+    for mine in numbers:
+        if os.fork() == 0:
+            for other in numbers:
+                if other != mine:
+                    os.close(other)
+            _serve(Connection(mine))
+            os._exit(0)
+    for number in numbers:
+        os.close(number)
+    for _ in numbers:
+        os.wait()
+
+
+if __name__ == "__main__":
+    _main([int(a) for a in sys.argv[1:]])

@@ -1,0 +1,130 @@
+"""What the ranks run for the tests of this folder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from aligner.config.schema import BatchConfig, EngineConfig, ModelConfig, OptimConfig, ParallelConfig, RefitConfig
+from aligner.engines.native.engine import NativeEngine
+from aligner.errors import RefitError
+from aligner.megatron.model import Head
+from aligner.megatron.train import ShardedModel
+from aligner.refit.transfer import Refit, WeightStream, fail_together
+from aligner.refit.verify import Verifier
+from aligner.roles.batching import micro_batches
+from aligner.roles.policy import Policy
+from aligner.types import TrainBatch
+from tests.megatron.jobs import build, nll_loss, shares
+from tests.tiny import batch
+
+
+def stream(
+    cfg: ModelConfig, parallel: ParallelConfig, bucket_bytes: int, outputs: int = 0, dtype=torch.float32
+) -> dict:
+    model = build(cfg, parallel, head=Head("score", outputs) if outputs else Head(), dtype=dtype)
+    weights = WeightStream(model, bucket_bytes)
+    runs = [[[(name, t.clone()) for name, t in bucket] for bucket in weights] for _ in range(2)]
+    again = [[(n, t.tolist()) for n, t in b] for b in runs[1]]
+    return {"buckets": runs[0], "repeats": again == [[(n, t.tolist()) for n, t in b] for b in runs[0]]}
+
+
+def native(cfg: ModelConfig, dtype: torch.dtype) -> NativeEngine:
+    return NativeEngine(cfg, EngineConfig(), device="cpu", dtype=dtype, pad_id=0)
+
+
+def sentinel(model: ShardedModel, refit: Refit, rows: TrainBatch) -> Verifier:
+    def logprobs(tokens, lengths):
+        return Policy(model, BatchConfig()).logprobs(TrainBatch(tokens, lengths, torch.zeros(len(tokens), 0)))
+
+    return Verifier(refit, rows.tokens, rows.lengths, logprobs)
+
+
+def one_step(model: ShardedModel, rows: TrainBatch) -> None:
+    model.step(micro_batches(shares(model, rows), BatchConfig(micro_batch_samples=4)), nll_loss(model, rows))
+
+
+def follow(
+    cfg: ModelConfig,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    verify: str,
+    optim: OptimConfig,
+    steps: int,
+    engine_dtype: torch.dtype | None = None,
+) -> list[dict]:
+    """Refit, check, step, again and again; the last round without a step before it."""
+    model, engine = build(cfg, parallel, optim, dtype=dtype), native(cfg, engine_dtype or dtype)
+    refit = Refit(model, engine, RefitConfig(bucket_bytes=5000, verify=verify))
+    rows = batch(cfg)
+    verifier, told = sentinel(model, refit, rows), []
+    for round_ in range(steps + 2):
+        metrics = refit() | verifier.check()
+        real = torch.arange(rows.tokens.shape[1])[None] < rows.lengths[:, None]
+        gap = engine.logprobs(rows.tokens, rows.lengths) - Policy(model, BatchConfig()).logprobs(rows)
+        told.append(metrics | {"gap": float((gap * real).abs().max()), "engine": engine.weight_version})
+        if round_ < steps:
+            one_step(model, rows)
+    return told
+
+
+def skipped(cfg: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype, verify: str, optim: OptimConfig) -> dict:
+    """The engine keeps its weights through one optimizer step. Returns the message of the check."""
+    model, engine = build(cfg, parallel, optim, dtype=dtype), native(cfg, dtype)
+    refit = Refit(model, engine, RefitConfig(bucket_bytes=5000, verify=verify), skip=True)
+    rows = batch(cfg)
+    verifier = sentinel(model, refit, rows)
+    refit()
+    first = verifier.check()
+    one_step(model, rows)
+    refit()
+    with pytest.raises(RefitError) as caught:
+        verifier.check()
+    return {"message": str(caught.value), "first": first}
+
+
+class Refusing:
+    """An engine that refuses on one rank, at one moment."""
+
+    weight_version = -1
+    dtype = torch.float32
+    dtype = torch.float32
+
+    def __init__(self, rank: int, moment: str):
+        self.moment, self.calls = moment if dist.get_rank() == rank else "", 0
+
+    def begin_update(self, version: int) -> None:
+        self._maybe("begin")
+
+    def update_weights(self, tensors) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            self._maybe("second bucket")
+
+    def finish_update(self) -> None:
+        self._maybe("finish")
+
+    def _maybe(self, moment: str) -> None:
+        if moment == self.moment:
+            raise RefitError(f"{moment} does not suit me")
+
+
+def refused(cfg: ModelConfig, parallel: ParallelConfig, rank: int, moment: str) -> str:
+    refit = Refit(build(cfg, parallel), Refusing(rank, moment), RefitConfig(bucket_bytes=3000))
+    with pytest.raises(RefitError) as caught:
+        refit()
+    refit.engine.moment = ""
+    refit()  # nothing was left behind in the groups
+    return str(caught.value)
+
+
+def first_cause() -> list[str]:
+    messages, rank = [], dist.get_rank()
+    for causes in (["", ""], ["", "b"], ["a", "b"]):
+        try:
+            fail_together(causes[rank])
+            messages.append("")
+        except RefitError as error:
+            messages.append(str(error))
+    return messages

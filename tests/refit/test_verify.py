@@ -1,0 +1,93 @@
+"""The proof after every refit: what it lets pass and what it catches, with the native engine."""
+
+import pytest
+import torch
+
+from aligner.config.schema import OptimConfig, ParallelConfig
+from tests.tiny import LLAMA, MODELS
+
+pytestmark = pytest.mark.multirank
+
+ONE, TP, PP = ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(pipeline=2)
+SMALL = OptimConfig(lr=5e-4)  # about one unit in the last place of a bfloat16 weight
+
+
+def staleness(*arguments):
+    from aligner.refit.verify import staleness
+
+    return staleness(*arguments)
+
+
+@pytest.fixture
+def logprobs():
+    g = torch.Generator().manual_seed(3)
+    current = -torch.rand(400, generator=g) * 5
+    return current, current + 0.02 * torch.randn(400, generator=g), 0.005 * torch.randn(400, generator=g)
+
+
+def test_progress_is_a_projection(logprobs):
+    current, previous, _ = logprobs
+    for part in (0.0, 0.3, 0.7, 1.0):
+        stale, progress = staleness(previous + part * (current - previous), current, previous)
+        assert progress == pytest.approx(part, abs=1e-5)
+        assert stale == (part < 0.5)
+
+
+def test_noise_changes_no_verdict(logprobs):
+    current, previous, noise = logprobs
+    assert staleness(current + noise, current, previous)[0] is False
+    assert staleness(previous + noise, current, previous)[0] is True
+    # what no step gains: an engine that is off elsewhere is the tolerance's business
+    far = current + 100 * noise
+    assert staleness(far, current, previous)[0] is False
+
+
+def test_the_verdict_is_withheld_without_power(logprobs):
+    current, previous, noise = logprobs
+    near = current + (previous - current) * 1e-3  # a step far below the noise
+    assert staleness(near + noise, current, near)[0] is False
+    assert staleness(current + noise, current, current) == (False, 1.0)
+
+
+@pytest.mark.parametrize(
+    "world, parallel, dtype, name",
+    [
+        (1, ONE, torch.float32, "qwen3"),
+        (1, ONE, torch.bfloat16, "llama"),
+        (2, TP, torch.float32, "qwen2"),
+        (2, PP, torch.bfloat16, "qwen3"),
+        (2, ONE, torch.bfloat16, "llama"),
+        (4, ParallelConfig(tensor=2, pipeline=2), torch.float32, "llama"),
+    ],
+)
+def test_a_refitted_engine_passes(ranks, world, parallel, dtype, name):
+    job = {"cfg": MODELS[name], "parallel": parallel, "dtype": dtype, "verify": "checksum", "optim": SMALL, "steps": 3}
+    for told in ranks.run("tests.refit.jobs:follow", world=world, **job):
+        assert [t["engine"] for t in told] == [t["refit/version"] for t in told] == [0, 1, 2, 3, 3]
+        assert told[-1]["refit/sentinel_progress"] == 1.0  # no step: nothing to compare
+        for t in told:
+            assert t["refit/bytes"] > 0 and t["refit/seconds"] > 0
+            if dtype == torch.float32:
+                assert t["gap"] <= 1e-4 and abs(t["refit/sentinel_progress"] - 1) < 0.05
+            else:
+                assert t["refit/sentinel_error"] < 0.05 and t["refit/sentinel_progress"] > 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world, parallel", [(1, ONE), (2, PP)])
+@pytest.mark.parametrize("verify", ["sentinel", "checksum"])
+def test_one_missed_step_is_caught(ranks, world, parallel, dtype, verify):
+    job = {"cfg": LLAMA, "parallel": parallel, "dtype": dtype, "verify": verify, "optim": SMALL}
+    for told in ranks.run("tests.refit.jobs:skipped", world=world, **job):
+        message = told["message"]
+        assert message.startswith("refit failed on rank 0: weight version: engine 0, trainer 1")
+        assert ("checksum of" in message) == (verify == "checksum")
+        assert "nearer to the previous weights" in message
+
+
+def test_an_engine_in_another_dtype_passes(ranks):
+    """Its hashes are of the weights as it holds them, its tolerance is that of its own dtype."""
+    job = {"cfg": LLAMA, "parallel": ONE, "dtype": torch.float32, "verify": "checksum", "optim": OptimConfig(lr=1e-2)}
+    told = ranks.run("tests.refit.jobs:follow", engine_dtype=torch.bfloat16, steps=2, **job)[0]
+    assert [t["engine"] for t in told] == [0, 1, 2, 2]
+    assert all(1e-4 < t["refit/sentinel_error"] < 0.05 for t in told)

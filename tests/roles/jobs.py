@@ -1,0 +1,108 @@
+"""What the ranks run for the tests of this folder."""
+
+from __future__ import annotations
+
+import torch
+
+from aligner.config.schema import BatchConfig, ModelConfig, ParallelConfig
+from aligner.megatron.model import Head
+from aligner.roles.batching import forward_rows
+from aligner.roles.critic import Critic
+from aligner.roles.policy import Policy, Reference
+from aligner.roles.reward_model import RewardModel
+from aligner.types import LossOutput, Prompt, Sample, TrainBatch
+from tests.megatron.jobs import ONE, build, from_folder, shares, weights
+from tests.tiny import ADAM, batch
+
+
+def policy_logprobs(
+    folder: str, rows: TrainBatch, parallel: ParallelConfig, temperature: float, budget: int
+) -> torch.Tensor:
+    return Reference(from_folder(folder, parallel), BatchConfig(logprob_tokens=budget), temperature).logprobs(rows)
+
+
+def order(cfg: ModelConfig, parallel: ParallelConfig, rows: TrainBatch, budget: int) -> torch.Tensor:
+    """Each position answers with its own token, times ten."""
+    model = build(cfg, parallel)
+
+    def read(output: torch.Tensor, b: TrainBatch) -> torch.Tensor:
+        assert len(output) == len(b.tokens)
+        return b.tokens * 10
+
+    return forward_rows(model, rows, budget, read)
+
+
+def critic_values(folder: str, rows: TrainBatch, parallel: ParallelConfig, bias: float, scale: float) -> torch.Tensor:
+    model = from_folder(folder, parallel, Head("score"))
+    return Critic(model, BatchConfig(logprob_tokens=30), bias, scale).values(rows)
+
+
+def reward_scores(folder: str, rows: TrainBatch, parallel: ParallelConfig, outputs: int, bias: float, scale: float):
+    model = from_folder(folder, parallel, Head("score", outputs))
+    role = RewardModel(model, BatchConfig(logprob_tokens=40), bias, scale)
+    samples = []
+    for i, (row, length) in enumerate(zip(rows.tokens.tolist(), rows.lengths.tolist(), strict=True)):
+        prompt = Prompt(id=i, tokens=tuple(row[:2]), text="")
+        samples.append(Sample(prompt, 0, "", tuple(row[2:length]), finished=True))
+    return {"raw": role.raw_scores(rows), "scores": role.scores(rows), "called": role(samples), "none": role([])}
+
+
+def policy_update(cfg: ModelConfig, parallel: ParallelConfig) -> dict:
+    """What a loss sees inside `update` against what `logprobs` says, and the names of the metrics."""
+    model = build(cfg, parallel, ADAM)
+    full = batch(cfg)
+    policy = Policy(model, BatchConfig(micro_batch_tokens=40), temperature=0.7, hits=True)
+    full.old_logprobs = policy.logprobs(full)
+    mine, before = shares(model, full), weights(model)
+
+    def loss(out, b):
+        real = (torch.arange(b.tokens.shape[1])[None] < b.lengths[:, None]).float()
+        real[:, 0] = 0
+        gap = ((out.logprobs - b.old_logprobs).abs() * real).max()
+        assert out.entropy.shape == out.hits.shape == out.logprobs.shape == b.tokens.shape
+        value = -(out.logprobs * b.loss_mask).sum() / full.loss_mask.sum()
+        return LossOutput(value, {"hits": ((out.hits * real).sum(), real.sum())}, {"gap": gap.detach()})
+
+    stats = policy.update(mine, loss)
+    after = weights(model)
+    return {"stats": stats, "moved": any(not torch.equal(t, after[n]) for n, t in before.items())}
+
+
+def critic_update(cfg: ModelConfig, parallel: ParallelConfig) -> dict:
+    model = build(cfg, parallel, ADAM, Head("score"))
+    full = batch(cfg)
+    critic = Critic(model, BatchConfig(micro_batch_samples=2), bias=0.3, scale=2.0)
+    full.values = critic.values(full)
+    mine = shares(model, full)
+
+    def loss(values, b):
+        mask = b.loss_mask
+        value = ((values - 1.0).square() * mask).sum() / full.loss_mask.sum()
+        return LossOutput(value, {}, {"gap": ((values - b.values).abs() * mask).max().detach()})
+
+    stats = [critic.update(mine, loss) for _ in range(3)]
+    return {"stats": stats}
+
+
+def reward_update(cfg: ModelConfig, parallel: ParallelConfig, bc: BatchConfig) -> dict:
+    """Pairs: rows 2i (chosen) and 2i + 1 (rejected) must come together."""
+    model = build(cfg, parallel, ADAM, Head("score"))
+    full = batch(cfg)
+    full.labels = torch.arange(len(full.lengths)).float()
+    rows = torch.arange(len(full.lengths)).view(model.layout.data, -1)[model.layout.dp_rank]
+
+    def loss(scores, b):
+        chosen, rejected = b.labels[0::2], b.labels[1::2]
+        assert torch.equal(rejected, chosen + 1) and (chosen % 2 == 0).all()
+        margins = scores[0::2, 0] - scores[1::2, 0]
+        return LossOutput(-torch.nn.functional.logsigmoid(margins).sum() / (len(full.lengths) // 2))
+
+    role = RewardModel(model, bc)
+    stats = [role.update(full.select(rows), loss, unit=2) for _ in range(4)]
+    return {"stats": stats}
+
+
+def no_rows(cfg: ModelConfig, parallel: ParallelConfig = ONE) -> list[int]:
+    model = build(cfg, parallel)
+    rows = batch(cfg).select(torch.arange(0))
+    return list(Reference(model, BatchConfig()).logprobs(rows).shape)

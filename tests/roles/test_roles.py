@@ -1,0 +1,110 @@
+"""Policy, critic and reward model against transformers, on several layouts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aligner.config.schema import BatchConfig, ParallelConfig
+from tests.tiny import LLAMA, MODELS, batch, transformers_model, write_folder
+
+pytestmark = pytest.mark.multirank
+
+LAYOUTS = [
+    (1, ParallelConfig()),
+    (2, ParallelConfig(tensor=2)),
+    (2, ParallelConfig(tensor=2, sequence=True)),
+    (2, ParallelConfig(pipeline=2)),
+]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    model, raw = transformers_model(MODELS["qwen3"])
+    return model, write_folder(model, raw, tmp_path_factory.mktemp("policy") / "hf")
+
+
+@pytest.fixture(scope="module")
+def scorers(tmp_path_factory):
+    """outputs -> (transformers model, folder)"""
+    made = {}
+    for outputs in (1, 5):
+        model, raw = transformers_model(LLAMA, "score", outputs)
+        made[outputs] = model, write_folder(model, raw, tmp_path_factory.mktemp("score") / "hf")
+    return made
+
+
+@pytest.mark.parametrize("world, parallel", LAYOUTS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_equal_log_softmax(ranks, policy, world, parallel, temperature):
+    model, folder = policy
+    rows = batch(MODELS["qwen3"])
+    with torch.no_grad():
+        logp = (model(rows.tokens).logits / temperature).log_softmax(-1)
+    wanted = logp[:, :-1].gather(-1, rows.tokens[:, 1:, None])[..., 0]
+    real = torch.arange(13)[None] < rows.lengths[:, None]
+    job = {"folder": folder, "rows": rows, "parallel": parallel, "temperature": temperature, "budget": 30}
+    for got in ranks.run("tests.roles.jobs:policy_logprobs", world=world, **job):
+        assert got.shape == rows.tokens.shape and got.dtype == torch.float32
+        assert (got[:, 0] == 0).all()
+        assert (got[:, 1:] - wanted)[real[:, 1:]].abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("world, parallel", LAYOUTS)
+def test_values_are_of_the_state_before_the_token(ranks, scorers, world, parallel):
+    model, folder = scorers[1]
+    rows = batch(LLAMA)
+    with torch.no_grad():
+        hidden = model.model(rows.tokens).last_hidden_state
+        heads = model.score(hidden)[..., 0]
+    wanted = torch.zeros(rows.tokens.shape)
+    wanted[:, 1:] = (heads[:, :-1] - 0.25) / 3.0
+    real = torch.arange(13)[None] < rows.lengths[:, None]
+    job = {"folder": folder, "rows": rows, "parallel": parallel, "bias": 0.25, "scale": 3.0}
+    for got in ranks.run("tests.roles.jobs:critic_values", world=world, **job):
+        assert (got[:, 0] == 0).all()
+        assert (got - wanted)[real].abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("world, parallel", LAYOUTS)
+@pytest.mark.parametrize("outputs", [1, 5])
+def test_scores_equal_sequence_classification(ranks, scorers, outputs, world, parallel):
+    model, folder = scorers[outputs]
+    rows = batch(LLAMA, width=4)  # more outputs than columns
+    with torch.no_grad():
+        wanted = model(rows.tokens).logits  # reads the last token that is not padding
+    job = {"folder": folder, "rows": rows, "parallel": parallel, "outputs": outputs, "bias": -0.5, "scale": 4.0}
+    for got in ranks.run("tests.roles.jobs:reward_scores", world=world, **job):
+        assert got["raw"].shape == (8, outputs)
+        assert (got["raw"] - wanted).abs().max() <= 1e-4
+        assert torch.allclose(got["scores"], (wanted[:, 0] + 0.5) / 4, atol=1e-4)
+        assert got["called"] == pytest.approx(got["scores"].tolist(), abs=1e-5) and got["none"] == []
+
+
+ALL = [*LAYOUTS, (2, ParallelConfig()), (4, ParallelConfig(tensor=2))]
+
+
+@pytest.mark.parametrize("world, parallel", ALL)
+def test_the_first_update_sees_the_old_logprobs(ranks, world, parallel):
+    for got in ranks.run("tests.roles.jobs:policy_update", world=world, cfg=MODELS["qwen2"], parallel=parallel):
+        stats = got["stats"]
+        assert got["moved"] and stats["gap"] <= 1e-5
+        assert {"policy/loss", "policy/grad_norm", "policy/lr", "hits"} <= stats.keys()
+        assert 0 <= stats["hits"] <= 1 and stats["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("world, parallel", ALL)
+def test_the_critic_learns(ranks, world, parallel):
+    for got in ranks.run("tests.roles.jobs:critic_update", world=world, cfg=LLAMA, parallel=parallel):
+        losses = [s["critic/loss"] for s in got["stats"]]
+        assert got["stats"][0]["gap"] <= 1e-5
+        assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("world, parallel", [(1, ParallelConfig()), (2, ParallelConfig())])
+@pytest.mark.parametrize("bc", [BatchConfig(micro_batch_samples=1), BatchConfig(micro_batch_tokens=40)])
+def test_pairs_stay_together_and_separate(ranks, world, parallel, bc):
+    cfg = replace(LLAMA, tie_embeddings=False)  # a score head is never tied
+    for got in ranks.run("tests.roles.jobs:reward_update", world=world, cfg=cfg, parallel=parallel, bc=bc):
+        losses = [s["rm/loss"] for s in got["stats"]]
+        assert losses[-1] < losses[0]

@@ -1,0 +1,94 @@
+"""Tiny models and batches that several rooms' tests share. Imports no Megatron: each room's `jobs.py` does."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import torch
+
+from aligner.config.schema import ModelConfig, OptimConfig, RopeScalingConfig
+from aligner.models.hf_config import hf_config
+from aligner.models.safetensors_io import write_hf
+from aligner.types import TrainBatch
+
+# the vocabulary is odd: two tensor ranks pad it
+LLAMA = ModelConfig(
+    family="llama",
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=101,
+    max_position=256,
+)
+MODELS = {
+    "llama": LLAMA,
+    "llama3": replace(
+        LLAMA,
+        rope_base=500000.0,
+        rope_scaling=RopeScalingConfig(8.0, 1.0, 4.0, 8192),
+        max_position=16384,
+        num_kv_heads=1,
+    ),
+    "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True),
+    "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, head_dim=16, num_kv_heads=4),
+}
+ADAM = OptimConfig(lr=1e-3)
+# Adam with a huge eps and no memory is gradient descent with learning rate 1: updates are gradients
+SGD = OptimConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad=0.0)
+
+
+def wild_source(cfg: ModelConfig, seed: int = 0):
+    """Random weights by name with distributions far from uniform and no constants that would hide a mix-up."""
+
+    def source(spec) -> torch.Tensor:
+        word = hashlib.sha256(f"{seed}/{spec.canonical}".encode()).digest()
+        noise = torch.randn(spec.shape, generator=torch.Generator().manual_seed(int.from_bytes(word[:6], "big")))
+        return 1 + 0.2 * noise if "norm" in spec.canonical else 0.2 * noise
+
+    return source
+
+
+def batch(cfg: ModelConfig, rows: int = 8, width: int = 13, seed: int = 1) -> TrainBatch:
+    """Ragged right-padded rows; padding is token 0, which stands nowhere else."""
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, cfg.vocab_size, (rows, width), generator=g)
+    lengths = torch.randint(3, width + 1, (rows,), generator=g)
+    lengths[0] = width
+    real = torch.arange(width)[None] < lengths[:, None]
+    mask = real & (torch.rand(rows, width, generator=g) < 0.7)
+    mask[:, 0] = False
+    mask[:, 1] = True
+    return TrainBatch(tokens * real, lengths, mask.float(), labels=torch.randn(rows, generator=g))
+
+
+def transformers_model(cfg: ModelConfig, head: str = "lm", outputs: int = 1, seed: int = 0):
+    """A random transformers model of this shape, and its config.json."""
+    import transformers
+
+    raw = hf_config(cfg, bos_token_id=None, eos_token_id=None, pad_token_id=0, head=head, num_labels=outputs)
+    kind = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForSequenceClassification
+    model = kind.from_config(transformers.AutoConfig.for_model(**raw)).eval()
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * 0.2 + (1.0 if "norm" in name else 0.0))
+    return model, raw
+
+
+def hf_weights(model) -> dict[str, torch.Tensor]:
+    tied = model.config.tie_word_embeddings
+    return {n: t.detach().clone() for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
+
+
+def write_folder(model, raw, folder) -> str:
+    write_hf(folder, hf_weights(model).items(), raw)
+    return str(folder)
+
+
+def relative(got: torch.Tensor, wanted: torch.Tensor, scale: torch.Tensor | None = None) -> float:
+    """||got - wanted|| / ||scale||, the scale being `wanted` unless told."""
+    scale = wanted if scale is None else scale
+    return float((got.double() - wanted.double()).norm() / scale.double().norm().clamp_min(1e-12))
