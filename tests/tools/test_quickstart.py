@@ -1,0 +1,88 @@
+"""The quick start, whole: what a newcomer runs first must learn, and learn from the reward."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+
+from aligner.errors import ConfigError
+from aligner.tools.pairs import change_digit
+from aligner.tools.quickstart import STAGES, Quickstart
+
+
+def test_change_digit_gives_another_number_of_the_same_length():
+    rng = random.Random(0)
+    for answer in ("7", "-28", "105", "10", "-99"):
+        for _ in range(50):
+            wrong = change_digit(answer, rng)
+            assert int(wrong) != int(answer) and len(wrong) == len(answer)
+            assert str(int(wrong)) == wrong or wrong.lstrip("-") in "0123456789", wrong
+
+
+def test_overrides_reach_every_stage_and_run_dir_moves_every_path(tmp_path):
+    quick = Quickstart([f"run.dir={tmp_path}/q", "seed=3"], ranks=1)
+    from aligner.config.resolve import compose
+
+    for stage in STAGES:
+        cfg = compose(quick.arguments(stage))
+        assert cfg.seed == 3 and cfg.run.dir == f"{tmp_path}/q/{stage}"
+        assert cfg.data.train.startswith(f"{tmp_path}/q/data/")
+        assert "runs/quickstart" not in repr(cfg)
+
+
+def test_a_folder_with_other_runs_is_not_touched(tmp_path):
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "precious").write_text("x")
+    with pytest.raises(ConfigError, match=r"run\.dir.*sft"):
+        Quickstart([f"run.dir={tmp_path}"], ranks=1).begin()
+    assert (tmp_path / "sft" / "precious").exists()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The quick start of seed 0, run once: (folder, summary)."""
+    root = tmp_path_factory.mktemp("quickstart") / "runs"
+    command = [sys.executable, "-m", "aligner.tools.quickstart", f"run.dir={root}", "logging.progress=false"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return root, json.loads((root / "summary.json").read_text()), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.quickstart
+@pytest.mark.timeout(3600)
+class TestQuickstart:
+    def test_every_stage_learns(self, finished):
+        _, summary, _ = finished
+        sft = summary["sft"]["accuracy"]
+        assert 0.28 <= sft <= 0.45 and summary["sft"]["stopped_early"]
+        assert summary["rm"]["pair_accuracy"] >= 0.85
+        assert summary["grpo"]["accuracy"] - sft >= 0.15
+        assert summary["ppo"]["accuracy"] - sft >= 0.15
+        assert set(summary["seconds"]) == set(STAGES) and summary["peak_rss_bytes"] < 4 << 30
+
+    def test_it_says_so_and_leaves_a_report(self, finished):
+        root, _, output = finished
+        assert "stopped early on purpose" in output
+        assert (root / "report.html").stat().st_size > 10_000
+
+    def test_shuffled_rewards_gain_nothing(self, finished):
+        root, summary, _ = finished
+        command = [sys.executable, "-m", "aligner", "run", "experiment=quickstart_grpo", "debug.shuffle_rewards=true"]
+        command += [
+            f"model.init={root}/sft",
+            f"data.train={root}/data/train.jsonl",
+            f"data.eval={root}/data/valid.jsonl",
+        ]
+        command += [f"run.dir={root}/control", "run.steps=10", "logging.progress=false"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        records = [json.loads(line) for line in (root / "control" / "metrics.jsonl").read_text().splitlines()]
+        accuracies = [record["eval/accuracy"] for record in records if record.get("eval/accuracy") is not None]
+        # the true run gains 0.2 in these steps
+        assert accuracies[-1] - accuracies[0] <= 0.08, accuracies
+        assert summary["grpo"]["accuracy"] - summary["sft"]["accuracy"] >= 0.15
