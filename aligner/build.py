@@ -20,7 +20,7 @@ from aligner.algorithms.rm import rm
 from aligner.algorithms.sft import sft
 from aligner.cluster.env import RankEnv
 from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig, OptimConfig
-from aligner.config.validate import minibatch_samples, validate_model
+from aligner.config.validate import evaluation_functions, minibatch_samples, validate_model
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_preference, collate_scored, collate_sft
 from aligner.data.dataset import PreferenceDataset, PromptDataset, ScoredDataset, SftDataset
@@ -89,7 +89,9 @@ def start(cfg: Config, env: RankEnv) -> Job:
     device = init_distributed(env.rank, env.world_size, env.local_rank, cfg.cluster.backend, cfg.cluster.timeout_s)
     torch.manual_seed(derive(cfg.seed, "torch"))
     if cfg.run.deterministic:
-        torch.use_deterministic_algorithms(True)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        # on CUDA torch calls the engine's cumulative sums nondeterministic, and would refuse them
+        torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
     initial = resolve(cfg.model, cfg.model.init, cfg.seed)
     validate_model(cfg, initial.config)
     return Job(cfg, env, device, build_layout(cfg.parallel), initial)
@@ -136,7 +138,7 @@ def _reference(job: Job) -> Reference | None:
 def _scorer(job: Job, path: str, key: str) -> InitialModel:
     """The shape and weights of a reward model; it must share the policy's tokenizer."""
     like = dataclasses.replace(job.cfg.model, tokenizer="")
-    initial = resolve(like, path, job.cfg.seed, key=key, part="model")
+    initial = resolve(like, path, job.cfg.seed, key=key)
     validate_model(job.cfg, initial.config)
     if initial.tokenizer.get_vocab() != job.tokenizer.get_vocab():
         raise ConfigError(key, path, "a model with the policy's tokenizer: scores are read from the same token ids")
@@ -185,13 +187,6 @@ def _rewards(job: Job, model: RewardModel | None) -> RewardPipeline:
     return RewardPipeline(found, job.cfg.reward, reduce=partial(_sum_over_data_ranks, job))
 
 
-def _eval_rewards(job: Job) -> RewardPipeline | None:
-    functions = job.cfg.eval.functions or job.cfg.reward.functions
-    if not functions or not job.cfg.eval.generate:
-        return None
-    return RewardPipeline([(load_function(f, i), f.weight) for i, f in enumerate(functions)], job.cfg.reward)
-
-
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +211,9 @@ def _refit(job: Job, model: ShardedModel) -> Refit:
 
 def _verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset) -> Verifier:
     """Sentinel rows: the first prompts of the training set; logprobs at temperature 1 on both sides."""
-    rows = [torch.tensor(prompts[i].tokens[:64]) for i in range(min(SENTINEL_PROMPTS, len(prompts)))]
+    first = [prompts[i].tokens[:64] for i in range(min(SENTINEL_PROMPTS, len(prompts)))]
+    # a prompt of one token has no logprob to compare
+    rows = [torch.tensor(row if len(row) > 1 else (*row, job.tokenizer.eos_token_id)) for row in first]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=job.tokenizer.pad_token_id)
     lengths = torch.tensor([len(row) for row in rows])
     plain = Policy(policy.model, policy.batch, temperature=1.0)
@@ -224,14 +221,17 @@ def _verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset) ->
 
 
 def _evaluator(job: Job, refit: Refit, reward_model: RewardModel | None = None) -> Evaluator | None:
-    rewards = _eval_rewards(job)
-    if rewards is None or not job.cfg.data.eval:
+    functions = evaluation_functions(job.cfg)
+    if not functions:
         return None
+    rewards = RewardPipeline([(load_function(f, i), f.weight) for i, f in enumerate(functions)], job.cfg.reward)
+    prompts = _prompts(job, job.cfg.data.eval, "data.eval")
+    rewards.probe([prompts[0], prompts[len(prompts) - 1]])
     limit = job.cfg.eval.max_response_tokens or job.cfg.sampling.max_response_tokens
     return Evaluator(
         refit.engine,
         refit,
-        _prompts(job, job.cfg.data.eval, "data.eval"),
+        prompts,
         rewards,
         job.tokenizer,
         _sampling(job, job.cfg.eval.temperature, limit, plain=True),
@@ -298,11 +298,11 @@ def _sft(job: Job) -> None:
     measures: list[Evaluate] = []
     if cfg.data.eval:
         measures.append(partial(held_out_loss, policy, load(cfg.data.eval, "data.eval"), cfg.eval.prompts))
-        evaluator = _evaluator(job, _refit(job, policy.model)) if _eval_rewards(job) else None
+        evaluator = _evaluator(job, _refit(job, policy.model)) if evaluation_functions(cfg) else None
         if evaluator is not None:
             measures.append(evaluator)
     run = _run(job, {"policy": policy.model}, {"data": batches.stream}, _all(measures))
-    sft(run, policy, batches)
+    _guarded(run, lambda: sft(run, policy, batches))
     _finish(job, run, policy.model)
 
 

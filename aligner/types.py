@@ -93,7 +93,7 @@ class TensorBatch:
             return self
         cut = {}
         for name, t in self.tensors().items():
-            if t.dim() >= 2 and t.shape[1] == old:
+            if t.dim() >= 2 and t.shape[1] == old and name != "labels":  # attribute scores are not per token
                 pad = [0, 0] * (t.dim() - 2) + [0, width - old]  # negative pad cuts
                 cut[name] = _pad(t, pad)
         return replace(self, **cut)
@@ -118,9 +118,6 @@ class RolloutBatch(TensorBatch):
     group: Tensor  # int64 [B] global prompt slot in the rollout, 0 .. prompts-1
     finished: Tensor  # bool [B]
     weight_version: int
-    components: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # per reward function, float32 [B], NaN = not applicable
     samples: list[Sample] = field(default_factory=list)
     old_logprobs: Tensor | None = None  # float32 [B, T] by the policy before the update
     ref_logprobs: Tensor | None = None  # float32 [B, T] by the frozen reference
@@ -129,7 +126,6 @@ class RolloutBatch(TensorBatch):
     advantages: Tensor | None = None  # float32 [B, T]
     returns: Tensor | None = None  # float32 [B, T]
     loss_mask: Tensor | None = None  # float32 [B, T] response_mask less invalid and loss-masked samples
-    token_weights: Tensor | None = None  # float32 [B, T] importance weights of the engine mismatch
 
 
 @dataclass
@@ -144,7 +140,6 @@ class TrainBatch(TensorBatch):
     advantages: Tensor | None = None
     returns: Tensor | None = None
     values: Tensor | None = None
-    token_weights: Tensor | None = None
     labels: Tensor | None = None  # float32 [B] or [B, K]: reward-model margins or attribute scores
 
 

@@ -395,7 +395,6 @@ class DataConfig:
     overlong: str = "drop"  # drop, truncate
     shuffle: bool = True
     loss_on: str = "assistant"  # assistant, all
-    workers: int = 0
 
     def __post_init__(self) -> None:
         _one_of("data.format", self.format, ("auto", "messages", "prompt_completion", "preference", "prompt"))
@@ -420,6 +419,10 @@ class EvalConfig:
         _at_least("eval.prompts", self.prompts, 0)
         _at_least("eval.temperature", self.temperature, 0)
         _at_least("eval.samples", self.samples, 1)
+        if self.samples > 1 and self.temperature == 0:
+            raise ConfigError(
+                "eval.temperature", 0, f"a number > 0 with eval.samples={self.samples}: greedy answers are equal"
+            )
 
 
 @dataclass

@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from aligner.config.schema import GROUP_BASELINES, ROLLOUT_STAGES, Config, ModelConfig, ParallelConfig
+from aligner.config.schema import (
+    GROUP_BASELINES,
+    ROLLOUT_STAGES,
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    RewardFunctionConfig,
+)
 from aligner.errors import ConfigError, LayoutError
 
 
 def validate(cfg: Config, world_size: int) -> None:
     """Raise ConfigError (LayoutError for what does not divide by the ranks) for the first thing that cannot work."""
     _paths(cfg)
+    _without_effect(cfg)
     _ranks(cfg.parallel, world_size)
     validate_model(cfg, cfg.model)
     if cfg.stage.name in ROLLOUT_STAGES:
@@ -38,6 +46,12 @@ def data_parallel(cfg: Config, world_size: int) -> int:
 def minibatch_samples(cfg: Config) -> int:
     """Samples of one optimizer step over all ranks; batch.minibatch_samples=0 means the whole rollout."""
     return cfg.batch.minibatch_samples or cfg.batch.prompts * cfg.batch.group
+
+
+def evaluation_functions(cfg: Config) -> list[RewardFunctionConfig]:
+    """What judges generated answers to the rows of data.eval; empty where none are to be generated."""
+    wanted = cfg.eval.generate and cfg.data.eval and cfg.stage.name != "rm"
+    return (cfg.eval.functions or cfg.reward.functions) if wanted else []
 
 
 def batch_arithmetic(cfg: Config, world_size: int) -> str:
@@ -76,6 +90,15 @@ def _paths(cfg: Config) -> None:
             raise ConfigError(key, path, "a path that exists")
 
 
+def _without_effect(cfg: Config) -> None:
+    """What was asked for and would silently not happen."""
+    if cfg.run.stop.metric and not (cfg.run.eval_every and cfg.data.eval):
+        expected = "none without run.eval_every > 0 and data.eval: it is looked at after each evaluation"
+        raise ConfigError("run.stop.metric", cfg.run.stop.metric, expected)
+    if cfg.debug.shuffle_rewards and cfg.stage.name != "grpo":
+        raise ConfigError("debug.shuffle_rewards", True, "false but for stage grpo: rewards are permuted within groups")
+
+
 def _ranks(parallel: ParallelConfig, world_size: int) -> None:
     size = parallel.model_size
     if world_size % size:
@@ -95,11 +118,15 @@ def _lengths(cfg: Config, model: ModelConfig) -> None:
     limit = model.max_position
     if cfg.data.max_tokens > limit:
         raise ConfigError("data.max_tokens", cfg.data.max_tokens, f"at most model.max_position={limit}")
-    if cfg.stage.name in ROLLOUT_STAGES:
-        prompt, response = cfg.data.max_prompt_tokens, cfg.sampling.max_response_tokens
+    prompt, responses = cfg.data.max_prompt_tokens, {}
+    if cfg.stage.name in ROLLOUT_STAGES or (evaluation_functions(cfg) and not cfg.eval.max_response_tokens):
+        responses["sampling.max_response_tokens"] = cfg.sampling.max_response_tokens
+    if evaluation_functions(cfg):
+        responses["eval.max_response_tokens"] = cfg.eval.max_response_tokens
+    for key, response in responses.items():
         if prompt + response > limit:
             expected = f"at most model.max_position={limit} less data.max_prompt_tokens={prompt}"
-            raise ConfigError("sampling.max_response_tokens", response, expected)
+            raise ConfigError(key, response, expected)
 
 
 def _algorithm(cfg: Config) -> None:

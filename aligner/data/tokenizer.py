@@ -98,7 +98,7 @@ def train_tokenizer(
     *,
     split_digits: bool = True,
     split_words: bool = True,
-    chat_template: str | None = None,
+    chat_template: str | None = CHAT_TEMPLATE,
 ) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE on `texts` and save it as a Hugging Face folder.
 
@@ -129,7 +129,7 @@ def train_tokenizer(
         pad_token=PAD,
         eos_token=EOS,
         additional_special_tokens=list(ROLES),
-        chat_template=chat_template or CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def train_tokenizer(
     return load_tokenizer(folder)
 
 
-def byte_tokenizer(folder: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+def byte_tokenizer(folder: str, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerBase:
     """One token per byte and the special tokens, 261 in all; saved in `folder`."""
     return train_tokenizer([], folder, 256 + 2 + len(ROLES), chat_template=chat_template)
 

@@ -15,6 +15,9 @@ for _message in (
     r"The \.grad attribute of a Tensor that is not a leaf",
     r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
     r".*_coalescing_manager",
+    "torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to load",
+    "The argument order of load has been changed",
+    "Please use DTensor instead and we are deprecating ShardedTensor",
 ):
     warnings.filterwarnings("ignore", message=_message)
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"

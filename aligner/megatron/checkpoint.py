@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
 from aligner.errors import CheckpointError
-from aligner.megatron.optimizer_fixes import after_load, before_load
+from aligner.megatron.optimizer_fixes import after_load, give_state
 from aligner.megatron.train import ShardedModel
 
 
@@ -41,10 +41,13 @@ def _state(model: ShardedModel, is_loading: bool, with_optimizer: bool) -> dict[
 
 
 def save_model(model: ShardedModel, folder: Path) -> None:
-    """Write weights and optimizer of all ranks into `folder` (made if missing). Collective over the world."""
+    """Write weights and optimizer of all ranks into `folder` (made if missing). Collective over the world. Raises
+    OSError or RuntimeError if that fails."""
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
+    if model.optimizer is not None:
+        give_state(model.optimizer)  # a policy that waits for its critic to warm up has not stepped yet
     state = _state(model, is_loading=False, with_optimizer=True)
     state["step_count"] = model.step_count
     # A synchronous save writes with threads of this process; a plain queue spares the manager process that Megatron
@@ -52,14 +55,17 @@ def save_model(model: ShardedModel, folder: Path) -> None:
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
     # each file is hashed, and the hashes are checked when it is loaded
-    dist_checkpointing.save(state, str(folder), verify_integrity=True)
+    try:
+        dist_checkpointing.save(state, str(folder), verify_integrity=True)
+    except CheckpointException as error:  # torch's, a BaseException: one failure for each rank that had one
+        raise OSError(_first_failure(error)) from error
 
 
 def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True) -> None:
     """Load what `save_model` wrote, on any layout. Collective. Raises CheckpointError naming the folder."""
     with_optimizer = with_optimizer and model.optimizer is not None
     if with_optimizer:
-        before_load(model.optimizer)
+        give_state(model.optimizer)
     state = _state(model, is_loading=True, with_optimizer=with_optimizer)
     state["step_count"] = 0
     try:
@@ -71,9 +77,8 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True) -
         )
     except (OSError, RuntimeError, ValueError, KeyError, dist_checkpointing.core.CheckpointingException) as error:
         raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error
-    except CheckpointException as error:  # torch's, a BaseException: one failure for each rank that had one
-        rank, (cause, _) = min(error.failures.items())
-        raise CheckpointError(f"cannot load checkpoint {folder}: {cause!r} on rank {rank}") from error
+    except CheckpointException as error:  # a BaseException
+        raise CheckpointError(f"cannot load checkpoint {folder}: {_first_failure(error)}") from error
     model.module.load_state_dict(loaded["model"], strict=False)
     if with_optimizer:
         model.optimizer.load_state_dict(loaded["optimizer"])
@@ -81,6 +86,13 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True) -
         model.step_count = int(loaded["step_count"])
     elif model.optimizer is not None:
         model.optimizer.reload_model_params()
+
+
+def _first_failure(error: CheckpointException) -> str:
+    if not error.failures:  # of a failed write only rank 0 is told the causes
+        return "another rank failed"
+    rank, (cause, _) = min(error.failures.items())
+    return f"{cause!r} on rank {rank}"
 
 
 def fsync_tree(folder: Path) -> None:

@@ -59,7 +59,10 @@ def init_distributed(rank: int, world_size: int, local_rank: int, backend: str, 
     on_cpu = cpu.install()
     if backend == "nccl" and on_cpu:
         raise ConfigError("cluster.backend", "nccl", "auto or gloo: this machine has no CUDA device")
-    if on_cpu or backend == "gloo":
+    if backend == "gloo" and not on_cpu:
+        expected = "auto or nccl: Megatron puts its tensors on the CUDA device it sees"
+        raise ConfigError("cluster.backend", "gloo", expected, "CUDA_VISIBLE_DEVICES='' hides it.")
+    if on_cpu:
         device, name = torch.device("cpu"), "gloo"
     else:
         torch.cuda.set_device(local_rank)

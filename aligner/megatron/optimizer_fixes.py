@@ -24,9 +24,9 @@ def mend(optimizer: MegatronOptimizer) -> None:
             part._set_main_param_and_optimizer_states = partial(_set_states, part._set_main_param_and_optimizer_states)
 
 
-def before_load(optimizer: MegatronOptimizer) -> None:
+def give_state(optimizer: MegatronOptimizer) -> None:
     """A torch Adam that never stepped cannot tell its step, which Megatron asks for before it lays out what to
-    load: give it the empty state that its first step would make."""
+    save or load: give it the empty state that its first step would make."""
     for part in filter(_is_torch_adam, _distributed(optimizer)):
         state = part.optimizer.state
         for param in (p for group in part.optimizer.param_groups for p in group["params"]):

@@ -9,6 +9,7 @@ simply add:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -21,6 +22,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from aligner.config.schema import ModelConfig, OptimConfig
+from aligner.errors import AlignerError
 from aligner.megatron.groups import Layout
 from aligner.megatron.model import Head, build_model
 from aligner.megatron.optimizer_fixes import mend
@@ -73,7 +75,7 @@ class ShardedModel:
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=self._distributed,
             overlap_grad_reduce=False,
-            check_for_nan_in_grad=False,  # a non-finite gradient norm is reported by `step`, with the minibatch's loss
+            check_for_nan_in_grad=False,  # `step` refuses a gradient norm that is not finite
         )
         config = self.module.config
         config.finalize_model_grads_func = _finalize
@@ -150,7 +152,7 @@ class ShardedModel:
         """Forward, backward and one optimizer step over this rank's micro-batches of one minibatch.
 
         Returns the reduced `means` and `maxima` of the loss function, `loss`, `grad_norm` and `lr`, the same on
-        every rank.
+        every rank. Raises AlignerError on every rank if the gradient is not finite.
         """
         assert self.optimizer is not None, "this model was built without an optimizer"
         self.wrapped.zero_grad_buffer()
@@ -168,7 +170,13 @@ class ShardedModel:
         applied, grad_norm, _ = self.optimizer.step()
         assert applied, "the optimizer refused the step"
         self.step_count += 1
-        return self._reduce(outputs) | {"grad_norm": float(grad_norm or 0.0), "lr": lr}
+        stats = self._reduce(outputs) | {"grad_norm": float(grad_norm or 0.0), "lr": lr}
+        if not math.isfinite(stats["grad_norm"]):  # the same on every rank, and the weights are lost
+            raise AlignerError(
+                f"gradient norm {stats['grad_norm']} at optimizer step {self.step_count} (loss {stats['loss']}, lr "
+                f"{lr:g}): expected a finite number. Resume from the last checkpoint with a lower optim.lr"
+            )
+        return stats
 
     def _reduce(self, outputs: list[LossOutput]) -> ScalarMetrics:
         """Sum micro-batches and data-parallel ranks, then hand the last stage's numbers to the other stages."""

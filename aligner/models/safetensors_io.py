@@ -69,16 +69,21 @@ def write_hf(
     """Stream tensors into a Hugging Face folder; at most one shard is in memory.
 
     Written to `<folder>.tmp`, then renamed, so the folder is there whole or not at all. `extra(path)` may add files
-    (tokenizer, chat template) before the rename. A tensor larger than `max_shard_bytes` gets a shard of its own.
+    (tokenizer, chat template) before the rename. A tensor larger than `max_shard_bytes` gets a shard of its own. Raises
+    OSError if it cannot be written; what stood in `folder` before is then still there.
     """
     folder = Path(folder)
     aside = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    _write_shards(aside, tensors, max_shard_bytes)
-    (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if extra:
-        extra(aside)
+    try:
+        aside.mkdir(parents=True)
+        _write_shards(aside, tensors, max_shard_bytes)
+        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if extra:
+            extra(aside)
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():  # a folder cannot be replaced in one step: keep the old one until the new one is in place
@@ -95,7 +100,10 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard
 
     def flush() -> None:
         nonlocal shard, size
-        save_file(shard, str(folder / f"shard-{len(shards)}"), metadata={"format": "pt"})
+        try:
+            save_file(shard, str(folder / f"shard-{len(shards)}"), metadata={"format": "pt"})
+        except SafetensorError as error:  # how it tells of a full disk
+            raise OSError(str(error)) from error
         shards.append(list(shard))
         shard, size = {}, 0
 

@@ -18,3 +18,12 @@ def max_over(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None:
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
     return x
+
+
+def first_cause(cause: str) -> tuple[int, str] | None:
+    """(rank, text) of the lowest rank of the world whose `cause` is not empty, on every rank; None if all are."""
+    causes = [cause]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        causes = [""] * dist.get_world_size()
+        dist.all_gather_object(causes, cause)
+    return next(((rank, text) for rank, text in enumerate(causes) if text), None)

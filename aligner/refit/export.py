@@ -39,9 +39,12 @@ def export_hf(model: ShardedModel, folder: Path, tokenizer, extra: dict[str, Any
             tokenizer.save_pretrained(str(path))
             (path / EXTRA_FILE).write_text(json.dumps(extra or {}, indent=2) + "\n", encoding="utf-8")
 
+        buckets = iter(stream)
         try:
-            write_hf(folder, ((name, t.cpu()) for bucket in stream for name, t in bucket), config, extra=add_files)
+            write_hf(folder, ((name, t.cpu()) for bucket in buckets for name, t in bucket), config, extra=add_files)
         except OSError as cause:
+            for _ in buckets:  # the other ranks take part in every bucket
+                pass
             error = f"cannot write {folder}: {cause}. The checkpoints are untouched; free space or change run.dir"
     else:
         for _ in stream:

@@ -19,6 +19,7 @@ from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import EMBEDDING, gather_weights, local_parameters
 from aligner.models.families import ParamSpec, expected_hf_shapes, family_table, to_hf
 from aligner.ops.checksum import tensor_checksum
+from aligner.ops.reduce import first_cause
 from aligner.refit.plan import buckets
 from aligner.types import ScalarMetrics
 
@@ -107,9 +108,12 @@ class Refit:
     def __call__(self) -> ScalarMetrics:
         start, self._cause = time.perf_counter(), ""
         moved = self._transfer()
+        seconds = time.perf_counter() - start
+        if seconds > self.config.timeout_s and not self._cause:
+            self._cause = f"it took {seconds:.1f} s, more than refit.timeout_s={self.config.timeout_s:g}"
         fail_together(self._cause)
         return {
-            "refit/seconds": time.perf_counter() - start,
+            "refit/seconds": seconds,
             "refit/bytes": float(moved),
             "refit/version": float(self.model.step_count),
         }
@@ -141,11 +145,6 @@ class Refit:
 
 def fail_together(cause: str) -> None:
     """Raise RefitError on every rank if any rank has a cause; the lowest rank's cause is the message. Collective."""
-    causes: list[str] = [""] * dist.get_world_size()
-    if len(causes) == 1:
-        causes = [cause]
-    else:
-        dist.all_gather_object(causes, cause)
-    first = next((rank for rank, text in enumerate(causes) if text), None)
+    first = first_cause(cause)
     if first is not None:
-        raise RefitError(f"refit failed on rank {first}: {causes[first]}")
+        raise RefitError(f"refit failed on rank {first[0]}: {first[1]}")

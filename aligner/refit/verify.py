@@ -64,7 +64,8 @@ class Verifier:
             if wrong:
                 causes.append(f"checksum of {len(wrong)} tensors differs, first {wrong[0]}")
         error = float((found - current).abs().mean())
-        tolerance = config.tolerance or TOLERANCE[engine.dtype]
+        coarser = max(TOLERANCE[dtype] for dtype in (engine.dtype, self.refit.model.dtype))
+        tolerance = config.tolerance or coarser
         if not error <= tolerance:
             causes.append(f"sentinel: mean |logprob difference| {error:.3g} > refit.tolerance {tolerance:.3g}")
         progress = 1.0

@@ -55,7 +55,7 @@ class InitialModel:
         return read_extra(self.folder) if self.folder else {}
 
 
-def resolve(cfg: ModelConfig, init: str, seed: int, key: str = "model.init", part: str = "policy") -> InitialModel:
+def resolve(cfg: ModelConfig, init: str, seed: int, key: str = "model.init") -> InitialModel:
     """Find shape, weights and tokenizer of `init`: "random", a Hugging Face folder, a run folder or a checkpoint."""
     if init == "random":
         if not cfg.tokenizer:
@@ -68,10 +68,10 @@ def resolve(cfg: ModelConfig, init: str, seed: int, key: str = "model.init", par
         shape = config_from_hf(path)
         config = dataclasses.replace(shape, **{name: getattr(cfg, name) for name in _OF_THE_RUN})
         return _with_tokenizer(InitialModel(config, None, folder=path, seed=seed), cfg.tokenizer or str(path))
-    return _from_checkpoint(cfg, path, seed, key, part)
+    return _from_checkpoint(cfg, path, seed, key)
 
 
-def _from_checkpoint(cfg: ModelConfig, path: Path, seed: int, key: str, part: str) -> InitialModel:
+def _from_checkpoint(cfg: ModelConfig, path: Path, seed: int, key: str) -> InitialModel:
     """A run folder without an export, or one of its checkpoints: the shape is in the run's frozen config."""
     try:
         checkpoint = find_checkpoint(path)
@@ -84,6 +84,7 @@ def _from_checkpoint(cfg: ModelConfig, path: Path, seed: int, key: str, part: st
     config = dataclasses.replace(shape, **{name: getattr(cfg, name) for name in _OF_THE_RUN})
     run_config = load_frozen(checkpoint.parent.parent / "config.yaml")
     tokenizer = cfg.tokenizer or run_config.model.tokenizer or run_config.model.init
+    part = "model" if identity["stage"] == "rm" else "policy"
     return _with_tokenizer(InitialModel(config, None, checkpoint=checkpoint / part, seed=seed), tokenizer)
 
 

@@ -17,7 +17,7 @@ from aligner.refit.transfer import Refit
 from aligner.rewards.composite import RewardPipeline
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.collate import make_samples
-from aligner.rollout.source import share
+from aligner.rollout.source import raised_together, share
 from aligner.rollout.statistics import reduce_metrics
 from aligner.types import Sample, SamplingParams, ScalarMetrics, Sums
 
@@ -73,7 +73,8 @@ class Evaluator:
         self.refit()
         count = min(self.config.prompts, len(self.prompts)) if self.config.prompts else len(self.prompts)
         samples = self._generate(range(count)[share(count, dist.get_world_size(), dist.get_rank())])
-        means = judge(samples, self.rewards, self.config).means
+        with raised_together():
+            means = judge(samples, self.rewards, self.config).means
         if self.reward_model is not None:
             means |= self._model_opinion(samples)
         return reduce_metrics(means, {}, dist.group.WORLD)

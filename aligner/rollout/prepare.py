@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,8 @@ class KLController:
 
     def update(self, kl: float, samples: int) -> None:
         rule = self.config.controller
-        if rule.kind == "adaptive":
+        # a rollout in which no token counts has no KL (NaN); beta then stays as it is
+        if rule.kind == "adaptive" and math.isfinite(kl):
             self.coef = adapt_kl_coef(self.coef, kl, rule.target, samples, rule.horizon)
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,7 +63,8 @@ def shuffle_within_groups(rollout: RolloutBatch, seed: int) -> None:
     for slot in rollout.group.unique().tolist():
         rows = (rollout.group == slot).nonzero().flatten()
         generator = torch.Generator().manual_seed(derive(seed, "control", slot))
-        rollout.rewards[rows] = rollout.rewards[rows[torch.randperm(len(rows), generator=generator)]]
+        given = rows[torch.randperm(len(rows), generator=generator)]
+        rollout.rewards[rows], rollout.valid[rows] = rollout.rewards[given], rollout.valid[given]
 
 
 def minibatches(rollout: RolloutBatch, batch: BatchConfig, seed: int, epoch: int) -> Iterator[TrainBatch]:
@@ -79,7 +82,6 @@ def minibatches(rollout: RolloutBatch, batch: BatchConfig, seed: int, epoch: int
             advantages=part.advantages,
             returns=part.returns,
             values=part.values,
-            token_weights=part.token_weights,
         )
 
 

@@ -6,10 +6,10 @@ tensor and pipeline ranks, each of which has a whole engine. Samples stay with t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,14 +17,16 @@ from aligner.config.schema import BatchConfig
 from aligner.data.dataset import PromptDataset
 from aligner.data.stream import IndexStream
 from aligner.engines.base import RolloutEngine
+from aligner.errors import RewardError
 from aligner.megatron.groups import Layout
+from aligner.ops.reduce import first_cause
 from aligner.ops.seeds import request_seed
 from aligner.refit.transfer import Refit
 from aligner.refit.verify import Verifier
 from aligner.rewards.composite import RewardPipeline, Scores
 from aligner.rollout.collate import collate, join_generations, make_samples
 from aligner.run.timers import Timers
-from aligner.types import Generations, Progress, Prompt, RolloutBatch, SamplingParams, ScalarMetrics
+from aligner.types import Generations, Prompt, RolloutBatch, SamplingParams, ScalarMetrics
 
 
 def slots_and_indices(rows: Sequence[int], group: int) -> list[tuple[int, int, int]]:
@@ -43,6 +45,22 @@ def share(count: int, parts: int, index: int) -> slice:
     return slice(count * index // parts, count * (index + 1) // parts)
 
 
+@contextmanager
+def raised_together() -> Iterator[None]:
+    """Each rank scores its own samples: a RewardError of one of them is raised on every rank, so that all of them stop
+    (and save) instead of waiting for the one. Collective over the world."""
+    error: RewardError | None = None
+    try:
+        yield
+    except RewardError as caught:
+        error = caught
+    first = first_cause(str(error) if error else "")
+    if error is not None:
+        raise error
+    if first is not None:
+        raise RewardError(f"on rank {first[0]}: {first[1]}")
+
+
 @dataclass
 class RolloutSource:
     engine: RolloutEngine
@@ -57,7 +75,6 @@ class RolloutSource:
     layout: Layout
     seed: int
     timers: Timers = field(default_factory=Timers)
-    progress: Progress | None = None
 
     def next(self, step: int) -> tuple[RolloutBatch, ScalarMetrics, Scores]:
         """This rank's part of rollout `step`: scored samples, metrics of the refit, and the scores with components."""
@@ -89,7 +106,7 @@ class RolloutSource:
             for prompt, (_, _, first) in zip(prompts, my_share, strict=True)
         ]
         tokens = [prompt.tokens for prompt in prompts]
-        generations = self.engine.generate(tokens, seeds, self.sampling, self.progress)
+        generations = self.engine.generate(tokens, seeds, self.sampling)
         if peers.size() > 1:
             parts: list[Generations | None] = [None] * peers.size()
             dist.all_gather_object(parts, generations, group=peers)
@@ -100,17 +117,15 @@ class RolloutSource:
         """Reward functions run on one share per tensor and pipeline peer; models on all samples, by all peers."""
         peers = self.layout.pgs.mp
         part = share(len(rollout.samples), peers.size(), peers.rank())
-        components = self.rewards.functions(rollout.samples[part])
+        with raised_together():
+            components = self.rewards.functions(rollout.samples[part])
         if peers.size() > 1:
             gathered: list[dict | None] = [None] * peers.size()
             dist.all_gather_object(gathered, components, group=peers)
             components = {name: [v for piece in gathered for v in piece[name]] for name in components}  # type: ignore[index]
-        components |= self.rewards.models(rollout.samples)
+        with raised_together():
+            components |= self.rewards.models(rollout.samples)
         scores = self.rewards.combine(components, len(rollout.samples), update=True)
         rollout.rewards = torch.tensor(scores.total, dtype=torch.float32)
         rollout.valid = torch.tensor(scores.valid)
-        rollout.components = {
-            name: torch.tensor([np.nan if v is None else v for v in values], dtype=torch.float32)
-            for name, values in components.items()
-        }
         return scores

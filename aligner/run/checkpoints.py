@@ -122,14 +122,20 @@ class Checkpoints:
     def restore(self, resume: str) -> int:
         """Load what `run.resume` asks for; returns the step to continue after, 0 if there is nothing to resume.
 
-        With `auto` a damaged newest checkpoint is reported loudly and the one before it is used.
+        With `auto` a damaged newest checkpoint is reported loudly and the one before it is used. A path outside
+        this run is where the run starts; once it has checkpoints of its own, those are continued.
         """
         if resume == "never":
             self._set_aside()
             return 0
         candidates = [path for _, path in reversed(complete_checkpoints(self.folder))]
         if resume != "auto":
-            candidates = [find_checkpoint(Path(resume))]
+            chosen = find_checkpoint(Path(resume))
+            if chosen.resolve().parent == self.folder.resolve():
+                self._abandon_after(chosen)
+                candidates = [chosen]
+            else:  # this run's own checkpoints continue the one it started from
+                candidates.append(chosen)
         for i, path in enumerate(candidates):
             try:
                 content = read_state(path)
@@ -143,6 +149,15 @@ class Checkpoints:
                 if dist.get_rank() == 0:
                     print(f"WARNING: {error}\nWARNING: using the checkpoint before it: {candidates[i + 1]}", flush=True)
         return 0
+
+    def _abandon_after(self, chosen: Path) -> None:
+        """Going back to an earlier checkpoint of this run: later ones may neither be resumed nor count as the last."""
+        if dist.get_rank() == 0:
+            for _, path in complete_checkpoints(self.folder):
+                if path.name > chosen.name:
+                    path.rename(path.with_name(f"abandoned-{path.name}"))
+                    print(f"run.resume={chosen}: {path.name} is kept as abandoned-{path.name}", flush=True)
+        dist.barrier()
 
     def _set_aside(self) -> None:
         """A fresh start in a used folder: older checkpoints must not be taken for this run's when it resumes."""
@@ -186,6 +201,8 @@ def _difference(key: str, there: Any, here: Any) -> str:
 
 def _io_message(folder: Path, cause: Exception) -> str:
     code = getattr(cause, "errno", None) or getattr(cause.__cause__, "errno", None)
-    hint = " (no space left)" if code == errno.ENOSPC else ""
+    # writers in threads hand over no errno: a disk without room for another megabyte tells as much
+    full = code == errno.ENOSPC or (folder.exists() and shutil.disk_usage(folder).free < 1 << 20)
+    hint = " (no space left)" if full else ""
     advice = "Earlier checkpoints are untouched; free space or change run.dir"
     return f"cannot write checkpoint {folder}{hint}: {cause}. {advice}"

@@ -53,7 +53,7 @@ class Run:
         checkpoints.state["run"] = self
         self._bar: ProgressBar | None = None
         self._step_start_s = 0.0
-        self._before: dict[str, Any] = {}  # the small states before the step in progress
+        self._before: dict[str, Any] = {}  # the small states after the last whole step
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_eval": self.last_eval, "stopped": self.stopped}
@@ -77,7 +77,7 @@ class Run:
                 self.logger.log(0, self._evaluate() | self.timers.take())
             while self.step < total and not self.stopped:
                 self._step_start_s = time.perf_counter()
-                self._before = {name: item.state_dict() for name, item in self.checkpoints.state.items()}
+                self._before = self._states()
                 yield self.step + 1
             self._end()
 
@@ -86,6 +86,7 @@ class Run:
             self.logger.log(self.step, self._evaluate() | self.timers.take())
         if self.save_final and self.checkpoints.last_saved != self.step:
             self._save({})
+            self.logger.log(self.step, self.timers.take())
         if self.stopped and self.rank == 0 and self._bar:
             self._bar.write(f"{self.stage} stopped early at step {self.step}: {self.stopped}")
 
@@ -94,7 +95,7 @@ class Run:
     ) -> None:
         """Close a step: evaluate, save, log. `tokens` and `rows` (samples) of this step over all ranks give the
         throughput."""
-        self.step = step
+        self.step, self._before = step, self._states()
         if self.config.eval_every and step % self.config.eval_every == 0 and self.evaluate:
             metrics = metrics | self._evaluate()
             self._check_stop(metrics)
@@ -142,11 +143,13 @@ class Run:
         if metrics[rule.metric] >= rule.above:
             self.stopped = f"{rule.metric} {metrics[rule.metric]:.3f} >= run.stop.above={rule.above}"
 
+    def _states(self) -> dict[str, Any]:
+        return {name: item.state_dict() for name, item in self.checkpoints.state.items()}
+
     def _save(self, metrics: ScalarMetrics, states: dict[str, Any] | None = None) -> None:
         with self.timers("save"):
-            self.checkpoints.save(
-                self.step, metrics | {k: v for k, v in self.last_eval.items() if k != "_step"}, states
-            )
+            measured = self.last_eval if self.last_eval.get("_step") == self.step else {}
+            self.checkpoints.save(self.step, metrics | {k: v for k, v in measured.items() if k != "_step"}, states)
 
     def save_after(self, error: Exception) -> None:
         """A failure that all ranks share and that leaves the models whole (a reward function's): save the last whole

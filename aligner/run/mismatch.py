@@ -14,12 +14,12 @@ from aligner.types import RolloutBatch, ScalarMetrics
 def check_mismatch(metrics: ScalarMetrics, rollout: RolloutBatch, config: MismatchConfig) -> None:
     """Warn (rank 0) or raise MismatchError (all ranks: the metric is reduced) by `mismatch/token_mult_prob_error`."""
     error = metrics["mismatch/token_mult_prob_error"]
-    if config.stop_above and error > config.stop_above:
+    if config.stop_above and not error <= config.stop_above:  # NaN is no match either
         raise MismatchError(
             f"mismatch/token_mult_prob_error={error:.4g} > mismatch.stop_above={config.stop_above}: the engine's "
             f"probabilities are not the trainer's. {worst_sample(rollout)}"
         )
-    if error > config.warn_above and dist.get_rank() == 0:
+    if not error <= config.warn_above and dist.get_rank() == 0:
         print(
             f"warning: mismatch/token_mult_prob_error={error:.4g} > mismatch.warn_above={config.warn_above}",
             file=sys.stderr,

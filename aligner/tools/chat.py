@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, field
 
 from aligner.config.schema import Config
+from aligner.data.templates import encode_prompts
 from aligner.run.sample_table import printable
 from aligner.tools.generate import Answerer, model_folder
 from aligner.types import Prompt, SamplingParams
@@ -32,7 +33,7 @@ class Chat:
             self.messages.append({"role": "user", "content": text})
             ids = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=False)
         else:
-            ids = tokenizer(text).input_ids
+            ids = encode_prompts(tokenizer, [text], ["chat"])[0]
         self.turn += 1
         sample = self.model.answer([Prompt(self.turn, tuple(ids), text)], 1, self.sampling, self.seed)[0]
         if tokenizer.chat_template:

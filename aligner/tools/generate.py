@@ -38,13 +38,14 @@ class Answerer:
 
     @classmethod
     def load(cls, folder: Path, config: EngineConfig, dtype: str = "auto") -> Answerer:
+        """`dtype` (model.dtype) counts where engine.dtype=auto."""
         tokenizer = load_tokenizer(str(folder))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         engine = engine_from_folder(
             folder,
             config,
             device=device,
-            dtype=resolve_dtype(dtype),
+            dtype=resolve_dtype(dtype if config.dtype == "auto" else config.dtype),
             pad_id=tokenizer.pad_token_id,
             decode=tokenizer.decode,
         )

@@ -68,7 +68,7 @@ def prepare(source: str, out: str, vocab_size: int = VOCABULARY) -> Made:
     try:
         # the tokenizer first: it checks vocab_size. It learns from the train split alone.
         texts = (row["prompt"] + row["completion"] for row in made.train)
-        tokenizer = train_tokenizer(texts, str(root / "tokenizer"), vocab_size, split_digits=True)
+        tokenizer = train_tokenizer(texts, str(root / "tokenizer"), vocab_size, chat_template=None)  # plain texts
         for name, rows in parts.items():
             write_jsonl(rows, str(root / f"{name}.jsonl"))
     except OSError as error:

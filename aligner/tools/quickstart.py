@@ -139,7 +139,9 @@ def make_data(root: Path, seed: int) -> None:
             [row | {"completion": row["answer"]} for row in part], str(root / "data" / f"{name}.jsonl")
         )
     texts = [row["prompt"] + row["answer"] for row in parts["train"]]
-    train_tokenizer(texts, str(root / "tokenizer"), VOCABULARY, split_digits=True, split_words=False)
+    # plain prompts, no conversations: without a chat template `aligner chat` asks as the model was trained
+    options = {"split_digits": True, "split_words": False, "chat_template": None}
+    train_tokenizer(texts, str(root / "tokenizer"), VOCABULARY, **options)
 
 
 def write_pairs(root: Path, cfg: Config) -> None:
