@@ -1,0 +1,253 @@
+"""The minibatch losses against loops in float64, and their independence of how a minibatch is cut."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from aligner.algorithms.losses import attribute_loss, policy_loss, preference_loss, sft_loss, value_loss
+from aligner.config.schema import AlgorithmConfig, KLConfig, RewardLossConfig
+from aligner.roles.policy import TokenOutputs
+from aligner.types import TrainBatch
+
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+LIMIT = 9  # response tokens, the constant of seq_mean_token_sum_norm
+B, T = 6, 8
+
+
+class Ranks:
+    """Stands in for a process group of n data-parallel ranks where a loss only asks for its size."""
+
+    def __init__(self, n: int = 1):
+        self.n = n
+
+    def size(self) -> int:
+        return self.n
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    """A process group of this process, for the losses that sum over it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_batch(seed: int = 0) -> TrainBatch:
+    """Ragged masks with holes; row 3 has no token at all; log ratios wide enough to clip on both sides."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, T + 1, (B,), generator=g)
+    mask = (torch.arange(T)[None] < lengths[:, None]) & (torch.rand(B, T, generator=g) < 0.7)
+    mask[:, 0], mask[3] = False, False
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(B, T, generator=g)
+
+    old = -torch.rand(B, T, generator=g) * 3
+    return TrainBatch(
+        tokens=torch.randint(0, 9, (B, T), generator=g),
+        lengths=lengths,
+        loss_mask=mask.float(),
+        old_logprobs=old,
+        ref_logprobs=old + noise(0.3),
+        advantages=noise(1.0),
+        returns=noise(1.0),
+        values=noise(1.0),
+    )
+
+
+def outputs(batch: TrainBatch, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs, entropy) with gradients."""
+    g = torch.Generator().manual_seed(seed)
+    logprobs = (batch.old_logprobs + 0.4 * torch.randn(B, T, generator=g)).requires_grad_()
+    return logprobs, torch.rand(B, T, generator=g).requires_grad_()
+
+
+def looped(batch: TrainBatch, cfg: AlgorithmConfig, logprobs, entropy, kl_coef: float) -> torch.Tensor:
+    """The same objective, one float64 number at a time."""
+    rows = []
+    for i in range(B):
+        terms = []
+        for t in range(T):
+            if not batch.loss_mask[i, t]:
+                continue
+            lp, a = logprobs[i, t], batch.advantages[i, t].double()
+            old, ref = batch.old_logprobs[i, t].double(), batch.ref_logprobs[i, t].double()
+            r = torch.exp(lp - old)
+            if cfg.policy_loss == "reinforce":
+                x = -a * lp
+            else:
+                x = torch.maximum(-a * r, -a * torch.clamp(r, 1 - cfg.clip_low, 1 + cfg.clip_high))
+                if cfg.dual_clip and a < 0:
+                    x = torch.minimum(x, -a * cfg.dual_clip)
+            if cfg.kl.placement == "loss":
+                d = lp - ref
+                kl = {
+                    "k1": d,
+                    "k2": d * d / 2,
+                    "k3": torch.exp(-d) - 1 + d,
+                    "abs": d.abs(),
+                    "k3+": (torch.exp(-d) - 1 + d).detach() + d * d / 2 - (d * d / 2).detach(),
+                }[cfg.kl.estimator]
+                x = x + kl_coef * (kl * r if cfg.kl.importance_weighted else kl)
+            terms.append(x - cfg.entropy_coef * entropy[i, t])
+        if terms:
+            rows.append(terms)
+    tokens = list(itertools.chain.from_iterable(rows))
+    if cfg.aggregation == "token_mean":
+        return sum(tokens) / len(tokens)
+    if cfg.aggregation == "seq_mean_token_mean":
+        return sum(sum(row) / len(row) for row in rows) / len(rows)
+    return sum(tokens) / len(rows) / (LIMIT if cfg.aggregation.endswith("norm") else 1)
+
+
+CASES = {
+    "plain": AlgorithmConfig(),
+    "reinforce": AlgorithmConfig(policy_loss="reinforce"),
+    "clip-higher, dual clip": AlgorithmConfig(clip_low=0.1, clip_high=0.3, dual_clip=1.5),
+    "entropy": AlgorithmConfig(entropy_coef=0.3),
+    "kl in the reward stays out of the loss": AlgorithmConfig(kl=KLConfig(0.5, "k3", "reward")),
+    **{f"kl {kind}": AlgorithmConfig(kl=KLConfig(0.5, kind, "loss")) for kind in ("k1", "k2", "k3", "abs", "k3+")},
+    "kl weighted": AlgorithmConfig(kl=KLConfig(0.5, "k3", "loss", importance_weighted=True), entropy_coef=0.1),
+}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_policy_loss_is_the_loop(name, aggregation):
+    cfg, batch = CASES[name], make_batch()
+    cfg.aggregation = aggregation
+    logprobs, entropy = outputs(batch)
+    out = policy_loss(batch, cfg, 0.5, LIMIT, dist.group.WORLD)(TokenOutputs(logprobs, entropy, None), batch)
+    exact = [x.detach().double().requires_grad_() for x in (logprobs, entropy)]
+    wanted = looped(batch, cfg, *exact, kl_coef=0.5)
+    out.loss.backward()
+    wanted.backward()
+    assert float(out.loss) == pytest.approx(float(wanted), rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(logprobs.grad.double(), exact[0].grad, rtol=1e-4, atol=1e-7)
+    entropy_grad = torch.zeros(B, T) if entropy.grad is None else entropy.grad
+    exact_grad = torch.zeros(B, T).double() if exact[1].grad is None else exact[1].grad
+    torch.testing.assert_close(entropy_grad.double(), exact_grad, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_cutting_a_minibatch_changes_no_gradient(aggregation, size):
+    """The denominators are the minibatch's: shares of micro-batches add up to the whole."""
+    cfg, batch = CASES["kl weighted"], make_batch()
+    cfg.aggregation = aggregation
+    squared = value_loss(batch, 0.2, dist.group.WORLD)
+    losses = {
+        "policy": policy_loss(batch, cfg, 0.5, LIMIT, dist.group.WORLD),
+        "sft": sft_loss(batch, dist.group.WORLD),
+        "value": lambda out, b: squared(out.logprobs, b),
+    }
+    for name, loss in losses.items():
+        found = []
+        for parts in ([torch.arange(B)], torch.arange(B).split(size)):
+            logprobs, entropy = outputs(batch)
+            total = torch.zeros(())
+            for rows in parts:
+                total = total + loss(TokenOutputs(logprobs[rows], entropy[rows], None), batch.select(rows)).loss
+            total.backward()
+            found.append((total.detach(), logprobs.grad))
+        torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_means_of_the_parts_are_the_mean_of_the_whole():
+    batch = make_batch()
+    logprobs, entropy = outputs(batch)
+    loss = policy_loss(batch, AlgorithmConfig(), 0.0, LIMIT, dist.group.WORLD)
+    on = batch.loss_mask.bool()
+    ratio = torch.exp(logprobs - batch.old_logprobs).detach()
+    wanted = {
+        "policy/ratio_mean": ratio[on].mean(),
+        "policy/entropy": entropy[on].mean(),
+        "policy/approx_kl": (ratio - 1 - ratio.log())[on].mean(),
+        "policy/clip_fraction_low": ((ratio < 0.8) & (batch.advantages < 0))[on].float().mean(),
+        "policy/clip_fraction_high": ((ratio > 1.2) & (batch.advantages > 0))[on].float().mean(),
+    }
+    assert wanted["policy/clip_fraction_low"] > 0 and wanted["policy/clip_fraction_high"] > 0
+    outs = [
+        loss(TokenOutputs(logprobs[rows], entropy[rows], None), batch.select(rows)) for rows in torch.arange(B).split(2)
+    ]
+    for name, value in wanted.items():
+        numerator, denominator = (sum(out.means[name][i] for out in outs) for i in (0, 1))
+        assert float(numerator / denominator) == pytest.approx(float(value), rel=1e-5), name
+    assert float(max(out.maxima["policy/ratio_max"] for out in outs)) == pytest.approx(float(ratio[on].max()), rel=1e-6)
+
+
+def test_on_policy_the_surrogate_is_the_mean_advantage():
+    batch = make_batch()
+    out = TokenOutputs(batch.old_logprobs.clone(), None, None)
+    value = policy_loss(batch, AlgorithmConfig(), 0.0, LIMIT, dist.group.WORLD)(out, batch)
+    on = batch.loss_mask.bool()
+    assert float(value.loss) == pytest.approx(-float(batch.advantages[on].mean()), rel=1e-5)
+    assert "policy/entropy" not in value.means
+
+
+def test_sft_loss_counts_masked_tokens_only():
+    batch = make_batch()
+    logprobs, _ = outputs(batch)
+    hits = torch.ones(B, T)
+    out = sft_loss(batch, dist.group.WORLD)(TokenOutputs(logprobs, None, hits), batch)
+    on = batch.loss_mask.bool()
+    assert float(out.loss) == pytest.approx(-float(logprobs[on].mean()), rel=1e-5)
+    assert [float(x) for x in out.means["sft/token_accuracy"]] == [float(on.sum())] * 2
+    out.loss.backward()
+    assert (logprobs.grad[~on] == 0).all()
+
+
+def test_value_loss_is_the_loop():
+    batch = make_batch()
+    values = (batch.values + 0.5 * torch.randn(B, T, generator=torch.Generator().manual_seed(3))).requires_grad_()
+    out = value_loss(batch, 0.2, dist.group.WORLD)(values, batch)
+    terms, clipped = [], 0
+    for i, t in batch.loss_mask.nonzero().tolist():
+        v, old, r = (float(x[i, t]) for x in (values, batch.values, batch.returns))
+        plain, bounded = (v - r) ** 2, (min(max(v, old - 0.2), old + 0.2) - r) ** 2
+        terms.append(0.5 * max(plain, bounded))
+        clipped += bounded > plain
+    assert float(out.loss) == pytest.approx(math.fsum(terms) / len(terms), rel=1e-5)
+    assert float(out.means["critic/clip_fraction"][0]) == clipped > 0
+    assert float(value_loss(batch, 0.0, dist.group.WORLD)(values, batch).means["critic/clip_fraction"][0]) == 0
+
+
+@pytest.mark.parametrize("margin", [False, True])
+@pytest.mark.parametrize("center", [0.0, 0.1])
+def test_preference_loss_is_the_loop_over_any_number_of_ranks(margin, center):
+    g = torch.Generator().manual_seed(0)
+    pairs = 6
+    scores = torch.randn(2 * pairs, 1, generator=g).requires_grad_()
+    labels = torch.rand(pairs, generator=g).repeat_interleave(2)
+    batch = TrainBatch(torch.zeros(2 * pairs, 1, dtype=torch.int64), torch.ones(2 * pairs), torch.ones(2 * pairs, 1))
+    batch.labels = labels
+    cfg = AlgorithmConfig(reward_loss=RewardLossConfig(center_coef=center, margin=margin))
+    wanted = 0.0
+    for i in range(pairs):
+        c, r = float(scores[2 * i]), float(scores[2 * i + 1])
+        wanted += math.log1p(math.exp(-(c - r - (float(labels[2 * i]) if margin else 0.0)))) + center * (c + r) ** 2
+    wanted /= pairs
+    for ranks in (1, 2, 3):
+        total, grad = 0.0, torch.zeros_like(scores)
+        for rows in torch.arange(2 * pairs).split(2 * pairs // ranks):
+            loss = preference_loss(pairs // ranks, cfg, Ranks(ranks))
+            for part in rows.split(2):  # micro-batches of one pair
+                out = loss(scores[part], batch.select(part))
+                total += float(out.loss)
+                grad += torch.autograd.grad(out.loss, scores)[0]
+        assert total == pytest.approx(wanted, rel=1e-5)
+        first = grad if ranks == 1 else first  # noqa: F821
+        torch.testing.assert_close(grad, first, rtol=1e-5, atol=1e-7)
+
+
+def test_attribute_loss_leaves_out_what_is_not_known():
+    scores = torch.tensor([[1.0, 2.0], [3.0, -1.0]], requires_grad=True)
+    labels = torch.tensor([[0.0, 4.0], [float("nan"), 1.0]])
+    batch = TrainBatch(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2), torch.ones(2, 1), labels=labels)
+    out = attribute_loss(2, dist.group.WORLD)(scores, batch)
+    assert float(out.loss) == pytest.approx(((1 + 4) / 2 + 4) / 2)
+    out.loss.backward()
+    torch.testing.assert_close(scores.grad, torch.tensor([[0.5, -1.0], [0.0, -2.0]]))

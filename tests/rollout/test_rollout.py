@@ -1,0 +1,471 @@
+"""From prompts to a training batch: collation, request seeds, shares, minibatches, statistics, evaluation."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aligner.config.schema import (
+    AlgorithmConfig,
+    BatchConfig,
+    EvalConfig,
+    KLConfig,
+    KLControllerConfig,
+    OverlongConfig,
+    RewardConfig,
+)
+from aligner.data.dataset import PreferenceItem, ScoredItem, SftItem
+from aligner.ops.seeds import request_seed
+from aligner.rewards.composite import RewardPipeline
+from aligner.rollout.collate import collate, join_generations, make_samples
+from aligner.rollout.evaluate import Evaluator, judge
+from aligner.rollout.heldout import held_out_loss, pair_accuracy, score_statistics
+from aligner.rollout.prepare import KLController, average, minibatches, set_token_rewards, shuffle_within_groups
+from aligner.rollout.source import RolloutSource, share, slots_and_indices
+from aligner.rollout.statistics import reduce_metrics, rollout_metrics, value_metrics
+from aligner.types import LENGTH, STOP, Generations, Prompt, Sample, SamplingParams
+
+PAD = 0
+
+
+class Words:
+    """A tokenizer of one letter for each token."""
+
+    pad_token_id = PAD
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return ["".join(chr(96 + t) for t in row if t > 1 or not skip_special_tokens) for row in rows]
+
+
+@pytest.fixture
+def world():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def make_prompts(n: int, seed: int = 0) -> list[Prompt]:
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 6, (n,), generator=g).tolist()
+    return [
+        Prompt(10 * i, tuple(torch.randint(2, 20, (k,), generator=g).tolist()), f"p{i}") for i, k in enumerate(lengths)
+    ]
+
+
+def make_generations(n: int, width: int = 5, seed: int = 1, cut: bool = False) -> Generations:
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, width + 1, (n,), generator=g)
+    real = torch.arange(width)[None] < lengths[:, None]
+    logprobs = -torch.rand(n, width, generator=g) * real
+    return Generations(
+        tokens=torch.randint(2, 20, (n, width), generator=g) * real,
+        lengths=lengths,
+        logprobs=logprobs,
+        finish_reason=torch.randint(0, 2, (n,), generator=g),
+        weight_version=7,
+        full_logprobs=logprobs - 1.0 * real if cut else None,
+    )
+
+
+def make_rollout(prompts: int = 4, group: int = 3, seed: int = 1, first_slot: int = 0):
+    found, generations = make_prompts(prompts), make_generations(prompts * group, seed=seed)
+    slots = torch.arange(first_slot, first_slot + prompts).repeat_interleave(group)
+    rollout = collate(make_samples(Words(), found, generations, group), generations, slots, PAD)
+    g = torch.Generator().manual_seed(seed)
+    rollout.rewards = torch.rand(prompts * group, generator=g)
+    rollout.valid = torch.ones(prompts * group, dtype=torch.bool)
+    return rollout
+
+
+# --- collation
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_collate_is_the_slow_loop(cut):
+    prompts, generations, group = make_prompts(4), make_generations(12, cut=cut), 3
+    samples = make_samples(Words(), prompts, generations, group)
+    batch = collate(samples, generations, torch.arange(4).repeat_interleave(group), PAD)
+    source = generations.full_logprobs if cut else generations.logprobs
+    assert batch.tokens.shape[1] == int(batch.lengths.max())
+    for i in range(12):
+        prompt, n = prompts[i // group].tokens, int(generations.lengths[i])
+        row = [*prompt, *generations.tokens[i, :n].tolist()]
+        assert batch.tokens[i].tolist() == row + [PAD] * (batch.tokens.shape[1] - len(row))
+        assert int(batch.lengths[i]) == len(row)
+        for t in range(batch.tokens.shape[1]):
+            k = t - len(prompt)
+            inside = 0 <= k < n
+            assert float(batch.response_mask[i, t]) == inside
+            assert float(batch.rollout_logprobs[i, t]) == (float(source[i, k]) if inside else 0.0)
+        sample = samples[i]
+        assert (sample.prompt, sample.index, sample.weight_version) == (prompts[i // group], i % group, 7)
+        assert (
+            sample.tokens == tuple(row[len(prompt) :])
+            and sample.response == Words().batch_decode([sample.tokens], True)[0]
+        )
+        assert sample.finished == (int(generations.finish_reason[i]) == STOP) == bool(batch.finished[i])
+    assert batch.rewards.isnan().all() and not batch.valid.any()
+
+
+def test_joined_generations_are_those_of_one_rank():
+    whole = make_generations(10, width=6)
+    parts = []
+    for rows in (slice(0, 3), slice(3, 4), slice(4, 10)):
+        width = int(whole.lengths[rows].max())
+        parts.append(
+            Generations(
+                whole.tokens[rows, :width],
+                whole.lengths[rows],
+                whole.logprobs[rows, :width],
+                whole.finish_reason[rows],
+                7,
+            )
+        )
+    joined = join_generations(parts)
+    width = joined.tokens.shape[1]
+    assert torch.equal(joined.tokens, whole.tokens[:, :width]) and torch.equal(
+        joined.logprobs, whole.logprobs[:, :width]
+    )
+    assert torch.equal(joined.lengths, whole.lengths) and torch.equal(joined.finish_reason, whole.finish_reason)
+    parts[1].weight_version = 6
+    with pytest.raises(AssertionError, match=r"several weight versions.*\[6, 7\]"):
+        join_generations(parts)
+
+
+# --- who generates what, with which seed
+
+
+@given(st.integers(0, 60), st.integers(1, 9))
+def test_shares_are_a_balanced_partition(count, parts):
+    slices = [share(count, parts, i) for i in range(parts)]
+    assert [i for s in slices for i in range(count)[s]] == list(range(count))
+    sizes = [s.stop - s.start for s in slices]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(1, 5))
+def test_a_repeated_row_never_repeats_a_seed(rows, group):
+    dealt = slots_and_indices(rows, group)
+    assert [slot for slot, _, _ in dealt] == list(range(len(rows))) and [row for _, row, _ in dealt] == rows
+    seeds = [request_seed(1, 2, row, first + i) for _, row, first in dealt for i in range(group)]
+    assert len(set(seeds)) == len(rows) * group
+
+
+@dataclass
+class Peers:
+    """What a rank knows of its place: a stand-in for a layout and its model-parallel group."""
+
+    dp_rank: int
+    data: int
+    tensor_rank: int = 0
+    tensor: int = 1
+
+    @property
+    def pgs(self):
+        return self
+
+    @property
+    def mp(self):
+        return self
+
+    def size(self):
+        return self.tensor
+
+    def rank(self):
+        return self.tensor_rank
+
+
+class Recorder:
+    """An engine that notes its requests."""
+
+    def generate(self, prompts, seeds, sampling, progress=None):
+        self.requests = [(tuple(p), tuple(s)) for p, s in zip(prompts, seeds, strict=True)]
+        return make_generations(sum(map(len, seeds)))
+
+
+def requests(ranks: int, tensor: int, monkeypatch) -> list[tuple]:
+    """All requests of rollout 3, in order, over ranks x tensor processes: 3 prompts in 8 slots, so they repeat."""
+    from aligner.data.stream import IndexStream
+
+    monkeypatch.setattr(dist, "all_gather_object", lambda parts, mine, group: parts.__setitem__(group.rank(), mine))
+    found = []
+    for rank in range(ranks):
+        for peer in range(tensor):
+            engine, batch = Recorder(), BatchConfig(prompts=8, group=2)
+            stream, layout = IndexStream(3, 5, True, 8), Peers(rank, ranks, peer, tensor)
+            source = RolloutSource(
+                engine, None, None, make_prompts(3), stream, None, Words(), SamplingParams(5), batch, layout, seed=4
+            )
+            prompts, _, slots = source._generate(3)
+            assert len(prompts) == len(slots) == 8 // ranks and slots == list(range(8))[share(8, ranks, rank)]
+            found += engine.requests
+    return found
+
+
+def test_requests_do_not_depend_on_the_layout(monkeypatch):
+    alone = requests(1, 1, monkeypatch)
+    seeds = [seed for _, row in alone for seed in row]
+    assert len(alone) == 8 and len(set(seeds)) == 16
+    assert requests(2, 1, monkeypatch) == requests(1, 3, monkeypatch) == requests(2, 2, monkeypatch) == alone
+
+
+# --- rewards, minibatches, the KL coefficient
+
+
+def test_token_rewards_and_loss_mask():
+    rollout = make_rollout()
+    rollout.finished = torch.arange(12) % 2 == 0
+    rollout.valid[4] = False
+    rollout.rewards[4] = math.nan
+    rollout.old_logprobs, rollout.ref_logprobs = rollout.rollout_logprobs, rollout.rollout_logprobs - 0.25
+    kl = KLConfig(0.1, "k1", "reward")
+    set_token_rewards(rollout, AlgorithmConfig(kl=kl, overlong=OverlongConfig(True, 0.5)), 0.2)
+    for i in range(12):
+        score = 0.0 if i == 4 else float(rollout.rewards[i])
+        score -= 0.0 if rollout.finished[i] else 0.5
+        tokens = int(rollout.response_mask[i].sum())
+        assert float(rollout.token_rewards[i].sum()) == pytest.approx(score - 0.2 * 0.25 * tokens, abs=1e-5)
+        assert float(rollout.token_rewards[i, rollout.lengths[i] - 1]) == pytest.approx(score - 0.05, abs=1e-5)
+        learns = bool(rollout.finished[i]) and i != 4
+        assert torch.equal(rollout.loss_mask[i], rollout.response_mask[i] * learns)
+    set_token_rewards(rollout, AlgorithmConfig(kl=KLConfig(0.1, "k1", "loss")), 0.2)
+    assert float(rollout.token_rewards[0].sum()) == pytest.approx(
+        float(rollout.rewards[0])
+    )  # in the loss, not here too
+
+
+def test_shuffling_keeps_each_groups_rewards():
+    rollout = make_rollout(prompts=6, group=8)
+    before = rollout.rewards.clone()
+    shuffle_within_groups(rollout, 3)
+    assert not torch.equal(before, rollout.rewards)
+    assert torch.equal(before.view(6, 8).sort().values, rollout.rewards.view(6, 8).sort().values)
+    again = make_rollout(prompts=6, group=8)
+    shuffle_within_groups(again, 3)
+    assert torch.equal(again.rewards, rollout.rewards)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([(8, 3, 6), (8, 4, 8), (4, 2, 2), (16, 1, 4), (8, 4, 0)]), st.integers(0, 3), st.integers(0, 99))
+def test_minibatches_hold_every_row_once_for_any_number_of_ranks(shape, epoch, seed):
+    prompts, group, size = shape
+    batch = BatchConfig(prompts=prompts, group=group, minibatch_samples=size)
+    rollout = make_rollout(prompts, group)
+    rollout.loss_mask = rollout.response_mask
+    rollout.tokens[:, 0] = torch.arange(prompts * group)  # a name for each row
+    whole = [sorted(part.tokens[:, 0].tolist()) for part in minibatches(rollout, batch, seed, epoch)]
+    assert sorted(row for part in whole for row in part) == list(range(prompts * group))
+    assert {len(part) for part in whole} == {size or prompts * group}
+    halves = [
+        rollout.select(torch.arange(prompts * group)[half]) for half in (share(prompts * group, 2, i) for i in (0, 1))
+    ]
+    parts = [list(minibatches(half, batch, seed, epoch)) for half in halves]
+    assert [sorted(a.tokens[:, 0].tolist() + b.tokens[:, 0].tolist()) for a, b in zip(*parts, strict=True)] == whole
+
+
+def test_epochs_deal_anew():
+    batch = BatchConfig(prompts=8, group=4, minibatch_samples=8)
+    rollout = make_rollout(8, 4)
+    rollout.loss_mask = rollout.response_mask
+    rollout.tokens[:, 0] = torch.arange(32)
+    dealt = [[p.tokens[:, 0].tolist() for p in minibatches(rollout, batch, 1, epoch)] for epoch in range(3)]
+    assert dealt[0] != dealt[1] != dealt[2] != dealt[0]
+
+
+def test_average_of_minibatches():
+    assert average([]) == {}
+    assert average([{"a": 1.0, "b_max": 1.0}, {"a": 3.0, "b_max": 0.5}]) == {"a": 2.0, "b_max": 1.0}
+
+
+def test_kl_controller_keeps_its_state():
+    config = KLConfig(0.2, "k1", "reward", controller=KLControllerConfig("adaptive", target=1.0, horizon=100))
+    kl = KLController(config)
+    kl.update(5.0, 50)
+    assert kl.coef == pytest.approx(0.2 * (1 + 0.2 * 0.5))
+    other = KLController(config)
+    other.load_state_dict(kl.state_dict())
+    assert other.coef == kl.coef
+    fixed = KLController(KLConfig(0.2, "k1", "reward"))
+    fixed.update(5.0, 50)
+    assert fixed.coef == 0.2
+
+
+# --- statistics
+
+
+def test_reduced_metrics():
+    found = reduce_metrics({"a": (6.0, 4), "none": (0.0, 0.0)}, {"top": 3}, None)
+    assert found["a"] == 1.5 and found["top"] == 3 and math.isnan(found["none"])
+
+
+def scored(rollout):
+    """Scores of two components, one of which does not apply to every sample."""
+    first = [float(x) for x in rollout.rewards]
+    second = [None if i % 3 else 1.0 for i in range(len(first))]
+
+    class Fixed:
+        main_thread = True
+
+        def __init__(self, name):
+            self.name = name
+
+    pipeline = RewardPipeline([(Fixed("a"), 1.0), (Fixed("b"), 0.5)], RewardConfig())
+    return pipeline.combine({"a": first, "b": second}, len(first), update=False)
+
+
+def test_rollout_metrics_against_plain_statistics(world):
+    rollout = make_rollout(prompts=4, group=3)
+    rollout.rewards[:3] = 0.5  # a degenerate group
+    scores = scored(rollout)
+    rollout.rewards = torch.tensor(scores.total)
+    rollout.rewards[:3] = 0.5
+    g = torch.Generator().manual_seed(5)
+    rollout.old_logprobs = rollout.rollout_logprobs + 0.1 * torch.randn(rollout.tokens.shape, generator=g)
+    rollout.ref_logprobs = rollout.old_logprobs + 0.2 * torch.randn(rollout.tokens.shape, generator=g)
+    rollout.loss_mask = rollout.response_mask
+    rollout.advantages = torch.randn(rollout.tokens.shape, generator=g) * rollout.response_mask
+    found = rollout_metrics(rollout, scores, world)
+    on, raw = rollout.response_mask.bool(), torch.tensor(scores.raw).double()
+    d = (rollout.old_logprobs - rollout.ref_logprobs)[on].double()
+    gap = (rollout.old_logprobs - rollout.rollout_logprobs)[on].double()
+    lengths = rollout.response_mask.sum(1)
+    wanted = {
+        "reward/mean": raw.mean(),
+        "reward/std": raw.std(unbiased=False),
+        "reward/min": raw.min(),
+        "reward/max": raw.max(),
+        "reward/a/mean": sum(scores.components["a"]) / 12,
+        "reward/b/mean": 1.0,
+        "reward/b/std": 0.0,
+        "reward/degenerate_groups": 0.25,
+        "response/tokens_mean": lengths.mean(),
+        "response/tokens_max": lengths.max(),
+        "response/eos_fraction": rollout.finished.double().mean(),
+        "response/truncated_fraction": 1 - rollout.finished.double().mean(),
+        "advantage/mean": rollout.advantages[on].double().mean(),
+        "advantage/std": rollout.advantages[on].double().std(unbiased=False),
+        "kl/ref_k1": d.mean(),
+        "kl/ref_k3": (torch.exp(-d) - 1 + d).mean(),
+        "mismatch/logprob_abs_mean": gap.abs().mean(),
+        "mismatch/logprob_abs_max": gap.abs().max(),
+        "mismatch/token_mult_prob_error": gap.abs().exp().mean(),
+        "batch/padding_fraction": 1 - float(rollout.lengths.sum()) / rollout.tokens.numel(),
+    }
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
+
+
+def test_value_metrics(world):
+    rollout = make_rollout()
+    g = torch.Generator().manual_seed(2)
+    rollout.loss_mask = rollout.response_mask
+    rollout.returns = torch.randn(rollout.tokens.shape, generator=g) * rollout.response_mask
+    rollout.values = rollout.returns + 0.3 * torch.randn(rollout.tokens.shape, generator=g)
+    found = value_metrics(rollout, world)
+    r, v = (x[rollout.response_mask.bool()].double() for x in (rollout.returns, rollout.values))
+    assert found["critic/return_mean"] == pytest.approx(float(r.mean()), abs=1e-6)
+    assert found["critic/value_mean"] == pytest.approx(float(v.mean()), abs=1e-6)
+    wanted = 1 - float((r - v).var(unbiased=False) / r.var(unbiased=False))
+    assert found["critic/explained_variance"] == pytest.approx(wanted, abs=1e-6)
+
+
+# --- evaluation
+
+
+def pipeline(function) -> RewardPipeline:
+    function.name = "right"
+    return RewardPipeline([(function, 2.0)], RewardConfig())
+
+
+def samples_of(texts: list[str], k: int) -> list[Sample]:
+    return [Sample(Prompt(i // k, (2,), ""), i % k, text, (3,) * len(text), True) for i, text in enumerate(texts)]
+
+
+def test_pass_at_k_is_any_of_the_k():
+    samples = samples_of(["y", "n", "n", "n", "n", "y", "n", "n", "?"], 3)
+    rewards = pipeline(lambda found: [None if s.response == "?" else float(s.response == "y") for s in found])
+    verdict = judge(samples, rewards, EvalConfig(samples=3, temperature=1.0))
+    assert verdict.correct == [s.response == "y" for s in samples]  # what nobody judges is not right
+    assert verdict.means["eval/accuracy"] == (2.0, 9.0) and verdict.means["eval/pass_at_k"] == (2.0, 3.0)
+    assert verdict.means["eval/reward"] == (4.0, 9.0) and verdict.totals[0] == 2.0
+    assert "eval/pass_at_k" not in judge(samples, rewards, EvalConfig(samples=1)).means
+
+
+def test_partial_credit_is_not_right():
+    verdict = judge(
+        samples_of(["ab", "a"], 1), pipeline(lambda found: [len(s.response) / 2 for s in found]), EvalConfig()
+    )
+    assert verdict.correct == [True, False] and verdict.means["eval/reward"] == (3.0, 2.0)
+
+
+def test_evaluator_generates_k_samples_with_seeds_of_its_own(world):
+    engine, refits = Recorder(), []
+    config = EvalConfig(prompts=3, samples=2, temperature=1.0)
+    layout = Peers(0, 1)
+    rewards = pipeline(lambda found: [1.0] * len(found))
+    prompts = make_prompts(5)
+    evaluator = Evaluator(
+        engine, lambda: refits.append(1), prompts, rewards, Words(), SamplingParams(5), config, layout, seed=4
+    )
+    found = evaluator()
+    assert refits == [1] and found["eval/accuracy"] == found["eval/pass_at_k"] == 1.0
+    assert [p for p, _ in engine.requests] == [p.tokens for p in prompts[:3]]
+    seeds = [s for _, row in engine.requests for s in row]
+    assert len(set(seeds)) == 6
+    training = {request_seed(4, step, p.id, i) for step in range(50) for p in prompts for i in range(8)}
+    assert not training & set(seeds)
+
+
+class Scorer:
+    """A reward model whose score is the row's second token."""
+
+    @property
+    def model(self):
+        return self
+
+    layout = None
+
+    def raw_scores(self, batch):
+        return batch.tokens[:, 1:2].float()
+
+
+def test_pair_accuracy_and_score_statistics(world):
+    model = Scorer()
+    model.layout = Peers(0, 1)
+    Peers.dp = property(lambda self: world)
+    pairs = [PreferenceItem([9, a], [9, b, 5], 0.0) for a, b in ((4, 2), (3, 5), (8, 1), (2, 2))]
+    found = pair_accuracy(model, pairs, 0, True)
+    assert found["eval/accuracy"] == 0.5 and found["eval/margin"] == pytest.approx((2 - 2 + 7 + 0) / 4)
+    assert found["eval/loss"] == pytest.approx(sum(math.log1p(math.exp(-m)) for m in (2, -2, 7, 0)) / 4, rel=1e-5)
+    assert pair_accuracy(model, pairs, 1, True)["eval/accuracy"] == 1.0
+    scores = torch.tensor([4.0, 2, 3, 5, 8, 1, 2, 2])
+    mean, std = score_statistics(model, pairs, True)
+    assert (mean, std) == (pytest.approx(float(scores.mean())), pytest.approx(float(scores.std(unbiased=False))))
+    answers = [ScoredItem([9, 4], (3.0,)), ScoredItem([9, 2], (2.0,))]
+    assert pair_accuracy(model, answers, 0, False) == {"eval/loss": 0.5}
+
+
+def test_held_out_loss_counts_the_answers_tokens(world):
+    class Uniform:
+        layout = Peers(0, 1)
+
+        @property
+        def model(self):
+            return self
+
+        def logprobs(self, batch):
+            return -batch.tokens.float()
+
+    Peers.dp = property(lambda self: world)
+    rows = [SftItem([5, 1, 2], [0, 1, 1]), SftItem([5, 4], [0, 1]), SftItem([5, 9], [0, 1])]
+    assert held_out_loss(Uniform(), rows, 2)["eval/loss"] == pytest.approx((1 + 2 + 4) / 3)
+    assert held_out_loss(Uniform(), rows, 0)["eval/loss"] == pytest.approx((1 + 2 + 4 + 9) / 4)
+
+
+def test_finish_reasons_are_two():
+    assert {STOP, LENGTH} == {0, 1}

@@ -1,0 +1,304 @@
+"""Nothing is lost: a run that was stopped, killed, damaged or refused goes on to the result it would have had."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.config.schema import CheckpointConfig
+from aligner.errors import CheckpointError, RewardError
+from tests import stages
+
+TOTAL, HALF = 4, 2
+
+
+class PowerCut(Exception):
+    pass
+
+
+def arguments(stage: str, runs: dict) -> list[str]:
+    """Everything a checkpoint has to keep is in use: schedules, shuffling, running statistics, an adaptive KL."""
+    kl = "algorithm.kl={coef: 0.1, placement: %s, controller: {kind: adaptive, target: 0.01, horizon: 100}}"
+    more = [f"run.steps={TOTAL}", f"checkpoint.every={HALF}", "optim.schedule=cosine", "optim.warmup_steps=2"]
+    return (
+        more
+        + {
+            "sft": [],
+            "rm": [f"model.init={runs['sft']}"],
+            "grpo": [f"model.init={runs['sft']}", "reward.normalize=true", "batch.epochs=2", kl % "loss"],
+            "ppo": [f"model.init={runs['sft']}", f"reward.model={runs['rm']}", "reward.normalize=true", kl % "reward"],
+        }[stage]
+    )
+
+
+def disturbed(function: str, counter: Path, at: int) -> str:
+    """The reward `vowels`, but for its call number `at`."""
+    arguments = f"name: vowels, args: {{counter: {counter}, at: {at}}}"
+    return f"reward.functions=[{{path: tests/assets/tiny_rewards.py:{function}, {arguments}}}]"
+
+
+@pytest.fixture(scope="module")
+def straight(tiny_data, tiny_runs, tmp_path_factory):
+    """Uninterrupted runs, each made once."""
+    root, made = tmp_path_factory.mktemp("straight"), {}
+
+    def get(stage: str) -> Path:
+        if stage not in made:
+            made[stage] = stages.stage(stage, tiny_data, root / stage, *arguments(stage, tiny_runs))
+        return made[stage]
+
+    return get
+
+
+@pytest.fixture
+def interrupt(monkeypatch, tiny_data, tiny_runs, tmp_path):
+    """Run a stage until the power goes off after `step`; returns its folder."""
+    from aligner.run.loop import Run
+
+    finish = Run.finish
+
+    def go(stage: str, step: int, *more: str) -> Path:
+        def cut(self, now, *args, **kwargs):
+            finish(self, now, *args, **kwargs)
+            if now == step:
+                raise PowerCut
+
+        with monkeypatch.context() as patch, pytest.raises(PowerCut):
+            patch.setattr(Run, "finish", cut)
+            stages.stage(stage, tiny_data, tmp_path / "run", *arguments(stage, tiny_runs), *more)
+        assert not (tmp_path / "run" / "DONE").exists()
+        return tmp_path / "run"
+
+    return go
+
+
+@pytest.mark.parametrize("stage", stages.STAGES)
+def test_a_resumed_run_is_the_uninterrupted_one(tiny_data, tiny_runs, straight, interrupt, stage):
+    """Cut one step behind the checkpoint: that step is done twice and recorded once."""
+    run = interrupt(stage, HALF + 1)
+    assert [r["step"] for r in stages.records(run)] == [1, 2, 3] and stages.checkpoints(run) == [HALF]
+    stages.stage(stage, tiny_data, run, *arguments(stage, tiny_runs))
+    assert [r["step"] for r in stages.records(run)] == list(range(1, TOTAL + 1))
+    assert stages.differences(run, straight(stage)) == []
+    assert stages.same_weights(run, straight(stage))
+    assert (run / "DONE").exists()
+
+
+def test_resuming_a_finished_run_changes_nothing(tiny_data, tiny_runs, straight, tmp_path):
+    run = shutil.copytree(straight("sft"), tmp_path / "run")
+    stages.stage("sft", tiny_data, run, *arguments("sft", tiny_runs))
+    assert stages.differences(run, straight("sft")) == [] and stages.same_weights(run, straight("sft"))
+
+
+def test_never_starts_anew(tiny_data, tiny_runs, straight, tmp_path):
+    run = shutil.copytree(straight("sft"), tmp_path / "run")
+    stages.stage("sft", tiny_data, run, *arguments("sft", tiny_runs), "run.resume=never", "seed=1")
+    assert len(stages.records(run)) == TOTAL and not stages.same_weights(run, straight("sft"))
+
+
+def test_a_named_checkpoint_is_resumed(tiny_data, tiny_runs, straight, tmp_path):
+    checkpoint = straight("sft") / "checkpoints" / f"step-{HALF:08d}"
+    run = stages.stage("sft", tiny_data, tmp_path / "run", *arguments("sft", tiny_runs), f"run.resume={checkpoint}")
+    assert [r["step"] for r in stages.records(run)] == [3, 4] and stages.same_weights(run, straight("sft"))
+
+
+@pytest.mark.slow
+def test_kill_in_the_middle_of_a_step(tiny_data, tiny_runs, straight, tmp_path):
+    """The command line as a process, killed while step 4 waits for its rewards."""
+    run, counter = tmp_path / "run", tmp_path / "calls"
+    hangs = disturbed("hangs_at", counter, 4)
+    line = stages.overrides("grpo", tiny_data, run, *arguments("grpo", tiny_runs), hangs)
+    environment = {**os.environ, "PYTHONPATH": str(stages.ROOT), "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "aligner", "run", *line],
+            cwd=stages.ROOT,
+            env=environment,
+            stdout=log,
+            stderr=log,
+        )
+        deadline = time.monotonic() + 120
+        while not (counter.exists() and counter.read_text() == "4"):
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert stages.checkpoints(run) == [2] and [r["step"] for r in stages.records(run)] == [1, 2, 3]
+    stages.stage("grpo", tiny_data, run, *arguments("grpo", tiny_runs))
+    assert stages.same_weights(run, straight("grpo")) and stages.differences(run, straight("grpo")) == []
+
+
+def largest(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*.distcp")), key=lambda path: path.stat().st_size)
+
+
+DAMAGE = {
+    "truncated weights": lambda folder: os.truncate(largest(folder), largest(folder).stat().st_size // 2),
+    "a flipped byte": lambda folder: flip(largest(folder)),
+    "truncated state": lambda folder: os.truncate(folder / "state.json", 100),
+    "missing metadata": lambda folder: (folder / "policy" / ".metadata").unlink(),
+}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
+    tiny_data, tiny_runs, straight, tmp_path, capsys, damage
+):
+    run = shutil.copytree(straight("grpo"), tmp_path / "run")
+    DAMAGE[damage](run / "checkpoints" / f"step-{TOTAL:08d}")
+    capsys.readouterr()
+    stages.stage("grpo", tiny_data, run, *arguments("grpo", tiny_runs))
+    out = capsys.readouterr().out
+    assert (
+        f"WARNING: cannot {'read' if 'state' in damage else 'load checkpoint'} {run}/checkpoints/step-0000000{TOTAL}"
+        in out
+    )
+    assert re.search(rf"WARNING: using the checkpoint before it: .*step-0000000{HALF}\n", out)
+    assert f"resumed at step {HALF} of {TOTAL}" in out
+    assert stages.differences(run, straight("grpo")) == [] and stages.same_weights(run, straight("grpo"))
+
+
+def test_without_an_earlier_checkpoint_damage_is_an_error(tiny_data, tiny_runs, straight, tmp_path):
+    run = shutil.copytree(straight("sft"), tmp_path / "run")
+    for step in (HALF, TOTAL):
+        DAMAGE["truncated weights"](run / "checkpoints" / f"step-{step:08d}")
+    with pytest.raises(CheckpointError, match=f"cannot load checkpoint .*step-0000000{HALF}"):
+        stages.stage("sft", tiny_data, run, *arguments("sft", tiny_runs))
+
+
+REFUSED = {
+    "model": ("sft", ["model.hidden_size=64"], "model.hidden_size is 32 there, 64 here"),
+    "model family": (
+        "sft",
+        ["model.family=qwen3", "model.qk_norm=true"],
+        "model.family is 'llama' there, 'qwen3' here",
+    ),
+    "tokenizer": ("sft", ["model.tokenizer=OTHER"], "tokenizer is '"),
+    "advantage": ("grpo", ["algorithm.advantage=rloo"], "algorithm.advantage is 'grpo' there, 'rloo' here"),
+    "loss": (
+        "rm",
+        ["algorithm.reward_loss={kind: regression, attributes: [good]}", "data.train=SCORED"],
+        "algorithm.reward_loss is 'bradley_terry' there, 'regression' here",
+    ),
+    "stage": ("sft", ["stage=rm", "data.train=PAIRS"], "stage is 'sft' there, 'rm' here"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_checkpoint_of_something_else_is_refused(tiny_data, tiny_runs, straight, tmp_path, what):
+    stage, change, message = REFUSED[what]
+    run = shutil.copytree(straight(stage), tmp_path / "run")
+    swap_two_tokens(tiny_data / "tokenizer", tmp_path / "tokenizer")
+    places = {"OTHER": tmp_path / "tokenizer", "SCORED": tiny_data / "scored.jsonl", "PAIRS": tiny_data / "pairs.jsonl"}
+    for name, place in places.items():
+        change = [text.replace(name, str(place)) for text in change]
+    before = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError) as caught:
+        stages.stage(stage, tiny_data, run, *arguments(stage, tiny_runs), *change)
+    assert message in str(caught.value) and "run.resume=never" in str(caught.value)
+    assert before == {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()}
+    assert stages.differences(run, straight(stage)) == []
+
+
+def swap_two_tokens(source: Path, target: Path) -> None:
+    shutil.copytree(source, target)
+    content = json.loads((target / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (target / "tokenizer.json").write_text(json.dumps(content))
+
+
+def test_a_dataset_of_another_size_is_refused(tiny_data, tiny_runs, straight, tmp_path):
+    run = shutil.copytree(straight("sft"), tmp_path / "run")
+    more = [f"data.train={tiny_data / 'eval.jsonl'}", "run.steps=6"]
+    with pytest.raises(CheckpointError, match=r"data\.train: expected the checkpoint's dataset of 32 rows, found 8"):
+        stages.stage("sft", tiny_data, run, *arguments("sft", tiny_runs), *more)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+@pytest.mark.parametrize("stage", ["sft", "grpo"])
+def test_two_tensor_ranks_hand_over_to_one(ranks, tiny_data, tiny_runs, straight, tmp_path, stage):
+    """Steps 1 and 2 with TP=2, steps 3 and 4 on one rank: the same prompts, and the same numbers but for rounding."""
+    shown = ["run.samples_every=1", "logging.samples_shown=32", "logging.progress=false"]
+    more = [*arguments(stage, tiny_runs), "optim.schedule=constant", *shown]
+    reference = stages.stage(stage, tiny_data, tmp_path / "one", *more)
+    run = tmp_path / "two"
+    line = stages.overrides(stage, tiny_data, run, *more, "run.steps=2", "parallel=tp2")
+    assert ranks.run("tests.run.jobs:run_stage", world=2, arguments=line) == [0, 0]
+    stages.stage(stage, tiny_data, run, *more)
+    found, wanted = stages.records(run), stages.records(reference)
+    assert [r["step"] for r in found] == [1, 2, 3, 4]
+    name = "sft/loss" if stage == "sft" else "policy/entropy"
+    assert [r[name] for r in found] == pytest.approx([r[name] for r in wanted], rel=2e-3)
+    if stage == "grpo":
+        assert prompts(run) == prompts(reference) and len(prompts(run)) == TOTAL * 32
+    one, two = stages.weights(reference), stages.weights(run)
+    start = stages.weights(tiny_runs["sft"]) if stage == "grpo" else {n: torch.zeros_like(t) for n, t in one.items()}
+    for tensor, t in one.items():
+        assert (two[tensor] - t).norm() <= 0.05 * (t - start[tensor]).norm().clamp_min(1e-3), tensor
+
+
+def prompts(run: Path) -> list[tuple[int, str]]:
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    return [(row["step"], row["prompt"]) for row in rows]
+
+
+def test_a_reward_that_fails_in_a_run_costs_nothing(tiny_data, tiny_runs, tmp_path, capsys):
+    """It raises in step 5; the last checkpoint was of step 3. Step 4 is saved, with the state in which step 5 began."""
+    counter = tmp_path / "calls"
+    fails = disturbed("fails_at", counter, 5)
+    more = [*arguments("grpo", tiny_runs), "run.steps=6", "checkpoint.every=3"]
+    undisturbed = stages.stage("grpo", tiny_data, tmp_path / "undisturbed", *more)
+    with pytest.raises(RewardError) as caught:
+        stages.stage("grpo", tiny_data, tmp_path / "run", *more, fails)
+    assert "reward `vowels`" in str(caught.value) and "the judge is out of order" in str(caught.value)
+    assert caught.value.exit_code == 1
+    run = tmp_path / "run"
+    assert stages.checkpoints(run) == [3, 4] and [r["step"] for r in stages.records(run)] == [1, 2, 3, 4]
+    assert "saved step 4 before stopping: RewardError" in capsys.readouterr().err
+    stages.stage("grpo", tiny_data, run, *more)
+    assert stages.differences(run, undisturbed) == [] and stages.same_weights(run, undisturbed)
+
+
+@pytest.mark.parametrize("stage", ["rm", "ppo"])
+def test_only_the_last_few_and_the_best_are_kept(tiny_data, tiny_runs, tmp_path, stage):
+    """In a whole run: the newest two."""
+    more = [*arguments(stage, tiny_runs), "checkpoint.every=1", "checkpoint.keep_last=2"]
+    assert stages.checkpoints(stages.stage(stage, tiny_data, tmp_path / "run", *more)) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [("eval/accuracy", [3, 5]), ("eval/loss", [1, 2])],  # larger is better; of a loss smaller
+)
+def test_retention(tmp_path, metric, best):
+    import torch.distributed as dist
+
+    from aligner.run.checkpoints import Checkpoints
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = CheckpointConfig(keep_last=2, keep_best=2, metric=metric)
+        kept = Checkpoints(tmp_path, config, {}, {}, {"stage": "sft"})
+        for step, value in enumerate([0.1, 0.2, 0.9, 0.3, 0.8, 0.4, 0.5, None], 1):
+            kept.save(step, {} if value is None else {metric: value})
+        assert stages.checkpoints(tmp_path) == sorted({*best, 7, 8})
+        assert kept.restore("auto") == 8
+        assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,146 @@
+"""Whole stages at toy size, in this process on one rank: data, configs, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aligner.config.schema import Config
+from aligner.data.tokenizer import byte_tokenizer
+from aligner.run.metrics import read_jsonl
+
+ROOT = Path(__file__).resolve().parent.parent
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEF"
+BASE = [
+    "logging=quiet",
+    "cluster.threads=1",
+    "run.deterministic=true",
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=48",
+    "model.num_kv_heads=2",
+    "model.max_position=64",
+    "model.dtype=float32",
+    "data.max_tokens=32",
+    "data.max_prompt_tokens=16",
+    "optim.lr=3e-3",
+]
+STAGES: dict[str, list[str]] = {
+    "sft": ["batch.sequences=16", "batch.micro_batch_samples=8"],
+    "rm": ["batch.sequences=8", "batch.micro_batch_samples=4"],
+    "grpo": [
+        "batch.prompts=8",
+        "batch.group=4",
+        "batch.micro_batch_samples=16",
+        "sampling.max_response_tokens=4",
+        "reward.functions=[{path: tests/assets/tiny_rewards.py:vowels}]",
+    ],
+    "ppo": [
+        "batch.prompts=16",
+        "batch.group=1",
+        "batch.minibatch_samples=8",
+        "batch.micro_batch_samples=4",
+        "sampling.max_response_tokens=4",
+        "critic.warmup_steps=1",
+        "critic.optim.lr=3e-3",
+        "eval.functions=[{path: tests/assets/tiny_rewards.py:vowels}]",
+    ],
+}
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def make_data(root: Path) -> Path:
+    """A byte tokenizer, and the task "say the letter again": answers, pairs with margins, and scored answers."""
+    byte_tokenizer(str(root / "tokenizer"))
+    rows = [{"prompt": f"say {c}:", "completion": c} for c in LETTERS]
+    write_jsonl(root / "train.jsonl", rows)
+    write_jsonl(root / "eval.jsonl", rows[:8])
+    pairs = [
+        {"prompt": r["prompt"], "chosen": r["completion"], "rejected": "?" * (1 + i % 3), "margin": 0.25 * (i % 4)}
+        for i, r in enumerate(rows)
+    ]
+    write_jsonl(root / "pairs.jsonl", pairs)
+    scored = [r | {"good": float(i % 2), "short": i % 3 - 1.0, "completion": "yn"[i % 2]} for i, r in enumerate(rows)]
+    write_jsonl(root / "scored.jsonl", scored)
+    return root
+
+
+def overrides(stage: str, data: Path, run_dir: Path, *more: str) -> list[str]:
+    """The command line of a toy run; reward models and starting points are the caller's to name."""
+    train = data / ("pairs.jsonl" if stage == "rm" else "train.jsonl")
+    own = [f"stage={stage}", f"run.dir={run_dir}", f"data.train={train}", f"model.tokenizer={data / 'tokenizer'}"]
+    return [*own, *BASE, *STAGES[stage], *more]
+
+
+def run(arguments: list[str]) -> Path:
+    """What `aligner run` does, without its printing and its exit code: errors are raised. Returns the run folder."""
+    from aligner.build import run_stage
+    from aligner.cluster.env import RankEnv
+    from aligner.config.freeze import freeze
+    from aligner.config.resolve import compose
+    from aligner.config.validate import validate
+
+    cfg: Config = compose(arguments)
+    validate(cfg, 1)
+    freeze(cfg, cfg.run.dir)
+    try:
+        assert run_stage(cfg, RankEnv()) == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return Path(cfg.run.dir)
+
+
+def stage(name: str, data: Path, run_dir: Path, *more: str) -> Path:
+    return run(overrides(name, data, run_dir, *more))
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return read_jsonl(run_dir / "metrics.jsonl")
+
+
+# what a clock or the operating system says; and the first refit of a process has no previous weights to compare with
+TIMES = ("time/", "throughput/", "memory/", "wall_time", "refit/seconds", "refit/sentinel_progress")
+
+
+def timeless(run_dir: Path) -> list[dict[str, Any]]:
+    """The records without `TIMES`."""
+    return [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in records(run_dir)]
+
+
+def differences(a: Path, b: Path) -> list[tuple]:
+    """(step, metric, value in a, value in b) of all that differs between two runs' records."""
+    left, right = timeless(a), timeless(b)
+    if [r["step"] for r in left] != [r["step"] for r in right]:
+        return [("steps", [r["step"] for r in left], [r["step"] for r in right])]
+    return [
+        (x["step"], name, x.get(name), y.get(name))
+        for x, y in zip(left, right, strict=True)
+        for name in {**x, **y}
+        if x.get(name) != y.get(name)
+    ]
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    from aligner.models.safetensors_io import open_hf
+
+    return dict(open_hf(run_dir / "hf"))
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    left, right = weights(a), weights(b)
+    return left.keys() == right.keys() and all(torch.equal(t, right[name]) for name, t in left.items())
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    from aligner.megatron.checkpoint_files import complete_checkpoints
+
+    return [step for step, _ in complete_checkpoints(run_dir / "checkpoints")]
