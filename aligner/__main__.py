@@ -116,13 +116,16 @@ def _printed(args: argparse.Namespace, cfg: Config) -> bool:
 
 
 def _frozen_path(args: argparse.Namespace, cfg: Config) -> Path:
-    """Write the config into the run folder, unless it was read from there unchanged."""
-    from aligner.config.freeze import FILE_NAME, freeze
+    """Write the config into the run folder, unless it was read from there unchanged.
+
+    A folder that was used before keeps its config.yaml until its checkpoints have been accepted (`Run.steps`).
+    """
+    from aligner.config.freeze import FILE_NAME, PENDING_NAME, freeze
 
     target = Path(cfg.run.dir) / FILE_NAME
     if args.frozen and not args.overrides and target.exists() and target.samefile(args.frozen):
         return target
-    return freeze(cfg, cfg.run.dir)
+    return freeze(cfg, cfg.run.dir, PENDING_NAME if target.exists() else FILE_NAME)
 
 
 def _run(args: argparse.Namespace) -> int:

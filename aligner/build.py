@@ -50,7 +50,7 @@ from aligner.rollout.prepare import KLController
 from aligner.rollout.source import RolloutSource
 from aligner.run.alarms import Alarms
 from aligner.run.checkpoints import Checkpoints
-from aligner.run.loop import Evaluate, Run
+from aligner.run.loop import DONE, Evaluate, Run
 from aligner.run.metrics import MetricsLogger
 from aligner.types import SamplingParams, TrainBatch
 
@@ -100,13 +100,10 @@ def start(cfg: Config, env: RankEnv) -> Job:
 def run_stage(cfg: Config, env: RankEnv) -> int:
     """Build and run the configured stage to its end; returns the exit code. Raises AlignerError."""
     job = start(cfg, env)
-    done = Path(cfg.run.dir) / "DONE"
     try:
-        if env.rank == 0:
-            done.unlink(missing_ok=True)
         {"sft": _sft, "rm": _rm, "grpo": _grpo, "ppo": _ppo}[cfg.stage.name](job)
         if env.rank == 0:
-            done.write_text(f"{cfg.stage.name}\n", encoding="utf-8")
+            (Path(cfg.run.dir) / DONE).write_text(f"{cfg.stage.name}\n", encoding="utf-8")
     finally:
         leave_distributed()
     return 0

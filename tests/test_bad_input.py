@@ -364,8 +364,10 @@ def refuse(monkeypatch, capsys):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Of all files but those that speak of the newest start: its config, and whether it came to its end."""
-    files = (p for p in folder.rglob("*") if p.is_file() and p.name not in ("config.yaml", "DONE"))
+    """Of all files but the config of a refused start: in a used folder that one waits beside the run's own."""
+    first = not (folder / "checkpoints").exists()
+    refused = ("config.yaml",) if first else ("config.pending.yaml",)
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name not in refused)
     return {str(p.relative_to(folder)): p.read_bytes() for p in files if "logs" not in p.parts}
 
 

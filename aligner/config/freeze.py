@@ -16,6 +16,7 @@ from aligner.config.schema import Config
 from aligner.errors import ConfigError
 
 FILE_NAME = "config.yaml"
+PENDING_NAME = "config.pending.yaml"  # of a start in a used folder that may still be refused
 _NOT_HASHED = ("dir", "name", "resume")  # of `run`: where a run lives does not change what it computes
 
 
@@ -36,13 +37,13 @@ def to_yaml(cfg: Config) -> str:
     return yaml.dump(asdict(cfg), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 
-def freeze(cfg: Config, folder: Path | str) -> Path:
-    """Write `folder`/config.yaml, atomically: another rank sees the old file or the new one, never half of one.
+def freeze(cfg: Config, folder: Path | str, name: str = FILE_NAME) -> Path:
+    """Write `folder`/config.yaml (or `name`), atomically: another rank sees the old file or the new one, never a half.
 
     Raises ConfigError for run.dir if the folder cannot be made or written (permissions, a full disk).
     """
     folder = Path(folder)
-    path, aside = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}"
+    path, aside = folder / name, folder / f".{name}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with aside.open("w", encoding="utf-8") as file:
@@ -55,6 +56,13 @@ def freeze(cfg: Config, folder: Path | str) -> Path:
             aside.unlink(missing_ok=True)
         raise ConfigError("run.dir", str(folder), "a folder that can be written", f"{error.strerror}.") from None
     return path
+
+
+def accept(folder: Path | str) -> None:
+    """The run goes on with its pending config, if there is one: it becomes the folder's config.yaml."""
+    pending = Path(folder) / PENDING_NAME
+    if pending.exists():
+        pending.rename(Path(folder) / FILE_NAME)
 
 
 def load_frozen(path: Path | str) -> Config:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from aligner.config.freeze import accept
 from aligner.config.schema import RunConfig
 from aligner.errors import AlignerError
 from aligner.run.alarms import Alarms, truncate_alarms, write_alarms
@@ -23,6 +24,7 @@ from aligner.run.timers import Timers
 from aligner.types import ScalarMetrics
 
 Evaluate = Callable[[], ScalarMetrics]
+DONE = "DONE"  # file in the run folder: the stage has ended
 
 
 class Run:
@@ -66,7 +68,9 @@ class Run:
         end."""
         self.step = self.checkpoints.restore(self.config.resume)
         self.logger.resume_at(self.step if self.step else -1)
-        if self.rank == 0:
+        if self.rank == 0:  # the folder is this run's from here on
+            accept(self.dir)
+            (self.dir / DONE).unlink(missing_ok=True)
             truncate_samples(self.config.dir, self.step)
             truncate_alarms(self.config.dir, self.step)
             if self.step:
