@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from aligner.__main__ import COMMANDS, main
-from aligner.config.freeze import freeze, load_frozen
+from aligner.config.freeze import accept, freeze, load_frozen
 from aligner.config.resolve import compose
 from aligner.errors import AlignerError, CheckpointError
 
@@ -79,7 +79,9 @@ def test_run_validates_prints_freezes_and_starts_the_stage(stage, capsys):
     assert (cfg.seed, env.world_size) == (3, 1)
     assert load_frozen("runs/sft/config.yaml") == cfg
     assert "32 sequences = 4 micro-batches x 8 micro_batch_samples x 1 dp" in capsys.readouterr().out
-    assert main(["run", "data.train=train.jsonl", "seed=4"]) == 0  # the file follows the newest start
+    assert main(["run", "data.train=train.jsonl", "seed=4"]) == 0
+    assert load_frozen("runs/sft").seed == 3  # until the stage has accepted the folder's checkpoints
+    accept("runs/sft")
     assert load_frozen("runs/sft").seed == 4
     assert main(["run", "--frozen", "runs/sft/config.yaml"]) == 0 and stage[2][0] == stage[1][0]
     assert main(["run", "--frozen", "runs/sft/config.yaml", "run.resume=never"]) == 0
@@ -144,7 +146,7 @@ def test_eval_and_chat_start_from_the_run_they_are_pointed_at(monkeypatch):
         fake.main = lambda cfg, env=None: seen.append(cfg) or 0
         monkeypatch.setitem(sys.modules, f"aligner.tools.{name}", fake)
         monkeypatch.setattr(f"aligner.tools.{name}", fake, raising=False)
-    assert main(["eval", "run.dir=runs/a", "eval.samples=4"]) == 0
+    assert main(["eval", "run.dir=runs/a", "eval.samples=4", "eval.temperature=1"]) == 0
     assert main(["chat", "sampling.temperature=0.5", "run.dir=runs/a"]) == 0
     assert [(c.stage.name, c.model.num_layers, c.run.dir) for c in seen] == [("grpo", 28, "runs/a")] * 2
     assert (seen[0].eval.samples, seen[1].sampling.temperature) == (4, 0.5)
