@@ -116,7 +116,8 @@ def _model(job: Job, initial: InitialModel, head: Head, optim: OptimConfig | Non
     """With `optim` a model to train for `steps` optimizer steps, else a frozen one."""
     model = ShardedModel(initial.config, job.layout, head, job.dtype, job.device, initial.source(head), optim, steps)
     if initial.checkpoint is not None:
-        load_model(model, initial.checkpoint, with_optimizer=False)
+        same_head = initial.checkpoint.name == ("model" if head.kind == "score" else "policy")
+        load_model(model, initial.checkpoint, with_optimizer=False, with_head=same_head)
     return model
 
 

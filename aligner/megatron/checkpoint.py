@@ -61,13 +61,18 @@ def save_model(model: ShardedModel, folder: Path) -> None:
         raise OSError(_first_failure(error)) from error
 
 
-def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True) -> None:
-    """Load what `save_model` wrote, on any layout. Collective. Raises CheckpointError naming the folder."""
+def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, with_head: bool = True) -> None:
+    """Load what `save_model` wrote, on any layout; without its head, for a model that has another one. Collective.
+
+    Raises CheckpointError naming the folder.
+    """
     with_optimizer = with_optimizer and model.optimizer is not None
     if with_optimizer:
         give_state(model.optimizer)
     state = _state(model, is_loading=True, with_optimizer=with_optimizer)
     state["step_count"] = 0
+    if not with_head:
+        state["model"].pop("output_layer.weight", None)  # only the last pipeline stage has it
     try:
         loaded = dist_checkpointing.load(
             state,

@@ -83,7 +83,10 @@ def _from_checkpoint(cfg: ModelConfig, path: Path, seed: int, key: str) -> Initi
     shape.rope_scaling = type(cfg.rope_scaling)(**identity["model"]["rope_scaling"])
     config = dataclasses.replace(shape, **{name: getattr(cfg, name) for name in _OF_THE_RUN})
     run_config = load_frozen(checkpoint.parent.parent / "config.yaml")
-    tokenizer = cfg.tokenizer or run_config.model.tokenizer or run_config.model.init
+    tokenizer = cfg.tokenizer or run_config.model.tokenizer
+    if not tokenizer:
+        origin = Path(run_config.model.init).expanduser()
+        tokenizer = str(origin / "hf" if (origin / "hf").exists() else origin)
     part = "model" if identity["stage"] == "rm" else "policy"
     return _with_tokenizer(InitialModel(config, None, checkpoint=checkpoint / part, seed=seed), tokenizer)
 

@@ -290,3 +290,16 @@ def test_prompts_of_a_file_are_the_prompts_of_the_run(tiny_data, runs):
     known = {json.loads(line)["prompt"] for line in (tiny_data / "train.jsonl").read_text().splitlines()}
     rows = [json.loads(line) for line in (runs["grpo"] / "samples.jsonl").read_text().splitlines()]
     assert rows and {row["prompt"] for row in rows} <= known and DataConfig().shuffle
+
+
+@pytest.mark.slow
+def test_a_stage_starts_from_a_sharded_checkpoint(tiny_data, tiny_runs, tmp_path):
+    """Weights only: a policy continues from a policy's; a reward model takes the body and makes its own head."""
+    (checkpoint,) = sorted((tiny_runs["sft"] / "checkpoints").glob("step-*"))[-1:]
+    still = ["run.steps=1", "optim.lr=1e-12", f"model.init={checkpoint}", "model.tokenizer=''"]
+    again = stages.stage("sft", tiny_data, tmp_path / "sft", *still)
+    ours, theirs = stages.weights(again), stages.weights(tiny_runs["sft"])
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in theirs)
+    scorer = stages.weights(stages.stage("rm", tiny_data, tmp_path / "rm", *still))
+    assert "score.weight" in scorer
+    assert all(torch.allclose(scorer[name], theirs[name], atol=1e-6) for name in theirs if name in scorer)
