@@ -4,6 +4,7 @@ differ."""
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 from dataclasses import dataclass
 
@@ -81,8 +82,24 @@ def init_distributed(rank: int, world_size: int, local_rank: int, backend: str, 
 
 def leave_distributed() -> None:
     """Undo `init_distributed`, so that this process may run another stage."""
+    _groups.clear()
     dist.destroy_process_group()
+    gc.collect()  # models and layouts in reference cycles keep their groups' threads alive
     parallel_state.destroy_global_memory_buffer()
+
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def _group(ranks: list[int]) -> dist.ProcessGroup:
+    """The group of these ranks, made once whatever its roles: gloo keeps two threads for each group, which never sleep
+    long, and most axes of a layout have one rank. Collective: every rank asks in the same order."""
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    key = tuple(ranks)
+    if key not in _groups:
+        _groups[key] = dist.new_group(ranks)
+    return _groups[key]
 
 
 def build_layout(parallel: ParallelConfig, key: str = "parallel") -> Layout:
@@ -104,7 +121,7 @@ def build_layout(parallel: ParallelConfig, key: str = "parallel") -> Layout:
             size *= grid.shape[i]
         mine = None
         for ranks in grid.permute(*keep, *vary).reshape(-1, size).tolist():
-            group = dist.new_group(ranks)
+            group = _group(ranks)
             if rank in ranks:
                 mine = group
         assert mine is not None
@@ -115,12 +132,12 @@ def build_layout(parallel: ParallelConfig, key: str = "parallel") -> Layout:
     embedding = None
     first_and_last = grid[[0, -1]] if pp > 1 else grid[:1]
     for ranks in first_and_last.reshape(len(first_and_last), -1).T.tolist():
-        group = dist.new_group(ranks)
+        group = _group(ranks)
         if rank in ranks:
             embedding = group
     position = None
     for ranks in grid[0].reshape(-1, 1).tolist():
-        group = dist.new_group(ranks)
+        group = _group(ranks)
         if rank in ranks:
             position = group
     dp_cp = groups_over("dp", "cp")
