@@ -47,8 +47,13 @@ def assert_contains(whole, part, where):
     for key, value in part.items():
         if isinstance(value, dict):
             assert_contains(whole[key], value, f"{where}.{key}")
-        else:
+        elif not str(value).startswith("${"):  # an interpolation takes the value of another key
             assert whole[key] == value, f"{where}.{key}"
+
+
+def test_the_critic_of_ppo_follows_the_layout_of_the_policy():
+    cfg = compose(["stage=ppo", "parallel.tensor=2", "parallel.sequence=true"])
+    assert cfg.critic.parallel == cfg.parallel
 
 
 @pytest.mark.parametrize("stage", STAGES)
