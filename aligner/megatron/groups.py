@@ -88,12 +88,15 @@ def leave_distributed() -> None:
     parallel_state.destroy_global_memory_buffer()
 
 
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of the world under ()
 
 
 def _group(ranks: list[int]) -> dist.ProcessGroup:
     """The group of these ranks, made once whatever its roles: gloo keeps two threads for each group, which never sleep
     long, and most axes of a layout have one rank. Collective: every rank asks in the same order."""
+    if _groups.get(()) is not dist.group.WORLD:  # torch.distributed was started anew
+        _groups.clear()
+        _groups[()] = dist.group.WORLD
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     key = tuple(ranks)
