@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from aligner.algorithms.first_step import FirstStepChecks
 from aligner.algorithms.grpo import grpo
 from aligner.algorithms.ppo import ppo
 from aligner.algorithms.rm import rm
+from aligner.algorithms.rollout_only import rollout_only
 from aligner.algorithms.sft import sft
 from aligner.cluster.env import RankEnv
 from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig, OptimConfig
@@ -29,11 +31,14 @@ from aligner.data.readers import read_rows
 from aligner.data.stream import IndexStream
 from aligner.data.tokenizer import stop_token_ids
 from aligner.engines.native.engine import NativeEngine
-from aligner.errors import ConfigError, RewardError
+from aligner.errors import ConfigError, MismatchError, RewardError
 from aligner.megatron.checkpoint import load_model
+from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed
 from aligner.megatron.model import Head, resolve_dtype
 from aligner.megatron.train import ShardedModel
+from aligner.models.safetensors_io import open_hf
+from aligner.ops.balance import row_costs
 from aligner.ops.seeds import derive
 from aligner.refit.export import export_hf
 from aligner.refit.transfer import Refit
@@ -47,7 +52,9 @@ from aligner.roles.reward_model import RewardModel
 from aligner.rollout.evaluate import Evaluator
 from aligner.rollout.heldout import held_out_loss, pair_accuracy, score_statistics
 from aligner.rollout.prepare import KLController
-from aligner.rollout.source import RolloutSource
+from aligner.rollout.record import FOLDER, Origin, Recorder
+from aligner.rollout.replay import RecordedSource
+from aligner.rollout.source import Rollouts, RolloutSource
 from aligner.run.alarms import Alarms
 from aligner.run.checkpoints import Checkpoints
 from aligner.run.loop import DONE, Evaluate, Run
@@ -114,7 +121,9 @@ def run_stage(cfg: Config, env: RankEnv) -> int:
 
 def _model(job: Job, initial: InitialModel, head: Head, optim: OptimConfig | None, steps: int) -> ShardedModel:
     """With `optim` a model to train for `steps` optimizer steps, else a frozen one."""
-    model = ShardedModel(initial.config, job.layout, head, job.dtype, job.device, initial.source(head), optim, steps)
+    batch, source = job.cfg.batch, initial.source(head)
+    rows = {"packed": batch.packing, "share": batch.share_prompts}
+    model = ShardedModel(initial.config, job.layout, head, job.dtype, job.device, source, optim, steps, **rows)
     if initial.checkpoint is not None:
         same_head = initial.checkpoint.name == ("model" if head.kind == "score" else "policy")
         load_model(model, initial.checkpoint, with_optimizer=False, with_head=same_head)
@@ -122,7 +131,8 @@ def _model(job: Job, initial: InitialModel, head: Head, optim: OptimConfig | Non
 
 
 def _policy(job: Job, steps: int, hits: bool = False) -> Policy:
-    model = _model(job, job.initial, Head(), job.cfg.optim, steps)
+    optim = None if job.cfg.debug.rollout_only else job.cfg.optim
+    model = _model(job, job.initial, Head(), optim, steps)
     temperature = job.cfg.sampling.temperature if job.cfg.stage.name in ROLLOUT_STAGES else 1.0
     return Policy(model, job.cfg.batch, temperature, entropy=not hits, hits=hits)
 
@@ -144,12 +154,16 @@ def _scorer(job: Job, path: str, key: str) -> InitialModel:
 
 
 def _reward_model(job: Job) -> RewardModel | None:
-    if not job.cfg.reward.model:
+    if not job.cfg.reward.model or job.cfg.debug.train_only:  # recordings come with their scores
         return None
     initial = _scorer(job, job.cfg.reward.model, "reward.model")
+    return RewardModel(_model(job, initial, Head("score"), None, 0), job.cfg.batch, *_centring(job, initial))
+
+
+def _centring(job: Job, initial: InitialModel) -> tuple[float, float]:
+    """(bias, scale) of a reward model's scores."""
     extra = initial.extra
-    scale = extra.get("std", 1.0) if job.cfg.reward.model_standardize else 1.0
-    return RewardModel(_model(job, initial, Head("score"), None, 0), job.cfg.batch, extra.get("bias", 0.0), scale)
+    return extra.get("bias", 0.0), extra.get("std", 1.0) if job.cfg.reward.model_standardize else 1.0
 
 
 # --- data and rewards -------------------------------------------------------------------------------------------------
@@ -167,7 +181,8 @@ def _stream(job: Job, size: int, batch: int) -> IndexStream:
 
 def _batches(job: Job, dataset: Any, collate: Callable[[Any, int], TrainBatch]) -> BatchSource:
     stream = _stream(job, len(dataset), job.cfg.batch.sequences)
-    return BatchSource(dataset, stream, collate, job.tokenizer.pad_token_id, job.layout.dp_rank, job.layout.data)
+    cost = partial(row_costs, model=job.initial.config)
+    return BatchSource(dataset, stream, collate, job.tokenizer.pad_token_id, job.layout.dp_rank, job.layout.data, cost)
 
 
 def _sum_over_data_ranks(job: Job, values: list[float]) -> list[float]:
@@ -243,12 +258,19 @@ def _evaluator(job: Job, refit: Refit, reward_model: RewardModel | None = None) 
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def _tokenizer_hash(job: Job) -> str:
+    return _digest(sorted(job.tokenizer.get_vocab().items()))
+
+
 def _identity(job: Job) -> dict[str, Any]:
-    vocabulary = repr(sorted(job.tokenizer.get_vocab().items())).encode()
     return {
         "stage": job.cfg.stage.name,
         "model": shape_of(job.initial.config),
-        "tokenizer": hashlib.sha256(vocabulary).hexdigest()[:16],
+        "tokenizer": _tokenizer_hash(job),
         "algorithm": {
             "advantage": job.cfg.algorithm.advantage if job.cfg.stage.name in ROLLOUT_STAGES else "",
             "reward_loss": job.cfg.algorithm.reward_loss.kind if job.cfg.stage.name == "rm" else "",
@@ -271,8 +293,8 @@ def _run(job: Job, models: dict[str, ShardedModel], state: dict[str, Any], evalu
         evaluate,
         samples_shown=cfg.logging.samples_shown,
         progress=cfg.logging.progress,
-        checkpoint_every=cfg.checkpoint.every,
-        save_final=cfg.checkpoint.final,
+        checkpoint_every=0 if cfg.debug.rollout_only else cfg.checkpoint.every,
+        save_final=cfg.checkpoint.final and not cfg.debug.rollout_only,
     )
 
 
@@ -326,7 +348,9 @@ def _rm(job: Job) -> None:
     if cfg.data.eval:
         measures.append(partial(pair_accuracy, model, load(cfg.data.eval, "data.eval"), cfg.eval.prompts, pairwise))
     run = _run(job, {"model": model.model}, {"data": batches.stream}, _all(measures))
-    rm(run, model, batches, cfg.algorithm)
+    # a head that model.init lacks starts at zero where there is a Hugging Face folder, at random elsewhere
+    zero_head = job.initial.folder is not None and "score.weight" not in open_hf(job.initial.folder)
+    rm(run, model, batches, cfg.algorithm, FirstStepChecks(cfg.debug.first_step_checks and zero_head))
     bias, std = score_statistics(model, train, pairwise)
     job.say(f"mean score on the training set {bias:.4g} (stored as bias), std {std:.4g}")
     _finish(job, run, model.model, {"bias": bias, "std": std, "attributes": list(loss.attributes)})
@@ -338,15 +362,37 @@ def _all(measures: list[Evaluate]) -> Evaluate | None:
     return lambda: {name: value for measure in measures for name, value in measure().items()}
 
 
-def _rollouts(job: Job, policy: Policy, reward_model: RewardModel | None) -> tuple[RolloutSource, Evaluator | None]:
-    cfg, rewards = job.cfg, _rewards(job, reward_model)
+def _origin(job: Job) -> Origin:
+    cfg, shape = job.cfg, job.initial.config
+    return Origin(
+        _tokenizer_hash(job),
+        shape.vocab_size,
+        cfg.batch.prompts,
+        cfg.batch.group,
+        cfg.sampling.temperature,
+        _digest(sorted(shape_of(shape).items())),
+        cfg.stage.name,
+    )
+
+
+def _rollouts(
+    job: Job, policy: Policy, reward_model: RewardModel | None
+) -> tuple[Rollouts, dict[str, Any], Evaluator | None]:
+    """The source of rollouts, those of its parts that a checkpoint keeps, and what evaluates between them."""
+    cfg = job.cfg
+    if cfg.debug.train_only:
+        model = policy.model
+        where = cfg.debug.train_only, cfg.run.steps, _origin(job), job.layout
+        return RecordedSource.open(*where, lambda: model.step_count, job.say), {}, None
+    rewards = _rewards(job, reward_model)
     prompts = _prompts(job, cfg.data.train, "data.train")
     rewards.probe([prompts[0], prompts[len(prompts) - 1]])
     refit = _refit(job, policy.model)
+    verifier = _verifier(job, refit, policy, prompts)
     source = RolloutSource(
         refit.engine,
         refit,
-        _verifier(job, refit, policy, prompts),
+        verifier,
         prompts,
         _stream(job, len(prompts), cfg.batch.prompts),
         rewards,
@@ -355,8 +401,13 @@ def _rollouts(job: Job, policy: Policy, reward_model: RewardModel | None) -> tup
         cfg.batch,
         job.layout,
         cfg.seed,
+        cfg.algorithm,
     )
-    return source, _evaluator(job, refit, reward_model)
+    count = cfg.debug.record or (cfg.run.steps if cfg.debug.rollout_only else 0)
+    folder = Path(cfg.run.dir) / FOLDER
+    recorder = Recorder(source, folder, count, _origin(job), job.layout, job.tokenizer.pad_token_id)
+    state = {"data": source.stream, "rewards": rewards, "sentinel": verifier}
+    return (recorder if count else source), state, _evaluator(job, refit, reward_model)
 
 
 def _optimizer_steps(job: Job) -> int:
@@ -364,47 +415,64 @@ def _optimizer_steps(job: Job) -> int:
     return job.cfg.run.steps * job.cfg.batch.epochs * (samples // minibatch_samples(job.cfg))
 
 
+def _rollout_only(job: Job) -> None:
+    """Nothing is trained, so nothing is saved, resumed or exported: a second start begins with the first rollout."""
+    run_dir = Path(job.cfg.run.dir)
+    if complete_checkpoints(run_dir / "checkpoints"):
+        hint = f"To generate from one: model.init={run_dir}, and a new run.dir."
+        raise ConfigError("run.dir", str(run_dir), "a folder without checkpoints with debug.rollout_only", hint)
+    policy = _policy(job, 0)
+    source, _, evaluator = _rollouts(job, policy, _reward_model(job))
+    run = _run(job, {}, {}, evaluator)
+    source.timers = run.timers
+    rollout_only(run, source, policy, job.cfg)
+    run.logger.close()
+
+
 def _grpo(job: Job) -> None:
+    if job.cfg.debug.rollout_only:
+        return _rollout_only(job)
     reward_model = _reward_model(job)
     policy, reference = _policy(job, _optimizer_steps(job)), _reference(job)
-    source, evaluator = _rollouts(job, policy, reward_model)
+    source, state, evaluator = _rollouts(job, policy, reward_model)
     kl = KLController(job.cfg.algorithm.kl)
-    run = _run(job, {"policy": policy.model}, {"data": source.stream, "rewards": source.rewards, "kl": kl}, evaluator)
+    run = _run(job, {"policy": policy.model}, state | {"kl": kl}, evaluator)
     source.timers = run.timers
     _guarded(run, lambda: grpo(run, source, policy, reference, kl, job.cfg))
     _finish(job, run, policy.model)
 
 
 def _ppo(job: Job) -> None:
+    if job.cfg.debug.rollout_only:
+        return _rollout_only(job)
     cfg = job.cfg
     reward_model = _reward_model(job)
     steps = _optimizer_steps(job)
     warmup = steps // cfg.run.steps * cfg.critic.warmup_steps if cfg.run.steps else 0
     policy, reference = _policy(job, steps - warmup), _reference(job)
-    critic = _critic(job, reward_model, steps)
-    source, evaluator = _rollouts(job, policy, reward_model)
+    critic = _critic(job, steps)
+    source, state, evaluator = _rollouts(job, policy, reward_model)
     kl = KLController(cfg.algorithm.kl)
     models = {"policy": policy.model, "critic": critic.model}
-    run = _run(job, models, {"data": source.stream, "rewards": source.rewards, "kl": kl}, evaluator)
+    run = _run(job, models, state | {"kl": kl}, evaluator)
     source.timers = run.timers
     _guarded(run, lambda: ppo(run, source, policy, critic, reference, kl, cfg))
     _finish(job, run, policy.model)
 
 
-def _critic(job: Job, reward_model: RewardModel | None, steps: int) -> Critic:
+def _critic(job: Job, steps: int) -> Critic:
     """From `critic.init`, by default the reward model; it then speaks in the reward model's centred, scaled scores."""
     path = job.cfg.critic.init or job.cfg.reward.model
     initial = _scorer(job, path, "critic.init" if job.cfg.critic.init else "reward.model")
     model = _model(job, initial, Head("score"), job.cfg.critic.optim, steps)
-    same = reward_model is not None and path == job.cfg.reward.model
-    bias, scale = (reward_model.bias, reward_model.scale) if same and reward_model else (0.0, 1.0)
+    bias, scale = _centring(job, initial) if path == job.cfg.reward.model else (0.0, 1.0)
     return Critic(model, job.cfg.batch, bias, scale)
 
 
 def _guarded(run: Run, recipe: Callable[[], None]) -> None:
-    """A reward that fails in the middle of a run costs nothing: the last whole step is saved first."""
+    """A reward that fails in the middle of a run, or the gate, costs nothing: the last whole step is saved first."""
     try:
         recipe()
-    except RewardError as error:
+    except (RewardError, MismatchError) as error:
         run.save_after(error)
         raise

@@ -112,7 +112,7 @@ class RolloutBatch(TensorBatch):
     tokens: Tensor  # int64 [B, T] prompt + response, right-padded
     lengths: Tensor  # int64 [B] prompt + response tokens
     response_mask: Tensor  # float32 [B, T] 1 where the policy generated the token
-    rollout_logprobs: Tensor  # float32 [B, T] by the engine
+    rollout_logprobs: Tensor  # float32 [B, T] by the engine, of the full tempered distribution
     rewards: Tensor  # float32 [B] total scalar outcome
     valid: Tensor  # bool [B] False: out of baselines, losses and denominators
     group: Tensor  # int64 [B] global prompt slot in the rollout, 0 .. prompts-1
@@ -126,6 +126,10 @@ class RolloutBatch(TensorBatch):
     advantages: Tensor | None = None  # float32 [B, T]
     returns: Tensor | None = None  # float32 [B, T]
     loss_mask: Tensor | None = None  # float32 [B, T] response_mask less invalid and loss-masked samples
+    sampled_logprobs: Tensor | None = None  # float32 [B, T] by the engine, as sampled from, if top-p/top-k/min-p cut
+    token_weights: Tensor | None = None  # float32 [B, T] factors of the policy loss (`mismatch.correction`)
+    rejected: Tensor | None = None  # bool [B] made invalid by `mismatch.correction`
+    greedy_rewards: Tensor | None = None  # float32 [B] shaped reward of the prompt's greedy response (remax)
 
 
 @dataclass
@@ -140,7 +144,12 @@ class TrainBatch(TensorBatch):
     advantages: Tensor | None = None
     returns: Tensor | None = None
     values: Tensor | None = None
+    token_weights: Tensor | None = None  # factors of the policy loss; denominators do not know them
+    rollout_logprobs: Tensor | None = None  # by the engine (dppo)
+    chosen: Tensor | None = None  # float32 [B, T] 1 on tokens chosen by covariance (clip_cov, kl_cov)
+    row_keys: Tensor | None = None  # int64 [B] >= 0, a hash of rollout, epoch and sample, for random choices
     labels: Tensor | None = None  # float32 [B] or [B, K]: reward-model margins or attribute scores
+    packing: Any = None  # ops.packing.Packing: where its tokens stand in the model's stream, once a model has it
 
 
 @dataclass

@@ -107,8 +107,8 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return read_jsonl(run_dir / "metrics.jsonl")
 
 
-# what a clock or the operating system says; and the first refit of a process has no previous weights to compare with
-TIMES = ("time/", "throughput/", "memory/", "wall_time", "refit/seconds", "refit/sentinel_progress")
+# what a clock or the operating system says
+TIMES = ("time/", "throughput/", "memory/", "wall_time", "refit/seconds")
 
 
 def timeless(run_dir: Path) -> list[dict[str, Any]]:

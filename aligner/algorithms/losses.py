@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aligner.config.schema import AlgorithmConfig
 from aligner.ops.aggregate import aggregate, denominator
+from aligner.ops.covariance import choose_random, choose_top, covariance, token_keys
 from aligner.ops.kl import kl_estimate
 from aligner.ops.policy_loss import POLICY_LOSSES
 from aligner.ops.reward_loss import bradley_terry, regression
@@ -37,14 +38,22 @@ def sft_loss(minibatch: TrainBatch, group: dist.ProcessGroup) -> Callable[[Token
 def policy_loss(
     minibatch: TrainBatch, cfg: AlgorithmConfig, kl_coef: float, response_limit: int, group: dist.ProcessGroup
 ) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
-    """The configured policy loss, plus KL in the loss and minus the entropy bonus where configured."""
+    """The configured policy loss, plus KL in the loss and minus the entropy bonus where configured.
+
+    What is of the whole minibatch, over all ranks of `group`, is computed here, before it is cut into micro-batches:
+    the denominator, and for clip_cov and kl_cov the tokens, which are noted in `minibatch.chosen`.
+    """
+    if cfg.policy_loss in ("clip_cov", "kl_cov"):
+        minibatch.chosen = _choose(minibatch, cfg, group)
     total = denominator(minibatch.loss_mask, cfg.aggregation, response_limit, group)
     mean = partial(aggregate, kind=cfg.aggregation, denominator=total)
 
     def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:
         mask = batch.loss_mask
-        term = POLICY_LOSSES[cfg.policy_loss](out.logprobs, batch.old_logprobs, batch.advantages, cfg)
-        value = mean(term.per_token, mask)
+        term = POLICY_LOSSES[cfg.policy_loss](out.logprobs, batch, cfg)
+        # engine against trainer: weighs tokens, and the denominators do not know it
+        weighed = term.per_token if batch.token_weights is None else term.per_token * batch.token_weights
+        value = mean(weighed, mask)
         if cfg.kl.placement == "loss" and batch.ref_logprobs is not None:
             kl = kl_estimate(out.logprobs, batch.ref_logprobs, cfg.kl.estimator)
             if cfg.kl.importance_weighted:
@@ -55,6 +64,16 @@ def policy_loss(
         return LossOutput(value, _policy_means(out, term, batch), {"policy/ratio_max": (term.ratio * mask).max()})
 
     return loss
+
+
+def _choose(minibatch: TrainBatch, cfg: AlgorithmConfig, group: dist.ProcessGroup) -> Tensor:
+    """float32 [B, T]: the tokens of the minibatch that clip_cov drops or kl_cov holds back."""
+    mask = minibatch.loss_mask
+    cov = covariance(minibatch.advantages, minibatch.old_logprobs, mask, group)
+    keys = token_keys(minibatch.row_keys, mask.shape[1])
+    if cfg.policy_loss == "clip_cov":
+        return choose_random(cov, mask, keys, cfg.cov.fraction, cfg.cov.low, cfg.cov.high, group)
+    return choose_top(cov, mask, keys, cfg.cov.fraction, group)
 
 
 def _policy_means(out: TokenOutputs, term, batch: TrainBatch) -> dict[str, tuple[Tensor, Tensor]]:
@@ -71,20 +90,22 @@ def _policy_means(out: TokenOutputs, term, batch: TrainBatch) -> dict[str, tuple
         "policy/ratio_mean": mean(term.ratio),
         "policy/approx_kl": mean(torch.exp(lr) - 1 - lr),  # k3 of KL(old || new)
     }
+    if batch.chosen is not None:
+        means["policy/chosen_fraction"] = mean(batch.chosen)
     if out.entropy is not None:
         means["policy/entropy"] = mean(out.entropy)
     return means
 
 
 def value_loss(
-    minibatch: TrainBatch, clip: float, group: dist.ProcessGroup
+    minibatch: TrainBatch, clip: float, group: dist.ProcessGroup, kind: str = "token_mean", response_limit: int = 0
 ) -> Callable[[Tensor, TrainBatch], LossOutput]:
-    """Clipped squared error of the returns, averaged over the response tokens of the whole minibatch."""
-    tokens = denominator(minibatch.loss_mask, "token_mean", group=group)
+    """Clipped squared error of the returns, aggregated (`kind`) over the whole minibatch."""
+    total = denominator(minibatch.loss_mask, kind, response_limit, group)
 
     def loss(values: Tensor, batch: TrainBatch) -> LossOutput:
         term = clipped_value_loss(values, batch.values, batch.returns, clip)
-        value = aggregate(term.per_token, batch.loss_mask, "token_mean", tokens)
+        value = aggregate(term.per_token, batch.loss_mask, kind, total)
         clipped = (term.clipped * batch.loss_mask).sum(), batch.loss_mask.sum()
         return LossOutput(value, {"critic/clip_fraction": clipped})
 

@@ -5,22 +5,24 @@ refit -> generate -> score -> logprobs, values -> GAE, whitening -> epochs x min
 
 from __future__ import annotations
 
+from aligner.algorithms.advantages import critic_advantages
+from aligner.algorithms.first_step import FirstStepChecks
 from aligner.algorithms.losses import policy_loss, value_loss
 from aligner.config.schema import Config
-from aligner.ops.advantages import gae, whiten
 from aligner.ops.seeds import derive
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy, Reference
+from aligner.rollout.balance import Balancer
 from aligner.rollout.prepare import KLController, average, minibatches, sample_rows, set_token_rewards, total_tokens
-from aligner.rollout.source import RolloutSource
+from aligner.rollout.source import Rollouts
 from aligner.rollout.statistics import rollout_metrics, value_metrics
 from aligner.run.loop import Run
-from aligner.run.mismatch import check_mismatch
+from aligner.run.mismatch import check_mismatch, correct_mismatch
 
 
 def ppo(
     run: Run,
-    rollouts: RolloutSource,
+    rollouts: Rollouts,
     policy: Policy,
     critic: Critic,
     reference: Reference | None,
@@ -28,6 +30,9 @@ def ppo(
     cfg: Config,
 ) -> None:
     group, samples = policy.model.layout.pgs.dp, cfg.batch.prompts * cfg.batch.group
+    limit = cfg.sampling.max_response_tokens
+    checks = FirstStepChecks(cfg.debug.first_step_checks)
+    balancer = Balancer(policy.model.cfg, group, cfg.batch.balance)
     for step in run.steps():
         rollout, metrics, scores = rollouts.next(step)
 
@@ -38,26 +43,27 @@ def ppo(
             rollout.values = critic.values(rollout)
 
         with run.timers("advantages"):
-            set_token_rewards(rollout, cfg.algorithm, kl.coef)
-            advantage, rollout.returns = gae(
-                rollout.token_rewards, rollout.values, rollout.response_mask, cfg.algorithm.gamma, cfg.algorithm.lam
-            )
-            rollout.advantages = whiten(advantage, rollout.loss_mask, group) if cfg.algorithm.whiten else advantage
+            correct_mismatch(rollout, cfg.mismatch)
+            set_token_rewards(rollout, cfg.algorithm, kl.coef, limit)
+            rollout.advantages, rollout.returns = critic_advantages(rollout, cfg.algorithm, group)
             metrics |= rollout_metrics(rollout, scores, group) | value_metrics(rollout, group)
             check_mismatch(metrics, rollout, cfg.mismatch)
+            checks.before_update(rollout, policy, reference)
 
         policy_stats, critic_stats = [], []
         learn_policy = step > cfg.critic.warmup_steps
         for epoch in range(cfg.batch.epochs):
-            for minibatch in minibatches(rollout, cfg.batch, derive(cfg.seed, step), epoch):
+            for minibatch in minibatches(rollout, cfg.batch, derive(cfg.seed, step), epoch, balancer):
                 with run.timers("update"):
-                    critic_stats.append(critic.update(minibatch, value_loss(minibatch, cfg.critic.clip, group)))
+                    squared = value_loss(minibatch, cfg.critic.clip, group, cfg.algorithm.aggregation, limit)
+                    critic_stats.append(critic.update(minibatch, squared))
                     if learn_policy:
-                        loss = policy_loss(minibatch, cfg.algorithm, kl.coef, cfg.sampling.max_response_tokens, group)
+                        loss = policy_loss(minibatch, cfg.algorithm, kl.coef, limit, group)
                         policy_stats.append(policy.update(minibatch, loss))
+                        checks.after_update(policy_stats[-1], policy.model.dtype)
 
-        metrics |= average(policy_stats) | average(critic_stats) | {"kl/coef": kl.coef}
+        metrics |= average(policy_stats) | average(critic_stats) | balancer.metrics() | {"kl/coef": kl.coef}
         if reference:
-            kl.update(metrics["kl/ref_k1"], samples)
+            kl.update(metrics[kl.metric], samples)
         shown = sample_rows(rollout, cfg.logging.samples_shown)
         run.finish(step, metrics, shown, total_tokens(rollout, group), samples)

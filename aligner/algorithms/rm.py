@@ -5,6 +5,7 @@ pairs of the step -> scores at the last tokens -> Bradley-Terry loss -> optimize
 
 from __future__ import annotations
 
+from aligner.algorithms.first_step import FirstStepChecks, zero_head_loss
 from aligner.algorithms.losses import attribute_loss, preference_loss
 from aligner.config.schema import AlgorithmConfig
 from aligner.data.batches import BatchSource
@@ -12,7 +13,7 @@ from aligner.roles.reward_model import RewardModel
 from aligner.run.loop import Run
 
 
-def rm(run: Run, model: RewardModel, batches: BatchSource, cfg: AlgorithmConfig) -> None:
+def rm(run: Run, model: RewardModel, batches: BatchSource, cfg: AlgorithmConfig, checks: FirstStepChecks) -> None:
     group = model.model.layout.pgs.dp
     pairwise = cfg.reward_loss.kind == "bradley_terry"
     unit = 2 if pairwise else 1
@@ -22,5 +23,7 @@ def rm(run: Run, model: RewardModel, batches: BatchSource, cfg: AlgorithmConfig)
         loss = preference_loss(count, cfg, group) if pairwise else attribute_loss(count, group)
         with run.timers("update"):
             stats = model.update(batch, loss, unit)
+        if pairwise:
+            checks.after_reward_update(stats, zero_head_loss(batch, cfg.reward_loss.margin, group))
         rows = len(batch.lengths) * group.size()
-        run.finish(step, stats, tokens=float(batch.lengths.sum()) * group.size(), rows=rows)
+        run.finish(step, stats | batches.metrics(), tokens=float(batch.lengths.sum()) * group.size(), rows=rows)

@@ -18,4 +18,4 @@ def sft(run: Run, policy: Policy, batches: BatchSource) -> None:
         with run.timers("update"):
             stats = policy.update(batch, sft_loss(batch, group))
         rows = len(batch.lengths) * group.size()
-        run.finish(step, stats, tokens=float(batch.lengths.sum()) * group.size(), rows=rows)
+        run.finish(step, stats | batches.metrics(), tokens=float(batch.lengths.sum()) * group.size(), rows=rows)

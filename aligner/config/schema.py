@@ -12,7 +12,11 @@ from aligner.errors import ConfigError
 
 STAGES = ("sft", "rm", "grpo", "ppo")
 ROLLOUT_STAGES = ("grpo", "ppo")
-GROUP_BASELINES = ("grpo", "dr_grpo", "rloo")
+# `algorithm.advantage` of stage grpo that compare the samples of a prompt, and that do not
+GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k")
+OTHER_BASELINES = ("reinforce_pp", "remax")
+WHITENED = ("reinforce_pp", "reinforce_pp_baseline")  # whitened by definition, whatever `algorithm.whiten` says
+POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg", "reinforce", "clip_cov", "kl_cov")
 
 
 def _one_of(key: str, value: Any, allowed: tuple) -> None:
@@ -130,14 +134,14 @@ class ParallelConfig:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    context_mode: str = "allgather"  # allgather (of keys and values), alltoall (over heads)
     expert: int = 1
     sequence: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "context", "expert"):
             _at_least(f"parallel.{name}", getattr(self, name), 1)
-        if self.context > 1:
-            raise ConfigError("parallel.context", self.context, "1 (context parallelism is not built yet)")
+        _one_of("parallel.context_mode", self.context_mode, ("allgather", "alltoall"))
         if self.expert > 1:
             raise ConfigError("parallel.expert", self.expert, "1 (expert parallelism is not built yet)")
         if self.sequence and self.tensor == 1:
@@ -197,9 +201,14 @@ class BatchConfig:
     epochs: int = 1
     sequences: int = 32  # sft, rm: sequences (rm: pairs) of one optimizer step
     logprob_tokens: int = 16384  # tokens per forward of passes without gradient
+    logits_bytes: int = 1 << 30  # of logits, their softmax and gradient at a time; more is done in parts
+    packing: bool = True  # rows end to end, without the padding between them
+    share_prompts: bool = True  # compute what adjacent rows of a micro-batch begin with once (packing, context 1)
+    balance: bool = True  # deal the rows of a minibatch to data-parallel ranks by their cost
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "group", "micro_batch_samples", "epochs", "sequences", "logprob_tokens"):
+        names = ("prompts", "group", "micro_batch_samples", "epochs", "sequences", "logprob_tokens", "logits_bytes")
+        for name in names:
             _at_least(f"batch.{name}", getattr(self, name), 1)
         _at_least("batch.minibatch_samples", self.minibatch_samples, 0)
         _at_least("batch.micro_batch_tokens", self.micro_batch_tokens, 0)
@@ -226,13 +235,15 @@ class SamplingConfig:
 @dataclass
 class KLControllerConfig:
     kind: str = "fixed"  # fixed, adaptive
-    target: float = 0.1  # nats per response token (mean over response tokens of k1)
+    target: float = 0.1  # nats, of k1: per token for sequence_mean, per response for sequence_sum
     horizon: int = 10000  # samples
+    measure: str = "sequence_mean"  # KL of the target: mean over sequences of the mean, or of the sum, over tokens
 
     def __post_init__(self) -> None:
         _one_of("algorithm.kl.controller.kind", self.kind, ("fixed", "adaptive"))
         _above("algorithm.kl.controller.target", self.target, 0)
         _at_least("algorithm.kl.controller.horizon", self.horizon, 1)
+        _one_of("algorithm.kl.controller.measure", self.measure, ("sequence_mean", "sequence_sum"))
 
 
 @dataclass
@@ -255,9 +266,52 @@ class KLConfig:
 class OverlongConfig:
     mask_truncated: bool = False  # samples cut by the token limit leave loss and denominators, not the baseline
     penalty: float = 0.0  # subtracted from the reward of a sample that does not end in EOS
+    # soft penalty, from 0 to -1 over the last soft_fraction * sampling.max_response_tokens before the limit; 0: off
+    soft_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         _at_least("algorithm.overlong.penalty", self.penalty, 0)
+        _within("algorithm.overlong.soft_fraction", self.soft_fraction, 0, 1)
+
+    @property
+    def shapes(self) -> bool:
+        """Whether rewards change."""
+        return bool(self.penalty or self.soft_fraction)
+
+
+@dataclass
+class SapoConfig:
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+    def __post_init__(self) -> None:
+        _above("algorithm.sapo.tau_pos", self.tau_pos, 0)
+        _above("algorithm.sapo.tau_neg", self.tau_neg, 0)
+
+
+@dataclass
+class DppoConfig:
+    limit: float = 0.2  # of |pi - mu|, probabilities of a token by policy and engine
+    penalty: float = 1e-3  # times (log pi - log mu)^2, on every token
+
+    def __post_init__(self) -> None:
+        _within("algorithm.dppo.limit", self.limit, 0, 1)
+        _at_least("algorithm.dppo.penalty", self.penalty, 0)
+
+
+@dataclass
+class CovConfig:
+    """clip_cov and kl_cov: tokens by the covariance of advantage and logprob over the minibatch."""
+
+    fraction: float = 2e-4  # of the minibatch's tokens; at least one token
+    low: float = 1.0  # clip_cov takes tokens with a covariance between these
+    high: float = 5.0
+    kl_coef: float = 1.0  # kl_cov
+
+    def __post_init__(self) -> None:
+        _within("algorithm.cov.fraction", self.fraction, 0, 1)
+        _above("algorithm.cov.high", self.high, self.low)
+        _at_least("algorithm.cov.kl_coef", self.kl_coef, 0)
 
 
 @dataclass
@@ -278,23 +332,34 @@ class RewardLossConfig:
 
 @dataclass
 class AlgorithmConfig:
-    advantage: str = "grpo"  # gae, grpo, dr_grpo, rloo
-    policy_loss: str = "ppo"
+    advantage: str = "grpo"  # gae (stage ppo), GROUP_BASELINES, OTHER_BASELINES
+    group_eps: float = 1e-6  # beside the group's std: grpo, gdpo, pass_at_k. TRL: 1e-4, OpenRLHF: 1e-9
+    pass_at_k_std: bool = False  # divide by the group's std
+    policy_loss: str = "ppo"  # POLICY_LOSSES
     aggregation: str = "token_mean"
-    clip_low: float = 0.2
+    clip_low: float = 0.2  # of the ratio; gspo: of the sequence's, 3e-4; gmpo: of the log-ratio, 0.4
     clip_high: float = 0.2
     dual_clip: float = 0.0  # 0: off
+    ratio_cap: float = 5.0  # cispo, a raw ratio
+    sapo: SapoConfig = field(default_factory=SapoConfig)
+    dppo: DppoConfig = field(default_factory=DppoConfig)
+    cov: CovConfig = field(default_factory=CovConfig)
     gamma: float = 1.0
     lam: float = 1.0
     whiten: bool = False
+    whiten_shift: bool = True  # subtract the mean
+    whiten_ddof: int = 0  # 1: the unbiased variance
     entropy_coef: float = 0.0
+    filter_groups: bool = False  # dynamic sampling: replace prompts whose samples all have the same reward
+    filter_rounds: int = 10  # of generation for one rollout, at most
     kl: KLConfig = field(default_factory=KLConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     reward_loss: RewardLossConfig = field(default_factory=RewardLossConfig)
 
     def __post_init__(self) -> None:
-        _one_of("algorithm.advantage", self.advantage, ("gae", "grpo", "dr_grpo", "rloo"))
-        _one_of("algorithm.policy_loss", self.policy_loss, ("ppo", "reinforce"))
+        _one_of("algorithm.advantage", self.advantage, ("gae", *GROUP_BASELINES, *OTHER_BASELINES))
+        _at_least("algorithm.group_eps", self.group_eps, 0)
+        _one_of("algorithm.policy_loss", self.policy_loss, POLICY_LOSSES)
         _one_of(
             "algorithm.aggregation",
             self.aggregation,
@@ -304,20 +369,44 @@ class AlgorithmConfig:
         _at_least("algorithm.clip_high", self.clip_high, 0)
         if self.dual_clip and self.dual_clip <= 1:
             raise ConfigError("algorithm.dual_clip", self.dual_clip, "a number > 1, or 0 for off")
+        _above("algorithm.ratio_cap", self.ratio_cap, 0)
         _within("algorithm.gamma", self.gamma, 0, 1)
         _within("algorithm.lam", self.lam, 0, 1)
+        _one_of("algorithm.whiten_ddof", self.whiten_ddof, (0, 1))
+        _at_least("algorithm.filter_rounds", self.filter_rounds, 1)
+        self._together()
+
+    def _together(self) -> None:
+        """What two of the keys do not mean together."""
+        mean = "seq_mean_token_mean"
+        if self.policy_loss in ("gspo", "sapo", "gmpo") and self.aggregation != mean:
+            expected = f"{mean} with algorithm.policy_loss={self.policy_loss}, which is a mean over sequences"
+            raise ConfigError("algorithm.aggregation", self.aggregation, expected)
+        if self.policy_loss == "gmpo" and self.advantage in ("gae", "reinforce_pp"):
+            expected = f"a loss per token with algorithm.advantage={self.advantage}, which differs between tokens"
+            raise ConfigError("algorithm.policy_loss", self.policy_loss, expected)
+        if self.advantage in ("remax", "gdpo") and self.kl.coef > 0 and self.kl.placement == "reward":
+            expected = f"loss with algorithm.advantage={self.advantage}, which compares rewards without a KL term"
+            raise ConfigError("algorithm.kl.placement", self.kl.placement, expected)
+        if self.advantage in ("gdpo", "pass_at_k") and self.whiten:
+            expected = f"false with algorithm.advantage={self.advantage}, which has a scale of its own"
+            raise ConfigError("algorithm.whiten", self.whiten, expected)
+        if self.advantage == "gdpo" and self.overlong.shapes:
+            key = "penalty" if self.overlong.penalty else "soft_fraction"
+            expected = "0 with algorithm.advantage=gdpo, which sees the reward's components alone"
+            raise ConfigError(f"algorithm.overlong.{key}", getattr(self.overlong, key), expected, "Use mask_truncated.")
 
 
 @dataclass
 class EngineConfig:
-    name: str = "native"
+    name: str = "native"  # native, recorded (rollouts come from debug.train_only, which sets this)
     tensor_parallel: int = 1
     kv_cache_bytes: int = 1 << 30
     max_batch: int = 512  # rows decoded together
     dtype: str = "auto"  # auto: the trainer's compute dtype
 
     def __post_init__(self) -> None:
-        _one_of("engine.name", self.name, ("native",))
+        _one_of("engine.name", self.name, ("native", "recorded"))
         _one_of("engine.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _at_least("engine.kv_cache_bytes", self.kv_cache_bytes, 1)
         _at_least("engine.max_batch", self.max_batch, 1)
@@ -341,14 +430,54 @@ class RefitConfig:
         _at_least("refit.tolerance", self.tolerance, 0)
 
 
+# `mismatch.correction` -> its bounds of r = trainer's probability / engine's, where `cap`, `low` or `high` is 0
+MISMATCH_BOUNDS: dict[str, dict[str, float]] = {
+    "tis_token": {"cap": 2.0},
+    "tis_sequence": {"cap": 5.0},
+    "icepop": {"low": 0.5, "high": 5.0},
+    "geometric_mask": {"low": 0.99, "high": 1.01},
+    "veto": {"low": 1e-4, "high": 1e4},
+}
+WEIGHING = ("tis_token", "tis_sequence", "icepop")
+
+
 @dataclass
 class MismatchConfig:
+    correction: str = "none"  # none, or one or more of MISMATCH_BOUNDS joined by +, at most one of which weighs tokens
+    cap: float = 0.0  # of a weight (tis_*); 0: the method's default
+    low: float = 0.0  # r below it is left out (icepop, geometric_mask, veto); 0: the method's default
+    high: float = 0.0  # r above it is left out; 0: the method's default
     warn_above: float = 1.05  # token_mult_prob_error
     stop_above: float = 0.0  # 0: never
 
     def __post_init__(self) -> None:
+        for name in self.methods:
+            _one_of("mismatch.correction", name, ("none", *MISMATCH_BOUNDS))
+        if len(set(self.methods)) < len(self.methods) or ("none" in self.methods and len(self.methods) > 1):
+            raise ConfigError("mismatch.correction", self.correction, "none, or different methods joined by +")
+        if sum(name in WEIGHING for name in self.methods) > 1:
+            raise ConfigError("mismatch.correction", self.correction, f"at most one of {', '.join(WEIGHING)}")
+        for key in ("cap", "low", "high"):
+            _at_least(f"mismatch.{key}", getattr(self, key), 0)
+            users = [name for name in self.methods if key in MISMATCH_BOUNDS.get(name, {})]
+            if getattr(self, key) and len(users) != 1:
+                expected = "0 (each method's default) unless exactly one method of mismatch.correction has this bound"
+                raise ConfigError(f"mismatch.{key}", getattr(self, key), expected)
+        for name in self.methods:
+            bounds = self.bounds(name)
+            if not bounds.get("low", 0) < bounds.get("high", 1):
+                raise ConfigError("mismatch.low", bounds["low"], f"a number below mismatch.high={bounds['high']:g}")
         _at_least("mismatch.warn_above", self.warn_above, 1)
-        _at_least("mismatch.stop_above", self.stop_above, 0)
+        if self.stop_above and not self.stop_above > 1:
+            raise ConfigError("mismatch.stop_above", self.stop_above, "a number > 1 (a perfect match), or 0 for off")
+
+    @property
+    def methods(self) -> list[str]:
+        return [name.strip() for name in self.correction.split("+")]
+
+    def bounds(self, method: str) -> dict[str, float]:
+        """The bounds of one method, by argument name."""
+        return {key: getattr(self, key) or value for key, value in MISMATCH_BOUNDS.get(method, {}).items()}
 
 
 @dataclass
@@ -474,6 +603,19 @@ class ClusterConfig:
 class DebugConfig:
     skip_refit: bool = False  # test hook: the engine keeps its old weights and the next refit must notice
     shuffle_rewards: bool = False  # control experiment: permute rewards within each group
+    record: int = 0  # write the first n rollouts to <run.dir>/rollouts (rollout_only and 0: all of them)
+    rollout_only: bool = False  # generate, score, measure, record; no optimizer, no update
+    train_only: str = ""  # a recorded rollout, or a folder of them, to train on instead of an engine's
+    first_step_checks: bool = False  # before and at the first update: what must hold exactly, or stop
+
+    def __post_init__(self) -> None:
+        _at_least("debug.record", self.record, 0)
+        if self.train_only and (self.rollout_only or self.record):
+            key = "rollout_only" if self.rollout_only else "record"
+            expected = "off with debug.train_only: a recording is neither generated nor recorded again"
+            raise ConfigError(f"debug.{key}", getattr(self, key), expected)
+        if self.first_step_checks and self.rollout_only:
+            raise ConfigError("debug.first_step_checks", True, "false with debug.rollout_only: there is no update")
 
 
 @dataclass
@@ -501,3 +643,8 @@ class Config:
 
     def __post_init__(self) -> None:
         _at_least("seed", self.seed, 0)
+        if self.debug.train_only:
+            self.engine.name = "recorded"
+        elif self.engine.name == "recorded":
+            expected = "a recorded rollout, or a folder of them, with engine.name=recorded"
+            raise ConfigError("debug.train_only", "", expected)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from aligner.config.schema import (
     GROUP_BASELINES,
+    OTHER_BASELINES,
     ROLLOUT_STAGES,
+    WEIGHING,
     Config,
     ModelConfig,
     ParallelConfig,
@@ -75,7 +77,7 @@ def _micro_batches(cfg: Config, total: int, dp: int) -> str:
 
 
 def _paths(cfg: Config) -> None:
-    if not cfg.data.train:
+    if not (cfg.data.train or cfg.debug.train_only):
         raise ConfigError("data.train", "", "a file or folder with training data")
     optional = {
         "data.train": cfg.data.train,
@@ -84,6 +86,7 @@ def _paths(cfg: Config) -> None:
         "critic.init": cfg.critic.init if cfg.stage.name == "ppo" else "",
         "reward.model": cfg.reward.model if cfg.stage.name in ROLLOUT_STAGES else "",
         "run.resume": "" if cfg.run.resume in ("auto", "never") else cfg.run.resume,
+        "debug.train_only": cfg.debug.train_only,
     }
     for key, path in optional.items():
         if path and not Path(path).expanduser().exists():
@@ -97,6 +100,18 @@ def _without_effect(cfg: Config) -> None:
         raise ConfigError("run.stop.metric", cfg.run.stop.metric, expected)
     if cfg.debug.shuffle_rewards and cfg.stage.name != "grpo":
         raise ConfigError("debug.shuffle_rewards", True, "false but for stage grpo: rewards are permuted within groups")
+    for key in ("record", "rollout_only", "train_only"):
+        value = getattr(cfg.debug, key)
+        if value and cfg.stage.name not in ROLLOUT_STAGES:
+            expected = f"off for stage {cfg.stage.name}, which has no rollouts: {', '.join(ROLLOUT_STAGES)} have"
+            raise ConfigError(f"debug.{key}", value, expected)
+    if cfg.debug.first_step_checks and cfg.stage.name == "sft":
+        raise ConfigError("debug.first_step_checks", True, "false for stage sft, which has nothing to compare")
+    if cfg.debug.rollout_only and cfg.run.resume not in ("auto", "never"):
+        expected = "auto with debug.rollout_only: name the checkpoint in model.init"
+        raise ConfigError("run.resume", cfg.run.resume, expected)
+    if cfg.debug.train_only and evaluation_functions(cfg):
+        raise ConfigError("eval.generate", True, "false with debug.train_only: no engine is there to answer data.eval")
 
 
 def _ranks(parallel: ParallelConfig, world_size: int) -> None:
@@ -110,6 +125,13 @@ def _layout(model: ModelConfig, parallel: ParallelConfig) -> None:
     for name in ("num_heads", "num_kv_heads", "ffn_hidden_size"):
         if getattr(model, name) % parallel.tensor:
             raise LayoutError(f"model.{name}", getattr(model, name), f"a multiple of parallel.tensor={parallel.tensor}")
+    if parallel.context > 1 and parallel.context_mode == "alltoall":
+        shares = parallel.tensor * parallel.context
+        for name in ("num_heads", "num_kv_heads"):
+            if getattr(model, name) % shares:
+                expected = f"a multiple of parallel.tensor*context={parallel.tensor}*{parallel.context}"
+                hint = "parallel.context_mode=allgather takes any number of heads."
+                raise LayoutError(f"model.{name}", getattr(model, name), expected, hint)
     if model.num_layers % parallel.pipeline:
         raise LayoutError("model.num_layers", model.num_layers, f"a multiple of parallel.pipeline={parallel.pipeline}")
 
@@ -136,9 +158,19 @@ def _algorithm(cfg: Config) -> None:
     if stage == "ppo" and advantage != "gae":
         raise ConfigError("algorithm.advantage", advantage, "gae for stage ppo, which has a critic")
     if stage != "ppo" and advantage == "gae":
-        raise ConfigError("algorithm.advantage", advantage, f"{', '.join(GROUP_BASELINES)}; gae is for stage ppo")
+        known = ", ".join((*GROUP_BASELINES, *OTHER_BASELINES))
+        raise ConfigError("algorithm.advantage", advantage, f"{known}; gae is for stage ppo")
     if advantage in GROUP_BASELINES and cfg.batch.group < 2:
         raise ConfigError("batch.group", cfg.batch.group, f"at least 2: {advantage} compares the samples of a prompt")
+    if cfg.algorithm.filter_groups and cfg.batch.group < 2:
+        raise ConfigError("batch.group", cfg.batch.group, "at least 2 with algorithm.filter_groups: equal to what?")
+    if advantage == "gdpo" and (cfg.reward.clip or cfg.reward.normalize):
+        key = "clip" if cfg.reward.clip else "normalize"
+        expected = "off with algorithm.advantage=gdpo, which sees the reward's components alone"
+        raise ConfigError(f"reward.{key}", getattr(cfg.reward, key), expected)
+    if cfg.algorithm.policy_loss == "dppo" and set(cfg.mismatch.methods) & set(WEIGHING):
+        expected = "no weights with algorithm.policy_loss=dppo, whose ratio is to the engine already"
+        raise ConfigError("mismatch.correction", cfg.mismatch.correction, expected)
 
 
 def _critic(cfg: Config) -> None:
@@ -150,7 +182,7 @@ def _critic(cfg: Config) -> None:
 
 
 def _rewards(cfg: Config) -> None:
-    if not (cfg.reward.functions or cfg.reward.model):
+    if not (cfg.reward.functions or cfg.reward.model or cfg.debug.train_only):
         expected = f"at least one function, or reward.model, for stage {cfg.stage.name}"
         raise ConfigError("reward.functions", [], expected, "Example: reward.functions=[{path: math}]")
 

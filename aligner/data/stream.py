@@ -31,12 +31,16 @@ class IndexStream:
 
     def batch_at(self, step: int) -> np.ndarray:
         """Row numbers int64 [batch] of global batch `step`, counted from 0; does not move the cursor."""
-        return self._rows(step * self.batch)
+        return self._rows(step * self.batch, self.batch)
 
     def next(self) -> np.ndarray:
         """Row numbers int64 [batch] of the batch at the cursor, which moves on."""
-        rows = self._rows(self.cursor)
-        self.cursor += self.batch
+        return self.take(self.batch)
+
+    def take(self, count: int) -> np.ndarray:
+        """The next `count` row numbers, int64, at the cursor, which moves on."""
+        rows = self._rows(self.cursor, count)
+        self.cursor += count
         return rows
 
     def state_dict(self) -> dict[str, Any]:
@@ -55,8 +59,8 @@ class IndexStream:
         self.cursor, self.seed, self.shuffle = int(state["cursor"]), int(state["seed"]), bool(state["shuffle"])
         self._orders.clear()
 
-    def _rows(self, start: int) -> np.ndarray:
-        parts, end = [], start + self.batch
+    def _rows(self, start: int, count: int) -> np.ndarray:
+        parts, end = [], start + count
         while start < end:
             epoch, offset = divmod(start, self.size)
             part = self._order(epoch)[offset : offset + end - start]

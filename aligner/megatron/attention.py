@@ -1,59 +1,137 @@
-"""Core attention on torch's scaled_dot_product_attention: causal, right-padded rows, grouped queries without
-expanding K/V.
+"""Self-attention over a flat stream of tokens (`ops/packing.py`): packed rows that do not see each other, padded rows,
+and context parallelism.
 
-Megatron's local `DotProductAttention` builds the [s, s] score matrix and needs a mask; this one does neither. Rows are
-right-padded, so no real token can see padding and causality is all the masking there is.
+Megatron's local attention builds the [s, s] score matrix, needs a mask, and knows neither packed rows nor context
+parallelism; the module here replaces its forward between the two linear layers. Rotary positions come with the stream,
+so they are right whatever the order of tokens.
+
+Context parallelism, "allgather": every rank gets the keys and values of all ranks, and computes its own queries (Llama
+3, arXiv:2407.21783, section 3.3.2). "alltoall": every rank gets all tokens of a share of the heads (DeepSpeed Ulysses,
+arXiv:2309.14509).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
+import torch.distributed as dist
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from aligner.megatron import kernels
+from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
+from aligner.ops.packing import Packing, Segment
 
-class CausalAttention(MegatronModule):
-    """Drop-in core attention. query [s, b, heads/tp, d]; key, value [s, b, kv_heads/tp, d] -> [s, b, heads/tp * d]."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-    ):
-        super().__init__(config=config)
-        assert attn_mask_type == AttnMaskType.causal, attn_mask_type
-        assert config.context_parallel_size == 1, config.context_parallel_size
-        assert not (attention_dropout or config.attention_dropout), "dropout is off in policy and reference"
-        assert pg_collection is not None, "every model passes its own process groups"
-        self.tp_group = pg_collection.tp  # sharded_state_dict asks for it
-        self.softmax_scale = softmax_scale
+@dataclass(frozen=True)
+class Stream:
+    """What attention must know of a micro-batch; Megatron hands it through as `packed_seq_params`."""
+
+    packing: Packing
+    cos: Tensor  # [N, 1, head_dim / 2]
+    sin: Tensor
+    group: dist.ProcessGroup | None  # of the context-parallel ranks, None if there is one
+    over_heads: bool  # all-to-all instead of all-gather
+
+
+class StreamAttention(SelfAttention):
+    """hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> [N, 1, H]."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **unused: Any
-    ) -> Tensor:
-        s, b, heads, d = query.shape
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=heads != key.shape[2]
-        )
-        return out.permute(2, 0, 1, 3).reshape(s, b, heads * d)
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: Stream, **unused: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        stream = packed_seq_params
+        query, key, value = self._heads(hidden_states, stream)
+        context = attend(query, key, value, stream)
+        return self.linear_proj(context.reshape(len(context), 1, -1))
+
+    def _heads(self, hidden: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor]:
+        mixed, _ = self.linear_qkv(hidden)
+        groups, d = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        mixed = mixed.view(len(mixed), groups, -1, d)
+        if self.q_layernorm is None or isinstance(self.q_layernorm, IdentityOp):
+            return kernels.split_and_rotate(mixed, stream.cos, stream.sin)
+        query, key, value = mixed.split([mixed.shape[2] - 2, 1, 1], dim=2)
+        query = self.q_layernorm(query.reshape(len(mixed), -1, d))
+        key = self.k_layernorm(key.reshape(len(mixed), -1, d))
+        turned = (kernels.rotate(x, stream.cos, stream.sin) for x in (query, key))
+        return *turned, value.reshape(len(mixed), -1, d)
+
+
+class NoCoreAttention(torch.nn.Module):
+    """Takes the place of Megatron's core attention, which `StreamAttention` does not call."""
+
+    def __init__(self, config: TransformerConfig, **unused: Any):
+        super().__init__()
+        assert not config.attention_dropout, "dropout is off in policy and reference"
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, stream: Stream) -> Tensor:
+    """Causal attention within rows. query [N, heads, d], key and value [N, kv_heads, d] -> [N, heads, d]."""
+    if stream.group is None:
+        return _segments(query, key, value, stream.packing)
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if stream.over_heads:
+        mixed = tokens_to_heads([query, key, value], stream.group)
+        out = _segments(*mixed, stream.packing)
+        return heads_to_tokens(out, stream.group)
+    both = gather_first(torch.cat([key, value], 1), stream.group)
+    return _segments(query, *both.split([kv_heads, kv_heads], 1), stream.packing).view(-1, heads, query.shape[2])
+
+
+def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+    """Attention of each segment in its padded shape; the queries may be fewer than the keys (other ranks have them)."""
+    n, heads, d = query.shape
+    if packing.q_index is None:
+        return _sdpa(query, key, value, packing.segments[0]).reshape(n, heads, d)
+    query = kernels.spread(query, packing.q_index, packing.out_index)
+    own_keys = packing.segments[0].k_index is None
+    if own_keys:
+        key, value = (kernels.spread(x, packing.q_index, packing.out_index) for x in (key, value))
+    sizes = [s.rows * s.q_width for s in packing.segments]
+    queries = query.split(sizes)
+    keys, values = (key.split(sizes), value.split(sizes)) if own_keys else (None, None)
+    outs = []
+    for i, segment in enumerate(packing.segments):
+        k = keys[i] if own_keys else key.index_select(0, segment.k_index)
+        v = values[i] if own_keys else value.index_select(0, segment.k_index)
+        outs.append(_sdpa(queries[i], k, v, segment).reshape(-1, heads, d))
+    return kernels.collect(outs[0] if len(outs) == 1 else torch.cat(outs), packing.out_index)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> Tensor:
+    """[rows * width, heads, d] each -> [rows, q_width, heads, d]. Padding needs no mask of its own: a padded key comes
+    after every real query, and nobody reads a padded query."""
+    rows = segment.rows
+    q = query.view(rows, segment.q_width, *query.shape[1:]).transpose(1, 2)
+    k, v = (x.view(rows, segment.k_width, *x.shape[1:]).transpose(1, 2) for x in (key, value))
+    mask = segment.mask
+    if mask is None and segment.q_width != segment.k_width:
+        mask = causal_lower_right(segment.q_width, segment.k_width)
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2)
+
+
+class GatedMLP(MLP):
+    """Megatron's MLP with SwiGLU in two passes over memory."""
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **unused: Any):
+        assert per_token_scale is None, "experts have their own module"
+        return self.linear_fc2(kernels.swiglu(self.linear_fc1(hidden_states)[0]))
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm in float32 (Zhang & Sennrich 2019). Unlike Megatron's torch wrapper its weight is
-    marked for sequence parallelism, so that its gradient is summed over tensor ranks."""
+    """Root-mean-square norm (Zhang & Sennrich 2019). Unlike Megatron's torch wrapper its weight is marked for sequence
+    parallelism, so that its gradient is summed over tensor ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any):
         super().__init__()
@@ -62,4 +140,4 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return kernels.rms_norm(x, self.weight, self.eps)

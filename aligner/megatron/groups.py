@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import math
 import os
 from dataclasses import dataclass
 
@@ -27,7 +28,9 @@ class Layout:
     context: int
     data: int
     sequence: bool
+    over_heads: bool  # context parallelism by all-to-all over heads, else by all-gather of keys and values
     pgs: ProcessGroupCollection
+    peers: dist.ProcessGroup  # the tensor, context and pipeline ranks of one data-parallel rank: they share its rows
 
     @property
     def tp_rank(self) -> int:
@@ -114,35 +117,30 @@ def build_layout(parallel: ParallelConfig, key: str = "parallel") -> Layout:
     dp = world // (tp * cp * pp)
     grid = torch.arange(world).view(pp, dp, cp, tp)
 
+    def mine_of(groups: torch.Tensor) -> dist.ProcessGroup | None:
+        """Make the groups of these ranks [groups, size]; the one this rank is in."""
+        mine = None
+        for ranks in groups.tolist():
+            group = _group(ranks)
+            if rank in ranks:
+                mine = group
+        return mine
+
     def groups_over(*axes: str) -> dist.ProcessGroup:
         """The group of this rank that varies over `axes` and is fixed in the others."""
         order = ["pp", "dp", "cp", "tp"]
         keep = [i for i, axis in enumerate(order) if axis not in axes]
         vary = [i for i, axis in enumerate(order) if axis in axes]
-        size = 1
-        for i in vary:
-            size *= grid.shape[i]
-        mine = None
-        for ranks in grid.permute(*keep, *vary).reshape(-1, size).tolist():
-            group = _group(ranks)
-            if rank in ranks:
-                mine = group
+        size = math.prod(grid.shape[i] for i in vary)
+        mine = mine_of(grid.permute(*keep, *vary).reshape(-1, size))
         assert mine is not None
         return mine
 
     tp_group, pp_group, cp_group, dp_group = (groups_over(axis) for axis in ("tp", "pp", "cp", "dp"))
     alone = groups_over()
-    embedding = None
     first_and_last = grid[[0, -1]] if pp > 1 else grid[:1]
-    for ranks in first_and_last.reshape(len(first_and_last), -1).T.tolist():
-        group = _group(ranks)
-        if rank in ranks:
-            embedding = group
-    position = None
-    for ranks in grid[0].reshape(-1, 1).tolist():
-        group = _group(ranks)
-        if rank in ranks:
-            position = group
+    embedding = mine_of(first_and_last.reshape(len(first_and_last), -1).T)
+    position = mine_of(grid[0].reshape(-1, 1))
     dp_cp = groups_over("dp", "cp")
     model_parallel = groups_over("tp", "pp")
     pgs = ProcessGroupCollection(
@@ -166,4 +164,5 @@ def build_layout(parallel: ParallelConfig, key: str = "parallel") -> Layout:
         # gradient norms of the distributed optimizer are summed over everything that shards state
         intra_dist_opt=groups_over("tp", "pp", "dp", "cp"),
     )
-    return Layout(tp, pp, cp, dp, parallel.sequence, pgs)
+    over_heads = parallel.context_mode == "alltoall"
+    return Layout(tp, pp, cp, dp, parallel.sequence, over_heads, pgs, groups_over("tp", "cp", "pp"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError
-from aligner.megatron.attention import CausalAttention, RMSNorm
+from aligner.megatron.attention import GatedMLP, NoCoreAttention, RMSNorm, StreamAttention
 from aligner.megatron.groups import Layout
 
 logging.getLogger("megatron.core").setLevel(logging.ERROR)  # GPTModel logs its deprecation at every construction
@@ -107,8 +108,10 @@ def layer_spec(cfg: ModelConfig, config: TransformerConfig, layout: Layout) -> M
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=cfg.qk_norm)
     submodules = get_gpt_layer_local_submodules(qk_layernorm=cfg.qk_norm, normalization="RMSNorm")
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
+    submodules.self_attention.module = StreamAttention
     attention = submodules.self_attention.submodules
-    attention.core_attention = CausalAttention
+    attention.core_attention = NoCoreAttention
+    submodules.mlp = partial(GatedMLP.as_mlp_submodule, **submodules.mlp.keywords)
     if cfg.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
@@ -166,6 +169,8 @@ class StageModel(GPTModel):
 
 def check_layout(cfg: ModelConfig, layout: Layout) -> None:
     scaling = cfg.rope_scaling
+    if not has_transformer_engine():
+        return
     if scaling.factor != 1 and (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position) != (
         1.0,
         4.0,
@@ -195,7 +200,8 @@ def build_model(
         post_process=layout.is_last_stage,
         parallel_output=True,
         share_embeddings_and_output_weights=cfg.tie_embeddings and head.kind == "lm",
-        position_embedding_type="rope",
+        # the stream brings its own rotary angles (see attention.py); TransformerEngine's attention wants Megatron's
+        position_embedding_type="rope" if has_transformer_engine() else "none",
         rotary_base=cfg.rope_base,
         rope_scaling=cfg.rope_scaling.factor != 1,
         rope_scaling_factor=cfg.rope_scaling.factor,

@@ -11,26 +11,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from aligner.config.schema import ModelConfig, OptimConfig
 from aligner.errors import AlignerError
+from aligner.megatron.attention import Stream
+from aligner.megatron.collectives import sum_parts
 from aligner.megatron.groups import Layout
-from aligner.megatron.model import Head, build_model
+from aligner.megatron.model import Head, build_model, has_transformer_engine
 from aligner.megatron.optimizer_fixes import mend
 from aligner.megatron.weights import WeightSource, load_weights
+from aligner.models.rope import inverse_frequencies
+from aligner.ops.packing import Packing, pack
 from aligner.ops.schedules import lr_at
 from aligner.types import LossOutput, ScalarMetrics, TrainBatch
 
-LossFunction = Callable[[Tensor, TrainBatch], LossOutput]  # (head output of the last stage, micro-batch)
+# (what the last stage gives for each token of its stream, micro-batch with its `packing`): hidden states [N, H] for
+# `over_logits` with a language-model head, [N, K] with a scalar head
+LossFunction = Callable[[Tensor, TrainBatch], LossOutput]
+
+
+def last_hidden(hidden_states: Tensor, **unused) -> Tensor:
+    """Megatron's hook in place of its output layer: [N, 1, H] as they are."""
+    return hidden_states
 
 
 def _finalize(model, num_tokens=None, pg_collection=None, force_all_reduce=False) -> None:
@@ -51,11 +65,14 @@ class ShardedModel:
         source: WeightSource,
         optim: OptimConfig | None = None,
         total_steps: int = 0,
+        packed: bool = True,
+        share: bool = False,
     ):
         self.cfg, self.layout, self.head, self.device, self.dtype = cfg, layout, head, device, dtype
         self.module = build_model(cfg, layout, head, dtype, device)
         load_weights(self.module, cfg, layout, head, source)
-        self.optim, self.total_steps = optim, total_steps
+        self.optim, self.total_steps, self.packed, self.share = optim, total_steps, packed, share
+        self._frequencies = inverse_frequencies(cfg).to(device)
         # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can
         mixed = head.kind == "score" and dtype == torch.bfloat16
         self._distributed = optim is not None and (optim.distributed or mixed)
@@ -101,21 +118,76 @@ class ShardedModel:
         mend(optimizer)
         return optimizer
 
-    @property
-    def row_multiple(self) -> int:
-        """T of every micro-batch is a multiple of this (sequence parallelism splits it over tensor ranks)."""
-        return self.layout.tensor if self.layout.sequence else 1
+    def _stream(self, batch: TrainBatch) -> tuple[Packing, Stream | PackedSeqParams]:
+        """The stream of a micro-batch, and what attention must know of it."""
+        layout, width = self.layout, batch.tokens.shape[1]
+        packing = pack(
+            batch.lengths,
+            width,
+            padded=not self.packed,
+            context=layout.context,
+            rank=layout.pgs.cp.rank(),
+            multiple=layout.tensor if layout.sequence else 1,
+            over_heads=layout.over_heads,
+            share=batch.tokens if self.share and not has_transformer_engine() else None,
+        ).to(self.device, self.dtype)
+        if has_transformer_engine():
+            ends = torch.nn.functional.pad(packing.lengths.cumsum(0), (1, 0)).int()
+            longest = int(batch.lengths.max()) if self.packed else width
+            sizes = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+            return packing, PackedSeqParams(qkv_format="thd", **sizes)
+        angles = packing.positions[:, None].float() * self._frequencies
+        cos, sin = (f(angles).to(self.dtype)[:, None] for f in (torch.cos, torch.sin))
+        return packing, Stream(packing, cos, sin, layout.pgs.cp if layout.context > 1 else None, layout.over_heads)
+
+    def over_logits(
+        self, hidden: Tensor, batch: TrainBatch, read: Callable[[Tensor, Tensor], Tensor], budget_bytes: int
+    ) -> Tensor:
+        """`read(logits [n, V_local], targets [n]) -> [n, ...]` of all predictions, as [B, T, ...] on every context rank
+        (index t: of tokens[t]). No more logits, with the softmax and the gradient made of them, than `budget_bytes`
+        exist at a time: they are made in parts, and if more than one, again in backward.
+
+        hidden [N, H] of the last stage (a 1/TP share with sequence parallelism).
+        """
+        module, tp = self.module, self.layout.pgs.tp
+        tied = module.share_embeddings_and_output_weights
+        weight = module.shared_embedding_or_output_weight() if tied else module.output_layer.weight
+        if self.layout.sequence:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=tp)
+        if batch.packing.outputs is not None:
+            hidden = hidden.index_select(0, batch.packing.outputs)
+        targets = batch.tokens.view(-1)[batch.packing.targets]
+
+        def part(hidden: Tensor, targets: Tensor) -> Tensor:
+            return read(torch.nn.functional.linear(hidden, weight), targets)
+
+        step = max(1, budget_bytes // (12 * len(weight)))  # three float32 numbers for each logit
+        parts = list(zip(hidden.split(step), targets.split(step), strict=True))
+        if len(parts) == 1 or not torch.is_grad_enabled():
+            found = [part(*p) for p in parts]
+        else:
+            found = [checkpoint(part, *p, use_reentrant=False) for p in parts]
+        return self._everywhere(batch.packing.predictions(found[0] if len(found) == 1 else torch.cat(found)))
+
+    def to_rows(self, x: Tensor, packing: Packing, shift: bool) -> Tensor:
+        """x [N, ...] of this rank's stream -> [B, T, ...] on every context rank, with `Packing.to_rows`' shift."""
+        return self._everywhere(packing.to_rows(x, shift))
+
+    def _everywhere(self, rows: Tensor) -> Tensor:
+        return sum_parts(rows, self.layout.pgs.cp if self.layout.context > 1 else None)
 
     def _run(self, micro_batches: Sequence[TrainBatch], collect: Callable, forward_only: bool, non_loss: bool) -> list:
-        positions: dict[int, Tensor] = {}
-
         def forward_step(iterator, model):
-            batch = next(iterator).trim(self.row_multiple).to(self.device)
-            width = batch.tokens.shape[1]
-            if width not in positions:
-                positions[width] = torch.arange(width, device=self.device)[None]
-            output = model(batch.tokens, positions[width], None)
-            return output, partial(collect, batch=batch)
+            batch = next(iterator).trim()
+            packing, stream = self._stream(batch)
+            batch = replace(batch.to(self.device), packing=packing)
+            tokens = batch.tokens.view(-1)[packing.source]
+            language = self.head.kind == "lm"
+            options = {"output_processor": last_hidden} if language else {}
+            output = model(tokens[None], packing.positions[None], None, packed_seq_params=stream, **options)
+            return output, lambda output, **kwargs: collect(output[:, 0] if language else output[0], batch, **kwargs)
 
         arguments = {
             "forward_step_func": forward_step,
@@ -138,7 +210,7 @@ class ShardedModel:
     ) -> list[Tensor]:
         """`read(head output, micro-batch)` of every micro-batch, without gradient; empty on all but the last stage."""
 
-        def collect(output: Tensor, batch: TrainBatch, non_loss_data: bool = False) -> Tensor:
+        def collect(output: Tensor, batch: TrainBatch, non_loss_data: bool) -> Tensor:
             return read(output, batch)
 
         was_training = self.wrapped.training

@@ -10,21 +10,21 @@ from aligner.ops.reduce import max_over
 
 
 @torch.no_grad()
-def greedy_hits(logits: Tensor, tokens: Tensor, *, vocab_size: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """float32 [B, T]: 1 where tokens[:, t] has the largest logit of logits[:, t-1] (ties count); index 0 is 0.
+def greedy_hits(logits: Tensor, targets: Tensor, *, vocab_size: int, group: dist.ProcessGroup | None = None) -> Tensor:
+    """float32 [N]: 1 where the target has the largest logit of its row (ties count).
 
-    logits [B, T, V_local], sharded over `group` by columns as in `token_logprobs`; tokens int64 [B, T].
+    logits [N, V_local], sharded over `group` by columns as in `token_logprobs`; targets int64 [N].
     """
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     width = logits.shape[-1]
     columns = min(max(vocab_size - rank * width, 0), width)
     low = torch.finfo(torch.float32).min
-    before, after = logits[:, :-1, :columns], tokens[:, 1:]
-    best = before.amax(-1).float() if columns else torch.full(after.shape, low, device=logits.device)
-    local = after - rank * width
+    logits = logits[:, :columns]
+    best = logits.amax(-1).float() if columns else torch.full(targets.shape, low, device=logits.device)
+    local = targets - rank * width
     mine = (local >= 0) & (local < columns)
-    picked = before.gather(-1, local.clamp(0, max(columns - 1, 0))[..., None])[..., 0].float() if columns else best
+    picked = logits.gather(-1, local.clamp(0, max(columns - 1, 0))[..., None])[..., 0].float() if columns else best
     target = torch.where(mine, picked, low)
     if ranks > 1:
         best, target = max_over(torch.stack([best, target]), group)
-    return torch.nn.functional.pad((target >= best).float(), (1, 0))
+    return (target >= best).float()

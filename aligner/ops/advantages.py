@@ -1,10 +1,16 @@
-"""From rewards to advantages: group baselines, generalised advantage estimation, whitening.
+"""Advantages of whole samples: a baseline from the other samples of the prompt, or from its greedy response.
 
-Group functions see the rows of one rank; all rows of a group are on one rank. Sums are in float64: a group's baseline
-and the whitening of a rollout should not depend on the order in which ranks add.
+All functions see the rows of one rank; all rows of a group are on one rank. Shared shapes: scores [B], the sum of a
+sample's token rewards; group int64 [B], any labels; valid bool [B]; result float32 [B]. Invalid scores may be NaN.
+
+Exactly 0 for invalid samples, and in all but `remax` for the samples of a group without gradient: degenerate (all valid
+scores equal) or with fewer than two valid samples. Sums are in float64: a baseline should not depend on the order in
+which rows or ranks add. `ranks` is the data-parallel process group, for what is taken over the whole rollout.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,12 +18,14 @@ from torch import Tensor
 
 from aligner.ops.reduce import sum_over
 
+GDPO_EPS = 1e-4
+
 
 def group_mean_std(scores: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, std (ddof=1) and number of the valid samples of each row's group, as float64 [B] rows.
 
-    scores [B], group int64 [B] (any labels), valid bool [B]. std is exactly 0 where all valid scores of the group are
-    equal, and where fewer than two are valid. A group without valid samples has mean 0. Invalid scores may be NaN.
+    std is exactly 0 where all valid scores of the group are equal, and where fewer than two are valid. A group without
+    valid samples has mean 0.
     """
     _, slot = torch.unique(group, return_inverse=True)
     valid = valid.bool()
@@ -37,99 +45,129 @@ def _per_group(x: Tensor, slot: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, slot, x)[slot]
 
 
-def grpo(scores: Tensor, group: Tensor, valid: Tensor, eps: float = 1e-6) -> Tensor:
-    """(s - mean_G) / (std_G + eps), std with ddof=1; float32 [B].
-
-    Exactly 0 for invalid samples, degenerate groups (std 0) and groups with fewer than two valid samples, here and in
-    the two below. Source: DeepSeekMath, arXiv:2402.03300, section 4.1.
-    """
-    mean, std, _ = group_mean_std(scores, group, valid)
-    return _where_learnable(std, valid, (scores.double() - mean) / (std + eps))
-
-
-def dr_grpo(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-    """s - mean_G; float32 [B]. Source: "Understanding R1-Zero-like training", arXiv:2503.20783."""
-    mean, std, _ = group_mean_std(scores, group, valid)
-    return _where_learnable(std, valid, scores.double() - mean)
-
-
-def rloo(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-    """s_i - mean of the group's other valid samples = (s_i - mean_G) * n / (n - 1); float32 [B].
-
-    Source: "Back to basics", arXiv:2402.14740.
-    """
-    mean, std, count = group_mean_std(scores, group, valid)
-    return _where_learnable(std, valid, (scores.double() - mean) * count / (count - 1).clamp_min(1))
-
-
 def _where_learnable(std: Tensor, valid: Tensor, advantage: Tensor) -> Tensor:
-    return torch.where((std > 0) & valid.bool(), advantage, 0.0).float()
+    return torch.where((std > 0) & valid.bool(), advantage, 0.0)
+
+
+def learnable(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    """bool [B]: valid, and the valid scores of the sample's group are not all equal."""
+    return (group_mean_std(scores, group, valid)[1] > 0) & valid.bool()
 
 
 def count_degenerate(scores: Tensor, group: Tensor, valid: Tensor) -> tuple[int, int]:
-    """(groups without any gradient, all groups) among these rows.
-
-    Without gradient: all valid scores equal, or fewer than two valid samples.
-    """
+    """(groups without gradient, all groups) among these rows."""
     _, std, _ = group_mean_std(scores, group, valid)
     total = torch.unique(group).numel()
     return total - torch.unique(group[std > 0]).numel(), total
 
 
-@torch.no_grad()
-def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation, (advantages, returns), each float32 [B, T] and 0 where mask is 0.
+def _standardised(scores: Tensor, group: Tensor, valid: Tensor, eps: float) -> Tensor:
+    mean, std, _ = group_mean_std(scores, group, valid)
+    return _where_learnable(std, valid, (scores.double() - mean) / (std + eps))
 
-    token_rewards, values, mask [B, T]; values[:, t] is the value of the state before tokens[:, t].
-    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  returns = A + V. Beyond a row's last
-    masked token V and A are 0. Where mask is 0 between masked tokens (tool output) V_{t+1} and A_{t+1} pass through
-    unchanged, so that the tokens on both sides are neighbours. Source: arXiv:1506.02438, equation 16.
+
+def grpo(scores: Tensor, group: Tensor, valid: Tensor, eps: float = 1e-6) -> Tensor:
+    """(s - mean_G) / (std_G + eps), std with ddof=1. TRL's eps is 1e-4, OpenRLHF's 1e-9.
+
+    Source: DeepSeekMath, arXiv:2402.03300, section 4.1.
     """
-    on = mask.bool()
-    values, token_rewards = values.float(), token_rewards.float()
-    advantages = torch.zeros_like(values)
-    columns = on.any(0).nonzero().flatten()
-    first, end = (int(columns[0]), int(columns[-1]) + 1) if len(columns) else (0, 0)
-    next_value = torch.zeros_like(values[:, 0])
-    carried = torch.zeros_like(next_value)
-    for t in range(end - 1, first - 1, -1):
-        delta = token_rewards[:, t] + gamma * next_value - values[:, t]
-        carried = torch.where(on[:, t], delta + gamma * lam * carried, carried)
-        next_value = torch.where(on[:, t], values[:, t], next_value)
-        advantages[:, t] = torch.where(on[:, t], carried, 0.0)
-    return advantages, torch.where(on, advantages + values, 0.0)
+    return _standardised(scores, group, valid, eps).float()
 
 
-@torch.no_grad()
-def whiten(
-    x: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None, shift_mean: bool = True, ddof: int = 0
+def dr_grpo(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    """s - mean_G; also the baseline of REINFORCE++-baseline. Source: "Understanding R1-Zero-like training",
+    arXiv:2503.20783; arXiv:2501.03262."""
+    mean, std, _ = group_mean_std(scores, group, valid)
+    return _where_learnable(std, valid, scores.double() - mean).float()
+
+
+def rloo(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    """s_i - mean of the group's other valid samples = (s_i - mean_G) * n / (n - 1).
+
+    Source: "Back to basics", arXiv:2402.14740.
+    """
+    mean, std, count = group_mean_std(scores, group, valid)
+    return _where_learnable(std, valid, (scores.double() - mean) * count / (count - 1).clamp_min(1)).float()
+
+
+def remax(scores: Tensor, greedy: Tensor, valid: Tensor) -> Tensor:
+    """s - s(greedy response of the same prompt). greedy [B], NaN where the greedy response has no score: then 0.
+
+    No group is compared, so groups of one or of equal scores have an advantage too. Source: ReMax, arXiv:2310.10505.
+    """
+    known = valid.bool() & ~greedy.isnan()
+    return torch.where(known, scores.double() - greedy.double(), 0.0).float()
+
+
+def opo(scores: Tensor, group: Tensor, valid: Tensor, lengths: Tensor) -> Tensor:
+    """s - sum(len * s) / sum(len) over the group's valid samples; lengths [B], response tokens.
+
+    The baseline of least variance where the gradient's norm grows with the length. Source: OPO, arXiv:2505.23585.
+    """
+    _, slot = torch.unique(group, return_inverse=True)
+    _, std, _ = group_mean_std(scores, group, valid)
+    weight = torch.where(valid.bool(), lengths.double(), 0.0)
+    x = torch.where(valid.bool(), scores.double(), 0.0)
+    baseline = _per_group(weight * x, slot) / _per_group(weight, slot).clamp_min(1)
+    return _where_learnable(std, valid, x - baseline).float()
+
+
+def gpg(scores: Tensor, group: Tensor, valid: Tensor, ranks: dist.ProcessGroup | None = None) -> Tensor:
+    """(s - mean_G) * n / n_learnable: groups of the rollout (all ranks), and those of them with std > 0.
+
+    A group counts if it has a valid sample. The factor is the paper's alpha = B / (B - M): degenerate groups are in the
+    loss's denominator and have no gradient. Source: GPG, arXiv:2504.02546.
+    """
+    mean, std, _ = group_mean_std(scores, group, valid)
+    counts = [torch.unique(group[valid.bool()]).numel(), torch.unique(group[std > 0]).numel()]
+    total, left = sum_over(torch.tensor(counts, dtype=torch.float64, device=scores.device), ranks)
+    return _where_learnable(std, valid, (scores.double() - mean) * (total / left.clamp_min(1))).float()
+
+
+def gdpo(
+    components: Tensor,
+    weights: Sequence[float],
+    group: Tensor,
+    valid: Tensor,
+    eps: float = 1e-6,
+    ranks: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """(x - mu) * rsqrt(var + 1e-8) over all masked entries of all ranks of `group`; 0 where mask is 0; float32 [B, T].
+    """x = sum_k w_k grpo(component k); (x - mean) / (std + 1e-4) over the valid samples of the rollout (all ranks).
 
-    var has n - ddof in its denominator. Without `shift_mean`, mu is added back after scaling (as TRL and verl do).
+    components [B, K], NaN where component k does not apply to the sample: it is then in neither that component's group
+    nor the sample's sum. std with ddof=1. A group is degenerate if it is in every component.
+    Source: GDPO, arXiv:2601.05242; the constant is TRL's.
     """
-    on = mask.bool()
-    inside = torch.where(on, x.double(), 0.0)
-    total, n = sum_over(torch.stack([inside.sum(), on.sum().double()]), group)
-    mu = total / n.clamp_min(1)
-    centred = torch.where(on, inside - mu, 0.0)
-    var = sum_over(centred.square().sum(), group) / (n - ddof).clamp_min(1)
-    scaled = centred * (var + 1e-8).rsqrt()
-    return (scaled if shift_mean else torch.where(on, scaled + mu, 0.0)).float()
+    x = torch.zeros(len(group), dtype=torch.float64, device=components.device)
+    varied = torch.zeros_like(x, dtype=torch.bool)  # some component of the group has a gradient
+    for column, weight in zip(components.unbind(1), weights, strict=True):
+        known = valid.bool() & ~column.isnan()
+        x += weight * _standardised(column, group, known, eps)
+        varied |= group_mean_std(column, group, known)[1] > 0
+    on = valid.bool()
+    total, n = sum_over(torch.stack([x[on].sum(), on.sum().double()]), ranks)
+    mean = total / n.clamp_min(1)
+    square = sum_over((x[on] - mean).square().sum(), ranks)
+    std = (square / (n - 1).clamp_min(1)).sqrt()
+    return torch.where(varied & on, (x - mean) / (std + GDPO_EPS), 0.0).float()
 
 
-def token_rewards(scores: Tensor, response_mask: Tensor, kl: Tensor | None, coef: float) -> Tensor:
-    """Rewards per token, float32 [B, T]: scores [B] at the row's last response token, minus coef * kl on each one.
+def pass_at_k(scores: Tensor, group: Tensor, valid: Tensor, by_std: bool = False, eps: float = 1e-6) -> Tensor:
+    """s_(1) - s_(2) for the best sample of the group, 0 for the others; with `by_std` divided by (std_G + eps).
 
-    response_mask [B, T], kl [B, T] or None (no penalty). A row without response tokens gets 0 everywhere.
+    Source: "Optimizing language models for inference time objectives using RL", arXiv:2503.19595.
     """
-    on = response_mask.bool()
-    position = torch.arange(on.shape[1], device=on.device)
-    last = torch.where(on, position, -1).amax(1, keepdim=True)
-    rewards = torch.where(on & (position == last), scores.float()[:, None], 0.0)
-    return rewards if kl is None else rewards - coef * torch.where(on, kl.float(), 0.0)
-
-
-def broadcast(advantage: Tensor, mask: Tensor) -> Tensor:
-    """The sample's advantage [B] on each of its masked tokens, float32 [B, T]."""
-    return torch.where(mask.bool(), advantage.float()[:, None], 0.0)
+    _, std, _ = group_mean_std(scores, group, valid)
+    if not len(scores):
+        return torch.zeros_like(scores, dtype=torch.float32)
+    x = torch.where(valid.bool(), scores.double(), -torch.inf)
+    order = torch.argsort(x, descending=True, stable=True)
+    order = order[torch.argsort(group[order], stable=True)]  # group by group, the best first
+    label = group[order]
+    best = torch.cat([torch.ones_like(label[:1], dtype=torch.bool), label[1:] != label[:-1]])
+    ahead = torch.zeros_like(x)
+    ahead[order[:-1]] = x[order[:-1]] - x[order[1:]]
+    is_best = torch.zeros_like(valid, dtype=torch.bool)
+    is_best[order[best]] = True
+    advantage = ahead / (std + eps) if by_std else ahead
+    return _where_learnable(std, valid.bool() & is_best, advantage).float()

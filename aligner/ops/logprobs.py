@@ -1,7 +1,8 @@
 """Logprobs and entropy of tokens from logits that may be sharded over the vocabulary.
 
-The full [B, T, V] softmax is never stored: forward and backward walk over T in chunks, and backward computes the
-softmax of a chunk again. The only tensor of that size this file makes is the gradient, in the dtype of the logits.
+The softmax over the vocabulary is never stored: forward and backward walk over the tokens in chunks, and backward
+computes the softmax of a chunk again. The only tensor of the size of the logits made here is their gradient, in their
+dtype.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from aligner.ops.reduce import max_over, sum_over
 
 def token_logprobs(
     logits: Tensor,
-    tokens: Tensor,
+    targets: Tensor,
     *,
     temperature: float = 1.0,
     vocab_size: int,
@@ -26,25 +27,25 @@ def token_logprobs(
     chunk_tokens: int = 4096,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """logprobs[:, t] = log_softmax(logits[:, t-1] / temperature)[tokens[:, t]]; index 0 is 0.
+    """log_softmax(logits / temperature)[targets] and, if asked, the entropy of that distribution (else None).
 
-    logits [B, T, V_local], tokens int64 [B, T] -> logprobs [B, T], entropy [B, T] or None. Rank r of `group` holds the
-    columns [r * V_local, (r+1) * V_local) of the vocabulary; columns at or beyond `vocab_size` are padding: they have
-    probability 0 and get gradient 0. `chunk_tokens` bounds the rows that exist in float32 at a time. Results are
-    float32 (float64 for float64 logits) and equal on all ranks of `group`; each rank must pass the same gradient back,
-    and gets that of its own columns.
+    logits [N, V_local], targets int64 [N] -> [N], [N]: the caller has shifted, row n predicts targets[n]. Rank r of
+    `group` holds the columns [r * V_local, (r+1) * V_local) of the vocabulary; columns at or beyond `vocab_size` are
+    padding: they have probability 0 and get gradient 0. `chunk_tokens` bounds the rows that exist in float32 at a time.
+    Results are float32 (float64 for float64 logits) and equal on all ranks of `group`; each rank must pass the same
+    gradient back, and gets that of its own columns.
 
     With z = logits / temperature and p = softmax(z):
     entropy H = -sum_j p_j log p_j;  dlogp_i/dz_j = [i = j] - p_j;  dH/dz_j = -p_j (log p_j + H).
     Sharded softmax as in Megatron-LM (arXiv:1909.08053, section 3): one max and one sum all-reduce per chunk.
     """
-    assert logits.dim() == 3 and logits.shape[:2] == tokens.shape, (logits.shape, tokens.shape)
+    assert logits.dim() == 2 and logits.shape[:1] == targets.shape, (logits.shape, targets.shape)
     assert temperature > 0, f"temperature {temperature}: logprobs need one above 0"
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     width = logits.shape[-1]
     assert ranks * width >= vocab_size, f"{ranks} shards of {width} columns hold less than vocab_size={vocab_size}"
-    if tokens.device.type == "cpu" and tokens.numel():  # on a GPU this check would wait for the device
-        low, high = tokens.aminmax()
+    if targets.device.type == "cpu" and targets.numel():  # on a GPU this check would wait for the device
+        low, high = targets.aminmax()
         assert low >= 0 and high < vocab_size, f"token ids in [{low}, {high}], vocab_size={vocab_size}"
     offset = rank * width
     shard = _Shard(
@@ -52,10 +53,10 @@ def token_logprobs(
         offset=offset,
         columns=min(max(vocab_size - offset, 0), width),
         temperature=temperature,
-        step=max(1, chunk_tokens // max(1, tokens.shape[0])),
+        step=max(1, chunk_tokens),
         dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
     )
-    return _TokenLogprobs.apply(logits, tokens, shard, entropy)
+    return _TokenLogprobs.apply(logits, targets, shard, entropy)
 
 
 @dataclass(frozen=True)
@@ -64,19 +65,19 @@ class _Shard:
     offset: int  # vocabulary id of column 0
     columns: int  # leading columns that are no padding
     temperature: float
-    step: int  # positions per chunk
+    step: int  # tokens per chunk
     dtype: torch.dtype  # of the softmax
 
-    def chunks(self, positions: int):
-        return ((a, min(a + self.step, positions)) for a in range(0, positions, self.step))
+    def chunks(self, tokens: int):
+        return (slice(a, min(a + self.step, tokens)) for a in range(0, tokens, self.step))
 
-    def tempered(self, logits: Tensor, a: int, b: int) -> Tensor:
-        """z [B, b-a, columns]; may be a view of the logits, so never write to it."""
-        z = logits[:, a:b, : self.columns].to(self.dtype)
+    def tempered(self, logits: Tensor, at: slice) -> Tensor:
+        """z [n, columns]; may be a view of the logits, so never write to it."""
+        z = logits[at, : self.columns].to(self.dtype)
         return z if self.temperature == 1 else z / self.temperature
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each target [B, n, 1], clamped into this shard, and whether it is in this shard [B, n]."""
+        """Column of each target [n, 1], clamped into this shard, and whether it is in this shard [n]."""
         column = targets - self.offset
         here = (column >= 0) & (column < self.columns)
         return column.clamp(0, max(self.columns - 1, 0)).unsqueeze(-1), here
@@ -84,36 +85,35 @@ class _Shard:
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, tokens: Tensor, shard: _Shard, entropy: bool):
-        logprobs = torch.zeros(tokens.shape, dtype=shard.dtype, device=logits.device)
+    def forward(ctx, logits: Tensor, targets: Tensor, shard: _Shard, entropy: bool):
+        logprobs = torch.zeros(targets.shape, dtype=shard.dtype, device=logits.device)
         entropies = torch.zeros_like(logprobs) if entropy else None
         lse = torch.zeros_like(logprobs) if shard.group is not None else None
-        for a, b in shard.chunks(tokens.shape[1] - 1):
-            z, targets = shard.tempered(logits, a, b), tokens[:, a + 1 : b + 1]
+        for at in shard.chunks(len(targets)):
+            z = shard.tempered(logits, at)
             if lse is None:
-                lp, h = _whole(z, targets, entropy)
+                lp, h = _whole(z, targets[at], entropy)
             else:
-                lp, h, lse[:, a + 1 : b + 1] = _sharded(z, targets, shard, entropy)
-            logprobs[:, a + 1 : b + 1] = lp
+                lp, h, lse[at] = _sharded(z, targets[at], shard, entropy)
+            logprobs[at] = lp
             if entropies is not None:
-                entropies[:, a + 1 : b + 1] = h
+                entropies[at] = h
         ctx.shard = shard
-        ctx.save_for_backward(logits, tokens, lse, entropies)
+        ctx.save_for_backward(logits, targets, lse, entropies)
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g_logprobs: Tensor | None, g_entropy: Tensor | None):
-        logits, tokens, lse, entropies = ctx.saved_tensors
+        logits, targets, lse, entropies = ctx.saved_tensors
         shard: _Shard = ctx.shard
-        last, n = tokens.shape[1] - 1, shard.columns
+        n = shard.columns
         grad = torch.empty_like(logits)
-        grad[:, max(last, 0) :] = 0  # the last position predicts nothing
-        grad[..., n:] = 0
-        for a, b in shard.chunks(last if n else 0):
-            z, at = shard.tempered(logits, a, b), slice(a + 1, b + 1)
-            logp = torch.log_softmax(z, -1) if lse is None else z - lse[:, at, None]
+        grad[:, n:] = 0
+        for at in shard.chunks(len(targets) if n else 0):
+            z = shard.tempered(logits, at)
+            logp = torch.log_softmax(z, -1) if lse is None else z - lse[at, None]
             if g_entropy is None:
                 dz = logp.exp_()
                 weight = torch.zeros((), dtype=dz.dtype, device=dz.device)
@@ -121,15 +121,15 @@ class _TokenLogprobs(torch.autograd.Function):
                 dz = logp.exp()
                 # -inf logits have p = 0 and no gradient; without the clamp it would be 0 * inf
                 logp = logp.clamp_min_(torch.finfo(logp.dtype).min / 4)
-                weight = logp.add_(entropies[:, at, None]).mul_(g_entropy[:, at, None] / -shard.temperature)
+                weight = logp.add_(entropies[at, None]).mul_(g_entropy[at, None] / -shard.temperature)
             if g_logprobs is None:
                 dz.mul_(weight)
             else:
-                g = g_logprobs[:, at] / shard.temperature
-                dz.mul_(weight - g[..., None])
-                column, here = shard.local(tokens[:, at])
-                dz.scatter_add_(-1, column, (g * here)[..., None])
-            grad[:, a:b, :n] = dz
+                g = g_logprobs[at] / shard.temperature
+                dz.mul_(weight - g[:, None])
+                column, here = shard.local(targets[at])
+                dz.scatter_add_(-1, column, (g * here)[:, None])
+            grad[at, :n] = dz
         return grad, None, None, None
 
 
@@ -144,7 +144,7 @@ def _whole(z: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | 
 
 
 def _sharded(z: Tensor, targets: Tensor, shard: _Shard, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """logprob, entropy and log-sum-exp [B, n]: with m the global maximum, reduces sum e^(z-m), z_target - m and
+    """logprob, entropy and log-sum-exp [n]: with m the global maximum, reduces sum e^(z-m), z_target - m and
     sum e^(z-m) (z-m) together."""
     # a shard can be all padding, with no column to take the maximum of
     m = z.amax(-1) if shard.columns else z.new_full(targets.shape, -torch.inf)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
+
 
 def derive(seed: int, *words: int | str) -> int:
     """A seed in [0, 2^63) from a seed and any words; the same on every machine and in every process.
@@ -37,6 +39,18 @@ def request_seeds(seed: int, rollout: int, prompt_ids: Sequence[int], group: int
             row.append(_to_int(digest.digest()))
         rows.append(row)
     return rows
+
+
+def scatter(seed: int | np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """uint64 hash of each pair of a seed and a number (uint64, broadcast): element number + 1 of splitmix64's stream
+    for the seed. For what is too much for `derive`, such as every token of a rollout."""
+    with np.errstate(over="ignore"):  # arithmetic is modulo 2^64
+        z = np.asarray(seed, dtype=np.uint64) + (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
 
 
 def _encode(word: int | str) -> bytes:

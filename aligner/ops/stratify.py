@@ -30,13 +30,9 @@ def minibatch_rows(groups: Tensor, group_size: int, minibatches: int, epoch_seed
     Raises ConfigError if the parts would not be equal.
     """
     slots = groups.detach().cpu().numpy()
-    order = np.argsort(slots, kind="stable")
-    found, counts = np.unique(slots, return_counts=True)
-    assert (counts == group_size).all(), f"rows per prompt slot {sorted(set(counts.tolist()))}, group={group_size}"
+    place = places(groups, group_size)
     if len(slots) % minibatches:
         raise _uneven(len(slots), group_size, minibatches)
-    place = np.empty(len(slots), dtype=np.int64)  # of a row among the rows of its slot
-    place[order] = np.tile(np.arange(group_size), len(found))
     per_block = minibatches // math.gcd(minibatches, group_size)
     block = slots // per_block
     inside = (slots % per_block) * group_size + place
@@ -51,6 +47,16 @@ def minibatch_rows(groups: Tensor, group_size: int, minibatches: int, epoch_seed
     if len(set(np.bincount(part, minlength=minibatches).tolist())) > 1:
         raise _uneven(len(slots), group_size, minibatches)
     return [torch.from_numpy(np.flatnonzero(part == m)) for m in range(minibatches)]
+
+
+def places(groups: Tensor, group_size: int) -> np.ndarray:
+    """int64 [B]: the place of each row among the rows of its slot. groups as in `minibatch_rows`."""
+    slots = groups.detach().cpu().numpy()
+    found, counts = np.unique(slots, return_counts=True)
+    assert (counts == group_size).all(), f"rows per prompt slot {sorted(set(counts.tolist()))}, group={group_size}"
+    place = np.empty(len(slots), dtype=np.int64)
+    place[np.argsort(slots, kind="stable")] = np.tile(np.arange(group_size), len(found))
+    return place
 
 
 def _uneven(rows: int, group_size: int, minibatches: int) -> ConfigError:

@@ -9,6 +9,7 @@ away.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,19 @@ class Verifier:
     lengths: Tensor  # int64 [B]
     trainer_logprobs: object  # callable (tokens, lengths) -> float32 [B, T], collective over the model's ranks
     previous: Tensor | None = field(default=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last logprobs and the rows they are of, so that the first refit after a resume gets its verdict."""
+        previous = None if self.previous is None else self.previous.tolist()
+        return {"rows": self._rows(), "previous": previous}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Logprobs of other rows (the training set has changed) are forgotten."""
+        known = state["previous"] is not None and state["rows"] == self._rows()
+        self.previous = torch.tensor(state["previous"], dtype=torch.float32) if known else None
+
+    def _rows(self) -> list[list[int]]:
+        return [row[:n] for row, n in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
 
     def check(self) -> ScalarMetrics:
         engine: RolloutEngine = self.refit.engine

@@ -1,15 +1,18 @@
-"""From rows to micro-batches: by count or by a budget of padded tokens; and forward passes that keep the row order."""
+"""From rows to micro-batches, by count or by a budget of tokens; and forward passes that keep the row order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.schema import BatchConfig
 from aligner.megatron.train import ShardedModel
-from aligner.types import RolloutBatch, TrainBatch
+from aligner.ops.balance import deal
+from aligner.ops.reduce import max_over
+from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
 
 
 def rows_by_tokens(lengths: Tensor, budget: int, unit: int = 1) -> list[Tensor]:
@@ -31,37 +34,76 @@ def rows_by_tokens(lengths: Tensor, budget: int, unit: int = 1) -> list[Tensor]:
     return [(part[:, None] * unit + offsets).reshape(-1) for part in parts]
 
 
-def micro_batches(minibatch: TrainBatch, batch: BatchConfig, unit: int = 1) -> list[TrainBatch]:
-    """The micro-batches of this rank's rows, by `batch.micro_batch_tokens` if set, else `batch.micro_batch_samples`
-    units.
+def packed_rows(lengths: Tensor, budget: int, unit: int = 1, at_least: int = 1) -> list[Tensor]:
+    """Split rows into the fewest micro-batches, but `at_least` so many, of at most `budget` tokens each, of equal
+    numbers of units and nearly equal tokens. A unit longer than the budget counts as one that fills it.
 
-    Data-parallel ranks may end up with different numbers of micro-batches: gradients are reduced once, at the end.
+    Same arguments and result as `rows_by_tokens`.
     """
-    if batch.micro_batch_tokens:
-        parts = rows_by_tokens(minibatch.lengths, batch.micro_batch_tokens, unit)
-    else:
+    tokens = lengths.view(-1, unit).sum(1)
+    costs = tokens.double().tolist()
+    limit = max(budget, int(tokens.max()))
+    parts = max(at_least, -(-int(tokens.sum()) // limit))
+    while True:
+        dealt = deal(costs, min(parts, len(costs)))
+        if parts >= len(costs) or max(sum(costs[i] for i in rows) for rows in dealt) <= limit:
+            break
+        parts += 1
+    offsets = torch.arange(unit)
+    return [(torch.tensor(rows)[:, None] * unit + offsets).reshape(-1) for rows in dealt]
+
+
+def split(lengths: Tensor, batch: BatchConfig, budget: int, unit: int = 1, at_least: int = 1) -> list[Tensor]:
+    """Rows of each micro-batch of at most `budget` tokens, padded or not as `batch.packing` says."""
+    if batch.packing:
+        return packed_rows(lengths, budget, unit, at_least)
+    return rows_by_tokens(lengths, budget, unit)
+
+
+def micro_batches(
+    minibatch: TrainBatch, batch: BatchConfig, unit: int = 1, group: dist.ProcessGroup | None = None
+) -> list[TrainBatch]:
+    """The micro-batches of this rank's rows, by `batch.micro_batch_tokens` if set, else `batch.micro_batch_samples`
+    units. With packing, the data-parallel ranks of `group` get equally many."""
+    if not batch.micro_batch_tokens:
         parts = list(torch.arange(len(minibatch.lengths)).split(batch.micro_batch_samples * unit))
+    else:
+        parts = split(minibatch.lengths, batch, batch.micro_batch_tokens, unit)
+        if batch.packing and group is not None and group.size() > 1:
+            most = int(max_over(torch.tensor(len(parts)), group))
+            if most > len(parts):
+                parts = split(minibatch.lengths, batch, batch.micro_batch_tokens, unit, at_least=most)
     return [minibatch.select(rows) for rows in parts]
+
+
+def batch_metrics(parts: list[TrainBatch], batch: BatchConfig) -> ScalarMetrics:
+    """batch/{micro_batches,padding_fraction} of this rank: the share of the computed tokens that are no tokens."""
+    real = sum(int(part.lengths.sum()) for part in parts)
+    padded = sum(len(part.lengths) * int(part.lengths.max()) for part in parts)
+    return {
+        "batch/micro_batches": float(len(parts)),
+        "batch/padding_fraction": 0.0 if batch.packing else 1 - real / padded,
+    }
 
 
 def forward_rows(
     model: ShardedModel,
     rows: RolloutBatch | TrainBatch,
-    budget: int,
+    batch: BatchConfig,
     read: Callable[[Tensor, TrainBatch], Tensor],
     columns: int = 0,
 ) -> Tensor:
     """`read(head output, micro-batch) -> [b, t]` over all rows without gradient, back in row order as float32 [B,
     T] ([B, columns] if told), the columns a micro-batch lacks being 0.
 
-    Every pipeline stage gets the result. Data-parallel ranks may pass different numbers of rows, also none.
+    Every rank that shares the rows gets the result. Data-parallel ranks may pass different numbers of rows, also none.
     """
     count, width = len(rows.tokens), columns or rows.tokens.shape[1]
     if not count:
         return torch.zeros(0, width)
-    parts = rows_by_tokens(rows.lengths, budget)
-    batch = TrainBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=torch.zeros(count, 0))
-    outputs = model.forward([batch.select(part) for part in parts], read)
+    parts = split(rows.lengths, batch, batch.logprob_tokens)
+    all_rows = TrainBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=torch.zeros(count, 0))
+    outputs = model.forward([all_rows.select(part) for part in parts], read)
     result = torch.zeros(count, width, dtype=torch.float32, device=model.device)
     for part, output in zip(parts, outputs, strict=False):
         cut = min(output.shape[1], width)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from aligner.config.schema import BatchConfig
 from aligner.megatron.train import ShardedModel
@@ -26,16 +25,15 @@ class Critic:
     bias: float = 0.0
     scale: float = 1.0
 
-    def _values(self, output: Tensor) -> Tensor:
-        """values[:, t] = head(hidden[:, t-1]): the state BEFORE tokens[t]. output [B, T, 1] -> [B, T], index 0 is 0."""
-        return pad((output[:, :-1, 0].float() - self.bias) / self.scale, (1, 0))
+    def _values(self, output: Tensor, batch: TrainBatch) -> Tensor:
+        """values[:, t] = head(hidden[:, t-1]): the state BEFORE tokens[t]. output [N, 1] -> [B, T], index 0 is 0."""
+        return self.model.to_rows((output[:, 0].float() - self.bias) / self.scale, batch.packing, shift=True)
 
     def values(self, rollout: RolloutBatch) -> Tensor:
         """float32 [B, T] on the CPU of every rank: the value of the state before each token."""
-        return forward_rows(self.model, rollout, self.batch.logprob_tokens, lambda out, _: self._values(out))
+        return forward_rows(self.model, rollout, self.batch, self._values)
 
     def update(self, minibatch: TrainBatch, loss: ValueLoss) -> ScalarMetrics:
-        stats = self.model.step(
-            micro_batches(minibatch, self.batch), lambda output, batch: loss(self._values(output), batch)
-        )
+        parts = micro_batches(minibatch, self.batch, group=self.model.layout.pgs.dp)
+        stats = self.model.step(parts, lambda output, batch: loss(self._values(output, batch), batch))
         return {f"critic/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()}

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from aligner.config.schema import BatchConfig
 from aligner.megatron.train import ShardedModel
 from aligner.ops.accuracy import greedy_hits
 from aligner.ops.logprobs import token_logprobs
-from aligner.roles.batching import forward_rows, micro_batches
+from aligner.roles.batching import batch_metrics, forward_rows, micro_batches
 from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch
 
 
@@ -37,30 +38,36 @@ class Policy:
     entropy: bool = True  # of every token, for the metric and the bonus
     hits: bool = False
 
-    def _outputs(self, logits: Tensor, batch: TrainBatch, entropy: bool, hits: bool) -> TokenOutputs:
+    def _outputs(self, hidden: Tensor, batch: TrainBatch, entropy: bool, hits: bool) -> TokenOutputs:
+        """Last hidden states of this rank's stream -> [B, T] each."""
         where = {
             "vocab_size": self.model.cfg.vocab_size,
             "group": self.model.layout.pgs.tp if self.model.layout.tensor > 1 else None,
         }
-        logprobs, entropies = token_logprobs(
-            logits, batch.tokens, temperature=self.temperature, entropy=entropy, **where
-        )
-        return TokenOutputs(logprobs, entropies, greedy_hits(logits, batch.tokens, **where) if hits else None)
+
+        def read(logits: Tensor, targets: Tensor) -> Tensor:
+            lp, h = token_logprobs(logits, targets, temperature=self.temperature, entropy=entropy, **where)
+            found = [lp, h, greedy_hits(logits, targets, **where) if hits else None]
+            return torch.stack([x for x in found if x is not None], 1)
+
+        logprobs, *others = self.model.over_logits(hidden, batch, read, self.batch.logits_bytes).unbind(-1)
+        return TokenOutputs(logprobs, others.pop(0) if entropy else None, others.pop(0) if hits else None)
 
     def logprobs(self, rows: RolloutBatch | TrainBatch) -> Tensor:
         """float32 [B, T] logprobs of every token under the current weights, on the CPU of every rank; index 0 is 0."""
-        return forward_rows(
-            self.model, rows, self.batch.logprob_tokens, lambda logits, b: self._outputs(logits, b, False, False)[0]
-        )
+        return forward_rows(self.model, rows, self.batch, lambda hidden, b: self._outputs(hidden, b, False, False)[0])
 
     def update(self, minibatch: TrainBatch, loss: PolicyLoss) -> ScalarMetrics:
         """One optimizer step over this rank's rows of a minibatch."""
 
-        def from_logits(logits: Tensor, batch: TrainBatch) -> LossOutput:
-            return loss(self._outputs(logits, batch, self.entropy, self.hits), batch)
+        def from_hidden(hidden: Tensor, batch: TrainBatch) -> LossOutput:
+            return loss(self._outputs(hidden, batch, self.entropy, self.hits), batch)
 
-        stats = self.model.step(micro_batches(minibatch, self.batch), from_logits)
-        return {f"policy/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()}
+        parts = micro_batches(minibatch, self.batch, group=self.model.layout.pgs.dp)
+        stats = self.model.step(parts, from_hidden)
+        return {f"policy/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()} | (
+            batch_metrics(parts, self.batch)
+        )
 
 
 class Reference(Policy):

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from aligner.config.schema import BatchConfig
 from aligner.megatron.train import ShardedModel
-from aligner.roles.batching import forward_rows, micro_batches
+from aligner.roles.batching import batch_metrics, forward_rows, micro_batches
 from aligner.types import LossOutput, RolloutBatch, Sample, ScalarMetrics, TrainBatch
 
 ScoreLoss = Callable[[Tensor, TrainBatch], LossOutput]  # (scores [B,K], micro-batch) -> share of the minibatch loss
 
 
-def last_token_scores(output: Tensor, lengths: Tensor) -> Tensor:
-    """The head at the last non-padding token (EOS where the response ended). output [B, T, K] -> float32 [B, K]."""
-    rows = torch.arange(len(lengths), device=output.device)
-    return output[rows, lengths - 1].float()
+def last_token_scores(model: ShardedModel, output: Tensor, batch: TrainBatch) -> Tensor:
+    """The head at the last non-padding token (EOS where the response ended). output [N, K] -> float32 [B, K]."""
+    rows = torch.arange(len(batch.lengths), device=output.device)
+    return model.to_rows(output.float(), batch.packing, shift=False)[rows, batch.lengths - 1]
 
 
 @dataclass
@@ -40,8 +40,8 @@ class RewardModel:
         return forward_rows(
             self.model,
             rows,
-            self.batch.logprob_tokens,
-            lambda out, b: last_token_scores(out, b.lengths),
+            self.batch,
+            lambda out, b: last_token_scores(self.model, out, b),
             columns=self.model.head.outputs,
         )
 
@@ -60,8 +60,11 @@ class RewardModel:
 
     def update(self, minibatch: TrainBatch, loss: ScoreLoss, unit: int) -> ScalarMetrics:
         """One optimizer step; `unit` consecutive rows (2: the pair) stay in one micro-batch."""
+        parts = micro_batches(minibatch, self.batch, unit, self.model.layout.pgs.dp)
         stats = self.model.step(
-            micro_batches(minibatch, self.batch, unit),
-            lambda output, batch: loss(last_token_scores(output, batch.lengths), batch),
+            parts,
+            lambda output, batch: loss(last_token_scores(self.model, output, batch), batch),
         )
-        return {f"rm/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()}
+        return {f"rm/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()} | (
+            batch_metrics(parts, self.batch)
+        )

@@ -65,19 +65,24 @@ def collate(samples: list[Sample], generations: Generations, slots: Tensor, pad_
     response_mask = (column >= prompt_lengths[:, None]) & (column < lengths[:, None])
     filled = torch.arange(width)[None] < generations.lengths[:, None]
     tokens[response_mask] = generations.tokens[filled]
-    logprobs = torch.zeros(count, total)
+
+    def placed(source: Tensor) -> Tensor:
+        result = torch.zeros(count, total)
+        result[response_mask] = source[filled].float()
+        return result
+
     # engine and trainer are compared on the distribution the trainer can compute: the full tempered one
-    source = generations.logprobs if generations.full_logprobs is None else generations.full_logprobs
-    logprobs[response_mask] = source[filled].float()
+    sampled, full = generations.logprobs, generations.full_logprobs
     return RolloutBatch(
         tokens=tokens,
         lengths=lengths,
         response_mask=response_mask.float(),
-        rollout_logprobs=logprobs,
+        rollout_logprobs=placed(sampled if full is None else full),
         rewards=torch.full((count,), float("nan")),
         valid=torch.zeros(count, dtype=torch.bool),
         group=slots,
         finished=generations.finish_reason == STOP,
         weight_version=generations.weight_version,
         samples=samples,
+        sampled_logprobs=None if full is None else placed(sampled),
     )

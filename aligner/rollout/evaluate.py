@@ -90,7 +90,7 @@ class Evaluator:
     def _model_opinion(self, samples: list[Sample]) -> Sums:
         """The model is shared by tensor and pipeline ranks: they score their samples together, the first one counts."""
         assert self.reward_model is not None
-        peers = self.layout.pgs.mp
+        peers = self.layout.peers
         if peers.size() > 1:
             parts: list[list[Sample]] = [[] for _ in range(peers.size())]
             dist.all_gather_object(parts, samples, group=peers)

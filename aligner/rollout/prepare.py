@@ -7,15 +7,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.schema import AlgorithmConfig, BatchConfig, KLConfig
-from aligner.ops.advantages import token_rewards
 from aligner.ops.kl import adapt_kl_coef, kl_estimate
-from aligner.ops.seeds import derive
-from aligner.ops.stratify import minibatch_rows
+from aligner.ops.seeds import derive, scatter
+from aligner.ops.shaping import shaped_rewards
+from aligner.ops.stratify import minibatch_rows, places
+from aligner.ops.token_advantages import token_rewards
+from aligner.rewards.composite import Scores
+from aligner.rollout.balance import Balancer
 from aligner.run.sample_table import SampleRow
 from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
 
@@ -23,10 +27,15 @@ from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
 @dataclass
 class KLController:
     """beta, fixed or adaptive (Ziegler et al. 2019): beta *= 1 + clip(KL/target - 1, -0.2, 0.2) x samples /
-    horizon, with KL the mean of k1 over the response tokens of the rollout (`kl/ref_k1`)."""
+    horizon, with KL the rollout's `metric`."""
 
     config: KLConfig
     coef: float = field(init=False)
+
+    @property
+    def metric(self) -> str:
+        """Mean over sequences of k1's mean, or of its sum, over a sequence's tokens."""
+        return f"kl/ref_k1_{self.config.controller.measure}"
 
     def __post_init__(self) -> None:
         self.coef = self.config.coef
@@ -44,10 +53,11 @@ class KLController:
         self.coef = float(state["coef"])
 
 
-def set_token_rewards(rollout: RolloutBatch, cfg: AlgorithmConfig, kl_coef: float) -> None:
-    """Fill `token_rewards` (reward at the last response token, overlong penalty, KL per token where it belongs in the
+def set_token_rewards(rollout: RolloutBatch, cfg: AlgorithmConfig, kl_coef: float, response_limit: int) -> None:
+    """Fill `token_rewards` (reward at the last response token, overlong shaping, KL per token where it belongs in the
     reward) and `loss_mask` (response tokens of valid samples, less truncated ones where configured)."""
-    scores = rollout.rewards.nan_to_num() - cfg.overlong.penalty * (~rollout.finished).float()
+    lengths = rollout.response_mask.sum(1)
+    scores = shaped_rewards(rollout.rewards.nan_to_num(), lengths, rollout.finished, cfg.overlong, response_limit)
     kl = None
     if cfg.kl.placement == "reward" and rollout.ref_logprobs is not None:
         kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, cfg.kl.estimator)
@@ -58,22 +68,31 @@ def set_token_rewards(rollout: RolloutBatch, cfg: AlgorithmConfig, kl_coef: floa
     rollout.loss_mask = rollout.response_mask * keep[:, None]
 
 
-def shuffle_within_groups(rollout: RolloutBatch, seed: int) -> None:
-    """The control experiment (`debug.shuffle_rewards`): the same rewards, given to random samples of their group."""
+def shuffle_within_groups(rollout: RolloutBatch, scores: Scores, seed: int) -> None:
+    """The control experiment (`debug.shuffle_rewards`): the same rewards, and their components in `scores`, given to
+    random samples of their group."""
     for slot in rollout.group.unique().tolist():
         rows = (rollout.group == slot).nonzero().flatten()
         generator = torch.Generator().manual_seed(derive(seed, "control", slot))
         given = rows[torch.randperm(len(rows), generator=generator)]
         rollout.rewards[rows], rollout.valid[rows] = rollout.rewards[given], rollout.valid[given]
+        for column in scores.components.values():
+            values = [column[i] for i in given.tolist()]
+            for i, value in zip(rows.tolist(), values, strict=True):
+                column[i] = value
 
 
-def minibatches(rollout: RolloutBatch, batch: BatchConfig, seed: int, epoch: int) -> Iterator[TrainBatch]:
+def minibatches(
+    rollout: RolloutBatch, batch: BatchConfig, seed: int, epoch: int, balancer: Balancer
+) -> Iterator[TrainBatch]:
     """This rank's rows of each minibatch of one epoch. The global minibatch has the same members for any number of
-    data-parallel ranks (`ops/stratify.py`); samples stay where they are."""
+    data-parallel ranks (`ops/stratify.py`); `balancer` decides which rank computes which of them."""
     count = batch.prompts * batch.group // (batch.minibatch_samples or batch.prompts * batch.group)
-    for rows in minibatch_rows(rollout.group, batch.group, count, derive(seed, "epoch", epoch)):
+    seed = derive(seed, "epoch", epoch)
+    keys = row_keys(rollout, batch.group, seed)
+    for rows in minibatch_rows(rollout.group, batch.group, count, seed):
         part = rollout.select(rows)
-        yield TrainBatch(
+        mine = TrainBatch(
             tokens=part.tokens,
             lengths=part.lengths,
             loss_mask=part.loss_mask,
@@ -82,7 +101,17 @@ def minibatches(rollout: RolloutBatch, batch: BatchConfig, seed: int, epoch: int
             advantages=part.advantages,
             returns=part.returns,
             values=part.values,
+            token_weights=part.token_weights,
+            rollout_logprobs=part.rollout_logprobs,
+            row_keys=keys[rows],
         )
+        yield balancer(mine)
+
+
+def row_keys(rollout: RolloutBatch, group: int, seed: int) -> Tensor:
+    """int64 [B] >= 0: a hash of the seed, the row's prompt slot and its place in the group, whatever rank it is on."""
+    numbers = rollout.group.numpy() * group + places(rollout.group, group)
+    return torch.from_numpy((scatter(seed, numbers) >> np.uint64(1)).astype(np.int64))
 
 
 def sample_rows(rollout: RolloutBatch, n: int) -> list[SampleRow]:

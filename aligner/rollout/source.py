@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from aligner.config.schema import BatchConfig
+from aligner.config.schema import AlgorithmConfig, BatchConfig
 from aligner.data.dataset import PromptDataset
 from aligner.data.stream import IndexStream
 from aligner.engines.base import RolloutEngine
@@ -21,23 +23,14 @@ from aligner.errors import RewardError
 from aligner.megatron.groups import Layout
 from aligner.ops.reduce import first_cause
 from aligner.ops.seeds import request_seed
+from aligner.ops.shaping import shaped_rewards
 from aligner.refit.transfer import Refit
 from aligner.refit.verify import Verifier
-from aligner.rewards.composite import RewardPipeline, Scores
+from aligner.rewards.composite import Component, RewardPipeline, Scores
 from aligner.rollout.collate import collate, join_generations, make_samples
+from aligner.rollout.groups import Groups, Refill, Request, Requests, join_groups
 from aligner.run.timers import Timers
-from aligner.types import Generations, Prompt, RolloutBatch, SamplingParams, ScalarMetrics
-
-
-def slots_and_indices(rows: Sequence[int], group: int) -> list[tuple[int, int, int]]:
-    """(slot, row, first sample index) of a global batch of dataset rows. A row's k-th occurrence in the batch starts at
-    sample index k x group, so that a small dataset never gives two samples the same request seed."""
-    seen: dict[int, int] = {}
-    result = []
-    for slot, row in enumerate(rows):
-        result.append((slot, row, seen.get(row, 0) * group))
-        seen[row] = seen.get(row, 0) + 1
-    return result
+from aligner.types import STOP, Generations, Prompt, RolloutBatch, Sample, SamplingParams, ScalarMetrics
 
 
 def share(count: int, parts: int, index: int) -> slice:
@@ -61,6 +54,16 @@ def raised_together() -> Iterator[None]:
         raise RewardError(f"on rank {first[0]}: {first[1]}")
 
 
+class Rollouts(Protocol):
+    """Where a recipe's rollouts come from."""
+
+    timers: Timers
+
+    def next(self, step: int) -> tuple[RolloutBatch, ScalarMetrics, Scores]:
+        """This rank's part of rollout `step`, its metrics so far, and the scores with components."""
+        ...
+
+
 @dataclass
 class RolloutSource:
     engine: RolloutEngine
@@ -74,6 +77,7 @@ class RolloutSource:
     batch: BatchConfig
     layout: Layout
     seed: int
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     timers: Timers = field(default_factory=Timers)
 
     def next(self, step: int) -> tuple[RolloutBatch, ScalarMetrics, Scores]:
@@ -81,51 +85,89 @@ class RolloutSource:
         with self.timers("refit"):
             metrics = self.refit()
             metrics |= self.verifier.check()
-        with self.timers("generate"):
-            prompts, generations, slots = self._generate(step)
+        if self.algorithm.filter_groups:
+            groups, found = self._filtered(step)
+            metrics |= found
+        else:
+            requests = Requests(self.batch.group)(range(self.batch.prompts), self.stream.next().tolist())
+            groups = self._groups(step, requests)
         rollout = collate(
-            make_samples(self.tokenizer, prompts, generations, self.batch.group),
-            generations,
-            torch.tensor(slots).repeat_interleave(self.batch.group),
+            self._samples(groups),
+            groups.generations,
+            torch.tensor(groups.slots).repeat_interleave(self.batch.group),
             self.tokenizer.pad_token_id,  # type: ignore[attr-defined]
         )
-        with self.timers("score"):
-            scores = self.score(rollout)
+        scores = self.rewards.combine(groups.components, len(rollout.samples), update=True)
+        rollout.rewards = torch.tensor(scores.total, dtype=torch.float32)
+        rollout.valid = torch.tensor(scores.valid)
+        if self.algorithm.advantage == "remax":
+            rollout.greedy_rewards = self._greedy_rewards(groups).repeat_interleave(self.batch.group)
         behind = float(self.refit.model.step_count - rollout.weight_version)  # 0 here; a queue will tell otherwise
         metrics |= {"staleness/mean": behind, "staleness/max": behind}
         return rollout, metrics, scores
 
-    def _generate(self, step: int) -> tuple[list[Prompt], Generations, list[int]]:
-        batch = slots_and_indices(self.stream.next().tolist(), self.batch.group)
-        mine = batch[share(len(batch), self.layout.data, self.layout.dp_rank)]
-        peers = self.layout.pgs.mp
-        my_share = mine[share(len(mine), peers.size(), peers.rank())]
-        prompts = [self.prompts[row] for _, row, _ in my_share]
+    def _groups(self, step: int, requests: Sequence[Request]) -> Groups:
+        """Generate and score this rank's requests: those for its share of the slots."""
+        slots = range(self.batch.prompts)[share(self.batch.prompts, self.layout.data, self.layout.dp_rank)]
+        mine = [request for request in requests if request.slot in slots]
+        prompts = [self.prompts[request.row] for request in mine]
         seeds = [
-            [request_seed(self.seed, step, prompt.id, first + i) for i in range(self.batch.group)]
-            for prompt, (_, _, first) in zip(prompts, my_share, strict=True)
+            [request_seed(self.seed, step, prompt.id, request.first + i) for i in range(self.batch.group)]
+            for prompt, request in zip(prompts, mine, strict=True)
         ]
-        tokens = [prompt.tokens for prompt in prompts]
-        generations = self.engine.generate(tokens, seeds, self.sampling)
-        if peers.size() > 1:
-            parts: list[Generations | None] = [None] * peers.size()
-            dist.all_gather_object(parts, generations, group=peers)
-            generations = join_generations([part for part in parts if part is not None])
-        return [self.prompts[row] for _, row, _ in mine], generations, [slot for slot, _, _ in mine]
+        generations = self._generate(prompts, seeds, self.sampling)
+        groups = Groups([request.slot for request in mine], prompts, generations)
+        groups.components = self._score(self._samples(groups))
+        return groups
 
-    def score(self, rollout: RolloutBatch) -> Scores:
-        """Reward functions run on one share per tensor and pipeline peer; models on all samples, by all peers."""
-        peers = self.layout.pgs.mp
-        part = share(len(rollout.samples), peers.size(), peers.rank())
-        with raised_together():
-            components = self.rewards.functions(rollout.samples[part])
-        if peers.size() > 1:
-            gathered: list[dict | None] = [None] * peers.size()
-            dist.all_gather_object(gathered, components, group=peers)
-            components = {name: [v for piece in gathered for v in piece[name]] for name in components}  # type: ignore[index]
-        with raised_together():
-            components |= self.rewards.models(rollout.samples)
-        scores = self.rewards.combine(components, len(rollout.samples), update=True)
-        rollout.rewards = torch.tensor(scores.total, dtype=torch.float32)
-        rollout.valid = torch.tensor(scores.valid)
-        return scores
+    def _filtered(self, step: int) -> tuple[Groups, ScalarMetrics]:
+        """Rounds of generation until every slot has a group with different rewards; see `rollout/groups.py`."""
+        refill = Refill(self.batch.prompts, self.batch.group, self.algorithm.filter_rounds, self.layout.pgs.dp)
+        number, kept = Requests(self.batch.group), []
+        while refill.open:
+            slots = refill.wanted()
+            groups = self._groups(step, number(slots, self.stream.take(len(slots)).tolist()))
+            # the running statistics of reward.normalize see what is kept, once
+            scores = self.rewards.combine(groups.components, len(groups.slots) * self.batch.group, update=False)
+            kept.append(refill.keep(groups, scores))
+        return join_groups(kept), refill.metrics()
+
+    def _greedy_rewards(self, groups: Groups) -> Tensor:
+        """float32 [N]: the shaped reward of each prompt's greedy response, NaN where it has no score (ReMax)."""
+        greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        generations = self._generate(groups.prompts, [[0]] * len(groups.prompts), greedy)
+        samples = make_samples(self.tokenizer, groups.prompts, generations, 1)
+        scores = self.rewards.combine(self._score(samples), len(samples), update=False)
+        rewards, finished = torch.tensor(scores.total, dtype=torch.float32), generations.finish_reason == STOP
+        limit = self.sampling.max_response_tokens
+        return shaped_rewards(rewards, generations.lengths, finished, self.algorithm.overlong, limit)
+
+    def _samples(self, groups: Groups) -> list[Sample]:
+        return make_samples(self.tokenizer, groups.prompts, groups.generations, self.batch.group)
+
+    def _generate(self, prompts: list[Prompt], seeds: list[list[int]], sampling: SamplingParams) -> Generations:
+        """Each tensor, context and pipeline peer generates for its share of the prompts."""
+        peers = self.layout.peers
+        part = share(len(prompts), peers.size(), peers.rank())
+        with self.timers("generate"):
+            generations = self.engine.generate([prompt.tokens for prompt in prompts[part]], seeds[part], sampling)
+            if peers.size() > 1:
+                parts: list[Generations | None] = [None] * peers.size()
+                dist.all_gather_object(parts, generations, group=peers)
+                generations = join_generations([part for part in parts if part is not None])
+        return generations
+
+    def _score(self, samples: list[Sample]) -> dict[str, Component]:
+        """Reward functions run on one share per peer; models on all samples, by all peers."""
+        peers = self.layout.peers
+        part = share(len(samples), peers.size(), peers.rank())
+        with self.timers("score"):
+            with raised_together():
+                components = self.rewards.functions(samples[part])
+            if peers.size() > 1:
+                gathered: list[dict | None] = [None] * peers.size()
+                dist.all_gather_object(gathered, components, group=peers)
+                components = {name: [v for piece in gathered for v in piece[name]] for name in components}  # type: ignore[index]
+            with raised_together():
+                components |= self.rewards.models(samples)
+        return components

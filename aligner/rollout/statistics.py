@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.ops.advantages import count_degenerate
-from aligner.ops.mismatch import mismatch_sums
+from aligner.ops.mismatch import correction_sums, finish_mismatch, mismatch_sums
 from aligner.ops.value_loss import explained_variance, explained_variance_sums
 from aligner.rewards.composite import Scores, finish_metrics
 from aligner.types import RolloutBatch, ScalarMetrics
@@ -36,14 +36,20 @@ def reduce_metrics(
 def rollout_metrics(rollout: RolloutBatch, scores: Scores, group: dist.ProcessGroup) -> ScalarMetrics:
     """reward/*, response/*, advantage/*, mismatch/* and, with a reference, kl/ref_* of a whole rollout.
 
-    Needs old_logprobs, advantages and loss_mask to be set.
+    Needs old_logprobs and loss_mask to be set; advantage/* only where there are advantages.
     """
     count, tokens = float(len(rollout.lengths)), rollout.response_mask.sum(1)
     degenerate, groups = count_degenerate(rollout.rewards.nan_to_num(), rollout.group, rollout.valid)
-    assert rollout.old_logprobs is not None and rollout.advantages is not None and rollout.loss_mask is not None
-    on, adv = rollout.loss_mask.bool(), rollout.advantages.double()
+    assert rollout.old_logprobs is not None and rollout.loss_mask is not None
+    on = rollout.loss_mask.bool()
     n = float(on.sum())
-    means, maxima = mismatch_sums(rollout.old_logprobs, rollout.rollout_logprobs, rollout.response_mask)
+    means, maxima = mismatch_sums(
+        rollout.old_logprobs,
+        rollout.rollout_logprobs,
+        rollout.response_mask,
+        sampled_logprobs=rollout.sampled_logprobs,
+    )
+    means |= correction_sums(rollout.response_mask, rollout.token_weights, rollout.rejected)
     means = dict(means) | scores.metric_sums()
     if len(rollout.lengths) > groups:  # with one sample for each prompt nothing is compared, so nothing degenerate
         means["reward/degenerate_groups"] = (degenerate, groups)
@@ -51,23 +57,28 @@ def rollout_metrics(rollout: RolloutBatch, scores: Scores, group: dist.ProcessGr
         "response/tokens_mean": (tokens.sum(), count),
         "response/eos_fraction": (rollout.finished.sum(), count),
         "response/truncated_fraction": ((~rollout.finished).sum(), count),
-        "advantage/mean": (adv[on].sum(), n),
-        "advantage/mean_square": (adv[on].square().sum(), n),
-        "batch/padding_fraction": (
-            rollout.tokens.numel() - float(rollout.lengths.sum()),
-            float(rollout.tokens.numel()),
-        ),
     }
+    if rollout.advantages is not None:
+        advantage = rollout.advantages.double()[on]
+        means |= {"advantage/mean": (advantage.sum(), n), "advantage/mean_square": (advantage.square().sum(), n)}
     if rollout.ref_logprobs is not None:
-        means |= _kl_sums(rollout.old_logprobs - rollout.ref_logprobs, on, n)
+        means |= _kl_sums(rollout.old_logprobs - rollout.ref_logprobs, on)
     maxima = {name: float(v) for name, v in maxima.items()} | scores.metric_maxima()
     maxima["response/tokens_max"] = float(tokens.max()) if len(tokens) else 0.0
-    return finish_metrics(reduce_metrics(means, maxima, group))
+    return finish_mismatch(finish_metrics(reduce_metrics(means, maxima, group)))
 
 
-def _kl_sums(d: Tensor, on: Tensor, n: float) -> dict[str, tuple[float, float]]:
-    d = d[on].double().clamp(-20, 20)
-    return {"kl/ref_k1": (float(d.sum()), n), "kl/ref_k3": (float((torch.exp(-d) - 1 + d).sum()), n)}
+def _kl_sums(d: Tensor, on: Tensor) -> dict[str, tuple[float, float]]:
+    """Means over tokens of k1 and k3, and over sequences of k1's mean and sum over their tokens."""
+    d = torch.where(on, d.double().clamp(-20, 20), 0.0)
+    k3 = torch.where(on, torch.exp(-d) - 1 + d, 0.0)
+    tokens, n, rows = on.sum(1), float(on.sum()), float(on.any(1).sum())
+    return {
+        "kl/ref_k1": (float(d.sum()), n),
+        "kl/ref_k3": (float(k3.sum()), n),
+        "kl/ref_k1_sequence_mean": (float((d.sum(1) / tokens.clamp_min(1)).sum()), rows),
+        "kl/ref_k1_sequence_sum": (float(d.sum()), rows),
+    }
 
 
 def value_metrics(rollout: RolloutBatch, group: dist.ProcessGroup) -> ScalarMetrics:

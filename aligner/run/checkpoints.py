@@ -24,6 +24,8 @@ from aligner.megatron.checkpoint import fsync_folder, fsync_tree, load_model, rn
 from aligner.megatron.checkpoint_files import complete_checkpoints, find_checkpoint, read_state
 from aligner.megatron.train import ShardedModel
 
+DISPENSABLE = ("sentinel",)  # states that checkpoints of earlier versions lack
+
 
 class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
@@ -170,10 +172,17 @@ class Checkpoints:
         dist.barrier()
 
     def _load(self, path: Path, content: Mapping[str, Any]) -> int:
+        missing = [name for name in self.state if name not in content["state"] and name not in DISPENSABLE]
+        if missing:
+            raise CheckpointError(
+                f"checkpoint {path} lacks the state of {', '.join(missing)}: it was saved by a run of another kind "
+                "(debug.train_only), or by another version of aligner. Start from its weights with model.init"
+            )
         for name, model in self.models.items():
             load_model(model, path / name)
         for name, item in self.state.items():
-            item.load_state_dict(content["state"][name])
+            if name in content["state"]:
+                item.load_state_dict(content["state"][name])
         rng = path / "rng" / f"rank-{dist.get_rank():04d}.pt"
         if rng.exists() and content["world_size"] == dist.get_world_size():
             set_rng_state(torch.load(rng, weights_only=True))

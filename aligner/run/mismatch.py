@@ -1,14 +1,32 @@
-"""The gate on engine against trainer: a warning above one bound, a stop above another."""
+"""Engine against trainer: the correction of a rollout, and the gate (a warning above one bound, a stop above
+another)."""
 
 from __future__ import annotations
 
 import sys
 
+import torch
 import torch.distributed as dist
 
 from aligner.config.schema import MismatchConfig
 from aligner.errors import MismatchError
+from aligner.ops.mismatch import REJECTIONS, WEIGHTS
 from aligner.types import RolloutBatch, ScalarMetrics
+
+
+def correct_mismatch(rollout: RolloutBatch, config: MismatchConfig) -> None:
+    """Apply `mismatch.correction`: set `token_weights` (TIS, IcePop), or `rejected` and make those samples invalid
+    (geometric mask, veto). After the logprobs and before token rewards and advantages: a rejected sample may be part
+    of no baseline, std, loss or denominator."""
+    assert rollout.old_logprobs is not None
+    log_ratio, mask = rollout.old_logprobs - rollout.rollout_logprobs, rollout.response_mask
+    for name in config.methods:
+        if name in WEIGHTS:
+            rollout.token_weights = WEIGHTS[name](log_ratio, mask, **config.bounds(name))
+        elif name in REJECTIONS:
+            rejected = ~REJECTIONS[name](log_ratio, mask, **config.bounds(name))
+            rollout.rejected = rejected if rollout.rejected is None else rollout.rejected | rejected
+            rollout.valid = rollout.valid & ~rejected
 
 
 def check_mismatch(metrics: ScalarMetrics, rollout: RolloutBatch, config: MismatchConfig) -> None:
@@ -28,9 +46,29 @@ def check_mismatch(metrics: ScalarMetrics, rollout: RolloutBatch, config: Mismat
 
 
 def worst_sample(rollout: RolloutBatch) -> str:
-    """The sample of this rank with the largest |old - rollout| logprob, with its tokens."""
+    """The sample of all ranks with the largest |old - rollout| logprob, with its tokens. Collective over the world."""
+    mine = _worst_here(rollout)
+    found = [mine]
+    if dist.get_world_size() > 1:
+        found = [mine] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+    return max(found, key=lambda worst: worst[0])[1]  # the lowest rank of equals
+
+
+def _worst_here(rollout: RolloutBatch) -> tuple[float, str]:
+    """(size, description); a NaN is the largest of all. (-1, ...) without samples."""
+    if not len(rollout.tokens):
+        return -1.0, "no rank has samples"
     assert rollout.old_logprobs is not None
-    size = (rollout.old_logprobs - rollout.rollout_logprobs).abs() * rollout.response_mask
+    gap = (rollout.old_logprobs - rollout.rollout_logprobs).abs()
+    size = torch.where(rollout.response_mask.bool(), gap.nan_to_num(nan=torch.inf), 0.0)
     row, column = divmod(int(size.argmax()), size.shape[1])
+    slot = int(rollout.group[row])
+    sample = int((rollout.group[:row] == slot).sum())
     tokens = rollout.tokens[row, : int(rollout.lengths[row])].tolist()
-    return f"Worst here: sample {row}, token {column} off by {float(size[row, column]):.3g} nats; tokens {tokens}"
+    trainer, engine = float(rollout.old_logprobs[row, column]), float(rollout.rollout_logprobs[row, column])
+    text = (
+        f"Worst sample of all ranks: prompt slot {slot}, sample {sample} (rank {dist.get_rank()}), token {column} "
+        f"(id {tokens[column]}): engine {engine:.4g}, trainer {trainer:.4g} nats; tokens {tokens}"
+    )
+    return float(size[row, column]), text

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from aligner.algorithms.losses import attribute_loss, policy_loss, preference_loss, sft_loss, value_loss
-from aligner.config.schema import AlgorithmConfig, KLConfig, RewardLossConfig
+from aligner.config.schema import AlgorithmConfig, CovConfig, KLConfig, RewardLossConfig
+from aligner.ops.covariance import choose_random, choose_top, covariance, token_keys
 from aligner.roles.policy import TokenOutputs
 from aligner.types import TrainBatch
 
@@ -55,6 +56,8 @@ def make_batch(seed: int = 0) -> TrainBatch:
         advantages=noise(1.0),
         returns=noise(1.0),
         values=noise(1.0),
+        rollout_logprobs=old + noise(0.1),
+        row_keys=torch.arange(B) * 7,
     )
 
 
@@ -130,6 +133,54 @@ def test_policy_loss_is_the_loop(name, aggregation):
     entropy_grad = torch.zeros(B, T) if entropy.grad is None else entropy.grad
     exact_grad = torch.zeros(B, T).double() if exact[1].grad is None else exact[1].grad
     torch.testing.assert_close(entropy_grad.double(), exact_grad, rtol=1e-5, atol=1e-8)
+
+
+COV = CovConfig(fraction=0.2, low=0.01, high=2.0, kl_coef=0.5)
+OTHERS = {
+    "gspo": AlgorithmConfig(policy_loss="gspo", clip_low=0.1, clip_high=0.1, aggregation="seq_mean_token_mean"),
+    "gmpo": AlgorithmConfig(policy_loss="gmpo", clip_low=0.3, clip_high=0.3, aggregation="seq_mean_token_mean"),
+    **{name: AlgorithmConfig(policy_loss=name) for name in ("cispo", "dppo")},
+    **{name: AlgorithmConfig(policy_loss=name, cov=COV) for name in ("clip_cov", "kl_cov")},
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", OTHERS)
+def test_cutting_a_minibatch_changes_no_policy_loss(name, size):
+    """Also those that look at a whole row, or at the whole minibatch."""
+    batch = make_batch()
+    loss = policy_loss(batch, OTHERS[name], 0.0, LIMIT, dist.group.WORLD)
+    found = []
+    for parts in ([torch.arange(B)], torch.arange(B).split(size), [torch.tensor([4, 0, 5]), torch.tensor([3, 2, 1])]):
+        logprobs, _ = outputs(batch)
+        total = sum(loss(TokenOutputs(logprobs[rows], None, None), batch.select(rows)).loss for rows in parts)
+        total.backward()
+        found.append((total.detach(), logprobs.grad))
+    assert found[0][1].abs().sum() > 0
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_tokens_are_chosen_once_for_the_minibatch(name):
+    batch = make_batch()
+    loss = policy_loss(batch, OTHERS[name], 0.0, LIMIT, dist.group.WORLD)
+    cov, keys = covariance(batch.advantages, batch.old_logprobs, batch.loss_mask), token_keys(batch.row_keys, T)
+    chosen = (
+        choose_random(cov, batch.loss_mask, keys, COV.fraction, COV.low, COV.high)
+        if name == "clip_cov"
+        else choose_top(cov, batch.loss_mask, keys, COV.fraction)
+    )
+    assert chosen.sum() >= 2 and torch.equal(batch.chosen, chosen)
+    logprobs, _ = outputs(batch)
+    out = loss(TokenOutputs(logprobs, None, None), batch)
+    assert [float(x) for x in out.means["policy/chosen_fraction"]] == [
+        float(chosen.sum()),
+        float(batch.loss_mask.sum()),
+    ]
+    out.loss.backward()
+    if name == "clip_cov":
+        assert (logprobs.grad[chosen.bool()] == 0).all()
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -213,6 +264,21 @@ def test_value_loss_is_the_loop():
     assert float(out.loss) == pytest.approx(math.fsum(terms) / len(terms), rel=1e-5)
     assert float(out.means["critic/clip_fraction"][0]) == clipped > 0
     assert float(value_loss(batch, 0.0, dist.group.WORLD)(values, batch).means["critic/clip_fraction"][0]) == 0
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_value_loss_is_aggregated_as_the_policy_loss(aggregation):
+    batch = make_batch()
+    squares = 0.5 * (batch.values + 1 - batch.returns) ** 2
+    loss = value_loss(batch, 0.0, dist.group.WORLD, aggregation, LIMIT)
+    rows = [squares[i][batch.loss_mask[i].bool()] for i in range(B) if batch.loss_mask[i].any()]
+    wanted = {
+        "token_mean": torch.cat(rows).mean(),
+        "seq_mean_token_mean": sum(row.mean() for row in rows) / len(rows),
+        "seq_mean_token_sum": torch.cat(rows).sum() / len(rows),
+        "seq_mean_token_sum_norm": torch.cat(rows).sum() / len(rows) / LIMIT,
+    }[aggregation]
+    assert float(loss(batch.values + 1, batch).loss) == pytest.approx(float(wanted), rel=1e-5)
 
 
 @pytest.mark.parametrize("margin", [False, True])

@@ -36,10 +36,12 @@ def build(
     dtype: torch.dtype = torch.float32,
     total_steps: int = 10,
     source=None,
+    packed: bool = True,
+    share: bool = False,
 ) -> ShardedModel:
     layout = groups.build_layout(parallel)
     source = source or wild_source(cfg)
-    return ShardedModel(cfg, layout, head, dtype, torch.device("cpu"), source, optim, total_steps)
+    return ShardedModel(cfg, layout, head, dtype, torch.device("cpu"), source, optim, total_steps, packed, share)
 
 
 def from_folder(folder: str, parallel: ParallelConfig = ONE, head: Head = Head(), **kwargs) -> ShardedModel:  # noqa: B008
@@ -59,19 +61,22 @@ def shares(model: ShardedModel, full: TrainBatch) -> TrainBatch:
     return full.select(rows[bounds[rank] : bounds[rank + 1]])
 
 
-def nll_loss(model: ShardedModel, full: TrainBatch):
+def nll_loss(model: ShardedModel, full: TrainBatch, logits_bytes: int = 1 << 30):
     """Negative log-likelihood over the tokens of the whole minibatch; scores: squared error over its rows (small, so
     that gradient descent with learning rate 1 does not run away)."""
     tokens, rows = full.loss_mask.sum(), len(full.lengths)
     group = model.layout.pgs.tp if model.layout.tensor > 1 else None
 
-    def lm(logits: torch.Tensor, b: TrainBatch) -> LossOutput:
-        logprobs, _ = token_logprobs(logits, b.tokens, vocab_size=model.cfg.vocab_size, group=group)
+    def read(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return token_logprobs(logits, targets, vocab_size=model.cfg.vocab_size, group=group)[0]
+
+    def lm(hidden: torch.Tensor, b: TrainBatch) -> LossOutput:
+        logprobs = model.over_logits(hidden, b, read, logits_bytes)
         nll = -(logprobs * b.loss_mask).sum()
         return LossOutput(nll / tokens, {"nll": (nll, b.loss_mask.sum())}, {"worst": (-logprobs * b.loss_mask).max()})
 
     def score(output: torch.Tensor, b: TrainBatch) -> LossOutput:
-        error = (last_token_scores(output, b.lengths).sum(-1) - b.labels).square()
+        error = (last_token_scores(model, output, b).sum(-1) - b.labels).square()
         return LossOutput(
             0.01 * error.sum() / rows, {"nll": (error.sum(), torch.tensor(len(error)))}, {"worst": error.max()}
         )
@@ -89,9 +94,9 @@ def train(
     steps: int = 2,
 ) -> dict:
     """Some steps on one fixed minibatch: metrics of each, logprobs, and full weights at the end."""
-    model = build(cfg, parallel, optim, head, dtype)
+    model = build(cfg, parallel, optim, head, dtype, packed=bc.packing, share=bc.share_prompts)
     full = batch(cfg)
-    mine, loss = shares(model, full), nll_loss(model, full)
+    mine, loss = shares(model, full), nll_loss(model, full, bc.logits_bytes)
     metrics = [model.step(micro_batches(mine, bc), loss) for _ in range(steps)]
     logprobs = Policy(model, bc).logprobs(full) if head.kind == "lm" else None
     return {"metrics": metrics, "weights": weights(model), "logprobs": logprobs, "version": model.step_count}
@@ -100,7 +105,14 @@ def train(
 def logits(folder: str, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     model = from_folder(folder)
     assert model.head.kind == "lm"
-    return model.forward([TrainBatch(tokens, lengths, torch.zeros(len(tokens), 0))], lambda out, b: out)[0]
+    rows = TrainBatch(tokens, lengths, torch.zeros(len(tokens), 0))
+    return model.forward([rows], lambda out, b: plain_logits(model, out, b))[0]
+
+
+def plain_logits(model: ShardedModel, hidden: torch.Tensor, b: TrainBatch) -> torch.Tensor:
+    """[B, T, V], index t of the token AFTER tokens[t]; 0 at a row's last token."""
+    logits = model.over_logits(hidden, b, lambda logits, _: logits, 1 << 30)
+    return torch.nn.functional.pad(logits[:, 1:], (0, 0, 0, 1))
 
 
 def trajectory(folder: str, optim: OptimConfig, batches: list[TrainBatch], total: int) -> dict:

@@ -18,6 +18,12 @@ LAYOUTS = {
     "dp2": (2, DP),
     "tp2-sequence": (2, SEQUENCE),
     "tp2-pp2": (4, ParallelConfig(tensor=2, pipeline=2)),
+    "cp2": (2, ParallelConfig(context=2)),
+    "cp2-heads": (2, ParallelConfig(context=2, context_mode="alltoall")),
+    "cp2-dp2": (4, ParallelConfig(context=2)),
+    "cp2-tp2-sequence": (4, ParallelConfig(context=2, tensor=2, sequence=True)),
+    "cp2-pp2": (4, ParallelConfig(context=2, pipeline=2)),
+    "cp4": (4, ParallelConfig(context=4)),
 }
 BASE = BatchConfig(micro_batch_samples=3)
 MODELS_AND_HEADS = {
@@ -65,6 +71,15 @@ def check(got, base, optim):
         assert relative(got["weights"][name], value, update) <= (2e-5 if optim is SGD else 1e-3), name
 
 
+@pytest.mark.parametrize("layout", ["one", "tp2-sequence", "pp2", "cp2", "cp2-heads", "cp2-tp2-sequence"])
+def test_padded_rows_learn_the_same(ranks, alone, layout):
+    world, parallel = {"one": (1, DP), **LAYOUTS}[layout]
+    bc = BatchConfig(micro_batch_samples=4, packing=False)
+    for name in ("qwen3-tied", "llama-score"):
+        got = train(ranks, world, **MODELS_AND_HEADS[name], parallel=parallel, optim=SGD, bc=bc)
+        check(got, alone(name, SGD), SGD)
+
+
 @pytest.mark.parametrize("optim", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS_AND_HEADS)
@@ -89,10 +104,11 @@ def test_the_plain_optimizer_learns_the_same(ranks, alone, layout):
         BatchConfig(micro_batch_samples=2),
         BatchConfig(micro_batch_samples=4),
         BatchConfig(micro_batch_tokens=30),
+        BatchConfig(micro_batch_samples=4, logits_bytes=12 * 11 * 7),
     ],
-    ids=["1", "2", "4", "tokens"],
+    ids=["1", "2", "4", "tokens", "logits-in-parts"],
 )
-@pytest.mark.parametrize("layout", ["one", "pp2", "dp2"])
+@pytest.mark.parametrize("layout", ["one", "pp2", "dp2", "tp2-sequence", "cp2"])
 def test_micro_batches_learn_the_same(ranks, alone, bc, layout):
     world, parallel = {"one": (1, DP), **LAYOUTS}[layout]
     name = "qwen3-tied"

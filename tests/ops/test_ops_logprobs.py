@@ -5,7 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.ops.logprobs import token_logprobs
+from aligner.ops import logprobs as ops_logprobs
+
+
+def token_logprobs(logits, tokens, **kwargs):
+    """Rows [B, T] shifted and laid end to end: index t gets what logits[:, t-1] say of tokens[:, t]."""
+    lp, h = ops_logprobs.token_logprobs(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), **kwargs)
+    lp, h = (x if x is None else torch.nn.functional.pad(x.view(len(tokens), -1), (1, 0)) for x in (lp, h))
+    return lp, h
 
 
 def reference(logits, tokens, temperature, vocab_size):
@@ -129,7 +136,7 @@ def test_one_token_rows_and_a_token_outside_the_vocabulary():
     lp.sum().backward()
     assert (logits.grad == 0).all()
     with pytest.raises(AssertionError, match="vocab_size=4"):
-        token_logprobs(logits, torch.full((2, 1), 4), vocab_size=4)
+        token_logprobs(torch.randn(2, 2, 5), torch.full((2, 2), 4), vocab_size=4)
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,4 +1,4 @@
-"""Policy, value, reward losses, aggregation, mismatch."""
+"""Policy, value, reward losses, aggregation."""
 
 import math
 from statistics import fmean, pvariance
@@ -8,71 +8,226 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.schema import AlgorithmConfig
+from aligner.config import schema
+from aligner.config.schema import AlgorithmConfig, CovConfig, DppoConfig, SapoConfig
 from aligner.ops.aggregate import AGGREGATIONS, aggregate, denominator
-from aligner.ops.mismatch import mismatch_sums
 from aligner.ops.policy_loss import POLICY_LOSSES, ppo, reinforce
 from aligner.ops.reward_loss import bradley_terry, regression
 from aligner.ops.value_loss import clipped_value_loss, explained_variance, explained_variance_sums
+from aligner.types import TrainBatch
+
+number = st.floats(-4, 4, allow_nan=False)
 
 
-def scalar_ppo(lp, old, a, lo, hi, c):
+def scalar_ppo(lp, old, a, lo, hi, c=0.0):
     r = math.exp(max(-20.0, min(20.0, lp - old)))
     loss = max(-a * r, -a * min(max(r, 1 - lo), 1 + hi))
     return min(loss, -a * c) if c and a < 0 else loss
 
 
-number = st.floats(-4, 4, allow_nan=False)
-
-
 @settings(max_examples=300, deadline=None)
 @given(lp=number, old=number, a=number, lo=st.sampled_from([0.0, 0.2]), hi=st.sampled_from([0.2, 0.5]))
 @pytest.mark.parametrize("c", [0.0, 3.0])
-def test_ppo_value_gradient_and_clip_masks(lp, old, a, lo, hi, c):
+def test_ppo_clip_masks_say_where_the_gradient_is_zero(lp, old, a, lo, hi, c):
     x = torch.tensor([[lp]], requires_grad=True)
     term = ppo(x, torch.tensor([[old]]), torch.tensor([[a]]), lo, hi, c)
     r = math.exp(lp - old)
-    assert float(term.per_token.detach()) == pytest.approx(scalar_ppo(lp, old, a, lo, hi, c), rel=1e-4, abs=1e-5)
     assert float(term.ratio) == pytest.approx(r, rel=1e-4) and not term.ratio.requires_grad
     if min(abs(r - edge) for edge in (1 - lo, 1 + hi, c)) < 1e-3 or abs(a) < 1e-3:
         return  # kinks
     term.per_token.sum().backward()
-    e = 1e-6
-    slope = (scalar_ppo(lp + e, old, a, lo, hi, c) - scalar_ppo(lp - e, old, a, lo, hi, c)) / (2 * e)
-    assert float(x.grad) == pytest.approx(slope, rel=1e-3, abs=1e-4)
-    # what the masks say is what the gradient does
     assert (float(x.grad) == 0) == bool(term.clipped_low | term.clipped_high)
     assert not (term.clipped_low & (r > 1)).any() and not (term.clipped_high & (r < 1)).any()
 
 
-def test_first_update_has_the_policy_gradient():
-    lp = torch.randn(2, 5, requires_grad=True)
-    a = torch.randn(2, 5)
-    term = ppo(lp, lp.detach(), a, 0.2, 0.2, 0.0)
-    term.per_token.sum().backward()
-    torch.testing.assert_close(lp.grad, -a)
+# --- every policy loss against a loop over rows and tokens, one float64 number at a time
+#
+# A loop gets one row: lists of logprobs (numbers with gradients), old, engine's, advantages, chosen. Whatever it treats
+# as a constant it turns into a plain float.
+
+
+def clamped(x):
+    return torch.clamp(x, -20.0, 20.0)
+
+
+def ppo_loop(lp, old, mu, a, chosen, cfg):
+    out = []
+    for t in range(len(lp)):
+        r = torch.exp(clamped(lp[t] - old[t]))
+        x = torch.maximum(-a[t] * r, -a[t] * torch.clamp(r, 1 - cfg.clip_low, 1 + cfg.clip_high))
+        out.append(torch.clamp(x, max=-a[t] * cfg.dual_clip) if cfg.dual_clip and a[t] < 0 else x)
+    return out
+
+
+def gspo_loop(lp, old, mu, a, chosen, cfg):
+    """With one advantage for the row this is GSPO's sequence objective itself, without the token form's trick."""
+    s = torch.exp(sum(clamped(x - y) for x, y in zip(lp, old, strict=True)) / len(lp))
+    loss = torch.maximum(-a[0] * s, -a[0] * torch.clamp(s, 1 - cfg.clip_low, 1 + cfg.clip_high))
+    return [loss] * len(lp)
+
+
+def gmpo_loop(lp, old, mu, a, chosen, cfg):
+    s = (a[0] > 0) - (a[0] < 0)
+    terms = [clamped(x - y) for x, y in zip(lp, old, strict=True)]
+    kept = [s * torch.minimum(s * x, s * torch.clamp(x, -cfg.clip_low, cfg.clip_high)) for x in terms]
+    return [-a[0] * torch.exp(sum(kept) / len(kept))] * len(lp)
+
+
+def cispo_loop(lp, old, mu, a, chosen, cfg):
+    weights = [
+        min(math.exp(max(-20, min(20, float(x.detach()) - y))), cfg.ratio_cap) for x, y in zip(lp, old, strict=True)
+    ]
+    return [-w * x * y for w, x, y in zip(weights, a, lp, strict=True)]
+
+
+def sapo_loop(lp, old, mu, a, chosen, cfg):
+    out = []
+    for t in range(len(lp)):
+        tau = cfg.sapo.tau_pos if a[t] > 0 else cfg.sapo.tau_neg
+        r = torch.exp(clamped(lp[t] - old[t]))
+        out.append(-a[t] * 4 / tau / (1 + torch.exp(-tau * (r - 1))))
+    return out
+
+
+def dppo_loop(lp, old, mu, a, chosen, cfg):
+    out = []
+    for t in range(len(lp)):
+        moved = math.exp(float(lp[t].detach())) - math.exp(mu[t])
+        dropped = (a[t] > 0 and moved > cfg.dppo.limit) or (a[t] < 0 and moved < -cfg.dppo.limit)
+        x = 0.0 if dropped else -a[t] * torch.exp(clamped(lp[t] - mu[t]))
+        out.append(x + cfg.dppo.penalty * (lp[t] - mu[t]) ** 2)
+    return out
+
+
+def clip_cov_loop(lp, old, mu, a, chosen, cfg):
+    return [0.0 * x if c else x for x, c in zip(ppo_loop(lp, old, mu, a, chosen, cfg), chosen, strict=True)]
+
+
+def kl_cov_loop(lp, old, mu, a, chosen, cfg):
+    d = [clamped(x - y) for x, y in zip(lp, old, strict=True)]
+    held = [cfg.cov.kl_coef * x.abs() * c for x, c in zip(d, chosen, strict=True)]
+    return [-y * torch.exp(x) + z for x, y, z in zip(d, a, held, strict=True)]
+
+
+def reinforce_loop(lp, old, mu, a, chosen, cfg):
+    return [-x * y for x, y in zip(a, lp, strict=True)]
+
+
+BY_ROW = "seq_mean_token_mean"
+POLICY_CASES = {
+    "ppo": (ppo_loop, AlgorithmConfig(clip_low=0.1, clip_high=0.3)),
+    "ppo dual": (ppo_loop, AlgorithmConfig(dual_clip=1.2)),
+    "gspo": (gspo_loop, AlgorithmConfig(policy_loss="gspo", clip_low=0.05, clip_high=0.1, aggregation=BY_ROW)),
+    "gmpo": (gmpo_loop, AlgorithmConfig(policy_loss="gmpo", clip_low=0.3, clip_high=0.2, aggregation=BY_ROW)),
+    "cispo": (cispo_loop, AlgorithmConfig(policy_loss="cispo", ratio_cap=1.2)),
+    "sapo": (sapo_loop, AlgorithmConfig(policy_loss="sapo", sapo=SapoConfig(1.5, 2.5), aggregation=BY_ROW)),
+    "dppo": (dppo_loop, AlgorithmConfig(policy_loss="dppo", dppo=DppoConfig(0.1, 0.05))),
+    "gpg": (reinforce_loop, AlgorithmConfig(policy_loss="gpg")),
+    "reinforce": (reinforce_loop, AlgorithmConfig(policy_loss="reinforce")),
+    "clip_cov": (clip_cov_loop, AlgorithmConfig(policy_loss="clip_cov")),
+    "kl_cov": (kl_cov_loop, AlgorithmConfig(policy_loss="kl_cov", cov=CovConfig(kl_coef=0.7))),
+}
+
+
+def policy_case(seed, b=12, t=7):
+    """(logprobs, batch): ratios on both sides of every bound, an empty row, a row of one token, advantages of rows."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(b, t, generator=g) < 0.6
+    mask[0], mask[1] = False, torch.arange(t) == 2
+    mask[-1, 0] = True
+    old = -torch.rand(b, t, generator=g) * 3
+    batch = TrainBatch(
+        tokens=torch.zeros(b, t, dtype=torch.int64),
+        lengths=torch.full((b,), t),
+        loss_mask=mask.float(),
+        old_logprobs=old,
+        rollout_logprobs=old + 0.1 * torch.randn(b, t, generator=g),
+        advantages=torch.randn(b, 1, generator=g).expand(b, t).clone(),
+        chosen=(torch.rand(b, t, generator=g) < 0.3).float(),
+    )
+    return old + 0.4 * torch.randn(b, t, generator=g), batch
+
+
+def policy_reference(loop, logprobs, batch, cfg):
+    """(loss [B, T] with 0 outside of the mask, gradient of its sum) in float64."""
+    x = logprobs.double().requires_grad_()
+    loss = torch.zeros_like(x)
+    for i in range(len(x)):
+        at = batch.loss_mask[i].nonzero().flatten().tolist()
+        fields = (batch.old_logprobs, batch.rollout_logprobs, batch.advantages, batch.chosen)
+        rest = [[float(f[i, t]) for t in at] for f in fields]
+        terms = loop([x[i, t] for t in at], *rest, cfg) if at else []
+        for t, term in zip(at, terms, strict=True):
+            loss = loss + torch.nn.functional.one_hot(torch.tensor(i * x.shape[1] + t), x.numel()).view_as(x) * term
+    (grad,) = torch.autograd.grad(loss.sum(), x, allow_unused=True)
+    return loss.detach(), grad
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", POLICY_CASES)
+def test_policy_losses_are_their_loops(name, seed):
+    loop, cfg = POLICY_CASES[name]
+    logprobs, batch = policy_case(seed)
+    want, want_grad = policy_reference(loop, logprobs, batch, cfg)
+    x = logprobs.clone().requires_grad_()
+    term = POLICY_LOSSES[cfg.policy_loss](x, batch, cfg)
+    on = batch.loss_mask.bool()
+    loss = torch.where(on, term.per_token, 0.0)
+    loss.sum().backward()
+    torch.testing.assert_close(loss.double(), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(x.grad.double(), want_grad, atol=1e-5, rtol=1e-4)
+    # the ratio that is reported is of the policy now to before the update, and is 1 before the first one
+    start = POLICY_LOSSES[cfg.policy_loss](batch.old_logprobs, batch, cfg)
+    torch.testing.assert_close(start.ratio[on], torch.ones_like(start.ratio[on]))
+    assert not term.ratio.requires_grad
+    if name not in ("gpg", "reinforce", "sapo", "kl_cov"):
+        assert (term.clipped_low | term.clipped_high)[on].any(), "the case does not reach the bounds"
+
+
+@pytest.mark.parametrize("name", POLICY_CASES)
+def test_a_policy_loss_of_a_row_is_its_own(name):
+    """Rows may be cut into micro-batches, and padding may hold anything finite."""
+    _, cfg = POLICY_CASES[name]
+    logprobs, batch = policy_case(7)
+    f, on = POLICY_LOSSES[cfg.policy_loss], batch.loss_mask.bool()
+    whole = f(logprobs, batch, cfg).per_token
+    parts = [f(logprobs[rows], batch.select(rows), cfg).per_token for rows in torch.arange(12).split(5)]
+    torch.testing.assert_close(torch.cat(parts)[on], whole[on])
+    other = f(torch.where(on, logprobs, 0.0), batch, cfg).per_token
+    torch.testing.assert_close(other[on], whole[on])
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce", "kl_cov"])
+def test_the_first_update_has_the_policy_gradient(name):
+    """On-policy, each loss has the gradient of -A logprobs (gspo and gmpo: of its mean over the row's tokens)."""
+    _, cfg = POLICY_CASES[name]
+    _, batch = policy_case(3)
+    batch.chosen.zero_()
+    x, on = batch.old_logprobs.clone().requires_grad_(), batch.loss_mask
+    term = POLICY_LOSSES[cfg.policy_loss](x, batch, cfg)
+    (torch.where(on.bool(), term.per_token, 0.0) / on.sum(1, keepdim=True).clamp_min(1)).sum().backward()
+    torch.testing.assert_close(x.grad, -batch.advantages * on / on.sum(1, keepdim=True).clamp_min(1))
     assert not (term.clipped_low | term.clipped_high).any()
 
 
-def test_log_ratio_is_clamped_before_exp():
-    term = ppo(torch.tensor([[500.0, -500.0]]), torch.zeros(1, 2), torch.full((1, 2), -1.0), 0.2, 0.2, 0.0)
-    assert term.ratio.tolist()[0] == pytest.approx([math.exp(20), math.exp(-20)])
-    assert term.per_token.isfinite().all()
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "clip_cov", "kl_cov"])
+def test_log_ratios_are_clamped_before_exp(name):
+    _, cfg = POLICY_CASES[name]
+    _, batch = policy_case(0, b=2, t=3)
+    batch.loss_mask, batch.advantages = torch.ones(2, 3), torch.full((2, 3), -1.0)
+    batch.rollout_logprobs = batch.old_logprobs
+    for far in (500.0, -500.0):
+        x = (batch.old_logprobs + far).requires_grad_()
+        term = POLICY_LOSSES[cfg.policy_loss](x, batch, cfg)
+        (grad,) = torch.autograd.grad(term.per_token.sum(), x)
+        assert term.ratio.isfinite().all() and grad.isfinite().all()
+        assert term.per_token.isfinite().all()
 
 
-def test_policy_losses_take_their_numbers_from_the_config():
-    cfg = AlgorithmConfig(clip_low=0.1, clip_high=0.4, dual_clip=2.0)
-    lp, old, a = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4), torch.randn(3, 4)
-    got = POLICY_LOSSES["ppo"](lp, old, a, cfg)
-    for ours, direct in zip(got, ppo(lp, old, a, 0.1, 0.4, 2.0), strict=True):
-        assert torch.equal(ours, direct)
-    term = POLICY_LOSSES["reinforce"](lp, old, a, cfg)
-    assert torch.equal(term.per_token, -a * lp) and torch.equal(term.per_token, reinforce(lp, a).per_token)
-    torch.testing.assert_close(term.ratio, (lp - old).exp().detach())
-    (grad,) = torch.autograd.grad(term.per_token.sum(), lp)
-    assert torch.equal(grad, -a)
-    for name in POLICY_LOSSES:
-        AlgorithmConfig(policy_loss=name)  # every loss can be configured
+def test_every_policy_loss_can_be_configured_and_every_one_is_tested():
+    assert set(POLICY_LOSSES) == set(schema.POLICY_LOSSES) == {cfg.policy_loss for _, cfg in POLICY_CASES.values()}
+    lp, a = torch.randn(2, 3), torch.randn(2, 3)
+    assert torch.equal(reinforce(lp, a).per_token, -a * lp)
 
 
 def aggregate_loop(x, m, kind, length):
@@ -177,25 +332,3 @@ def test_regression_ignores_missing_targets():
     assert loss.tolist() == pytest.approx([1.0, (4 + 9) / 2, 0.0])
     loss.sum().backward()
     assert pred.grad.tolist() == [[2, 0], [2, 3], [0, 0]]
-
-
-def test_mismatch():
-    g = torch.Generator().manual_seed(3)
-    old, mu = -torch.rand(3, 5, generator=g), -torch.rand(3, 5, generator=g)
-    m = (torch.rand(3, 5, generator=g) < 0.6).float()
-    lr = [float(o) - float(u) for o, u, on in zip(old.flatten(), mu.flatten(), m.flatten(), strict=True) if on]
-    means, maxima = mismatch_sums(old.masked_fill(m == 0, math.nan), mu, m)
-    got = {name: float(a / b) for name, (a, b) in means.items()}
-    assert got == pytest.approx(
-        {
-            "mismatch/token_mult_prob_error": fmean(math.exp(abs(x)) for x in lr),
-            "mismatch/logprob_abs_mean": fmean(abs(x) for x in lr),
-            "mismatch/gen_kl": fmean(math.exp(x) - 1 - x for x in lr),
-        },
-        rel=1e-5,
-    )
-    assert {k: float(v) for k, v in maxima.items()} == pytest.approx(
-        {"mismatch/logprob_abs_max": max(abs(x) for x in lr)}
-    )
-    means, _ = mismatch_sums(old, old, m)
-    assert float(means["mismatch/token_mult_prob_error"][0]) == m.sum() and float(means["mismatch/gen_kl"][0]) == 0

@@ -4,11 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aligner.ops.advantages import whiten
+from aligner.ops.advantages import gdpo, gpg
 from aligner.ops.aggregate import AGGREGATIONS, aggregate, denominator
-from aligner.ops.logprobs import token_logprobs
+from aligner.ops.covariance import choose_random, choose_top, covariance, token_keys
 from aligner.ops.mismatch import mismatch_sums
+from aligner.ops.token_advantages import whiten
 from aligner.ops.value_loss import explained_variance, explained_variance_sums
+from tests.ops.test_ops_logprobs import token_logprobs
 
 WIDTH = 6  # columns per rank
 # padding columns on the last rank; none; a last rank that is nothing but padding
@@ -29,6 +31,31 @@ def rows_case():
     mask = (torch.rand(6, 8, generator=g) < 0.6).float()
     mask[1] = 0
     return x, mask, torch.randn(6, 8, generator=g)
+
+
+def groups_case():
+    """Scores of 8 groups of 4, of which 3 are degenerate; two components, some not applicable; some invalid."""
+    g = torch.Generator().manual_seed(6)
+    scores = torch.randint(3, (32,), generator=g).float()
+    scores[4:16] = 1.0
+    components = torch.stack([scores, torch.rand(32, generator=g)], 1).double()
+    components[torch.rand(32, generator=g) < 0.2, 1] = torch.nan
+    return scores, components, torch.arange(8).repeat_interleave(4), torch.rand(32, generator=g) < 0.9
+
+
+def chosen_case(rows=slice(None), group=None):
+    """{name: chosen tokens} of these rows of a minibatch."""
+    x, mask, other = rows_case()
+    keys = token_keys(torch.arange(6)[rows], 8)
+    cov = covariance(x[rows], other[rows], mask[rows], group)
+    return {
+        "cov": cov,
+        "some": choose_random(cov, mask[rows], keys, 0.2, -1.0, 1.0, group),
+        "all": choose_random(cov, mask[rows], keys, 1.0, 0.0, 1.0, group),
+        "one": choose_random(cov, mask[rows], keys, 1e-9, -9.0, 9.0, group),
+        "top": choose_top(cov, mask[rows], keys, 0.2, group),
+        "tied": choose_top(torch.zeros_like(cov), mask[rows], keys, 0.3, group),
+    }
 
 
 def on_rank():
@@ -54,6 +81,11 @@ def on_rank():
     for shift in (True, False):
         for ddof in (0, 1):
             out["whiten", shift, ddof] = whiten(x[rows], mask[rows], group, shift, ddof)
+    scores, components, number, valid = groups_case()
+    mine = slice(0, 8) if rank == 0 else slice(8, 32)
+    out["gpg"] = gpg(scores[mine], number[mine], valid[mine], group)
+    out["gdpo"] = gdpo(components[mine], [1.0, 0.5], number[mine], valid[mine], ranks=group)
+    out["chosen"] = chosen_case(rows, group)
     for kind in AGGREGATIONS:
         total = denominator(mask[rows], kind, 50, group)
         parts = [aggregate(x[rows][i : i + 1], mask[rows][i : i + 1], kind, total) for i in range(len(x[rows]))]
@@ -104,6 +136,28 @@ def test_whitening_uses_the_tokens_of_all_ranks(pair, shift, ddof):
     want = torch.where(mask.bool(), want if shift else want + chosen.mean(), 0.0)
     got = torch.cat([rank["whiten", shift, ddof] for rank in pair])
     torch.testing.assert_close(got, want.float())
+
+
+def test_advantages_use_the_groups_of_all_ranks(pair):
+    scores, components, group, valid = groups_case()
+    whole = gpg(scores, group, valid), gdpo(components, [1.0, 0.5], group, valid)
+    for name, want in zip(("gpg", "gdpo"), whole, strict=True):
+        assert want.abs().max() > 0.5
+        torch.testing.assert_close(torch.cat([rank[name] for rank in pair]), want)
+
+
+def test_tokens_are_chosen_among_those_of_all_ranks(pair):
+    whole = chosen_case()
+    for name, want in whole.items():
+        got = torch.cat([rank["chosen"][name] for rank in pair])
+        torch.testing.assert_close(got, want, atol=1e-12 if name == "cov" else 0, rtol=0)
+    tokens = int(rows_case()[1].sum())
+    assert {name: int(x.sum()) for name, x in whole.items() if name not in ("cov", "all")} == {
+        "some": int(0.2 * tokens),
+        "one": 1,
+        "top": int(0.2 * tokens),
+        "tied": int(0.3 * tokens),
+    }
 
 
 @pytest.mark.parametrize("kind", AGGREGATIONS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -82,6 +84,29 @@ def skipped(cfg: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype, veri
     with pytest.raises(RefitError) as caught:
         verifier.check()
     return {"message": str(caught.value), "first": first}
+
+
+def resumed(cfg: ModelConfig, optim: OptimConfig) -> dict:
+    """A step, then a verifier that knows only what a checkpoint kept, before an engine that missed the step."""
+    model, engine = build(cfg, ParallelConfig(), optim), native(cfg, torch.float32)
+    refit = Refit(model, engine, RefitConfig(tolerance=9.0), skip=True)  # the verdict alone
+    rows = batch(cfg)
+    before = sentinel(model, refit, rows)
+    refit()
+    before.check()
+    kept = json.loads(json.dumps(before.state_dict()))
+    one_step(model, rows)
+    refit()
+    engine._ledger.version = model.step_count  # an engine that lies about its version
+    after, other = sentinel(model, refit, rows), sentinel(model, refit, batch(cfg, seed=2))
+    forgetful = sentinel(model, refit, rows).check()
+    after.load_state_dict(kept)
+    with pytest.raises(RefitError) as caught:
+        after.check()
+    other.load_state_dict(kept)
+    fresh = sentinel(model, refit, rows)
+    fresh.load_state_dict(fresh.state_dict())
+    return {"message": str(caught.value), "forgetful": forgetful, "other": other.previous, "fresh": fresh.previous}
 
 
 class Refusing:

@@ -91,3 +91,11 @@ def test_an_engine_in_another_dtype_passes(ranks):
     told = ranks.run("tests.refit.jobs:follow", engine_dtype=torch.bfloat16, steps=2, **job)[0]
     assert [t["engine"] for t in told] == [0, 1, 2, 2]
     assert all(1e-4 < t["refit/sentinel_error"] < 0.05 for t in told)
+
+
+def test_a_resumed_run_keeps_its_sentinel(ranks):
+    """The first refit after a resume gets its verdict; rows of another training set give none."""
+    (told,) = ranks.run("tests.refit.jobs:resumed", cfg=LLAMA, optim=SMALL)
+    assert told["message"].startswith("refit failed on rank 0: sentinel: nearer to the previous weights")
+    assert told["forgetful"]["refit/sentinel_progress"] == 1.0
+    assert told["other"] is None and told["fresh"] is None

@@ -26,10 +26,11 @@ def order(cfg: ModelConfig, parallel: ParallelConfig, rows: TrainBatch, budget: 
     model = build(cfg, parallel)
 
     def read(output: torch.Tensor, b: TrainBatch) -> torch.Tensor:
-        assert len(output) == len(b.tokens)
+        ranks = 2 if parallel.sequence else 1  # each has a share of the stream, which is padded to be divisible
+        assert len(output) * ranks == b.packing.tokens == int(b.lengths.sum() + -b.lengths.sum() % ranks)
         return b.tokens * 10
 
-    return forward_rows(model, rows, budget, read)
+    return forward_rows(model, rows, BatchConfig(logprob_tokens=budget), read)
 
 
 def critic_values(folder: str, rows: TrainBatch, parallel: ParallelConfig, bias: float, scale: float) -> torch.Tensor:

@@ -23,9 +23,17 @@ from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import RewardPipeline
 from aligner.rollout.collate import collate, join_generations, make_samples
 from aligner.rollout.evaluate import Evaluator, judge
+from aligner.rollout.groups import Requests
 from aligner.rollout.heldout import held_out_loss, pair_accuracy, score_statistics
-from aligner.rollout.prepare import KLController, average, minibatches, set_token_rewards, shuffle_within_groups
-from aligner.rollout.source import RolloutSource, share, slots_and_indices
+from aligner.rollout.prepare import (
+    KLController,
+    average,
+    minibatches,
+    row_keys,
+    set_token_rewards,
+    shuffle_within_groups,
+)
+from aligner.rollout.source import RolloutSource, share
 from aligner.rollout.statistics import reduce_metrics, rollout_metrics, value_metrics
 from aligner.types import LENGTH, STOP, Generations, Prompt, Sample, SamplingParams
 
@@ -150,9 +158,10 @@ def test_shares_are_a_balanced_partition(count, parts):
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(1, 5))
 def test_a_repeated_row_never_repeats_a_seed(rows, group):
-    dealt = slots_and_indices(rows, group)
-    assert [slot for slot, _, _ in dealt] == list(range(len(rows))) and [row for _, row, _ in dealt] == rows
-    seeds = [request_seed(1, 2, row, first + i) for _, row, first in dealt for i in range(group)]
+    number, half = Requests(group), len(rows) // 2  # a rollout may be asked for in several rounds
+    dealt = number(range(half), rows[:half]) + number(range(half, len(rows)), rows[half:])
+    assert [r.slot for r in dealt] == list(range(len(rows))) and [r.row for r in dealt] == rows
+    seeds = [request_seed(1, 2, r.row, r.first + i) for r in dealt for i in range(group)]
     assert len(set(seeds)) == len(rows) * group
 
 
@@ -171,6 +180,10 @@ class Peers:
 
     @property
     def mp(self):
+        return self
+
+    @property
+    def peers(self):
         return self
 
     def size(self):
@@ -201,8 +214,9 @@ def requests(ranks: int, tensor: int, monkeypatch) -> list[tuple]:
             source = RolloutSource(
                 engine, None, None, make_prompts(3), stream, None, Words(), SamplingParams(5), batch, layout, seed=4
             )
-            prompts, _, slots = source._generate(3)
-            assert len(prompts) == len(slots) == 8 // ranks and slots == list(range(8))[share(8, ranks, rank)]
+            monkeypatch.setattr(source, "_score", lambda samples: {})
+            groups = source._groups(3, Requests(2)(range(8), stream.next().tolist()))
+            assert len(groups.prompts) == 8 // ranks and groups.slots == list(range(8))[share(8, ranks, rank)]
             found += engine.requests
     return found
 
@@ -224,7 +238,7 @@ def test_token_rewards_and_loss_mask():
     rollout.rewards[4] = math.nan
     rollout.old_logprobs, rollout.ref_logprobs = rollout.rollout_logprobs, rollout.rollout_logprobs - 0.25
     kl = KLConfig(0.1, "k1", "reward")
-    set_token_rewards(rollout, AlgorithmConfig(kl=kl, overlong=OverlongConfig(True, 0.5)), 0.2)
+    set_token_rewards(rollout, AlgorithmConfig(kl=kl, overlong=OverlongConfig(True, 0.5)), 0.2, 5)
     for i in range(12):
         score = 0.0 if i == 4 else float(rollout.rewards[i])
         score -= 0.0 if rollout.finished[i] else 0.5
@@ -233,7 +247,7 @@ def test_token_rewards_and_loss_mask():
         assert float(rollout.token_rewards[i, rollout.lengths[i] - 1]) == pytest.approx(score - 0.05, abs=1e-5)
         learns = bool(rollout.finished[i]) and i != 4
         assert torch.equal(rollout.loss_mask[i], rollout.response_mask[i] * learns)
-    set_token_rewards(rollout, AlgorithmConfig(kl=KLConfig(0.1, "k1", "loss")), 0.2)
+    set_token_rewards(rollout, AlgorithmConfig(kl=KLConfig(0.1, "k1", "loss")), 0.2, 5)
     assert float(rollout.token_rewards[0].sum()) == pytest.approx(
         float(rollout.rewards[0])
     )  # in the loss, not here too
@@ -241,13 +255,19 @@ def test_token_rewards_and_loss_mask():
 
 def test_shuffling_keeps_each_groups_rewards():
     rollout = make_rollout(prompts=6, group=8)
-    before = rollout.rewards.clone()
-    shuffle_within_groups(rollout, 3)
+    before, scores = rollout.rewards.clone(), scored(rollout)
+    shuffle_within_groups(rollout, scores, 3)
+    assert scores.components["a"] == rollout.rewards.tolist()  # the components go with the rewards
     assert not torch.equal(before, rollout.rewards)
     assert torch.equal(before.view(6, 8).sort().values, rollout.rewards.view(6, 8).sort().values)
     again = make_rollout(prompts=6, group=8)
-    shuffle_within_groups(again, 3)
+    shuffle_within_groups(again, scored(again), 3)
     assert torch.equal(again.rewards, rollout.rewards)
+
+
+def stay(minibatch):
+    """In place of a balancer: every row stays on its rank."""
+    return minibatch
 
 
 @settings(max_examples=25, deadline=None)
@@ -258,14 +278,26 @@ def test_minibatches_hold_every_row_once_for_any_number_of_ranks(shape, epoch, s
     rollout = make_rollout(prompts, group)
     rollout.loss_mask = rollout.response_mask
     rollout.tokens[:, 0] = torch.arange(prompts * group)  # a name for each row
-    whole = [sorted(part.tokens[:, 0].tolist()) for part in minibatches(rollout, batch, seed, epoch)]
+    whole = [sorted(part.tokens[:, 0].tolist()) for part in minibatches(rollout, batch, seed, epoch, stay)]
     assert sorted(row for part in whole for row in part) == list(range(prompts * group))
     assert {len(part) for part in whole} == {size or prompts * group}
     halves = [
         rollout.select(torch.arange(prompts * group)[half]) for half in (share(prompts * group, 2, i) for i in (0, 1))
     ]
-    parts = [list(minibatches(half, batch, seed, epoch)) for half in halves]
+    parts = [list(minibatches(half, batch, seed, epoch, stay)) for half in halves]
     assert [sorted(a.tokens[:, 0].tolist() + b.tokens[:, 0].tolist()) for a, b in zip(*parts, strict=True)] == whole
+
+
+def test_row_keys_name_a_sample_whatever_rank_it_is_on():
+    rollout = make_rollout(prompts=4, group=3)
+    keys = row_keys(rollout, 3, seed=5)
+    rows = torch.tensor([9, 10, 11, 3, 4, 5])  # two groups, in another order
+    assert torch.equal(row_keys(rollout.select(rows), 3, seed=5), keys[rows])
+    assert (
+        (keys >= 0).all()
+        and keys.unique().numel() == 12
+        and not set(keys.tolist()) & set(row_keys(rollout, 3, seed=6).tolist())
+    )
 
 
 def test_epochs_deal_anew():
@@ -273,7 +305,7 @@ def test_epochs_deal_anew():
     rollout = make_rollout(8, 4)
     rollout.loss_mask = rollout.response_mask
     rollout.tokens[:, 0] = torch.arange(32)
-    dealt = [[p.tokens[:, 0].tolist() for p in minibatches(rollout, batch, 1, epoch)] for epoch in range(3)]
+    dealt = [[p.tokens[:, 0].tolist() for p in minibatches(rollout, batch, 1, epoch, stay)] for epoch in range(3)]
     assert dealt[0] != dealt[1] != dealt[2] != dealt[0]
 
 
@@ -350,11 +382,12 @@ def test_rollout_metrics_against_plain_statistics(world):
         "advantage/mean": rollout.advantages[on].double().mean(),
         "advantage/std": rollout.advantages[on].double().std(unbiased=False),
         "kl/ref_k1": d.mean(),
+        "kl/ref_k1_sequence_sum": d.sum() / 12,
+        "kl/ref_k1_sequence_mean": ((rollout.old_logprobs - rollout.ref_logprobs) * on).sum(1).div(lengths).mean(),
         "kl/ref_k3": (torch.exp(-d) - 1 + d).mean(),
         "mismatch/logprob_abs_mean": gap.abs().mean(),
         "mismatch/logprob_abs_max": gap.abs().max(),
         "mismatch/token_mult_prob_error": gap.abs().exp().mean(),
-        "batch/padding_fraction": 1 - float(rollout.lengths.sum()) / rollout.tokens.numel(),
     }
     for name, value in wanted.items():
         assert found[name] == pytest.approx(float(value), rel=1e-5, abs=1e-6), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -9,7 +10,11 @@ import aligner.build
 from aligner.cluster.env import RankEnv
 from aligner.config.freeze import freeze
 from aligner.config.resolve import compose
+from aligner.config.schema import MismatchConfig
 from aligner.config.validate import validate
+from aligner.errors import MismatchError
+from aligner.run.mismatch import check_mismatch
+from aligner.types import RolloutBatch
 
 
 def run_stage(arguments: list[str]) -> int:
@@ -25,3 +30,36 @@ def run_stage(arguments: list[str]) -> int:
     finally:
         aligner.build.leave_distributed = leave
         torch.use_deterministic_algorithms(False)
+
+
+def worst_of_two() -> dict[str, str]:
+    """What the gate says of two ranks' rollouts: two prompts x two samples each, one wrong token on rank 1; then a NaN
+    on rank 0."""
+    rank = dist.get_rank()
+    tokens = torch.arange(10, 15).repeat(4, 1)
+    mask = (torch.arange(5) >= 2).float().repeat(4, 1)
+    rollout = RolloutBatch(
+        tokens=tokens,
+        lengths=torch.full((4,), 5),
+        response_mask=mask,
+        rollout_logprobs=torch.full((4, 5), -0.5),
+        rewards=torch.zeros(4),
+        valid=torch.ones(4, dtype=torch.bool),
+        group=torch.tensor([0, 0, 1, 1]) + 2 * rank,
+        finished=torch.ones(4, dtype=torch.bool),
+        weight_version=0,
+        old_logprobs=torch.full((4, 5), -0.6),
+    )
+    rollout.old_logprobs[:, :2] = 100.0  # what is no response counts nowhere
+    if rank == 1:
+        rollout.old_logprobs[3, 4] = -3.0
+    told = {"gate": _refused(rollout)}
+    if rank == 0:
+        rollout.response_mask[0, 1], rollout.old_logprobs[0, 1] = 1.0, float("nan")
+    return told | {"nan": _refused(rollout)}
+
+
+def _refused(rollout: RolloutBatch) -> str:
+    with pytest.raises(MismatchError) as caught:
+        check_mismatch({"mismatch/token_mult_prob_error": 1.5}, rollout, MismatchConfig(stop_above=1.2))
+    return str(caught.value)

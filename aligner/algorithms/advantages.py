@@ -1,0 +1,94 @@
+"""From a rollout's token rewards to its advantages, by `algorithm.advantage`: the formulas are in `ops/advantages.py`
+and `ops/token_advantages.py`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.config.schema import WHITENED, AlgorithmConfig, Config, RewardConfig
+from aligner.errors import ConfigError
+from aligner.ops import advantages as ops
+from aligner.ops.token_advantages import broadcast, gae, return_to_go, whiten
+from aligner.rewards.composite import Component, Scores
+from aligner.types import RolloutBatch
+
+
+def group_advantages(rollout: RolloutBatch, scores: Scores, cfg: Config, ranks: dist.ProcessGroup) -> Tensor:
+    """The advantages of stage grpo, float32 [B, T]: exactly 0 on tokens of invalid samples and, where samples of a
+    prompt are compared, of groups without gradient, also after whitening. Needs token_rewards. Collective over the
+    data-parallel `ranks`."""
+    algorithm, mask = cfg.algorithm, _valid_tokens(rollout)
+    if algorithm.advantage == "reinforce_pp":
+        tokens, learns = return_to_go(rollout.token_rewards, mask, algorithm.gamma), rollout.valid
+    else:
+        outcome = rollout.token_rewards.sum(1)
+        tokens = broadcast(_per_sample(rollout, outcome, scores, cfg, ranks), mask)
+        if algorithm.advantage == "remax":
+            learns = rollout.valid & ~rollout.greedy_rewards.isnan()
+        else:
+            learns = ops.learnable(outcome, rollout.group, rollout.valid)
+    if algorithm.whiten or algorithm.advantage in WHITENED:
+        tokens = _whitened(tokens, mask, algorithm, ranks) * learns[:, None]
+    return tokens
+
+
+def critic_advantages(
+    rollout: RolloutBatch, algorithm: AlgorithmConfig, ranks: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) of stage ppo, each float32 [B, T]; the returns are of the advantages before whitening.
+    Needs token_rewards and values. Collective over the data-parallel `ranks`."""
+    mask = _valid_tokens(rollout)
+    advantages, returns = gae(rollout.token_rewards, rollout.values, mask, algorithm.gamma, algorithm.lam)
+    return (_whitened(advantages, mask, algorithm, ranks) if algorithm.whiten else advantages), returns
+
+
+def _valid_tokens(rollout: RolloutBatch) -> Tensor:
+    """Whitening sees loss-masked (overlong) samples, as group statistics do, and no invalid ones."""
+    return rollout.response_mask * rollout.valid[:, None]
+
+
+def _whitened(tokens: Tensor, mask: Tensor, algorithm: AlgorithmConfig, ranks: dist.ProcessGroup) -> Tensor:
+    return whiten(tokens, mask, ranks, algorithm.whiten_shift, algorithm.whiten_ddof)
+
+
+def _per_sample(
+    rollout: RolloutBatch, outcome: Tensor, scores: Scores, cfg: Config, ranks: dist.ProcessGroup
+) -> Tensor:
+    algorithm, group, valid = cfg.algorithm, rollout.group, rollout.valid
+    match algorithm.advantage:
+        case "grpo":
+            return ops.grpo(outcome, group, valid, algorithm.group_eps)
+        case "dr_grpo" | "reinforce_pp_baseline":
+            return ops.dr_grpo(outcome, group, valid)
+        case "rloo":
+            return ops.rloo(outcome, group, valid)
+        case "opo":
+            return ops.opo(outcome, group, valid, rollout.response_mask.sum(1))
+        case "gpg":
+            return ops.gpg(outcome, group, valid, ranks)
+        case "pass_at_k":
+            return ops.pass_at_k(outcome, group, valid, algorithm.pass_at_k_std, algorithm.group_eps)
+        case "gdpo":
+            columns, weights = reward_components(scores.components, cfg.reward)
+            return ops.gdpo(columns, weights, group, valid, algorithm.group_eps, ranks)
+        case "remax":
+            if rollout.greedy_rewards is None:
+                expected = "recordings of a run with algorithm.advantage=remax: this one has no greedy responses"
+                raise ConfigError("debug.train_only", cfg.debug.train_only, expected)
+            return ops.remax(outcome, rollout.greedy_rewards, valid)
+    raise AssertionError(f"advantage {algorithm.advantage!r}")
+
+
+def reward_components(components: dict[str, Component], cfg: RewardConfig) -> tuple[Tensor, list[float]]:
+    """Scores float64 [B, K] by reward function, NaN where one does not apply, and the functions' weights."""
+    known = {f.name or f.path.rpartition(":")[2]: f.weight for f in cfg.functions} | {"model": cfg.model_weight}
+    for name in components:
+        if name not in known:  # a function whose own name is not the one it is found by
+            raise ConfigError("reward.functions[].name", "", f"a name ({name!r}) for the function, with gdpo")
+    columns = [[math.nan if v is None else v for v in column] for column in components.values()]
+    table = torch.tensor(columns, dtype=torch.float64).reshape(len(columns), -1).T
+    return table, [known[name] for name in components]

@@ -1,0 +1,109 @@
+"""Checks of what must hold exactly before anything was learned (`debug.first_step_checks`): each names its worst value.
+
+KL of the policy to itself 0; policy = reference before the first update; ratio 1 in the first, on-policy update; a
+reward model with a zero head loses ln 2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.errors import AlignerError
+from aligner.ops.reduce import first_cause, sum_over
+from aligner.roles.policy import Policy, Reference
+from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
+
+# nats, of the worst token: two forward passes of the same weights over differently cut batches
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+LOSS_TOLERANCE = 1e-5
+
+
+@dataclass
+class FirstStepChecks:
+    """`before_update` and `after_update` do their checks in their first call and nothing later; nothing at all unless
+    `wanted`. They raise AlignerError on every rank."""
+
+    wanted: bool
+    _before: bool = False
+    _after: bool = False
+
+    def before_update(self, rollout: RolloutBatch, policy: Policy, reference: Reference | None) -> None:
+        """Collective. Needs old_logprobs, and ref_logprobs with a reference."""
+        if not self.wanted or self._before:
+            return
+        self._before = True
+        assert rollout.old_logprobs is not None
+        limit = TOLERANCE[policy.model.dtype]
+        backwards = torch.arange(len(rollout.lengths)).flip(0)
+        again = policy.logprobs(rollout.select(backwards))[backwards.argsort()]
+        cause = _differ("the policy's logprobs, computed twice", rollout, again, rollout.old_logprobs, limit)
+        fresh = policy.model.step_count == 0  # both started from model.init
+        if not cause and reference is not None and fresh:
+            what = "the logprobs of reference and policy, which start from the same weights"
+            cause = _differ(what, rollout, rollout.ref_logprobs, rollout.old_logprobs, limit)
+        _raise_together(cause)
+
+    def after_update(self, stats: ScalarMetrics, dtype: torch.dtype) -> None:
+        """`stats` of the policy's first update: its loss was computed before its optimizer step."""
+        if not self.wanted or self._after:
+            return
+        self._after = True
+        ratios = {name: stats[name] for name in ("policy/ratio_max", "policy/ratio_mean") if name in stats}
+        limit = math.expm1(TOLERANCE[dtype])
+        worst = max(ratios, key=lambda name: abs(ratios[name] - 1), default=None)
+        if worst is None or not any(ratios.values()):  # no token of the minibatch counts
+            return
+        if not abs(ratios[worst] - 1) <= limit:
+            raise AlignerError(
+                f"debug.first_step_checks: {worst}={ratios[worst]:.6g} at the first update: expected 1 within "
+                f"{limit:.2g}, because the policy has not moved since its logprobs were computed"
+            )
+
+    def after_reward_update(self, stats: ScalarMetrics, expected: float) -> None:
+        """`stats` of the first update of a reward model with a zero head; expected: mean softplus of the margins."""
+        if not self.wanted or self._after:
+            return
+        self._after = True
+        for name, wanted in {"rm/loss": expected, "rm/chosen_mean": 0.0, "rm/rejected_mean": 0.0}.items():
+            if not abs(stats[name] - wanted) <= LOSS_TOLERANCE:
+                raise AlignerError(
+                    f"debug.first_step_checks: {name}={stats[name]:.6g} at the first update of a zero score head: "
+                    f"expected {wanted:.6g} within {LOSS_TOLERANCE:g}"
+                )
+
+
+def zero_head_loss(pairs: TrainBatch, margin: bool, group: dist.ProcessGroup) -> float:
+    """What a reward model whose scores are all 0 loses: -logsigma(-margin), averaged over the ranks' pairs; ln 2
+    without margins. Rows 2i are the chosen ones."""
+    margins = pairs.labels[0::2].double() if margin else torch.zeros(len(pairs.lengths) // 2, dtype=torch.float64)
+    each = torch.nn.functional.softplus(margins)
+    total, count = sum_over(torch.stack([each.sum(), torch.tensor(float(len(each)), dtype=torch.float64)]), group)
+    return float(total / count)
+
+
+def _differ(what: str, rollout: RolloutBatch, a: Tensor | None, b: Tensor, limit: float) -> str:
+    """What is wrong with two logprobs [B, T] of the same tokens, "" if nothing."""
+    assert a is not None
+    on = rollout.response_mask.bool()
+    gap = torch.where(on, (a - b).abs().nan_to_num(nan=torch.inf), 0.0)
+    if not gap.numel() or float(gap.max()) <= limit:
+        return ""
+    row, column = divmod(int(gap.argmax()), gap.shape[1])
+    kl = float(torch.where(on, b - a, 0.0).sum() / on.sum())
+    token = int(rollout.tokens[row, column])
+    return (
+        f"debug.first_step_checks: {what}, differ by up to {float(gap.max()):.3g} nats (KL {kl:.3g}): expected at "
+        f"most {limit:g}. Worst: prompt slot {int(rollout.group[row])}, token {column} (id {token}): "
+        f"{float(a[row, column]):.6g} and {float(b[row, column]):.6g}"
+    )
+
+
+def _raise_together(cause: str) -> None:
+    first = first_cause(cause)
+    if first is not None:
+        raise AlignerError(f"{first[1]} (rank {first[0]})")

@@ -1,0 +1,104 @@
+"""Collectives of context parallelism that gradients flow through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(group.size() * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        group: dist.ProcessGroup = ctx.group
+        out = grad.new_empty(len(grad) // group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(out, grad.contiguous(), group=group)
+        return out, None
+
+
+def gather_first(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[n, ...] of every rank -> [ranks * n, ...], rank-major; gradients are summed over ranks and split."""
+    return _Gather.apply(x, group)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def sum_parts(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum over ranks of which each then computes the SAME loss from the sum: the gradient of a part is that of the
+    sum, not `ranks` times it."""
+    return x if group is None else _Sum.apply(x, group)
+
+
+def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x [ranks, ...]: part r goes to rank r; out[r] came from rank r."""
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
+class _TokensToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _to_heads(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_tokens(grad, ctx.group), None
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _to_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(grad, ctx.group), None
+
+
+def _to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    n, heads, d = x.shape
+    parts = x.view(n, group.size(), heads // group.size(), d).transpose(0, 1).contiguous()
+    return _exchange(parts, group).flatten(0, 1)
+
+
+def _to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total, share, d = x.shape
+    parts = _exchange(x.contiguous().view(group.size(), total // group.size(), share, d), group)
+    return parts.transpose(0, 1).reshape(total // group.size(), group.size() * share, d)
+
+
+def tokens_to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Each [n, heads, d] (own tokens, all heads) -> [ranks * n, heads / ranks, d] (all tokens, own heads)."""
+    return [_TokensToHeads.apply(x, group) for x in tensors]
+
+
+def heads_to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The way back: [ranks * n, heads / ranks, d] -> [n, heads, d]."""
+    return _HeadsToTokens.apply(x, group)

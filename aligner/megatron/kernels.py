@@ -1,0 +1,160 @@
+"""Element-wise parts of a layer with few passes over memory.
+
+On a CPU these, not the matrix products, take most of a small model's step when left to autograd: every operation makes
+a tensor, and the backward of a split is a copy. Each function here is one node of the graph that writes straight to
+where its result belongs. They are equal to the plain formulas in their docstrings, forward and backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        unit = x * scale
+        d_weight = (grad * unit).flatten(0, -2).sum(0)
+        g = grad * weight
+        along = torch.linalg.vecdot(g, unit).unsqueeze(-1).div_(-x.shape[-1])
+        return g.addcmul_(unit, along).mul_(scale), d_weight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019)."""
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        return _RMSNorm.apply(x, weight, eps)
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        d_x = torch.empty_like(x)
+        d_gate, d_up = d_x.chunk(2, -1)
+        torch.mul(torch.nn.functional.silu(gate), grad, out=d_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=d_gate)
+        return d_x
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up, x = [gate, up] along the last dimension (Shazeer 2020, arXiv:2002.05202)."""
+    return _SwiGLU.apply(x)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
+    a, b = x.chunk(2, -1)
+    out_a, out_b = out.chunk(2, -1)
+    torch.mul(a, cos, out=out_a)
+    out_a.addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=out_b)
+    out_b.addcmul_(a, sin, value=sign)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _turn(x, cos, sin, out, 1)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+        _turn(grad, *ctx.saved_tensors, out, -1)
+        return out, None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding (arXiv:2104.09864) of x [N, heads, d], pairs (i, i + d/2); cos, sin [N, 1, d/2]."""
+    return _Rotate.apply(x, cos, sin)
+
+
+class _SplitAndRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        n, groups, share, d = mixed.shape
+        share -= 2
+        ctx.save_for_backward(cos, sin)
+        query, key = mixed.new_empty(n, groups, share, d), mixed.new_empty(n, groups, d)
+        _turn(mixed[:, :, :share], cos[:, :, None], sin[:, :, None], query, 1)
+        _turn(mixed[:, :, share], cos, sin, key, 1)
+        return query.view(n, groups * share, d), key, mixed[:, :, share + 1].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_query: Tensor, d_key: Tensor, d_value: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        n, groups, d = d_key.shape
+        share = d_query.shape[1] // groups
+        out = d_key.new_empty(n, groups, share + 2, d)
+        _turn(d_query.reshape(n, groups, share, d), cos[:, :, None], sin[:, :, None], out[:, :, :share], -1)
+        _turn(d_key, cos, sin, out[:, :, share], -1)
+        out[:, :, share + 1] = d_value
+        return out, None, None
+
+
+def split_and_rotate(mixed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """mixed [N, kv_heads, q_per_kv + 2, d] (Megatron's order: the group's queries, its key, its value) -> query
+    [N, heads, d], key and value [N, kv_heads, d], query and key rotated as by `rotate`."""
+    return _SplitAndRotate.apply(mixed, cos, sin)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def spread(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """x [N, ...] -> x[index] [G, ...] where x[index][inverse] = x. Cells of G that are not in `inverse` hold copies of
+    something: nothing may depend on them (their gradient is taken for 0)."""
+    return _Take.apply(x, index, inverse)
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        out = grad.new_zeros(ctx.rows, *grad.shape[1:])
+        return out.index_copy_(0, ctx.saved_tensors[0], grad), None
+
+
+def collect(x: Tensor, index: Tensor) -> Tensor:
+    """x [G, ...] -> x[index], all of `index` different (so backward is a copy, not a sum)."""
+    return _Collect.apply(x, index)

@@ -1,0 +1,65 @@
+"""Deal rows of unequal cost to parts of equal number, so that the costliest part is as cheap as possible."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aligner.config.schema import ModelConfig
+
+
+def row_costs(lengths: Tensor, model: ModelConfig) -> Tensor:
+    """float64 [B]: operations of a forward pass by row of n tokens, per layer: 2 P n for the matrix products with P
+    parameters (the output layer's spread over the layers), 2 n^2 A for causal attention over heads of A = heads x
+    head_dim numbers in all (scores and weighted sums, half of the square)."""
+    n, h, wide = lengths.double(), model.hidden_size, model.num_heads * model.kv_channels
+    projections = 2 * h * wide + 2 * h * model.num_kv_heads * model.kv_channels
+    parameters = projections + 3 * h * model.ffn_hidden_size + h * model.vocab_size / model.num_layers
+    return 2 * parameters * n + 2 * wide * n.square()
+
+
+def deal(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Numbers of the rows of each part, ascending; the parts have equally many rows (or differ by one).
+
+    Largest first, each to the cheapest part that still has room, then exchanges between the costliest and the cheapest
+    part while one helps. Greedy scheduling as in Graham 1969 (doi:10.1137/0117039), with equal numbers.
+    """
+    assert 1 <= parts <= len(costs), (parts, len(costs))
+    room = [len(costs) // parts + (i < len(costs) % parts) for i in range(parts)]
+    chosen: list[list[int]] = [[] for _ in range(parts)]
+    heap = [(0.0, i) for i in range(parts)]
+    for row in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, part = heapq.heappop(heap)
+        chosen[part].append(row)
+        if len(chosen[part]) < room[part]:
+            heapq.heappush(heap, (load + costs[row], part))
+    _exchange(costs, chosen)
+    return [sorted(rows) for rows in chosen]
+
+
+def _exchange(costs: Sequence[float], parts: list[list[int]]) -> None:
+    loads = [sum(costs[row] for row in rows) for rows in parts]
+    for _ in range(4 * len(parts)):
+        high = max(range(len(parts)), key=lambda i: (loads[i], i))
+        low = min(range(len(parts)), key=lambda i: (loads[i], i))
+        gap = loads[high] - loads[low]
+        a = torch.tensor([costs[row] for row in parts[high]], dtype=torch.float64)
+        b = torch.tensor([costs[row] for row in parts[low]], dtype=torch.float64)
+        gain = gap / 2 - (a[:, None] - b[None] - gap / 2).abs()  # of the costlier of the two parts
+        best = int(gain.argmax())
+        i, j = divmod(best, len(b))
+        if float(gain.flatten()[best]) <= 1e-9 * max(loads[high], 1.0):
+            return
+        moved = float(a[i] - b[j])
+        parts[high][i], parts[low][j] = parts[low][j], parts[high][i]
+        loads[high] -= moved
+        loads[low] += moved
+
+
+def balance(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> float:
+    """Mean cost of the parts over the largest: 1 is perfect; 1 - balance is the share of time the others wait."""
+    loads = [sum(costs[row] for row in rows) for rows in parts]
+    return sum(loads) / (len(loads) * max(loads)) if loads and max(loads) > 0 else 1.0

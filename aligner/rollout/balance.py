@@ -1,0 +1,87 @@
+"""The only place where samples change their data-parallel rank: after group statistics are taken, before the update.
+
+A minibatch has the same members for any number of ranks; here the ranks only agree on who computes which row, so that
+none waits long for the others. Losses, gradients and metrics do not depend on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.config.schema import ModelConfig
+from aligner.ops.balance import balance, deal, row_costs
+from aligner.types import ScalarMetrics, TrainBatch
+
+ENOUGH = 0.98  # rows stay where they are if the ranks' costs are that even (mean over largest)
+
+
+@dataclass
+class Balancer:
+    """Deals the rows of a minibatch to the ranks of `group` by their cost in `model`; all ranks hold equally many."""
+
+    model: ModelConfig
+    group: dist.ProcessGroup
+    on: bool = True
+    _before: list[float] = field(default_factory=list)
+    _after: list[float] = field(default_factory=list)
+
+    def __call__(self, minibatch: TrainBatch) -> TrainBatch:
+        """Collective over `group`."""
+        ranks = self.group.size()
+        if ranks == 1:
+            self._note(1.0, 1.0)
+            return minibatch
+        lengths = _gather(minibatch.lengths, self.group)
+        count = len(minibatch.lengths)
+        costs = row_costs(lengths, self.model).tolist()
+        parts = [list(range(rank * count, (rank + 1) * count)) for rank in range(ranks)]
+        before = balance(costs, parts)
+        if not self.on or before >= ENOUGH:
+            self._note(before, before)
+            return minibatch
+        parts = deal(costs, ranks)
+        self._note(before, balance(costs, parts))
+        return _exchange(minibatch, parts, int(lengths.max()), self.group)
+
+    def _note(self, before: float, after: float) -> None:
+        self._before.append(before)
+        self._after.append(after)
+
+    def metrics(self) -> ScalarMetrics:
+        """batch/balance (mean cost of the ranks over the largest; 1: nobody waits) of the minibatches since the last
+        call, and what it would have been without an exchange."""
+        found = {
+            name: sum(values) / len(values)
+            for name, values in (("batch/balance", self._after), ("batch/balance_before", self._before))
+            if values
+        }
+        self._before, self._after = [], []
+        return found
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def _exchange(minibatch: TrainBatch, parts: list[list[int]], width: int, group: dist.ProcessGroup) -> TrainBatch:
+    """Rows by their number over all ranks (rank-major, equally many each) -> this rank's part, in ascending order."""
+    count, me = len(minibatch.lengths), group.rank()
+    mine = range(me * count, (me + 1) * count)
+    sent = [[row - mine.start for row in part if row in mine] for part in parts]
+    received = [sum(rank * count <= row < (rank + 1) * count for row in parts[me]) for rank in range(group.size())]
+    order = torch.tensor([row for rows in sent for row in rows], dtype=torch.int64)
+    moved = {}
+    for name, tensor in minibatch.tensors().items():
+        if tensor.dim() == 2:  # per token: cut or pad to the width of the whole minibatch
+            tensor = torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]))
+        out = tensor.new_empty(sum(received), *tensor.shape[1:])
+        source = tensor.index_select(0, order).contiguous()
+        dist.all_to_all_single(out, source, received, [len(rows) for rows in sent], group=group)
+        moved[name] = out
+    return replace(minibatch, **moved)

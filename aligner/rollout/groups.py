@@ -1,0 +1,158 @@
+"""Whole groups on their way into a rollout batch, and who still needs one when groups are filtered.
+
+Dynamic sampling (DAPO, arXiv:2503.14476) replaces prompts whose samples all have the same reward. A rollout has
+`prompts` slots, a contiguous share of them on every data-parallel rank, and the samples of a slot never leave its rank.
+In each round every open slot, in ascending order, gets the next prompt of the stream, again and again while the round
+has no more than `prompts` of them; it keeps the first whose group is not all equal. Only which slots were filled goes
+between ranks. So a slot's prompt depends on the stream and on rewards alone, not on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.errors import RewardError
+from aligner.ops.advantages import learnable
+from aligner.ops.reduce import sum_over
+from aligner.rewards.composite import Component, Scores
+from aligner.rollout.collate import join_generations
+from aligner.types import Generations, Prompt, ScalarMetrics
+
+
+class Request(NamedTuple):
+    """One group to generate."""
+
+    slot: int  # of the rollout
+    row: int  # of the dataset
+    first: int  # sample index of the group's first request seed
+
+
+@dataclass
+class Requests:
+    """Numbers the requests of one rollout: a dataset row's k-th occurrence starts at sample index k x group, so that a
+    small dataset never gives two samples the same request seed."""
+
+    group: int
+    _seen: dict[int, int] = field(default_factory=dict)
+
+    def __call__(self, slots: Sequence[int], rows: Sequence[int]) -> list[Request]:
+        found = []
+        for slot, row in zip(slots, rows, strict=True):
+            found.append(Request(slot, row, self._seen.get(row, 0) * self.group))
+            self._seen[row] = self._seen.get(row, 0) + 1
+        return found
+
+
+@dataclass
+class Groups:
+    """Whole groups of one data-parallel rank: N requests, N x group samples, prompt-major."""
+
+    slots: list[int]
+    prompts: list[Prompt]
+    generations: Generations
+    components: dict[str, Component] = field(default_factory=dict)  # scores of the samples
+
+    def take(self, places: Sequence[int]) -> Groups:
+        size = len(self.generations.lengths) // len(self.slots) if self.slots else 0
+        rows = [place * size + i for place in places for i in range(size)]
+        index = torch.tensor(rows, dtype=torch.int64)
+        g = self.generations
+        return Groups(
+            [self.slots[i] for i in places],
+            [self.prompts[i] for i in places],
+            replace(
+                g,
+                tokens=g.tokens[index],
+                lengths=g.lengths[index],
+                logprobs=g.logprobs[index],
+                finish_reason=g.finish_reason[index],
+                full_logprobs=None if g.full_logprobs is None else g.full_logprobs[index],
+            ),
+            {name: [column[row] for row in rows] for name, column in self.components.items()},
+        )
+
+
+def join_groups(parts: Sequence[Groups]) -> Groups:
+    """All groups, in the order of their slots."""
+    whole = Groups(
+        [slot for part in parts for slot in part.slots],
+        [prompt for part in parts for prompt in part.prompts],
+        join_generations([part.generations for part in parts]),
+        {name: [v for part in parts for v in part.components[name]] for name in parts[0].components},
+    )
+    return whole.take(sorted(range(len(whole.slots)), key=whole.slots.__getitem__))
+
+
+@dataclass
+class Refill:
+    """Which slots are open, on every rank alike; what was generated and dropped so far."""
+
+    prompts: int
+    group: int
+    rounds_allowed: int
+    ranks: dist.ProcessGroup | None = None  # data-parallel
+    rounds: int = 0
+    generated: int = 0
+    accepted: int = 0  # groups that are not all equal; some find their slot filled
+    reward: tuple[float, float] = (0.0, 0.0)  # sum and number of the raw rewards of all samples
+
+    def __post_init__(self) -> None:
+        self.open = list(range(self.prompts))
+
+    def wanted(self) -> list[int]:
+        """The slots to generate for in the next round, in the order in which they take prompts from the stream.
+
+        Raises RewardError after the last round that is allowed.
+        """
+        if self.rounds == self.rounds_allowed:
+            dropped = self.generated - self.accepted
+            raise RewardError(
+                f"algorithm.filter_groups: after algorithm.filter_rounds={self.rounds_allowed} rounds, "
+                f"{len(self.open)} of {self.prompts} prompts have no group yet whose rewards differ: {dropped} of "
+                f"{self.generated} generated groups were all equal or invalid. Expected prompts that the policy solves "
+                "sometimes: use other prompts, a larger batch.group, more rounds, or algorithm.filter_groups=false"
+            )
+        self.rounds += 1
+        return self.open * max(1, self.prompts // len(self.open))
+
+    def keep(self, groups: Groups, scores: Scores) -> Groups:
+        """Of this round's groups those that fill a slot of this rank. Collective over `ranks`."""
+        rewards, valid = torch.tensor(scores.total, dtype=torch.float64), torch.tensor(scores.valid, dtype=torch.bool)
+        number = torch.arange(len(groups.slots)).repeat_interleave(self.group)
+        good = learnable(rewards, number, valid).view(len(groups.slots), self.group).any(1).tolist()
+        first: dict[int, int] = {}
+        for place, slot in enumerate(groups.slots):
+            if good[place]:
+                first.setdefault(slot, place)
+        self._tell(
+            list(first), len(groups.slots), sum(good), [v for v, ok in zip(scores.raw, scores.valid, strict=True) if ok]
+        )
+        return groups.take(list(first.values()))
+
+    def _tell(self, filled: list[int], generated: int, accepted: int, raw: list[float]) -> None:
+        """Add this rank's round to what all ranks know."""
+        told: Tensor = torch.zeros(self.prompts + 4, dtype=torch.float64)
+        told[filled] = 1
+        told[self.prompts :] = torch.tensor([generated, accepted, sum(raw), len(raw)], dtype=torch.float64)
+        *slots, generated_, accepted_, total, count = sum_over(told, self.ranks).tolist()
+        self.open = [slot for slot in self.open if not slots[slot]]
+        self.generated += int(generated_)
+        self.accepted += int(accepted_)
+        self.reward = self.reward[0] + total, self.reward[1] + count
+
+    def metrics(self) -> ScalarMetrics:
+        """filter/*: rounds, prompts generated, dropped (all equal or invalid), surplus (their slot was filled); and the
+        mean reward of all samples, as `reward/mean` is of those that were kept."""
+        return {
+            "filter/rounds": float(self.rounds),
+            "filter/generated_prompts": float(self.generated),
+            "filter/dropped_prompts": float(self.generated - self.accepted),
+            "filter/surplus_prompts": float(self.accepted - self.prompts),
+            "filter/reward_mean": self.reward[0] / self.reward[1] if self.reward[1] else 0.0,
+        }

@@ -1,0 +1,263 @@
+"""Recorded rollouts: one safetensors file for a whole rollout, whatever the layout that generated it.
+
+Tensors: the fields of `RolloutBatch` that were set when the rollout came, and its `Scores` under `scores/`; rows are
+group-major, tokens int32. Metadata: one entry `header`, JSON: `format`, `version`, and the fields of `Header`; the same
+rollout gives the same bytes. Not recorded: the prompts' other columns (`Prompt.fields`), which nothing reads after
+the scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from aligner.errors import AlignerError, DataError
+from aligner.megatron.groups import Layout
+from aligner.ops.reduce import first_cause
+from aligner.rewards.composite import Scores
+from aligner.rollout.source import Rollouts
+from aligner.run.timers import Timers
+from aligner.types import Prompt, RolloutBatch, Sample, ScalarMetrics
+
+FORMAT, VERSION = "aligner-rollout", 1
+FOLDER = "rollouts"  # in the run folder
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a recording and the run that trains on it must share; the last two may differ (a warning)."""
+
+    tokenizer: str  # hash of the vocabulary
+    vocab_size: int
+    prompts: int
+    group: int
+    temperature: float
+    model: str = ""  # hash of the model's shape
+    stage: str = ""
+
+
+@dataclass(frozen=True)
+class Header:
+    origin: Origin
+    step: int
+    weight_version: int
+    slots: list[int]  # of `prompts`
+    prompts: list[dict[str, Any]]  # {"id", "text"}
+    responses: list[str]  # by row, decoded
+
+
+@dataclass
+class Recording:
+    header: Header
+    rollout: RolloutBatch
+    scores: Scores
+
+
+def file_name(step: int) -> str:
+    return f"step-{step:08d}.safetensors"
+
+
+# --- one file
+
+
+def write_recording(path: Path, rollout: RolloutBatch, scores: Scores, origin: Origin, step: int) -> None:
+    """Write a whole rollout; the file is there complete or not at all. Raises OSError."""
+    order = torch.argsort(rollout.group, stable=True)
+    samples = [rollout.samples[i] for i in order.tolist()]
+    rollout = rollout.select(order)
+    prompts = {int(slot): sample.prompt for slot, sample in zip(rollout.group, samples, strict=True)}
+    header = Header(
+        origin,
+        step,
+        rollout.weight_version,
+        list(prompts),
+        [{"id": prompt.id, "text": prompt.text} for prompt in prompts.values()],
+        [sample.response for sample in samples],
+    )
+    tensors = {name: t.to(torch.int32) if name == "tokens" else t for name, t in rollout.tensors().items()}
+    tensors["sample_index"] = torch.tensor([sample.index for sample in samples])
+    tensors |= {f"scores/{name}": t[order] for name, t in _score_tensors(scores).items()}
+    text = json.dumps({"format": FORMAT, "version": VERSION} | dataclasses.asdict(header), allow_nan=False)
+    aside = path.with_name(path.name + ".tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        contiguous = {name: t.contiguous() for name, t in tensors.items()}
+        save_file(contiguous, str(aside), metadata={"header": text})
+    except SafetensorError as error:  # how it tells of a full disk
+        raise OSError(str(error)) from error
+    aside.rename(path)
+
+
+def _score_tensors(scores: Scores) -> dict[str, Tensor]:
+    def column(values: list) -> Tensor:
+        return torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)
+
+    found = {"total": column(scores.total), "raw": column(scores.raw)}
+    found |= {name: torch.tensor(getattr(scores, name), dtype=torch.bool) for name in ("valid", "clipped")}
+    return found | {f"components/{name}": column(values) for name, values in scores.components.items()}
+
+
+def read_header(path: Path) -> Header:
+    """Raises DataError if the file is no recorded rollout, or of another format version."""
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path}: cannot be read as a recorded rollout ({error})") from None
+    try:
+        data = json.loads(metadata.get("header", "{}"))
+        kind, version = data.pop("format", None), data.pop("version", None)
+    except (ValueError, AttributeError):
+        kind = version = None
+    if kind != FORMAT:
+        raise DataError(f"{path}: expected a recorded rollout (debug.record), a safetensors file of format {FORMAT}")
+    if version != VERSION:
+        raise DataError(f"{path}: format version {version}: expected {VERSION}. Record it again with this version")
+    return Header(**data | {"origin": Origin(**data["origin"])})
+
+
+def read_recording(path: Path, slots: range | None = None) -> Recording:
+    """The rollout, or its rows of these prompt slots, trimmed to the longest of them. Raises DataError."""
+    header = read_header(path)
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path}: cannot be read as a recorded rollout ({error})") from None
+    group = tensors["group"]
+    if len(group) != header.origin.prompts * header.origin.group:
+        expected = f"{header.origin.prompts} prompts x {header.origin.group}"
+        raise DataError(f"{path}: {len(group)} samples: expected {expected}, as its header says")
+    keep = torch.ones_like(group, dtype=torch.bool) if slots is None else _inside(group, slots)
+    rows = keep.nonzero().flatten()
+    tensors = {name: t[rows] for name, t in tensors.items()}
+    tensors["tokens"] = tensors["tokens"].to(torch.int64)
+    scores = _scores({n.removeprefix("scores/"): t for n, t in tensors.items() if n.startswith("scores/")})
+    known = {f.name for f in fields(RolloutBatch)}
+    rollout = RolloutBatch(
+        **{name: t for name, t in tensors.items() if name in known}, weight_version=header.weight_version
+    )
+    rollout.samples = _samples(rollout, header, tensors["sample_index"].tolist(), rows.tolist())
+    return Recording(header, rollout.trim(), scores)
+
+
+def _inside(group: Tensor, slots: range) -> Tensor:
+    return (group >= slots.start) & (group < slots.stop)
+
+
+def _scores(columns: dict[str, Tensor]) -> Scores:
+    components = {
+        name.removeprefix("components/"): [None if math.isnan(v) else v for v in t.tolist()]
+        for name, t in columns.items()
+        if name.startswith("components/")
+    }
+    total, raw, valid, clipped = (columns[name].tolist() for name in ("total", "raw", "valid", "clipped"))
+    return Scores(total, raw, components, valid, clipped)
+
+
+def _samples(rollout: RolloutBatch, header: Header, indices: list[int], rows: list[int]) -> list[Sample]:
+    starts = rollout.response_mask.argmax(1).tolist()  # the first response token
+    texts = dict(zip(header.slots, header.prompts, strict=True))
+    prompts: dict[int, Prompt] = {}
+    samples = []
+    for i, row in enumerate(rows):
+        slot, tokens = int(rollout.group[i]), rollout.tokens[i, : int(rollout.lengths[i])].tolist()
+        if slot not in prompts:
+            prompts[slot] = Prompt(texts[slot]["id"], tuple(tokens[: starts[i]]), texts[slot]["text"])
+        samples.append(
+            Sample(
+                prompts[slot],
+                indices[i],
+                header.responses[row],
+                tuple(tokens[starts[i] :]),
+                bool(rollout.finished[i]),
+                header.weight_version,
+            )
+        )
+    return samples
+
+
+# --- between ranks
+
+
+def gather_rollout(
+    rollout: RolloutBatch, scores: Scores, layout: Layout, pad_id: int
+) -> tuple[RolloutBatch, Scores] | None:
+    """The whole rollout on global rank 0, None elsewhere. Collective over the data-parallel ranks."""
+    if layout.peers.rank() != 0:  # tensor, context and pipeline peers hold the same samples
+        return None
+    parts: list[tuple[RolloutBatch, Scores]] = [(rollout, scores)]
+    if layout.data > 1:
+        first = layout.dp_rank == 0
+        received: list | None = [None] * layout.data if first else None
+        dist.gather_object((rollout, scores), received, dst=dist.get_global_rank(layout.pgs.dp, 0), group=layout.pgs.dp)
+        if received is None:
+            return None
+        parts = received
+    return join_rollouts([part for part, _ in parts], pad_id), join_scores([part for _, part in parts])
+
+
+def join_rollouts(parts: list[RolloutBatch], pad_id: int) -> RolloutBatch:
+    """Rows of several ranks below each other, padded to the longest."""
+    width = max(part.tokens.shape[1] for part in parts)
+
+    def widened(name: str, t: Tensor) -> Tensor:
+        missing = width - t.shape[1] if t.dim() == 2 else 0
+        return torch.nn.functional.pad(t, (0, missing), value=pad_id if name == "tokens" else 0) if missing else t
+
+    tensors = {name: torch.cat([widened(name, p.tensors()[name]) for p in parts]) for name in parts[0].tensors()}
+    return dataclasses.replace(parts[0], **tensors, samples=[s for part in parts for s in part.samples])
+
+
+def join_scores(parts: list[Scores]) -> Scores:
+    def column(name: str) -> list:
+        return [value for part in parts for value in getattr(part, name)]
+
+    components = {name: [v for part in parts for v in part.components[name]] for name in parts[0].components}
+    return Scores(column("total"), column("raw"), components, column("valid"), column("clipped"))
+
+
+@dataclass
+class Recorder:
+    """A source of rollouts that also writes the first `count` of them (`debug.record`)."""
+
+    source: Rollouts
+    folder: Path
+    count: int
+    origin: Origin
+    layout: Layout
+    pad_id: int
+
+    @property
+    def timers(self) -> Timers:
+        return self.source.timers
+
+    @timers.setter
+    def timers(self, timers: Timers) -> None:
+        self.source.timers = timers
+
+    def next(self, step: int) -> tuple[RolloutBatch, ScalarMetrics, Scores]:
+        """What the source gives. Raises AlignerError on every rank if the file cannot be written."""
+        rollout, metrics, scores = self.source.next(step)
+        if step <= self.count:
+            whole, cause = gather_rollout(rollout, scores, self.layout, self.pad_id), ""
+            path = self.folder / file_name(step)
+            if whole is not None:
+                try:
+                    write_recording(path, *whole, self.origin, step)
+                except OSError as error:
+                    cause = f"cannot write {path} (debug.record): {error}. Free space or change run.dir"
+            first = first_cause(cause)
+            if first is not None:
+                raise AlignerError(first[1])
+        return rollout, metrics, scores

@@ -1,0 +1,82 @@
+"""Recorded rollouts in place of an engine's: `debug.train_only`, `engine.name=recorded`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aligner.errors import ConfigError, DataError
+from aligner.megatron.groups import Layout
+from aligner.rewards.composite import Scores
+from aligner.rollout.record import FOLDER, Header, Origin, read_header, read_recording
+from aligner.rollout.source import share
+from aligner.run.timers import Timers
+from aligner.types import RolloutBatch, ScalarMetrics
+
+
+def find_recordings(path: str) -> list[Path]:
+    """The files behind `debug.train_only`: a file, a folder of them, or a run folder; in the order of their steps."""
+    place = Path(path).expanduser()
+    folder = place / FOLDER if (place / FOLDER).is_dir() else place
+    found = [place] if place.is_file() else sorted(folder.glob("step-*.safetensors"))
+    if not found:
+        expected = "a recorded rollout, a folder with step-*.safetensors, or a run folder (debug.record writes them)"
+        raise ConfigError("debug.train_only", path, expected)
+    return found
+
+
+def check_origin(path: Path, header: Header, mine: Origin) -> str:
+    """Raise DataError where the recording cannot be trained on by this run; a warning where it only looks odd."""
+    there = header.origin
+    if (there.tokenizer, there.vocab_size) != (mine.tokenizer, mine.vocab_size):
+        raise DataError(
+            f"{path}: recorded with another tokenizer or vocabulary (tokenizer {there.tokenizer}, model.vocab_size "
+            f"{there.vocab_size}): expected tokenizer {mine.tokenizer}, model.vocab_size {mine.vocab_size}"
+        )
+    if (there.prompts, there.group) != (mine.prompts, mine.group):
+        raise DataError(
+            f"{path}: {there.prompts} prompts x {there.group} samples: expected batch.prompts={mine.prompts} x "
+            f"batch.group={mine.group}"
+        )
+    if there.temperature != mine.temperature:
+        raise DataError(
+            f"{path}: sampled at temperature {there.temperature:g}: expected sampling.temperature={mine.temperature:g}"
+        )
+    odd = [name for name in ("model", "stage") if getattr(there, name) != getattr(mine, name)]
+    return f"warning: {path} was recorded by another {' and another '.join(odd)}" if odd else ""
+
+
+@dataclass
+class RecordedSource:
+    """The i-th file in the order of the steps is the rollout of step i, of any data-parallel size: each rank takes the
+    prompts that it would have generated for itself."""
+
+    files: list[Path]
+    layout: Layout
+    prompts: int
+    version: Callable[[], int]  # of the policy's weights
+    timers: Timers = field(default_factory=Timers)
+
+    @classmethod
+    def open(
+        cls, path: str, steps: int, mine: Origin, layout: Layout, version: Callable[[], int], say: Callable[[str], None]
+    ) -> RecordedSource:
+        """Check every file before training. Raises ConfigError and DataError."""
+        files = find_recordings(path)
+        if steps > len(files):
+            expected = f"at most the {len(files)} recorded rollouts of debug.train_only={path}"
+            raise ConfigError("run.steps", steps, expected)
+        for file in files[:steps]:
+            odd = check_origin(file, read_header(file), mine)
+            if odd:
+                say(odd)
+        return cls(files, layout, mine.prompts, version)
+
+    def next(self, step: int) -> tuple[RolloutBatch, ScalarMetrics, Scores]:
+        """This rank's part of the step's recording, as `RolloutSource.next` gives it."""
+        with self.timers("read"):
+            mine = share(self.prompts, self.layout.data, self.layout.dp_rank)
+            recording = read_recording(self.files[step - 1], range(mine.start, mine.stop))
+        behind = float(self.version() - recording.rollout.weight_version)
+        return recording.rollout, {"staleness/mean": behind, "staleness/max": behind}, recording.scores

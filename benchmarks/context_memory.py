@@ -1,0 +1,128 @@
+"""Memory of one rank against the context-parallel size: what is saved for backward, by formula and measured.
+
+    python -m benchmarks.context_memory [--tokens 2048] [--json FILE]
+
+Trains one row of --tokens on 1, 2 and 4 gloo ranks and counts the bytes that autograd keeps (each storage once), beside
+the formula; then applies the formula to one row of 131,072 tokens in the 8B shape, bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from aligner.config.schema import ModelConfig, ParallelConfig
+
+SMALL = ModelConfig(
+    num_layers=4, hidden_size=64, ffn_hidden_size=192, num_heads=8, num_kv_heads=4, vocab_size=64, max_position=65536
+)
+EIGHT_B = ModelConfig(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    vocab_size=128256,
+    max_position=131072,
+)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes kept for backward by one rank."""
+
+    layers: float
+    gathered: float  # keys and values of the other ranks (allgather)
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.gathered
+
+
+def saved_bytes(cfg: ModelConfig, tokens: int, context: int, mode: str, element: int) -> Saved:
+    """By layer and own token: two norms' inputs and outputs (4 H), queries and the attention's output twice (3 A: as
+    attention gave it and in the stream's order), the gate and up projections and their product (3 F); keys and values
+    (2 K) of the own tokens, or with allgather and more than one rank of all tokens, twice (for the two chunks: of half
+    the row on average, one and a half at most; counted as the gathered tensor and one copy)."""
+    own, h, f = tokens / context, cfg.hidden_size, cfg.ffn_hidden_size
+    a, k = cfg.num_heads * cfg.kv_channels, cfg.num_kv_heads * cfg.kv_channels
+    gathered = context > 1 and mode == "allgather"
+    order = 3 if context > 1 else 2  # one rank's rows need no reordering
+    layers = own * (4 * h + order * a + 3 * f + (0 if gathered else 2 * k))
+    # chunks i and 2C-1-i see (i + 1 + 2C - i) / 2C of the row together: 1 + 1/2C
+    others = tokens * 2 * k * (1 + 1 / (2 * context)) if gathered else 0.0
+    return Saved(cfg.num_layers * layers * element, cfg.num_layers * others * element)
+
+
+def measure(tokens: int, context: int, mode: str) -> float:
+    """What autograd keeps on this rank, in bytes. Runs on every rank of the world."""
+    import torch
+
+    from aligner.megatron.groups import build_layout
+    from aligner.megatron.model import Head
+    from aligner.megatron.train import ShardedModel
+    from aligner.megatron.weights import random_source
+    from aligner.types import TrainBatch
+
+    layout = build_layout(ParallelConfig(context=context, context_mode=mode))
+    device = torch.device("cpu")
+    model = ShardedModel(SMALL, layout, Head("score"), torch.float32, device, random_source(SMALL, 0))
+    model.module.requires_grad_(True)
+    row = torch.randint(1, SMALL.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
+    batch = TrainBatch(row, torch.tensor([tokens]), torch.ones(1, tokens))
+    packing, stream = model._stream(batch)
+    parameters = {p.untyped_storage().data_ptr() for p in model.module.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if x.is_floating_point() and storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model.module(row.view(-1)[packing.source][None], packing.positions[None], None, packed_seq_params=stream)
+    return float(sum(kept.values()))
+
+
+def main(arguments: list[str]) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tests.ranks import Ranks
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.context_memory", description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    ranks, found = Ranks(), []
+    cases = [(1, "allgather"), (2, "allgather"), (4, "allgather"), (2, "alltoall"), (4, "alltoall")]
+    for context, mode in cases:
+        results = ranks.run(
+            "benchmarks.context_memory:measure", world=context, tokens=options.tokens, context=context, mode=mode
+        )
+        wanted = saved_bytes(SMALL, options.tokens, context, mode, 4).total
+        found.append({"context": context, "mode": mode, "measured_bytes": max(results), "formula_bytes": wanted})
+    ranks.close()
+    table = Table("context", "mode", "measured MiB", "formula MiB", "ratio", title=f"{options.tokens} tokens, small model")
+    for row in found:
+        measured, wanted = row["measured_bytes"], row["formula_bytes"]
+        cells = [f"{measured / 2**20:.1f}", f"{wanted / 2**20:.1f}", f"{measured / wanted:.2f}"]
+        table.add_row(str(row["context"]), row["mode"], *cells)
+    Console(width=110).print(table)
+    table = Table("context", "allgather GiB", "of it gathered", "alltoall GiB", title="131,072 tokens, 8B, bfloat16 (formula)")
+    for context in (1, 2, 4, 8, 16, 32):
+        one, two = (saved_bytes(EIGHT_B, 131072, context, mode, 2) for mode in ("allgather", "alltoall"))
+        other = f"{two.total / 2**30:.1f}" if EIGHT_B.num_kv_heads % context == 0 else "heads do not divide"
+        table.add_row(str(context), f"{one.total / 2**30:.1f}", f"{one.gathered / 2**30:.1f}", other)
+    Console(width=110).print(table)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

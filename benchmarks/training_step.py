@@ -1,0 +1,121 @@
+"""The training step against the machine's matrix products: tokens/s, and the share of the time they would need alone.
+
+    python -m benchmarks.training_step [--shapes quickstart,100m] [--steps 7] [--json FILE]
+
+Rows of ragged lengths (uniform between half of the longest and the longest), one micro-batch, float32, one rank, the
+threads torch has. The rate of matrix products is measured between the steps of the same run, on the shapes of the
+model's own layers; operations are 6 x parameters of the matrices x tokens (attention's scores not counted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from aligner.algorithms.losses import sft_loss
+from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from aligner.megatron.groups import build_layout, init_distributed
+from aligner.megatron.model import Head
+from aligner.megatron.train import ShardedModel
+from aligner.megatron.weights import random_source
+from aligner.roles.policy import Policy
+from aligner.types import TrainBatch
+
+# name -> model, rows, longest row
+SHAPES = {
+    "quickstart": (ModelConfig(num_layers=4, hidden_size=128, ffn_hidden_size=384, vocab_size=91), 256, 14),
+    "100m": (
+        ModelConfig(
+            num_layers=12,
+            hidden_size=768,
+            ffn_hidden_size=2048,
+            num_heads=12,
+            num_kv_heads=4,
+            vocab_size=32000,
+            max_position=1024,
+        ),
+        8,
+        192,
+    ),
+}
+
+
+def rows(vocab_size: int, count: int, longest: int) -> TrainBatch:
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.randint(longest // 2, longest + 1, (count,), generator=g)
+    lengths[0] = longest
+    tokens = torch.randint(1, vocab_size, (count, longest), generator=g)
+    mask = (torch.arange(longest)[None] < lengths[:, None]).float()
+    mask[:, 0] = 0
+    return TrainBatch(tokens * (torch.arange(longest)[None] < lengths[:, None]), lengths, mask)
+
+
+def matrix_rate(shapes: list[tuple[int, int]], tokens: int) -> float:
+    """Operations per second of x W^T over the layers' own shapes."""
+    pairs = [(torch.randn(tokens, k), torch.randn(n, k)) for n, k in shapes]
+    start = time.perf_counter()
+    for x, w in pairs:
+        torch.nn.functional.linear(x, w)
+    return sum(2 * tokens * n * k for n, k in shapes) / (time.perf_counter() - start)
+
+
+def measure(name: str, steps: int) -> dict:
+    cfg, count, longest = SHAPES[name]
+    batch = BatchConfig(micro_batch_samples=count)
+    layout = build_layout(ParallelConfig())
+    model = ShardedModel(
+        cfg, layout, Head(), torch.float32, torch.device("cpu"), random_source(cfg, 0), OptimConfig(lr=1e-4), steps
+    )
+    policy, data = Policy(model, batch), rows(cfg.vocab_size, count, longest)
+    shapes = [tuple(p.shape) for n, p in model.module.named_parameters() if p.dim() == 2]
+    tokens = int(data.lengths.sum())
+    operations = 6 * tokens * sum(n * k for n, k in shapes)
+    seconds, rates = [], []
+    for step in range(steps + 2):
+        start = time.perf_counter()
+        policy.update(data, sft_loss(data, layout.pgs.dp))
+        took, rate = time.perf_counter() - start, matrix_rate(shapes, tokens)
+        if step >= 2:  # the first steps make buffers
+            seconds.append(took)
+            rates.append(rate)
+    shares = [operations / rate / took for took, rate in zip(seconds, rates, strict=True)]
+    return {
+        "shape": name,
+        "parameters": sum(p.numel() for p in model.module.parameters()),
+        "tokens": tokens,
+        "seconds": statistics.median(seconds),
+        "tokens_per_s": tokens / statistics.median(seconds),
+        "matrix_gflops": statistics.median(rates) / 1e9,
+        "share_of_matrix_rate": statistics.median(shares),
+    }
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training_step", description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {','.join(SHAPES)}")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    init_distributed(0, 1, 0, "auto", 60.0)
+    found = [measure(name, options.steps) for name in options.shapes.split(",")]
+    for row in found:
+        print(
+            f"{row['shape']}: {row['parameters'] / 1e6:.1f} M parameters, {row['tokens']} tokens in "
+            f"{row['seconds']:.3f} s = {row['tokens_per_s']:.0f} tokens/s, {100 * row['share_of_matrix_rate']:.0f} % "
+            f"of the matrix-product rate ({row['matrix_gflops']:.0f} GFLOP/s)"
+        )
+    if options.json:
+        about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.processor()}
+        options.json.write_text(json.dumps({"about": about, "rows": found}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,71 @@
+"""Keys of `mismatch` and `debug`: bounds by method, and what does not go together."""
+
+import pytest
+
+from aligner.config.resolve import compose
+from aligner.config.schema import MISMATCH_BOUNDS, MismatchConfig
+from aligner.config.validate import validate
+from aligner.errors import ConfigError
+
+GRPO = ["stage=grpo", "data.train=pyproject.toml", "reward.functions=[{path: math}]", "batch.group=2"]
+
+
+def test_bounds_are_the_methods_own_unless_told():
+    for name, defaults in MISMATCH_BOUNDS.items():
+        assert MismatchConfig(name).bounds(name) == defaults
+    both = MismatchConfig("tis_token + geometric_mask", cap=3.0, high=1.2)
+    assert both.methods == ["tis_token", "geometric_mask"]
+    assert both.bounds("tis_token") == {"cap": 3.0} and both.bounds("geometric_mask") == {"low": 0.99, "high": 1.2}
+    assert MismatchConfig().methods == ["none"] and MismatchConfig().bounds("none") == {}
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("mismatch.correction=tis", "mismatch.correction='tis': expected one of none, tis_token"),
+        ("mismatch.correction=tis_token+icepop", "at most one of tis_token, tis_sequence, icepop"),
+        ("mismatch.correction=veto+veto", "none, or different methods joined by +"),
+        ("mismatch.correction=none+veto", "none, or different methods joined by +"),
+        (
+            "algorithm.policy_loss=dppo ; mismatch.correction=icepop+veto",
+            "mismatch.correction='icepop+veto': expected no",
+        ),
+        ("mismatch.cap=3", "mismatch.cap=3.0: expected 0 (each method's default) unless exactly one method"),
+        ("mismatch={correction: icepop, cap: 3}", "mismatch.cap=3.0"),
+        ("mismatch={correction: geometric_mask+veto, low: 0.5}", "mismatch.low=0.5"),
+        ("mismatch={correction: icepop, low: 6}", "mismatch.low=6.0: expected a number below mismatch.high=5"),
+        ("mismatch.high=-1", "mismatch.high=-1.0: expected a number >= 0"),
+        ("mismatch.stop_above=0.5", "mismatch.stop_above=0.5: expected a number > 1"),
+        ("mismatch.stop_above=-1", "mismatch.stop_above=-1.0"),
+        ("debug.record=-1", "debug.record=-1: expected a number >= 0"),
+        ("debug={rollout_only: true, train_only: pyproject.toml}", "debug.rollout_only=True: expected off with"),
+        ("debug={record: 1, train_only: pyproject.toml}", "debug.record=1: expected off with debug.train_only"),
+        ("debug={rollout_only: true, first_step_checks: true}", "debug.first_step_checks=True: expected false with"),
+        ("engine.name=recorded", "debug.train_only='': expected a recorded rollout"),
+        ("debug.train_only=no/such/file", "debug.train_only='no/such/file': expected a path that exists"),
+        ("debug.rollout_only=true ; run.resume=conf", "run.resume='conf': expected auto with debug.rollout_only"),
+    ],
+)
+def test_what_is_refused(override, message):
+    with pytest.raises(ConfigError) as caught:
+        validate(compose([*GRPO, *override.split(" ; ")]), 1)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("stage, key", [("sft", "record=1"), ("rm", "rollout_only=true"), ("sft", "train_only=conf")])
+def test_stages_without_rollouts_have_none_to_record(stage, key):
+    with pytest.raises(ConfigError, match=f"off for stage {stage}, which has no rollouts"):
+        validate(compose([f"stage={stage}", "data.train=pyproject.toml", f"debug.{key}"]), 1)
+
+
+def test_checks_of_the_first_step_need_something_to_check():
+    with pytest.raises(ConfigError, match=r"debug\.first_step_checks=True: expected false for stage sft"):
+        validate(compose(["stage=sft", "data.train=pyproject.toml", "debug.first_step_checks=true"]), 1)
+
+
+def test_training_on_recordings_is_an_engine_of_its_own():
+    cfg = compose(["stage=grpo", "batch.group=2", "debug.train_only=conf"])
+    assert cfg.engine.name == "recorded"
+    validate(cfg, 1)  # neither prompts nor rewards are needed
+    with pytest.raises(ConfigError, match=r"eval\.generate=True: expected false with debug\.train_only"):
+        validate(compose([*GRPO, "debug.train_only=conf", "data.eval=pyproject.toml"]), 1)

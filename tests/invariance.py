@@ -1,0 +1,184 @@
+"""The product's promise as a table: one recorded rollout, replayed in every layout, gives the same numbers.
+
+    python -m tests.invariance [--all] [--stages sft,grpo] [--json FILE]
+
+One axis at a time and the eleven layouts of up to four ranks; `--all`: the whole product of layouts with micro-batch
+sizes, packing, recomputation and the distributed optimizer. Exits 1 if a deviation is past its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aligner.config.schema import BatchConfig, ModelConfig, ParallelConfig
+
+if TYPE_CHECKING:
+    from tests.invariance_jobs import Case
+
+ROLLOUT = Path(__file__).parent / "assets" / "rollout.safetensors"
+STAGES = ("sft", "rm", "grpo", "ppo", "critic")
+MODEL = ModelConfig(
+    family="qwen3",
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=16,
+    qk_norm=True,
+    max_position=128,
+)
+MEASURES = ("loss", "gradient", "sgd", "adam")
+# loss: |difference| / max(1, |loss|); gradient: worst tensor's ||difference|| / ||gradient||; sgd: worst tensor's
+# ||difference|| / ||weight|| after two steps; adam: ||difference|| / ||update|| after two steps (Adam turns a gradient
+# of the size of rounding into a full step)
+BOUNDS = {"loss": 1e-5, "gradient": 1e-5, "sgd": 1e-5, "adam": 1e-3}
+CONTEXT_BOUNDS = BOUNDS | {"gradient": 1e-4}  # attention adds in another order
+# against bfloat16 on one rank: 8 bits of mantissa, and sums in another order (seen: 6e-4, 2.3e-2, 5e-3, 0.16)
+BFLOAT16_BOUNDS = {"loss": 5e-3, "gradient": 5e-2, "sgd": 2e-2, "adam": 0.3}
+
+
+def layouts() -> dict[str, tuple[int, ParallelConfig]]:
+    """The eleven of tensor, pipeline, context and data parallelism of 1 and 2, up to four ranks."""
+    found = {}
+    for tp, pp, cp, dp in itertools.product((1, 2), repeat=4):
+        if tp * pp * cp * dp <= 4:
+            name = "+".join(f"{n}2" for n, size in (("tp", tp), ("pp", pp), ("cp", cp), ("dp", dp)) if size == 2)
+            found[name or "one"] = (tp * pp * cp * dp, ParallelConfig(tensor=tp, pipeline=pp, context=cp))
+    return found
+
+
+def axes() -> dict[str, Case]:
+    """Name -> a case that differs from one rank, packed, all rows at once, in one thing (or in its layout)."""
+    from tests.invariance_jobs import Case
+
+    cases = {name: Case(world, parallel) for name, (world, parallel) in layouts().items() if name != "one"}
+    cases["tp2, sequence"] = Case(2, ParallelConfig(tensor=2, sequence=True))
+    cases["cp2, over heads"] = Case(2, ParallelConfig(context=2, context_mode="alltoall"))
+    for size in (1, 2, 4):
+        cases[f"micro-batch {size}"] = Case(batch=BatchConfig(micro_batch_samples=size, share_prompts=False))
+    cases["micro-batch by tokens"] = Case(batch=BatchConfig(micro_batch_tokens=60))
+    cases["shared prompts"] = Case(batch=BatchConfig(micro_batch_samples=16))
+    sharing, sequence = cases["shared prompts"].batch, cases["tp2, sequence"].parallel
+    cases["shared prompts, tp2, sequence"] = Case(2, sequence, sharing)
+    cases["padded"] = Case(batch=BatchConfig(micro_batch_samples=16, packing=False))
+    cases["padded, cp2"] = replace(cases["padded"], world=2, parallel=ParallelConfig(context=2))
+    cases["logits in parts"] = Case(batch=BatchConfig(micro_batch_samples=16, logits_bytes=1 << 15))
+    cases["recompute"] = Case(recompute="full")
+    cases["plain optimizer, dp2"] = Case(2, distributed=False)
+    return cases
+
+
+def product() -> Iterator[tuple[str, Case]]:
+    """Every combination."""
+    from tests.invariance_jobs import Case
+
+    for (name, (world, parallel)), sequence, size, packing, recompute, distributed in itertools.product(
+        layouts().items(), (False, True), (1, 2, 4), (True, False), ("none", "full"), (True, False)
+    ):
+        if sequence and parallel.tensor == 1:
+            continue
+        batch = BatchConfig(micro_batch_samples=size, packing=packing)
+        text = [name, *["sequence"] * sequence, f"micro {size}", *["padded"] * (not packing)]
+        text += [*["recompute"] * (recompute == "full"), *["plain optimizer"] * (not distributed)]
+        yield ", ".join(text), Case(world, replace(parallel, sequence=sequence), batch, recompute, distributed)
+
+
+def deviation(got: dict, base: dict) -> dict[str, float]:
+    """Measure -> deviation of one replay from another, as BOUNDS says."""
+
+    import torch
+
+    def relative(name: str, origin: dict | None = None) -> float:
+        """Of the worst tensor; of all as one in bfloat16, where a small tensor's whole update is a few roundings."""
+        pairs = []
+        for n, t in base[name].items():
+            size = t.double() - origin[n].double() if origin else t.double()
+            pairs.append((got[name][n].double() - t.double(), size))
+        if next(iter(base["start"].values())).dtype == torch.bfloat16:
+            pairs = [tuple(torch.cat([x.flatten() for x in side]) for side in zip(*pairs, strict=True))]
+        return max(float(difference.norm() / size.norm().clamp_min(1e-30)) for difference, size in pairs)
+
+    return {
+        "loss": abs(got["loss"] - base["loss"]) / max(1.0, abs(base["loss"])),
+        "gradient": relative("gradient"),
+        "sgd": relative("sgd"),
+        "adam": relative("adam", base["start"]),
+    }
+
+
+def bounds(case: Case) -> dict[str, float]:
+    import torch
+
+    if case.dtype == torch.bfloat16:
+        return BFLOAT16_BOUNDS
+    return CONTEXT_BOUNDS if case.parallel.context > 1 else BOUNDS
+
+
+class Matrix:
+    """Replays through a pool of ranks; the base of each stage is computed once."""
+
+    def __init__(self, ranks, rollout: Path = ROLLOUT, model: ModelConfig = MODEL):
+        self.ranks, self.rollout, self.model = ranks, rollout, model
+        self._base: dict = {}
+
+    def replay(self, stage: str, case: Case, without: str = "") -> dict:
+        target, arguments = "tests.invariance_jobs:replay", {"file": self.rollout, "stage": stage, "model": self.model}
+        return self.ranks.run(target, world=case.world, case=case, without=without, **arguments)[0]
+
+    def base(self, stage: str, case: Case) -> dict:
+        key = stage, case.dtype
+        if key not in self._base:
+            self._base[key] = self.replay(stage, replace(type(case)(), dtype=case.dtype))
+        return self._base[key]
+
+    def deviation(self, stage: str, case: Case) -> dict[str, float]:
+        return deviation(self.replay(stage, case), self.base(stage, case))
+
+
+def main(arguments: list[str]) -> int:
+    from rich.console import Console
+    from rich.table import Table
+    from tqdm import tqdm
+
+    from tests.ranks import Ranks
+
+    parser = argparse.ArgumentParser(prog="python -m tests.invariance", description=__doc__.splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="the whole product of all axes")
+    parser.add_argument("--stages", default=",".join(STAGES), help=f"of {','.join(STAGES)}")
+    parser.add_argument("--json", type=Path, help="write the table to this file")
+    options = parser.parse_args(arguments)
+    cases = dict(product()) if options.all else axes()
+    stages = options.stages.split(",")
+    matrix, found, failed = Matrix(Ranks()), [], 0
+    for stage, (name, case) in tqdm(list(itertools.product(stages, cases.items())), unit="replay"):
+        values = matrix.deviation(stage, case)
+        past = [m for m in MEASURES if not values[m] <= bounds(case)[m]]
+        failed += bool(past)
+        found.append({"stage": stage, "case": name, "ranks": case.world, "past": past} | values)
+    matrix.ranks.close()
+    table = Table("measure", "case", *stages, title="worst deviation from one rank (float32)")
+    for measure in MEASURES:
+        for name, case in cases.items():
+            rows = [row for row in found if row["case"] == name]
+            cells = [f"{row[measure]:.1e}{' !' if measure in row['past'] else ''}" for row in rows]
+            if not options.all:
+                table.add_row(f"{measure} <= {bounds(case)[measure]:.0e}", name, *cells)
+        worst = [max(row[measure] for row in found if row["stage"] == stage) for stage in stages]
+        table.add_row(measure, "worst", *(f"{x:.1e}" for x in worst), end_section=True)
+    Console(width=120).print(table)
+    print(f"{len(found)} replays, {failed} past a bound")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

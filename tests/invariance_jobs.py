@@ -1,0 +1,136 @@
+"""What the ranks run for `tests.invariance`: one recorded rollout through the losses of every stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from aligner.algorithms.losses import policy_loss, preference_loss, sft_loss, value_loss
+from aligner.config.schema import (
+    AlgorithmConfig,
+    BatchConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RewardLossConfig,
+)
+from aligner.megatron.model import Head
+from aligner.ops import advantages
+from aligner.roles.critic import Critic
+from aligner.roles.policy import Policy
+from aligner.roles.reward_model import RewardModel
+from aligner.rollout.balance import Balancer
+from aligner.rollout.record import read_recording
+from aligner.types import RolloutBatch, TrainBatch
+from tests.megatron.jobs import build, weights
+
+# Adam with a huge eps and no memory is gradient descent: with learning rate 1, and with one so large that the first
+# update is the gradient to float32's precision, not what is left of it beside the weight
+PLAIN = OptimConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad=0.0)
+STEEP = replace(PLAIN, lr=1e8)
+ADAM = OptimConfig(lr=1e-3)
+
+
+PLAIN_BATCH = BatchConfig(micro_batch_samples=16, share_prompts=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to compute the same thing."""
+
+    world: int = 1
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    batch: BatchConfig = field(default_factory=lambda: PLAIN_BATCH)
+    recompute: str = "none"
+    distributed: bool = True
+    dtype: torch.dtype = torch.float32
+
+
+def replay(file: Path, stage: str, model: ModelConfig, case: Case, without: str = "") -> dict:
+    """{"loss", "gradient", "start", "sgd", "adam"}: the loss before any update, the gradient by full tensor, and the
+    weights before and after two steps. `without`: rejected rows "invalid" stay in the batch, "gone" are taken out."""
+    recording = read_recording(file)
+    cfg = replace(model, vocab_size=recording.header.origin.vocab_size, recompute=case.recompute)
+    rows = prepare(recording.rollout, without)
+    result = {}
+    for name, optim, steps in (("steep", STEEP, 1), ("sgd", PLAIN, 2), ("adam", ADAM, 2)):
+        head = Head("lm" if stage in ("sft", "grpo", "ppo") else "score")
+        optim = replace(optim, distributed=case.distributed)
+        sharded = build(
+            cfg, case.parallel, optim, head, case.dtype, packed=case.batch.packing, share=case.batch.share_prompts
+        )
+        start, losses = weights(sharded), []
+        layout = sharded.layout
+        mine = share(rows, stage, layout.data, layout.dp_rank)
+        mine = Balancer(cfg, layout.pgs.dp)(mine) if stage != "rm" else mine
+        for _ in range(steps):
+            losses.append(update(stage, sharded, mine, case.batch))
+        after = weights(sharded)
+        if name == "steep":
+            scale = optim.lr / optim.eps
+            result |= {
+                "loss": losses[0],
+                "start": start,
+                "gradient": {n: (start[n].double() - t.double()) / scale for n, t in after.items()},
+            }
+        else:
+            result[name] = after
+    return result
+
+
+def prepare(rollout: RolloutBatch, without: str) -> TrainBatch:
+    """All rows, group-major, with what the losses need; random numbers stand for other models, by row."""
+    count, width = rollout.tokens.shape
+    g = torch.Generator().manual_seed(3)
+    noise = [torch.randn(count, width, generator=g) for _ in range(4)]
+    valid = torch.arange(count) % 5 != 3 if without else torch.ones(count, dtype=torch.bool)
+    mask = rollout.response_mask
+    rewards = rollout.rewards + 0.1 * noise[0][:, 0]
+    advantage = advantages.grpo(rewards, rollout.group, valid)
+    batch = TrainBatch(
+        tokens=rollout.tokens,
+        lengths=rollout.lengths,
+        loss_mask=mask * valid[:, None],
+        old_logprobs=rollout.rollout_logprobs,
+        ref_logprobs=rollout.rollout_logprobs + 0.1 * noise[1],
+        advantages=advantage[:, None] * mask,
+        returns=rewards[:, None] + 0.1 * noise[2],
+        values=0.1 * noise[3],
+        labels=rewards,
+    )
+    return batch.select(valid.nonzero().flatten()) if without == "gone" else batch
+
+
+def share(rows: TrainBatch, stage: str, ranks: int, rank: int) -> TrainBatch:
+    """This data-parallel rank's rows; for pairs, the best and the worst of every four rows."""
+    if stage == "rm":
+        order = rows.labels.view(-1, 4).argsort(1, descending=True) + 4 * torch.arange(len(rows.labels) // 4)[:, None]
+        rows = rows.select(order[:, [0, 3, 1, 2]].flatten())
+    size = len(rows.lengths) // ranks
+    return rows.select(torch.arange(rank * size, (rank + 1) * size)).trim()
+
+
+def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
+    """One optimizer step by the stage's own role and loss; the minibatch loss before it."""
+    group = sharded.layout.pgs.dp
+    if stage == "rm":
+        cfg = AlgorithmConfig(reward_loss=RewardLossConfig(center_coef=0.01))
+        role, name = RewardModel(sharded, batch), "rm/loss"
+        stats = role.update(mine, preference_loss(len(mine.lengths) // 2, cfg, group), 2)
+    elif stage == "critic":
+        stats, name = Critic(sharded, batch).update(mine, value_loss(mine, 0.2, group)), "critic/loss"
+    else:
+        name = "policy/loss"
+        role = Policy(sharded, batch, temperature=0.8)
+        if stage == "sft":
+            loss = sft_loss(mine, group)
+        elif stage == "grpo":
+            loss = policy_loss(mine, AlgorithmConfig(), 0.0, 16, group)
+        else:
+            cfg = AlgorithmConfig(advantage="gae", entropy_coef=0.01, aggregation="seq_mean_token_mean", dual_clip=3.0)
+            cfg.kl.coef, cfg.kl.placement, cfg.kl.estimator = 0.05, "loss", "k3"
+            loss = policy_loss(mine, cfg, cfg.kl.coef, 16, group)
+        stats = role.update(mine, loss)
+    return stats[name]

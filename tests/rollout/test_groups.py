@@ -1,0 +1,208 @@
+"""Dynamic sampling and greedy baselines: a rollout source over a fake engine, on one rank and on two."""
+
+import hashlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from aligner.config.schema import AlgorithmConfig, BatchConfig, OverlongConfig, RewardConfig
+from aligner.data.stream import IndexStream
+from aligner.errors import RewardError
+from aligner.ops.seeds import request_seed
+from aligner.rewards.composite import RewardPipeline
+from aligner.rollout.groups import Refill
+from aligner.rollout.source import RolloutSource, share
+from aligner.types import LENGTH, STOP, Generations, Prompt, SamplingParams
+
+PROMPTS, GROUP, ROWS, LIMIT = 8, 3, 20, 4
+
+
+def digit(prompt, seed, n: int) -> int:
+    """A number that follows from prompt and seed."""
+    return hashlib.blake2b(repr((tuple(prompt), seed)).encode()).digest()[0] % n
+
+
+class Letters:
+    pad_token_id = 0
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return ["".join(chr(96 + t) for t in row) for row in rows]
+
+
+class FakeEngine:
+    """Answers 1 to LIMIT tokens, the last of them 2 (right) for one seed in four."""
+
+    def __init__(self):
+        self.calls = []
+
+    def generate(self, prompts, seeds, sampling, progress=None):
+        self.calls.append((list(prompts), list(seeds), sampling))
+        rows = [answer(p, s) for p, ss in zip(prompts, seeds, strict=True) for s in ss]
+        tokens = torch.zeros(len(rows), LIMIT, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = torch.tensor(row)
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        reasons = torch.where(lengths < LIMIT, STOP, LENGTH)
+        return Generations(tokens, lengths, -tokens.float(), reasons, 5)
+
+
+def answer(prompt, seed) -> list[int]:
+    last = 2 if digit(prompt, seed, 4) == 0 else 3
+    return [4] * digit(prompt, seed + 1, LIMIT) + [last]
+
+
+class Right:
+    """1 for a right answer, None (not applicable) for prompts of one token."""
+
+    name, main_thread = "right", False
+
+    def __call__(self, samples):
+        return [None if len(s.prompt.tokens) == 1 else float(s.tokens[-1] == 2) for s in samples]
+
+
+def make_source(world: int = 1, rank: int = 0, **algorithm) -> RolloutSource:
+    prompts = [Prompt(i, tuple(range(2, 3 + (i % 5))), f"p{i}") for i in range(ROWS)]
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    layout = SimpleNamespace(data=world, dp_rank=rank, peers=alone, pgs=SimpleNamespace(dp=dist.group.WORLD))
+    refit = lambda: {}  # noqa: E731 (a function that can carry an attribute)
+    refit.model = SimpleNamespace(step_count=5)
+    return RolloutSource(
+        FakeEngine(),
+        refit,
+        SimpleNamespace(check=lambda: {}),
+        prompts,
+        IndexStream(ROWS, 1, True, PROMPTS),
+        RewardPipeline([(Right(), 2.0)], RewardConfig()),
+        Letters(),
+        SamplingParams(LIMIT),
+        BatchConfig(prompts=PROMPTS, group=GROUP),
+        layout,
+        7,
+        AlgorithmConfig(**algorithm),
+    )
+
+
+def filtered(steps: int = 3):
+    """The job of a rank: some rollouts with dynamic sampling."""
+    source = make_source(dist.get_world_size(), dist.get_rank(), filter_groups=True)
+    out = []
+    for step in range(1, steps + 1):
+        rollout, metrics, scores = source.next(step)
+        out.append((rollout.tensors(), metrics, scores, [s.prompt.id for s in rollout.samples], source.stream.cursor))
+    return out
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def simulate(steps: int):
+    """Dynamic sampling by its definition: [(prompt of each slot, cursor, generated, dropped)] of each step."""
+    source = make_source()
+    stream, out = source.stream, []
+    for step in range(1, steps + 1):
+        slots, seen, generated, dropped = [None] * PROMPTS, {}, 0, 0
+        while None in slots:
+            holes = [i for i, s in enumerate(slots) if s is None]
+            filled = {}
+            for _ in range(PROMPTS // len(holes)):
+                for slot in holes:
+                    row = int(stream.take(1)[0])
+                    first, seen[row] = seen.get(row, 0) * GROUP, seen.get(row, 0) + 1
+                    prompt = source.prompts[row]
+                    rewards = {
+                        answer(prompt.tokens, request_seed(7, step, row, first + i))[-1] == 2 for i in range(GROUP)
+                    }
+                    good = len(rewards) == 2 and len(prompt.tokens) > 1
+                    generated, dropped = generated + 1, dropped + (not good)
+                    if good:
+                        filled.setdefault(slot, row)
+            for slot, row in filled.items():
+                slots[slot] = row
+        out.append((slots, stream.cursor, generated, dropped))
+    return out
+
+
+def test_every_slot_gets_a_group_with_different_rewards(world):
+    for (tensors, metrics, scores, ids, cursor), want in zip(filtered(), simulate(3), strict=True):
+        slots, end, generated, dropped = want
+        assert ids == [row for row in slots for _ in range(GROUP)] and cursor == end
+        assert tensors["group"].tolist() == [slot for slot in range(PROMPTS) for _ in range(GROUP)]
+        assert all(len(set(r)) == 2 for r in tensors["rewards"].view(PROMPTS, GROUP).tolist())
+        assert tensors["valid"].all() and scores.total == tensors["rewards"].tolist()
+        assert (metrics["filter/generated_prompts"], metrics["filter/dropped_prompts"]) == (generated, dropped)
+        assert metrics["filter/surplus_prompts"] == generated - dropped - PROMPTS
+        assert metrics["filter/rounds"] > 1 and 0.3 < metrics["filter/reward_mean"] < 0.8  # a quarter of 2.0
+
+
+@pytest.mark.multirank
+def test_two_ranks_fill_the_same_slots_with_the_same_samples(ranks, world):
+    alone = filtered()
+    pair = ranks.run("tests.rollout.test_groups:filtered", world=2)
+    for step, (tensors, metrics, scores, ids, cursor) in enumerate(alone):
+        parts = [rank[step] for rank in pair]
+        for name, want in tensors.items():
+            halves = [part[0][name] for part in parts]
+            if want.dim() == 2:
+                halves = [torch.nn.functional.pad(x, (0, want.shape[1] - x.shape[1])) for x in halves]
+            assert torch.equal(torch.cat(halves), want), name
+        assert [i for part in parts for i in part[3]] == ids and {part[4] for part in parts} == {cursor}
+        assert all(part[1] == metrics for part in parts)
+        assert [v for part in parts for v in part[2].total] == scores.total
+        assert [len(part[3]) for part in parts] == [PROMPTS // 2 * GROUP] * 2
+
+
+def test_a_saved_cursor_resumes_with_the_same_rollout(world):
+    source, other = make_source(filter_groups=True), make_source(filter_groups=True)
+    source.next(1)
+    other.stream.load_state_dict(source.stream.state_dict())
+    a, b = source.next(2)[0], other.next(2)[0]
+    assert torch.equal(a.tokens, b.tokens) and source.stream.cursor == other.stream.cursor
+
+
+def test_too_many_rounds_are_an_error_that_says_what_to_change(world):
+    source = make_source(filter_groups=True, filter_rounds=1)
+    with pytest.raises(RewardError, match=r"algorithm\.filter_rounds=1 .* of 8 prompts .*batch\.group"):
+        source.next(1)
+    hopeless = make_source(filter_groups=True, filter_rounds=4)
+    hopeless.prompts = [Prompt(i, (2,), "") for i in range(ROWS)]  # no score at all
+    with pytest.raises(RewardError, match=r"8 of 8 prompts .* 32 of 32 generated groups were all equal or invalid"):
+        hopeless.next(1)
+
+
+def test_refill_keeps_the_first_good_group_of_a_slot():
+    refill = Refill(prompts=6, group=2, rounds_allowed=3)
+    assert refill.wanted() == [0, 1, 2, 3, 4, 5]
+    refill.open = [1, 4]
+    assert refill.wanted() == [1, 4] * 3  # no more than `prompts` in a round
+
+
+def test_a_filtered_group_is_counted_once_by_the_running_normaliser(world):
+    source = make_source(filter_groups=True)
+    source.rewards = RewardPipeline([(Right(), 2.0)], RewardConfig(normalize=True))
+    source.next(1)
+    assert source.rewards.normalizer.state_dict()["count"] == PROMPTS * GROUP
+
+
+def test_remax_generates_and_scores_one_greedy_response_for_each_prompt(world):
+    overlong = OverlongConfig(penalty=0.25, soft_fraction=0.5)
+    source = make_source(advantage="remax", overlong=overlong)
+    rollout, _, _ = source.next(1)
+    (_, _, sampled), (prompts, seeds, greedy) = source.engine.calls
+    assert sampled.temperature == 1 and greedy.temperature == 0 and greedy.max_response_tokens == LIMIT
+    assert [tuple(p) for p in prompts] == [s.prompt.tokens for s in rollout.samples[::GROUP]]
+    assert all(len(s) == 1 for s in seeds) and len(rollout.lengths) == PROMPTS * GROUP  # it does not train
+    for i, sample in enumerate(rollout.samples):
+        tokens = answer(sample.prompt.tokens, 0)
+        want = 2.0 * (tokens[-1] == 2) - 0.25 * (len(tokens) == LIMIT) + min(0.0, (2 - len(tokens)) / 2)
+        found = float(rollout.greedy_rewards[i])
+        assert found != found if len(sample.prompt.tokens) == 1 else found == want
+
+
+def test_shares_of_slots_are_contiguous():
+    assert [list(range(PROMPTS))[share(PROMPTS, 2, r)] for r in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -1,0 +1,42 @@
+"""Rows that move between data-parallel ranks: the same rows, better spread."""
+
+import pytest
+import torch
+
+from aligner.types import TrainBatch
+from tests.tiny import LLAMA
+
+pytestmark = pytest.mark.multirank
+
+
+def shares(world):
+    """Rank 0 has the long rows."""
+    lengths = torch.arange(4 * world, 0, -1) * 3
+    width = int(lengths.max())
+    tokens = (torch.arange(width)[None] < lengths[:, None]) * (1 + torch.arange(len(lengths))[:, None])
+    full = TrainBatch(tokens, lengths, (tokens > 0).float(), advantages=tokens * 0.5)
+    return [full.select(torch.arange(4 * r, 4 * r + 4)).trim() for r in range(world)], full
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("on", [True, False])
+def test_rows_are_dealt_by_cost_with_all_their_fields(ranks, world, on):
+    mine, full = shares(world)
+    found = ranks.run("tests.rollout.jobs:balanced", world=world, model=LLAMA, shares=mine, on=on)
+    numbers = torch.cat([batch.tokens[:, 0] - 1 for batch, _ in found])
+    assert sorted(numbers.tolist()) == list(range(4 * world))
+    for batch, metrics in found:
+        assert len(batch.lengths) == 4
+        wanted = full.select(batch.tokens[:, 0] - 1)
+        for name, tensor in batch.tensors().items():
+            want = wanted.tensors()[name]
+            assert torch.equal(tensor, want[:, : tensor.shape[1]] if tensor.dim() == 2 else want), name
+        assert metrics == found[0][1]
+        if world == 1:
+            assert metrics["batch/balance"] == 1
+        elif on:
+            assert metrics["batch/balance"] > 0.95 > metrics["batch/balance_before"]
+        else:
+            assert metrics["batch/balance"] == metrics["batch/balance_before"] < 0.8
+    if world > 1 and not on:
+        assert numbers.tolist() == list(range(4 * world))

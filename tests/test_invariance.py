@@ -1,0 +1,69 @@
+"""One axis at a time, the layouts of up to four ranks, and what rejection may change (see tests/invariance.py)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests import invariance
+
+pytestmark = [pytest.mark.multirank, pytest.mark.slow]
+
+AXES = [
+    *(name for name in invariance.layouts() if name != "one"),
+    *("tp2, sequence", "cp2, over heads", "micro-batch 1", "micro-batch 2", "micro-batch 4", "micro-batch by tokens"),
+    *("shared prompts", "shared prompts, tp2, sequence"),
+    *("padded", "padded, cp2", "logits in parts", "recompute", "plain optimizer, dp2"),
+]
+
+
+@pytest.fixture(scope="module")
+def matrix(ranks):
+    return invariance.Matrix(ranks)
+
+
+def within(found: dict, bounds: dict) -> None:
+    past = {name: value for name, value in found.items() if not value <= bounds[name]}
+    assert not past, f"{past}, bounds {bounds}"
+
+
+def test_the_axes_are_those_of_the_command():
+    assert set(AXES) == set(invariance.axes())
+    assert len(invariance.layouts()) == 11
+    assert len(dict(invariance.product())) == (11 + 4) * 24
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("stage", invariance.STAGES)
+def test_the_numbers_stay(matrix, stage, axis):
+    case = invariance.axes()[axis]
+    within(matrix.deviation(stage, case), invariance.bounds(case))
+
+
+@pytest.mark.parametrize("axis", ["dp2", "tp2", "pp2", "cp2", "micro-batch 2", "padded", "recompute"])
+@pytest.mark.parametrize("stage", ["grpo", "critic"])
+def test_the_numbers_nearly_stay_in_bfloat16(matrix, stage, axis):
+    case = replace(invariance.axes()[axis], dtype=torch.bfloat16)
+    within(matrix.deviation(stage, case), invariance.bounds(case))
+
+
+@pytest.mark.parametrize("axis", [None, "dp2", "cp2", "micro-batch 1"])
+@pytest.mark.parametrize("stage", ["grpo", "ppo", "critic"])
+def test_rejected_rows_change_nothing_but_the_denominators(matrix, stage, axis):
+    """Rows that are in the batch but invalid, in any layout, against a batch on one rank that never had them."""
+    one = next(iter(invariance.axes().values()))
+    alone = replace(one, world=1, parallel=type(one.parallel)())
+    gone = matrix.replay(stage, alone, without="gone")
+    case = alone if axis is None else invariance.axes()[axis]
+    within(invariance.deviation(matrix.replay(stage, case, "invalid"), gone), invariance.bounds(case))
+    assert invariance.deviation(gone, matrix.base(stage, alone))["gradient"] > 1e-2  # they did count
+
+
+def test_a_deviation_past_its_bound_is_found(matrix, monkeypatch):
+    """The table's comparison against a replay that lacks a tenth of a percent of one tensor's gradient."""
+    case = next(iter(invariance.axes().values()))
+    good = matrix.base("sft", case)
+    name = next(iter(good["gradient"]))
+    bad = good | {"gradient": good["gradient"] | {name: good["gradient"][name] * 0.999}}
+    assert invariance.deviation(good, good)["gradient"] == 0
+    assert invariance.deviation(bad, good)["gradient"] == pytest.approx(1e-3, rel=1e-3)
