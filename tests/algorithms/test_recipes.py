@@ -2,9 +2,9 @@
 
 The task is the quick start's, made small: sums of two numbers below 50 for SFT, 32 of these questions for the recipes,
 so that each step asks the same questions and its mean reward has little noise. A mean of three steps has a standard
-deviation of about 0.016 (256 samples a step, reward 0 or 1), the difference of two about 0.023. Over two seeds, three for
-the losses without a ratio, the gain was 0.15 to 0.33; the bound is 0.07, three deviations of the noise. With shuffled
-rewards the mean fell by 0.05.
+deviation of about 0.016 (256 samples a step, reward 0 or 1), the difference of two about 0.023. Over two seeds, three
+for the losses without a ratio, the gain was 0.15 to 0.33; the bound is 0.07, three deviations of the noise. With
+shuffled rewards the mean fell by 0.05.
 """
 
 import json
