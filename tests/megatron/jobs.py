@@ -105,14 +105,14 @@ def train(
 def logits(folder: str, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     model = from_folder(folder)
     assert model.head.kind == "lm"
-    rows = TrainBatch(tokens, lengths, torch.zeros(len(tokens), 0))
-    return model.forward([rows], lambda out, b: plain_logits(model, out, b))[0]
+    return plain_logits(model, tokens, lengths)
 
 
-def plain_logits(model: ShardedModel, hidden: torch.Tensor, b: TrainBatch) -> torch.Tensor:
-    """[B, T, V], index t of the token AFTER tokens[t]; 0 at a row's last token."""
-    logits = model.over_logits(hidden, b, lambda logits, _: logits, 1 << 30)
-    return torch.nn.functional.pad(logits[:, 1:], (0, 0, 0, 1))
+def plain_logits(model: ShardedModel, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """[B, T, V] of the token after each; rows get one more token, because a last one predicts nothing."""
+    rows = TrainBatch(torch.nn.functional.pad(tokens, (0, 1)), lengths + 1, torch.zeros(len(tokens), 0))
+    (found,) = model.forward([rows], lambda hidden, b: model.over_logits(hidden, b, lambda z, _: z.float(), 1 << 30))
+    return found[:, 1:]
 
 
 def trajectory(folder: str, optim: OptimConfig, batches: list[TrainBatch], total: int) -> dict:

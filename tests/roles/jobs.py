@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from aligner.config.schema import BatchConfig, ModelConfig, ParallelConfig
 from aligner.megatron.model import Head
-from aligner.roles.batching import forward_rows
+from aligner.roles.batching import forward_rows, micro_batches
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy, Reference
 from aligner.roles.reward_model import RewardModel
@@ -107,3 +108,8 @@ def no_rows(cfg: ModelConfig, parallel: ParallelConfig = ONE) -> list[int]:
     model = build(cfg, parallel)
     rows = batch(cfg).select(torch.arange(0))
     return list(Reference(model, BatchConfig()).logprobs(rows).shape)
+
+
+def micro_batch_sizes(shares: list[TrainBatch], budget: int) -> list[list[int]]:
+    parts = micro_batches(shares[dist.get_rank()], BatchConfig(micro_batch_tokens=budget), group=dist.group.WORLD)
+    return [part.lengths.tolist() for part in parts]

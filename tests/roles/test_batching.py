@@ -75,3 +75,25 @@ def test_forward_keeps_the_order_of_rows_on_every_rank(ranks, world, parallel, b
 @pytest.mark.parametrize("world, parallel", [(1, ParallelConfig()), (2, ParallelConfig(pipeline=2))])
 def test_a_rank_without_rows(ranks, world, parallel):
     assert ranks.run("tests.roles.jobs:no_rows", world=world, cfg=LLAMA, parallel=parallel) == [[0, 13]] * world
+
+
+def test_data_parallel_ranks_have_equally_many_packed_micro_batches(ranks):
+    """One rank's rows are long: the other cuts its short ones into as many parts."""
+    rows = [replace(batch(LLAMA, width=13), lengths=torch.tensor(lengths)) for lengths in ([13] * 8, [3] * 7 + [4])]
+    sizes = ranks.run("tests.roles.jobs:micro_batch_sizes", world=2, shares=rows, budget=30)
+    assert len(sizes[0]) == len(sizes[1]) == 4
+    assert all(sum(part) <= 30 for rank in sizes for part in rank)
+    assert [len(part) for part in sizes[1]] == [2, 2, 2, 2]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 200), st.integers(1, 4))
+def test_packed_rows_fill_the_budget_evenly(lengths, budget, at_least):
+    from aligner.roles.batching import packed_rows
+
+    parts = packed_rows(torch.tensor(lengths), budget, at_least=at_least)
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(lengths)))
+    assert len(parts) >= min(at_least, len(lengths))
+    sums = [sum(lengths[i] for i in part.tolist()) for part in parts]
+    assert max(sums) <= max(budget, max(lengths))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1

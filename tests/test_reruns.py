@@ -1,0 +1,20 @@
+"""The same seed twice gives the same bits, for every stage, with `run.deterministic=true`; another seed does not."""
+
+import pytest
+
+from tests import stages
+
+pytestmark = pytest.mark.multirank
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "grpo", "ppo"])
+def test_the_same_seed_gives_the_same_bits(tiny_data, tiny_runs, tmp_path, stage):
+    more = ["run.steps=3", "run.deterministic=true", "batch.micro_batch_tokens=64"]
+    more += [f"model.init={tiny_runs['sft']}"] if stage != "sft" else []
+    more += [f"reward.model={tiny_runs['rm']}"] if stage == "ppo" else []
+    first, second, other = (
+        stages.stage(stage, tiny_data, tmp_path / name, *more, f"seed={seed}")
+        for name, seed in (("first", 1), ("second", 1), ("other", 2))
+    )
+    assert stages.same_weights(first, second)
+    assert not stages.same_weights(first, other)
