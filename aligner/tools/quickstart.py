@@ -191,8 +191,9 @@ def summarize(root: Path, configs: dict[str, Config], seconds: dict[str, float],
     summary["ppo"]["model_gap"] = summary["ppo"]["model_right"] - summary["ppo"]["valid_accuracy"]
     summary["seconds"] = {stage: round(seconds[stage], 1) for stage in STAGES}
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    # an upper bound of what ran at the same time: this process, and every rank as large as the largest was
-    summary["peak_rss_bytes"] = (own.ru_maxrss + ranks * children.ru_maxrss) * 1024
+    # an upper bound of what ran at the same time: this process and one child, or a stage's ranks, as large as its first
+    rank = max(last(records[stage], "memory/peak_rss_bytes") for stage in STAGES)
+    summary["peak_rss_bytes"] = own.ru_maxrss * 1024 + max(children.ru_maxrss * 1024, int(ranks * rank))
     summary["ranks"] = ranks
     summary["cpu_seconds"] = round(sum(u.ru_utime + u.ru_stime for u in (own, children)), 1)
     summary["seed"] = configs["sft"].seed

@@ -1,6 +1,7 @@
 """The debug modes in whole runs: record, train on recordings, generate only, checks of the first step."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -154,9 +155,10 @@ def test_rollouts_only(tiny_data, tiny_runs, tmp_path, monkeypatch, stage):
     assert [r["step"] for r in stages.records(again)] == [1, 2]
 
 
-def test_a_folder_with_checkpoints_is_not_for_rollouts_only(tiny_data, tiny_runs):
+def test_a_folder_with_checkpoints_is_not_for_rollouts_only(tiny_data, tiny_runs, tmp_path):
+    used = shutil.copytree(tiny_runs["sft"], tmp_path / "used")
     with pytest.raises(ConfigError, match=r"a folder without checkpoints with debug\.rollout_only"):
-        stages.stage("grpo", tiny_data, tiny_runs["sft"], "debug.rollout_only=true")
+        stages.stage("grpo", tiny_data, used, "debug.rollout_only=true")
 
 
 # --- checks of the first step
