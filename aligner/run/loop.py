@@ -5,7 +5,6 @@ A recipe reads `for step in run.steps(): ...; run.finish(step, metrics)` and not
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from aligner.config.schema import RunConfig
 from aligner.errors import AlignerError
 from aligner.run.alarms import Alarms, truncate_alarms, write_alarms
 from aligner.run.checkpoints import Checkpoints
+from aligner.run.memory import peak_rss_bytes
 from aligner.run.metrics import MetricsLogger
 from aligner.run.progress import ProgressBar
 from aligner.run.sample_table import SampleRow, print_samples, truncate_samples, write_samples
@@ -109,7 +109,7 @@ class Run:
             metrics["throughput/tokens_per_s"] = tokens / seconds
         if rows:
             metrics["throughput/samples_per_s"] = rows / seconds
-        metrics["memory/peak_rss_bytes"] = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        metrics["memory/peak_rss_bytes"] = float(peak_rss_bytes())
         self._record(step, metrics, samples)
         # after the record: a checkpoint of step n means that step n stands in metrics.jsonl
         if self.checkpoint_every and step % self.checkpoint_every == 0:

@@ -25,6 +25,7 @@ from typing import Any
 from aligner.config.resolve import compose, quoted
 from aligner.config.schema import Config
 from aligner.errors import AlignerError, ConfigError
+from aligner.run.memory import peak_rss_bytes
 from aligner.run.metrics import read_jsonl
 
 STAGES = ("sft", "rm", "grpo", "ppo")
@@ -193,7 +194,7 @@ def summarize(root: Path, configs: dict[str, Config], seconds: dict[str, float],
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     # an upper bound of what ran at the same time: this process and one child, or a stage's ranks, as large as its first
     rank = max(last(records[stage], "memory/peak_rss_bytes") for stage in STAGES)
-    summary["peak_rss_bytes"] = own.ru_maxrss * 1024 + max(children.ru_maxrss * 1024, int(ranks * rank))
+    summary["peak_rss_bytes"] = peak_rss_bytes() + max(children.ru_maxrss * 1024, int(ranks * rank))
     summary["ranks"] = ranks
     summary["cpu_seconds"] = round(sum(u.ru_utime + u.ru_stime for u in (own, children)), 1)
     summary["seed"] = configs["sft"].seed
