@@ -84,25 +84,17 @@ class TensorBatch:
     def to(self, device: torch.device | str):
         return replace(self, **{name: t.to(device, non_blocking=True) for name, t in self.tensors().items()})
 
-    def trim(self, multiple: int = 1):
-        """Cut trailing columns that are padding in every row; keep T a multiple of `multiple`."""
+    def trim(self):
+        """Cut trailing columns that are padding in every row."""
         width = int(self.lengths.max()) if len(self.lengths) else 1  # type: ignore[attr-defined]
-        width = -(-width // multiple) * multiple
         old = self.tokens.shape[1]  # type: ignore[attr-defined]
         if width == old:
             return self
         cut = {}
         for name, t in self.tensors().items():
             if t.dim() >= 2 and t.shape[1] == old and name != "labels":  # attribute scores are not per token
-                pad = [0, 0] * (t.dim() - 2) + [0, width - old]  # negative pad cuts
-                cut[name] = _pad(t, pad)
+                cut[name] = t[:, :width].contiguous()
         return replace(self, **cut)
-
-
-def _pad(t, pad):
-    from torch.nn.functional import pad as torch_pad
-
-    return torch_pad(t, pad)
 
 
 @dataclass

@@ -13,7 +13,7 @@ def bradley_terry(
     """-log sigmoid(r_c - r_r - margin) + center_coef * (r_c + r_r)^2 per pair, float32 [B].
 
     chosen, rejected, margin [B]. The second result has per-pair values without gradient, float32 [B]: `accuracy` (1 if
-    r_c > r_r), `margin` (r_c - r_r), `chosen_mean`, `rejected_mean`; their means are the metrics `rm/*`.
+    r_c > r_r, 1/2 if equal), `margin` (r_c - r_r), `chosen_mean`, `rejected_mean`; their means are the metrics `rm/*`.
     Sources: arXiv:2203.02155, equation 1; margin arXiv:2307.09288, equation 2; centre term arXiv:2312.09244.
     """
     chosen, rejected = chosen.float(), rejected.float()
@@ -23,7 +23,7 @@ def bradley_terry(
         loss = loss + center_coef * (chosen + rejected).square()
     difference = difference.detach()
     stats = {
-        "accuracy": (difference > 0).float(),
+        "accuracy": (difference.sign() + 1) / 2,
         "margin": difference,
         "chosen_mean": chosen.detach(),
         "rejected_mean": rejected.detach(),

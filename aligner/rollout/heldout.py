@@ -37,7 +37,8 @@ def held_out_loss(policy: Policy, dataset: SftDataset, limit: int) -> ScalarMetr
 
 
 def pair_accuracy(model: RewardModel, dataset: Sequence, limit: int, pairwise: bool) -> ScalarMetrics:
-    """eval/accuracy (chosen above rejected), eval/loss (no centre term) and eval/margin; for regression eval/loss."""
+    """eval/accuracy (chosen above rejected; a tie is half right), eval/loss (no centre term) and eval/margin; for
+    regression eval/loss."""
     items = _mine(model.model, dataset, limit)
     batch = (collate_preference if pairwise else collate_scored)(items, 0) if items else None
     scores = model.raw_scores(batch) if batch is not None else torch.zeros(0, 1)

@@ -310,7 +310,7 @@ def test_bradley_terry():
         d = float(chosen[i] - rejected[i] - margin[i])
         want = math.log1p(math.exp(-d)) + 0.01 * float(chosen[i] + rejected[i]) ** 2
         assert float(loss[i]) == pytest.approx(want, rel=1e-6)
-    assert stats["accuracy"].tolist() == [1, 0, 0] and stats["margin"].tolist() == [1, -5, 0]
+    assert stats["accuracy"].tolist() == [1, 0, 0.5] and stats["margin"].tolist() == [1, -5, 0]
     assert stats["chosen_mean"].tolist() == chosen.tolist() and stats["rejected_mean"].tolist() == rejected.tolist()
     same, _ = bradley_terry(chosen, chosen, None, 0.0)
     assert same.tolist() == pytest.approx([math.log(2)] * 3)
