@@ -5,6 +5,7 @@ user can do nothing about any of it, so those messages, and only those, are sile
 """
 
 import logging
+import sys
 import warnings
 
 for _message in (
@@ -21,3 +22,26 @@ for _message in (
 ):
     warnings.filterwarnings("ignore", message=_message)
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
+
+
+def _import_without_extras() -> None:
+    """The first import of Megatron, on a CPU without two things that took most of a process's start: it decorates its
+    fused functions with torch.compile, which imports the compiler at once though none of them is called here, and it
+    imports wandb for a timer that is not used."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    compiler, torch.compile = torch.compile, lambda function, *args, **kwargs: function
+    hidden = "wandb" not in sys.modules
+    if hidden:
+        sys.modules["wandb"] = None  # type: ignore[assignment]  # makes `import wandb` fail
+    try:
+        import megatron.core.jit  # noqa: F401  takes torch.compile for good
+    finally:
+        torch.compile = compiler
+        if hidden:
+            del sys.modules["wandb"]
+
+
+_import_without_extras()

@@ -22,7 +22,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from aligner.megatron import kernels
@@ -114,6 +113,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> Tensor
     k, v = (x.view(rows, segment.k_width, *x.shape[1:]).transpose(1, 2) for x in (key, value))
     mask = segment.mask
     if mask is None and segment.q_width != segment.k_width:
+        from torch.nn.attention.bias import causal_lower_right  # imports the compiler: a second of every start
+
         mask = causal_lower_right(segment.q_width, segment.k_width)
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
