@@ -9,7 +9,9 @@ from typing import Any
 from aligner.tools.generate import Answerer
 from aligner.types import Prompt, SamplingParams
 
-TEMPERATURES = (1.0, 1.0, 1.5)  # one sampled negative each; a last one is the right answer with one digit changed
+PAIRS = 4  # of a question
+SAMPLES = 3  # answers drawn for them
+TEMPERATURE = 1.2
 
 
 def change_digit(answer: str, rng: random.Random) -> str:
@@ -24,23 +26,23 @@ def change_digit(answer: str, rng: random.Random) -> str:
 def make_pairs(
     model: Answerer, rows: Sequence[dict[str, Any]], max_response_tokens: int, seed: int
 ) -> list[dict[str, str]]:
-    """{prompt, chosen, rejected} rows, len(TEMPERATURES) + 1 for each row of {prompt, answer}, in random order.
+    """{prompt, chosen, rejected} rows, PAIRS for each row of {prompt, answer}, in random order.
 
-    A sampled answer that is right becomes a wrong one by changing a digit, so that every pair has a definite order.
+    Rejected are the different wrong ones among SAMPLES answers of the model; the rest are right answers with a digit
+    changed, so that every pair has a definite order.
     """
     rng = random.Random(seed)
     ids = model.tokenizer([row["prompt"] for row in rows], add_special_tokens=False).input_ids
     prompts = [Prompt(i, tuple(tokens), row["prompt"]) for i, (tokens, row) in enumerate(zip(ids, rows, strict=True))]
+    samples = model.answer(prompts, SAMPLES, SamplingParams(max_response_tokens, TEMPERATURE), seed)
     pairs = []
-    for draw, temperature in enumerate(TEMPERATURES):
-        sampling = SamplingParams(max_response_tokens, temperature)
-        for row, sample in zip(rows, model.answer(prompts, 1, sampling, seed + draw), strict=True):
-            wrong = sample.response.strip()
-            pairs.append(_pair(row, wrong if wrong != row["answer"] else change_digit(row["answer"], rng)))
-    pairs += [_pair(row, change_digit(row["answer"], rng)) for row in rows]
+    for i, row in enumerate(rows):
+        given = (sample.response.strip() for sample in samples[i * SAMPLES : (i + 1) * SAMPLES])
+        wrong = list(dict.fromkeys(answer for answer in given if answer != row["answer"]))
+        while len(wrong) < PAIRS:
+            changed = change_digit(row["answer"], rng)
+            if changed not in wrong:
+                wrong.append(changed)
+        pairs += [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": answer} for answer in wrong]
     rng.shuffle(pairs)
     return pairs
-
-
-def _pair(row: dict[str, Any], rejected: str) -> dict[str, str]:
-    return {"prompt": row["prompt"], "chosen": row["answer"], "rejected": rejected}

@@ -168,19 +168,20 @@ def write_pairs(root: Path, cfg: Config) -> None:
         write_jsonl(pairs, str(root / "data" / f"pairs_{name}.jsonl"))
 
 
-def accuracy_on_test(cfg: Config) -> float:
+def accuracies(configs: list[Config]) -> list[float]:
     from aligner.tools.evaluate import evaluate
 
-    return evaluate(cfg)["eval/accuracy"]
+    return [evaluate(cfg)["eval/accuracy"] for cfg in configs]
 
 
 def summarize(root: Path, configs: dict[str, Config], seconds: dict[str, float], ranks: int) -> dict[str, Any]:
     """Greedy accuracy of each policy on all test prompts, and the reward model's pair accuracy; writes summary.json."""
     summary: dict[str, Any] = {}
-    for stage in ("sft", "grpo", "ppo"):
-        cfg = configs[stage]
+    policies = ("sft", "grpo", "ppo")
+    for cfg in (configs[stage] for stage in policies):
         cfg.data.eval, cfg.eval.prompts, cfg.logging.samples_shown = str(root / "data" / "test.jsonl"), 0, 0
-        summary[stage] = {"accuracy": apart(accuracy_on_test, cfg)}
+    found = apart(accuracies, [configs[stage] for stage in policies])
+    summary |= {stage: {"accuracy": value} for stage, value in zip(policies, found, strict=True)}
     records = {stage: read_jsonl(root / stage / "metrics.jsonl") for stage in STAGES}
     summary["sft"]["steps"] = records["sft"][-1]["step"]
     summary["sft"]["stopped_early"] = records["sft"][-1]["step"] < configs["sft"].run.steps
