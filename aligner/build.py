@@ -147,7 +147,7 @@ def _scorer(job: Job, path: str, key: str) -> InitialModel:
     """The shape and weights of a reward model; it must share the policy's tokenizer."""
     like = dataclasses.replace(job.cfg.model, tokenizer="")
     initial = resolve(like, path, job.cfg.seed, key=key)
-    validate_model(job.cfg, initial.config)
+    validate_model(job.cfg, initial.config, scorer=True)
     if initial.tokenizer.get_vocab() != job.tokenizer.get_vocab():
         raise ConfigError(key, path, "a model with the policy's tokenizer: scores are read from the same token ids")
     return initial

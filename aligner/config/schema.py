@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from aligner.config.moe import MOE_FAMILIES, MoeConfig, check_moe_family
 from aligner.errors import ConfigError
 
 STAGES = ("sft", "rm", "grpo", "ppo")
@@ -100,6 +101,7 @@ class ModelConfig:
     tie_embeddings: bool = True
     qk_norm: bool = False
     qkv_bias: bool = False
+    moe: MoeConfig = field(default_factory=MoeConfig)
     init_std: float = 0.02
     init: str = "random"  # random, a Hugging Face folder, a run folder, or a checkpoint
     tokenizer: str = ""  # a Hugging Face tokenizer folder; empty: the one in `model.init`
@@ -107,7 +109,8 @@ class ModelConfig:
     recompute: str = "none"  # none, full (recompute every layer's activations in backward)
 
     def __post_init__(self) -> None:
-        _one_of("model.family", self.family, ("llama", "qwen2", "qwen3"))
+        _one_of("model.family", self.family, ("llama", "qwen2", "qwen3", *MOE_FAMILIES))
+        check_moe_family(self.family, self.moe)
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "max_position"):
             _at_least(f"model.{name}", getattr(self, name), 1)
         _above("model.rope_base", self.rope_base, 0)
@@ -126,6 +129,10 @@ class ModelConfig:
     def kv_channels(self) -> int:
         return self.head_dim or self.hidden_size // self.num_heads
 
+    @property
+    def expert_ffn(self) -> int:
+        return self.moe.ffn_hidden_size or self.ffn_hidden_size
+
 
 @dataclass
 class ParallelConfig:
@@ -135,15 +142,13 @@ class ParallelConfig:
     pipeline: int = 1
     context: int = 1
     context_mode: str = "allgather"  # allgather (of keys and values), alltoall (over heads)
-    expert: int = 1
+    expert: int = 1  # ranks, out of the data- and context-parallel ones, that share the experts
     sequence: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "context", "expert"):
             _at_least(f"parallel.{name}", getattr(self, name), 1)
         _one_of("parallel.context_mode", self.context_mode, ("allgather", "alltoall"))
-        if self.expert > 1:
-            raise ConfigError("parallel.expert", self.expert, "1 (expert parallelism is not built yet)")
         if self.sequence and self.tensor == 1:
             raise ConfigError("parallel.sequence", True, "false when parallel.tensor=1: it shards over tensor ranks")
 

@@ -34,10 +34,12 @@ def validate(cfg: Config, world_size: int) -> None:
         _sequence_batch(cfg, world_size)
 
 
-def validate_model(cfg: Config, model: ModelConfig) -> None:
-    """What concerns a model's shape: `cfg.model`, or the shape found in the folder that `model.init` names."""
+def validate_model(cfg: Config, model: ModelConfig, scorer: bool = False) -> None:
+    """What concerns a model's shape: `cfg.model`, or the shape found in the folder that `model.init` names (that of a
+    `scorer`: a reward model or critic, which may be dense beside a policy with experts)."""
     if model is not cfg.model or cfg.model.init == "random":
         _layout(model, cfg.parallel)
+        _experts(cfg, model, scorer)
         _lengths(cfg, model)
 
 
@@ -119,10 +121,14 @@ def _ranks(parallel: ParallelConfig, world_size: int) -> None:
     if world_size % size:
         product = f"parallel.tensor*pipeline*context={parallel.tensor}*{parallel.pipeline}*{parallel.context}"
         raise LayoutError("world size", world_size, f"a multiple of {product}={size}", "Change --ranks or the layout.")
+    rest = world_size // (parallel.tensor * parallel.pipeline)
+    if rest % parallel.expert:
+        expected = f"a divisor of the {rest} data- and context-parallel ranks, which share the experts"
+        raise LayoutError("parallel.expert", parallel.expert, expected)
 
 
 def _layout(model: ModelConfig, parallel: ParallelConfig) -> None:
-    for name in ("num_heads", "num_kv_heads", "ffn_hidden_size"):
+    for name in ("num_heads", "num_kv_heads", *(() if model.moe.num_experts else ("ffn_hidden_size",))):
         if getattr(model, name) % parallel.tensor:
             raise LayoutError(f"model.{name}", getattr(model, name), f"a multiple of parallel.tensor={parallel.tensor}")
     if parallel.context > 1 and parallel.context_mode == "alltoall":
@@ -134,6 +140,22 @@ def _layout(model: ModelConfig, parallel: ParallelConfig) -> None:
                 raise LayoutError(f"model.{name}", getattr(model, name), expected, hint)
     if model.num_layers % parallel.pipeline:
         raise LayoutError("model.num_layers", model.num_layers, f"a multiple of parallel.pipeline={parallel.pipeline}")
+
+
+def _experts(cfg: Config, model: ModelConfig, scorer: bool) -> None:
+    experts, parallel = model.moe.num_experts, cfg.parallel
+    if not experts:
+        if parallel.expert > 1 and not scorer:
+            raise LayoutError("parallel.expert", parallel.expert, "1 for a model without experts (model.moe)")
+        return
+    if experts % parallel.expert:
+        raise LayoutError("model.moe.num_experts", experts, f"a multiple of parallel.expert={parallel.expert}")
+    if model.expert_ffn % parallel.tensor:
+        key = "model.moe.ffn_hidden_size" if model.moe.ffn_hidden_size else "model.ffn_hidden_size"
+        raise LayoutError(key, model.expert_ffn, f"a multiple of parallel.tensor={parallel.tensor}")
+    if parallel.expert > 1 and cfg.batch.micro_batch_tokens and not cfg.batch.packing:
+        expected = "true with parallel.expert > 1 and batch.micro_batch_tokens: every rank takes part in every layer"
+        raise ConfigError("batch.packing", False, expected + " of every micro-batch, so all need equally many")
 
 
 def _lengths(cfg: Config, model: ModelConfig) -> None:

@@ -27,6 +27,7 @@ class Layout:
     pipeline: int
     context: int
     data: int
+    expert: int  # of the context x data ranks, so many neighbours share the experts
     sequence: bool
     over_heads: bool  # context parallelism by all-to-all over heads, else by all-gather of keys and values
     pgs: ProcessGroupCollection
@@ -43,6 +44,10 @@ class Layout:
     @property
     def dp_rank(self) -> int:
         return self.pgs.dp.rank()
+
+    @property
+    def ep_rank(self) -> int:
+        return self.pgs.ep.rank()
 
     @property
     def is_first_stage(self) -> bool:
@@ -111,11 +116,14 @@ def _group(ranks: list[int]) -> dist.ProcessGroup:
 def build_layout(parallel: ParallelConfig, key: str = "parallel") -> Layout:
     """Create this model's groups over the whole world. Collective: every rank calls it in the same order."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    tp, cp, pp = parallel.tensor, parallel.context, parallel.pipeline
+    tp, cp, pp, ep = parallel.tensor, parallel.context, parallel.pipeline, parallel.expert
     if world % (tp * cp * pp):
         raise LayoutError(key, f"{tp}x{pp}x{cp}", f"tensor x pipeline x context to divide the world size {world}")
     dp = world // (tp * cp * pp)
+    if dp * cp % ep:
+        raise LayoutError(f"{key}.expert", ep, f"a divisor of the {dp * cp} data- and context-parallel ranks")
     grid = torch.arange(world).view(pp, dp, cp, tp)
+    experts = torch.arange(world).view(pp, dp * cp // ep, ep, tp)  # for the experts' parameters, as Megatron orders
 
     def mine_of(groups: torch.Tensor) -> dist.ProcessGroup | None:
         """Make the groups of these ranks [groups, size]; the one this rank is in."""
@@ -126,23 +134,25 @@ def build_layout(parallel: ParallelConfig, key: str = "parallel") -> Layout:
                 mine = group
         return mine
 
-    def groups_over(*axes: str) -> dist.ProcessGroup:
+    def groups_over(*axes: str, grid: torch.Tensor = grid, order: str = "pp dp cp tp") -> dist.ProcessGroup:
         """The group of this rank that varies over `axes` and is fixed in the others."""
-        order = ["pp", "dp", "cp", "tp"]
-        keep = [i for i, axis in enumerate(order) if axis not in axes]
-        vary = [i for i, axis in enumerate(order) if axis in axes]
+        names = order.split()
+        keep = [i for i, axis in enumerate(names) if axis not in axes]
+        vary = [i for i, axis in enumerate(names) if axis in axes]
         size = math.prod(grid.shape[i] for i in vary)
         mine = mine_of(grid.permute(*keep, *vary).reshape(-1, size))
         assert mine is not None
         return mine
 
+    def expert_groups_over(*axes: str) -> dist.ProcessGroup:
+        return groups_over(*axes, grid=experts, order="pp expt_dp ep tp")
+
     tp_group, pp_group, cp_group, dp_group = (groups_over(axis) for axis in ("tp", "pp", "cp", "dp"))
-    alone = groups_over()
     first_and_last = grid[[0, -1]] if pp > 1 else grid[:1]
     embedding = mine_of(first_and_last.reshape(len(first_and_last), -1).T)
     position = mine_of(grid[0].reshape(-1, 1))
-    dp_cp = groups_over("dp", "cp")
-    model_parallel = groups_over("tp", "pp")
+    dp_cp, model_parallel = groups_over("dp", "cp"), groups_over("tp", "pp")
+    expert_data = expert_groups_over("expt_dp")
     pgs = ProcessGroupCollection(
         tp=tp_group,
         pp=pp_group,
@@ -154,15 +164,15 @@ def build_layout(parallel: ParallelConfig, key: str = "parallel") -> Layout:
         tp_dp_cp=groups_over("tp", "dp", "cp"),
         embd=embedding,
         pos_embd=position,
-        ep=alone,
+        ep=expert_groups_over("ep"),
         expt_tp=tp_group,
-        tp_ep=tp_group,
-        tp_ep_pp=model_parallel,
-        expt_dp=dp_cp,
+        tp_ep=expert_groups_over("ep", "tp"),
+        tp_ep_pp=expert_groups_over("pp", "ep", "tp"),
+        expt_dp=expert_data,
         intra_dp_cp=dp_cp,
-        intra_expt_dp=dp_cp,
+        intra_expt_dp=expert_data,
         # gradient norms of the distributed optimizer are summed over everything that shards state
         intra_dist_opt=groups_over("tp", "pp", "dp", "cp"),
     )
     over_heads = parallel.context_mode == "alltoall"
-    return Layout(tp, pp, cp, dp, parallel.sequence, over_heads, pgs, groups_over("tp", "cp", "pp"))
+    return Layout(tp, pp, cp, dp, ep, parallel.sequence, over_heads, pgs, groups_over("tp", "cp", "pp"))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.config.freeze import load_frozen
+from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig
 from aligner.data.tokenizer import check_vocab, load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
@@ -24,6 +25,7 @@ from aligner.refit.export import read_extra
 
 # what a run decides, whatever folder the weights come from
 _OF_THE_RUN = ("dtype", "recompute", "tokenizer", "init")
+_MOE_OF_THE_RUN = ("aux_coef", "aux_over")
 
 
 @dataclass
@@ -65,8 +67,7 @@ def resolve(cfg: ModelConfig, init: str, seed: int, key: str = "model.init") -> 
     if (path / "hf" / "config.json").exists():  # a finished run
         path = path / "hf"
     if (path / "config.json").exists():
-        shape = config_from_hf(path)
-        config = dataclasses.replace(shape, **{name: getattr(cfg, name) for name in _OF_THE_RUN})
+        config = _for_run(config_from_hf(path), cfg)
         return _with_tokenizer(InitialModel(config, None, folder=path, seed=seed), cfg.tokenizer or str(path))
     return _from_checkpoint(cfg, path, seed, key)
 
@@ -79,9 +80,10 @@ def _from_checkpoint(cfg: ModelConfig, path: Path, seed: int, key: str) -> Initi
         expected = "random, a Hugging Face folder (config.json), a run folder or a checkpoint"
         raise ConfigError(key, str(path), expected) from None
     identity = read_state(checkpoint)["identity"]
-    shape = ModelConfig(**identity["model"])
-    shape.rope_scaling = type(cfg.rope_scaling)(**identity["model"]["rope_scaling"])
-    config = dataclasses.replace(shape, **{name: getattr(cfg, name) for name in _OF_THE_RUN})
+    fields = dict(identity["model"])
+    fields["rope_scaling"] = type(cfg.rope_scaling)(**fields["rope_scaling"])
+    fields["moe"] = MoeConfig(**fields.get("moe", {}))
+    config = _for_run(ModelConfig(**fields), cfg)
     run_config = load_frozen(checkpoint.parent.parent / "config.yaml")
     tokenizer = cfg.tokenizer or run_config.model.tokenizer
     if not tokenizer:
@@ -89,6 +91,12 @@ def _from_checkpoint(cfg: ModelConfig, path: Path, seed: int, key: str) -> Initi
         tokenizer = str(origin / "hf" if (origin / "hf").exists() else origin)
     part = "model" if identity["stage"] == "rm" else "policy"
     return _with_tokenizer(InitialModel(config, None, checkpoint=checkpoint / part, seed=seed), tokenizer)
+
+
+def _for_run(shape: ModelConfig, cfg: ModelConfig) -> ModelConfig:
+    """A shape found in a folder, with what the run decides."""
+    moe = dataclasses.replace(shape.moe, **{name: getattr(cfg.moe, name) for name in _MOE_OF_THE_RUN})
+    return dataclasses.replace(shape, moe=moe, **{name: getattr(cfg, name) for name in _OF_THE_RUN})
 
 
 def _with_tokenizer(model: InitialModel, folder: str) -> InitialModel:
@@ -102,4 +110,8 @@ def _with_tokenizer(model: InitialModel, folder: str) -> InitialModel:
 
 def shape_of(cfg: ModelConfig) -> dict[str, Any]:
     """The fields that make two models' weights exchangeable: the identity of a checkpoint."""
-    return {name: value for name, value in dataclasses.asdict(cfg).items() if name not in (*_OF_THE_RUN, "init_std")}
+    shape = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in (*_OF_THE_RUN, "init_std")}
+    moe = shape.pop("moe")
+    if cfg.moe.num_experts:  # the identity of a dense model is what it was before there were others
+        shape["moe"] = {name: value for name, value in moe.items() if name not in _MOE_OF_THE_RUN}
+    return shape

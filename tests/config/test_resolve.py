@@ -242,7 +242,10 @@ def test_the_published_shapes_have_the_published_sizes():
         m = compose([f"model={name}"]).model
         attention = m.hidden_size * m.kv_channels * (2 * m.num_heads + 2 * m.num_kv_heads)
         extra = m.kv_channels * ((m.num_heads + 2 * m.num_kv_heads) * m.qkv_bias + 2 * m.qk_norm)
-        layer = attention + extra + 3 * m.hidden_size * m.ffn_hidden_size + 2 * m.hidden_size
+        mlp = 3 * m.hidden_size * m.ffn_hidden_size
+        if m.moe.num_experts:
+            mlp = m.moe.num_experts * (3 * m.hidden_size * m.moe.ffn_hidden_size + m.hidden_size)
+        layer = attention + extra + mlp + 2 * m.hidden_size
         return m.num_layers * layer + m.hidden_size + m.vocab_size * m.hidden_size * (1 if m.tie_embeddings else 2)
 
     published = {  # from the safetensors indices of the published checkpoints
@@ -251,6 +254,7 @@ def test_the_published_shapes_have_the_published_sizes():
         "qwen2.5_7b": 7_615_616_512,
         "llama3_8b": 8_030_261_248,
         "llama3_70b": 70_553_706_496,
+        "qwen3_30b_a3b": 30_532_122_624,
     }
     assert {name: parameters(name) for name in published} == published
 

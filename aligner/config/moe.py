@@ -1,0 +1,41 @@
+"""Mixture-of-experts layers: `model.moe.*`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aligner.errors import ConfigError
+
+MOE_FAMILIES = ("qwen3_moe", "mixtral")
+
+
+@dataclass
+class MoeConfig:
+    """Every layer's MLP is `num_experts` gated MLPs, of which a router picks `top_k` for each token."""
+
+    num_experts: int = 0  # 0: dense
+    top_k: int = 2
+    ffn_hidden_size: int = 0  # of one expert; 0: model.ffn_hidden_size
+    norm_topk_prob: bool = True  # the weights of a token's experts sum to 1
+    aux_coef: float = 0.0  # of the load-balancing loss
+    aux_over: str = "minibatch"  # tokens whose load it balances: minibatch (an extra forward pass), micro_batch
+
+    def __post_init__(self) -> None:
+        for key, low in (("num_experts", 0), ("top_k", 1), ("ffn_hidden_size", 0), ("aux_coef", 0)):
+            if not getattr(self, key) >= low:
+                raise ConfigError(f"model.moe.{key}", getattr(self, key), f"a number >= {low}")
+        if self.aux_over not in ("minibatch", "micro_batch"):
+            raise ConfigError("model.moe.aux_over", self.aux_over, "one of minibatch, micro_batch")
+        if self.num_experts and self.top_k > self.num_experts:
+            expected = f"at most model.moe.num_experts={self.num_experts}"
+            raise ConfigError("model.moe.top_k", self.top_k, expected)
+
+
+def check_moe_family(family: str, moe: MoeConfig) -> None:
+    if family in MOE_FAMILIES and not moe.num_experts:
+        raise ConfigError("model.moe.num_experts", 0, f"at least 1 with model.family={family}")
+    if moe.num_experts and family not in MOE_FAMILIES:
+        expected = f"one of {', '.join(MOE_FAMILIES)} with model.moe.num_experts={moe.num_experts}"
+        raise ConfigError("model.family", family, expected)
+    if family == "mixtral" and not moe.norm_topk_prob:
+        raise ConfigError("model.moe.norm_topk_prob", False, "true for model.family=mixtral")

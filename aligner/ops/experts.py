@@ -1,0 +1,132 @@
+"""Mixtures of experts: who computes which token, and the matrix products of all experts at once.
+
+A token's router logits z give p = softmax(z) over all experts; the k experts of largest p compute it, weighted by their
+p, which `normalise` divides by their sum (Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021, arXiv:2101.03961).
+A *pair* is one token with one of its experts. Pairs are sorted by expert, so that an expert's tokens lie together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Routing(NamedTuple):
+    probs: Tensor  # float32 [N, E], sums to 1
+    weights: Tensor  # float32 [N, k]
+    experts: Tensor  # int64 [N, k]
+
+
+def route(hidden: Tensor, router: Tensor, top_k: int, normalise: bool) -> Routing:
+    """hidden [N, H], router [E, H]. In float32 whatever the dtype: a token near a tie of two experts should fall on the
+    same side in the trainer and in the engine."""
+    probs = torch.nn.functional.linear(hidden.float(), router.float()).softmax(-1)
+    weights, experts = probs.topk(top_k, dim=-1)
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Routing(probs, weights, experts)
+
+
+class Pairs(NamedTuple):
+    order: Tensor  # int64 [N * k]: pairs by expert, then by token; pair i is of token i // k
+    inverse: Tensor  # int64 [N * k]: where pair i is in `order`
+    counts: Tensor  # int64 [E]: pairs of each expert
+
+
+def sort_pairs(experts: Tensor, num_experts: int) -> Pairs:
+    """experts int64 [N, k]."""
+    flat = experts.reshape(-1)
+    order = flat.argsort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return Pairs(order, inverse, torch.bincount(flat, minlength=num_experts))
+
+
+def balance_loss(mean_probs: Tensor, fractions: Tensor) -> Tensor:
+    """E * sum_i f_i P_i (Fedus et al. 2021, eq. 4 without alpha): 1 where load and probability are even.
+
+    f_i, the fraction of pairs of expert i, is a constant; P_i is the mean of p_i over tokens. float32 [E] each.
+    """
+    return len(mean_probs) * (fractions * mean_probs).sum(-1)
+
+
+class _Expand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.rows = len(x)
+        return x.index_select(0, order // max(1, len(order) // max(1, len(x))))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        grad = grad.index_select(0, ctx.saved_tensors[0])
+        return grad.view(ctx.rows, -1, grad.shape[1]).sum(1) if ctx.rows else grad, None, None
+
+
+def expand(x: Tensor, pairs: Pairs) -> Tensor:
+    """x [N, H] -> the token of each pair [N * k, H], by expert. The gradient is a sum of k, in a fixed order."""
+    return _Expand.apply(x, pairs.order, pairs.inverse)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """x[index], `index` being a permutation and `inverse` its inverse."""
+    return _Permute.apply(x, index, inverse)
+
+
+def combine(x: Tensor, pairs: Pairs, weights: Tensor) -> Tensor:
+    """What the experts computed for each pair [N * k, H], by expert -> its weighted sum for each token [N, H]."""
+    n, k = weights.shape
+    x = permute(x, pairs.inverse, pairs.order).view(n, k, -1)
+    return torch.bmm(weights.to(x.dtype)[:, None], x)[:, 0]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sizes = sizes
+        out = x.new_empty(len(x), weight.shape[1])
+        for part, w, y in zip(x.split(sizes), weight, out.split(sizes), strict=True):
+            if len(part):
+                torch.mm(part, w.t(), out=y)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        d_x, d_weight = torch.empty_like(x), torch.zeros_like(weight)
+        parts = (t.split(ctx.sizes) for t in (x, grad, d_x))
+        for w, d_w, part, g, d_part in zip(weight, d_weight, *parts, strict=True):
+            if len(part):
+                torch.mm(g, w, out=d_part)
+                torch.mm(g.t(), part, out=d_w)
+        return d_x, d_weight, None
+
+
+def grouped_linear(x: Tensor, weight: Tensor, sizes: Sequence[int] | Tensor) -> Tensor:
+    """The first sizes[0] rows of x [M, I] times weight[0]^T, the next sizes[1] rows times weight[1]^T, ...; weight
+    [E, O, I] -> [M, O]. On CUDA in bfloat16, `sizes` may be a tensor there: one kernel (torch's `grouped_mm`)."""
+    if x.device.type == "cuda" and x.dtype == torch.bfloat16:
+        ends = torch.as_tensor(sizes, device=x.device).cumsum(0).int()
+        return torch.nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    sizes = tuple(sizes.tolist() if isinstance(sizes, Tensor) else sizes)
+    return _GroupedLinear.apply(x, weight, sizes)

@@ -1,0 +1,67 @@
+"""`model.moe` and `parallel.expert`: what is refused, and by which key."""
+
+import pytest
+
+from aligner.config.resolve import compose
+from aligner.config.schema import ModelConfig
+from aligner.config.validate import validate
+from aligner.errors import ConfigError, LayoutError
+
+RUN = ["stage=sft", "data.train=conf/config.yaml", "model=tiny_moe", "model.tokenizer=."]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model.moe.top_k=9"], "model.moe.top_k"),
+        (["model.moe.top_k=0"], "model.moe.top_k"),
+        (["model.moe.num_experts=0"], "model.moe.num_experts"),
+        (["model.moe.num_experts=-1"], "model.moe.num_experts"),
+        (["model.moe.aux_coef=-0.1"], "model.moe.aux_coef"),
+        (["model.moe.aux_over=rank"], "model.moe.aux_over"),
+        (["model.family=qwen3"], "model.family"),
+        (["model.family=mixtral", "model.qk_norm=false", "model.moe.norm_topk_prob=false"], "model.moe.norm_topk_prob"),
+    ],
+)
+def test_a_bad_value_names_its_key(overrides, key):
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        compose([*RUN, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "key"),
+    [
+        (["parallel.expert=2"], 1, "parallel.expert"),
+        (["parallel.expert=2", "parallel.tensor=2"], 2, "parallel.expert"),
+        (["parallel.expert=4", "model.moe.num_experts=6"], 4, "model.moe.num_experts"),
+        (["parallel.tensor=2", "model.moe.ffn_hidden_size=33"], 2, "model.moe.ffn_hidden_size"),
+        (["parallel.expert=2", "batch.micro_batch_tokens=99", "batch.packing=false"], 2, "batch.packing"),
+        (["model=tiny", "parallel.expert=2"], 2, "parallel.expert"),
+    ],
+)
+def test_a_layout_that_cannot_be_names_its_key(overrides, world, key):
+    cfg = compose([*RUN, *overrides])
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        validate(cfg, world)
+    assert issubclass(LayoutError, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world"),
+    [
+        (["parallel.expert=2"], 2),
+        (["parallel.expert=2", "parallel.context=2"], 2),  # context-parallel ranks share the experts
+        (["parallel.expert=2", "parallel.tensor=2", "parallel.pipeline=2"], 8),
+        (["parallel.expert=8"], 8),
+    ],
+)
+def test_layouts_that_can_be(overrides, world):
+    validate(compose([*RUN, *overrides]), world)
+
+
+def test_the_experts_ffn_falls_back_to_the_models():
+    from aligner.config.moe import MoeConfig
+
+    assert ModelConfig(family="mixtral", ffn_hidden_size=40, moe=MoeConfig(4)).expert_ffn == 40
+    assert ModelConfig(family="mixtral", moe=MoeConfig(4, ffn_hidden_size=24)).expert_ffn == 24
+    assert ModelConfig().moe.num_experts == 0
