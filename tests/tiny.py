@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig, OptimConfig, RopeScalingConfig
 from aligner.models.hf_config import hf_config
 from aligner.models.safetensors_io import write_hf
@@ -35,6 +36,8 @@ MODELS = {
     "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True),
     "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, head_dim=16, num_kv_heads=4),
 }
+MOE = replace(MODELS["qwen3"], family="qwen3_moe", moe=MoeConfig(4, top_k=2, ffn_hidden_size=24))
+MIXTRAL = replace(LLAMA, family="mixtral", ffn_hidden_size=40, moe=MoeConfig(6, top_k=3, ffn_hidden_size=40))
 ADAM = OptimConfig(lr=1e-3)
 # Adam with a huge eps and no memory is gradient descent with learning rate 1: updates are gradients
 SGD = OptimConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad=0.0)

@@ -38,6 +38,7 @@ class Stream:
     sin: Tensor
     group: dist.ProcessGroup | None  # of the context-parallel ranks, None if there is one
     over_heads: bool  # all-to-all instead of all-gather
+    times: Tensor | None = None  # [N] of a model with experts: `Packing.times`
 
 
 class StreamAttention(SelfAttention):

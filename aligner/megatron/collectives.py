@@ -1,4 +1,4 @@
-"""Collectives of context parallelism that gradients flow through."""
+"""Collectives of context and expert parallelism that gradients flow through."""
 
 from __future__ import annotations
 
@@ -102,3 +102,25 @@ def tokens_to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list
 def heads_to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The way back: [ranks * n, heads / ranks, d] -> [n, heads, d]."""
     return _HeadsToTokens.apply(x, group)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], got: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = (sent, got), group
+        out = x.new_empty(sum(got), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), got, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, got = ctx.sizes
+        out = grad.new_empty(sum(sent), *grad.shape[1:])
+        dist.all_to_all_single(out, grad.contiguous(), sent, got, group=ctx.group)
+        return out, None, None, None
+
+
+def all_to_all(x: Tensor, sent: list[int], got: list[int], group: dist.ProcessGroup) -> Tensor:
+    """x [sum(sent), ...]: the first sent[0] rows go to rank 0, the next to rank 1; the result [sum(got), ...] begins
+    with the got[0] rows of rank 0."""
+    return _AllToAll.apply(x, sent, got, group)

@@ -26,6 +26,7 @@ from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError
 from aligner.megatron.attention import GatedMLP, NoCoreAttention, RMSNorm, StreamAttention
 from aligner.megatron.groups import Layout
+from aligner.megatron.moe import ExpertLayer, StreamLayer
 
 logging.getLogger("megatron.core").setLevel(logging.ERROR)  # GPTModel logs its deprecation at every construction
 
@@ -104,17 +105,22 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> 
 
 
 def layer_spec(cfg: ModelConfig, config: TransformerConfig, layout: Layout) -> ModuleSpec | TransformerBlockSubmodules:
+    experts = partial(ExpertLayer, moe=cfg.moe, ffn=cfg.expert_ffn, layout=layout) if cfg.moe.num_experts else None
     if has_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=cfg.qk_norm)
+        # with experts the norm before the MLP is a module of its own, without it is a part of the MLP
+        spec = get_gpt_layer_with_transformer_engine_spec(cfg.moe.num_experts or None, qk_layernorm=cfg.qk_norm)
+        if experts:
+            spec.module, spec.submodules.mlp = StreamLayer, experts
+        return spec
     submodules = get_gpt_layer_local_submodules(qk_layernorm=cfg.qk_norm, normalization="RMSNorm")
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
     submodules.self_attention.module = StreamAttention
     attention = submodules.self_attention.submodules
     attention.core_attention = NoCoreAttention
-    submodules.mlp = partial(GatedMLP.as_mlp_submodule, **submodules.mlp.keywords)
+    submodules.mlp = experts or partial(GatedMLP.as_mlp_submodule, **submodules.mlp.keywords)
     if cfg.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
+    layer = ModuleSpec(module=StreamLayer if experts else TransformerLayer, submodules=submodules)
     count = get_num_layers_to_build(config, pp_rank=layout.pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
 

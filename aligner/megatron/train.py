@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,26 @@ from aligner.errors import AlignerError
 from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import sum_parts
 from aligner.megatron.groups import Layout
+from aligner.megatron.load import ExpertLoad
 from aligner.megatron.model import Head, build_model, has_transformer_engine
 from aligner.megatron.optimizer_fixes import mend
 from aligner.megatron.weights import WeightSource, load_weights
 from aligner.models.rope import inverse_frequencies
 from aligner.ops.packing import Packing, pack
+from aligner.ops.reduce import max_over
 from aligner.ops.schedules import lr_at
 from aligner.types import LossOutput, ScalarMetrics, TrainBatch
 
 # (what the last stage gives for each token of its stream, micro-batch with its `packing`): hidden states [N, H] for
 # `over_logits` with a language-model head, [N, K] with a scalar head
 LossFunction = Callable[[Tensor, TrainBatch], LossOutput]
+
+
+@dataclass
+class CountedPackedSeqParams(PackedSeqParams):
+    """Megatron's words for a packed micro-batch, with `Packing.times` for a model with experts."""
+
+    times: Tensor | None = None
 
 
 def last_hidden(hidden_states: Tensor, **unused) -> Tensor:
@@ -72,6 +81,7 @@ class ShardedModel:
         self.module = build_model(cfg, layout, head, dtype, device)
         load_weights(self.module, cfg, layout, head, source)
         self.optim, self.total_steps, self.packed, self.share = optim, total_steps, packed, share
+        self.load = ExpertLoad(self.module, cfg.moe, layout)
         self._frequencies = inverse_frequencies(cfg).to(device)
         # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can
         mixed = head.kind == "score" and dtype == torch.bfloat16
@@ -85,6 +95,11 @@ class ShardedModel:
             self.wrapped = self._wrap(optim)
             self.optimizer = self._build_optimizer(optim)
         self._schedule = get_forward_backward_func(pp_size=layout.pipeline, vp_size=None)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether data-parallel ranks need each other in every forward pass: each has a share of the experts."""
+        return self.layout.expert > 1 and bool(self.cfg.moe.num_experts)
 
     def _wrap(self, optim: OptimConfig) -> DistributedDataParallel:
         self.module.train()
@@ -131,14 +146,16 @@ class ShardedModel:
             over_heads=layout.over_heads,
             share=batch.tokens if self.share and not has_transformer_engine() else None,
         ).to(self.device, self.dtype)
+        times = packing.times() if self.cfg.moe.num_experts else None
         if has_transformer_engine():
             ends = torch.nn.functional.pad(packing.lengths.cumsum(0), (1, 0)).int()
             longest = int(batch.lengths.max()) if self.packed else width
             sizes = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
-            return packing, PackedSeqParams(qkv_format="thd", **sizes)
+            return packing, CountedPackedSeqParams(qkv_format="thd", **sizes, times=times)
         angles = packing.positions[:, None].float() * self._frequencies
         cos, sin = (f(angles).to(self.dtype)[:, None] for f in (torch.cos, torch.sin))
-        return packing, Stream(packing, cos, sin, layout.pgs.cp if layout.context > 1 else None, layout.over_heads)
+        group = layout.pgs.cp if layout.context > 1 else None
+        return packing, Stream(packing, cos, sin, group, layout.over_heads, times)
 
     def over_logits(
         self, hidden: Tensor, batch: TrainBatch, read: Callable[[Tensor, Tensor], Tensor], budget_bytes: int
@@ -208,17 +225,32 @@ class ShardedModel:
     def forward(
         self, micro_batches: Sequence[TrainBatch], read: Callable[[Tensor, TrainBatch], Tensor]
     ) -> list[Tensor]:
-        """`read(head output, micro-batch)` of every micro-batch, without gradient; empty on all but the last stage."""
+        """`read(head output, micro-batch)` of every micro-batch, without gradient; empty on all but the last stage.
+
+        With `exchanges` collective over data-parallel ranks too; they may pass different numbers of micro-batches."""
 
         def collect(output: Tensor, batch: TrainBatch, non_loss_data: bool) -> Tensor:
             return read(output, batch)
 
+        padded = [*micro_batches, *self._dummies(len(micro_batches))]
         was_training = self.wrapped.training
         self.wrapped.eval()
         try:
-            return self._run(micro_batches, collect, forward_only=True, non_loss=True)
+            return self._run(padded, collect, forward_only=True, non_loss=True)[: len(micro_batches)]
         finally:
             self.wrapped.train(was_training)
+
+    def _dummies(self, count: int) -> list[TrainBatch]:
+        """Micro-batches of one short row, which this rank lacks if others that it exchanges tokens with have more."""
+        if not self.exchanges:
+            return []
+        most = int(max_over(torch.tensor(count, device=self.device), self.layout.pgs.dp))
+        row = TrainBatch(torch.zeros(1, 2, dtype=torch.int64), torch.tensor([2]), torch.zeros(1, 0))
+        return [row] * (most - count)
+
+    def _look(self, micro_batches: Sequence[TrainBatch]) -> None:
+        """A forward pass for its side effects."""
+        self._run(micro_batches, lambda output, batch, non_loss_data: None, forward_only=True, non_loss=True)
 
     def step(self, micro_batches: Sequence[TrainBatch], loss: LossFunction) -> ScalarMetrics:
         """Forward, backward and one optimizer step over this rank's micro-batches of one minibatch.
@@ -229,6 +261,8 @@ class ShardedModel:
         assert self.optimizer is not None, "this model was built without an optimizer"
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+        self.load.begin(micro_batches, lambda: self._look(micro_batches))
 
         def collect(output: Tensor, batch: TrainBatch):
             out = loss(output, batch)
@@ -242,7 +276,7 @@ class ShardedModel:
         applied, grad_norm, _ = self.optimizer.step()
         assert applied, "the optimizer refused the step"
         self.step_count += 1
-        stats = self._reduce(outputs) | {"grad_norm": float(grad_norm or 0.0), "lr": lr}
+        stats = self._reduce(outputs) | self.load.metrics() | {"grad_norm": float(grad_norm or 0.0), "lr": lr}
         if not math.isfinite(stats["grad_norm"]):  # the same on every rank, and the weights are lost
             raise AlignerError(
                 f"gradient norm {stats['grad_norm']} at optimizer step {self.step_count} (loss {stats['loss']}, lr "

@@ -60,6 +60,8 @@ def load_weights(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, 
     for name, spec in table.items():
         if name in named:
             shard = split_tp(spec, source(spec), layout.tensor, layout.tp_rank)
+            if spec.experts:
+                shard = shard.chunk(layout.expert)[layout.ep_rank]
             assert shard.shape == named[name].shape, (name, tuple(shard.shape), tuple(named[name].shape))
             named[name].copy_(shard)
 
@@ -76,7 +78,7 @@ def random_source(cfg: ModelConfig, seed: int) -> WeightSource:
         word = hashlib.sha256(f"{seed}/{spec.canonical}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(word[:7], "big"))
         std = cfg.init_std
-        if spec.canonical.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        if spec.canonical.endswith(("linear_proj.weight", "linear_fc2.weight", "experts.down")):
             std /= (2 * cfg.num_layers) ** 0.5
         return torch.randn(spec.shape, generator=generator) * std
 
@@ -86,7 +88,8 @@ def random_source(cfg: ModelConfig, seed: int) -> WeightSource:
 @torch.no_grad()
 def gather_weights(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head) -> Iterator[tuple[ParamSpec, Tensor]]:
     """(spec, full canonical tensor) of every parameter this pipeline stage owns, in table order, all-gathered over
-    tensor ranks. Collective over `layout.pgs.tp`. The last stage's copy of a tied embedding is left out."""
+    tensor and expert ranks. Collective over `layout.pgs.tp_ep`. The last stage's copy of a tied embedding is left
+    out."""
     named = local_parameters(model)
     if model.share_embeddings_and_output_weights and not model.pre_process:
         named.pop(EMBEDDING, None)
@@ -94,9 +97,14 @@ def gather_weights(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head
         if spec.canonical not in named:
             continue
         shard = named[spec.canonical].detach()
-        if layout.tensor > 1 and spec.tp_axis is not None:
-            shards = [torch.empty_like(shard) for _ in range(layout.tensor)]
-            dist.all_gather(shards, shard.contiguous(), group=layout.pgs.tp)
-        else:
-            shards = [shard]
-        yield spec, merge_tp(spec, shards)
+        shards = _all_gather(shard, layout.pgs.tp) if spec.tp_axis is not None else [shard]
+        full = merge_tp(spec, shards)
+        yield spec, torch.cat(_all_gather(full, layout.pgs.ep)) if spec.experts else full
+
+
+def _all_gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    if group.size() == 1:
+        return [shard]
+    shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(shards, shard.contiguous(), group=group)
+    return shards

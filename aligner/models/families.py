@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from aligner.config.moe import check_moe_family
 from aligner.config.schema import ModelConfig
 from aligner.errors import CheckpointError, ConfigError, LayoutError
 
-Transform = Literal["copy", "qkv", "qkv_bias", "gate_up"]
+Transform = Literal["copy", "qkv", "qkv_bias", "gate_up", "experts_gate_up", "experts"]
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One canonical parameter. In a family's table names carry `{layer}` and sizes are names of `dimensions`."""
+    """One canonical parameter. In a family's table names carry `{layer}`, those of experts in Hugging Face's files also
+    `{expert}`, and sizes are names of `dimensions`."""
 
     canonical: str
     hf: tuple[str, ...]
@@ -30,6 +32,18 @@ class ParamSpec:
     shape: tuple = ()  # of the canonical tensor
     units: int | str = 0  # indivisible pieces along tp_axis: heads, query groups, rows
     padded: bool = False  # the vocabulary: split pads it to a multiple of TP, merge cuts it to `units`
+    experts: bool = False  # axis 0 is the expert; expert-parallel ranks have equal shares of it
+
+
+@dataclass(frozen=True)
+class MoeKeys:
+    """What config.json calls the fields of `model.moe`; `norm_topk_prob` empty: always true."""
+
+    num_experts: str
+    ffn_hidden_size: str
+    norm_topk_prob: str = ""
+    top_k: str = "num_experts_per_tok"
+    aux_coef: str = "router_aux_loss_coef"
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,8 @@ class Family:
     table: tuple[ParamSpec, ...]
     qkv_bias: bool = False
     qk_norm: bool = False
+    moe: MoeKeys | None = None
+    constants: tuple[tuple[str, Any], ...] = ()  # of config.json: the variants that are not supported
     default_head_dim: int = 0  # what a config.json without head_dim means; 0: hidden_size / num_attention_heads
 
 
@@ -74,6 +90,9 @@ _COMMON = (
         "heads",
     ),
     ParamSpec(_IN + "pre_mlp_layernorm.weight", (_OUT + "post_attention_layernorm.weight",), "copy", None, ("hidden",)),
+    ParamSpec("decoder.final_layernorm.weight", ("model.norm.weight",), "copy", None, ("hidden",)),
+)
+_MLP = (
     ParamSpec(
         _IN + "mlp.linear_fc1.weight",
         (_OUT + "mlp.gate_proj.weight", _OUT + "mlp.up_proj.weight"),
@@ -83,8 +102,21 @@ _COMMON = (
         "ffn",
     ),
     ParamSpec(_IN + "mlp.linear_fc2.weight", (_OUT + "mlp.down_proj.weight",), "copy", 1, ("hidden", "ffn"), "ffn"),
-    ParamSpec("decoder.final_layernorm.weight", ("model.norm.weight",), "copy", None, ("hidden",)),
 )
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[ParamSpec, ...]:
+    """Rows of a layer of experts by its names in Hugging Face's files."""
+    at = f"{_OUT}{block}.experts.{{expert}}."
+    both = (f"{at}{gate}.weight", f"{at}{up}.weight")
+    inner, outer = ("experts", "2", "expert_ffn", "hidden"), ("experts", "hidden", "expert_ffn")
+    return (
+        ParamSpec(_IN + "mlp.router.weight", (f"{_OUT}{block}.gate.weight",), "copy", None, ("experts", "hidden")),
+        ParamSpec(_IN + "mlp.experts.gate_up", both, "experts_gate_up", 2, inner, "expert_ffn", experts=True),
+        ParamSpec(_IN + "mlp.experts.down", (f"{at}{down}.weight",), "experts", 2, outer, "expert_ffn", experts=True),
+    )
+
+
 _QKV_BIAS = (
     ParamSpec(
         _IN + "self_attention.linear_qkv.bias",
@@ -104,10 +136,29 @@ _QK_NORM = tuple(
 _LM_HEAD = ParamSpec("output_layer.weight", ("lm_head.weight",), "copy", 0, ("vocab", "hidden"), "vocab", padded=True)
 _SCORE_HEAD = ParamSpec("output_layer.weight", ("score.weight",), "copy", None, ("labels", "hidden"))
 
+_NO_BIAS = (("attention_bias", False), ("mlp_bias", False))
+_NO_WINDOW = (("use_sliding_window", False),)
 FAMILIES = {
-    "llama": Family("llama", "Llama", _COMMON),
-    "qwen2": Family("qwen2", "Qwen2", _COMMON + _QKV_BIAS, qkv_bias=True),
-    "qwen3": Family("qwen3", "Qwen3", _COMMON + _QK_NORM, qk_norm=True, default_head_dim=128),
+    "llama": Family("llama", "Llama", _COMMON + _MLP, constants=_NO_BIAS),
+    "qwen2": Family("qwen2", "Qwen2", _COMMON + _MLP + _QKV_BIAS, qkv_bias=True, constants=_NO_WINDOW),
+    "qwen3": Family(
+        "qwen3", "Qwen3", _COMMON + _MLP + _QK_NORM, qk_norm=True, constants=_NO_WINDOW, default_head_dim=128
+    ),
+    "qwen3_moe": Family(
+        "qwen3_moe",
+        "Qwen3Moe",
+        _COMMON + _experts("mlp", "gate_proj", "up_proj", "down_proj") + _QK_NORM,
+        qk_norm=True,
+        moe=MoeKeys("num_experts", "moe_intermediate_size", "norm_topk_prob"),
+        constants=(*_NO_WINDOW, ("decoder_sparse_step", 1), ("mlp_only_layers", [])),
+    ),
+    "mixtral": Family(
+        "mixtral",
+        "Mixtral",
+        _COMMON + _experts("block_sparse_moe", "w1", "w3", "w2"),
+        moe=MoeKeys("num_local_experts", "intermediate_size"),
+        constants=(("sliding_window", None),),
+    ),
 }
 
 
@@ -119,6 +170,7 @@ def check_family(cfg: ModelConfig) -> Family:
             raise ConfigError(
                 f"model.{flag}", getattr(cfg, flag), f"{getattr(family, flag)} for model.family={cfg.family}"
             )
+    check_moe_family(cfg.family, cfg.moe)
     if cfg.vocab_size < 1:
         raise ConfigError("model.vocab_size", cfg.vocab_size, "the tokenizer's vocabulary size, filled in before use")
     return family
@@ -131,6 +183,9 @@ def dimensions(cfg: ModelConfig, num_labels: int = 1) -> dict[str, int]:
         "hidden": cfg.hidden_size,
         "ffn": cfg.ffn_hidden_size,
         "2ffn": 2 * cfg.ffn_hidden_size,
+        "experts": cfg.moe.num_experts,
+        "expert_ffn": cfg.expert_ffn,
+        "2": 2,
         "head": head,
         "heads": heads,
         "groups": groups,
@@ -158,12 +213,17 @@ def family_table(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> lis
             out.append(
                 ParamSpec(
                     row.canonical.format(layer=layer),
-                    tuple(name.format(layer=layer) for name in row.hf),
+                    tuple(
+                        name.format(layer=layer, expert=expert)
+                        for expert in (range(cfg.moe.num_experts) if row.experts else (0,))
+                        for name in row.hf
+                    ),
                     row.transform,
                     row.tp_axis,
                     tuple(sizes[name] for name in row.shape),
                     sizes[row.units] if isinstance(row.units, str) else 0,
                     row.padded,
+                    row.experts,
                 )
             )
     return out
@@ -176,6 +236,8 @@ def to_hf(spec: ParamSpec, full: Tensor, cfg: ModelConfig) -> dict[str, Tensor]:
         return {spec.hf[0]: full}
     if spec.transform == "gate_up":
         return dict(zip(spec.hf, full.chunk(2, dim=0), strict=True))
+    if spec.experts:  # [E, 2, F, H] -> gate and up of every expert; [E, H, F] -> one tensor of every expert
+        return dict(zip(spec.hf, full.flatten(0, 1) if spec.transform == "experts_gate_up" else full, strict=True))
     # Megatron interleaves by query group: [q heads of the group, k, v], group after group
     head, groups = cfg.kv_channels, cfg.num_kv_heads
     queries = cfg.num_heads // groups
@@ -199,6 +261,8 @@ def from_hf(spec: ParamSpec, tensors: Mapping[str, Tensor] | Callable[[str], Ten
         return parts[0]
     if spec.transform == "gate_up":
         return torch.cat(parts)
+    if spec.experts:
+        return torch.stack(parts).view(spec.shape)
     head, groups = cfg.kv_channels, cfg.num_kv_heads
     return torch.cat([p.unflatten(0, (groups, -1, head)) for p in parts], dim=1).flatten(0, 2)
 

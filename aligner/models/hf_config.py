@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig, RopeScalingConfig
 from aligner.errors import CheckpointError, ConfigError
-from aligner.models.families import FAMILIES, check_family
+from aligner.models.families import FAMILIES, Family, check_family
 
 
 def hf_config(
@@ -47,10 +49,11 @@ def hf_config(
         "torch_dtype": dtype,
         "dtype": dtype,
     }
-    if family.model_type == "llama":
-        out |= {"attention_bias": False, "mlp_bias": False}
-    else:
-        out |= {"use_sliding_window": False}
+    out |= family.constants
+    if family.moe is not None:
+        keys = {name: key for name, key in dataclasses.asdict(family.moe).items() if key}
+        out |= {key: getattr(cfg.moe, name) for name, key in keys.items()}
+        out[family.moe.ffn_hidden_size] = cfg.expert_ffn
     if head != "lm":  # transformers derives num_labels from the label maps
         out["id2label"] = {str(i): f"LABEL_{i}" for i in range(num_labels)}
         out["label2id"] = {f"LABEL_{i}": i for i in range(num_labels)}
@@ -106,17 +109,31 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
         tie_embeddings=raw.get("tie_word_embeddings", False),
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
+        moe=_experts_in(raw, family, path),
         init_std=raw.get("initializer_range", 0.02),
         init=str(folder),
     )
 
 
-def _family_of(raw: dict[str, Any], path: Path):
+def _experts_in(raw: dict[str, Any], family: Family, path: Path) -> MoeConfig:
+    """Without the coefficient of the auxiliary loss, which a run decides."""
+    if family.moe is None:
+        return MoeConfig()
+    names = ["num_experts", "top_k", "ffn_hidden_size", *(["norm_topk_prob"] if family.moe.norm_topk_prob else [])]
+    keys = {name: getattr(family.moe, name) for name in names}
+    missing = [key for key in keys.values() if key not in raw]
+    if missing:
+        raise CheckpointError(f"{path}: no value for {', '.join(missing)}")
+    return MoeConfig(**{name: raw[key] for name, key in keys.items()})
+
+
+def _family_of(raw: dict[str, Any], path: Path) -> Family:
     known = ", ".join(FAMILIES)
     kind = raw.get("model_type")
     if kind not in FAMILIES:
         raise ConfigError("model.init", str(path.parent), f"model_type {known}", f"Its model_type is {kind!r}.")
     wrong = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+    wrong |= FAMILIES[kind].constants
     for key, wanted in wrong.items():
         if raw.get(key, wanted) != wanted:
             raise ConfigError(

@@ -17,7 +17,10 @@ def row_costs(lengths: Tensor, model: ModelConfig) -> Tensor:
     head_dim numbers in all (scores and weighted sums, half of the square)."""
     n, h, wide = lengths.double(), model.hidden_size, model.num_heads * model.kv_channels
     projections = 2 * h * wide + 2 * h * model.num_kv_heads * model.kv_channels
-    parameters = projections + 3 * h * model.ffn_hidden_size + h * model.vocab_size / model.num_layers
+    mlp = 3 * h * model.ffn_hidden_size
+    if model.moe.num_experts:  # those that compute a token
+        mlp = 3 * h * model.expert_ffn * model.moe.top_k + h * model.moe.num_experts
+    parameters = projections + mlp + h * model.vocab_size / model.num_layers
     return 2 * parameters * n + 2 * wide * n.square()
 
 

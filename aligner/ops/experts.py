@@ -35,6 +35,7 @@ class Pairs(NamedTuple):
     order: Tensor  # int64 [N * k]: pairs by expert, then by token; pair i is of token i // k
     inverse: Tensor  # int64 [N * k]: where pair i is in `order`
     counts: Tensor  # int64 [E]: pairs of each expert
+    top_k: int
 
 
 def sort_pairs(experts: Tensor, num_experts: int) -> Pairs:
@@ -43,34 +44,34 @@ def sort_pairs(experts: Tensor, num_experts: int) -> Pairs:
     order = flat.argsort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
-    return Pairs(order, inverse, torch.bincount(flat, minlength=num_experts))
+    return Pairs(order, inverse, torch.bincount(flat, minlength=num_experts), experts.shape[1])
 
 
 def balance_loss(mean_probs: Tensor, fractions: Tensor) -> Tensor:
     """E * sum_i f_i P_i (Fedus et al. 2021, eq. 4 without alpha): 1 where load and probability are even.
 
-    f_i, the fraction of pairs of expert i, is a constant; P_i is the mean of p_i over tokens. float32 [E] each.
+    f_i, the fraction of pairs of expert i, is a constant; P_i is the mean of p_i over tokens. [..., E] each -> [...].
     """
-    return len(mean_probs) * (fractions * mean_probs).sum(-1)
+    return mean_probs.shape[-1] * (fractions * mean_probs).sum(-1)
 
 
 class _Expand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
         ctx.save_for_backward(inverse)
-        ctx.rows = len(x)
-        return x.index_select(0, order // max(1, len(order) // max(1, len(x))))
+        ctx.top_k = top_k
+        return x.index_select(0, order // top_k)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         grad = grad.index_select(0, ctx.saved_tensors[0])
-        return grad.view(ctx.rows, -1, grad.shape[1]).sum(1) if ctx.rows else grad, None, None
+        return grad.view(-1, ctx.top_k, grad.shape[1]).sum(1), None, None, None
 
 
 def expand(x: Tensor, pairs: Pairs) -> Tensor:
     """x [N, H] -> the token of each pair [N * k, H], by expert. The gradient is a sum of k, in a fixed order."""
-    return _Expand.apply(x, pairs.order, pairs.inverse)
+    return _Expand.apply(x, pairs.order, pairs.inverse, pairs.top_k)
 
 
 class _Permute(torch.autograd.Function):

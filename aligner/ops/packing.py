@@ -62,6 +62,11 @@ class Packing:
         token BEFORE it (the value of the state before it)."""
         return self._spread(x, self.before if shift else self.here)
 
+    def times(self) -> Tensor:
+        """float32 [N]: how many cells of the micro-batch a token stands for. 0: padding; more than 1: the shared
+        beginning of several rows."""
+        return torch.bincount(self.here, minlength=self.tokens + 1)[: self.tokens].float()
+
     def predictions(self, x: Tensor) -> Tensor:
         """x [M, ...] of the pairs -> [B, T, ...]: index t gets what was computed for its prediction (its logprob)."""
         return self._spread(x, self.predicted)

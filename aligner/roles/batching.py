@@ -96,10 +96,13 @@ def forward_rows(
     """`read(head output, micro-batch) -> [b, t]` over all rows without gradient, back in row order as float32 [B,
     T] ([B, columns] if told), the columns a micro-batch lacks being 0.
 
-    Every rank that shares the rows gets the result. Data-parallel ranks may pass different numbers of rows, also none.
+    Every rank that shares the rows gets the result. Data-parallel ranks may pass different numbers of rows, also none;
+    if the model `exchanges`, all of them call this.
     """
     count, width = len(rows.tokens), columns or rows.tokens.shape[1]
     if not count:
+        if model.exchanges:
+            model.forward([], read)
         return torch.zeros(0, width)
     parts = split(rows.lengths, batch, batch.logprob_tokens)
     all_rows = TrainBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=torch.zeros(count, 0))

@@ -36,4 +36,5 @@ class Critic:
     def update(self, minibatch: TrainBatch, loss: ValueLoss) -> ScalarMetrics:
         parts = micro_batches(minibatch, self.batch, group=self.model.layout.pgs.dp)
         stats = self.model.step(parts, lambda output, batch: loss(self._values(output, batch), batch))
-        return {f"critic/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()}
+        own = ("loss", "grad_norm", "lr", "moe/balance", "moe/aux_loss", "moe/dropped")  # not the policy's
+        return {f"critic/{name}" if name in own else name: v for name, v in stats.items()}

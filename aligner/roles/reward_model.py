@@ -50,8 +50,10 @@ class RewardModel:
         return (self.raw_scores(rows)[:, 0] - self.bias) / self.scale
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """The `Reward` protocol. Collective over the model's tensor and pipeline ranks: all pass the same samples."""
+        """The `Reward` protocol. Collective over the model's tensor and pipeline ranks: all pass the same samples; if
+        the model `exchanges`, over all ranks: others pass their own, or none."""
         if not samples:
+            self.scores(TrainBatch(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0), torch.zeros(0, 0)))
             return []
         sequences = [torch.tensor(s.prompt.tokens + s.tokens) for s in samples]
         tokens = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)

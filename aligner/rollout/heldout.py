@@ -8,6 +8,7 @@ import torch
 
 from aligner.data.collate import collate_preference, collate_scored, collate_sft
 from aligner.data.dataset import SftDataset
+from aligner.errors import ConfigError
 from aligner.ops.reward_loss import bradley_terry, regression
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel
@@ -22,6 +23,8 @@ def _mine(model, dataset: Sequence, limit: int) -> list:
     """This data-parallel rank's share of the first `limit` rows (0: all)."""
     count = min(limit, len(dataset)) if limit else len(dataset)
     layout = model.layout
+    if model.exchanges and count < layout.data:
+        raise ConfigError("parallel.expert", layout.expert, f"1 with {count} rows for {layout.data} ranks")
     return [dataset[i] for i in range(count)[share(count, layout.data, layout.dp_rank)]]
 
 

@@ -19,6 +19,7 @@ from aligner.config.schema import (
     RewardConfig,
 )
 from aligner.data.dataset import PreferenceItem, ScoredItem, SftItem
+from aligner.errors import ConfigError
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import RewardPipeline
 from aligner.rollout.collate import collate, join_generations, make_samples
@@ -462,6 +463,7 @@ class Scorer:
         return self
 
     layout = None
+    exchanges = False
 
     def raw_scores(self, batch):
         return batch.tokens[:, 1:2].float()
@@ -487,6 +489,7 @@ def test_pair_accuracy_and_score_statistics(world):
 def test_held_out_loss_counts_the_answers_tokens(world):
     class Uniform:
         layout = Peers(0, 1)
+        exchanges = False
 
         @property
         def model(self):
@@ -503,3 +506,12 @@ def test_held_out_loss_counts_the_answers_tokens(world):
 
 def test_finish_reasons_are_two():
     assert {STOP, LENGTH} == {0, 1}
+
+
+def test_ranks_that_exchange_tokens_all_need_a_held_out_row():
+    model = Scorer()
+    Peers.expert = 2
+    model.layout, model.exchanges = Peers(0, 4), True
+    pairs = [PreferenceItem([9, 1], [9, 2], 0.0)] * 3
+    with pytest.raises(ConfigError, match=r"parallel.expert.*3 rows for 4 ranks"):
+        pair_accuracy(model, pairs, 0, True)

@@ -1,0 +1,87 @@
+"""How evenly a model's routers spread the tokens of an optimizer step, over all ranks; and what their auxiliary loss
+must know of the step before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from aligner.config.moe import MoeConfig
+from aligner.megatron.groups import Layout
+from aligner.megatron.moe import ExpertLayer
+from aligner.ops.experts import balance_loss
+from aligner.types import ScalarMetrics, TrainBatch
+
+
+class ExpertLoad:
+    """Of the layers of this pipeline stage; without experts nothing happens."""
+
+    def __init__(self, module: torch.nn.Module, moe: MoeConfig, layout: Layout):
+        self.layers = [layer for layer in module.modules() if isinstance(layer, ExpertLayer)]
+        self.moe, self.layout = moe, layout
+
+    def begin(self, micro_batches: Sequence[TrainBatch], run: Callable[[], object]) -> None:
+        """Start counting. `run` makes a forward pass over the minibatch; called if the auxiliary loss wants it."""
+        if not self.moe.num_experts:
+            return
+        self._reset()
+        if not self.moe.aux_coef:
+            return
+        if self.moe.aux_over == "minibatch":
+            self._counting(True)
+            with torch.no_grad():
+                run()
+            self._counting(False)
+            for layer, counted in zip(self.layers, self._counted(), strict=True):
+                pairs = counted[: self.moe.num_experts]
+                layer.tokens = float(pairs.sum()) / self.moe.top_k
+                layer.fractions = (pairs / pairs.sum()).float()
+            self._reset()
+        else:
+            tokens = torch.tensor(float(sum(int(b.lengths.sum()) for b in micro_batches)), dtype=torch.float64)
+            tokens = tokens.to(self.layers[0].router.weight.device)
+            dist.all_reduce(tokens, group=self.layout.pgs.dp)
+            for layer in self.layers:
+                layer.tokens, layer.fractions = float(tokens), None
+
+    def metrics(self) -> ScalarMetrics:
+        """moe/balance (largest load of an expert over the mean load; 1 is even) and moe/aux_loss (E * sum f_i P_i, 1
+        where even), means over layers, and moe/dropped (share of pairs that no expert computed), over the step. The
+        same on every rank; collective over the world."""
+        if not self.moe.num_experts:
+            return {}
+        e, counted = self.moe.num_experts, self._counted()
+        pairs, probs = counted[:, :e], counted[:, e : 2 * e]
+        tokens = pairs.sum(1, keepdim=True) / self.moe.top_k
+        loss = balance_loss(probs / tokens, pairs / pairs.sum(1, keepdim=True))
+        sums = torch.cat(
+            [
+                torch.stack([(pairs.amax(1) / pairs.mean(1)).sum(), loss.sum()]),
+                counted[:, 2 * e :].sum(0),
+                pairs.new_tensor([len(self.layers)]),
+            ]
+        )
+        if self.layout.pipeline > 1:
+            dist.all_reduce(sums, group=self.layout.pgs.pp)
+        balance, aux, routed, computed, layers = sums.tolist()
+        return {"moe/balance": balance / layers, "moe/aux_loss": aux / layers, "moe/dropped": 1 - computed / routed}
+
+    def _counted(self) -> torch.Tensor:
+        """float64 [layers, E + E + 2]: pairs, sums of p, pairs routed, pairs computed, over all ranks of the stage."""
+        rows = [
+            torch.cat([layer.pairs, layer.probs, layer.pairs.new_tensor([layer.routed, int(layer.computed)])])
+            for layer in self.layers
+        ]
+        counted = torch.stack(rows)
+        dist.all_reduce(counted, group=self.layout.pgs.dp_cp)
+        return counted
+
+    def _reset(self) -> None:
+        for layer in self.layers:
+            layer.reset()
+
+    def _counting(self, on: bool) -> None:
+        for layer in self.layers:
+            layer.counting = on

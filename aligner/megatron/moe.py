@@ -1,0 +1,212 @@
+"""Mixture-of-experts layers on the flat stream of tokens, with expert, tensor, context and pipeline parallelism.
+
+Megatron's own layer knows no stream: its statistics see padding where sequence or pipeline parallelism loses the mask,
+and its dispatchers do not all run without CUDA. The layer here takes the place of Megatron's MLP, and follows its rules
+for parameters (`allreduce`, `tensor_model_parallel`, the expert data-parallel group), so that gradient reductions,
+optimizers and checkpoints are Megatron's.
+
+Expert parallelism: E experts over the ranks of `pgs.ep`, neighbours among the context- and data-parallel ranks. Every
+rank routes its own tokens and sends each to the ranks of its experts, with one all-to-all there and one back; no token
+is dropped. Tensor parallelism shards every expert's FFN: the ranks see the same tokens, route them alike, and compute
+addends. Everything between the two collectives of a tensor-parallel layer is then one rank's addend, also the gradient
+of the router.
+
+Auxiliary loss of a layer (Fedus et al. 2021, arXiv:2101.03961, eq. 4, with the fractions of top-k pairs as in Megatron
+and Qwen): L = coef * E * sum_i f_i P_i, with f_i = pairs of expert i / (k T), held constant, P_i = sum_t p_ti / T. The
+sum over layers is added to the gradient, not to the reported loss. `aux_over` says whose tokens T are:
+
+- "minibatch": all of the optimizer step, on all ranks ("global batch", Qiu et al. 2025, arXiv:2501.11873), so the
+  gradient does not depend on micro-batches or ranks. f is counted by a forward pass over the minibatch beforehand.
+- "micro_batch": f_i is that of the rank's micro-batch (over its context-parallel ranks), whose loss counts by its share
+  of the minibatch's tokens.
+
+A token that stands for several rows (`batch.share_prompts`) counts several times, padding not at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from aligner.config.moe import MoeConfig
+from aligner.megatron import kernels
+from aligner.megatron.collectives import all_to_all
+from aligner.megatron.groups import Layout
+from aligner.ops.experts import Routing, balance_loss, combine, expand, grouped_linear, permute, route, sort_pairs
+
+
+class StreamLayer(TransformerLayer):
+    """A layer whose MLP is told how often each token of the stream counts (`packed_seq_params.times`)."""
+
+    def _forward_mlp(self, hidden_states, inference_context=None, padding_mask=None, packed_seq_params=None):
+        return super()._forward_mlp(hidden_states, inference_context, packed_seq_params.times, packed_seq_params)
+
+
+class Router(torch.nn.Module):
+    """weight [E, H], the same on every rank."""
+
+    def __init__(self, config: TransformerConfig, num_experts: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(num_experts, config.hidden_size, dtype=config.params_dtype))
+
+
+class Experts(torch.nn.Module):
+    """This rank's experts, or its tensor-parallel share of them: gate_up [E / ep, 2, F / tp, H], down [E / ep, H, F /
+    tp]. Gate and up are an axis of their own, so that every shard is a plain slice."""
+
+    def __init__(self, config: TransformerConfig, num_experts: int, ffn: int, layout: Layout):
+        super().__init__()
+        self.layout = layout
+        local, share, hidden = num_experts // layout.expert, ffn // layout.tensor, config.hidden_size
+        self.gate_up = torch.nn.Parameter(torch.zeros(local, 2, share, hidden, dtype=config.params_dtype))
+        self.down = torch.nn.Parameter(torch.zeros(local, hidden, share, dtype=config.params_dtype))
+        for param in (self.gate_up, self.down):
+            param.allreduce = False  # gradients are summed over the expert data-parallel ranks
+            param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 2, 1
+
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        """x [M, H] by expert, sizes int64 [E / ep] -> this tensor rank's addend [M, H]."""
+        hidden = kernels.swiglu(grouped_linear(x, self.gate_up.flatten(1, 2), sizes))
+        return grouped_linear(hidden, self.down, sizes)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        """Axis 0 is sharded over expert ranks, axis 2 over tensor ranks, whatever Megatron puts before them."""
+        layout, before = self.layout, len(sharded_offsets)
+        own = (before, layout.ep_rank, layout.expert), (before + 2, layout.tp_rank, layout.tensor)
+        replica = (0, 0, layout.pgs.expt_dp.rank())
+        return {
+            prefix + name: ShardedTensor.from_rank_offsets(
+                prefix + name, param, *sharded_offsets, *own, replica_id=replica, prepend_axis_num=before
+            )
+            for name, param in self.named_parameters()
+        }
+
+
+class ExpertLayer(torch.nn.Module):
+    """Takes the place of Megatron's MLP: hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> the same
+    shape, and no bias."""
+
+    def __init__(self, config: TransformerConfig, moe: MoeConfig, ffn: int, layout: Layout, **unused: Any):
+        super().__init__()
+        self.moe, self.layout = moe, layout
+        self.router = Router(config, moe.num_experts)
+        self.experts = Experts(config, moe.num_experts, ffn, layout)
+        self.counting = False  # also in passes without gradient
+        self.fractions: Tensor | None = None  # f of the auxiliary loss; None: of each micro-batch by itself
+        self.tokens = 0.0  # T of the minibatch
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self.pairs: Tensor | float = 0.0  # float64 [E]: pairs by expert, a token as often as it counts
+        self.probs: Tensor | float = 0.0  # float64 [E]: sum of p over tokens
+        self.routed, self.computed = 0, torch.zeros((), dtype=torch.int64)  # pairs sent off, pairs that experts got
+
+    def forward(self, hidden: Tensor, padding_mask: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        """`padding_mask` (Megatron's word) is `Packing.times`, float32 [N]."""
+        times, sequence, tp = padding_mask, self.layout.sequence, self.layout.pgs.tp
+        x = hidden[:, 0]
+        if sequence:
+            x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=tp)
+        elif self.layout.tensor > 1:
+            x = copy_to_tensor_model_parallel_region(x, group=tp)
+        real = times.nonzero().flatten()
+        if len(real) == len(times):
+            out = self._mix(x, times)
+        else:
+            some = self._mix(kernels.collect(x, real), times[real])
+            out = torch.zeros_like(x).index_copy(0, real, some)
+        if sequence:
+            out = reduce_scatter_to_sequence_parallel_region(out, group=tp)
+        elif self.layout.tensor > 1:
+            out = reduce_from_tensor_model_parallel_region(out, group=tp)
+        return out[:, None], None
+
+    def _mix(self, x: Tensor, times: Tensor) -> Tensor:
+        """x [n, H], every one a token -> this tensor rank's addend [n, H]."""
+        router = self.router.weight
+        if self.layout.tensor > 1:
+            router = copy_to_tensor_model_parallel_region(router, group=self.layout.pgs.tp)
+        routing = route(x, router, self.moe.top_k, self.moe.norm_topk_prob)
+        pairs = sort_pairs(routing.experts, self.moe.num_experts)
+        weights = self._balance(routing, times)
+        return combine(self._compute(expand(x, pairs), pairs.counts), pairs, weights)
+
+    def _compute(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [M, H] by expert, counts int64 [E] -> what the experts, wherever they are, make of it, in that order."""
+        if self.layout.expert == 1:
+            self._count_rows(len(x), counts.sum())
+            return self.experts(x, counts)
+        group, ranks = self.layout.pgs.ep, self.layout.expert
+        counts = counts.view(ranks, -1)
+        theirs = torch.empty_like(counts)  # [from rank, own expert]
+        dist.all_to_all_single(theirs, counts, group=group)
+        self._count_rows(len(x), theirs.sum())
+        sent, got = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
+        own = torch.arange(counts.shape[1], device=x.device).repeat(ranks).repeat_interleave(theirs.flatten())
+        order = own.argsort(stable=True)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=x.device)
+        x = permute(all_to_all(x, sent, got, group), order, inverse)
+        x = permute(self.experts(x, theirs.sum(0)), inverse, order)
+        return all_to_all(x, got, sent, group)
+
+    def _learns(self) -> bool:
+        return self.training and torch.is_grad_enabled()  # recomputed layers: the second time alone
+
+    def _count_rows(self, routed: int, computed: Tensor) -> None:
+        if self.counting or self._learns():
+            self.routed, self.computed = self.routed + routed, self.computed + computed.cpu()
+
+    def _balance(self, routing: Routing, times: Tensor) -> Tensor:
+        """Count, and hang the auxiliary loss on the routing weights."""
+        if not (self.counting or self._learns()):
+            return routing.weights
+        chosen = torch.zeros(self.moe.num_experts, dtype=torch.float64, device=times.device)
+        chosen.index_add_(0, routing.experts.flatten(), times.double().repeat_interleave(self.moe.top_k))
+        self.pairs = self.pairs + chosen
+        self.probs = self.probs + times.double() @ routing.probs.detach().double()
+        if not self.moe.aux_coef or not self._learns():
+            return routing.weights
+        fractions = self.fractions
+        if fractions is None:
+            if self.layout.context > 1:
+                dist.all_reduce(chosen, group=self.layout.pgs.cp)
+            fractions = (chosen / chosen.sum()).float()
+        loss = balance_loss(times @ routing.probs / self.tokens, fractions)
+        return _AddLoss.apply(routing.weights, self.moe.aux_coef * loss / self.layout.tensor)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        return make_sharded_tensors_for_checkpoint(
+            self.router.state_dict(prefix="", keep_vars=True),
+            f"{prefix}router.",
+            {},
+            sharded_offsets,
+            tp_group=self.layout.pgs.tp,
+            dp_cp_group=self.layout.pgs.dp_cp,
+        ) | self.experts.sharded_state_dict(f"{prefix}experts.", sharded_offsets, metadata)
+
+
+class _AddLoss(torch.autograd.Function):
+    """x as it is; in backward, a loss is minimised as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_ones(())
