@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig, OptimConfig, RopeScalingConfig
 from aligner.models.hf_config import hf_config
-from aligner.models.safetensors_io import write_hf
+from aligner.models.safetensors_io import open_hf, write_hf
 from aligner.types import TrainBatch
 
 # the vocabulary is odd: two tensor ranks pad it
@@ -82,6 +83,12 @@ def transformers_model(cfg: ModelConfig, head: str = "lm", outputs: int = 1, see
 
 
 def hf_weights(model) -> dict[str, torch.Tensor]:
+    """A transformers model's tensors by their names in files."""
+    if getattr(model.config, "num_experts_per_tok", None):  # in memory all experts of a layer are one tensor
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            tensors = open_hf(folder)
+            return {name: tensors[name] for name in tensors}
     tied = model.config.tie_word_embeddings
     return {n: t.detach().clone() for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
 

@@ -119,6 +119,8 @@ def _experts_in(raw: dict[str, Any], family: Family, path: Path) -> MoeConfig:
     """Without the coefficient of the auxiliary loss, which a run decides."""
     if family.moe is None:
         return MoeConfig()
+    if "num_local_experts" in raw:  # what transformers 5 writes for every family
+        raw = {"num_experts": raw["num_local_experts"]} | raw
     names = ["num_experts", "top_k", "ffn_hidden_size", *(["norm_topk_prob"] if family.moe.norm_topk_prob else [])]
     keys = {name: getattr(family.moe, name) for name in names}
     missing = [key for key in keys.values() if key not in raw]
@@ -135,7 +137,7 @@ def _family_of(raw: dict[str, Any], path: Path) -> Family:
     wrong = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
     wrong |= FAMILIES[kind].constants
     for key, wanted in wrong.items():
-        if raw.get(key, wanted) != wanted:
+        if raw.get(key) not in (None, wanted):
             raise ConfigError(
                 "model.init", str(path.parent), f"{key}={wanted!r} in config.json", f"It has {raw[key]!r}."
             )

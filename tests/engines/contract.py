@@ -8,11 +8,13 @@ import pytest
 import torch
 import transformers
 
+from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig, RopeScalingConfig
 from aligner.errors import ConfigError, RefitError
 from aligner.models.hf_config import hf_config
 from aligner.ops.checksum import tensor_checksum
 from aligner.types import LENGTH, STOP, SamplingParams
+from tests.tiny import hf_weights
 
 SHAPE = {
     "num_layers": 2,
@@ -30,6 +32,10 @@ MODELS = {
     "llama3": SCALED,
     "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True),
     "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, num_kv_heads=4, tie_embeddings=False),
+    "qwen3_moe": replace(
+        LLAMA, family="qwen3_moe", qk_norm=True, moe=MoeConfig(6, 2, 24, norm_topk_prob=False), tie_embeddings=False
+    ),
+    "mixtral": replace(LLAMA, family="mixtral", moe=MoeConfig(4, 3, 48)),
 }
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8], [50, 3], [9, 9, 9, 9, 1]]
 
@@ -45,14 +51,9 @@ def reference(cfg: ModelConfig, seed: int = 0):
     return model
 
 
-def weights(model) -> dict[str, torch.Tensor]:
-    tied = model.config.tie_word_embeddings
-    return {n: t for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
-
-
 def fill(engine, model, version: int = 1):
     engine.begin_update(version)
-    engine.update_weights(weights(model).items())
+    engine.update_weights(hf_weights(model).items())
     engine.finish_update()
     return engine
 
@@ -91,7 +92,7 @@ class EngineContract:
         with pytest.raises(RefitError, match="no complete weights"):
             engine.generate([[1]], [[0]], SamplingParams(1))
         with pytest.raises(RefitError, match="begin_update"):
-            engine.update_weights(weights(model).items())
+            engine.update_weights(hf_weights(model).items())
         fill(engine, model, 7)
         assert engine.weight_version == 7
         assert engine.generate([[1]], [[0]], SamplingParams(1)).weight_version == 7
@@ -99,7 +100,7 @@ class EngineContract:
     def test_every_fault_is_named_and_poisons(self):
         model = reference(LLAMA)
         engine = fill(self.make_engine(LLAMA), model, 1)
-        good = weights(model)
+        good = hf_weights(model)
         gone, wrong, twice = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
         engine.begin_update(2)
         engine.update_weights((n, t) for n, t in good.items() if n not in (gone, wrong))
@@ -130,7 +131,7 @@ class EngineContract:
     def test_checksums_are_those_of_the_given_tensors(self, name):
         model = reference(MODELS[name])
         engine = fill(self.make_engine(MODELS[name]), model)
-        assert dict(engine.checksums()) == {n: tensor_checksum(t) for n, t in weights(model).items()}
+        assert dict(engine.checksums()) == {n: tensor_checksum(t) for n, t in hf_weights(model).items()}
 
     def test_the_given_tensors_are_copied(self):
         model = reference(LLAMA)
@@ -191,13 +192,15 @@ class EngineContract:
         again = engine.logprobs(row, torch.tensor([8]))[0, 2:]
         assert torch.allclose(again, generated.logprobs[0], atol=1e-5)
 
-    def test_results_do_not_depend_on_the_batch(self):
-        model = reference(LLAMA)
+    @pytest.mark.parametrize("name", ["llama", "mixtral"])
+    def test_results_do_not_depend_on_the_batch(self, name):
+        cfg = MODELS[name]
+        model = reference(cfg)
         sampling = SamplingParams(18, stop_token_ids=(3, 11, 20))
         seeds = seeds_for(PROMPTS, 4)
-        whole = responses(fill(self.make_engine(LLAMA), model).generate(PROMPTS, seeds, sampling))
+        whole = responses(fill(self.make_engine(cfg), model).generate(PROMPTS, seeds, sampling))
         for max_batch in (1, 3, 7):
-            engine = fill(self.make_engine(LLAMA, max_batch=max_batch), model)
+            engine = fill(self.make_engine(cfg, max_batch=max_batch), model)
             assert responses(engine.generate(PROMPTS, seeds, sampling)) == whole
         turned = engine.generate(PROMPTS[::-1], [s[::-1] for s in seeds[::-1]], sampling)
         assert responses(turned) == whole[::-1]

@@ -7,12 +7,14 @@ import pytest
 import torch
 import transformers
 
+from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig, RopeScalingConfig
 from aligner.errors import CheckpointError, ConfigError, LayoutError
 from aligner.models.families import expected_hf_shapes, family_table, from_hf, merge_tp, split_tp, to_hf
 from aligner.models.hf_config import config_from_hf, hf_config
 from aligner.models.rope import inverse_frequencies
 from aligner.models.safetensors_io import INDEX, open_hf, write_hf
+from tests.tiny import hf_weights
 
 SMALL = {
     "num_layers": 2,
@@ -29,6 +31,8 @@ FAMILIES = {
     "llama3": ModelConfig(family="llama", rope_base=5e5, rope_scaling=SCALED, max_position=512, **SMALL),
     "qwen2": ModelConfig(family="qwen2", qkv_bias=True, **SMALL),
     "qwen3": ModelConfig(family="qwen3", qk_norm=True, **SMALL),
+    "qwen3_moe": ModelConfig(family="qwen3_moe", qk_norm=True, moe=MoeConfig(4, 3, 24, norm_topk_prob=False), **SMALL),
+    "mixtral": ModelConfig(family="mixtral", moe=MoeConfig(3, 2, SMALL["ffn_hidden_size"]), **SMALL),
 }
 CASES = [
     pytest.param(replace(c, tie_embeddings=t), id=f"{n}-tied{int(t)}")
@@ -49,16 +53,11 @@ def reference(cfg, head="lm", num_labels=1):
     return model, raw
 
 
-def state(model):
-    tied = model.config.tie_word_embeddings
-    return {n: t for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
-
-
 @pytest.mark.parametrize("cfg", CASES)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_import_split_merge_export_is_bit_identical(cfg, tp):
     model, _ = reference(cfg)
-    weights = state(model)
+    weights = hf_weights(model)
     assert {n: tuple(t.shape) for n, t in weights.items()} == expected_hf_shapes(cfg)
     back = {}
     for spec in family_table(cfg):
@@ -74,7 +73,7 @@ def test_import_split_merge_export_is_bit_identical(cfg, tp):
 def test_layouts_are_megatrons():
     """Against loops: query-group interleave, per-shard [gate; up], padded vocabulary."""
     cfg = replace(FAMILIES["qwen2"], tie_embeddings=False)
-    weights = state(reference(cfg)[0])
+    weights = hf_weights(reference(cfg)[0])
     specs = {s.canonical: s for s in family_table(cfg)}
     q, k, v = (weights[f"model.layers.1.self_attn.{x}_proj.weight"].split(8) for x in "qkv")
     rows = [t for g in range(4) for t in (q[2 * g], q[2 * g + 1], k[g], v[g])]
@@ -87,6 +86,23 @@ def test_layouts_are_megatrons():
     vocab = specs["embedding.word_embeddings.weight"]
     last = split_tp(vocab, weights["model.embed_tokens.weight"], 4, 3)
     assert last.shape == (26, 48) and not last[23:].any() and last[22].any()
+
+
+def test_experts_are_stacked_by_number():
+    cfg = FAMILIES["mixtral"]
+    weights = hf_weights(reference(cfg)[0])
+    specs = {s.canonical: s for s in family_table(cfg)}
+    at = "model.layers.1.block_sparse_moe.experts."
+    both, down = (specs[f"decoder.layers.1.mlp.experts.{name}"] for name in ("gate_up", "down"))
+    assert both.experts and down.experts and not specs["decoder.layers.1.mlp.router.weight"].experts
+    full = from_hf(both, weights, cfg)
+    assert full.shape == (3, 2, 64, 48)
+    for expert in range(3):
+        gate, up, out = (weights[f"{at}{expert}.{w}.weight"] for w in ("w1", "w3", "w2"))
+        assert torch.equal(full[expert, 0], gate) and torch.equal(full[expert, 1], up)
+        assert torch.equal(from_hf(down, weights, cfg)[expert], out)
+        assert torch.equal(split_tp(both, full, 2, 1)[expert], torch.stack([gate[32:], up[32:]]))
+        assert torch.equal(split_tp(down, from_hf(down, weights, cfg), 2, 1)[expert], out[:, 32:])
 
 
 def test_replicated_and_row_parallel_axes():
@@ -102,7 +118,7 @@ def test_replicated_and_row_parallel_axes():
 def test_written_folder_loads_in_transformers(cfg, shard_bytes, tmp_path):
     model, raw = reference(cfg)
     folder = tmp_path / "hf"
-    write_hf(folder, state(model).items(), raw, shard_bytes, extra=lambda p: (p / "note").write_text("x"))
+    write_hf(folder, hf_weights(model).items(), raw, shard_bytes, extra=lambda p: (p / "note").write_text("x"))
     assert (folder / INDEX).exists() == (shard_bytes < 1 << 30) and (folder / "note").exists()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert type(loaded) is type(model)
@@ -112,7 +128,7 @@ def test_written_folder_loads_in_transformers(cfg, shard_bytes, tmp_path):
     assert torch.equal(model(ids).logits, loaded(ids).logits)
     assert torch.allclose(model.model.rotary_emb.inv_freq, inverse_frequencies(cfg), rtol=1e-6)
     tensors = open_hf(folder)
-    assert set(tensors) == set(state(model)) and torch.equal(tensors["model.norm.weight"], model.model.norm.weight)
+    assert set(tensors) == set(hf_weights(model)) and torch.equal(tensors["model.norm.weight"], model.model.norm.weight)
 
 
 @pytest.mark.parametrize("cfg", CASES)
@@ -161,6 +177,8 @@ def test_errors_name_the_culprit(tmp_path):
         ({"model_type": "mamba"}, "mamba"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
         ({"model_type": "llama"}, "hidden_size"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(raw))
         with pytest.raises((ConfigError, CheckpointError), match=text):
@@ -169,6 +187,10 @@ def test_errors_name_the_culprit(tmp_path):
     with pytest.raises(CheckpointError, match=r"config.json:1"):
         config_from_hf(tmp_path)
     cfg = FAMILIES["llama"]
+    raw = hf_config(FAMILIES["qwen3_moe"], bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if k != "moe_intermediate_size"}))
+    with pytest.raises(CheckpointError, match="moe_intermediate_size"):
+        config_from_hf(tmp_path)
     with pytest.raises(ConfigError, match="qkv_bias"):
         family_table(replace(cfg, qkv_bias=True))
     embedding = family_table(cfg)[0]

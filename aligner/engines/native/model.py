@@ -16,8 +16,9 @@ from aligner.config.schema import ModelConfig
 from aligner.engines.native.attention import decode_attention, prefill_attention
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.scratch import Scratch
-from aligner.models.families import expected_hf_shapes
+from aligner.models.families import expected_hf_shapes, family_table
 from aligner.models.rope import inverse_frequencies
+from aligner.ops.experts import combine, expand, grouped_linear, route, sort_pairs
 
 Attend = Callable[[int, Tensor], Tensor]  # (layer, rotated qkv [M, heads, d]) -> [M, heads * d]
 
@@ -42,8 +43,15 @@ class NativeModel:
         self.qkv_bias = empty(layers, width) if cfg.qkv_bias else None
         self.qk_norm = empty(layers, 2, self.head_dim) if cfg.qk_norm else None
         self.out = empty(layers, hidden, self.heads * self.head_dim)
-        self.gate_up = empty(layers, 2 * ffn, hidden)
-        self.down = empty(layers, hidden, ffn)
+        self.router = None
+        if cfg.moe.num_experts:
+            experts, ffn = cfg.moe.num_experts, cfg.expert_ffn
+            self.router = empty(layers, experts, hidden)
+            self.gate_up = empty(layers, experts, 2 * ffn, hidden)
+            self.down = empty(layers, experts, hidden, ffn)
+        else:
+            self.gate_up = empty(layers, 2 * ffn, hidden)
+            self.down = empty(layers, hidden, ffn)
         self.views = self._hf_views()
         assert self.views.keys() == self.shapes.keys(), self.views.keys() ^ self.shapes.keys()
         self.scratch = Scratch(device, dtype)
@@ -70,9 +78,21 @@ class NativeModel:
                 for x, row in zip("qk", self.qk_norm[layer], strict=True):
                     views[at + f"self_attn.{x}_norm.weight"] = self._halves(row)
             views[at + "self_attn.o_proj.weight"] = self.out[layer]
-            gate, up = self.gate_up[layer].chunk(2)
-            views[at + "mlp.gate_proj.weight"], views[at + "mlp.up_proj.weight"] = gate, up
-            views[at + "mlp.down_proj.weight"] = self.down[layer]
+            if self.router is None:
+                gate, up = self.gate_up[layer].chunk(2)
+                views[at + "mlp.gate_proj.weight"], views[at + "mlp.up_proj.weight"] = gate, up
+                views[at + "mlp.down_proj.weight"] = self.down[layer]
+        return views | (self._expert_views() if self.router is not None else {})
+
+    def _expert_views(self) -> dict[str, Tensor]:
+        """Named by the family's table, which has one row for all experts of a layer."""
+        halves = self.gate_up.unflatten(2, (2, -1)).flatten(1, 2)  # gate and up of every expert
+        layers = {"router.weight": self.router[:, None], "experts.gate_up": halves, "experts.down": self.down}
+        views = {}
+        for spec in family_table(self.cfg):
+            at, _, part = spec.canonical.partition(".mlp.")
+            if part:
+                views |= zip(spec.hf, layers[part][int(at.rpartition(".")[2])], strict=True)
         return views
 
     def _halves(self, t: Tensor) -> Tensor:
@@ -87,7 +107,7 @@ class NativeModel:
         """Give back all memory; the model is of no use afterwards."""
         self.scratch.clear()
         self.views.clear()
-        self.embedding = self.head = self.qkv = self.out = self.gate_up = self.down = self.final_norm
+        self.embedding = self.head = self.qkv = self.out = self.gate_up = self.down = self.router = self.final_norm
 
     # ---- forward
 
@@ -137,8 +157,6 @@ class NativeModel:
         """tokens int64 [M] -> [M, hidden] after the final norm. Large intermediates live in scratch buffers."""
         x, eps, size = self.embedding[tokens], self.cfg.norm_eps, (self.cfg.hidden_size,)
         qkv = self.scratch.take("qkv", len(x), self.qkv.shape[1])
-        hidden = self.scratch.take("gate_up", len(x), self.gate_up.shape[1])
-        gate, up = hidden.chunk(2, dim=1)
         for layer in range(self.cfg.num_layers):
             y = F.rms_norm(x, size, self.norms[layer, 0], eps)
             if self.qkv_bias is None:
@@ -148,9 +166,23 @@ class NativeModel:
             heads = qkv.view(len(x), -1, self.head_dim)
             self._norm_and_rotate(layer, heads[:, : self.rotated], rope)
             x.addmm_(attend(layer, heads), self.out[layer].t())
-            torch.mm(F.rms_norm(x, size, self.norms[layer, 1], eps), self.gate_up[layer].t(), out=hidden)
-            x.addmm_(F.silu(gate, inplace=True).mul_(up), self.down[layer].t())
+            y = F.rms_norm(x, size, self.norms[layer, 1], eps)
+            if self.router is None:
+                hidden = self.scratch.take("gate_up", len(x), self.gate_up.shape[1])
+                gate, up = torch.mm(y, self.gate_up[layer].t(), out=hidden).chunk(2, dim=1)
+                x.addmm_(F.silu(gate, inplace=True).mul_(up), self.down[layer].t())
+            else:
+                x += self._mix(layer, y)
         return F.rms_norm(x, size, self.final_norm, eps)
+
+    def _mix(self, layer: int, y: Tensor) -> Tensor:
+        """y [M, hidden] -> what each row's experts make of it; all rows of an expert in one product."""
+        moe = self.cfg.moe
+        routing = route(y, self.router[layer], moe.top_k, moe.norm_topk_prob)
+        pairs = sort_pairs(routing.experts, moe.num_experts)
+        gate, up = grouped_linear(expand(y, pairs), self.gate_up[layer], pairs.counts).chunk(2, dim=1)
+        out = grouped_linear(F.silu(gate, inplace=True).mul_(up), self.down[layer], pairs.counts)
+        return combine(out, pairs, routing.weights)
 
     def _norm_and_rotate(self, layer: int, qk: Tensor, rope: Tensor) -> None:
         """In place on the query and key heads [M, rotated, d]; the rotation is done in float32."""
