@@ -242,11 +242,14 @@ class ShardedModel:
 
     def _dummies(self, count: int) -> list[TrainBatch]:
         """Micro-batches of one short row, which this rank lacks if others that it exchanges tokens with have more."""
-        if not self.exchanges:
-            return []
-        most = int(max_over(torch.tensor(count, device=self.device), self.layout.pgs.dp))
         row = TrainBatch(torch.zeros(1, 2, dtype=torch.int64), torch.tensor([2]), torch.zeros(1, 0))
-        return [row] * (most - count)
+        return [row] * (self._most(count) - count)
+
+    def _most(self, count: int) -> int:
+        """The largest count of the ranks that this one exchanges tokens with."""
+        if not self.exchanges:
+            return count
+        return int(max_over(torch.tensor(count, device=self.device), self.layout.pgs.dp))
 
     def _look(self, micro_batches: Sequence[TrainBatch]) -> None:
         """A forward pass for its side effects."""
@@ -259,6 +262,8 @@ class ShardedModel:
         every rank. Raises AlignerError on every rank if the gradient is not finite.
         """
         assert self.optimizer is not None, "this model was built without an optimizer"
+        most = self._most(len(micro_batches))
+        assert self._most(-len(micro_batches)) == -most, f"{len(micro_batches)} micro-batches here, elsewhere {most}"
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 

@@ -94,7 +94,7 @@ def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 def combine(x: Tensor, pairs: Pairs, weights: Tensor) -> Tensor:
     """What the experts computed for each pair [N * k, H], by expert -> its weighted sum for each token [N, H]."""
     n, k = weights.shape
-    x = permute(x, pairs.inverse, pairs.order).view(n, k, -1)
+    x = permute(x, pairs.inverse, pairs.order).view(n, k, x.shape[1])
     return torch.bmm(weights.to(x.dtype)[:, None], x)[:, 0]
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from aligner.megatron.checkpoint import load_model, save_model
 from aligner.megatron.model import Head
+from aligner.megatron.moe import ExpertLayer
 from aligner.megatron.train import ShardedModel
 from aligner.roles.batching import micro_batches
 from aligner.roles.policy import Policy
 from aligner.types import TrainBatch
 from tests.megatron.jobs import build, nll_loss, weights
-from tests.tiny import batch
+from tests.tiny import SGD, batch, wild_source
 
 
 def equal_shares(model: ShardedModel, full: TrainBatch) -> TrainBatch:
@@ -39,3 +43,58 @@ def train(
     metrics = [model.step(parts, loss) for _ in range(steps)]
     logprobs = Policy(model, bc).logprobs(full) if head.kind == "lm" else None
     return {"metrics": metrics, "weights": weights(model), "logprobs": logprobs}
+
+
+def layer(cfg: ModelConfig, parallel: ParallelConfig, x: torch.Tensor, times: torch.Tensor, grad: torch.Tensor) -> dict:
+    """The first layer alone: what it computes, and its gradients with the auxiliary loss."""
+    model = build(cfg, parallel, SGD)
+    first = next(m for m in model.module.modules() if isinstance(m, ExpertLayer))
+    x = x.clone().requires_grad_()
+
+    def run():
+        return first(x[:, None], times)[0][:, 0]
+
+    tokens = TrainBatch(torch.zeros(1, 1), times.sum()[None], torch.zeros(1, 0))
+    model.load.layers = [first]
+    model.load.begin([tokens], run)
+    out = run()
+    found = torch.autograd.grad((out * grad).sum(), [x, *first.parameters()])
+    return {
+        "out": out.detach(),
+        "x": found[0],
+        "params": dict(zip([n for n, _ in first.named_parameters()], found[1:], strict=True)),
+        "weights": {n: p.detach() for n, p in first.named_parameters()},
+        "metrics": model.load.metrics(),
+    }
+
+
+def uneven_forward(cfg: ModelConfig, parallel: ParallelConfig, rows: TrainBatch, budget: int, given: list[int]) -> dict:
+    """Rank r has the first given[r] rows: micro-batches in different numbers, or none."""
+    model = build(cfg, parallel)
+    mine = rows.select(torch.arange(given[model.layout.dp_rank]))
+    return {"logprobs": Policy(model, BatchConfig(logprob_tokens=budget)).logprobs(mine)}
+
+
+def save(folder: Path, cfg: ModelConfig, parallel: ParallelConfig, optim: OptimConfig) -> dict:
+    """Two steps, save, one more."""
+    model, full = build(cfg, parallel, optim), batch(cfg)
+    mine, parts = equal_shares(model, full), BatchConfig(micro_batch_samples=2)
+    for _ in range(2):
+        model.step(micro_batches(mine, parts), nll_loss(model, full))
+    save_model(model, folder)
+    saved = weights(model)
+    return {
+        "saved": saved,
+        "went_on": model.step(micro_batches(mine, parts), nll_loss(model, full)),
+        "after": weights(model),
+    }
+
+
+def load(folder: Path, cfg: ModelConfig, parallel: ParallelConfig, optim: OptimConfig, again: Path | None) -> dict:
+    model, full = build(cfg, parallel, optim, source=wild_source(cfg, seed=8)), batch(cfg)
+    load_model(model, folder)
+    loaded = weights(model)
+    if again:
+        save_model(model, again)
+    parts = micro_batches(equal_shares(model, full), BatchConfig(micro_batch_samples=2))
+    return {"loaded": loaded, "resumed": model.step(parts, nll_loss(model, full)), "after": weights(model)}

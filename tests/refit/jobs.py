@@ -44,7 +44,7 @@ def sentinel(model: ShardedModel, refit: Refit, rows: TrainBatch) -> Verifier:
 
 
 def one_step(model: ShardedModel, rows: TrainBatch) -> None:
-    model.step(micro_batches(shares(model, rows), BatchConfig(micro_batch_samples=4)), nll_loss(model, rows))
+    model.step(micro_batches(shares(model, rows), BatchConfig(micro_batch_samples=8)), nll_loss(model, rows))
 
 
 def follow(

@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 from aligner.config.schema import ParallelConfig
 from aligner.models.families import family_table, to_hf
 from aligner.refit.plan import buckets
-from tests.tiny import LLAMA, MODELS, wild_source
+from tests.tiny import LLAMA, MODELS, MOE, wild_source
 
 LAYOUTS = {
     "one": (1, ParallelConfig()),
     "tp2": (2, ParallelConfig(tensor=2)),
     "pp2": (2, ParallelConfig(pipeline=2)),
     "tp2-pp2": (4, ParallelConfig(tensor=2, pipeline=2)),
+    "ep2": (2, ParallelConfig(expert=2)),
+    "ep2-tp2": (4, ParallelConfig(expert=2, tensor=2)),
+    "ep2-pp2": (4, ParallelConfig(expert=2, pipeline=2)),
 }
 
 
@@ -52,7 +55,9 @@ def check_stream(results, wanted, bucket_bytes):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_gets_every_tensor_once(ranks, layout, bucket_bytes):
     world, parallel = LAYOUTS[layout]
-    for cfg in (MODELS["qwen3"], replace(MODELS["qwen2"], tie_embeddings=False)):
+    for cfg in (MODELS["qwen3"], replace(MODELS["qwen2"], tie_embeddings=False), MOE):
+        if parallel.expert > 1 and not cfg.moe.num_experts:
+            continue
         results = ranks.run(
             "tests.refit.jobs:stream", world=world, cfg=cfg, parallel=parallel, bucket_bytes=bucket_bytes
         )
@@ -60,7 +65,7 @@ def test_every_rank_gets_every_tensor_once(ranks, layout, bucket_bytes):
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "tp2-pp2"])
 def test_score_heads_and_bfloat16(ranks, layout):
     world, parallel = LAYOUTS[layout]
     job = {"cfg": LLAMA, "parallel": parallel, "bucket_bytes": 5000}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from aligner.config.schema import OptimConfig, ParallelConfig
-from tests.tiny import LLAMA, MODELS
+from tests.tiny import LLAMA, MODELS, MOE
 
 pytestmark = pytest.mark.multirank
 
@@ -58,10 +58,13 @@ def test_the_verdict_is_withheld_without_power(logprobs):
         (2, PP, torch.bfloat16, "qwen3"),
         (2, ONE, torch.bfloat16, "llama"),
         (4, ParallelConfig(tensor=2, pipeline=2), torch.float32, "llama"),
+        (2, ParallelConfig(expert=2), torch.float32, "qwen3_moe"),
+        (4, ParallelConfig(expert=2, pipeline=2), torch.bfloat16, "qwen3_moe"),
     ],
 )
 def test_a_refitted_engine_passes(ranks, world, parallel, dtype, name):
-    job = {"cfg": MODELS[name], "parallel": parallel, "dtype": dtype, "verify": "checksum", "optim": SMALL, "steps": 3}
+    cfg = MOE if name == "qwen3_moe" else MODELS[name]
+    job = {"cfg": cfg, "parallel": parallel, "dtype": dtype, "verify": "checksum", "optim": SMALL, "steps": 3}
     for told in ranks.run("tests.refit.jobs:follow", world=world, **job):
         assert [t["engine"] for t in told] == [t["refit/version"] for t in told] == [0, 1, 2, 3, 3]
         assert told[-1]["refit/sentinel_progress"] == 1.0  # no step: nothing to compare

@@ -1,0 +1,264 @@
+"""Mixture-of-experts layers: against loops in float64, and the same numbers in every layout."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aligner.config.moe import MoeConfig
+from aligner.config.schema import BatchConfig, OptimConfig, ParallelConfig
+from tests.tiny import ADAM, MIXTRAL, MOE, SGD, batch, relative
+
+pytestmark = pytest.mark.multirank
+
+ONE = ParallelConfig()
+BASE = BatchConfig(micro_batch_samples=2)
+BALANCED = replace(MOE, moe=replace(MOE.moe, aux_coef=0.1))
+LAYOUTS = {
+    "dp2": (2, ONE),
+    "tp2": (2, ParallelConfig(tensor=2)),
+    "tp2-sequence": (2, ParallelConfig(tensor=2, sequence=True)),
+    "pp2": (2, ParallelConfig(pipeline=2)),
+    "cp2": (2, ParallelConfig(context=2)),
+    "ep2": (2, ParallelConfig(expert=2)),
+    "ep2-dp4": (4, ParallelConfig(expert=2)),
+    "ep4": (4, ParallelConfig(expert=4)),
+    "ep2-tp2": (4, ParallelConfig(expert=2, tensor=2)),
+    "ep2-tp2-sequence": (4, ParallelConfig(expert=2, tensor=2, sequence=True)),
+    "ep2-pp2": (4, ParallelConfig(expert=2, pipeline=2)),
+    "ep2-cp2": (2, ParallelConfig(expert=2, context=2)),
+    "ep2-cp2-dp2": (4, ParallelConfig(expert=2, context=2)),
+    "ep4-cp2-dp2": (4, ParallelConfig(expert=4, context=2)),
+}
+
+
+def train(ranks, world, **kwargs):
+    results = ranks.run("tests.megatron.moe_jobs:train", world=world, **kwargs)
+    for other in results[1:]:  # every rank is told the same
+        assert other["metrics"] == results[0]["metrics"]
+        assert all(torch.equal(t, results[0]["weights"][n]) for n, t in other["weights"].items())
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks):
+    """One rank's result, computed once for each model and optimizer; with the weights before the first step."""
+    seen = {}
+
+    def get(cfg, optim, **kwargs):
+        key = cfg.family, str(cfg.moe), optim.eps, str(kwargs)
+        if key not in seen:
+            run = {"cfg": cfg, "parallel": ONE, "optim": optim, "bc": BASE} | kwargs
+            seen[key] = train(ranks, 1, **run, steps=0)["weights"], train(ranks, 1, **run)
+        return seen[key]
+
+    return get
+
+
+def check(got, base, optim):
+    start, wanted = base
+    for ours, theirs in zip(got["metrics"], wanted["metrics"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            assert abs(ours[name] - theirs[name]) <= 1e-5 * max(1.0, abs(theirs[name])), name
+    for name, value in wanted["weights"].items():
+        scale = value if optim is SGD else value - start[name]  # of gradient descent the weights, of Adam the update
+        assert (value - start[name]).any(), name
+        assert relative(got["weights"][name], value, scale) <= (1e-5 if optim is SGD else 1e-3), name
+        if optim is SGD:  # two updates are two gradients
+            assert relative(got["weights"][name], value, value - start[name]) <= 1e-4, name
+
+
+@pytest.mark.parametrize(
+    ("layout", "coef"),
+    [*((name, 0.1) for name in LAYOUTS), *((name, 0.0) for name in ("ep2", "ep2-tp2-sequence", "ep2-pp2", "ep2-cp2"))],
+)
+def test_layouts_learn_the_same(ranks, alone, layout, coef):
+    """With the auxiliary loss too: it is that of the minibatch, whoever computes which part of it."""
+    world, parallel = LAYOUTS[layout]
+    cfg = BALANCED if coef else MOE
+    check(train(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(cfg, SGD), SGD)
+
+
+@pytest.mark.parametrize(
+    ("layout", "distributed"), [("ep2", True), ("ep2-tp2-sequence", True), ("ep2-dp4", True), ("ep2-tp2", False)]
+)
+def test_adam_learns_the_same(ranks, alone, layout, distributed):
+    """Clipping is on: the gradient norm counts every parameter once."""
+    world, parallel = LAYOUTS[layout]
+    optim = replace(ADAM, distributed=distributed)
+    base = alone(MIXTRAL, ADAM)
+    assert base[1]["metrics"][0]["grad_norm"] > ADAM.clip_grad
+    check(train(ranks, world, cfg=MIXTRAL, parallel=parallel, optim=optim, bc=BASE), base, ADAM)
+
+
+BATCHES = {
+    "1": BatchConfig(micro_batch_samples=1),
+    "4": BatchConfig(micro_batch_samples=4),
+    "tokens": BatchConfig(micro_batch_tokens=30),
+    "padded": BatchConfig(micro_batch_samples=4, packing=False),
+}
+
+
+@pytest.mark.parametrize("bc", BATCHES)
+@pytest.mark.parametrize("layout", ["one", "ep2"])
+def test_micro_batches_learn_the_same(ranks, alone, bc, layout):
+    world, parallel = {"one": (1, ONE), **LAYOUTS}[layout]
+    check(train(ranks, world, cfg=BALANCED, parallel=parallel, optim=SGD, bc=BATCHES[bc]), alone(BALANCED, SGD), SGD)
+
+
+@pytest.mark.parametrize("layout", ["one", "ep2-pp2"])
+def test_recompute_learns_the_same(ranks, alone, layout):
+    """Each token is counted once, though its layer runs twice."""
+    world, parallel = {"one": (1, ONE), **LAYOUTS}[layout]
+    cfg = replace(BALANCED, recompute="full")
+    check(train(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(BALANCED, SGD), SGD)
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2-sequence", "ep2"])
+def test_shared_prompts_count_for_every_row(ranks, alone, layout):
+    world, parallel = {"one": (1, ONE), **LAYOUTS}[layout]
+    full = batch(MOE)
+    full.tokens[:, :6] = full.tokens[:1, :6]
+    full.lengths.clamp_(min=9)
+    full.tokens[full.tokens == 0] = 1
+    full.loss_mask[:, :6] = 0
+    plain = replace(BASE, micro_batch_samples=4, share_prompts=False)
+    base = alone(BALANCED, SGD, full=full, bc=plain)
+    sharing = replace(plain, share_prompts=True)
+    check(train(ranks, world, cfg=BALANCED, parallel=parallel, optim=SGD, bc=sharing, full=full), base, SGD)
+
+
+def test_a_score_head_on_experts(ranks, alone):
+    world, parallel = LAYOUTS["ep2-pp2"]
+    got = train(ranks, world, cfg=MOE, parallel=parallel, optim=SGD, bc=BASE, outputs=2)
+    check(got, alone(MOE, SGD, outputs=2), SGD)
+
+
+@pytest.mark.parametrize("layout", ["ep2-tp2-sequence", "ep2-pp2"])
+def test_bfloat16_learns_nearly_the_same(ranks, alone, layout):
+    world, parallel = LAYOUTS[layout]
+    _, wanted = alone(MOE, ADAM)
+    got = train(ranks, world, cfg=MOE, parallel=parallel, optim=ADAM, bc=BASE, dtype=torch.bfloat16)
+    for ours, theirs in zip(got["metrics"], wanted["metrics"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-2)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.1)
+    assert all(t.dtype == torch.bfloat16 for t in got["weights"].values())
+
+
+def test_the_auxiliary_loss_of_micro_batches(ranks, alone):
+    """Of one micro-batch it is that of the minibatch; of several it is not, but layouts that keep them agree."""
+    each = replace(BALANCED, moe=replace(BALANCED.moe, aux_over="micro_batch"))
+    whole = BatchConfig(micro_batch_samples=8)
+    run = {"optim": SGD, "parallel": ONE}
+    check(train(ranks, 1, cfg=each, bc=whole, **run), alone(BALANCED, SGD), SGD)
+    base = alone(each, SGD)
+    router = "model.layers.0.mlp.gate.weight"
+    change = base[1]["weights"][router] - base[0][router]
+    assert relative(alone(BALANCED, SGD)[1]["weights"][router], base[1]["weights"][router], change) > 1e-4
+    for layout in ("ep2-pp2", "cp2"):
+        world, parallel = LAYOUTS[layout]
+        check(train(ranks, world, cfg=each, optim=SGD, bc=BASE, parallel=parallel), base, SGD)
+
+
+def oracle(cfg, weights, x, times, grad):
+    """The layer and its auxiliary loss in float64, token by token."""
+    p = {n: t.double().requires_grad_() for n, t in weights.items()}
+    x = x.double().requires_grad_()
+    moe, rows, counts = cfg.moe, [], torch.zeros(cfg.moe.num_experts, dtype=torch.float64)
+    mean = 0.0
+    for token, n in zip(x, times.double(), strict=True):
+        if n == 0:
+            rows.append(torch.zeros_like(token))
+            continue
+        probs = (p["router.weight"] @ token).softmax(0)
+        top = probs.topk(moe.top_k).indices.tolist()
+        total = sum(probs[e] for e in top) if moe.norm_topk_prob else 1.0
+        out = 0.0
+        for e in top:
+            counts[e] += n
+            gate, up = p["experts.gate_up"][e]
+            inner = torch.sigmoid(gate @ token) * (gate @ token) * (up @ token)
+            out = out + probs[e] / total * (p["experts.down"][e] @ inner)
+        mean = mean + n * probs / times.double().sum()
+        rows.append(out)
+    out = torch.stack(rows)
+    aux = moe.num_experts * (counts / counts.sum() * mean).sum()
+    loss = (out * grad.double()).sum() + moe.aux_coef * aux
+    found = torch.autograd.grad(loss, [x, *p.values()])
+    return out.detach(), found[0], dict(zip(p, found[1:], strict=True)), counts, float(aux.detach())
+
+
+@pytest.mark.parametrize("over", ["minibatch", "micro_batch"])
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("weights", ["real", "some padding, some shared"])
+def test_the_layer_and_its_auxiliary_loss_against_loops(ranks, over, normalise, weights):
+    cfg = replace(MOE, moe=MoeConfig(5, 3, 24, normalise, aux_coef=20.0, aux_over=over))
+    g = torch.Generator().manual_seed(5)
+    x, grad = torch.randn(17, 32, generator=g), torch.randn(17, 32, generator=g)
+    times = torch.ones(17) if weights == "real" else torch.randint(0, 4, (17,), generator=g).float()
+    grad = grad * (times > 0)[:, None]
+    job = {"cfg": cfg, "x": x, "times": times, "grad": grad}
+    (got,) = ranks.run("tests.megatron.moe_jobs:layer", parallel=ONE, **job)
+    out, d_x, d_params, counts, aux = oracle(cfg, got["weights"], x, times, grad)
+    assert relative(got["out"], out) < 1e-5 and not got["out"][times == 0].any()
+    assert relative(got["x"], d_x) < 1e-5
+    for name, value in d_params.items():
+        assert relative(got["params"][name], value) < 1e-5, name
+    assert got["metrics"]["moe/balance"] == pytest.approx(float(counts.max() / counts.mean()))
+    assert got["metrics"]["moe/aux_loss"] == pytest.approx(aux, rel=1e-5)
+    assert got["metrics"]["moe/dropped"] == 0
+    plain = replace(cfg, moe=replace(cfg.moe, aux_coef=0.0))
+    without = oracle(plain, got["weights"], x, times, grad)[2]["router.weight"]
+    assert relative(without, d_params["router.weight"]) > 0.01  # the auxiliary loss did something
+    # tensor ranks compute addends of the same gradients
+    both = ranks.run("tests.megatron.moe_jobs:layer", world=2, parallel=ParallelConfig(tensor=2), **job)
+    for half in both:
+        assert relative(half["x"], d_x) < 1e-5
+        assert relative(half["params"]["router.weight"], d_params["router.weight"]) < 1e-5
+
+
+def test_the_auxiliary_loss_balances(ranks):
+    """Training without it leaves the load as uneven as it was; with it, a tenth of that remains."""
+    excess = []
+    for coef in (0.0, 1.0):
+        cfg = replace(MOE, num_layers=1, moe=replace(MOE.moe, num_experts=8, aux_coef=coef))
+        optim = OptimConfig(lr=5e-3, weight_decay=0.0)
+        run = train(ranks, 1, cfg=cfg, parallel=ONE, optim=optim, bc=BatchConfig(), steps=12)
+        excess.append([m["moe/aux_loss"] - 1 for m in run["metrics"]])
+    assert excess[0][0] == excess[1][0] > 0.05
+    assert sum(excess[1][-4:]) < 0.3 * sum(excess[0][-4:])
+
+
+@pytest.mark.parametrize("given", [[8, 1], [0, 5], [3, 0]])
+def test_forward_passes_of_different_lengths_meet(ranks, given):
+    """Ranks that share experts need each other, also those that have nothing left to compute."""
+    rows = batch(MOE)
+    job = {"cfg": MOE, "rows": rows, "budget": 20}
+    (wanted,) = ranks.run("tests.megatron.moe_jobs:uneven_forward", parallel=ONE, given=[8], **job)
+    found = ranks.run("tests.megatron.moe_jobs:uneven_forward", world=2, parallel=LAYOUTS["ep2"][1], given=given, **job)
+    for count, out in zip(given, found, strict=True):
+        assert len(out["logprobs"]) == count
+        width = out["logprobs"].shape[1]
+        assert torch.allclose(out["logprobs"], wanted["logprobs"][:count, :width], atol=1e-5)
+
+
+@pytest.mark.parametrize("optim", [ADAM, replace(ADAM, distributed=False)], ids=["sharded", "plain"])
+def test_checkpoints_change_layouts(ranks, tmp_path, optim):
+    """Two expert ranks -> one -> two tensor ranks -> four ranks, two of them with copies of the same experts -> two
+    stages; weights bit by bit, and the optimizer goes on."""
+    first = ranks.run(
+        "tests.megatron.moe_jobs:save", world=2, folder=tmp_path / "0", cfg=MOE, parallel=LAYOUTS["ep2"][1], optim=optim
+    )[0]
+    chain = [(1, ONE), LAYOUTS["tp2"], LAYOUTS["ep2-dp4"], LAYOUTS["ep2-pp2"]]
+    for i, (world, parallel) in enumerate(chain):
+        out = ranks.run(
+            "tests.megatron.moe_jobs:load",
+            world=world, folder=tmp_path / str(i), again=tmp_path / str(i + 1), cfg=MOE, parallel=parallel, optim=optim,
+        )[0]  # fmt: skip
+        for name, value in first["saved"].items():
+            assert torch.equal(out["loaded"][name], value), (parallel, name)
+        assert out["resumed"]["loss"] == pytest.approx(first["went_on"]["loss"], rel=1e-5)
+        assert out["resumed"]["grad_norm"] == pytest.approx(first["went_on"]["grad_norm"], rel=1e-5)
+        for name, value in first["after"].items():
+            assert torch.allclose(out["after"][name], value, atol=2e-6), (parallel, name)

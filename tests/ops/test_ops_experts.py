@@ -1,0 +1,84 @@
+"""Routing, sorting and grouped products against loops in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aligner.ops.experts import balance_loss, combine, expand, grouped_linear, permute, route, sort_pairs
+
+
+def mixture(x, router, gate, down, k, normalise):
+    """Token by token, expert by expert."""
+    rows = []
+    for token in x:
+        p = (router @ token).softmax(0)
+        top = p.argsort(descending=True, stable=True)[:k].tolist()
+        total = sum(p[e] for e in top) if normalise else 1.0
+        rows.append(sum(p[e] / total * (down[e] @ torch.tanh(gate[e] @ token)) for e in top))
+    return torch.stack(rows)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 9), st.integers(1, 6), st.data(), st.booleans(), st.integers(0, 2**31))
+def test_a_mixture_and_its_gradients(n, num_experts, data, normalise, seed):
+    k = data.draw(st.integers(1, num_experts))
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(n, 4), (num_experts, 4), (num_experts, 3, 4), (num_experts, 5, 3)]
+    leaves = [torch.randn(shape, generator=g, dtype=torch.float64).float().double() for shape in shapes]
+    wanted_leaves, got_leaves = ([t.clone().requires_grad_() for t in leaves] for _ in range(2))
+    wanted = mixture(*wanted_leaves, k, normalise)
+    x, router, gate, down = got_leaves
+    routing = route(x, router, k, normalise)
+    pairs = sort_pairs(routing.experts, num_experts)
+    hidden = torch.tanh(grouped_linear(expand(x, pairs), gate, pairs.counts))
+    got = combine(grouped_linear(hidden, down, pairs.counts.tolist()), pairs, routing.weights)
+    assert torch.allclose(got, wanted, atol=1e-5)
+    weight = torch.randn(wanted.shape, generator=g, dtype=torch.float64)
+    for ours, theirs in zip(*(torch.autograd.grad((t * weight).sum(), ls)
+                              for t, ls in ((got, got_leaves), (wanted, wanted_leaves))), strict=True):  # fmt: skip
+        assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_pairs_lie_by_expert_and_by_token():
+    experts = torch.tensor([[2, 0], [0, 1], [2, 1]])
+    pairs = sort_pairs(experts, 4)
+    assert pairs.counts.tolist() == [2, 2, 2, 0]
+    assert (pairs.order // 2).tolist() == [0, 1, 1, 2, 0, 2]
+    assert experts.flatten()[pairs.order].tolist() == [0, 0, 1, 1, 2, 2]
+    x = torch.randn(6, 3)
+    assert torch.equal(permute(x[pairs.order], pairs.inverse, pairs.order), x)
+
+
+def test_no_tokens_at_all():
+    routing = route(torch.zeros(0, 4), torch.zeros(3, 4), 2, True)
+    pairs = sort_pairs(routing.experts, 3)
+    x = torch.zeros(0, 4, requires_grad=True)
+    out = combine(grouped_linear(expand(x, pairs), torch.zeros(3, 4, 4), pairs.counts), pairs, routing.weights)
+    assert out.shape == (0, 4)
+    out.sum().backward()
+
+
+def test_the_router_decides_in_float32():
+    x, router = torch.randn(200, 64).bfloat16(), torch.randn(8, 64).bfloat16()
+    assert torch.equal(route(x, router, 2, True).experts, route(x.float(), router.float(), 2, True).experts)
+
+
+@pytest.mark.parametrize(("fractions", "probs", "wanted"), [
+    ([0.25] * 4, [0.25] * 4, 1.0), ([1, 0, 0, 0], [1, 0, 0, 0], 4.0), ([1, 0, 0, 0], [0, 1, 0, 0], 0.0),
+])  # fmt: skip
+def test_the_balance_loss_is_one_where_even(fractions, probs, wanted):
+    assert float(balance_loss(torch.tensor(probs), torch.tensor(fractions))) == pytest.approx(wanted)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_kernel_on_cuda_equals_the_loop():
+    sizes = torch.tensor([16, 0, 40, 8])
+    x, w = torch.randn(64, 32).bfloat16(), torch.randn(4, 48, 32).bfloat16()
+    leaves = [x.cuda().requires_grad_(), w.cuda().requires_grad_()]
+    plain = [x.float().requires_grad_(), w.float().requires_grad_()]
+    got, wanted = grouped_linear(*leaves, sizes.cuda()), grouped_linear(*plain, sizes)
+    assert torch.allclose(got.float().cpu(), wanted, rtol=2e-2, atol=2e-1)
+    for ours, theirs in zip(torch.autograd.grad(got.contiguous().mul(1.0).sum(), leaves),
+                            torch.autograd.grad(wanted.sum(), plain), strict=True):  # fmt: skip
+        assert torch.allclose(ours.float().cpu(), theirs, rtol=2e-2, atol=2e-1)
