@@ -2,8 +2,9 @@
 
     python -m tests.invariance [--all] [--stages sft,grpo] [--json FILE]
 
-One axis at a time and the eleven layouts of up to four ranks; `--all`: the whole product of layouts with micro-batch
-sizes, packing, recomputation and the distributed optimizer. Exits 1 if a deviation is past its bound.
+One axis at a time and the eleven layouts of up to four ranks, the same for a model with experts; `--all`: the whole
+product of layouts with micro-batch sizes, packing, recomputation and the distributed optimizer. Exits 1 if a deviation
+is past its bound.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aligner.config.moe import MoeConfig
 from aligner.config.schema import BatchConfig, ModelConfig, ParallelConfig
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ MODEL = ModelConfig(
     qk_norm=True,
     max_position=128,
 )
+EXPERTS = replace(MODEL, family="qwen3_moe", moe=MoeConfig(4, top_k=2, ffn_hidden_size=24))
+BALANCED = replace(EXPERTS, moe=replace(EXPERTS.moe, aux_coef=0.05))  # with the auxiliary loss of the minibatch
 MEASURES = ("loss", "gradient", "sgd", "adam")
 # loss: |difference| / max(1, |loss|); gradient: worst tensor's ||difference|| / ||gradient||; sgd: worst tensor's
 # ||difference|| / ||weight|| after two steps; adam: ||difference|| / ||update|| after two steps (Adam turns a gradient
@@ -73,6 +77,23 @@ def axes() -> dict[str, Case]:
     cases["logits in parts"] = Case(batch=BatchConfig(micro_batch_samples=16, logits_bytes=1 << 15))
     cases["recompute"] = Case(recompute="full")
     cases["plain optimizer, dp2"] = Case(2, distributed=False)
+    return cases | expert_axes()
+
+
+def expert_axes() -> dict[str, Case]:
+    """Cases of a model with experts, against the same model on one rank."""
+    from tests.invariance_jobs import Case
+
+    layouts = {
+        "dp2": (2, ParallelConfig()),
+        "ep2": (2, ParallelConfig(expert=2)),
+        "ep2+tp2, sequence": (4, ParallelConfig(expert=2, tensor=2, sequence=True)),
+        "ep2+pp2": (4, ParallelConfig(expert=2, pipeline=2)),
+        "ep2+cp2": (2, ParallelConfig(expert=2, context=2)),
+    }
+    cases = {f"experts, {name}": Case(*layout, model=EXPERTS) for name, layout in layouts.items()}
+    two = BatchConfig(micro_batch_samples=2)
+    cases["experts, auxiliary loss, ep2, micro-batch 2"] = Case(*layouts["ep2"], batch=two, model=BALANCED)
     return cases
 
 
@@ -130,13 +151,14 @@ class Matrix:
         self._base: dict = {}
 
     def replay(self, stage: str, case: Case, without: str = "") -> dict:
-        target, arguments = "tests.invariance_jobs:replay", {"file": self.rollout, "stage": stage, "model": self.model}
+        target = "tests.invariance_jobs:replay"
+        arguments = {"file": self.rollout, "stage": stage, "model": case.model or self.model}
         return self.ranks.run(target, world=case.world, case=case, without=without, **arguments)[0]
 
     def base(self, stage: str, case: Case) -> dict:
-        key = stage, case.dtype
+        key = stage, case.dtype, str(case.model)
         if key not in self._base:
-            self._base[key] = self.replay(stage, replace(type(case)(), dtype=case.dtype))
+            self._base[key] = self.replay(stage, replace(type(case)(), dtype=case.dtype, model=case.model))
         return self._base[key]
 
     def deviation(self, stage: str, case: Case) -> dict[str, float]:

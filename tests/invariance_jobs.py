@@ -46,6 +46,7 @@ class Case:
     recompute: str = "none"
     distributed: bool = True
     dtype: torch.dtype = torch.float32
+    model: ModelConfig | None = None  # None: the table's
 
 
 def replay(file: Path, stage: str, model: ModelConfig, case: Case, without: str = "") -> dict:

@@ -15,6 +15,10 @@ AXES = [
     *("shared prompts", "shared prompts, tp2, sequence"),
     *("padded", "padded, cp2", "logits in parts", "recompute", "plain optimizer, dp2"),
 ]
+EXPERT_AXES = [
+    *("experts, dp2", "experts, ep2", "experts, ep2+tp2, sequence", "experts, ep2+pp2", "experts, ep2+cp2"),
+    "experts, auxiliary loss, ep2, micro-batch 2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +32,7 @@ def within(found: dict, bounds: dict) -> None:
 
 
 def test_the_axes_are_those_of_the_command():
-    assert set(AXES) == set(invariance.axes())
+    assert {*AXES, *EXPERT_AXES} == set(invariance.axes())
     assert len(invariance.layouts()) == 11
     assert len(dict(invariance.product())) == (11 + 4) * 24
 
@@ -36,6 +40,12 @@ def test_the_axes_are_those_of_the_command():
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("stage", invariance.STAGES)
 def test_the_numbers_stay(matrix, stage, axis):
+    case = invariance.axes()[axis]
+    within(matrix.deviation(stage, case), invariance.bounds(case))
+
+
+@pytest.mark.parametrize("stage, axis", [*(("grpo", axis) for axis in EXPERT_AXES[1:]), ("critic", EXPERT_AXES[3])])
+def test_the_numbers_stay_with_experts(matrix, stage, axis):
     case = invariance.axes()[axis]
     within(matrix.deviation(stage, case), invariance.bounds(case))
 

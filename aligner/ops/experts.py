@@ -23,12 +23,13 @@ class Routing(NamedTuple):
 
 def route(hidden: Tensor, router: Tensor, top_k: int, normalise: bool) -> Routing:
     """hidden [N, H], router [E, H]. In float32 whatever the dtype: a token near a tie of two experts should fall on the
-    same side in the trainer and in the engine."""
-    probs = torch.nn.functional.linear(hidden.float(), router.float()).softmax(-1)
-    weights, experts = probs.topk(top_k, dim=-1)
-    if normalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return Routing(probs, weights, experts)
+    same side in the trainer and in the engine. Normalised weights are a softmax over the chosen logits alone: the same
+    number, and an expert that was not chosen has a gradient of exactly 0, not one of rounding, of which Adam would make
+    a step."""
+    logits = torch.nn.functional.linear(hidden.float(), router.float())
+    probs = logits.softmax(-1)
+    chosen, experts = logits.topk(top_k, dim=-1)
+    return Routing(probs, chosen.softmax(-1) if normalise else probs.gather(-1, experts), experts)
 
 
 class Pairs(NamedTuple):

@@ -40,6 +40,16 @@ def test_a_mixture_and_its_gradients(n, num_experts, data, normalise, seed):
         assert torch.allclose(ours, theirs, atol=1e-4)
 
 
+def test_an_expert_that_was_not_chosen_has_no_gradient():
+    g = torch.Generator().manual_seed(1)
+    x, router = torch.randn(3, 8, generator=g), torch.randn(9, 8, generator=g).requires_grad_()
+    routing = route(x, router, 2, True)
+    (routing.weights * torch.randn(3, 2, generator=g)).sum().backward()
+    idle = torch.ones(9, dtype=torch.bool)
+    idle[routing.experts.flatten()] = False
+    assert not router.grad[idle].any() and router.grad[~idle].any()
+
+
 def test_pairs_lie_by_expert_and_by_token():
     experts = torch.tensor([[2, 0], [0, 1], [2, 1]])
     pairs = sort_pairs(experts, 4)
