@@ -23,28 +23,36 @@ class ExpertLoad:
         self.moe, self.layout = moe, layout
 
     def begin(self, micro_batches: Sequence[TrainBatch], run: Callable[[], object]) -> None:
-        """Start counting. `run` makes a forward pass over the minibatch; called if the auxiliary loss wants it."""
+        """Start counting. `run` makes a forward pass over the minibatch; called if the auxiliary loss is that of
+        several micro-batches."""
         if not self.moe.num_experts:
             return
         self._reset()
         if not self.moe.aux_coef:
             return
+        layout, device = self.layout, self.layers[0].router.weight.device
+        tokens = torch.tensor(float(sum(int(b.lengths.sum()) for b in micro_batches)), dtype=torch.float64)
+        tokens, most = tokens.to(device), torch.tensor(len(micro_batches), device=device)
+        dist.all_reduce(tokens, group=layout.pgs.dp)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=layout.pgs.dp)
+        for layer in self.layers:
+            layer.tokens, layer.fractions, layer.peers = float(tokens), None, layout.pgs.cp
         if self.moe.aux_over == "minibatch":
-            self._counting(True)
-            with torch.no_grad():
-                run()
-            self._counting(False)
-            for layer, counted in zip(self.layers, self._counted(), strict=True):
-                pairs = counted[: self.moe.num_experts]
-                layer.tokens = float(pairs.sum()) / self.moe.top_k
-                layer.fractions = (pairs / pairs.sum()).float()
-            self._reset()
-        else:
-            tokens = torch.tensor(float(sum(int(b.lengths.sum()) for b in micro_batches)), dtype=torch.float64)
-            tokens = tokens.to(self.layers[0].router.weight.device)
-            dist.all_reduce(tokens, group=self.layout.pgs.dp)
-            for layer in self.layers:
-                layer.tokens, layer.fractions = float(tokens), None
+            if int(most) == 1:  # of every rank: it can tell as it goes
+                for layer in self.layers:
+                    layer.peers = layout.pgs.dp_cp
+                return
+            self._count_ahead(run)
+
+    def _count_ahead(self, run: Callable[[], object]) -> None:
+        self._counting(True)
+        with torch.no_grad():
+            run()
+        self._counting(False)
+        for layer, counted in zip(self.layers, self._counted(), strict=True):
+            pairs = counted[: self.moe.num_experts]
+            layer.fractions = (pairs / pairs.sum()).float()
+        self._reset()
 
     def metrics(self) -> ScalarMetrics:
         """moe/balance (largest load of an expert over the mean load; 1 is even) and moe/aux_loss (E * sum f_i P_i, 1

@@ -16,7 +16,8 @@ and Qwen): L = coef * E * sum_i f_i P_i, with f_i = pairs of expert i / (k T), h
 sum over layers is added to the gradient, not to the reported loss. `aux_over` says whose tokens T are:
 
 - "minibatch": all of the optimizer step, on all ranks ("global batch", Qiu et al. 2025, arXiv:2501.11873), so the
-  gradient does not depend on micro-batches or ranks. f is counted by a forward pass over the minibatch beforehand.
+  gradient does not depend on micro-batches or ranks. f is counted by a forward pass over the minibatch beforehand, or,
+  where every rank has one micro-batch, in the pass itself.
 - "micro_batch": f_i is that of the rank's micro-batch (over its context-parallel ranks), whose loss counts by its share
   of the minibatch's tokens.
 
@@ -105,7 +106,9 @@ class ExpertLayer(torch.nn.Module):
         self.router = Router(config, moe.num_experts)
         self.experts = Experts(config, moe.num_experts, ffn, layout)
         self.counting = False  # also in passes without gradient
-        self.fractions: Tensor | None = None  # f of the auxiliary loss; None: of each micro-batch by itself
+        # f of the auxiliary loss; None: of each micro-batch, with those that the ranks of `peers` compute meanwhile
+        self.fractions: Tensor | None = None
+        self.peers = layout.pgs.cp
         self.tokens = 0.0  # T of the minibatch
         self.reset()
 
@@ -183,8 +186,8 @@ class ExpertLayer(torch.nn.Module):
             return routing.weights
         fractions = self.fractions
         if fractions is None:
-            if self.layout.context > 1:
-                dist.all_reduce(chosen, group=self.layout.pgs.cp)
+            if self.peers.size() > 1:
+                dist.all_reduce(chosen, group=self.peers)
             fractions = (chosen / chosen.sum()).float()
         loss = balance_loss(times @ routing.probs / self.tokens, fractions)
         return _AddLoss.apply(routing.weights, self.moe.aux_coef * loss / self.layout.tensor)

@@ -37,7 +37,7 @@ def sums(tmp_path_factory):
     stages.write_jsonl(root / "few.jsonl", kept[:32])
     settings = ["experiment=quickstart_sft", *SMALL, "model=tiny_moe", *SHAPE, f"model.tokenizer={root / 'tokenizer'}"]
     settings += [f"run.dir={root / 'sft'}", f"data.train={stages.write_jsonl(root / 'small.jsonl', kept)}"]
-    settings += ["run.steps=120", "run.stop.metric=''", "batch.sequences=64", "batch.micro_batch_samples=64"]
+    settings += ["run.steps=130", "run.stop.metric=''", "batch.sequences=64", "batch.micro_batch_samples=64"]
     stages.run([*settings, "optim.lr=4e-3", "checkpoint.final=false"])
     return root
 

@@ -95,13 +95,14 @@ def test_adam_learns_the_same(ranks, alone, layout, distributed):
 BATCHES = {
     "1": BatchConfig(micro_batch_samples=1),
     "4": BatchConfig(micro_batch_samples=4),
+    "8": BatchConfig(micro_batch_samples=8),
     "tokens": BatchConfig(micro_batch_tokens=30),
     "padded": BatchConfig(micro_batch_samples=4, packing=False),
 }
 
 
 @pytest.mark.parametrize("bc", BATCHES)
-@pytest.mark.parametrize("layout", ["one", "ep2"])
+@pytest.mark.parametrize("layout", ["one", "ep2", "cp2"])
 def test_micro_batches_learn_the_same(ranks, alone, bc, layout):
     world, parallel = {"one": (1, ONE), **LAYOUTS}[layout]
     check(train(ranks, world, cfg=BALANCED, parallel=parallel, optim=SGD, bc=BATCHES[bc]), alone(BALANCED, SGD), SGD)
@@ -243,15 +244,20 @@ def test_forward_passes_of_different_lengths_meet(ranks, given):
         assert torch.allclose(out["logprobs"], wanted["logprobs"][:count, :width], atol=1e-5)
 
 
-@pytest.mark.parametrize("optim", [ADAM, replace(ADAM, distributed=False)], ids=["sharded", "plain"])
-def test_checkpoints_change_layouts(ranks, tmp_path, optim):
-    """Two expert ranks -> one -> two tensor ranks -> four ranks, two of them with copies of the same experts -> two
-    stages; weights bit by bit, and the optimizer goes on."""
+CHAINS = {"sharded": ["one", "ep2-dp4", "ep2-pp2", "tp2"], "plain": ["one"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CHAINS)
+def test_checkpoints_change_layouts(ranks, tmp_path, kind):
+    """Two expert ranks -> one -> four, two of which have the same experts -> two stages -> two tensor ranks: weights
+    bit by bit, and the optimizer goes on."""
+    optim = replace(ADAM, distributed=kind == "sharded")
     first = ranks.run(
         "tests.megatron.moe_jobs:save", world=2, folder=tmp_path / "0", cfg=MOE, parallel=LAYOUTS["ep2"][1], optim=optim
     )[0]
-    chain = [(1, ONE), LAYOUTS["tp2"], LAYOUTS["ep2-dp4"], LAYOUTS["ep2-pp2"]]
-    for i, (world, parallel) in enumerate(chain):
+    for i, layout in enumerate(CHAINS[kind]):
+        world, parallel = {"one": (1, ONE), **LAYOUTS}[layout]
         out = ranks.run(
             "tests.megatron.moe_jobs:load",
             world=world, folder=tmp_path / str(i), again=tmp_path / str(i + 1), cfg=MOE, parallel=parallel, optim=optim,
