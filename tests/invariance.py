@@ -185,7 +185,6 @@ def main(arguments: list[str]) -> int:
         past = [m for m in MEASURES if not values[m] <= bounds(case)[m]]
         failed += bool(past)
         found.append({"stage": stage, "case": name, "ranks": case.world, "past": past} | values)
-    matrix.ranks.close()
     table = Table("measure", "case", *stages, title="worst deviation from one rank (float32)")
     for measure in MEASURES:
         for name, case in cases.items():
@@ -196,7 +195,9 @@ def main(arguments: list[str]) -> int:
         worst = [max(row[measure] for row in found if row["stage"] == stage) for stage in stages]
         table.add_row(measure, "worst", *(f"{x:.1e}" for x in worst), end_section=True)
     Console(width=120).print(table)
-    print(f"{len(found)} replays, {failed} past a bound")
+    ties = sum(matrix.base(stage, case)["near_ties"] for stage in stages for case in cases.values())
+    print(f"{len(found)} replays, {failed} past a bound; tokens near a tie of two experts: {ties}")
+    matrix.ranks.close()
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 1 if failed else 0

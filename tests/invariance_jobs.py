@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from aligner.config.schema import (
     ParallelConfig,
     RewardLossConfig,
 )
+from aligner.megatron import moe
 from aligner.megatron.model import Head
 from aligner.ops import advantages
 from aligner.roles.critic import Critic
@@ -49,10 +52,39 @@ class Case:
     model: ModelConfig | None = None  # None: the table's
 
 
+NEAR = 1e-6  # of probability: what rounding may turn around
+
+
+@contextmanager
+def near_ties() -> Iterator[list[int]]:
+    """How many tokens have their k-th and k+1-st experts within NEAR: one number for each call of a router."""
+    original, found = moe.route, []
+
+    def route(hidden, router, top_k, normalise):
+        routing = original(hidden, router, top_k, normalise)
+        if top_k < len(router):
+            top = routing.probs.topk(top_k + 1, dim=-1).values
+            found.append(int((top[:, -2] - top[:, -1] < NEAR).sum()))
+        return routing
+
+    moe.route = route
+    try:
+        yield found
+    finally:
+        moe.route = original
+
+
 def replay(file: Path, stage: str, model: ModelConfig, case: Case, without: str = "") -> dict:
-    """{"loss", "gradient", "start", "sgd", "adam"}: the loss before any update, the gradient by full tensor, and the
-    weights before and after two steps. `without`: rejected rows "invalid" stay in the batch, "gone" are taken out."""
+    """{"loss", "gradient", "start", "sgd", "adam", "near_ties"}: the loss before any update, the gradient by full
+    tensor, the weights before and after two steps, and this rank's `near_ties` in all of it. `without`: rejected rows
+    "invalid" stay in the batch, "gone" are taken out."""
     recording = read_recording(file)
+    with near_ties() as ties:
+        result = _replay(recording, stage, model, case, without)
+    return result | {"near_ties": sum(ties)}
+
+
+def _replay(recording, stage: str, model: ModelConfig, case: Case, without: str) -> dict:
     cfg = replace(model, vocab_size=recording.header.origin.vocab_size, recompute=case.recompute)
     rows = prepare(recording.rollout, without)
     result = {}

@@ -172,7 +172,7 @@ class ExpertLayer(torch.nn.Module):
 
     def _count_rows(self, routed: int, computed: Tensor) -> None:
         if self.counting or self._learns():
-            self.routed, self.computed = self.routed + routed, self.computed + computed.cpu()
+            self.routed, self.computed = self.routed + routed, self.computed + computed
 
     def _balance(self, routing: Routing, times: Tensor) -> Tensor:
         """Count, and hang the auxiliary loss on the routing weights."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from aligner.megatron.checkpoint import load_model, save_model
+from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head
 from aligner.megatron.moe import ExpertLayer
 from aligner.megatron.train import ShardedModel
@@ -66,6 +68,11 @@ def layer(cfg: ModelConfig, parallel: ParallelConfig, x: torch.Tensor, times: to
         "weights": {n: p.detach() for n, p in first.named_parameters()},
         "metrics": model.load.metrics(),
     }
+
+
+def group_ranks(parallel: ParallelConfig) -> dict[str, list[int]]:
+    pgs = build_layout(parallel).pgs
+    return {n: dist.get_process_group_ranks(getattr(pgs, n)) for n in ("ep", "expt_dp", "tp_ep", "tp_ep_pp")}
 
 
 def uneven_forward(cfg: ModelConfig, parallel: ParallelConfig, rows: TrainBatch, budget: int, given: list[int]) -> dict:

@@ -70,6 +70,20 @@ def check(got, base, optim):
 
 
 @pytest.mark.parametrize(
+    ("layout", "rank", "wanted"),
+    [
+        ("ep2-dp4", 1, {"ep": [0, 1], "expt_dp": [1, 3], "tp_ep": [0, 1], "tp_ep_pp": [0, 1]}),
+        ("ep2-tp2", 1, {"ep": [1, 3], "expt_dp": [1], "tp_ep": [0, 1, 2, 3], "tp_ep_pp": [0, 1, 2, 3]}),
+        ("ep2-pp2", 2, {"ep": [2, 3], "expt_dp": [2], "tp_ep": [2, 3], "tp_ep_pp": [0, 1, 2, 3]}),
+        ("cp2", 1, {"ep": [1], "expt_dp": [0, 1], "tp_ep": [1], "tp_ep_pp": [1]}),
+    ],
+)
+def test_the_experts_groups(ranks, layout, rank, wanted):
+    world, parallel = LAYOUTS[layout]
+    assert ranks.run("tests.megatron.moe_jobs:group_ranks", world=world, parallel=parallel)[rank] == wanted
+
+
+@pytest.mark.parametrize(
     ("layout", "coef"),
     [*((name, 0.1) for name in LAYOUTS), *((name, 0.0) for name in ("ep2", "ep2-tp2-sequence", "ep2-pp2", "ep2-cp2"))],
 )
