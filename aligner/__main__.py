@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "run": "run a stage in this process: one rank of a job, or alone",
     "launch": "run a stage as N ranks on this machine",
+    "submit": "hand a stage, or a sweep as an array, to Slurm",
     "eval": "evaluate a trained model on held-out rows",
     "chat": "talk to a trained model",
     "report": "write report.html of one or more runs",
@@ -54,7 +55,15 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("-m", "--multirun", action="store_true", help="run every job of a sweep, one by one")
         if name == "launch":
             sub.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to start")
+        if name == "submit":
+            _submit_arguments(sub)
     return top
+
+
+def _submit_arguments(sub: argparse.ArgumentParser) -> None:
+    from aligner.cluster.submit_options import add_arguments
+
+    add_arguments(sub)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -129,10 +138,11 @@ def _frozen_path(args: argparse.Namespace, cfg: Config) -> Path:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from aligner.cluster.env import rank_env
+    from aligner.cluster.mpi import join
     from aligner.config.validate import batch_arithmetic, validate
 
-    env = rank_env()
+    world = join()
+    env = world.env
     if args.multirun:
         if env.world_size > 1:
             raise ConfigError("--multirun", env.world_size, "a single process", "Use `launch --ranks N --multirun`.")
@@ -146,7 +156,9 @@ def _run(args: argparse.Namespace) -> int:
         _frozen_path(args, cfg)
     from aligner.build import run_stage
 
-    return run_stage(cfg, env) or 0
+    code = run_stage(cfg, env) or 0
+    world.leave(code == 0)
+    return code
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -163,6 +175,14 @@ def _launch(args: argparse.Namespace) -> int:
     validate(cfg, args.ranks)  # before processes start, so that the message comes once
     path = _frozen_path(args, cfg)
     return launch(path, args.ranks, Path(cfg.run.dir), threads=cfg.cluster.threads)
+
+
+def _submit(args: argparse.Namespace) -> int:
+    if args.cfg:
+        return int(not _printed(args, _config(args)))
+    from aligner.cluster import submit
+
+    return submit.main(args)
 
 
 def _multirun(args: argparse.Namespace) -> int:
@@ -251,6 +271,7 @@ def _doctor(args: argparse.Namespace) -> int:
 _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "run": _run,
     "launch": _launch,
+    "submit": _submit,
     "eval": _eval,
     "chat": _chat,
     "report": _report,

@@ -2,6 +2,7 @@
 # Lint, format check and tests. `--fast` leaves out the tests marked slow; other arguments go to pytest.
 set -euo pipefail
 
+# shellcheck source=launchers/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$ALIGNER_ROOT"
 

@@ -162,7 +162,8 @@ def _explain(rank: _Rank, ranks: int) -> None:
 
 @contextmanager
 def _signals_forwarded(ranks: list[_Rank]) -> Iterator[list[int]]:
-    """Pass SIGINT and SIGTERM on to every rank. They may take their time to save; a second SIGINT ends them.
+    """Pass SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 on to every rank. They may take their time to save; a second SIGINT
+    ends them.
 
     Yields the list of signals that came.
     """
@@ -176,7 +177,7 @@ def _signals_forwarded(ranks: list[_Rank]) -> Iterator[list[int]]:
             if rank.process.poll() is None:
                 rank.process.send_signal(number)
 
-    forwarded = (signal.SIGINT, signal.SIGTERM)
+    forwarded = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.signal(number, forward) for number in forwarded}
     try:
         yield received

@@ -38,8 +38,8 @@ def hints(cls: type) -> dict[str, Any]:
 
 
 @functools.cache
-def all_keys() -> tuple[str, ...]:
-    """Every dotted key of the schema, sections included, in schema order. List elements are `name[].key`."""
+def all_keys(root: type = Config) -> tuple[str, ...]:
+    """Every dotted key of the schema `root`, sections included, in its order. List elements are `name[].key`."""
 
     def walk(cls: type, prefix: str) -> Iterator[str]:
         for name, kind in hints(cls).items():
@@ -49,7 +49,7 @@ def all_keys() -> tuple[str, ...]:
             elif get_origin(kind) is list and is_dataclass(get_args(kind)[0]):
                 yield from walk(get_args(kind)[0], f"{prefix}{name}[].")
 
-    return tuple(walk(Config, ""))
+    return tuple(walk(root, ""))
 
 
 def key_type(key: str) -> Any | None:
@@ -90,12 +90,12 @@ def type_name(kind: Any) -> str:
     return f"a section with the keys {', '.join(hints(kind))}"
 
 
-def nearest(key: str) -> str | None:
-    """The valid dotted name or group that a wrong one most likely meant.
+def nearest(key: str, root: type = Config) -> str | None:
+    """The valid dotted name (of a Config also group) that a wrong one most likely meant.
 
     Same last part first (`lr` -> `optim.lr`), then similarity of the whole name.
     """
-    names = list(dict.fromkeys((*all_keys(), *GROUPS)))
+    names = list(dict.fromkeys((*all_keys(root), *(GROUPS if root is Config else ()))))
     leaf = key.rsplit(".", 1)[-1]
     same_leaf = [n for n in names if n.rsplit(".", 1)[-1] == leaf]
     found = difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(
@@ -113,24 +113,25 @@ def rekeyed(error: ConfigError, prefix: str) -> ConfigError:
     return type(error)(f"{prefix}.{error.key}", error.value, error.expected)
 
 
-def from_plain(kind: Any, data: Any, key: str = "") -> Any:
+def from_plain(kind: Any, data: Any, key: str = "", root: type = Config) -> Any:
     """Plain data (of a YAML file) as `kind`; checks types exactly and refuses unknown keys. Missing keys get defaults.
+    `root` is the schema whose names are suggested.
 
     Raises UnknownKeyError, or ConfigError naming key, value and expected type.
     """
     if is_dataclass(kind):
-        return _section(kind, data, key)
+        return _section(kind, data, key, root)
     wrong = ConfigError(key, data, type_name(kind))
     if kind is Any:
         return data
     if get_origin(kind) is list:
         if not isinstance(data, list):
             raise wrong
-        return [from_plain(get_args(kind)[0], item, f"{key}[{i}]") for i, item in enumerate(data)]
+        return [from_plain(get_args(kind)[0], item, f"{key}[{i}]", root) for i, item in enumerate(data)]
     if get_origin(kind) is dict:
         if not isinstance(data, dict) or not all(isinstance(k, str) for k in data):
             raise wrong
-        return {k: from_plain(get_args(kind)[1], v, f"{key}.{k}") for k, v in data.items()}
+        return {k: from_plain(get_args(kind)[1], v, f"{key}.{k}", root) for k, v in data.items()}
     if kind is float and type(data) is int:
         return float(data)
     if type(data) is not kind:  # a bool is no int here
@@ -138,15 +139,15 @@ def from_plain(kind: Any, data: Any, key: str = "") -> Any:
     return data
 
 
-def _section(kind: type, data: Any, key: str) -> Any:
+def _section(kind: type, data: Any, key: str, root: type) -> Any:
     if not isinstance(data, dict):
         raise ConfigError(key, data, type_name(kind))
     prefix = f"{key}." if key else ""
     known = hints(kind)
     for name in data:
         if name not in known:
-            raise UnknownKeyError(f"{prefix}{name}", nearest(f"{prefix}{name}"))
-    values = {name: from_plain(known[name], value, prefix + name) for name, value in data.items()}
+            raise UnknownKeyError(f"{prefix}{name}", nearest(f"{prefix}{name}", root))
+    values = {name: from_plain(known[name], value, prefix + name, root) for name, value in data.items()}
     try:
         return kind(**values)
     except ConfigError as error:

@@ -1,0 +1,144 @@
+"""Bootstrap by MPI: who the ranks are, where they meet, on which hosts they run; and small control messages.
+
+Tensors never travel here: torch.distributed carries them. mpi4py and an MPI library are optional; without them the
+ranks take the same numbers from the launcher's variables (`env.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from aligner.cluster.env import RankEnv, rank_env
+from aligner.errors import ConfigError
+
+KIND = "ALIGNER_MPI"  # set by the launchers: pmix, pmi2, mpirun; none or unset: no MPI
+EXPECTED = "ALIGNER_RANKS"  # the number of ranks that the job was made for
+
+
+class Control:
+    """Control messages among the ranks of one communicator: small Python objects, blocking, in one order on all."""
+
+    def __init__(self, comm: Any):
+        self.comm = comm
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        return self.comm.bcast(value, root=root)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        return self.comm.allgather(value)
+
+    def any(self, flag: bool) -> bool:
+        return any(self.gather(bool(flag)))
+
+    def barrier(self) -> None:
+        self.comm.Barrier()
+
+    def split(self, role: int) -> Control:
+        """The ranks that gave the same number: actors, critics, ..."""
+        return Control(self.comm.Split(role, self.rank))
+
+
+@dataclass(frozen=True)
+class World:
+    env: RankEnv
+    hosts: tuple[str, ...]  # of every rank; empty without MPI
+    control: Control | None
+
+    def leave(self, well: bool) -> None:
+        """Finalize MPI after a good end. That waits for all ranks, so a failing rank must not do it."""
+        if self.control is not None and well:
+            from mpi4py import MPI
+
+            if not MPI.Is_finalized():
+                MPI.Finalize()
+
+
+def join(environ: Mapping[str, str] = os.environ) -> World:
+    """This process among the ranks. Raises ConfigError where MPI, the launcher and the job's plan disagree."""
+    env = rank_env(environ)
+    expected = environ.get(EXPECTED, "") if env.launcher != "single" else ""
+    if environ.get(KIND, "none") == "none" or env.launcher in ("single", "torch"):
+        check_sizes(None, env, expected)
+        return World(env, (), None)
+    comm = _world_communicator(env)
+    check_sizes(comm.Get_size() if comm else None, env, expected)
+    if comm is None:
+        return World(env, (), None)
+    return meet(Control(comm), env, environ)
+
+
+def _world_communicator(env: RankEnv) -> Any | None:
+    """COMM_WORLD, or None (and a line on rank 0) where mpi4py or an MPI library is missing."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.finalize = False  # see World.leave
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        if env.rank == 0:
+            reason = str(error).splitlines()[0]
+            print(f"no MPI ({reason}): ranks from {env.launcher}'s variables", file=sys.stderr, flush=True)
+        return None
+    return MPI.COMM_WORLD
+
+
+def check_sizes(mpi: int | None, env: RankEnv, expected: str) -> None:
+    """MPI, the launcher and the plan must count the same ranks; raises one ConfigError with all three numbers."""
+    counts = {"MPI": mpi, env.launcher: env.world_size, "the job": int(expected) if expected.isdecimal() else None}
+    known = {name: count for name, count in counts.items() if count is not None}
+    if len(set(known.values())) <= 1:
+        return
+    said = ", ".join(f"{name} {count}" for name, count in known.items())
+    hint = "The plan is nodes x ranks per node; give it to `submit`, or as sbatch's --nodes and --ntasks-per-node."
+    if mpi == 1:
+        hint = (
+            "The MPI library did not join the launcher's ranks: the site's `mpi` must be one that it knows"
+            " (srun --mpi=list), or MPI4PY_MPIABI must name the library that srun serves."
+        )
+    raise ConfigError("number of ranks", said, "the same number from all", hint)
+
+
+def meet(control: Control, env: RankEnv, environ: Mapping[str, str]) -> World:
+    """Agree on the meeting place, which rank 0 chooses, and on who shares a host."""
+    if control.rank != env.rank:
+        expected = f"the same as MPI's rank {control.rank}"
+        raise ConfigError("rank", env.rank, expected, f"{env.launcher} and MPI number the ranks differently.")
+    place = None
+    if control.rank == 0:
+        told = "MASTER_ADDR" in environ or env.launcher == "slurm"
+        place = (env.master_addr if told else own_address(), free_port(env.master_port))
+    address, port = control.broadcast(place)
+    hosts = tuple(control.gather(environ.get("SLURMD_NODENAME") or socket.gethostname()))
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[env.rank]]
+    local = {"local_rank": here.index(env.rank), "local_world_size": len(here)}
+    return World(replace(env, master_addr=address, master_port=port, **local), hosts, control)
+
+
+def own_address() -> str:
+    """This host's name where it resolves, else its loopback address: then all ranks must be on this host."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return "127.0.0.1"
+    return name
+
+
+def free_port(first: int, tries: int = 200) -> int:
+    """The first port from `first` on that can be bound on this host; below the ephemeral range if `first` is."""
+    for port in range(first, first + tries):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError("MASTER_PORT", first, f"a free port within {tries} of it")

@@ -1,0 +1,136 @@
+"""What differs from one computing site to the next, as data: `slurm/sites/<name>.yaml`. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from aligner.config.options import from_plain
+from aligner.errors import ConfigError, UnknownKeyError
+
+FOLDER = Path(__file__).resolve().parents[2] / "slurm" / "sites"
+VARIABLE = "ALIGNER_SITE"  # a site's name, or the path of a file
+DEFAULT = "generic"
+MPI = ("none", "pmix", "pmi2", "mpirun")
+RUNTIMES = ("none", "pyxis", "apptainer")
+
+
+@dataclass
+class Container:
+    runtime: str = "none"  # none, pyxis (srun's flags of pyxis/enroot), apptainer
+    image: str = ""
+    mounts: list[str] = field(default_factory=list)  # host:container[:options]; the checkout and run folders are added
+    flags: list[str] = field(default_factory=list)  # further flags of srun (pyxis) or `apptainer exec`
+
+    def __post_init__(self) -> None:
+        _one_of("container.runtime", self.runtime, RUNTIMES)
+        if (self.runtime == "none") != (self.image == ""):
+            raise ConfigError("container.image", self.image, "an image exactly where container.runtime is not none")
+
+
+@dataclass
+class Binding:
+    """Values of srun's --cpu-bind, --mem-bind, --gpu-bind and --distribution; empty: Slurm's default."""
+
+    cpu: str = ""
+    memory: str = ""
+    gpu: str = ""
+    distribution: str = ""
+
+
+@dataclass
+class Site:
+    description: str = ""
+    cluster_name: str = ""  # ClusterName in slurm.conf, by which a job knows where it is
+    # what to ask Slurm for; empty or 0: nothing
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    reservation: str = ""
+    time: str = ""
+    memory: str = ""  # per node; "0" means all of it
+    exclusive: bool = False
+    gpus_per_node: int = 0
+    gpu_flag: str = "gpus-per-node"  # gpus-per-node, gres, none
+    ranks_per_node: int = 0  # 0: one per GPU, or one
+    cpus_per_rank: int = 0
+    signal: str = "USR1"  # what tells a run to save and stop
+    signal_s: int = 300  # seconds before the time limit at which it comes
+    sbatch: list[str] = field(default_factory=list)  # further flags
+    # how ranks start
+    mpi: str = "none"  # none (ranks from Slurm's variables), pmix, pmi2, mpirun
+    srun: list[str] = field(default_factory=list)  # further flags
+    bind: Binding = field(default_factory=Binding)
+    rendezvous: str = "hostname"  # hostname, or address (NodeAddr) where node names do not resolve
+    # what surrounds a rank. `$NAME` in values of env, in scratch and in the container is the job's variable
+    modules: list[str] = field(default_factory=list)
+    unset: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    scratch: str = ""  # a folder on each node, for compilation caches
+    python: str = ""  # the command; empty: the .venv that the launchers make
+    container: Container = field(default_factory=Container)
+    quirks: list[str] = field(default_factory=list)  # what one must know here; shown by `submit --dry-run`
+
+    def __post_init__(self) -> None:
+        _one_of("mpi", self.mpi, MPI)
+        _one_of("signal", self.signal, ("USR1", "USR2"))
+        _one_of("gpu_flag", self.gpu_flag, ("gpus-per-node", "gres", "none"))
+        _one_of("rendezvous", self.rendezvous, ("hostname", "address"))
+        for key in ("gpus_per_node", "ranks_per_node", "cpus_per_rank", "signal_s"):
+            if getattr(self, key) < 0:
+                raise ConfigError(key, getattr(self, key), "a number >= 0")
+        for name in [*self.env, *self.unset]:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ConfigError("env", name, "the name of an environment variable")
+        if self.container.runtime != "none" and self.mpi == "mpirun":
+            raise ConfigError("mpi", self.mpi, "pmix, pmi2 or none with a container: mpirun would run outside of it")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks on each node."""
+        return self.ranks_per_node or self.gpus_per_node or 1
+
+
+def load_site(name: str) -> Site:
+    """A site by its name in slurm/sites, or by the path of a YAML file.
+
+    Raises ConfigError (UnknownKeyError for keys that do not exist), naming the file.
+    """
+    path = Path(name).expanduser() if "/" in name or name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise ConfigError("--site", name, f"one of {', '.join(names())}, or the path of a YAML file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError("--site", str(path), "a YAML file", " ".join(str(error).split())) from None
+    try:
+        return from_plain(Site, data or {}, root=Site)
+    except UnknownKeyError as error:
+        error.args = (f"{error} (in {path})",)
+        raise
+    except ConfigError as error:
+        raise ConfigError(error.key, error.value, error.expected, f"(in {path})") from None
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def find_site(name: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, Site]:
+    """The site asked for; else $ALIGNER_SITE; else, in a job, the one with this cluster's name; else `generic`."""
+    chosen = name or environ.get(VARIABLE)
+    cluster = environ.get("SLURM_CLUSTER_NAME")
+    if not chosen and cluster:
+        chosen = next((known for known in names() if load_site(known).cluster_name == cluster), None)
+    return chosen or DEFAULT, load_site(chosen or DEFAULT)
+
+
+def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(key, value, "one of " + ", ".join(allowed))

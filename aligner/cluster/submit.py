@@ -1,0 +1,180 @@
+"""`aligner submit`: compose, validate and freeze a run, write its batch script, hand it to sbatch. Imports no torch.
+
+With --shell the same for a job that runs already: `launchers/*.sbatch` evaluate what is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from aligner.cluster.render import JobSpec, batch_script, job_lines
+from aligner.cluster.site import Site, find_site
+from aligner.config.freeze import FILE_NAME, PENDING_NAME, freeze, load_frozen
+from aligner.config.resolve import compose, conf_dir, quoted, sweep
+from aligner.config.schema import Config
+from aligner.config.validate import batch_arithmetic, validate
+from aligner.errors import AlignerError, ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "job.sbatch"  # in the run folder
+_INHERITED = ("SLURM_", "PMIX_", "PMI_", "OMPI_")  # of a job in which `submit` runs: not the new job's
+
+
+def main(args: argparse.Namespace) -> int:
+    """Raises ConfigError before anything is written; AlignerError if sbatch fails."""
+    name, site = find_site(args.site)
+    size = job_size(args, site, os.environ if args.shell else {})
+    configs = composed(args)
+    for cfg in configs:
+        validate(_with_upstream_there(cfg, args.upstream), size.ranks)
+    runs = tuple(str(Path(cfg.run.dir).expanduser().absolute()) for cfg in configs)
+    upstream = tuple(str(Path(folder).expanduser().absolute()) for folder in args.upstream)
+    job = JobSpec(configs[0].stage.name, ROOT, runs, size.nodes, size.per_node, upstream, args.spare, args.max_requeues)
+    if not args.dry_run:
+        for cfg in configs:
+            _freeze(cfg)
+    if args.shell:
+        print(batch_arithmetic(configs[0], size.ranks), file=sys.stderr)
+        print(job_lines(name, site, job), end="")
+        return 0
+    return _submit(args, batch_script(name, site, job), job, site)
+
+
+@dataclass(frozen=True)
+class Size:
+    nodes: int
+    per_node: int
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.per_node
+
+
+def job_size(args: argparse.Namespace, site: Site, environ: Mapping[str, str]) -> Size:
+    """Nodes and ranks per node: as asked for; in a job (`environ` has SLURM_JOB_ID) what Slurm gave; the site's."""
+    for key in ("nodes", "ranks_per_node", "ranks", "spare", "max_requeues", "at_once"):
+        if getattr(args, key) < 0:
+            raise ConfigError(f"--{key.replace('_', '-')}", getattr(args, key), "a number >= 0")
+    if "SLURM_JOB_ID" not in environ:
+        if args.shell:
+            return Size(1, args.ranks or args.ranks_per_node or _local_ranks(site))
+        return Size(args.nodes or 1, args.ranks_per_node or site.ranks)
+    given = int(environ.get("SLURM_NNODES", environ.get("SLURM_JOB_NUM_NODES", "1")))
+    nodes = args.nodes or given - args.spare
+    if not 1 <= nodes <= given - args.spare:
+        raise ConfigError("--nodes", nodes, f"from 1 to {given - args.spare}: the job has {given} nodes")
+    tasks, per_node = environ.get("SLURM_NTASKS", ""), environ.get("SLURM_NTASKS_PER_NODE", "")
+    if args.ranks_per_node:
+        return Size(nodes, args.ranks_per_node)
+    if per_node.isdecimal():
+        return Size(nodes, int(per_node))
+    if tasks.isdecimal() and int(tasks) != given:  # -n without --ntasks-per-node; of -N alone Slurm makes -n too
+        if int(tasks) % given:
+            raise ConfigError("--ntasks", int(tasks), f"a multiple of the job's {given} nodes")
+        return Size(nodes, int(tasks) // given)
+    return Size(nodes, site.ranks)
+
+
+def _local_ranks(site: Site) -> int:
+    """Without a scheduler: a rank for each GPU here, or one."""
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return site.ranks_per_node or gpus or 1
+
+
+def composed(args: argparse.Namespace) -> list[Config]:
+    """The config of the run, or of every run of a sweep, each in a folder of its own."""
+    if args.frozen:
+        if args.multirun or args.overrides:
+            given = "--multirun" if args.multirun else " ".join(args.overrides)
+            raise ConfigError("--frozen", given, "a frozen config as it is, without overrides")
+        return [load_frozen(args.frozen)]
+    if not args.multirun:
+        return [compose(args.overrides, config_dir=args.config_dir)]
+    jobs = sweep(args.overrides)
+    common = set.intersection(*map(set, jobs))
+    found = []
+    for number, overrides in enumerate(jobs):
+        label = re.sub(r"[^\w.,=+-]+", "_", ",".join(text for text in overrides if text not in common))[:120]
+        base = compose(overrides, config_dir=args.config_dir)
+        folder = str(Path(base.run.dir) / f"{number}_{label}".rstrip("_"))
+        found.append(compose([*overrides, f"run.dir={quoted(folder)}"], config_dir=args.config_dir))
+    return found
+
+
+def _with_upstream_there(cfg: Config, upstream: list[str]) -> Config:
+    """For validation: what an upstream run will have written counts as there."""
+    folders = [Path(folder).expanduser().absolute() for folder in upstream]
+
+    def there(path: str) -> str:
+        full = Path(path).expanduser().absolute()
+        return str(conf_dir()) if path and any(full.is_relative_to(folder) for folder in folders) else path
+
+    return replace(
+        cfg,
+        model=replace(cfg.model, init=there(cfg.model.init)),
+        critic=replace(cfg.critic, init=there(cfg.critic.init)),
+        reward=replace(cfg.reward, model=there(cfg.reward.model)),
+    )
+
+
+def _freeze(cfg: Config) -> None:
+    """A folder that was used before keeps its config until the run has accepted what is there."""
+    folder = Path(cfg.run.dir)
+    freeze(cfg, folder, PENDING_NAME if (folder / FILE_NAME).exists() else FILE_NAME)
+    (folder / "logs").mkdir(exist_ok=True)
+
+
+def _submit(args: argparse.Namespace, script: str, job: JobSpec, site: Site) -> int:
+    # The script lies in the run's folder, a sweep's in the folder that its runs share.
+    home = Path(job.runs[0]) if len(job.runs) == 1 else Path(job.runs[0]).parent
+    path = home / SCRIPT
+    command = sbatch_command(args, path, home / "logs", len(job.runs))
+    if args.dry_run:
+        print(script, end="")
+        print(f"# {shlex.join(command)}")
+        for text in site.quirks:
+            print(f"# note: {text}")
+        return 0
+    (home / "logs").mkdir(parents=True, exist_ok=True)
+    path.write_text(script, encoding="utf-8")
+    try:
+        done = subprocess.run(command, env=clean_environment(os.environ), capture_output=True, text=True)
+    except FileNotFoundError:
+        hint = "Without a scheduler: bash launchers/<stage>.sbatch, or `aligner launch`."
+        raise AlignerError(f"sbatch: not found on this machine. {hint}") from None
+    if done.returncode:
+        raise AlignerError(f"sbatch failed ({done.returncode}): {done.stderr.strip()}\n  {shlex.join(command)}")
+    if args.test_only:
+        print(done.stderr.strip())
+        return 0
+    number = done.stdout.strip().split(";")[0]
+    print(number if args.parsable else f"job {number}: {job.stage}, {job.ranks} ranks, {home}")
+    return 0
+
+
+def sbatch_command(args: argparse.Namespace, script: Path, logs: Path, runs: int) -> list[str]:
+    """Paths and what the user asked for go by argv, where nothing needs quoting; a % is sbatch's own escape."""
+    if "\\" in str(logs):
+        raise ConfigError("run.dir", str(logs.parent), "a path without backslashes, which sbatch reads in --output")
+    plain = str(logs).replace("%", "%%")
+    command = ["sbatch", "--parsable", f"--output={plain}/%x-{'%A_%a' if runs > 1 else '%j'}.log"]
+    if args.after:
+        command += [f"--dependency=afterok:{':'.join(args.after)}", "--kill-on-invalid-dep=yes"]
+    if runs > 1:
+        command.append(f"--array=0-{runs - 1}" + (f"%{args.at_once}" if args.at_once else ""))
+    command += ["--test-only"] if args.test_only else []
+    return [*command, *args.sbatch, str(script)]
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without what belongs to the job in which we may be; outside of a job SBATCH_* are the user's wishes."""
+    gone = (*_INHERITED, "SBATCH_") if "SLURM_JOB_ID" in environ else _INHERITED
+    return {k: v for k, v in environ.items() if k == "SLURM_CONF" or not k.startswith(gone)}

@@ -1,0 +1,152 @@
+"""Why did a job fail? The earliest real failure over all rank logs: `slurm/triage <run.dir>/logs/<job>.<attempt>`.
+
+When one rank fails, the others report lost connections and time-outs of collectives; those are consequences. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from aligner.cluster import failure
+
+NO_CAUSE = 3  # exit code: nothing but consequences, or nothing at all
+TAIL_LINES = 40
+CONSEQUENCE = re.compile(
+    r"DistBackendError|DistNetworkError|DistStoreError|ncclRemoteError|ncclSystemError|NCCL (?:error|communicator)|"
+    r"ProcessGroup(?:NCCL|Gloo)|\[?[./\w-]*gloo/|TCPStore|[Cc]onnection (?:was )?(?:closed|reset|refused)|Broken pipe|"
+    r"Timed out waiting \d+ ?ms|[Ww]atchdog caught collective|heartbeat|recvBytes|sendBytes|BrokenPipeError|"
+    r"ConnectionResetError|MPI_ABORT|mpi_errors_are_fatal"
+)
+TRACEBACK = re.compile(r"^(?:\[rank\d+\]: ?)?Traceback \(most recent call last\):")
+CRASH = re.compile(
+    r"Segmentation fault|Bus error|SIGSEGV|SIGBUS|SIGABRT|CUDA error|out of memory|No space left on device|"
+    r"OMPI was not built with|Fatal error in (?:internal_|P)?MPI_Init"
+)
+HEADER = re.compile(r"^\[rank-(\d+) on (\S+), pid")
+# srun's own words on a task that a signal ended
+DEATH = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (?!Exited with|Terminated)(.+)")
+EXITED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): Exited with exit code")
+
+
+@dataclass(frozen=True)
+class Finding:
+    time_s: float
+    rank: int
+    node: str
+    text: str
+
+    @property
+    def consequence(self) -> bool:
+        """Whether the last words (the exception itself) speak of the others' absence."""
+        last = "\n".join(self.text.strip().splitlines()[-3:])
+        return CONSEQUENCE.search(last) is not None
+
+
+def findings(folder: Path) -> list[Finding]:
+    """What each rank says went wrong, by time. A rank's note is exact; of a bare log, the time of its last word is."""
+    found = []
+    for log in sorted(folder.glob("rank-*.log")):
+        text = log.read_text(encoding="utf-8", errors="replace")
+        rank, node = int(log.stem.removeprefix("rank-")), "?"
+        headers = [m for m in map(HEADER.match, text.splitlines()) if m]
+        if headers:
+            node = headers[-1][2]
+        said = failure.read(folder / f"failure-{rank:04d}.json")
+        if said:
+            found.append(Finding(said.time_s, rank, node, said.text))
+            continue
+        words = last_words(text)
+        if words:
+            found.append(Finding(log.stat().st_mtime, rank, node, words))
+    return sorted(found, key=lambda f: (f.time_s, f.rank))
+
+
+def last_words(text: str) -> str:
+    """The first traceback of a log with its exception, or the first line that tells of a crash; empty if neither."""
+    lines = text.splitlines()
+    starts = [i for i, line in enumerate(lines) if TRACEBACK.match(line)]
+    if starts:
+        end = starts[0] + 1
+        while end < len(lines) and re.match(r"^(?:\[rank\d+\]: ?)?\s", lines[end]):
+            end += 1
+        return "\n".join(lines[starts[0] : end + 1])
+    crashes = [line for line in lines if CRASH.search(line)]
+    return crashes[0] if crashes else ""
+
+
+def killed(folder: Path) -> tuple[str, str, str] | None:
+    """(node, tasks, how) of the first task that a signal ended, unless another had failed by itself before."""
+    path = folder / "srun.log"
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        if EXITED.search(line):
+            return None
+        match = DEATH.search(line)
+        if match:
+            return match[1], match[2], match[3]
+    return None
+
+
+def _exited(folder: Path) -> tuple[str, int] | None:
+    """(node, rank) of the first that ended with an exit code, by srun."""
+    path = folder / "srun.log"
+    match = EXITED.search(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+    return (match[1], int(re.split(r"[,-]", match[2])[0])) if match else None
+
+
+def explain(folder: Path) -> tuple[str, bool]:
+    """The text to print, and whether it names a cause."""
+    found = findings(folder)
+    real = [f for f in found if not f.consequence]
+    if real:
+        first = real[0]
+        head = f"rank {first.rank} on {first.node} failed first"
+        others = len(found) - 1
+        head += f" ({others} more failed after it)" if others else ""
+        tail = first.text.strip().splitlines()[-TAIL_LINES:]
+        return "\n".join(
+            [head, *(f"  | {line}" for line in tail), f"log: {folder / f'rank-{first.rank:04d}.log'}"]
+        ), True
+    death = killed(folder)
+    if death:
+        node, tasks, how = death
+        hint = " (out of memory on that node, or somebody's kill)" if "Killed" in how else ""
+        return f"rank {tasks} on {node}: {how}{hint}\nlog: {folder / 'srun.log'}", True
+    exited = _exited(folder)
+    if exited and not found:  # it ended by itself, without a traceback: its last lines are all there is
+        node, task = exited
+        log = folder / f"rank-{task:04d}.log"
+        tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-15:] if log.is_file() else []
+        return "\n".join([f"rank {task} on {node} ended first", *(f"  | {line}" for line in tail), f"log: {log}"]), True
+    if found:
+        first = found[0]
+        last = first.text.strip().splitlines()[-1]
+        ranks = ", ".join(str(f.rank) for f in found)
+        return f"only lost connections, first on rank {first.rank} ({first.node}): {last}\nranks: {ranks}", False
+    return f"no rank in {folder} says why", False
+
+
+def attempt_folder(folder: Path) -> Path:
+    """The folder itself if it has rank logs, else the newest attempt of a run folder."""
+    if any(folder.glob("rank-*.log")):
+        return folder
+    attempts = [log.parent for log in folder.glob("logs/*/rank-*.log")] + [
+        log.parent for log in folder.glob("*/rank-*.log")
+    ]
+    return max(attempts, key=lambda place: place.stat().st_mtime, default=folder)
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 1 or argv[0].startswith("-") or not Path(argv[0]).is_dir():
+        print("usage: slurm/triage RUN_DIR | LOG_FOLDER", file=sys.stderr)
+        return 2
+    text, cause = explain(attempt_folder(Path(argv[0])))
+    print(f"triage: {text}", flush=True)
+    return 0 if cause else NO_CAUSE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,185 @@
+"""`slurm/watch RUN_DIR...`: state, progress, goodput, GPU-hours and time left of a chain. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+COLUMNS = ("run", "state", "step", "s/step", "attempts", "goodput", "rank-hours", "left")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    job: str
+    start_s: float
+    end_s: float | None  # None: it runs, or it was killed and could not say
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Status:
+    run: str
+    state: str
+    step: int
+    total: int
+    step_s: float | None  # of the last steps
+    attempts: int
+    goodput: float | None  # seconds of steps that count / seconds allocated
+    rank_hours: float  # GPU-hours where a rank has a GPU
+    left_s: float | None
+
+
+def attempts(run: Path, alive: bool, now_s: float) -> list[Attempt]:
+    """What launchers/body.sh recorded. An attempt without an end ended when the next began; the last one is going on
+    if its job is `alive`, else its end is the last sign of life in its logs."""
+    path = run / "logs" / "attempts.tsv"
+    rows = [line.split("\t") for line in path.read_text().splitlines()] if path.is_file() else []
+    found: list[Attempt] = []
+    for kind, job, _attempt, epoch, _step, _what, ranks in (row for row in rows if len(row) == 7):
+        if kind == "start":
+            if found and found[-1].end_s is None:
+                last = found.pop()
+                found.append(Attempt(last.job, last.start_s, float(epoch), last.ranks))
+            found.append(Attempt(job, float(epoch), None, int(ranks)))
+        elif found and found[-1].end_s is None:
+            last = found.pop()
+            found.append(Attempt(last.job, last.start_s, float(epoch), last.ranks))
+    if found and found[-1].end_s is None:
+        last = found.pop()
+        sign = max((p.stat().st_mtime for p in run.glob("logs/*/rank-*.log")), default=last.start_s)
+        found.append(Attempt(last.job, last.start_s, now_s if alive else max(sign, last.start_s), last.ranks))
+    return found
+
+
+def status(run: Path, jobs: dict[str, str], now_s: float) -> Status:
+    """`jobs`: state of each job in the queue by its number."""
+    job = last_job(run)
+    state = jobs.get(job or "", "")
+    if (run / "DONE").exists() and state != "RUNNING":
+        state = "DONE"
+    elif not state:
+        state = "stopped" if (run / "STOPPED").exists() else "ended" if job else "not started"
+    tries = attempts(run, state == "RUNNING", now_s)
+    times = step_times(run)
+    step, total = newest_step(run, times), total_steps(run)
+    recent = sorted(list(times.values())[-20:])
+    step_s = recent[len(recent) // 2] if recent else None
+    allocated = sum((a.end_s or now_s) - a.start_s for a in tries)
+    used = sum(((a.end_s or now_s) - a.start_s) * a.ranks for a in tries)
+    return Status(
+        run=str(run),
+        state=state,
+        step=step,
+        total=total,
+        step_s=step_s,
+        attempts=len(tries),
+        goodput=min(1.0, sum(times.values()) / allocated) if allocated and times else None,
+        rank_hours=used / 3600,
+        left_s=(total - step) * step_s if step_s is not None and state != "DONE" else None,
+    )
+
+
+def last_job(run: Path) -> str | None:
+    path = run / "logs" / "attempts.tsv"
+    rows = [line.split("\t") for line in path.read_text().splitlines()] if path.is_file() else []
+    return rows[-1][1] if rows else None
+
+
+def step_times(run: Path) -> dict[int, float]:
+    """Seconds of each step that counts: a resumed run cuts the others from metrics.jsonl."""
+    path, found = run / "metrics.jsonl", {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:  # being written
+            continue
+        if "time/step_s" in record:
+            found[int(record["step"])] = float(record["time/step_s"])
+    return found
+
+
+def newest_step(run: Path, times: dict[int, float]) -> int:
+    steps = [*times, 0]
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        steps.append(int(json.loads((run / "progress.json").read_text())["step"]))
+    return max(steps)
+
+
+def total_steps(run: Path) -> int:
+    """run.steps of the frozen config, whose sections are in columns."""
+    path = run / "config.yaml"
+    match = re.search(r"^run:\n(?:  .*\n)*?  steps: (\d+)$", path.read_text(), re.M) if path.is_file() else None
+    return int(match[1]) if match else 0
+
+
+def queue() -> dict[str, str]:
+    """State of every job in the queue, empty without Slurm. A dead controller must not hang us."""
+    try:
+        done = subprocess.run(["squeue", "-h", "-o", "%A %T"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return dict(line.split(None, 1) for line in done.stdout.splitlines() if line.strip())
+
+
+def expand(folders: list[str]) -> list[Path]:
+    """Run folders; of a folder that holds runs (a chain, a sweep), these, in the order of their start."""
+    found: list[Path] = []
+    for folder in map(Path, folders):
+        inside = [p.parent for p in folder.glob("*/config.yaml")]
+        inside.sort(key=lambda p: (p / "config.yaml").stat().st_mtime)
+        found += [folder] if (folder / "config.yaml").exists() or not inside else inside
+    return found
+
+
+def table(rows: list[Status]) -> str:
+    lines = [COLUMNS]
+    for row in rows:
+        lines.append(
+            (
+                row.run,
+                row.state,
+                f"{row.step}/{row.total or '?'}",
+                f"{row.step_s:.2f}" if row.step_s is not None else "-",
+                str(row.attempts),
+                f"{row.goodput:.0%}" if row.goodput is not None else "-",
+                f"{row.rank_hours:.2f}",
+                clock(row.left_s),
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="slurm/watch", description=__doc__)
+    parser.add_argument("folders", nargs="+", metavar="RUN_DIR", help="run folders, or a folder of them")
+    parser.add_argument("--every", type=float, metavar="SECONDS", help="repeat until all runs are done")
+    args = parser.parse_args(argv)
+    while True:
+        jobs = queue()
+        rows = [status(run, jobs, time.time()) for run in expand(args.folders)]
+        print(table(rows), flush=True)
+        if not args.every or all(row.state == "DONE" for row in rows):
+            return 0
+        time.sleep(args.every)
+        print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,379 @@
+#!/usr/bin/env bash
+# The body that all launchers and all scripts of `aligner submit` share. Sourced with ALIGNER_ROOT set.
+#   aligner_launcher STAGE [OPTION...] [KEY=VALUE...]   compose and freeze the config, then aligner_job
+#   aligner_job                                         run what the ALIGNER_* variables describe (cluster/render.py)
+# How a job ends (docs/failures.md): the run folder has DONE -> 0; STOPPED -> requeued, or 75 where nothing requeues;
+# exit code 93 of the ranks -> dependants are cancelled; anything else -> triage, and that exit code.
+
+ALIGNER_NO_RESTART=93
+ALIGNER_TRY_AGAIN=75
+ALIGNER_SAME_STEP_LIMIT=3 # attempts in a row that may begin at one step
+
+aligner_say() {
+    echo "[$(date '+%F %T')] aligner: $*"
+}
+
+aligner_die() {
+    aligner_say "error: $*" >&2
+    exit 1
+}
+
+# The Python of this shell; ranks may have another one, in a container.
+aligner_python() {
+    if [[ -z "${ALIGNER_PYTHON:-}" ]]; then
+        # shellcheck source=launchers/env.sh
+        source "$ALIGNER_ROOT/launchers/env.sh"
+        ALIGNER_PYTHON="$ALIGNER_ROOT/.venv/bin/python"
+    fi
+    export PYTHONPATH="$ALIGNER_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+aligner_launcher() {
+    local stage="$1" note lines
+    shift
+    note="${SLURM_SUBMIT_DIR:-$PWD}/runs/.jobs/${SLURM_CLUSTER_NAME:-cluster}-${SLURM_JOB_ID:-0}.sh"
+    if [[ "${SLURM_RESTART_COUNT:-0}" == 0 || ! -f "$note" ]]; then
+        aligner_python
+        lines="$("$ALIGNER_PYTHON" -m aligner submit --shell "stage=$stage" "$@")" || exit $?
+        if [[ -n "${SLURM_JOB_ID:-}" ]]; then # a requeued job reads this, whatever conf/ says by then
+            mkdir -p "${note%/*}"
+            printf '%s\n' "$lines" >"$note"
+        fi
+    else
+        lines="$(<"$note")"
+    fi
+    eval "$lines"
+    aligner_job
+}
+
+aligner_job() {
+    [[ -z "${ALIGNER_RANK_PYTHON:-}" ]] || ALIGNER_PYTHON="${ALIGNER_PYTHON:-python3}" # ranks have another one
+    aligner_python
+    ALIGNER_RUN="${ALIGNER_RUNS[${SLURM_ARRAY_TASK_ID:-0}]-}"
+    [[ -n "$ALIGNER_RUN" ]] || aligner_die "array task ${SLURM_ARRAY_TASK_ID:-0}: there are ${#ALIGNER_RUNS[@]} runs"
+    ALIGNER_JOB="${SLURM_JOB_ID:-local}"
+    ALIGNER_ATTEMPT="${SLURM_RESTART_COUNT:-0}"
+    ALIGNER_BAD_NODES=()
+    aligner_check_upstream
+    mkdir -p "$ALIGNER_RUN/logs"
+    if [[ -n "${SLURM_JOB_ID:-}" ]]; then
+        aligner_check_restarts
+    fi
+    local code restarts=0
+    while true; do
+        ALIGNER_LOGS="$ALIGNER_RUN/logs/$ALIGNER_JOB.$ALIGNER_ATTEMPT"
+        ((restarts == 0)) || ALIGNER_LOGS+="+$restarts"
+        mkdir -p "$ALIGNER_LOGS"
+        export ALIGNER_LOGS ALIGNER_ATTEMPT
+        [[ -z "${SLURM_JOB_ID:-}" ]] || aligner_check_health
+        code=0
+        aligner_ranks || code=$?
+        aligner_outcome "$code" || code=$?
+        # 254: a node died, others can take its place within this allocation
+        ((code == 254)) || exit "$code"
+        restarts=$((restarts + 1))
+        aligner_say "starting again on the nodes that are left, without ${ALIGNER_BAD_NODES[*]}"
+    done
+}
+
+aligner_check_upstream() {
+    local folder
+    for folder in ${ALIGNER_UPSTREAM[@]+"${ALIGNER_UPSTREAM[@]}"}; do
+        [[ -f "$folder/DONE" ]] || aligner_die "upstream run $folder has not finished: it has no file DONE"
+    done
+}
+
+# The newest step that a restart would begin from; 0 where there is none.
+aligner_step() {
+    local step=""
+    if [[ -f "$ALIGNER_RUN/progress.json" ]]; then
+        step="$(sed -n 's/.*"step": *\([0-9][0-9]*\).*/\1/p' "$ALIGNER_RUN/progress.json" | head -n 1)"
+    fi
+    if [[ -z "$step" && -d "$ALIGNER_RUN/checkpoints" ]]; then
+        step="$(find "$ALIGNER_RUN/checkpoints" -mindepth 1 -maxdepth 1 -name 'step-*' -printf '%f\n' \
+            | sed -n 's/^step-0*\([0-9][0-9]*\)$/\1/p' | sort -n | tail -n 1)"
+    fi
+    echo "${step:-0}"
+}
+
+# logs/attempts.tsv: what restarts are judged by, and what slurm/watch reads.
+aligner_record() {
+    printf '%s\t%s\t%s\t%s\t%s\t%s\t%s\n' "$1" "$ALIGNER_JOB" "$ALIGNER_ATTEMPT" "$(date +%s)" "$(aligner_step)" \
+        "${2:--}" "$ALIGNER_RANKS" >>"$ALIGNER_RUN/logs/attempts.tsv"
+}
+
+aligner_check_restarts() {
+    if ((ALIGNER_ATTEMPT > ALIGNER_MAX_REQUEUES)); then
+        aligner_die "requeued $ALIGNER_ATTEMPT times, the limit is $ALIGNER_MAX_REQUEUES (--max-requeues)"
+    fi
+    local step same=0
+    step="$(aligner_step)"
+    if [[ -f "$ALIGNER_RUN/logs/attempts.tsv" ]]; then
+        same="$(awk -F '\t' -v job="$ALIGNER_JOB" -v step="$step" \
+            '$1 == "start" && $2 == job {n = ($5 == step) ? n + 1 : 0} END {print n + 0}' "$ALIGNER_RUN/logs/attempts.tsv")"
+    fi
+    if ((ALIGNER_ATTEMPT > 0 && same >= ALIGNER_SAME_STEP_LIMIT)); then
+        aligner_die "$same attempts in a row began at step $step: no progress"
+    fi
+}
+
+# Where, in a job of several nodes, a node is unfit, name it and go on without it if there is a spare one.
+aligner_check_health() {
+    local mode="${ALIGNER_HEALTH:-auto}" bad node
+    [[ "$mode" == 1 || ( "$mode" == auto && "${SLURM_NNODES:-1}" -gt 1 ) ]] || return 0
+    bad="$(aligner_health)"
+    for node in $bad; do
+        ALIGNER_BAD_NODES+=("$node")
+    done
+    aligner_nodes >/dev/null
+}
+
+aligner_health() {
+    local python="${ALIGNER_PYTHON:-python3}" folder="$ALIGNER_LOGS/health"
+    mkdir -p "$folder"
+    date +%s >"$folder/token"
+    timeout 120 srun --nodes="${SLURM_NNODES:-1}" --ntasks="${SLURM_NNODES:-1}" --ntasks-per-node=1 --mpi=none --overlap \
+        "$python" -m aligner.cluster.health --check "$folder" >/dev/null 2>"$folder/srun.log" || true
+    # shellcheck disable=SC2046  # one word per node
+    "$python" -m aligner.cluster.health --collect "$folder" $(scontrol show hostnames "$SLURM_JOB_NODELIST")
+}
+
+# The nodes to use, one per line.
+aligner_nodes() {
+    local node left=()
+    for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+        [[ " ${ALIGNER_BAD_NODES[*]-} " == *" $node "* ]] || left+=("$node")
+    done
+    ((${#left[@]} >= ALIGNER_NODES)) || aligner_die "$ALIGNER_NODES nodes are needed, ${#left[@]} are fit" \
+        "(bad: ${ALIGNER_BAD_NODES[*]-}). Submit again with --exclude=$(IFS=, && echo "${ALIGNER_BAD_NODES[*]-}")"
+    printf '%s\n' "${left[@]:0:ALIGNER_NODES}"
+}
+
+# Start the ranks, pass signals on, wait for them; returns their exit code.
+aligner_ranks() {
+    local frozen="$ALIGNER_RUN/config.yaml" code
+    [[ ! -f "$ALIGNER_RUN/config.pending.yaml" ]] || frozen="$ALIGNER_RUN/config.pending.yaml"
+    rm -f "$ALIGNER_RUN/STOPPED"
+    ALIGNER_STARTED_STEP="$(aligner_step)"
+    touch "$ALIGNER_LOGS/started"
+    aligner_record start
+    aligner_say "$ALIGNER_STAGE in $ALIGNER_RUN: job $ALIGNER_JOB, attempt $ALIGNER_ATTEMPT, step $ALIGNER_STARTED_STEP," \
+        "$ALIGNER_RANKS ranks; logs in $ALIGNER_LOGS"
+    ALIGNER_CHILD=0
+    trap 'aligner_forward USR1' USR1
+    trap 'aligner_forward USR2' USR2
+    trap 'aligner_forward TERM' TERM
+    trap ':' INT # a terminal sends it to the ranks as well
+    if [[ -z "${SLURM_JOB_ID:-}" ]]; then
+        aligner_start_here "$frozen"
+    else
+        aligner_start_slurm "$frozen"
+    fi
+    ALIGNER_CHILD=$!
+    local last=0
+    while true; do
+        ALIGNER_SIGNALLED=0
+        code=0
+        wait "$ALIGNER_CHILD" || code=$?
+        ((code != 127)) || code=$last # waited for already
+        last=$code
+        ((ALIGNER_SIGNALLED)) || break
+    done
+    trap - USR1 USR2 TERM INT
+    return "$code"
+}
+
+# srun ends the step at once when it gets TERM, so ranks learn of it as USR1: save, stop, write STOPPED.
+aligner_forward() {
+    ALIGNER_SIGNALLED=1
+    ((ALIGNER_CHILD)) || return 0
+    local signal="${ALIGNER_SIGNAL:-USR1}"
+    [[ -n "${SLURM_JOB_ID:-}" ]] || signal="$1"
+    aligner_say "got $1, telling the ranks to save and stop"
+    kill "-$signal" "$ALIGNER_CHILD" 2>/dev/null || true
+}
+
+aligner_start_here() {
+    "$ALIGNER_PYTHON" -m aligner launch --ranks "$ALIGNER_RANKS" --frozen "$1" &
+}
+
+aligner_start_slurm() {
+    local nodes command
+    mapfile -t nodes < <(aligner_nodes)
+    ((${#nodes[@]} == ALIGNER_NODES)) || exit 1
+    aligner_rendezvous "${nodes[0]}"
+    aligner_deadline
+    export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$SRUN_CPUS_PER_TASK}"
+    command=("${ALIGNER_RANK_PYTHON:-$ALIGNER_PYTHON}" -m aligner run --frozen "$1")
+    # shellcheck disable=SC2153  # set by the lines of cluster/render.py
+    local start=(srun --kill-on-bad-exit=1 --wait=60 "--nodes=$ALIGNER_NODES" "--ntasks=$ALIGNER_RANKS"
+        "--ntasks-per-node=$ALIGNER_RANKS_PER_NODE" ${ALIGNER_SRUN[@]+"${ALIGNER_SRUN[@]}"})
+    ((ALIGNER_NODES == ${SLURM_NNODES:-1})) || start+=("--nodelist=$(IFS=, && echo "${nodes[*]}")")
+    if [[ "$ALIGNER_MPI" == mpirun ]]; then
+        aligner_mpirun "${nodes[@]}"
+        start=("${ALIGNER_MPIRUN[@]}")
+    fi
+    if [[ "${ALIGNER_CONTAINER[0]:-}" == apptainer ]]; then
+        command=("${ALIGNER_CONTAINER[@]}" "${command[@]}")
+    else
+        start+=(${ALIGNER_CONTAINER[@]+"${ALIGNER_CONTAINER[@]}"})
+    fi
+    "${start[@]}" "$ALIGNER_ROOT/launchers/rank.sh" "${command[@]}" 2> >(tee "$ALIGNER_LOGS/srun.log" >&2) &
+}
+
+aligner_mpirun() {
+    ALIGNER_MPIRUN=(mpirun -n "$ALIGNER_RANKS")
+    local hosts
+    if mpirun --version 2>&1 | grep -q 'Open MPI'; then
+        hosts="$(printf "%s:$ALIGNER_RANKS_PER_NODE," "$@")"
+        ALIGNER_MPIRUN+=(--host "${hosts%,}" --map-by "ppr:$ALIGNER_RANKS_PER_NODE:node" --bind-to none)
+    else # MPICH and those that come from it
+        ALIGNER_MPIRUN+=(-ppn "$ALIGNER_RANKS_PER_NODE" -hosts "$(IFS=, && echo "$*")")
+    fi
+}
+
+# Where the ranks meet. The port is below the ephemeral range, and another one for another job or attempt on the host.
+aligner_rendezvous() {
+    MASTER_ADDR="$1"
+    if [[ "$ALIGNER_RENDEZVOUS" == address ]]; then
+        MASTER_ADDR="$(scontrol show node -o "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')"
+    fi
+    MASTER_PORT=$((20000 + (SLURM_JOB_ID * 7 + ALIGNER_ATTEMPT * 3 + ${#ALIGNER_BAD_NODES[@]}) % 10000))
+    export MASTER_ADDR MASTER_PORT
+}
+
+# Newer versions of Slurm set SLURM_JOB_END_TIME; the run plans its last checkpoint by it.
+aligner_deadline() {
+    [[ -z "${SLURM_JOB_END_TIME:-}" ]] || return 0
+    local end
+    end="$(squeue -h -j "$SLURM_JOB_ID" -o %e 2>/dev/null)" || return 0
+    [[ "$end" == [0-9]* ]] || return 0
+    SLURM_JOB_END_TIME="$(date -d "$end" +%s)"
+    export SLURM_JOB_END_TIME
+}
+
+# What the ranks' exit code and the files they left mean. Returns the script's exit code, or does not return.
+aligner_outcome() {
+    local code="$1"
+    if ((code == 0)) && [[ "$ALIGNER_RUN/DONE" -nt "$ALIGNER_LOGS/started" ]]; then
+        aligner_record end finished
+        aligner_say "done: $ALIGNER_RUN"
+        return 0
+    fi
+    if ((code == 0)) && [[ -f "$ALIGNER_RUN/STOPPED" ]]; then
+        aligner_record end stopped
+        aligner_stopped
+        return $?
+    fi
+    if ((code == ALIGNER_NO_RESTART)); then
+        aligner_record end refused
+        aligner_triage || true
+        aligner_say "the run says that a restart cannot help; cancelling what depends on this job" >&2
+        aligner_cancel_dependants
+        return "$code"
+    fi
+    if ((code == 0)); then
+        aligner_say "error: the ranks ended well, but neither DONE nor STOPPED is in $ALIGNER_RUN" >&2
+        code=1
+    fi
+    aligner_failed "$code"
+}
+
+aligner_stopped() {
+    local step
+    step="$(aligner_step)"
+    aligner_say "stopped at step $step"
+    if [[ -z "${SLURM_JOB_ID:-}" ]]; then
+        aligner_say "the same command goes on from there"
+        return "$ALIGNER_TRY_AGAIN"
+    fi
+    if ((step <= ALIGNER_STARTED_STEP)); then
+        aligner_say "error: no progress: the attempt began at step $ALIGNER_STARTED_STEP. Is the time limit long" \
+            "enough for a step and a checkpoint?" >&2
+        return 1
+    fi
+    aligner_requeue
+}
+
+aligner_requeue() {
+    local state
+    if ((ALIGNER_ATTEMPT >= ALIGNER_MAX_REQUEUES)); then
+        aligner_say "error: requeued $ALIGNER_ATTEMPT times, the limit is $ALIGNER_MAX_REQUEUES (--max-requeues)" >&2
+        return 1
+    fi
+    state="$(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null)" || state=unknown
+    if [[ "$state" != RUNNING ]]; then # cancelled or preempted: not ours to decide
+        aligner_say "the job is $state: leaving it to Slurm"
+        return 0
+    fi
+    aligner_say "requeueing job $SLURM_JOB_ID"
+    if ! scontrol requeue "$SLURM_JOB_ID"; then
+        aligner_say "this job may not be requeued; submit it again to go on" >&2
+        return "$ALIGNER_TRY_AGAIN"
+    fi
+    sleep 120 & # Slurm ends this script
+    wait $!
+    return "$ALIGNER_TRY_AGAIN"
+}
+
+# Why the ranks failed. Where no rank knows, a node may be gone: Slurm would only notice after SlurmdTimeout.
+aligner_failed() {
+    local code="$1" dead
+    if [[ -z "${SLURM_JOB_ID:-}" ]]; then
+        aligner_record end failed
+        return "$code"
+    fi
+    if aligner_triage; then
+        aligner_record end failed
+        return "$code"
+    fi
+    dead="$(aligner_dead_nodes)"
+    if [[ -z "$dead" ]]; then
+        aligner_record end failed
+        return "$code"
+    fi
+    aligner_record end node
+    aligner_say "no answer from: $dead" >&2
+    # shellcheck disable=SC2206  # one word per node
+    ALIGNER_BAD_NODES+=($dead)
+    if ((ALIGNER_SPARE >= ${#ALIGNER_BAD_NODES[@]})); then
+        return 254
+    fi
+    aligner_requeue
+}
+
+# Exit code 0 if a cause was found in the logs.
+aligner_triage() {
+    "${ALIGNER_PYTHON:-python3}" -m aligner.cluster.triage "$ALIGNER_LOGS" >&2
+}
+
+aligner_dead_nodes() {
+    local node
+    for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+        [[ " ${ALIGNER_BAD_NODES[*]-} " != *" $node "* ]] || continue
+        (timeout 30 srun --overlap --mpi=none --nodes=1 --ntasks=1 "--nodelist=$node" true >/dev/null 2>&1 || echo "$node") &
+    done | tr '\n' ' '
+    wait
+}
+
+# Jobs that wait for this one to end well, and those that wait for them. --kill-on-invalid-dep does the same later.
+aligner_cancel_dependants() {
+    [[ -n "${SLURM_JOB_ID:-}" ]] || return 0
+    local found=" $SLURM_JOB_ID ${SLURM_ARRAY_JOB_ID:-} " id after changed=1 parent
+    while ((changed)); do
+        changed=0
+        while IFS='|' read -r id after; do
+            [[ " $found " != *" $id "* ]] || continue
+            for parent in $found; do
+                if [[ "$after" =~ afterok:([^,?]*[:,])?${parent}([^0-9]|$) ]]; then
+                    found+="$id "
+                    changed=1
+                    aligner_say "cancelling job $id"
+                    scancel "$id" || true
+                    break
+                fi
+            done
+        done < <(squeue -h -t PENDING -o '%A|%E')
+    done
+}

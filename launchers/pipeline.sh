@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# A chain of stages, each started when the one before has finished. With Slurm: jobs that wait for each other (afterok,
+# and each checks its upstream's DONE file). Without: one after another, here.
+#   launchers/pipeline.sh DIR [SUBMIT OPTION...] [KEY=VALUE...] @sft [KEY=VALUE...] @rm [...] @grpo|@ppo [...]
+# What stands before the first @stage is for all stages. Runs go to DIR/sft, DIR/rm, ...; rm, grpo and ppo start from
+# the weights of sft; grpo and ppo take the reward model of rm, if it is in the chain. For example:
+#   launchers/pipeline.sh runs/chain --nodes 2 model=qwen3_0.6b @sft data.train=chats.jsonl @rm data.train=pairs.jsonl \
+#       @ppo data.train=prompts.jsonl
+set -euo pipefail
+
+ALIGNER_ROOT="${ALIGNER_ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}"
+export ALIGNER_ROOT
+# shellcheck source=launchers/body.sh
+source "$ALIGNER_ROOT/launchers/body.sh"
+
+usage() {
+    sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+    exit 2
+}
+
+[[ $# -ge 2 && "$1" != -* && "$1" != @* ]] || usage
+folder="$1"
+shift
+common=() stages=()
+declare -A count # overrides per stage, kept in one list
+own=()
+for word in "$@"; do
+    case "$word" in
+        @sft | @rm | @grpo | @ppo)
+            stages+=("${word#@}")
+            count[${word#@}]=0
+            ;;
+        @*) usage ;;
+        *)
+            if ((${#stages[@]} == 0)); then
+                common+=("$word")
+            else
+                own+=("$word")
+                count[${stages[-1]}]=$((${count[${stages[-1]}]} + 1))
+            fi
+            ;;
+    esac
+done
+((${#stages[@]})) || usage
+
+# A path as a quoted string of Hydra's grammar, as aligner.config.resolve.quoted makes it.
+quoted() {
+    printf '"%s"' "$(printf %s "$1" | sed -zE 's/\\+$/&&/; s/(\\*)"/\1\1\\"/g; s/(\\*)\$\{/\1\1\\${/g')"
+}
+
+aligner_python
+here="" # no scheduler: run the stages one after another
+command -v sbatch >/dev/null || here=1
+
+# All stages, each by `$1 STAGE UPSTREAM... -- OVERRIDE...`.
+each_stage() {
+    local first=0 sft="" rm="" stage run words upstream
+    for stage in "${stages[@]}"; do
+        run="$folder/$stage"
+        words=(${common[@]+"${common[@]}"} "run.dir=$(quoted "$run")") upstream=()
+        if [[ -n "$sft" ]]; then
+            words+=("model.init=$(quoted "$sft")")
+            upstream+=(--upstream "$sft")
+        fi
+        if [[ -n "$rm" && "$stage" != rm ]]; then
+            words+=("reward.model=$(quoted "$rm")")
+            upstream+=(--upstream "$rm")
+            [[ "$stage" != ppo ]] || words+=("critic.init=$(quoted "$rm")")
+        fi
+        words+=(${own[@]+"${own[@]:first:${count[$stage]}}"})
+        first=$((first + ${count[$stage]}))
+        "$1" "$stage" ${upstream[@]+"${upstream[@]}"} "${words[@]}"
+        case "$stage" in
+            sft) sft="$run" ;;
+            rm) rm="$run" ;;
+            *) ;;
+        esac
+    done
+}
+
+check() {
+    "$ALIGNER_PYTHON" -m aligner submit --dry-run "stage=$1" "${@:2}" >/dev/null
+}
+
+run_here() {
+    bash "$ALIGNER_ROOT/launchers/$1.sbatch" "${@:2}"
+}
+
+before=""
+submit() {
+    before="$("$ALIGNER_PYTHON" -m aligner submit --parsable ${before:+--after "$before"} "stage=$1" "${@:2}")"
+    echo "$1: job $before, $folder/$1"
+}
+
+each_stage check # a mistake in the last stage shows before the first one starts
+if [[ -n "$here" ]]; then
+    each_stage run_here
+else
+    each_stage submit
+    echo "watch them: slurm/watch $folder"
+fi
