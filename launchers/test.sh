@@ -1,19 +1,43 @@
 #!/usr/bin/env bash
-# Lint, format check and tests. `--fast` leaves out the tests marked slow; other arguments go to pytest.
+# Lint, format check and tests. What this machine lacks is skipped and listed at the end.
+#   --fast   leaves out the tests marked slow
+#   --all    installs Slurm and MPI with apt-get if they are missing, and fails where a test is skipped for lack of them
+# Other arguments go to pytest.
 set -euo pipefail
 
 # shellcheck source=launchers/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$ALIGNER_ROOT"
 
+install_slurm() {
+    local programs=(slurmctld slurmd sbatch munged mpirun) sudo=() folder
+    export PATH="$PATH:/usr/sbin:/sbin"
+    command -v "${programs[@]}" >/dev/null && [[ "$(command -v "${programs[@]}" | wc -l)" == "${#programs[@]}" ]] || {
+        command -v apt-get >/dev/null || { echo "error: --all needs apt-get, or Slurm and MPI installed" >&2; exit 1; }
+        [[ "$(id -u)" == 0 ]] || sudo=(sudo -n)
+        export DEBIAN_FRONTEND=noninteractive
+        "${sudo[@]}" apt-get update -qq
+        "${sudo[@]}" apt-get install -y -qq --no-install-recommends \
+            slurmctld slurmd slurm-client munge libpmix2 openmpi-bin
+    }
+    for folder in /usr/lib/*/pmix2/lib; do # the name that Slurm's plugin loads
+        [[ ! -e "$folder/libpmix.so.2" || -e "$folder/libpmix.so" ]] \
+            || "${sudo[@]}" ln -s libpmix.so.2 "$folder/libpmix.so"
+    done
+}
+
 arguments=()
 for argument in "$@"; do
     case "$argument" in
         --fast) arguments+=(-m "not slow") ;;
+        --all)
+            install_slurm
+            export ALIGNER_TEST_ALL=1
+            ;;
         *) arguments+=("$argument") ;;
     esac
 done
 
 ruff check .
 ruff format --check .
-python -m pytest --durations=15 ${arguments[@]+"${arguments[@]}"}
+python -m pytest --durations=15 -rs ${arguments[@]+"${arguments[@]}"}

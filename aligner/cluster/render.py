@@ -138,7 +138,15 @@ def sbatch_flags(site: Site, job: JobSpec) -> list[str]:
 def batch_script(site_name: str, site: Site, job: JobSpec) -> str:
     """The whole script that `aligner submit` hands to sbatch. It starts `launchers/body.sh`, as the launchers do."""
     flags = "\n".join(f"#SBATCH {flag}" for flag in sbatch_flags(site, job))
-    return (
-        f"#!/usr/bin/env bash\n{flags}\nset -euo pipefail\n\n{job_lines(site_name, site, job)}\n"
-        f'# shellcheck source=/dev/null\nsource "$ALIGNER_ROOT/launchers/body.sh"\naligner_job\n'
-    )
+    parts = [
+        "#!/usr/bin/env bash",
+        flags,
+        "# shellcheck disable=SC2034  # body.sh reads these",
+        "set -euo pipefail",
+        "",
+        job_lines(site_name, site, job),
+        "# shellcheck source=/dev/null",
+        'source "$ALIGNER_ROOT/launchers/body.sh"',
+        "aligner_job",
+    ]
+    return "\n".join(parts) + "\n"

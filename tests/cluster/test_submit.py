@@ -1,0 +1,138 @@
+"""`aligner submit`: what is composed, frozen, written and given to sbatch, with a stand-in for sbatch."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from aligner.__main__ import main
+from aligner.cluster.site import Site
+from aligner.cluster.submit import clean_environment, job_size
+from aligner.config.freeze import load_frozen
+from aligner.errors import ConfigError
+
+
+@pytest.fixture
+def sbatch(tmp_path, monkeypatch):
+    """Notes its arguments and its environment; answers with job 17."""
+    for name in [*os.environ]:
+        if name.startswith(("SLURM_", "SBATCH_", "ALIGNER_")):
+            monkeypatch.delenv(name)
+    fake = tmp_path / "bin/sbatch"
+    fake.parent.mkdir()
+    fake.write_text(
+        f"#!/bin/sh\nprintf '%s\\n' \"$@\" >{tmp_path}/argv\nenv >{tmp_path}/env\n"
+        "case \"$*\" in *bad*) echo 'invalid partition' >&2; exit 1;; *test-only*) echo 'would start' >&2;; esac\n"
+        "echo '17;cluster'\n"
+    )
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    return lambda: (tmp_path / "argv").read_text().splitlines() if (tmp_path / "argv").exists() else None
+
+
+def submit(*arguments):
+    return main(["submit", "data.train=train.jsonl", *arguments])
+
+
+def test_the_run_is_frozen_and_its_script_submitted(sbatch, capsys):
+    assert submit("--nodes", "2", "--ranks-per-node", "2", "run.dir=runs/a %j", "--sbatch=--qos=high", "seed=3") == 0
+    folder = Path("runs/a %j").absolute()
+    assert capsys.readouterr().out == f"job 17: sft, 4 ranks, {folder}\n"
+    plain = str(folder).replace("%", "%%")
+    assert sbatch() == ["--parsable", f"--output={plain}/logs/%x-%j.log", "--qos=high", f"{folder}/job.sbatch"]
+    assert load_frozen(folder).seed == 3 and (folder / "logs").is_dir()
+    script = (folder / "job.sbatch").read_text()
+    assert "#SBATCH --nodes=2" in script and "#SBATCH --ntasks-per-node=2" in script
+
+
+def test_a_chain_waits_and_its_upstream_need_not_be_there_yet(sbatch, capsys):
+    chain = ["--parsable", "--after", "5", "--after", "6", "--upstream", "runs/sft", "model.init=runs/sft", "stage=rm"]
+    assert submit(*chain) == 0 and capsys.readouterr().out == "17\n"
+    assert "--dependency=afterok:5:6" in sbatch() and "--kill-on-invalid-dep=yes" in sbatch()
+    assert f"ALIGNER_UPSTREAM=({Path('runs/sft').absolute()})" in Path("runs/rm/job.sbatch").read_text()
+    assert load_frozen("runs/rm").model.init == "runs/sft"
+    assert submit("model.init=runs/none", "stage=rm") == 2  # what nobody will write is still refused
+    assert "model.init='runs/none'" in capsys.readouterr().err
+
+
+def test_a_sweep_is_an_array(sbatch):
+    assert submit("-m", "--at-once", "2", "optim.lr=1e-4,2e-4", "seed=0,1") == 0
+    assert "--array=0-3%2" in sbatch() and sbatch()[-1] == str(Path("runs/sft/job.sbatch").absolute())
+    folders = sorted(p.parent for p in Path("runs/sft").glob("*/config.yaml"))
+    assert [p.name[0] for p in folders] == ["0", "1", "2", "3"]
+    assert [(load_frozen(p).optim.lr, load_frozen(p).seed) for p in folders] == [
+        (1e-4, 0), (1e-4, 1), (2e-4, 0), (2e-4, 1)
+    ]  # fmt: skip
+    assert all(Path(load_frozen(p).run.dir) == p for p in folders)
+
+
+def test_dry_run_and_test_only(sbatch, capsys):
+    assert submit("--dry-run", "--site", "localslurm") == 0
+    out = capsys.readouterr().out
+    assert "#SBATCH --partition=batch" in out and "# sbatch --parsable" in out and "# note: sbatch rounds" in out
+    assert sbatch() is None and not Path("runs").exists()
+    assert submit("--test-only") == 0
+    assert "--test-only" in sbatch() and capsys.readouterr().out == "would start\n"
+
+
+def test_what_is_wrong_is_said_before_anything_is_written(sbatch, capsys):
+    for arguments, message in (
+        (["optim.lrr=1"], "Did you mean `optim.lr`?"),
+        (["--ranks-per-node", "3", "parallel=tp2"], "world size=3"),
+        (["--site", "nowhere"], "generic"),
+        (["--nodes", "-1"], "--nodes=-1"),
+    ):
+        assert submit(*arguments) == 2 and message in capsys.readouterr().err
+    assert sbatch() is None and not Path("runs").exists()
+    assert submit("run.dir=runs/b\\\\c") == 2 and "backslashes" in capsys.readouterr().err
+
+
+def test_sbatchs_own_error_is_shown(sbatch, capsys, monkeypatch):
+    assert submit("--sbatch=--partition=bad") == 1 and "invalid partition" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert submit() == 1 and "sbatch: not found" in capsys.readouterr().err
+
+
+def test_a_frozen_run_is_submitted_as_it_is(sbatch, capsys):
+    assert submit("run.dir=runs/a", "seed=5") == 0
+    assert main(["submit", "--frozen", "runs/a"]) == 0 and load_frozen("runs/a").seed == 5
+    assert main(["submit", "--frozen", "runs/a", "seed=6"]) == 2
+
+
+def test_a_job_does_not_inherit_the_one_it_is_submitted_from():
+    outside = {"SBATCH_PARTITION": "p", "SLURM_CONF": "c", "PMIX_RANK": "0", "SLURM_NTASKS": "3", "HOME": "h"}
+    assert clean_environment(outside) == {"SBATCH_PARTITION": "p", "SLURM_CONF": "c", "HOME": "h"}
+    assert clean_environment(outside | {"SLURM_JOB_ID": "1"}) == {"SLURM_CONF": "c", "HOME": "h"}
+
+
+def size(environ=None, site=None, **options):
+    defaults = {
+        "nodes": 0,
+        "ranks_per_node": 0,
+        "ranks": 0,
+        "spare": 0,
+        "max_requeues": 20,
+        "at_once": 0,
+        "shell": False,
+    }
+    import argparse
+
+    found = job_size(argparse.Namespace(**(defaults | options)), site or Site(), environ or {})
+    return found.nodes, found.per_node
+
+
+def test_the_number_of_ranks_comes_from_whoever_knows():
+    job = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "3"}
+    assert size() == (1, 1) and size(site=Site(gpus_per_node=8), nodes=2) == (2, 8)
+    assert size(shell=True, ranks=4) == (1, 4)
+    assert size(job | {"SLURM_NTASKS_PER_NODE": "2"}, shell=True) == (3, 2)
+    assert size(job | {"SLURM_NTASKS": "6"}, shell=True) == (3, 2)
+    assert size(job | {"SLURM_NTASKS": "3"}, site=Site(gpus_per_node=8), shell=True) == (3, 8)
+    assert size(job | {"SLURM_NTASKS_PER_NODE": "2"}, shell=True, spare=1) == (2, 2)
+    assert size(job, shell=True, ranks_per_node=5) == (3, 5)
+    with pytest.raises(ConfigError, match="a multiple of the job's 3 nodes"):
+        size(job | {"SLURM_NTASKS": "4"}, shell=True)
+    with pytest.raises(ConfigError, match="from 1 to 3"):
+        size(job, shell=True, nodes=4)

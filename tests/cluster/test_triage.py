@@ -1,0 +1,112 @@
+"""The earliest real cause, among the consequences that every other rank reports."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from aligner.cluster import triage
+
+ROOT = Path(__file__).parents[2]
+LOST = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    dist.all_reduce(x)\n' + (
+    "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5"
+)
+BUG = 'Traceback (most recent call last):\n  File "reward.py", line 7, in score\n    1 / 0\n' + (
+    "ZeroDivisionError: division by zero"
+)
+
+
+def log(folder, rank, text, node="n0", at=None):
+    path = folder / f"rank-{rank:04d}.log"
+    path.write_text(f"[rank-{rank:04d} on {node}, pid 7, 2026-01-01 00:00:00]\nstep 1\n{text}\nlater words\n")
+    if at is not None:
+        os.utime(path, (at, at))
+
+
+def note(folder, rank, text, at):
+    (folder / f"failure-{rank:04d}.json").write_text(json.dumps({"time_s": at, "text": text, "exit_code": 1}))
+
+
+def test_the_cause_wins_over_earlier_consequences(tmp_path):
+    log(tmp_path, 0, LOST, at=10)
+    log(tmp_path, 3, BUG, node="n1", at=12)
+    log(tmp_path, 1, "all is well", at=14)
+    text, cause = triage.explain(tmp_path)
+    assert cause and text.startswith("rank 3 on n1 failed first (1 more failed after it)")
+    assert "ZeroDivisionError: division by zero" in text and "later words" not in text and "rank-0003.log" in text
+
+
+def test_a_ranks_note_is_more_exact_than_its_log(tmp_path):
+    for rank, at in ((0, 20.0), (1, 10.0)):
+        log(tmp_path, rank, "", node=f"n{rank}", at=5)
+        note(tmp_path, rank, f"error (rank {rank}): reward.functions: {rank}", at)
+    assert triage.explain(tmp_path)[0].startswith("rank 1 on n1 failed first")
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, remote process exited",
+        "RuntimeError: Timed out waiting 1800000ms for recv operation to complete",
+        "torch.distributed.DistNetworkError: The client socket has timed out",
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+        "RuntimeError: [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)",
+    ],
+)
+def test_only_consequences_are_no_cause(tmp_path, last):
+    log(tmp_path, 2, f'Traceback (most recent call last):\n  File "x"\n{last}', node="n1")
+    text, cause = triage.explain(tmp_path)
+    assert not cause and "first on rank 2 (n1)" in text and last.split(":")[0] in text
+    assert triage.main([str(tmp_path)]) == triage.NO_CAUSE
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "aligner.errors.RewardError: reward.functions[0]: timed out after 5 s",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "OSError: [Errno 28] No space left on device",
+        "KeyError: 'peer'",
+    ],
+)
+def test_these_are_causes(tmp_path, last):
+    log(tmp_path, 2, f'Traceback (most recent call last):\n  File "x"\n{last}')
+    log(tmp_path, 1, LOST, at=1)
+    assert triage.explain(tmp_path) == (triage.explain(tmp_path)[0], True)
+    assert last in triage.explain(tmp_path)[0]
+
+
+def test_a_killed_task_is_told_from_srun(tmp_path):
+    log(tmp_path, 0, LOST)
+    (tmp_path / "srun.log").write_text("srun: error: n1: task 1: Killed\nsrun: error: n0: task 0: Terminated\n")
+    text, cause = triage.explain(tmp_path)
+    assert cause and text.startswith("rank 1 on n1: Killed (out of memory on that node")
+
+
+def test_a_task_that_srun_killed_afterwards_is_not_the_cause(tmp_path):
+    log(tmp_path, 0, "MPI says: wrong library")
+    log(tmp_path, 1, "")
+    (tmp_path / "srun.log").write_text(
+        "srun: error: n0: tasks 0,2: Exited with exit code 1\nsrun: error: n1: task 1: Killed\n"
+    )
+    text, cause = triage.explain(tmp_path)
+    assert cause and text.startswith("rank 0 on n0 ended first") and "| MPI says: wrong library" in text
+
+
+def test_a_crash_without_python(tmp_path):
+    log(tmp_path, 4, "Fatal Python error: Segmentation fault\n\nThread 0x1:")
+    assert "Segmentation fault" in triage.explain(tmp_path)[0]
+
+
+def test_the_command_finds_the_newest_attempt_of_a_run(tmp_path):
+    for attempt, rank in (("9.0", 1), ("9.1", 2)):
+        folder = tmp_path / "logs" / attempt
+        folder.mkdir(parents=True)
+        log(folder, rank, BUG, node="n5")
+    os.utime(tmp_path / "logs/9.0", (1, 1))
+    done = subprocess.run([ROOT / "slurm/triage", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0 and "triage: rank 2 on n5 failed first" in done.stdout
+    assert subprocess.run([ROOT / "slurm/triage"], capture_output=True).returncode == 2
+    assert subprocess.run([ROOT / "slurm/triage", tmp_path / "none"], capture_output=True).returncode == 2

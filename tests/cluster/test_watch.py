@@ -1,0 +1,67 @@
+"""State, progress, goodput and time left, from the files of a run."""
+
+import json
+from pathlib import Path
+
+from aligner.cluster import watch
+from aligner.config.freeze import freeze
+from aligner.config.resolve import compose
+
+
+def run(folder: Path, steps=10, rows=(), metrics=(), **files) -> Path:
+    freeze(compose([f"run.steps={steps}", f"run.dir={folder}"]), folder)
+    (folder / "logs").mkdir()
+    (folder / "logs/attempts.tsv").write_text("".join("\t".join(map(str, row)) + "\n" for row in rows))
+    records = [{"step": step, "time/step_s": seconds} for step, seconds in metrics]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + '{"step": 99, "ti')
+    for name, text in files.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    return folder
+
+
+def test_a_running_run(tmp_path):
+    rows = [
+        ("start", 7, 0, 1000, 0, "-", 8),
+        ("end", 7, 0, 1100, 4, "stopped", 8),
+        ("start", 7, 1, 1200, 4, "-", 8),
+    ]
+    folder = run(tmp_path / "a", rows=rows, metrics=[(n, 10.0) for n in range(1, 7)])
+    found = watch.status(folder, {"7": "RUNNING"}, now_s=1250.0)
+    assert (found.state, found.step, found.total, found.attempts) == ("RUNNING", 6, 10, 2)
+    assert found.step_s == 10.0 and found.left_s == 40.0
+    assert found.goodput == 60 / 150 and abs(found.rank_hours - 150 * 8 / 3600) < 1e-9
+
+
+def test_states(tmp_path):
+    rows = [("start", 7, 0, 1000, 0, "-", 1), ("end", 7, 0, 1100, 4, "x", 1)]
+    assert watch.status(run(tmp_path / "done", rows=rows, DONE="sft"), {}, 2000).state == "DONE"
+    assert watch.status(run(tmp_path / "ended", rows=rows), {}, 2000).state == "ended"
+    assert watch.status(run(tmp_path / "stopped", rows=rows, STOPPED=""), {}, 2000).state == "stopped"
+    assert watch.status(run(tmp_path / "pending", rows=rows, STOPPED=""), {"7": "PENDING"}, 2000).state == "PENDING"
+    new = watch.status(run(tmp_path / "new"), {}, 2000)
+    assert (new.state, new.goodput, new.left_s, new.step_s) == ("not started", None, None, None)
+    again = watch.status(run(tmp_path / "again", rows=rows, DONE="sft"), {"7": "RUNNING"}, 2000)
+    assert again.state == "RUNNING"  # an old DONE, before the run removes it
+
+
+def test_an_attempt_that_could_not_say_its_end(tmp_path):
+    rows = [("start", 7, 0, 1000, 0, "-", 1), ("start", 7, 1, 1300, 0, "-", 1)]
+    folder = run(tmp_path / "a", rows=rows)
+    first, second = watch.attempts(folder, alive=True, now_s=1350.0)
+    assert (first.end_s, second.end_s) == (1300.0, 1350.0)
+    assert watch.attempts(folder, alive=False, now_s=9999.0)[1].end_s == 1300.0  # no sign of life after its start
+
+
+def test_progress_may_be_ahead_of_the_metrics(tmp_path):
+    folder = run(tmp_path / "a", metrics=[(1, 1.0)], progress_json='{"step": 5}')
+    assert watch.status(folder, {}, 0).step == 5
+
+
+def test_a_chains_folder_stands_for_its_runs(tmp_path, capsys):
+    for name in ("sft", "rm"):
+        run(tmp_path / "chain" / name, steps=7)
+    assert {p.name for p in watch.expand([str(tmp_path / "chain")])} == {"sft", "rm"}
+    assert watch.main([str(tmp_path / "chain")]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == list(watch.COLUMNS) and len(rows) == 2 and "0/7" in rows[0]
+    assert watch.clock(3725.4) == "1:02:05" and watch.clock(None) == "-"

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Stands in for Python in the launchers: "trains" by counting to $STEPS, with the files and exit codes of a real run.
+# Everything but `aligner run` and `aligner launch` goes to the real Python.
+set -u
+case "$*" in
+    *"-m aligner run "*) rank="${SLURM_PROCID:-0}" ;;
+    *"-m aligner launch "*) rank=0 ;;
+    *) exec "$REAL_PYTHON" "$@" ;;
+esac
+run="$(dirname "${*: -1}")"
+echo "rank $rank of ${ALIGNER_RANKS:-} attempt ${ALIGNER_ATTEMPT:-} node ${SLURMD_NODENAME:-} master ${MASTER_ADDR:-}"
+printf '%s\0' "$@" >"$run/argv.$rank"
+stop=0
+trap 'stop=1' USR1
+step=0
+[[ ! -f "$run/progress.json" ]] || step="$(sed 's/[^0-9]//g' "$run/progress.json")"
+[[ "$rank" != 0 ]] || rm -f "$run/DONE"
+first=$step
+while ((step < ${STEPS:-3})); do
+    sleep "${STEP_S:-0.1}"
+    step=$((step + 1))
+    [[ "$rank" != 0 || -n "${STUCK:-}" ]] || echo "{\"step\": $step}" >"$run/progress.json"
+    [[ -z "${FAIL_ON:-}" || "${SLURMD_NODENAME:-}" != "$FAIL_ON" ]] || exit "${CODE:-1}"
+    # as a collective does when a peer is gone
+    if [[ -n "${PEER:-}" ]] && ! kill -0 "$(cat "$run/pid.$PEER" 2>/dev/null || echo 1)" 2>/dev/null; then
+        printf 'Traceback (most recent call last):\n  File "x"\nRuntimeError: [gloo/x] Connection closed by peer\n'
+        exit 1
+    fi
+    echo $$ >"$run/pid.${SLURMD_NODENAME:-here}"
+    ((step - first < ${STOP_AFTER:-1000})) || stop=1
+    if ((stop)); then
+        [[ "$rank" != 0 ]] || touch "$run/STOPPED"
+        exit 0
+    fi
+done
+[[ -z "${CODE:-}" ]] || exit "$CODE"
+[[ "$rank" != 0 ]] || touch "$run/DONE"

@@ -1,0 +1,298 @@
+"""The launchers without a scheduler, and their body's decisions with stand-ins for Python and for Slurm's commands."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aligner.config.freeze import load_frozen
+from aligner.config.resolve import quoted
+from aligner.config.schema import STAGES
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = Path(__file__).parent / "stand_in.sh"
+text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20) | st.sampled_from(
+    [
+        "it's",
+        '"q"',
+        "$HOME",
+        "${x}",
+        "a,b",
+        "{a: [1]}",
+        "l1\nl2",
+        "día 日本",
+        "`id`",
+        "$(id)",
+        "\\",
+        "a=b",
+        "*",
+        " ",
+        "--x",
+    ]
+)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """An empty folder to work in, an environment without a job, and rows to "train" on."""
+    for name in [*os.environ]:
+        if name.startswith(("SLURM_", "SBATCH_", "ALIGNER_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("ALIGNER_PYTHON", str(STAND_IN))
+    monkeypatch.setenv("REAL_PYTHON", sys.executable)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    return tmp_path
+
+
+def launch(stage, *arguments, **environ):
+    command = ["bash", str(ROOT / f"launchers/{stage}.sbatch"), *arguments]
+    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm"])
+def test_a_launcher_runs_without_a_scheduler(place, stage):
+    code, said = launch(stage, "--ranks", "2", "data.train=train.jsonl")
+    assert code == 0 and "done" in said
+    cfg = load_frozen(f"runs/{stage}")
+    assert cfg.stage.name == stage and Path(f"runs/{stage}/DONE").exists()
+    argv = Path(f"runs/{stage}/argv.0").read_bytes().decode().split("\0")
+    assert argv[:6] == ["-m", "aligner", "launch", "--ranks", "2", "--frozen"]
+    rows = [line.split("\t") for line in Path(f"runs/{stage}/logs/attempts.tsv").read_text().splitlines()]
+    assert [(row[0], row[4], row[5]) for row in rows] == [("start", "0", "-"), ("end", "3", "finished")]
+
+
+def test_what_is_refused_starts_nothing(place):
+    code, said = launch("sft", "--ranks", "2", "optim.lrr=1")
+    assert code == 2 and "Did you mean `optim.lr`?" in said and not Path("runs").exists()
+    code, said = launch("sft", "--ranks", "3", "parallel=tp2", "data.train=train.jsonl")
+    assert code == 2 and "world size=3" in said and not Path("runs").exists()
+    code, said = launch("sft", "--site", "nowhere", "data.train=train.jsonl")
+    assert code == 2 and "generic" in said
+
+
+@pytest.mark.parametrize(("code", "wanted"), [("1", 1), ("93", 93), ("137", 137)])
+def test_the_ranks_exit_code_is_the_jobs(place, code, wanted):
+    assert launch("sft", "data.train=train.jsonl", CODE=code)[0] == wanted
+    assert not Path("runs/sft/DONE").exists()
+
+
+def test_an_old_done_or_stopped_file_does_not_count(place):
+    folder = Path("runs/sft")
+    folder.mkdir(parents=True)
+    for name in ("DONE", "STOPPED"):
+        (folder / name).write_text("")
+        os.utime(folder / name, (1, 1))
+    code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=str(_quiet(place)))
+    assert code == 1 and "neither DONE nor STOPPED" in said
+
+
+def _quiet(folder: Path) -> Path:
+    """Ends well and leaves nothing."""
+    script = folder / "quiet.sh"
+    script.write_text('#!/bin/sh\ncase "$*" in *"aligner launch"*) exit 0;; esac\nexec "$REAL_PYTHON" "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+def test_upstream_must_be_finished(place):
+    Path("runs/up").mkdir(parents=True)
+    code, said = launch("rm", "--upstream", "runs/up", "model.init=runs/up", "data.train=train.jsonl")
+    assert code == 1 and "up has not finished" in said and not Path("runs/rm/DONE").exists()
+    Path("runs/up/DONE").write_text("sft\n")
+    assert launch("rm", "--upstream", "runs/up", "model.init=runs/up", "data.train=train.jsonl")[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_stops_the_run_and_the_same_command_goes_on(place, number):
+    command = ["bash", str(ROOT / "launchers/sft.sbatch"), "data.train=train.jsonl"]
+    # TERM is the launcher's to handle; the stand-in knows USR1 only, so it is sent as that by a site that says so
+    environ = {**os.environ, "STEPS": "200"}
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 40
+    while not Path("runs/sft/progress.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=40)
+    if number == signal.SIGTERM:
+        assert process.returncode == 143, said  # the stand-in has no handler for it
+        return
+    assert process.returncode == 75 and "stopped at step" in said and Path("runs/sft/STOPPED").exists()
+    step = json.loads(Path("runs/sft/progress.json").read_text())["step"]
+    assert launch("sft", "data.train=train.jsonl", STEPS=str(step + 2))[0] == 0
+    assert json.loads(Path("runs/sft/progress.json").read_text())["step"] == step + 2
+    assert not Path("runs/sft/STOPPED").exists()
+
+
+@given(st.lists(text, min_size=1, max_size=4))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def test_overrides_reach_python_as_they_were_given(tmp_path_factory, words):
+    """Whatever is in them, on the way through the launcher and its body."""
+    folder = tmp_path_factory.mktemp("argv")
+    echo = folder / "echo.sh"
+    echo.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" >{folder}/argv\nexit 9\n")
+    echo.chmod(0o755)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "ALIGNER_"))}
+    command = ["bash", str(ROOT / "launchers/sft.sbatch"), *words]
+    done = subprocess.run(command, cwd=folder, env={**environ, "ALIGNER_PYTHON": str(echo)}, capture_output=True)
+    assert done.returncode == 9, done.stderr
+    assert (folder / "argv").read_bytes() == "\0".join(
+        ["-m", "aligner", "submit", "--shell", "stage=sft", *words, ""]
+    ).encode()
+
+
+NASTY = """it's "$HOME" ${seed} `id` $(id) {a: [1, 2]},\nline 2; día 日本 \\ * #"""
+
+
+def test_a_nasty_override_is_in_the_frozen_config_and_a_nasty_folder_works(place):
+    folder = "runs/a 'b' \"c\" $d, é\n x"
+    overrides = ["data.train=train.jsonl", f"logging.wandb.project={quoted(NASTY)}", f"run.dir={quoted(folder)}"]
+    code, said = launch("sft", *overrides)
+    assert code == 0, said
+    assert load_frozen(folder).logging.wandb.project == NASTY and (Path(folder) / "DONE").exists()
+
+
+def test_the_chain_runs_one_by_one_without_a_scheduler(place):
+    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "sbatch").exists())
+    chain = ["bash", str(ROOT / "launchers/pipeline.sh"), "runs/c h", "data.train=train.jsonl", "@sft", "seed=1", "@rm"]
+    environ = {**os.environ, "PATH": _without_sbatch(place, path)}
+    done = subprocess.run([*chain, "seed=2"], env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    sft, rm = load_frozen("runs/c h/sft"), load_frozen("runs/c h/rm")
+    assert (sft.seed, rm.seed, rm.model.init, sft.model.init) == (1, 2, "runs/c h/sft", "random")
+    for broken in (["@sft"], ["runs/x"], ["runs/x", "@dpo"]):
+        done = subprocess.run([*chain[:2], *broken], capture_output=True, text=True)
+        assert done.returncode == 2 and "launchers/pipeline.sh DIR" in done.stderr
+    done = subprocess.run(
+        [*chain[:2], "runs/y", *chain[3:], "optim.lrr=2"], env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and not Path("runs/y").exists()  # the last stage's mistake, before the first starts
+
+
+def _without_sbatch(folder: Path, path: str) -> str:
+    """The same programs but sbatch; where it lies among the others, links to those."""
+    if path == os.environ["PATH"]:
+        return path
+    links = folder / "bin"
+    links.mkdir()
+    for source in os.environ["PATH"].split(os.pathsep):
+        for program in Path(source).iterdir() if Path(source).is_dir() else []:
+            if program.name != "sbatch" and not (links / program.name).exists():
+                (links / program.name).symlink_to(program)
+    return str(links)
+
+
+def test_all_stages_have_launchers():
+    assert {path.stem for path in (ROOT / "launchers").glob("*.sbatch")} == set(STAGES)
+
+
+# --- with stand-ins for Slurm's commands: what the body decides -------------------------------------------------------
+
+
+@pytest.fixture
+def slurm(place, monkeypatch):
+    """A "job" of one node: srun runs the command, scontrol and scancel note what they were asked."""
+    folder = place / "fake"
+    folder.mkdir()
+    fakes = {
+        "srun": 'while [[ "$1" == -* ]]; do shift; done\nexec "$@"\n',
+        "scontrol": f'echo "scontrol $*" >>{place}/asked\n'
+        'case "$1" in show) echo node1;; requeue) kill -TERM $PPID;; esac\n',
+        "scancel": f'echo "scancel $*" >>{place}/asked\n',
+        "squeue": 'case "$*" in *%T*) echo "${STATE:-RUNNING}";; *%E*) cat dependants 2>/dev/null || true;; esac\n',
+        "sinfo": "exit 0\n",
+    }
+    for name, code in fakes.items():
+        (folder / name).write_text("#!/usr/bin/env bash\n" + code)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    numbers = {"JOB_ID": "42", "JOB_NODELIST": "node1", "NNODES": "1", "NTASKS": "1", "PROCID": "0", "STEP_ID": "0"}
+    for name, value in numbers.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURM_SUBMIT_DIR", str(place))
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "2000000000")
+    monkeypatch.setenv("ALIGNER_ROOT", str(ROOT))
+    return place / "asked"
+
+
+def asked(path: Path) -> list[str]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line for line in lines if not line.startswith("scontrol show")]
+
+
+def stopping(place: Path) -> str:
+    """Ranks that stop at once by themselves, one step on (or none, with STUCK)."""
+    script = place / "stop.sh"
+    script.write_text(
+        '#!/usr/bin/env bash\ncase "$*" in *"aligner run"*) ;; *) exec "$REAL_PYTHON" "$@" ;; esac\n'
+        'run=$(dirname "${@: -1}")\nstep=$(sed "s/[^0-9]//g" "$run/progress.json" 2>/dev/null || echo 0)\n'
+        '[[ -n "${STUCK:-}" ]] || echo "{\\"step\\": $((step + 1))}" >"$run/progress.json"\ntouch "$run/STOPPED"\n'
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_stopped_is_requeued_and_the_restart_reads_what_was_frozen(slurm, place):
+    launch("sft", "data.train=train.jsonl", "seed=7", ALIGNER_PYTHON=stopping(place))
+    assert asked(slurm) == ["scontrol requeue 42"]
+    assert Path("runs/.jobs/cluster-42.sh").exists()
+    # overrides that would not compose any more: the restart does not look at them
+    code, said = launch("sft", "no.such=key", SLURM_RESTART_COUNT="1")
+    assert code == 0 and "attempt 1, step 1" in said and load_frozen("runs/sft").seed == 7
+    assert Path("runs/sft/logs/42.0/rank-0000.log").exists() and Path("runs/sft/logs/42.1/rank-0000.log").exists()
+
+
+def test_stopped_without_progress_is_not_requeued(slurm, place):
+    code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=stopping(place), STUCK="1")
+    assert code == 1 and "no progress" in said and asked(slurm) == []
+
+
+def test_the_requeue_cap(slurm, place):
+    code, said = launch(
+        "sft", "data.train=train.jsonl", "--max-requeues", "2", ALIGNER_PYTHON=stopping(place), SLURM_RESTART_COUNT="2"
+    )
+    assert code == 1 and "the limit is 2" in said and asked(slurm) == []
+    code, said = launch("sft", "data.train=train.jsonl", "--max-requeues", "2", SLURM_RESTART_COUNT="3")
+    assert code == 1 and "requeued 3 times" in said
+
+
+def test_many_attempts_at_one_step_end_the_job(slurm, place):
+    folder = Path("runs/sft/logs")
+    folder.mkdir(parents=True)
+    (folder / "attempts.tsv").write_text("".join(f"start\t42\t{i}\t{i}\t5\t-\t1\n" for i in range(3)))
+    checkpoint = folder.parent / "checkpoints/step-00000005"
+    checkpoint.mkdir(parents=True)
+    code, said = launch("sft", "data.train=train.jsonl", SLURM_RESTART_COUNT="3")
+    assert code == 1 and "3 attempts in a row began at step 5" in said
+    checkpoint.rename(checkpoint.with_name("step-00000011"))
+    assert launch("sft", "data.train=train.jsonl", SLURM_RESTART_COUNT="3")[0] == 0
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "PREEMPTED", "COMPLETING"])
+def test_a_job_that_slurm_is_ending_is_left_to_it(slurm, place, state):
+    code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=stopping(place), STATE=state)
+    assert code == 0 and "leaving it to Slurm" in said and asked(slurm) == []
+
+
+def test_93_cancels_what_depends_on_it(slurm, place):
+    Path("dependants").write_text(
+        "43|afterok:42(unfulfilled)\n44|afterok:7:43(unfulfilled)\n45|afterok:142(unfulfilled)\n"
+        "46|afterany:42(unfulfilled)\n47|(null)\n48|afterok:421(unfulfilled)\n"
+    )
+    assert launch("sft", "data.train=train.jsonl", CODE="93")[0] == 93
+    assert asked(slurm) == ["scancel 43", "scancel 44"]
+
+
+def test_a_failure_is_explained_and_not_requeued(slurm, place):
+    code, said = launch("sft", "data.train=train.jsonl", CODE="1", PEER="")
+    assert code == 1 and "triage: " in said and asked(slurm) == []
+    rows = [line.split("\t") for line in Path("runs/sft/logs/attempts.tsv").read_text().splitlines()]
+    assert rows[-1][5] == "failed"
