@@ -329,12 +329,18 @@ aligner_failed() {
         return "$code"
     fi
     dead="$(aligner_dead_nodes)"
+    if [[ -z "$dead" ]] && grep -q 'launch failed\|aborted before step completely launched' "$ALIGNER_LOGS/srun.log"; then
+        aligner_record end node
+        aligner_say "Slurm could not start the ranks" >&2
+        aligner_requeue
+        return $?
+    fi
     if [[ -z "$dead" ]]; then
         aligner_record end failed
         return "$code"
     fi
     aligner_record end node
-    aligner_say "no answer from: $dead" >&2
+    aligner_say "dead: $dead" >&2
     # shellcheck disable=SC2206  # one word per node
     ALIGNER_BAD_NODES+=($dead)
     if ((ALIGNER_SPARE >= ${#ALIGNER_BAD_NODES[@]})); then
@@ -348,8 +354,14 @@ aligner_triage() {
     "${ALIGNER_PYTHON:-python3}" -m aligner.cluster.triage "$ALIGNER_LOGS" >&2
 }
 
+# What srun says of a failed node; where it says nothing, the nodes that do not answer.
 aligner_dead_nodes() {
-    local node
+    local node said
+    said="$(sed -n 's/.*Node failure on \([^ ]*\).*/\1/p' "$ALIGNER_LOGS/srun.log" | sort -u | tr '\n' ' ')"
+    if [[ -n "$said" ]]; then
+        echo "$said"
+        return 0
+    fi
     for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
         [[ " ${ALIGNER_BAD_NODES[*]-} " != *" $node "* ]] || continue
         (timeout 30 srun --overlap --mpi=none --nodes=1 --ntasks=1 "--nodelist=$node" true >/dev/null 2>&1 || echo "$node") &

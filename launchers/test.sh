@@ -10,19 +10,22 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$ALIGNER_ROOT"
 
 install_slurm() {
-    local programs=(slurmctld slurmd sbatch munged mpirun) sudo=() folder
+    local sudo=() folder program missing=0
+    [[ "$(id -u)" == 0 ]] || sudo=(sudo -n)
     export PATH="$PATH:/usr/sbin:/sbin"
-    command -v "${programs[@]}" >/dev/null && [[ "$(command -v "${programs[@]}" | wc -l)" == "${#programs[@]}" ]] || {
+    for program in slurmctld slurmd sbatch munged mpirun; do
+        command -v "$program" >/dev/null || missing=1
+    done
+    if ((missing)); then
         command -v apt-get >/dev/null || { echo "error: --all needs apt-get, or Slurm and MPI installed" >&2; exit 1; }
-        [[ "$(id -u)" == 0 ]] || sudo=(sudo -n)
-        export DEBIAN_FRONTEND=noninteractive
         "${sudo[@]}" apt-get update -qq
-        "${sudo[@]}" apt-get install -y -qq --no-install-recommends \
+        "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
             slurmctld slurmd slurm-client munge libpmix2 openmpi-bin
-    }
+    fi
     for folder in /usr/lib/*/pmix2/lib; do # the name that Slurm's plugin loads
-        [[ ! -e "$folder/libpmix.so.2" || -e "$folder/libpmix.so" ]] \
-            || "${sudo[@]}" ln -s libpmix.so.2 "$folder/libpmix.so"
+        if [[ -e "$folder/libpmix.so.2" && ! -e "$folder/libpmix.so" ]]; then
+            "${sudo[@]}" ln -s libpmix.so.2 "$folder/libpmix.so"
+        fi
     done
 }
 

@@ -98,7 +98,7 @@ def _exited(folder: Path) -> tuple[str, int] | None:
 
 
 def explain(folder: Path) -> tuple[str, bool]:
-    """The text to print, and whether it names a cause."""
+    """The text to print, and whether it surely names the cause."""
     found = findings(folder)
     real = [f for f in found if not f.consequence]
     if real:
@@ -114,7 +114,7 @@ def explain(folder: Path) -> tuple[str, bool]:
     if death:
         node, tasks, how = death
         hint = " (out of memory on that node, or somebody's kill)" if "Killed" in how else ""
-        return f"rank {tasks} on {node}: {how}{hint}\nlog: {folder / 'srun.log'}", True
+        return f"rank {tasks} on {node}: {how}{hint}\nlog: {folder / 'srun.log'}", False  # or the node died
     exited = _exited(folder)
     if exited and not found:  # it ended by itself, without a traceback: its last lines are all there is
         node, task = exited

@@ -82,7 +82,7 @@ def test_a_killed_task_is_told_from_srun(tmp_path):
     log(tmp_path, 0, LOST)
     (tmp_path / "srun.log").write_text("srun: error: n1: task 1: Killed\nsrun: error: n0: task 0: Terminated\n")
     text, cause = triage.explain(tmp_path)
-    assert cause and text.startswith("rank 1 on n1: Killed (out of memory on that node")
+    assert not cause and text.startswith("rank 1 on n1: Killed (out of memory on that node")
 
 
 def test_a_task_that_srun_killed_afterwards_is_not_the_cause(tmp_path):

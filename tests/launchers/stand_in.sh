@@ -16,17 +16,18 @@ step=0
 [[ ! -f "$run/progress.json" ]] || step="$(sed 's/[^0-9]//g' "$run/progress.json")"
 [[ "$rank" != 0 ]] || rm -f "$run/DONE"
 first=$step
+here="$run/pid.${SLURMD_NODENAME:-here}"
+echo $$ >"$here.$rank" && mv "$here.$rank" "$here"
 while ((step < ${STEPS:-3})); do
     sleep "${STEP_S:-0.1}"
     step=$((step + 1))
     [[ "$rank" != 0 || -n "${STUCK:-}" ]] || echo "{\"step\": $step}" >"$run/progress.json"
     [[ -z "${FAIL_ON:-}" || "${SLURMD_NODENAME:-}" != "$FAIL_ON" ]] || exit "${CODE:-1}"
     # as a collective does when a peer is gone
-    if [[ -n "${PEER:-}" ]] && ! kill -0 "$(cat "$run/pid.$PEER" 2>/dev/null || echo 1)" 2>/dev/null; then
+    if [[ -n "${PEER:-}" && -f "$run/pid.$PEER" ]] && ! kill -0 "$(<"$run/pid.$PEER")" 2>/dev/null; then
         printf 'Traceback (most recent call last):\n  File "x"\nRuntimeError: [gloo/x] Connection closed by peer\n'
         exit 1
     fi
-    echo $$ >"$run/pid.${SLURMD_NODENAME:-here}"
     ((step - first < ${STOP_AFTER:-1000})) || stop=1
     if ((stop)); then
         [[ "$rank" != 0 ]] || touch "$run/STOPPED"
