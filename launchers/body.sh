@@ -59,19 +59,20 @@ aligner_job() {
     if [[ -n "${SLURM_JOB_ID:-}" ]]; then
         aligner_check_restarts
     fi
-    local code restarts=0
+    ALIGNER_RESTARTS=0 # within this allocation
+    local code
     while true; do
         ALIGNER_LOGS="$ALIGNER_RUN/logs/$ALIGNER_JOB.$ALIGNER_ATTEMPT"
-        ((restarts == 0)) || ALIGNER_LOGS+="+$restarts"
+        ((ALIGNER_RESTARTS == 0)) || ALIGNER_LOGS+="+$ALIGNER_RESTARTS"
         mkdir -p "$ALIGNER_LOGS"
         export ALIGNER_LOGS ALIGNER_ATTEMPT
-        [[ -z "${SLURM_JOB_ID:-}" ]] || aligner_check_health
+        [[ -z "${SLURM_JOB_ID:-}" || "$ALIGNER_RESTARTS" != 0 ]] || aligner_check_health
         code=0
         aligner_ranks || code=$?
         aligner_outcome "$code" || code=$?
         # 254: a node died, others can take its place within this allocation
         ((code == 254)) || exit "$code"
-        restarts=$((restarts + 1))
+        ALIGNER_RESTARTS=$((ALIGNER_RESTARTS + 1))
         aligner_say "starting again on the nodes that are left, without ${ALIGNER_BAD_NODES[*]}"
     done
 }
@@ -210,6 +211,7 @@ aligner_start_slurm() {
     local start=(srun --kill-on-bad-exit=1 --wait=60 "--nodes=$ALIGNER_NODES" "--ntasks=$ALIGNER_RANKS"
         "--ntasks-per-node=$ALIGNER_RANKS_PER_NODE" ${ALIGNER_SRUN[@]+"${ALIGNER_SRUN[@]}"})
     ((ALIGNER_NODES == ${SLURM_NNODES:-1})) || start+=("--nodelist=$(IFS=, && echo "${nodes[*]}")")
+    ((ALIGNER_RESTARTS == 0)) || start+=(--overlap) # Slurm may still count the dead step's cores
     if [[ "$ALIGNER_MPI" == mpirun ]]; then
         aligner_mpirun "${nodes[@]}"
         start=("${ALIGNER_MPIRUN[@]}")

@@ -1,0 +1,220 @@
+"""The launchers on a real Slurm of several virtual nodes. Jobs run side by side: the fixture `jobs` submits them all.
+
+Most "train" with a stand-in (tests/launchers/stand_in.sh) through the same scripts; one trains for real.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from aligner.config.freeze import load_frozen
+from aligner.config.resolve import quoted
+from tests import stages
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(280)]
+ROOT = Path(__file__).parents[2]
+NASTY = """it's "$HOME" ${seed} `id` $(id) {a: [1, 2]},\nline 2; día 日本 \\ * #"""
+
+
+def log(run: Path) -> str:
+    return "".join(path.read_text() for path in sorted((run / "logs").glob("*.log")))
+
+
+def attempts(run: Path) -> list[tuple[str, ...]]:
+    """(start or end, attempt, step, outcome) of each line."""
+    rows = [line.split("\t") for line in (run / "logs/attempts.tsv").read_text().splitlines()]
+    return [(row[0], row[2], row[4], row[5]) for row in rows]
+
+
+def step(run: Path) -> int:
+    path = run / "progress.json"
+    text = path.read_text() if path.exists() else ""
+    return json.loads(text)["step"] if text.strip() else 0
+
+
+def pipeline(cluster, place: Path, folder: str, *given: str, **environ: str) -> dict[str, str]:
+    """Job of each of the given stages, as a chain."""
+    words = [folder, "model.tokenizer=.", "data.train=train.jsonl", *(f"@{stage}" for stage in given)]
+    environ["ALIGNER_PYTHON"] = cluster.stand_in
+    out = cluster.run(ROOT / "launchers/pipeline.sh", *words, cwd=place, **environ)
+    return {line.split(":")[0]: line.split()[2].rstrip(",") for line in out.splitlines() if ": job " in line}
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster, tiny_data, tmp_path_factory):
+    """Everything that needs no hand while it runs."""
+    place = tmp_path_factory.mktemp("jobs")
+    cluster.stand_in = str(ROOT / "tests/launchers/stand_in.sh")
+    (place / "train.jsonl").write_text("{}\n")
+    found = SimpleNamespace(place=place, run=lambda name: place / "runs" / name)
+
+    def submit(name: str, *arguments: object, **environ: str) -> str:
+        return cluster.aligner(
+            "submit", "--parsable", "data.train=train.jsonl", f"run.dir=runs/{name}", *arguments, cwd=place, **environ
+        )
+
+    grpo = stages.overrides(
+        "grpo", tiny_data, place / "runs/grpo", "run.steps=2", "parallel.tensor=2", "parallel.pipeline=2"
+    )
+    found.grpo = cluster.aligner(
+        "submit", "--parsable", "--nodes", "2", "--ranks-per-node", "2", *grpo, cwd=ROOT, ALIGNER_PYTHON=sys.executable
+    )
+    found.stop = submit("stop", STEPS="100000")
+    found.cap = submit("cap", "--max-requeues", "1", STOP_AFTER="2", STEPS="100000")
+    found.stuck = submit("stuck", STUCK="1", STOP_AFTER="2", STEPS="100000")
+    found.array = submit("array", "-m", "seed=3,4,5")
+    found.chain = pipeline(cluster, place, "runs/chain", "sft", "rm", "ppo")
+    found.failing = pipeline(cluster, place, "runs/failing", "sft", "rm", CODE="7")
+    words = ["data.train=train.jsonl", "run.dir='runs/na sty'", f"logging.wandb.project={quoted(NASTY)}"]
+    launcher = ROOT / "launchers/sft.sbatch"
+    options = ["--parsable", "--nodes=2", "--ntasks-per-node=2"]
+    found.direct = cluster.run("sbatch", *options, launcher, *words, cwd=place, ALIGNER_PYTHON=cluster.stand_in).strip()
+    return found
+
+
+def test_usr1_saves_stops_requeues_and_goes_on_under_the_same_number(cluster, jobs):
+    run = jobs.run("stop")
+    cluster.until(lambda: step(run) >= 3, "some steps")
+    cluster.run("scancel", "--batch", "--signal=USR1", jobs.stop)
+    cluster.until(lambda: (run / "logs" / f"{jobs.stop}.1/rank-0000.log").exists(), "the second attempt")
+    reached = int(attempts(run)[1][2])
+    assert attempts(run)[:2] == [("start", "0", "0", "-"), ("end", "0", str(reached), "stopped")] and reached >= 3
+    assert attempts(run)[2] == ("start", "1", str(reached), "-")
+    cluster.until(lambda: step(run) > reached, "steps after the stop")
+    assert "requeueing job" in log(run) and f"attempt 1, step {reached}" in log(run)  # one log, appended
+    cluster.run("scancel", jobs.stop)
+    assert cluster.ended(jobs.stop) == "CANCELLED"  # not requeued once more
+
+
+def test_the_retry_cap_and_no_progress(cluster, jobs):
+    assert cluster.ended(jobs.stuck) == "FAILED" and "no progress" in log(jobs.run("stuck"))
+    assert cluster.ended(jobs.cap) == "FAILED" and "the limit is 1" in log(jobs.run("cap"))
+    assert [row[3] for row in attempts(jobs.run("cap")) if row[0] == "end"] == ["stopped", "stopped"]
+
+
+def test_a_chain_runs_in_order_and_each_stage_starts_from_the_one_before(cluster, jobs):
+    assert list(jobs.chain) == ["sft", "rm", "ppo"]
+    assert [cluster.ended(job) for job in jobs.chain.values()] == ["COMPLETED"] * 3
+    runs = [jobs.run("chain") / stage for stage in jobs.chain]
+    done = [(run / "DONE").stat().st_mtime for run in runs]
+    assert done == sorted(done)
+    ppo = load_frozen(runs[2])
+    assert (ppo.model.init, ppo.reward.model, ppo.critic.init) == ("runs/chain/sft", "runs/chain/rm", "runs/chain/rm")
+    out = cluster.run(ROOT / "slurm/watch", jobs.run("chain"))
+    assert out.count("DONE") == 3
+
+
+def test_a_failed_upstream_ends_the_chain(cluster, jobs):
+    assert cluster.ended(jobs.failing["sft"]) == "FAILED"
+    assert cluster.ended(jobs.failing["rm"]) == "CANCELLED"
+    assert "triage: rank 0 on node" in log(jobs.run("failing") / "sft")
+    # afterok is not trusted alone: a stage that starts all the same looks for DONE
+    job = cluster.aligner(
+        *["submit", "--parsable", "stage=rm", "data.train=train.jsonl", "run.dir=runs/orphan"],
+        *["--upstream", "runs/failing/sft"],
+        cwd=jobs.place,
+    )
+    assert cluster.ended(job) == "FAILED" and "has not finished" in log(jobs.run("orphan"))
+
+
+def test_a_sweep_runs_as_an_array(cluster, jobs):
+    assert cluster.ended(jobs.array) == "COMPLETED"
+    folders = sorted(path.parent for path in jobs.run("array").glob("*/DONE"))
+    assert [load_frozen(folder).seed for folder in folders] == [3, 4, 5]
+    assert len(list((jobs.run("array") / "logs").glob("aligner-sft-*_[012].log"))) == 3
+
+
+def test_a_launcher_by_sbatch_keeps_its_overrides_and_finds_its_checkout(cluster, jobs):
+    assert cluster.ended(jobs.direct) == "COMPLETED"
+    run = jobs.run("na sty")
+    assert load_frozen(run).logging.wandb.project == NASTY and (run / "DONE").exists()
+    texts = [(run / "logs" / f"{jobs.direct}.0/rank-{rank:04d}.log").read_text() for rank in range(4)]
+    assert all(f"rank {rank} of 4 attempt 0" in text for rank, text in enumerate(texts))
+    assert {text.split("pid")[0].split()[-1] for text in texts} == {
+        text.split(" node ")[1].split()[0] + "," for text in texts
+    }
+    assert all("master 127.0.0.1" in text for text in texts)  # node names do not resolve here: NodeAddr
+
+
+BOOTSTRAP = """
+import pathlib, sys
+from aligner.cluster.mpi import join
+world = join()
+words = [world.env.rank, world.env.local_rank, world.env.world_size, world.env.launcher, *world.hosts,
+         *world.control.gather(world.env.master_port), world.control.any(world.env.rank == 1)]
+pathlib.Path(sys.argv[1] + str(world.env.rank)).write_text(" ".join(map(str, words)))
+world.leave(True)
+"""
+
+
+def test_mpi_bootstraps_ranks_of_srun_and_of_mpirun(mpi, tmp_path):
+    shared = {"MPI4PY_MPIABI": "openmpi", "OMPI_MCA_btl_tcp_if_include": "lo", "ALIGNER_RANKS": "4"}
+    program = [sys.executable, "-c", BOOTSTRAP]
+    mpi.run(
+        "srun", "--mpi=pmix", "-N2", "--ntasks-per-node=2", *program, tmp_path / "srun", ALIGNER_MPI="pmix", **shared
+    )
+    options = ["--oversubscribe", "--allow-run-as-root", "-n", "4"]
+    mpi.run("mpirun", *options, *program, tmp_path / "mpirun", ALIGNER_MPI="mpirun", MASTER_ADDR="127.0.0.1", **shared)
+    for way, hosts, launcher in (("srun", 2, "slurm"), ("mpirun", 1, "openmpi")):
+        rows = [(tmp_path / f"{way}{rank}").read_text().split() for rank in range(4)]
+        assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+        assert [row[1] for row in rows] == (["0", "1", "0", "1"] if hosts == 2 else ["0", "1", "2", "3"])
+        assert {(row[2], row[3], row[-1]) for row in rows} == {("4", launcher, "True")}
+        assert {len(set(row[4:8])) for row in rows} == {hosts} and {len(set(row[8:12])) for row in rows} == {1}
+
+
+def test_a_wrong_number_of_ranks_is_one_clear_error(mpi):
+    program = [sys.executable, "-m", "aligner", "run", "data.train=x"]
+    shared = {"MPI4PY_MPIABI": "openmpi", "ALIGNER_MPI": "pmix"}
+    out = mpi.run("srun", "--mpi=pmix", "-n2", *program, check=False, ALIGNER_RANKS="4", **shared)
+    assert "number of ranks='MPI 2, slurm 2, the job 4': expected the same number from all" in out
+    assert "Traceback" not in out
+
+
+def test_a_node_that_dies_costs_an_attempt_not_the_run(cluster, jobs, tmp_path):
+    """Its peer's lost connection is no cause; Slurm or the job itself finds the dead node and requeues."""
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    run = tmp_path / "runs/sft"
+    options = ["--parsable", "--nodes", "2", "--sbatch=--nodelist=node4,node5", "data.train=train.jsonl"]
+    job = cluster.aligner("submit", *options, cwd=tmp_path, STEPS="100000", PEER="node5")
+    cluster.until(lambda: step(run) >= 3, "some steps")
+    cluster.run(ROOT / "slurm/localslurm", "node-down", "node5")
+    cluster.until(lambda: cluster.state(job) != "RUNNING", "the requeue", 100)
+    cluster.run(ROOT / "slurm/localslurm", "node-start", "node5")
+    second = run / "logs" / f"{job}.1/rank-0000.log"
+    cluster.until(lambda: second.exists() or cluster.state(job) == "FAILED", "the second attempt", 100)
+    assert second.exists(), log(run)
+    assert attempts(run)[0] == ("start", "0", "0", "-") and "attempt 1" in log(run)
+    cluster.run("scancel", job)
+
+
+def test_two_nodes_of_two_ranks_train_grpo_with_tensor_and_pipeline_parallelism(cluster, jobs):
+    assert cluster.ended(jobs.grpo, 240) == "COMPLETED", log(jobs.run("grpo"))
+    run = jobs.run("grpo")
+    assert (run / "DONE").exists() and (run / "hf/model.safetensors").exists()
+    assert [r["step"] for r in stages.records(run) if "reward/mean" in r] == [1, 2]
+    nodes = {(run / "logs" / f"{jobs.grpo}.0/rank-{rank:04d}.log").read_text().split()[2] for rank in range(4)}
+    assert len(nodes) == 2
+
+
+def test_the_cluster_comes_and_goes(tmp_path, cluster):
+    """Mistakes are said; `down` of what is not there is no error. (The session's cluster checks that nothing stays.)"""
+    script = str(ROOT / "slurm/localslurm")
+    environ = os.environ | {"LOCALSLURM_ROOT": str(tmp_path / "none")}
+    for arguments, message in (
+        (["status"], "no cluster is up"),
+        (["node-down"], "needs the name of a node"),
+        (["up", "--nodes", "x"], "expected a number"),
+        (["up", "--root", "/tmp/a b"], "expected a path"),
+        (["up", "--colour", "red"], "unknown option"),
+    ):
+        done = subprocess.run([script, *arguments], env=environ, capture_output=True, text=True)
+        assert done.returncode == 1 and message in done.stderr
+    assert subprocess.run([script, "down"], env=environ, capture_output=True).returncode == 0
+    assert "already up" in cluster.run(script, "up", check=False)
+    assert "no node 'node99'" in cluster.run(script, "node-down", "node99", check=False)
