@@ -211,7 +211,7 @@ aligner_start_slurm() {
     local start=(srun --kill-on-bad-exit=1 --wait=60 "--nodes=$ALIGNER_NODES" "--ntasks=$ALIGNER_RANKS"
         "--ntasks-per-node=$ALIGNER_RANKS_PER_NODE" ${ALIGNER_SRUN[@]+"${ALIGNER_SRUN[@]}"})
     ((ALIGNER_NODES == ${SLURM_NNODES:-1})) || start+=("--nodelist=$(IFS=, && echo "${nodes[*]}")")
-    ((ALIGNER_RESTARTS == 0)) || start+=(--overlap) # Slurm may still count the dead step's cores
+    ((ALIGNER_RESTARTS == 0)) || start+=(--overlap --mem=0) # Slurm still counts the dead step's cores and memory
     if [[ "$ALIGNER_MPI" == mpirun ]]; then
         aligner_mpirun "${nodes[@]}"
         start=("${ALIGNER_MPIRUN[@]}")
@@ -366,7 +366,7 @@ aligner_dead_nodes() {
     fi
     for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
         [[ " ${ALIGNER_BAD_NODES[*]-} " != *" $node "* ]] || continue
-        (timeout 30 srun --overlap --mpi=none --nodes=1 --ntasks=1 "--nodelist=$node" true >/dev/null 2>&1 || echo "$node") &
+        (timeout 30 srun --overlap --mem=0 --mpi=none --nodes=1 --ntasks=1 "--nodelist=$node" true >/dev/null 2>&1 || echo "$node") &
     done | tr '\n' ' '
     wait
 }

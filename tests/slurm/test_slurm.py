@@ -176,23 +176,6 @@ def test_a_wrong_number_of_ranks_is_one_clear_error(mpi):
     assert "Traceback" not in out
 
 
-def test_a_node_that_dies_costs_an_attempt_not_the_run(cluster, jobs, tmp_path):
-    """Its peer's lost connection is no cause; Slurm or the job itself finds the dead node and requeues."""
-    (tmp_path / "train.jsonl").write_text("{}\n")
-    run = tmp_path / "runs/sft"
-    options = ["--parsable", "--nodes", "2", "--sbatch=--nodelist=node4,node5", "data.train=train.jsonl"]
-    job = cluster.aligner("submit", *options, cwd=tmp_path, STEPS="100000", PEER="node5")
-    cluster.until(lambda: step(run) >= 3, "some steps")
-    cluster.run(ROOT / "slurm/localslurm", "node-down", "node5")
-    cluster.until(lambda: cluster.state(job) != "RUNNING", "the requeue", 100)
-    cluster.run(ROOT / "slurm/localslurm", "node-start", "node5")
-    second = run / "logs" / f"{job}.1/rank-0000.log"
-    cluster.until(lambda: second.exists() or cluster.state(job) == "FAILED", "the second attempt", 100)
-    assert second.exists(), log(run)
-    assert attempts(run)[0] == ("start", "0", "0", "-") and "attempt 1" in log(run)
-    cluster.run("scancel", job)
-
-
 def test_two_nodes_of_two_ranks_train_grpo_with_tensor_and_pipeline_parallelism(cluster, jobs):
     assert cluster.ended(jobs.grpo, 240) == "COMPLETED", log(jobs.run("grpo"))
     run = jobs.run("grpo")
@@ -200,6 +183,37 @@ def test_two_nodes_of_two_ranks_train_grpo_with_tensor_and_pipeline_parallelism(
     assert [r["step"] for r in stages.records(run) if "reward/mean" in r] == [1, 2]
     nodes = {(run / "logs" / f"{jobs.grpo}.0/rank-{rank:04d}.log").read_text().split()[2] for rank in range(4)}
     assert len(nodes) == 2
+
+
+def test_a_dead_node_costs_an_attempt_or_with_a_spare_one_only_a_restart_in_place(cluster, jobs, tmp_path):
+    """The peers' lost connections are no cause; what Slurm says of the node is. After the other jobs have ended."""
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    plain, spare = tmp_path / "runs/plain", tmp_path / "runs/spare"
+
+    def submit(run: Path, nodes: str, peer: str, *more: str) -> str:
+        options = ["--parsable", "--nodes", "2", f"--sbatch=--nodelist={nodes}", f"run.dir={run}", *more]
+        options.append("data.train=train.jsonl")
+        return cluster.aligner("submit", *options, cwd=tmp_path, STEPS="100000", PEER=peer)
+
+    first = submit(plain, "node4,node5", "node5")
+    second = submit(spare, "node1,node2,node3", "node2", "--spare", "1")
+    cluster.until(lambda: step(plain) >= 3 and step(spare) >= 3, "some steps")
+    for node in ("node5", "node2"):
+        cluster.run(ROOT / "slurm/localslurm", "node-down", node)
+
+    again = spare / "logs" / f"{second}.0+1/rank-0001.log"
+    cluster.until(lambda: again.exists() or cluster.state(second) != "RUNNING", "the restart in place", 100)
+    assert again.exists(), log(spare)
+    cluster.until(again.read_text, "its first words")
+    assert "dead: node2" in log(spare) and " on node3," in again.read_text()
+
+    cluster.until(lambda: cluster.state(first) != "RUNNING", "the requeue", 100)
+    cluster.run(ROOT / "slurm/localslurm", "node-start", "node5")
+    requeued = plain / "logs" / f"{first}.1/rank-0000.log"
+    cluster.until(lambda: requeued.exists() or cluster.state(first) == "FAILED", "the second attempt", 100)
+    assert requeued.exists(), log(plain)
+    assert attempts(plain)[0] == ("start", "0", "0", "-") and "attempt 1" in log(plain)
+    cluster.run("scancel", first, second)
 
 
 def test_the_cluster_comes_and_goes(tmp_path, cluster):
