@@ -185,6 +185,20 @@ def test_two_nodes_of_two_ranks_train_grpo_with_tensor_and_pipeline_parallelism(
     assert len(nodes) == 2
 
 
+def test_a_job_that_is_preempted_comes_back_where_it_was(cluster, tmp_path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    run = tmp_path / "runs/sft"
+    job = cluster.aligner(
+        "submit", "--parsable", "--sbatch=--nodelist=node3", "data.train=train.jsonl", cwd=tmp_path, STEPS="100000"
+    )
+    cluster.until(lambda: step(run) >= 3, "some steps")
+    urgent = ["--parsable", "--partition=urgent", "--nodelist=node3", "--exclusive", "--output=/dev/null"]
+    other = cluster.run("sbatch", *urgent, "--wrap=true").strip()
+    cluster.until(lambda: attempts(run)[-1][:2] == ("start", "1"), "the second attempt")
+    assert cluster.ended(other) == "COMPLETED" and int(attempts(run)[-1][2]) >= 3
+    cluster.run("scancel", job)
+
+
 def test_a_dead_node_costs_an_attempt_or_with_a_spare_one_only_a_restart_in_place(cluster, jobs, tmp_path):
     """The peers' lost connections are no cause; what Slurm says of the node is. After the other jobs have ended."""
     (tmp_path / "train.jsonl").write_text("{}\n")
