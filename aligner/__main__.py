@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aligner.errors import AlignerError, ConfigError
+from aligner.errors import NO_RESTART, AlignerError, ConfigError
 
 if TYPE_CHECKING:
     from aligner.config.schema import Config
@@ -67,7 +67,8 @@ def _submit_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 for a failure, 2 for bad input, 130 when interrupted."""
+    """Returns the exit code: 0, 1 for a failure, 2 for bad input, 130 when interrupted; in a batch job NO_RESTART for
+    what would fail again."""
     top = parser()
     args, rest = top.parse_known_args(argv)
     flags = [text for text in rest if text.startswith("-")]
@@ -77,8 +78,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _HANDLERS[args.command](args) or 0
     except AlignerError as error:
-        _say(error, traceback.format_exc() if os.environ.get("ALIGNER_TRACEBACK") == "1" else None)
-        return error.exit_code
+        code = NO_RESTART if _in_job(args.command) and not error.transient else error.exit_code
+        _say(error, code, traceback.format_exc() if os.environ.get("ALIGNER_TRACEBACK") == "1" else None)
+        return code
     except KeyboardInterrupt:
         return 130
     except Exception:  # recorded for the launcher, then Python reports it as ever
@@ -88,7 +90,12 @@ def main(argv: list[str] | None = None) -> int:
         raise
 
 
-def _say(error: AlignerError, trace: str | None) -> None:
+def _in_job(command: str) -> bool:
+    """Whether a batch script reads the exit code of this run."""
+    return command in ("run", "launch") and ("SLURM_JOB_ID" in os.environ or "ALIGNER_BATCH" in os.environ)
+
+
+def _say(error: AlignerError, code: int, trace: str | None) -> None:
     """One line on stderr (a rank's own log beyond rank 0), and a note for the launcher."""
     from aligner.cluster import failure
 
@@ -96,7 +103,7 @@ def _say(error: AlignerError, trace: str | None) -> None:
     line = f"error: {error}" if rank == "0" else f"error (rank {rank}): {error}"
     text = f"{trace}{line}" if trace else line
     print(text, file=sys.stderr, flush=True)
-    failure.record(text, error.exit_code)
+    failure.record(text, code)
 
 
 def _config(args: argparse.Namespace) -> Config:
@@ -139,6 +146,7 @@ def _frozen_path(args: argparse.Namespace, cfg: Config) -> Path:
 
 def _run(args: argparse.Namespace) -> int:
     from aligner.cluster.mpi import join
+    from aligner.cluster.signals import StopSignals
     from aligner.config.validate import batch_arithmetic, validate
 
     world = join()
@@ -154,9 +162,10 @@ def _run(args: argparse.Namespace) -> int:
     if env.rank == 0:
         print(batch_arithmetic(cfg, env.world_size), flush=True)
         _frozen_path(args, cfg)
-    from aligner.build import run_stage
+    with StopSignals(cfg.cluster.signal) as signals:  # before torch's seconds of imports
+        from aligner.build import run_stage
 
-    code = run_stage(cfg, env) or 0
+        code = run_stage(cfg, env, signals) or 0
     world.leave(code == 0)
     return code
 

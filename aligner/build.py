@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from aligner.algorithms.rm import rm
 from aligner.algorithms.rollout_only import rollout_only
 from aligner.algorithms.sft import sft
 from aligner.cluster.env import RankEnv
+from aligner.cluster.signals import StopSignals
 from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig, OptimConfig
 from aligner.config.validate import evaluation_functions, minibatch_samples, validate_model
 from aligner.data.batches import BatchSource
@@ -59,6 +60,7 @@ from aligner.run.alarms import Alarms
 from aligner.run.checkpoints import Checkpoints
 from aligner.run.loop import DONE, Evaluate, Run
 from aligner.run.metrics import MetricsLogger
+from aligner.run.stop import STOPPED, Boundary, Deadline, StopRequested, allocation_end, restarted
 from aligner.types import SamplingParams, TrainBatch
 
 SENTINEL_PROMPTS = 8
@@ -73,6 +75,7 @@ class Job:
     device: torch.device
     layout: Layout
     initial: InitialModel
+    boundary: Boundary = field(default_factory=Boundary)
 
     @property
     def tokenizer(self) -> Any:
@@ -104,13 +107,23 @@ def start(cfg: Config, env: RankEnv) -> Job:
     return Job(cfg, env, device, build_layout(cfg.parallel), initial)
 
 
-def run_stage(cfg: Config, env: RankEnv) -> int:
-    """Build and run the configured stage to its end; returns the exit code. Raises AlignerError."""
+def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> int:
+    """Build and run the configured stage to its end, or to the step at which it is asked to stop; returns the exit
+    code. Raises AlignerError."""
+    if cfg.run.resume == "never" and restarted():
+        cfg.run.resume = "auto"  # `never` was for the first start of the job
+    if env.rank == 0:
+        (Path(cfg.run.dir) / STOPPED).unlink(missing_ok=True)
     job = start(cfg, env)
+    job.boundary = Boundary(signals or StopSignals(), Deadline(margin_s=cfg.cluster.margin_s))
+    if env.rank == 0:
+        job.boundary.deadline.end_s = allocation_end(cfg.cluster)
     try:
         {"sft": _sft, "rm": _rm, "grpo": _grpo, "ppo": _ppo}[cfg.stage.name](job)
         if env.rank == 0:
             (Path(cfg.run.dir) / DONE).write_text(f"{cfg.stage.name}\n", encoding="utf-8")
+    except StopRequested as stopped:
+        job.say(stopped)
     finally:
         leave_distributed()
     return 0
@@ -291,10 +304,12 @@ def _run(job: Job, models: dict[str, ShardedModel], state: dict[str, Any], evalu
         logger,
         alarms,
         evaluate,
+        job.boundary,
         samples_shown=cfg.logging.samples_shown,
         progress=cfg.logging.progress,
         checkpoint_every=0 if cfg.debug.rollout_only else cfg.checkpoint.every,
         save_final=cfg.checkpoint.final and not cfg.debug.rollout_only,
+        save_stopped=not cfg.debug.rollout_only,
     )
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+NO_RESTART = 93  # what a batch job's ranks end with when starting them again would fail in the same way
+
 
 class AlignerError(Exception):
-    """Base of every error a user can cause or act upon. `exit_code` is what the process ends with."""
+    """Base of every error a user can cause or act upon. `exit_code` is what the process ends with; in a batch job
+    NO_RESTART unless `transient`: starting again may help."""
 
     exit_code = 1
+    transient = False
 
 
 class ConfigError(AlignerError):
@@ -40,10 +44,14 @@ class DataError(AlignerError):
 class RewardError(AlignerError):
     """A reward function could not be imported, raised, timed out, or returned something that is no score."""
 
+    transient = True  # a remote judge may be out of order for an hour
+
 
 class RefitError(AlignerError):
     """An engine does not hold the trainer's weights: a tensor missing or doubled, a version or checksum or
     sentinel that disagrees."""
+
+    transient = True
 
 
 class MismatchError(AlignerError):

@@ -40,7 +40,7 @@ def stage(monkeypatch):
     """Stands in for training: records what it was given."""
     calls = []
     fake = types.ModuleType("aligner.build")
-    fake.run_stage = lambda cfg, env: calls.append((cfg, env)) or 0
+    fake.run_stage = lambda cfg, env, signals: calls.append((cfg, env)) or 0
     monkeypatch.setitem(sys.modules, "aligner.build", fake)
     monkeypatch.setattr("aligner.build", fake, raising=False)
     return calls
@@ -113,7 +113,7 @@ def test_bad_input_is_one_line_and_exit_code_2(stage, capsys, overrides, message
 
 def test_errors_of_the_stage_set_the_exit_code(stage, capsys, monkeypatch):
     def fail(error):
-        def run_stage(cfg, env):
+        def run_stage(cfg, env, signals):
             raise error
 
         monkeypatch.setattr(sys.modules["aligner.build"], "run_stage", run_stage)
@@ -171,7 +171,7 @@ def program(tmp_path, monkeypatch):
     (tmp_path / "site/sitecustomize.py").write_text(
         "import sys, types\n"
         "fake = types.ModuleType('aligner.build')\n"
-        "def run_stage(cfg, env):\n"
+        "def run_stage(cfg, env, signals):\n"
         "    from aligner.errors import AlignerError\n"
         "    if cfg.seed == 1 and env.rank == env.world_size - 1: raise AlignerError('seed one')\n"
         "    print('trained', cfg.run.dir, env.rank, env.world_size, flush=True)\n"

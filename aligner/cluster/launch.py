@@ -17,6 +17,7 @@ from types import FrameType
 
 from aligner.cluster import failure
 from aligner.cluster.env import LAUNCHED
+from aligner.cluster.signals import CHOICES
 from aligner.errors import ConfigError
 
 POLL_S = 0.05
@@ -97,8 +98,9 @@ def _start(number: int, command: list[str], shared: dict[str, str], logs: Path, 
 
 
 def _die_with_parent() -> None:
-    """Ask Linux for SIGTERM when the launcher dies, so that killing it leaves no ranks behind."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Ask Linux for SIGKILL when the launcher dies, so that killing it leaves no ranks behind: at SIGTERM they would
+    first finish their step and save."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _free_port() -> int:
@@ -162,8 +164,8 @@ def _explain(rank: _Rank, ranks: int) -> None:
 
 @contextmanager
 def _signals_forwarded(ranks: list[_Rank]) -> Iterator[list[int]]:
-    """Pass SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 on to every rank. They may take their time to save; a second SIGINT
-    ends them.
+    """Pass SIGINT, SIGTERM and the signals that ask for a stop on to every rank. They may take their time to save; a
+    second SIGINT ends them.
 
     Yields the list of signals that came.
     """
@@ -177,7 +179,7 @@ def _signals_forwarded(ranks: list[_Rank]) -> Iterator[list[int]]:
             if rank.process.poll() is None:
                 rank.process.send_signal(number)
 
-    forwarded = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    forwarded = (signal.SIGINT, signal.SIGTERM, *(signal.Signals[f"SIG{name}"] for name in CHOICES))
     before = {number: signal.signal(number, forward) for number in forwarded}
     try:
         yield received

@@ -597,9 +597,17 @@ class ClusterConfig:
     backend: str = "auto"  # auto, gloo, nccl
     timeout_s: float = 1800.0  # of collectives
     threads: int = 0  # OMP threads per rank; 0: cores / local ranks
+    signal: str = "USR1"  # besides TERM: save at the next step boundary and stop
+    time_limit_s: float = (
+        0.0  # stop in time for this, counted from the start of the process; 0: only Slurm's end counts
+    )
+    margin_s: float = 60.0  # kept free before the end, beyond the longest step and save so far
 
     def __post_init__(self) -> None:
         _one_of("cluster.backend", self.backend, ("auto", "gloo", "nccl"))
+        _one_of("cluster.signal", self.signal, ("USR1", "USR2", "HUP"))
+        _at_least("cluster.time_limit_s", self.time_limit_s, 0)
+        _at_least("cluster.margin_s", self.margin_s, 0)
         _above("cluster.timeout_s", self.timeout_s, 0)
         _at_least("cluster.threads", self.threads, 0)
 

@@ -36,6 +36,12 @@ class AnotherRunError(CheckpointError):
     """A whole checkpoint, but of another model, tokenizer or algorithm: no older one will do instead."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint could not be written: a full disk, a file system that is away."""
+
+    transient = True
+
+
 class Checkpoints:
     """Saves and restores one run. All methods are collective over the world."""
 
@@ -107,7 +113,7 @@ class Checkpoints:
         if first:
             if dist.get_rank() == 0:
                 shutil.rmtree(aside, ignore_errors=True)
-            raise CheckpointError(first)
+            raise SaveError(first)
 
     def _retain(self) -> None:
         """Delete all but the last `keep_last` and the best `keep_best` by `metric`."""

@@ -20,6 +20,7 @@ from aligner.run.memory import peak_rss_bytes
 from aligner.run.metrics import MetricsLogger
 from aligner.run.progress import ProgressBar
 from aligner.run.sample_table import SampleRow, print_samples, truncate_samples, write_samples
+from aligner.run.stop import Boundary, StopRequested, read_progress, write_progress, write_stopped
 from aligner.run.timers import Timers
 from aligner.types import ScalarMetrics
 
@@ -39,15 +40,18 @@ class Run:
         logger: MetricsLogger,
         alarms: Alarms,
         evaluate: Evaluate | None = None,
+        boundary: Boundary | None = None,
         samples_shown: int = 4,
         progress: bool = True,
         checkpoint_every: int = 0,
         save_final: bool = True,
+        save_stopped: bool = True,
     ):
         self.config, self.stage, self.rank, self.evaluate = config, stage, rank, evaluate
         self.checkpoints, self.logger, self.alarms = checkpoints, logger, alarms
         self.samples_shown, self.progress = samples_shown, progress
-        self.checkpoint_every, self.save_final = checkpoint_every, save_final
+        self.boundary = boundary or Boundary()
+        self.checkpoint_every, self.save_final, self.save_stopped = checkpoint_every, save_final, save_stopped
         self.timers = Timers()
         self.last_eval: ScalarMetrics = {}
         self.stopped: str | None = None  # why the stage ended before run.steps
@@ -65,7 +69,7 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """The steps still to do. Resumes first; evaluates before the first step if evaluation is on; saves at the
-        end."""
+        end. Raises StopRequested, after saving, where the run is asked to stop."""
         self.step = self.checkpoints.restore(self.config.resume)
         self.logger.resume_at(self.step if self.step else -1)
         if self.rank == 0:  # the folder is this run's from here on
@@ -73,17 +77,38 @@ class Run:
             (self.dir / DONE).unlink(missing_ok=True)
             truncate_samples(self.config.dir, self.step)
             truncate_alarms(self.config.dir, self.step)
+            self.boundary.deadline.save_s = float(read_progress(self.dir).get("save_s", 0.0))
             if self.step:
                 print(f"resumed at step {self.step} of {self.config.steps}", flush=True)
         total = self.config.steps
         with ProgressBar(total, self.step, self.stage, self.rank, self.progress) as self._bar:
             if self.step == 0 and self.config.eval_every and self.evaluate:
                 self.logger.log(0, self._evaluate() | self.timers.take())
-            while self.step < total and not self.stopped:
+            self._tell_progress()
+            while self._go_on() and self.step < total and not self.stopped:
                 self._step_start_s = time.perf_counter()
                 self._before = self._states()
                 yield self.step + 1
             self._end()
+
+    def _go_on(self) -> bool:
+        """At a step boundary, on all ranks: True, or StopRequested after everything is saved."""
+        reason, _ = self.boundary.settle(writing=False)
+        if reason:
+            if self.save_stopped and 0 < self.step != self.checkpoints.last_saved:
+                self._save({})
+                self.logger.log(self.step, self.timers.take())
+            self._tell_progress()
+            if self.rank == 0:
+                write_stopped(self.dir, self.step, reason)
+            self.logger.close()
+            raise StopRequested(f"{self.stage} stopped at step {self.step} of {self.config.steps}: {reason}")
+        return True
+
+    def _tell_progress(self) -> None:
+        if self.rank == 0:
+            saved, save_s = max(0, self.checkpoints.last_saved), round(self.boundary.deadline.save_s, 3)
+            write_progress(self.dir, self.step, self.config.steps, saved=saved, save_s=save_s)
 
     def _end(self) -> None:
         if self.evaluate and self.last_eval.get("_step") != self.step:
@@ -91,6 +116,7 @@ class Run:
         if self.save_final and self.checkpoints.last_saved != self.step:
             self._save({})
             self.logger.log(self.step, self.timers.take())
+        self._tell_progress()
         if self.stopped and self.rank == 0 and self._bar:
             self._bar.write(f"{self.stage} stopped early at step {self.step}: {self.stopped}")
 
@@ -115,6 +141,7 @@ class Run:
         if self.checkpoint_every and step % self.checkpoint_every == 0:
             self._save(metrics)
             self.logger.log(step, self.timers.take())
+        self._tell_progress()
         assert self._bar is not None, "finish() outside of steps()"
         self._bar.update(step, metrics)
 
@@ -151,9 +178,11 @@ class Run:
         return {name: item.state_dict() for name, item in self.checkpoints.state.items()}
 
     def _save(self, metrics: ScalarMetrics, states: dict[str, Any] | None = None) -> None:
+        start_s = time.perf_counter()
         with self.timers("save"):
             measured = self.last_eval if self.last_eval.get("_step") == self.step else {}
             self.checkpoints.save(self.step, metrics | {k: v for k, v in measured.items() if k != "_step"}, states)
+        self.boundary.deadline.save_s = max(self.boundary.deadline.save_s, time.perf_counter() - start_s)
 
     def save_after(self, error: Exception) -> None:
         """A failure that all ranks share and that leaves the models whole (a reward function's): save the last whole

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import aligner.build
 from aligner.cluster.env import RankEnv
+from aligner.cluster.signals import StopSignals
 from aligner.config.freeze import freeze
 from aligner.config.resolve import compose
 from aligner.config.schema import MismatchConfig
 from aligner.config.validate import validate
 from aligner.errors import MismatchError
+from aligner.run.loop import Run
 from aligner.run.mismatch import check_mismatch
 from aligner.types import RolloutBatch
 
 
-def run_stage(arguments: list[str]) -> int:
+def run_stage(arguments: list[str], signals: StopSignals | None = None) -> int:
     """A stage on all ranks of the job, whose process group stays."""
     cfg, world = compose(arguments), dist.get_world_size()
     validate(cfg, world)
@@ -26,10 +31,27 @@ def run_stage(arguments: list[str]) -> int:
     dist.barrier()
     leave, aligner.build.leave_distributed = aligner.build.leave_distributed, lambda: None
     try:
-        return aligner.build.run_stage(cfg, RankEnv(dist.get_rank(), dist.get_rank(), world, world))
+        return aligner.build.run_stage(cfg, RankEnv(dist.get_rank(), dist.get_rank(), world, world), signals)
     finally:
         aligner.build.leave_distributed = leave
         torch.use_deterministic_algorithms(False)
+
+
+def stop_after(arguments: list[str], step: int, rank: int, number: int) -> dict:
+    """`run_stage`, in which one rank gets a signal during `step`; what STOPPED says then."""
+    signals, finish = StopSignals(), Run.finish
+
+    def told(self, now, *args, **kwargs):
+        finish(self, now, *args, **kwargs)
+        if now == step and dist.get_rank() == rank:
+            signals._note(number, None)
+
+    Run.finish = told
+    try:
+        assert run_stage(arguments, signals) == 0
+    finally:
+        Run.finish = finish
+    return json.loads((Path(compose(arguments).run.dir) / "STOPPED").read_text())
 
 
 def worst_of_two() -> dict[str, str]:

@@ -1,0 +1,130 @@
+"""When a run has to leave: a signal, or the end of its allocation, noticed by all ranks at the same step boundary.
+
+The exit contract with a batch script: `DONE` in the run folder: the stage is finished. `STOPPED`: it stopped at a
+step boundary with everything saved, exit code 0, and is to be started again. Exit code `errors.NO_RESTART`: starting it
+again would fail in the same way. Any other code: it failed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from aligner.cluster.signals import StopSignals
+from aligner.config.schema import ClusterConfig
+
+STOPPED = "STOPPED"  # file in the run folder
+PROGRESS = "progress.json"
+DEADLINE = 1000  # in place of a signal number
+
+
+class StopRequested(Exception):
+    """The run has saved, written STOPPED, and ends here with exit code 0. Raised on every rank."""
+
+
+@dataclass
+class Deadline:
+    """The end of the allocation, as rank 0 sees it. `save_s` and `step_s` are the longest save and the longest time
+    from one step boundary to the next so far (steps with an evaluation or a save in them included)."""
+
+    end_s: float | None = None  # seconds since the epoch; None: no end
+    margin_s: float = 60.0
+    save_s: float = 0.0
+    step_s: float = 0.0
+
+    def passed(self, now_s: float) -> bool:
+        """Whether another step and the save after it might not fit any more."""
+        return self.end_s is not None and now_s + self.step_s + self.save_s + self.margin_s > self.end_s
+
+
+@dataclass
+class Boundary:
+    """What the ranks settle between two steps: one all-reduce of three integers on the CPU (gloo, also on GPUs)."""
+
+    signals: StopSignals = field(default_factory=StopSignals)
+    deadline: Deadline = field(default_factory=Deadline)
+    _last_s: float | None = None
+
+    def settle(self, writing: bool) -> tuple[str, bool]:
+        """(why to stop, "" for going on; whether any rank still writes a checkpoint). Collective over the world."""
+        now_s = time.time()
+        if self._last_s is not None:
+            self.deadline.step_s = max(self.deadline.step_s, now_s - self._last_s)
+        self._last_s = now_s
+        late = DEADLINE * (dist.get_rank() == 0 and self.deadline.passed(now_s))
+        told = torch.tensor([self.signals.received, late, writing], dtype=torch.int32)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        number, late, writing_ = told.tolist()
+        reason = signal.Signals(number).name if number else ""
+        return reason or ("the allocation ends soon" if late else ""), bool(writing_)
+
+
+def allocation_end(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> float | None:
+    """When this process will be killed, in seconds since the epoch: the earlier of `cluster.time_limit_s` after its
+    start and the end of its Slurm job; None without either."""
+    ends = [_job_end(environ)]
+    if config.time_limit_s:
+        ends.append(time.time() - process_age_s() + config.time_limit_s)
+    return min((end for end in ends if end is not None), default=None)
+
+
+def _job_end(environ: Mapping[str, str]) -> float | None:
+    told, job = environ.get("SLURM_JOB_END_TIME", ""), environ.get("SLURM_JOB_ID", "")
+    if told.isdecimal():
+        return float(told)
+    if not job or shutil.which("squeue", path=environ.get("PATH")) is None:
+        return None
+    try:
+        asked = subprocess.run(
+            ["squeue", "-h", "-j", job, "-o", "%e"], capture_output=True, text=True, timeout=30, env=dict(environ)
+        )
+        return datetime.datetime.fromisoformat(asked.stdout.strip()).timestamp()
+    except (OSError, subprocess.TimeoutExpired, ValueError):  # no answer, or "N/A": a job without a limit
+        return None
+
+
+def process_age_s() -> float:
+    """Seconds since this process began (Linux)."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22: ticks since boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
+def restarted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this is a job that Slurm has requeued: it continues, whatever its first start was told."""
+    return environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+
+
+def write_stopped(run_dir: Path, step: int, reason: str) -> None:
+    write_json(run_dir / STOPPED, {"step": step, "reason": reason, "time": round(time.time(), 3)})
+
+
+def write_progress(run_dir: Path, step: int, steps: int, **more: Any) -> None:
+    """How far the run is, for the batch script and people who watch: replaced at each step, never half-written."""
+    write_json(run_dir / PROGRESS, {"step": step, "steps": steps, "time": round(time.time(), 3), **more})
+
+
+def read_progress(run_dir: Path) -> dict[str, Any]:
+    """What `write_progress` wrote last; empty if there is nothing."""
+    try:
+        return json.loads((run_dir / PROGRESS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    aside.rename(path)

@@ -1,0 +1,175 @@
+"""Asked to stop, a run saves at the next step boundary on all ranks, says so, and later goes on as if it had not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from aligner.__main__ import main
+from aligner.config.schema import ClusterConfig
+from aligner.errors import NO_RESTART, AlignerError, CheckpointError, ConfigError, RewardError
+from aligner.run.stop import Boundary, Deadline, allocation_end, process_age_s, restarted
+from tests import stages
+
+MORE = ["run.steps=4", "logging.progress=false", "optim.schedule=cosine"]
+
+
+def start(run: Path, arguments: list[str], log: Path, ranks: int = 2) -> subprocess.Popen:
+    """`aligner launch` as a process."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    environment |= {"PYTHONPATH": str(stages.ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "aligner", "launch", "--ranks", str(ranks), *arguments]
+    with log.open("ab") as out:
+        return subprocess.Popen(command, cwd=stages.ROOT, env=environment, stdout=out, stderr=out)
+
+
+def until(process: subprocess.Popen, log: Path, condition) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+
+
+def progress(run: Path) -> dict:
+    return json.loads((run / "progress.json").read_text()) if (run / "progress.json").exists() else {"step": -1}
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_usr1_stops_two_ranks_at_a_step_boundary_and_they_go_on(ranks, tiny_data, tmp_path):
+    """The launcher gets the signal; the steps are too many to end by themselves. Then a run told only of the steps that
+    were done gives the same bits."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    line = stages.overrides("sft", tiny_data, run, "run.steps=100000", "logging.progress=false")
+    process = start(run, line, log)
+    until(process, log, lambda: progress(run)["step"] >= 3)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 0, log.read_text()
+    step = progress(run)["step"]
+    told = json.loads((run / "STOPPED").read_text())
+    assert (told["step"], told["reason"]) == (step, "SIGUSR1") and progress(run)["saved"] == step
+    assert stages.checkpoints(run) == [step] and not (run / "DONE").exists() and not (run / "hf").exists()
+    line += [f"run.steps={step + 2}"]
+    ranks.run("tests.run.jobs:run_stage", world=2, arguments=line)
+    assert (run / "DONE").exists() and not (run / "STOPPED").exists()
+    other = stages.overrides("sft", tiny_data, tmp_path / "other", f"run.steps={step + 2}", "logging.progress=false")
+    ranks.run("tests.run.jobs:run_stage", world=2, arguments=other)
+    assert stages.same_weights(run, tmp_path / "other") and stages.differences(run, tmp_path / "other") == []
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("stage", ["grpo", "ppo"])
+def test_a_signal_to_one_rank_stops_both(ranks, tiny_data, tiny_runs, tmp_path, stage):
+    more = [*MORE, f"model.init={tiny_runs['sft']}", *([f"reward.model={tiny_runs['rm']}"] if stage == "ppo" else [])]
+    lines = {name: stages.overrides(stage, tiny_data, tmp_path / name, *more) for name in ("cut", "whole")}
+    told = ranks.run(
+        "tests.run.jobs:stop_after", world=2, arguments=lines["cut"], step=2, rank=1, number=int(signal.SIGTERM)
+    )
+    assert [(t["step"], t["reason"]) for t in told] == [(2, "SIGTERM")] * 2
+    assert stages.checkpoints(tmp_path / "cut") == [2]
+    for line in lines.values():
+        ranks.run("tests.run.jobs:run_stage", world=2, arguments=line)
+    assert stages.same_weights(tmp_path / "cut", tmp_path / "whole")
+    assert stages.differences(tmp_path / "cut", tmp_path / "whole") == []
+
+
+def test_the_end_of_the_allocation_stops_in_time(tiny_data, tmp_path, monkeypatch):
+    """A save of 40 s and a margin of 30 s do not fit into 60 s, whatever a step takes: it stops before the first."""
+    run = tmp_path / "run"
+    whole = stages.stage("sft", tiny_data, tmp_path / "whole", *MORE)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 60))
+    run.mkdir()
+    (run / "progress.json").write_text(json.dumps({"step": 0, "save_s": 40.0}))
+    stages.stage("sft", tiny_data, run, *MORE, "cluster.margin_s=30")
+    assert json.loads((run / "STOPPED").read_text())["reason"] == "the allocation ends soon"
+    assert progress(run)["step"] == 0 and stages.checkpoints(run) == []  # there is nothing to save yet
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
+    limit = process_age_s() + 3600
+    stages.stage("sft", tiny_data, run, *MORE, f"cluster.time_limit_s={limit}", "cluster.margin_s=30")
+    assert progress(run)["step"] == 4 and (run / "DONE").exists()
+    assert stages.same_weights(run, whole)
+
+
+def test_a_deadline_counts_the_longest_step_and_save():
+    assert not Deadline().passed(1e12)
+    at = Deadline(end_s=1000.0, margin_s=60.0, save_s=100.0, step_s=40.0)
+    assert not at.passed(799.9) and at.passed(800.1)
+
+
+def test_the_end_of_a_job(tmp_path, monkeypatch):
+    none = ClusterConfig()
+    assert allocation_end(none, {}) is None
+    assert allocation_end(none, {"SLURM_JOB_END_TIME": "1700000000"}) == 1700000000
+    limited = ClusterConfig(time_limit_s=100.0)
+    assert allocation_end(limited, {}) == pytest.approx(time.time() - process_age_s() + 100, abs=2)
+    assert allocation_end(limited, {"SLURM_JOB_END_TIME": "1700000000"}) == 1700000000  # the earlier one
+    squeue = tmp_path / "squeue"
+    squeue.write_text('#!/bin/sh\n[ "$*" = "-h -j 7 -o %e" ] && echo 2026-01-02T03:04:05\n')
+    squeue.chmod(0o755)
+    asked = {"SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert time.localtime(allocation_end(none, asked))[:6] == (2026, 1, 2, 3, 4, 5)
+    squeue.write_text("#!/bin/sh\necho N/A\n")
+    assert allocation_end(none, asked) is None
+
+
+def test_a_process_knows_its_age():
+    told = subprocess.run(["ps", "-o", "etimes=", "-p", str(os.getpid())], capture_output=True, text=True).stdout
+    assert process_age_s() == pytest.approx(float(told), abs=2)
+
+
+def test_the_first_signal_counts_and_the_old_handlers_come_back():
+    from aligner.cluster.signals import StopSignals
+
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals("USR2") as signals:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == signal.SIGUSR2
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_boundary_measures_the_longest_step(monkeypatch):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        boundary, now = Boundary(deadline=Deadline(end_s=1000.0, margin_s=0.0)), iter([900.0, 930.0, 950.0, 971.0])
+        monkeypatch.setattr("aligner.run.stop.time.time", lambda: next(now))
+        found = [boundary.settle(writing=False)[0] for _ in range(4)]
+        assert boundary.deadline.step_s == 30.0 and found == ["", "", "", "the allocation ends soon"]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("a", 1, "2"), NO_RESTART),
+        (CheckpointError("another model"), NO_RESTART),
+        (AlignerError("gradient norm nan"), NO_RESTART),
+        (RewardError("the judge is away"), 1),
+    ],
+)
+def test_what_would_fail_again_tells_the_batch_script(monkeypatch, capsys, error, code):
+    def fail(args):
+        raise error
+
+    monkeypatch.setitem(main.__globals__["_HANDLERS"], "run", fail)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert main(["run"]) == error.exit_code
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert main(["run"]) == code
+
+
+def test_a_requeued_job_continues(tiny_data, tmp_path, monkeypatch):
+    """`run.resume=never` is for its first start."""
+    assert not restarted({}) and not restarted({"SLURM_RESTART_COUNT": "0"}) and restarted({"SLURM_RESTART_COUNT": "2"})
+    run = stages.stage("sft", tiny_data, tmp_path / "run", "run.steps=2")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    stages.stage("sft", tiny_data, run, "run.steps=4", "run.resume=never")
+    assert [r["step"] for r in stages.records(run)] == [1, 2, 3, 4] and not list(run.glob("checkpoints.old-*"))
