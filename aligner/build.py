@@ -22,6 +22,7 @@ from aligner.algorithms.rollout_only import rollout_only
 from aligner.algorithms.sft import sft
 from aligner.cluster.env import RankEnv
 from aligner.cluster.signals import StopSignals
+from aligner.config.freeze import rollout_key
 from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig, OptimConfig
 from aligner.config.validate import evaluation_functions, minibatch_samples, validate_model
 from aligner.data.batches import BatchSource
@@ -52,6 +53,8 @@ from aligner.roles.policy import Policy, Reference
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.evaluate import Evaluator
 from aligner.rollout.heldout import held_out_loss, pair_accuracy, score_statistics
+from aligner.rollout.pending import FOLDER as PENDING
+from aligner.rollout.pending import PendingRollouts
 from aligner.rollout.prepare import KLController
 from aligner.rollout.record import FOLDER, Origin, Recorder
 from aligner.rollout.replay import RecordedSource
@@ -419,10 +422,38 @@ def _rollouts(
         cfg.algorithm,
     )
     count = cfg.debug.record or (cfg.run.steps if cfg.debug.rollout_only else 0)
-    folder = Path(cfg.run.dir) / FOLDER
-    recorder = Recorder(source, folder, count, _origin(job), job.layout, job.tokenizer.pad_token_id)
     state = {"data": source.stream, "rewards": rewards, "sentinel": verifier}
-    return (recorder if count else source), state, _evaluator(job, refit, reward_model)
+    found = _stored(job, source, state, policy.model)
+    if count:
+        folder = Path(cfg.run.dir) / FOLDER
+        found = Recorder(found, folder, count, _origin(job), job.layout, job.tokenizer.pad_token_id)
+    return found, state, _evaluator(job, refit, reward_model)
+
+
+def _stored(job: Job, source: RolloutSource, state: dict[str, Any], model: ShardedModel) -> Rollouts:
+    """The source, which stores its rollouts where checkpoints may need them."""
+    cfg = job.cfg
+    folder = Path(cfg.run.dir) / PENDING
+    pending = PendingRollouts(
+        source,
+        folder,
+        rollout_key(cfg),
+        _origin(job),
+        job.layout,
+        state,
+        lambda: model.step_count,
+        job.tokenizer.pad_token_id,
+    )
+    if cfg.run.resume != "auto":
+        pending.clear()
+    return pending if cfg.checkpoint.rollouts and cfg.checkpoint.every and not cfg.debug.rollout_only else source
+
+
+def _attach(run: Run, source: Rollouts) -> None:
+    source.timers = run.timers
+    inner = source.source if isinstance(source, Recorder) else source
+    if isinstance(inner, PendingRollouts):
+        run.checkpoints.on_commit.append(inner.drop)
 
 
 def _optimizer_steps(job: Job) -> int:
@@ -452,7 +483,7 @@ def _grpo(job: Job) -> None:
     source, state, evaluator = _rollouts(job, policy, reward_model)
     kl = KLController(job.cfg.algorithm.kl)
     run = _run(job, {"policy": policy.model}, state | {"kl": kl}, evaluator)
-    source.timers = run.timers
+    _attach(run, source)
     _guarded(run, lambda: grpo(run, source, policy, reference, kl, job.cfg))
     _finish(job, run, policy.model)
 
@@ -470,7 +501,7 @@ def _ppo(job: Job) -> None:
     kl = KLController(cfg.algorithm.kl)
     models = {"policy": policy.model, "critic": critic.model}
     run = _run(job, models, state | {"kl": kl}, evaluator)
-    source.timers = run.timers
+    _attach(run, source)
     _guarded(run, lambda: ppo(run, source, policy, critic, reference, kl, cfg))
     _finish(job, run, policy.model)
 

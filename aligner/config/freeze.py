@@ -95,6 +95,24 @@ def config_hash(cfg: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+# what may change between two starts of a run without its rollouts becoming those of another
+_NOT_OF_ROLLOUTS = ("parallel", "cluster", "checkpoint", "logging", "debug", "eval", "refit")
+_NOT_OF_BATCHES = ("micro_batch_samples", "micro_batch_tokens", "packing", "share_prompts", "balance")
+
+
+def rollout_key(cfg: Config) -> str:
+    """12 hex digits of SHA-256 over what the rollouts of a run depend on: all that changes what is generated or how the
+    weights get there, but neither the layout nor how batches are cut."""
+    data = asdict(cfg)
+    for name in _NOT_OF_ROLLOUTS:
+        del data[name]
+    data["run"] = {"steps": cfg.run.steps}
+    for name in _NOT_OF_BATCHES:
+        del data["batch"][name]
+    text = json.dumps(_canonical(data), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def _canonical(value: Any) -> Any:
     """JSON sorts keys only if they are of one type; free dictionaries may hold others below their first level."""
     if isinstance(value, dict):

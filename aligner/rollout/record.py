@@ -126,8 +126,9 @@ def read_header(path: Path) -> Header:
     return Header(**data | {"origin": Origin(**data["origin"])})
 
 
-def read_recording(path: Path, slots: range | None = None) -> Recording:
-    """The rollout, or its rows of these prompt slots, trimmed to the longest of them. Raises DataError."""
+def read_recording(path: Path, slots: range | None = None, whole: bool = True) -> Recording:
+    """The rollout, or its rows of these prompt slots, trimmed to the longest of them. Raises DataError, also where a
+    `whole` rollout is expected and the file has less."""
     header = read_header(path)
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
@@ -135,7 +136,7 @@ def read_recording(path: Path, slots: range | None = None) -> Recording:
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: cannot be read as a recorded rollout ({error})") from None
     group = tensors["group"]
-    if len(group) != header.origin.prompts * header.origin.group:
+    if whole and len(group) != header.origin.prompts * header.origin.group:
         expected = f"{header.origin.prompts} prompts x {header.origin.group}"
         raise DataError(f"{path}: {len(group)} samples: expected {expected}, as its header says")
     keep = torch.ones_like(group, dtype=torch.bool) if slots is None else _inside(group, slots)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,6 +56,7 @@ class Checkpoints:
         self.folder, self.config = run_dir / "checkpoints", config
         self.models, self.state, self.identity = dict(models), dict(state), dict(identity)
         self.last_saved = -1
+        self.on_commit: list[Callable[[int], None]] = []  # called on every rank with the step of a whole checkpoint
 
     def save(self, step: int, metrics: Mapping[str, float], states: Mapping[str, Any] | None = None) -> Path:
         """Write step's checkpoint; what was there before stays until the new one is whole. `states` replaces the
@@ -88,6 +89,8 @@ class Checkpoints:
         self.last_saved = step
         if rank == 0:
             self._retain()
+        for tell in self.on_commit:
+            tell(step)
         return final
 
     def _commit(self, step: int, metrics: Mapping[str, float], states: Mapping[str, Any], aside: Path, final: Path):

@@ -17,6 +17,8 @@ from aligner.config.resolve import compose
 from aligner.config.schema import MismatchConfig
 from aligner.config.validate import validate
 from aligner.errors import MismatchError
+from aligner.roles.policy import Policy
+from aligner.rollout.pending import PendingRollouts
 from aligner.run.loop import Run
 from aligner.run.mismatch import check_mismatch
 from aligner.types import RolloutBatch
@@ -52,6 +54,34 @@ def stop_after(arguments: list[str], step: int, rank: int, number: int) -> dict:
     finally:
         Run.finish = finish
     return json.loads((Path(compose(arguments).run.dir) / "STOPPED").read_text())
+
+
+class PowerCut(Exception):
+    pass
+
+
+def cut_in_update(arguments: list[str], step: int) -> bool:
+    """`run_stage` until the power goes off on all ranks in the first update of `step`."""
+    now, update, take = [0], Policy.update, PendingRollouts.next
+
+    def counted(self, number):
+        now[0] = number
+        return take(self, number)
+
+    def cut(self, *args, **kwargs):
+        if now[0] == step:
+            raise PowerCut
+        return update(self, *args, **kwargs)
+
+    PendingRollouts.next, Policy.update = counted, cut
+    try:
+        run_stage(arguments)
+    except PowerCut:
+        dist.barrier()
+        return True
+    finally:
+        PendingRollouts.next, Policy.update = take, update
+    return False
 
 
 def worst_of_two() -> dict[str, str]:

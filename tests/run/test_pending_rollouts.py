@@ -1,0 +1,167 @@
+"""A finished rollout is not generated again: not after a kill in its step, not after one before its checkpoint."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aligner.config.freeze import rollout_key
+from aligner.config.resolve import compose
+from tests import stages
+
+STEPS = [
+    "run.steps=5",
+    "checkpoint.every=2",
+    "logging.progress=false",
+    "reward.normalize=true",
+    "optim.schedule=cosine",
+]
+MORE = {
+    "grpo": ["batch.epochs=2"],
+    "filtered": ["algorithm.filter_groups=true", "algorithm.filter_rounds=50"],
+    "remax": ["algorithm.advantage=remax", "sampling.top_k=20"],
+    "ppo": [],
+}
+
+
+class PowerCut(Exception):
+    pass
+
+
+@pytest.fixture
+def arguments(tiny_runs):
+    def get(case: str) -> list[str]:
+        more = [*STEPS, *MORE[case], f"model.init={tiny_runs['sft']}"]
+        return [*more, f"reward.model={tiny_runs['rm']}"] if case == "ppo" else more
+
+    return get
+
+
+@pytest.fixture
+def interrupt(monkeypatch, tiny_data):
+    """Run a stage until the power goes off in the middle of `step`: in its first update."""
+    from aligner.roles.policy import Policy
+    from aligner.rollout.source import RolloutSource
+
+    def go(case: str, run: Path, step: int, more: list[str]) -> None:
+        now, update, take = [0], Policy.update, RolloutSource.next
+
+        def counted(self, number):
+            now[0] = number
+            return take(self, number)
+
+        def cut(self, *args, **kwargs):
+            if now[0] == step:
+                raise PowerCut
+            return update(self, *args, **kwargs)
+
+        with monkeypatch.context() as patch, pytest.raises(PowerCut):
+            patch.setattr(RolloutSource, "next", counted)
+            patch.setattr(Policy, "update", cut)
+            stages.stage("ppo" if case == "ppo" else "grpo", tiny_data, run, *more)
+
+    return go
+
+
+@pytest.fixture
+def generated(monkeypatch):
+    """The steps whose rollouts were generated since."""
+    from aligner.rollout.source import RolloutSource
+
+    steps, take = [], RolloutSource.next
+    monkeypatch.setattr(RolloutSource, "next", lambda self, step: steps.append(step) or take(self, step))
+    return steps
+
+
+def stored(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "pending_rollouts").glob("*"))
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_a_rollout_outlives_a_kill_in_its_step(tiny_data, tmp_path, arguments, interrupt, generated, case):
+    """Killed in step 4; the checkpoint is of step 2. Steps 3 and 4 are not generated again, and nothing differs."""
+    stage, more = "ppo" if case == "ppo" else "grpo", arguments(case)
+    whole = stages.stage(stage, tiny_data, tmp_path / "whole", *more)
+    run = tmp_path / "run"
+    interrupt(case, run, 4, more)
+    assert stages.checkpoints(run) == [2] and stored(run) == ["step-00000003", "step-00000004"]
+    generated.clear()
+    stages.stage(stage, tiny_data, run, *more)
+    assert generated == [5]
+    assert stages.same_weights(run, whole) and stages.differences(run, whole) == []
+    assert stored(run) == []
+
+
+def damage(run: Path, step: int) -> None:
+    path = next((run / "pending_rollouts" / f"step-{step:08d}").glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_one_is_told_and_generated_again(tiny_data, tmp_path, arguments, interrupt, generated, capsys):
+    more, run = arguments("grpo"), tmp_path / "run"
+    whole = stages.stage("grpo", tiny_data, tmp_path / "whole", *more)
+    interrupt("grpo", run, 4, more)
+    damage(run, 3)
+    (run / "pending_rollouts" / "step-00000004" / "part-00000-of-00001.json").unlink()  # killed while it was written
+    generated.clear(), capsys.readouterr()
+    stages.stage("grpo", tiny_data, run, *more)
+    assert generated == [3, 4, 5] and "WARNING: rollout 3 is generated again" in capsys.readouterr().out
+    assert stages.same_weights(run, whole) and stages.differences(run, whole) == []
+
+
+@pytest.mark.parametrize("change", ["sampling.temperature=0.9", "run.resume=never", "checkpoint.rollouts=false"])
+def test_those_of_another_config_are_not_used(tiny_data, tmp_path, arguments, interrupt, generated, change):
+    more, run = arguments("grpo"), tmp_path / "run"
+    interrupt("grpo", run, 4, more)
+    generated.clear()
+    stages.stage("grpo", tiny_data, run, *more, change)
+    assert generated == ([1, 2, 3, 4, 5] if "never" in change else [3, 4, 5])
+
+
+def test_the_key_knows_what_rollouts_depend_on(tiny_data, tmp_path):
+    def key(*more: str) -> str:
+        return rollout_key(compose(stages.overrides("grpo", tiny_data, tmp_path, *more)))
+
+    same = [
+        "parallel.tensor=2",
+        "batch.micro_batch_samples=2",
+        "checkpoint.every=7",
+        "run.name=x",
+        "logging.wandb.project=y",
+    ]
+    assert {key(text) for text in same} == {key()}
+    other = [
+        "seed=1",
+        "sampling.top_k=3",
+        "optim.lr=1",
+        "batch.group=8",
+        "algorithm.clip_low=0.3",
+        "reward.normalize=true",
+    ]
+    assert len({key(), *(key(text) for text in other)}) == 1 + len(other)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_two_ranks_hand_a_stored_rollout_to_one(ranks, tiny_data, tiny_runs, tmp_path, generated):
+    """The same samples and scores to the bit; the same metrics but for rounding."""
+    line = {
+        name: stages.overrides(
+            "grpo", tiny_data, tmp_path / name, *STEPS, f"model.init={tiny_runs['sft']}", "batch.micro_batch_samples=4"
+        )
+        for name in ("two", "whole")
+    }
+    assert ranks.run("tests.run.jobs:cut_in_update", world=2, arguments=line["two"], step=3) == [True, True]
+    folder = tmp_path / "two" / "pending_rollouts" / "step-00000003"
+    assert sorted(p.name for p in folder.glob("*.json")) == [f"part-0000{i}-of-00002.json" for i in range(2)]
+    stages.run(line["whole"])
+    generated.clear()
+    stages.run(line["two"])
+    assert generated == [4, 5]
+    here, there = (stages.timeless(tmp_path / name)[2] for name in ("two", "whole"))
+    told = json.loads((folder.parent.parent / "metrics.jsonl").read_text().splitlines()[2])
+    assert told["step"] == 3
+    for name in ("reward/mean", "response/tokens_mean", "policy/entropy", "advantage/std", "policy/grad_norm"):
+        assert here[name] == pytest.approx(there[name], rel=2e-3, abs=1e-5), name
