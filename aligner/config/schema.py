@@ -566,6 +566,7 @@ class CheckpointConfig:
     keep_best: int = 0
     metric: str = "eval/accuracy"  # for keep_best, larger is better (eval/loss: smaller)
     final: bool = True
+    async_save: bool = False  # write while training goes on, from a copy in host memory
     rollouts: bool = True  # store each finished rollout until a checkpoint of its step: never generated twice
 
     def __post_init__(self) -> None:

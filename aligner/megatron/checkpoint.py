@@ -5,6 +5,8 @@ The optimizer is written in its fully reshardable form, so a run may resume on a
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import queue
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
 from aligner.errors import CheckpointError
@@ -40,25 +42,80 @@ def _state(model: ShardedModel, is_loading: bool, with_optimizer: bool) -> dict[
     return state
 
 
+class ModelSave:
+    """One model's weights and optimizer on their way into `folder`: planned by all ranks together, written by each of
+    them alone (in any thread, without messages), finished by all together.
+
+    With `copy` nothing that is written changes when training goes on: this rank's share lies in host memory until
+    then. (From a GPU it is copied there in any case.)
+    """
+
+    def __init__(self, model: ShardedModel, folder: Path, copy: bool):
+        """Collective over the world. Makes the folder. Raises OSError or RuntimeError if that fails."""
+        self.folder = folder
+        self.hashes: dict[str, str] = {}  # of the files that this rank has written
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        if model.optimizer is not None:
+            give_state(model.optimizer)  # a policy that waits for its critic to warm up has not stepped yet
+        state = _state(model, is_loading=False, with_optimizer=True)
+        state["step_count"] = model.step_count
+        # A plain queue spares the manager process that Megatron would spawn (20 s of imports on a laptop) for writers
+        # in other processes; one for each save, so that a failed one leaves nothing behind.
+        filesystem_async._results_queue = queue.Queue()
+        self._request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
+        self._arguments = list(self._request.async_fn_args)
+        if self._request.preload_fn is not None:
+            buckets = self._request.preload_fn()
+            self._arguments[1] = [_copied(bucket) for bucket in buckets] if copy else buckets
+
+    def write(self) -> None:
+        """Write and hash this rank's files. What fails is told by `finish`."""
+        if self._request.async_fn is None:  # this rank holds nothing that another one does not write
+            return
+        self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
+        for path, *_ in self._arguments[1]:
+            if os.path.exists(path):
+                self.hashes[os.path.basename(path)] = file_hash(path)
+        self._arguments = []
+
+    def finish(self) -> None:
+        """Write what describes the files of all ranks. Collective over the world. Raises OSError or RuntimeError if
+        any rank could not write."""
+        try:
+            for finalize in self._request.finalize_fns:
+                finalize()
+        except CheckpointException as error:  # torch's, a BaseException: one failure for each rank that had one
+            raise OSError(_first_failure(error)) from error
+        parts: list[dict[str, str] | None] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(self.hashes, parts, dst=0)
+        if parts is None:
+            return
+        files = {name: digest for part in parts for name, digest in (part or {}).items()}
+        for path in self.folder.iterdir():
+            files.setdefault(path.name, file_hash(path))
+        content = {"algorithm": "sha256", "files": files}  # in Megatron's format: `load_model` has it checked
+        (self.folder / INTEGRITY_FNAME).write_text(json.dumps(content, indent=1, sort_keys=True), encoding="utf-8")
+
+
+def _copied(bucket: tuple) -> tuple:
+    path, key, (objects, tensors) = bucket
+    return path, key, (objects, [(item, tensor.clone()) for item, tensor in tensors])
+
+
+def file_hash(path: str | Path) -> str:
+    """SHA-256 in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def save_model(model: ShardedModel, folder: Path) -> None:
     """Write weights and optimizer of all ranks into `folder` (made if missing). Collective over the world. Raises
     OSError or RuntimeError if that fails."""
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    if model.optimizer is not None:
-        give_state(model.optimizer)  # a policy that waits for its critic to warm up has not stepped yet
-    state = _state(model, is_loading=False, with_optimizer=True)
-    state["step_count"] = model.step_count
-    # A synchronous save writes with threads of this process; a plain queue spares the manager process that Megatron
-    # would spawn for it (20 s of imports on a laptop).
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
-    # each file is hashed, and the hashes are checked when it is loaded
-    try:
-        dist_checkpointing.save(state, str(folder), verify_integrity=True)
-    except CheckpointException as error:  # torch's, a BaseException: one failure for each rank that had one
-        raise OSError(_first_failure(error)) from error
+    save = ModelSave(model, folder, copy=False)
+    save.write()
+    save.finish()
 
 
 def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, with_head: bool = True) -> None:
@@ -104,9 +161,13 @@ def fsync_tree(folder: Path) -> None:
     """Flush every file and directory below `folder`, so that a rename that follows is durable."""
     for root, _, files in os.walk(folder):
         for name in files:
-            with open(os.path.join(root, name), "rb") as file:
-                os.fsync(file.fileno())
+            fsync_file(os.path.join(root, name))
         fsync_folder(Path(root))
+
+
+def fsync_file(path: str | Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def fsync_folder(folder: Path) -> None:

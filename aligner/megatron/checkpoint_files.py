@@ -1,14 +1,18 @@
-"""Where checkpoints lie: folders of whole checkpoints below a run folder, and the small state file of each."""
+"""Where checkpoints lie: folders of whole checkpoints below a run folder, and the small files of each."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 from aligner.errors import CheckpointError
 
+MANIFEST = "manifest.json"
+FORMAT = 2  # of state.json; since 2 a checkpoint has a manifest
 NAME = re.compile(r"step-(\d{8})")
 
 
@@ -38,3 +42,46 @@ def read_state(folder: Path) -> dict[str, Any]:
         return json.loads((folder / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {folder / 'state.json'}: {error}") from error
+
+
+def write_manifest(folder: Path) -> None:
+    """Checksums of the small files, `integrity.json` of each model included, which has those of the large ones."""
+    names = [*folder.glob("*.json"), *folder.glob("*/integrity.json"), *folder.glob("rng/*")]
+    files = {str(path.relative_to(folder)): _sha256(path) for path in sorted(names)}
+    (folder / MANIFEST).write_text(json.dumps({"algorithm": "sha256", "files": files}, indent=1), encoding="utf-8")
+
+
+def check_manifest(folder: Path) -> None:
+    """Raises CheckpointError naming the first file that is not what was written."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        wrong = next((name for name, digest in files.items() if _sha256(folder / name) != digest), None)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"cannot read {folder / MANIFEST}, or a file that it names: {error}") from error
+    if wrong is not None:
+        raise CheckpointError(f"cannot load checkpoint {folder}: {wrong} does not have the checksum of {MANIFEST}")
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def remove_whole(folder: Path) -> None:
+    """Delete a checkpoint: never is half of one taken for a whole, whenever this is interrupted."""
+    doomed = folder.with_name(folder.name + ".deleting")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def put_in_place(aside: Path, final: Path) -> None:
+    """Rename a whole folder to its place; what stood there (a damaged one) goes."""
+    if final.exists():
+        remove_whole(final)
+    aside.rename(final)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What a killed process left half-written or half-deleted."""
+    for path in [*folder.glob("step-*.tmp"), *folder.glob("step-*.deleting")]:
+        shutil.rmtree(path, ignore_errors=True)

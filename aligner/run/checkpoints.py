@@ -4,6 +4,7 @@
     policy/  critic/      sharded weights and optimizer of each model (megatron/checkpoint.py)
     rng/rank-0000.pt      random state of every rank
     state.json            identity, step, and the small states: data cursor, KL controller, reward normaliser, ...
+    manifest.json         checksums of the small files; those of the large ones are in <model>/integrity.json
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +25,28 @@ import torch.distributed as dist
 
 from aligner.config.schema import CheckpointConfig
 from aligner.errors import CheckpointError
-from aligner.megatron.checkpoint import fsync_folder, fsync_tree, load_model, rng_state, save_model, set_rng_state
-from aligner.megatron.checkpoint_files import complete_checkpoints, find_checkpoint, read_state
+from aligner.megatron.checkpoint import (
+    ModelSave,
+    fsync_file,
+    fsync_folder,
+    fsync_tree,
+    load_model,
+    rng_state,
+    set_rng_state,
+)
+from aligner.megatron.checkpoint_files import (
+    FORMAT,
+    check_manifest,
+    complete_checkpoints,
+    find_checkpoint,
+    put_in_place,
+    read_state,
+    remove_unfinished,
+    remove_whole,
+    write_manifest,
+)
 from aligner.megatron.train import ShardedModel
+from aligner.ops.reduce import first_cause
 
 DISPENSABLE = ("sentinel",)  # states that checkpoints of earlier versions lack
 
@@ -42,6 +66,33 @@ class SaveError(CheckpointError):
     transient = True
 
 
+@dataclass
+class _Writing:
+    """A checkpoint that is not one yet."""
+
+    step: int
+    aside: Path
+    models: list[ModelSave]
+    rng: dict[str, torch.Tensor]
+    content: str  # of state.json
+    started_s: float
+    seconds: float = 0.0  # until this rank had written its part
+    thread: threading.Thread | None = None
+    error: OSError | RuntimeError | None = None
+
+    def write(self) -> None:
+        """This rank's files; no messages to other ranks."""
+        try:
+            for model in self.models:
+                model.write()
+            path = self.aside / "rng" / f"rank-{dist.get_rank():04d}.pt"
+            torch.save(self.rng, path)
+            fsync_file(path)
+        except (OSError, RuntimeError) as error:
+            self.error = error
+        self.seconds = time.perf_counter() - self.started_s
+
+
 class Checkpoints:
     """Saves and restores one run. All methods are collective over the world."""
 
@@ -55,58 +106,96 @@ class Checkpoints:
     ):
         self.folder, self.config = run_dir / "checkpoints", config
         self.models, self.state, self.identity = dict(models), dict(state), dict(identity)
-        self.last_saved = -1
+        self.last_saved = -1  # the step given to `save` last, or restored
+        self.committed = 0  # the newest step that a restart would find
+        self.seconds = 0.0  # the longest that a save took from its beginning until everything was written
+        self._writing: _Writing | None = None
         self.on_commit: list[Callable[[int], None]] = []  # called on every rank with the step of a whole checkpoint
 
-    def save(self, step: int, metrics: Mapping[str, float], states: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self, step: int, metrics: Mapping[str, float], states: Mapping[str, Any] | None = None, wait: bool = True
+    ) -> None:
         """Write step's checkpoint; what was there before stays until the new one is whole. `states` replaces the
-        current ones of `self.state`."""
+        current ones of `self.state`. Without `wait` it is written while training goes on, from a copy in host memory,
+        and is no checkpoint before `finish`. An earlier one that is still being written is finished first."""
+        self.finish()
+        self.last_saved, started_s = step, time.perf_counter()
         if states is None:
             states = {name: item.state_dict() for name, item in self.state.items()}
-        final, aside = self.folder / f"step-{step:08d}", self.folder / f"step-{step:08d}.tmp"
-        rank = dist.get_rank()
-        error = ""
-        try:
-            if rank == 0:
+        aside = self.folder / f"step-{step:08d}.tmp"
+        with self._failing_together(aside):
+            if dist.get_rank() == 0:
                 shutil.rmtree(aside, ignore_errors=True)
                 (aside / "rng").mkdir(parents=True)
-        except OSError as cause:
-            error = _io_message(aside, cause)
-        self._fail_together(error, aside)
-        try:
-            for name, model in self.models.items():
-                save_model(model, aside / name)
-            torch.save(rng_state(), aside / "rng" / f"rank-{rank:04d}.pt")
-        except (OSError, RuntimeError) as cause:
-            error = _io_message(aside, cause)
-        self._fail_together(error, aside)
-        if rank == 0:
-            try:
-                self._commit(step, metrics, states, aside, final)
-            except OSError as cause:
-                error = _io_message(aside, cause)
-        self._fail_together(error, aside)
-        self.last_saved = step
-        if rank == 0:
-            self._retain()
-        for tell in self.on_commit:
-            tell(step)
-        return final
-
-    def _commit(self, step: int, metrics: Mapping[str, float], states: Mapping[str, Any], aside: Path, final: Path):
         content = {
+            "format": FORMAT,
             "identity": self.identity,
             "step": step,
             "world_size": dist.get_world_size(),
             "metric": metrics.get(self.config.metric),
             "state": dict(states),
         }
-        (aside / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-        fsync_tree(aside)
-        if final.exists():
-            shutil.rmtree(final)
-        aside.rename(final)
-        fsync_folder(final.parent)
+        with self._failing_together(aside):
+            models = [ModelSave(model, aside / name, copy=not wait) for name, model in self.models.items()]
+        self._writing = _Writing(step, aside, models, rng_state(), json.dumps(content, indent=1), started_s)
+        if wait:
+            self._writing.write()
+            self.finish()
+        else:
+            self._writing.thread = threading.Thread(target=self._writing.write, name="checkpoint", daemon=True)
+            self._writing.thread.start()
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank still writes its part of a checkpoint."""
+        return self._writing is not None and self._writing.thread is not None and self._writing.thread.is_alive()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is a checkpoint, the same on every rank, that waits for `finish`."""
+        return self._writing is not None
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, on all ranks, and make it one. Collective over the world.
+        Raises SaveError on every rank if any of them could not write."""
+        if self._writing is None:
+            return
+        now, self._writing = self._writing, None
+        if now.thread is not None:
+            now.thread.join()
+        finish_s = time.perf_counter()
+        with self._failing_together(now.aside):
+            if now.error is not None:
+                raise now.error
+        with self._failing_together(now.aside):
+            for model in now.models:
+                model.finish()
+        with self._failing_together(now.aside):
+            if dist.get_rank() == 0:
+                self._commit(now)
+        self.committed = now.step
+        self.seconds = max(self.seconds, now.seconds + time.perf_counter() - finish_s)
+        if dist.get_rank() == 0:
+            self._retain()
+        for tell in self.on_commit:
+            tell(now.step)
+
+    def _commit(self, now: _Writing) -> None:
+        (now.aside / "state.json").write_text(now.content, encoding="utf-8")
+        write_manifest(now.aside)
+        fsync_tree(now.aside)
+        put_in_place(now.aside, self.folder / now.aside.stem)
+        fsync_folder(self.folder)
+
+    @contextmanager
+    def _failing_together(self, aside: Path) -> Iterator[None]:
+        """An OSError or RuntimeError of any rank becomes a SaveError on all of them."""
+        error = ""
+        try:
+            yield
+        except (OSError, RuntimeError) as cause:
+            error = _io_message(aside, cause)
+        self._fail_together(error, aside)
 
     def _fail_together(self, error: str, aside: Path) -> None:
         errors: list[str] = [error] * dist.get_world_size()
@@ -128,7 +217,7 @@ class Checkpoints:
             keep |= {path for _, path in sorted(scored)[: self.config.keep_best]}
         for _, path in found:
             if path not in keep:
-                shutil.rmtree(path)
+                remove_whole(path)
 
     def restore(self, resume: str) -> int:
         """Load what `run.resume` asks for; returns the step to continue after, 0 if there is nothing to resume.
@@ -136,6 +225,8 @@ class Checkpoints:
         With `auto` a damaged newest checkpoint is reported loudly and the one before it is used. A path outside
         this run is where the run starts; once it has checkpoints of its own, those are continued.
         """
+        if dist.get_rank() == 0:
+            remove_unfinished(self.folder)
         if resume == "never":
             self._set_aside()
             return 0
@@ -148,18 +239,40 @@ class Checkpoints:
             else:  # this run's own checkpoints continue the one it started from
                 candidates.append(chosen)
         for i, path in enumerate(candidates):
+            error: CheckpointError | None = None
             try:
-                content = read_state(path)
+                content = self._read(path)
                 self._check_identity(path, content["identity"])
-                return self._load(path, content)
+                self._load(path, content)
             except AnotherRunError:
                 raise
-            except CheckpointError as error:
-                if i + 1 == len(candidates):
-                    raise
-                if dist.get_rank() == 0:
-                    print(f"WARNING: {error}\nWARNING: using the checkpoint before it: {candidates[i + 1]}", flush=True)
+            except CheckpointError as caught:
+                error = caught
+            first = first_cause("" if error is None else str(error))
+            if first is None:
+                self.last_saved = self.committed = content["step"]
+                return content["step"]
+            if i + 1 == len(candidates):
+                raise error or CheckpointError(f"on rank {first[0]}: {first[1]}")
+            if dist.get_rank() == 0:
+                print(f"WARNING: {first[1]}\nWARNING: using the checkpoint before it: {candidates[i + 1]}", flush=True)
         return 0
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        """state.json, read and checked by rank 0 for all."""
+        told: list[Any] = [None, ""]
+        if dist.get_rank() == 0:
+            try:
+                told[0] = read_state(path)
+                if told[0].get("format", 1) >= FORMAT:
+                    check_manifest(path)
+            except CheckpointError as error:
+                told[1] = str(error)
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(told, src=0)
+        if told[1]:
+            raise CheckpointError(told[1])
+        return told[0]
 
     def _abandon_after(self, chosen: Path) -> None:
         """Going back to an earlier checkpoint of this run: later ones may neither be resumed nor count as the last."""
@@ -180,7 +293,7 @@ class Checkpoints:
             print(f"run.resume=never: earlier checkpoints are kept in {kept}", flush=True)
         dist.barrier()
 
-    def _load(self, path: Path, content: Mapping[str, Any]) -> int:
+    def _load(self, path: Path, content: Mapping[str, Any]) -> None:
         missing = [name for name in self.state if name not in content["state"] and name not in DISPENSABLE]
         if missing:
             raise CheckpointError(
@@ -195,8 +308,6 @@ class Checkpoints:
         rng = path / "rng" / f"rank-{dist.get_rank():04d}.pt"
         if rng.exists() and content["world_size"] == dist.get_world_size():
             set_rng_state(torch.load(rng, weights_only=True))
-        self.last_saved = content["step"]
-        return content["step"]
 
     def _check_identity(self, path: Path, found: Mapping[str, Any]) -> None:
         for key, expected in self.identity.items():

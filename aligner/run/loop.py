@@ -93,11 +93,14 @@ class Run:
 
     def _go_on(self) -> bool:
         """At a step boundary, on all ranks: True, or StopRequested after everything is saved."""
-        reason, _ = self.boundary.settle(writing=False)
+        reason, writing = self.boundary.settle(self.checkpoints.writing)
+        if self.checkpoints.unfinished and not writing:
+            self._complete()
         if reason:
             if self.save_stopped and 0 < self.step != self.checkpoints.last_saved:
                 self._save({})
                 self.logger.log(self.step, self.timers.take())
+            self._complete()
             self._tell_progress()
             if self.rank == 0:
                 write_stopped(self.dir, self.step, reason)
@@ -107,7 +110,7 @@ class Run:
 
     def _tell_progress(self) -> None:
         if self.rank == 0:
-            saved, save_s = max(0, self.checkpoints.last_saved), round(self.boundary.deadline.save_s, 3)
+            saved, save_s = self.checkpoints.committed, round(self.boundary.deadline.save_s, 3)
             write_progress(self.dir, self.step, self.config.steps, saved=saved, save_s=save_s)
 
     def _end(self) -> None:
@@ -116,6 +119,7 @@ class Run:
         if self.save_final and self.checkpoints.last_saved != self.step:
             self._save({})
             self.logger.log(self.step, self.timers.take())
+        self._complete()
         self._tell_progress()
         if self.stopped and self.rank == 0 and self._bar:
             self._bar.write(f"{self.stage} stopped early at step {self.step}: {self.stopped}")
@@ -139,7 +143,7 @@ class Run:
         self._record(step, metrics, samples)
         # after the record: a checkpoint of step n means that step n stands in metrics.jsonl
         if self.checkpoint_every and step % self.checkpoint_every == 0:
-            self._save(metrics)
+            self._save(metrics, wait=not self.checkpoints.config.async_save)
             self.logger.log(step, self.timers.take())
         self._tell_progress()
         assert self._bar is not None, "finish() outside of steps()"
@@ -177,16 +181,27 @@ class Run:
     def _states(self) -> dict[str, Any]:
         return {name: item.state_dict() for name, item in self.checkpoints.state.items()}
 
-    def _save(self, metrics: ScalarMetrics, states: dict[str, Any] | None = None) -> None:
-        start_s = time.perf_counter()
+    def _save(self, metrics: ScalarMetrics, states: dict[str, Any] | None = None, wait: bool = True) -> None:
         with self.timers("save"):
             measured = self.last_eval if self.last_eval.get("_step") == self.step else {}
-            self.checkpoints.save(self.step, metrics | {k: v for k, v in measured.items() if k != "_step"}, states)
-        self.boundary.deadline.save_s = max(self.boundary.deadline.save_s, time.perf_counter() - start_s)
+            metrics = metrics | {k: v for k, v in measured.items() if k != "_step"}
+            self.checkpoints.save(self.step, metrics, states, wait)
+        self._note_seconds()
+
+    def _complete(self) -> None:
+        """The checkpoint that was written meanwhile, if any, becomes one."""
+        if self.checkpoints.unfinished:
+            with self.timers("save"):
+                self.checkpoints.finish()
+            self._note_seconds()
+
+    def _note_seconds(self) -> None:
+        self.boundary.deadline.save_s = max(self.boundary.deadline.save_s, self.checkpoints.seconds)
 
     def save_after(self, error: Exception) -> None:
         """A failure that all ranks share and that leaves the models whole (a reward function's): save the last whole
         step, with the small states as they were then, so that a resumed run repeats the failed step exactly."""
+        self._complete()
         if self.step > self.checkpoints.last_saved and self.step > 0:
             self._save({}, self._before)
             if self.rank == 0:

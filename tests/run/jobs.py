@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,15 @@ from aligner.config.resolve import compose
 from aligner.config.schema import MismatchConfig
 from aligner.config.validate import validate
 from aligner.errors import MismatchError
+from aligner.megatron.checkpoint import ModelSave
+from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.roles.policy import Policy
 from aligner.rollout.pending import PendingRollouts
 from aligner.run.loop import Run
 from aligner.run.mismatch import check_mismatch
 from aligner.types import RolloutBatch
+
+MAIN = threading.main_thread()
 
 
 def run_stage(arguments: list[str], signals: StopSignals | None = None) -> int:
@@ -82,6 +88,34 @@ def cut_in_update(arguments: list[str], step: int) -> bool:
     finally:
         PendingRollouts.next, Policy.update = take, update
     return False
+
+
+def slow_rank(arguments: list[str], rank: int) -> dict[int, tuple[list[int], list[int]]]:
+    """`run_stage` with a rank whose background writes end only after the step behind theirs; by step what is a
+    checkpoint, and what is still on its way."""
+    finish, write, done, seen = Run.finish, ModelSave.write, [0], {}
+    folder = Path(compose(arguments).run.dir) / "checkpoints"
+
+    def wait(self):
+        number = int(self.folder.parent.stem.removeprefix("step-"))
+        while dist.get_rank() == rank and done[0] <= number and threading.current_thread() is not MAIN:
+            time.sleep(0.01)
+        write(self)
+
+    def finished(self, step, *args, **kwargs):
+        finish(self, step, *args, **kwargs)
+        seen[step] = [n for n, _ in complete_checkpoints(folder)], [int(p.stem[5:]) for p in folder.glob("*.tmp")]
+        done[0] = step
+        while dist.get_rank() == rank and step % 2 and self.checkpoints.writing:
+            time.sleep(0.01)
+        dist.barrier()
+
+    Run.finish, ModelSave.write = finished, wait
+    try:
+        run_stage(arguments)
+    finally:
+        Run.finish, ModelSave.write = finish, write
+    return seen
 
 
 def worst_of_two() -> dict[str, str]:

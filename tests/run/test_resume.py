@@ -145,7 +145,19 @@ DAMAGE = {
     "a flipped byte": lambda folder: flip(largest(folder)),
     "truncated state": lambda folder: os.truncate(folder / "state.json", 100),
     "missing metadata": lambda folder: (folder / "policy" / ".metadata").unlink(),
+    "a digit in the state": lambda folder: flip_digit(folder / "state.json"),
+    "random state": lambda folder: flip(folder / "rng" / "rank-0000.pt"),
+    "missing manifest": lambda folder: (folder / "manifest.json").unlink(),
 }
+
+
+UNREADABLE = ("truncated state", "missing manifest")
+
+
+def flip_digit(path: Path) -> None:
+    text = path.read_text()
+    assert '"cursor": 32' in text or '"cursor": 48' in text or '"cursor": 64' in text, text
+    path.write_text(re.sub(r'"cursor": (\d+)', r'"cursor": \g<1>1', text))
 
 
 def flip(path: Path) -> None:
@@ -164,7 +176,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     stages.stage("grpo", tiny_data, run, *arguments("grpo", tiny_runs))
     out = capsys.readouterr().out
     assert (
-        f"WARNING: cannot {'read' if 'state' in damage else 'load checkpoint'} {run}/checkpoints/step-0000000{TOTAL}"
+        f"WARNING: cannot {'read' if damage in UNREADABLE else 'load checkpoint'} {run}/checkpoints/step-0000000{TOTAL}"
         in out
     )
     assert re.search(rf"WARNING: using the checkpoint before it: .*step-0000000{HALF}\n", out)

@@ -1,0 +1,139 @@
+"""checkpoint.async_save: written while training goes on, whole or not there, and never of a later step."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from aligner.errors import CheckpointError
+from aligner.megatron.checkpoint import ModelSave
+from aligner.run.checkpoints import SaveError
+from aligner.run.loop import Run
+from tests import stages
+
+MORE = ["run.steps=5", "checkpoint.every=2", "checkpoint.keep_last=9", "logging.progress=false"]
+
+
+class PowerCut(Exception):
+    pass
+
+
+def hashes(run: Path, step: int) -> dict:
+    """Checksums of a checkpoint's weights and optimizer, by model and file."""
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    files = {p.parent.name: json.loads(p.read_text())["files"] for p in folder.glob("*/integrity.json")}
+    return {(m, n): digest for m, f in files.items() for n, digest in f.items() if n.endswith(".distcp")}
+
+
+def small_states(run: Path, step: int) -> dict:
+    return json.loads((run / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())["state"]
+
+
+@pytest.fixture
+def slow_writer(monkeypatch):
+    """Background writes wait for `go`; `began` tells that one is waiting."""
+    write, go, began = ModelSave.write, threading.Event(), threading.Event()
+
+    def wait(self):
+        if threading.current_thread() is not threading.main_thread():
+            began.set()
+            assert go.wait(60)
+        write(self)
+
+    monkeypatch.setattr(ModelSave, "write", wait)
+    yield go, began
+    go.set()
+
+
+@pytest.fixture
+def after_step(monkeypatch):
+    """Call something at the end of a step."""
+    finish, actions = Run.finish, {}
+
+    def finished(self, step, *args, **kwargs):
+        finish(self, step, *args, **kwargs)
+        if step in actions:
+            actions[step](self)
+
+    monkeypatch.setattr(Run, "finish", finished)
+    return actions
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_it_holds_the_step_at_which_it_began(tiny_data, tiny_runs, tmp_path, slow_writer, after_step, stage):
+    """The write of step 2 begins and ends only after step 3: training has gone on, the checkpoint has not."""
+    go, began = slow_writer
+    more = [*MORE, *([f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}"] if stage == "ppo" else [])]
+    plain = stages.stage(stage, tiny_data, tmp_path / "plain", *more)
+    run, seen = tmp_path / "run", {}
+
+    def look(loop):
+        assert began.wait(60)
+        seen[loop.step] = (stages.checkpoints(run), loop.checkpoints.writing)
+        if loop.step == 3:
+            go.set()
+            deadline = time.monotonic() + 60
+            while loop.checkpoints.writing and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    after_step[2] = after_step[3] = look
+    stages.stage(stage, tiny_data, run, *more, "checkpoint.async_save=true")
+    assert seen == {2: ([], True), 3: ([], True)}
+    assert stages.checkpoints(run) == stages.checkpoints(plain) == [2, 4, 5]
+    for step in (2, 4, 5):
+        assert hashes(run, step) == hashes(plain, step) and small_states(run, step) == small_states(plain, step)
+    assert stages.same_weights(run, plain) and stages.differences(run, plain) == []
+
+
+def test_a_kill_while_it_is_written_leaves_the_one_before(tiny_data, tmp_path, slow_writer, after_step, capsys):
+    go, began = slow_writer
+    plain = stages.stage("sft", tiny_data, tmp_path / "plain", *MORE)
+    run = tmp_path / "run"
+    stages.stage("sft", tiny_data, run, *MORE, "run.steps=2")
+
+    def cut(loop):
+        assert began.wait(60)
+        raise PowerCut
+
+    after_step[4] = cut
+    with pytest.raises(PowerCut):
+        stages.stage("sft", tiny_data, run, *MORE, "checkpoint.async_save=true")
+    assert stages.checkpoints(run) == [2] and list((run / "checkpoints").glob("*.tmp"))
+    after_step.clear()
+    go.set()
+    stages.stage("sft", tiny_data, run, *MORE, "checkpoint.async_save=true")
+    assert stages.same_weights(run, plain) and stages.differences(run, plain) == []
+    assert not list((run / "checkpoints").glob("*.tmp"))
+
+
+def test_a_write_that_fails_stops_the_run_and_touches_nothing(tiny_data, tmp_path, monkeypatch):
+    run, write = tmp_path / "run", ModelSave.write
+
+    def fails(self):
+        if "step-00000004" in str(self.folder):
+            raise OSError(28, "No space left on device")
+        write(self)
+
+    monkeypatch.setattr(ModelSave, "write", fails)
+    with pytest.raises(SaveError, match=r"step-00000004.*no space left.*Earlier checkpoints are untouched") as caught:
+        stages.stage("sft", tiny_data, run, *MORE, "checkpoint.async_save=true")
+    assert isinstance(caught.value, CheckpointError) and caught.value.transient
+    assert stages.checkpoints(run) == [2] and not list((run / "checkpoints").glob("*.tmp"))
+
+
+@pytest.mark.multirank
+def test_it_waits_for_the_slowest_rank(ranks, tiny_data, tmp_path):
+    """Rank 1 still writes step 2 while step 3 runs: no rank takes it for a checkpoint before rank 1 is done."""
+    lines = {
+        name: stages.overrides("sft", tiny_data, tmp_path / name, *MORE, "batch.micro_batch_samples=4")
+        for name in ("run", "plain")
+    }
+    lines["run"].append("checkpoint.async_save=true")
+    seen = ranks.run("tests.run.jobs:slow_rank", world=2, arguments=lines["run"], rank=1)
+    assert seen[0] == {1: ([], []), 2: ([], [2]), 3: ([], [2]), 4: ([2], [4]), 5: ([2], [4])}
+    ranks.run("tests.run.jobs:run_stage", world=2, arguments=lines["plain"])
+    assert stages.same_weights(tmp_path / "run", tmp_path / "plain")
+    for step in (2, 4, 5):
+        assert hashes(tmp_path / "run", step) == hashes(tmp_path / "plain", step)
