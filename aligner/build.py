@@ -33,7 +33,7 @@ from aligner.data.readers import read_rows
 from aligner.data.stream import IndexStream
 from aligner.data.tokenizer import stop_token_ids
 from aligner.engines.native.engine import NativeEngine
-from aligner.errors import ConfigError, MismatchError, RewardError
+from aligner.errors import AlignerError, ConfigError, MismatchError, RewardError
 from aligner.megatron.checkpoint import load_model
 from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed
@@ -64,6 +64,7 @@ from aligner.run.checkpoints import Checkpoints
 from aligner.run.loop import DONE, Evaluate, Run
 from aligner.run.metrics import MetricsLogger
 from aligner.run.stop import STOPPED, Boundary, Deadline, StopRequested, allocation_end, restarted
+from aligner.run.watchdog import Watchdog
 from aligner.types import SamplingParams, TrainBatch
 
 SENTINEL_PROMPTS = 8
@@ -79,6 +80,11 @@ class Job:
     layout: Layout
     initial: InitialModel
     boundary: Boundary = field(default_factory=Boundary)
+    watchdog: Watchdog = field(init=False)
+
+    def __post_init__(self) -> None:
+        cfg, env = self.cfg, self.env
+        self.watchdog = Watchdog(cfg.cluster.watchdog, Path(cfg.run.dir), env.rank, env.world_size)
 
     @property
     def tokenizer(self) -> Any:
@@ -115,19 +121,28 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
     code. Raises AlignerError."""
     if cfg.run.resume == "never" and restarted():
         cfg.run.resume = "auto"  # `never` was for the first start of the job
+    run_dir = Path(cfg.run.dir)
     if env.rank == 0:
-        (Path(cfg.run.dir) / STOPPED).unlink(missing_ok=True)
+        (run_dir / STOPPED).unlink(missing_ok=True)
+        Watchdog.clear(run_dir)
     job = start(cfg, env)
     job.boundary = Boundary(signals or StopSignals(), Deadline(margin_s=cfg.cluster.margin_s))
     if env.rank == 0:
         job.boundary.deadline.end_s = allocation_end(cfg.cluster)
+    job.watchdog.start()
     try:
         {"sft": _sft, "rm": _rm, "grpo": _grpo, "ppo": _ppo}[cfg.stage.name](job)
         if env.rank == 0:
-            (Path(cfg.run.dir) / DONE).write_text(f"{cfg.stage.name}\n", encoding="utf-8")
+            (run_dir / DONE).write_text(f"{cfg.stage.name}\n", encoding="utf-8")
     except StopRequested as stopped:
         job.say(stopped)
+    except AlignerError:
+        raise
+    except Exception as error:
+        job.watchdog.ask_for_stacks(repr(error))
+        raise
     finally:
+        job.watchdog.stop()
         leave_distributed()
     return 0
 
@@ -299,7 +314,7 @@ def _run(job: Job, models: dict[str, ShardedModel], state: dict[str, Any], evalu
     alarms = Alarms(cfg.sampling.max_response_tokens, cfg.critic.warmup_steps)
     checkpoints = Checkpoints(run_dir, cfg.checkpoint, models, state | {"alarms": alarms}, _identity(job))
     logger = MetricsLogger(run_dir, cfg.logging, dataclasses.asdict(cfg), job.env.rank)
-    return Run(
+    run = Run(
         cfg.run,
         cfg.stage.name,
         job.env.rank,
@@ -314,6 +329,8 @@ def _run(job: Job, models: dict[str, ShardedModel], state: dict[str, Any], evalu
         save_final=cfg.checkpoint.final and not cfg.debug.rollout_only,
         save_stopped=not cfg.debug.rollout_only,
     )
+    run.timers.on_phase = job.watchdog.phase
+    return run
 
 
 def _finish(job: Job, run: Run, model: ShardedModel, extra: dict[str, Any] | None = None) -> None:

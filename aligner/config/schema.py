@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aligner.config.moe import MOE_FAMILIES, MoeConfig, check_moe_family
+from aligner.config.watchdog import WatchdogConfig
 from aligner.errors import ConfigError
 
 STAGES = ("sft", "rm", "grpo", "ppo")
@@ -604,6 +605,7 @@ class ClusterConfig:
         0.0  # stop in time for this, counted from the start of the process; 0: only Slurm's end counts
     )
     margin_s: float = 60.0  # kept free before the end, beyond the longest step and save so far
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
         _one_of("cluster.backend", self.backend, ("auto", "gloo", "nccl"))

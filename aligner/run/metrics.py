@@ -159,9 +159,10 @@ def _start_wandb(run_dir: Path, config: LoggingConfig, full_config: dict[str, An
     except ModuleNotFoundError as cause:
         raise MissingExtraError("wandb", "wandb", f"logging.wandb.mode={wandb_config.mode}") from cause
     run_dir.mkdir(parents=True, exist_ok=True)
-    id_file = run_dir / "wandb_id"
+    id_file, aside = run_dir / "wandb_id", run_dir / ".wandb_id.tmp"
     if not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex[:12])
+        aside.write_text(uuid.uuid4().hex[:12])
+        aside.rename(id_file)  # a kill in between may not leave an empty id
     return wandb.init(
         project=wandb_config.project,
         entity=wandb_config.entity or None,

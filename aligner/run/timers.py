@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -22,17 +22,20 @@ class Timers:
         self.synchronize = synchronize
         self._seconds: dict[str, float] = {}
         self._path: list[str] = []
+        self.on_phase: Callable[[str], None] = lambda name: None  # told the phase that runs now, "" for none
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         self._path.append(phase)
         name = "/".join(self._path)
+        self.on_phase(name)
         start = self._now()
         try:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
             self._path.pop()
+            self.on_phase("/".join(self._path))
 
     def take(self) -> dict[str, float]:
         """The seconds since the last take, by phase: {"time/generate_s": 1.5}. Running phases count in the next."""

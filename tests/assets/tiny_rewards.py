@@ -1,5 +1,6 @@
 """Rewards for toy runs: easy to raise, and ways to fail."""
 
+import os
 import time
 from pathlib import Path
 
@@ -47,3 +48,10 @@ def one_too_many(samples):
 
 def not_a_number(samples):
     return [float("nan")] * len(samples)
+
+
+def hangs_on(samples, rank: int, at: int, counter: str):
+    """Like `hangs_at`, on one rank only."""
+    if os.environ.get("RANK") == str(rank) and not probe(samples) and _count(counter) == at:
+        time.sleep(600)
+    return vowels(samples)

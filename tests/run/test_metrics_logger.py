@@ -126,6 +126,12 @@ def test_wandb_offline_needs_no_account(tmp_path, monkeypatch):
     log.close()
     identity = (run_dir / "wandb_id").read_text()
     assert [path for path in (run_dir / "wandb").rglob("*.wandb") if identity in path.name]
+    again = MetricsLogger(run_dir, config, {"seed": 1}, 0)  # a requeued job: the same run
+    again.resume_at(1)
+    again.log(2, {"a": 2.0})
+    again.close()
+    assert (run_dir / "wandb_id").read_text() == identity and len(identity) == 12
+    assert {path.name for path in (run_dir / "wandb").rglob("*.wandb")} == {f"run-{identity}.wandb"}
 
 
 def test_an_unwritable_folder_is_named(tmp_path):

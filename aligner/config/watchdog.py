@@ -1,0 +1,40 @@
+"""The section `cluster.watchdog`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from aligner.errors import ConfigError
+
+
+@dataclass
+class WatchdogConfig:
+    """Seconds that a phase may last before the run counts as hanging; 0: for ever. The phases are those of the metrics
+    time/*_s: of one within another (eval/generate) the outer one's limit counts, anew for each."""
+
+    startup_s: float = 3600.0  # until the first phase: models, data
+    refit_s: float = 1200.0
+    generate_s: float = 3600.0
+    score_s: float = 1500.0
+    logprobs_s: float = 1200.0
+    update_s: float = 1200.0  # one minibatch
+    eval_s: float = 3600.0
+    save_s: float = 1800.0
+    other_s: float = 1200.0  # anything else: between phases, the export
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not value >= 0:
+                raise ConfigError(f"cluster.watchdog.{f.name}", value, "a number >= 0")
+
+    def limit(self, phase: str) -> tuple[str, float]:
+        """(key, seconds) of a phase, by its name in the metrics."""
+        name = f"{phase.partition('/')[0]}_s"
+        name = name if hasattr(self, name) else "other_s"
+        return f"cluster.watchdog.{name}", getattr(self, name)
+
+    @property
+    def shortest(self) -> float:
+        """The smallest limit; 0 where there is none."""
+        return min((value for f in fields(self) if (value := getattr(self, f.name))), default=0.0)

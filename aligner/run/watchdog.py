@@ -1,0 +1,119 @@
+"""A thread on every rank that notices when a phase takes too long: it prints the Python stacks of all threads of all
+ranks, says which phase hangs, and ends the job.
+
+The ranks that wait for the one that hangs are asked for their stacks through a file in the run folder, because their
+main threads sit in a collective: <run.dir>/watchdog/fired.json, and rank-0001.txt with the stacks of rank 1.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+from aligner.cluster import failure
+from aligner.config.watchdog import WatchdogConfig
+
+FOLDER, FIRED = "watchdog", "fired.json"
+EXIT_CODE = 1
+POLL_S = 2.0  # at most; faster where a limit is shorter
+GRACE_S = 4.0  # for the other ranks' stacks; a launcher ends them 5 s after the first failure
+
+
+class Watchdog:
+    """`phase` is told of every change; `start` after the ranks have met (a file of an earlier attempt is gone then)."""
+
+    def __init__(self, config: WatchdogConfig, run_dir: Path, rank: int, world_size: int, stuck_s: float = 600.0):
+        self.config, self.folder, self.rank, self.world_size = config, run_dir / FOLDER, rank, world_size
+        self.poll_s = min(POLL_S, max(0.05, config.shortest / 4))
+        self.stuck_s = stuck_s  # this thread itself has not come to run for so long: something holds Python's lock
+        self._now = ("startup", time.monotonic())
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @staticmethod
+    def clear(run_dir: Path) -> None:
+        """By rank 0, before the ranks meet."""
+        shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+
+    def phase(self, name: str) -> None:
+        """A phase begins, or with "" none runs."""
+        self._now = (name, time.monotonic())
+
+    def start(self) -> None:
+        if self.config.shortest:
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            faulthandler.cancel_dump_traceback_later()
+
+    def ask_for_stacks(self, why: str) -> None:
+        """This rank fails for a reason that may lie with another one: let the others say where they are."""
+        if self.world_size > 1 and self._thread is not None:
+            self._claim({"rank": self.rank, "text": why})
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self.poll_s):
+            # a thread of C's, which needs no lock of Python's
+            faulthandler.dump_traceback_later(self.stuck_s, exit=True, file=sys.__stderr__)
+            name, since = self._now
+            key, limit_s = self.config.limit(name)
+            passed_s = time.monotonic() - since
+            if limit_s and passed_s > limit_s:
+                text = f"watchdog: rank {self.rank} is in phase `{name or 'between phases'}` for {passed_s:.0f} s"
+                self._fire(f"{text} ({key}={limit_s:g})")
+            elif (self.folder / FIRED).exists():
+                self._dump()
+                if not self._ended.wait(2 * GRACE_S):  # whoever asked ends the job
+                    os._exit(EXIT_CODE)
+                return
+
+    def _claim(self, content: dict) -> bool:
+        """Whether this rank is the first that fires."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / FIRED).open("x", encoding="utf-8") as file:
+                json.dump(content | {"time": time.time()}, file)
+        except FileExistsError:
+            return False
+        except OSError as error:  # a full disk: the stacks of this rank have to do
+            print(f"watchdog: {error}", file=sys.stderr, flush=True)
+        return True
+
+    def _fire(self, text: str) -> None:
+        first = self._claim({"rank": self.rank, "text": text})
+        self._dump()
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline and len(list(self.folder.glob("rank-*.txt"))) < self.world_size:
+            time.sleep(0.05)
+        if first:
+            stacks = "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("rank-*.txt")))
+            print(f"{stacks}\nerror: {text}", file=sys.stderr, flush=True)
+            failure.record(f"{stacks}\nerror: {text}", EXIT_CODE)
+        os._exit(EXIT_CODE)
+
+    def _dump(self) -> None:
+        """The stacks of all threads of this rank: to a file, for the rank that fired; beyond rank 0 to the log too."""
+        name, since = self._now
+        path = self.folder / f"rank-{self.rank:04d}.txt"
+        aside = path.with_suffix(".tmp")
+        try:
+            with aside.open("w", encoding="utf-8") as file:
+                where = name or "between phases"
+                file.write(f"--- rank {self.rank}: phase `{where}` since {time.monotonic() - since:.0f} s\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+            aside.rename(path)
+        except OSError as error:
+            print(f"watchdog: {error}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.__stderr__, all_threads=True)

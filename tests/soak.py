@@ -1,0 +1,320 @@
+"""Kill runs at random moments, resume them to their end, and compare with the uninterrupted run bit by bit.
+
+    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,grpo,ppo] [--folder DIR]
+
+Each case is a random stage on one rank, two data-parallel or two tensor ranks, with or without checkpoint.async_save,
+killed (SIGKILL of one rank or of all) up to four times: half of the kills at a random time, half at a point that a
+random time would seldom hit: within a save, a commit, a refit, between two minibatches, at the end of an epoch. Ranks
+are forked from this process, which has everything imported, so a kill costs seconds. Prints kills, resumes and
+mismatches; the exit code is 1 if there is a mismatch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+
+import torch
+
+import aligner.build
+import aligner.run.checkpoints
+from aligner.cluster.env import RankEnv
+from aligner.config.freeze import freeze
+from aligner.config.resolve import compose
+from aligner.config.schema import Config
+from aligner.config.validate import validate
+from aligner.data.stream import IndexStream
+from aligner.megatron.checkpoint import ModelSave
+from aligner.megatron.train import ShardedModel
+from aligner.refit.transfer import Refit
+from aligner.rollout import pending
+from aligner.rollout.source import RolloutSource
+from aligner.run.loop import Run
+from tests import stages
+from tests.ranks import _free_port
+
+TOTAL = 6
+STAGES = ("sft", "rm", "grpo", "ppo")
+WEIGHTS = (2, 1, 1)  # of the layouts: several ranks take longer
+LAYOUTS = {"1 rank": (1, []), "2 data ranks": (2, []), "2 tensor ranks": (2, ["parallel.tensor=2"])}
+COMMON = [f"run.steps={TOTAL}", "checkpoint.every=2", "run.eval_every=3", "logging.progress=false"]
+COMMON += ["optim.schedule=cosine", "optim.warmup_steps=2", "batch.micro_batch_samples=4"]
+ADAPTIVE = "algorithm.kl={coef: 0.1, placement: %s, controller: {kind: adaptive, target: 0.01, horizon: 100}}"
+POINTS: dict[str, tuple[object, str]] = {
+    "the plan of a save": (ModelSave, "__init__"),
+    "the files of a save": (ModelSave, "write"),
+    "the end of a save": (ModelSave, "finish"),
+    "the manifest": (aligner.run.checkpoints, "write_manifest"),
+    "the rename": (aligner.run.checkpoints, "put_in_place"),
+    "the deletion of a checkpoint": (aligner.run.checkpoints, "remove_whole"),
+    "a refit": (Refit, "__call__"),
+    "a bucket of a refit": (Refit, "_ask"),
+    "generation": (RolloutSource, "_generate"),
+    "scoring": (RolloutSource, "_score"),
+    "a stored rollout": (pending, "write_recording"),
+    "a minibatch": (ShardedModel, "step"),
+    "an epoch": (IndexStream, "take"),
+    "an evaluation": (Run, "_evaluate"),
+    "a step": (Run, "finish"),
+    "the export": (aligner.build, "export_hf"),
+}
+WAIT_S = 5.0  # for the other ranks of a killed one, before they are killed too, as a launcher would
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Of `rank` (None: of all), at a time in seconds, or at the `call`-th call of a point, before or after it."""
+
+    rank: int | None
+    after_s: float = 0.0
+    point: str = ""
+    call: int = 0
+    before: bool = True
+
+    def __str__(self) -> str:
+        who = "all ranks" if self.rank is None else f"rank {self.rank}"
+        if not self.point:
+            return f"{who} after {self.after_s:.2f} s"
+        return f"{who} {'before' if self.before else 'after'} {self.point}, call {self.call}"
+
+
+def install(kill: Kill, rank: int) -> None:
+    """In a rank that is to die at a point: wrap the function."""
+    if kill.rank not in (None, rank):
+        return
+    owner, name = POINTS[kill.point]
+    original, calls = getattr(owner, name), [0]
+
+    def wrapped(*args, **kwargs):
+        epochs = kill.point != "an epoch" or args[0].cursor // args[0].size < (args[0].cursor + args[1]) / args[0].size
+        calls[0] += epochs
+        die = bool(epochs) and calls[0] == kill.call
+        if die and kill.before:
+            _die(kill)
+        result = original(*args, **kwargs)
+        if die:
+            _die(kill)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _die(kill: Kill) -> None:
+    if kill.rank is None:
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fork(work: Callable[[], None], log: Path, group: int = 0) -> int:
+    """A child that does `work`, in the process group of `group` (0: its own)."""
+    pid = os.fork()
+    if pid:
+        os.setpgid(pid, group or pid)
+        return pid
+    code = 1
+    try:
+        os.setpgid(0, group)
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1), os.dup2(out, 2)
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def attempt(cfg: Config, world: int, log: Path, kill: Kill | None) -> tuple[bool, float]:
+    """Start all ranks; (whether the run came to its end, seconds). Raises RuntimeError if it failed unkilled."""
+    port, started = _free_port(), time.monotonic()
+
+    def work(rank: int) -> Callable[[], None]:
+        def run() -> None:
+            torch.set_num_threads(1)
+            if kill is not None and kill.point:
+                install(kill, rank)
+            aligner.build.run_stage(cfg, RankEnv(rank, rank, world, world, master_port=port))
+
+        return run
+
+    pids: list[int] = []
+    for rank in range(world):
+        pids.append(fork(work(rank), log, pids[0] if pids else 0))
+    open_, sent, deadline, killed = list(pids), False, None, False
+    while open_:
+        for pid in list(open_):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                open_.remove(pid)
+                killed |= os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        passed = time.monotonic() - started
+        if kill is not None and not kill.point and passed >= kill.after_s and not sent:
+            sent = True
+            for pid in open_ if kill.rank is None else [p for p in pids[kill.rank : kill.rank + 1] if p in open_]:
+                os.kill(pid, signal.SIGKILL)
+        if open_ and len(open_) < world and deadline is None:
+            deadline = time.monotonic() + WAIT_S
+        if passed > 120 or (deadline is not None and time.monotonic() > deadline):
+            if not killed:
+                raise RuntimeError(f"ranks hang or failed by themselves, planned was {kill}: see {log}")
+            for pid in open_:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    done = (Path(cfg.run.dir) / "DONE").exists()
+    if not done and not killed:
+        raise RuntimeError(f"the run failed by itself, planned was {kill}: see {log}")
+    return done, time.monotonic() - started
+
+
+class Soak:
+    def __init__(self, folder: Path, seed: int, names: list[str]):
+        self.folder, self.random, self.names = folder, random.Random(seed), names
+        self.data = folder / "data"
+        self.done: dict[tuple[str, str], tuple[Path, float]] = {}
+        self.kills = self.resumes = self.cases = 0
+        self.mismatches: list[str] = []
+        self.kinds: collections.Counter = collections.Counter()
+        self._run(lambda: stages.make_data(self.data))
+        self._start("sft", "run.steps=20")
+        self._start("rm", "run.steps=10", f"model.init={folder / 'start_sft'}")
+
+    def _run(self, work: Callable[[], object]) -> None:
+        _, status = os.waitpid(fork(lambda: work() and None, self.folder / "log"), 0)
+        assert status == 0, (self.folder / "log").read_text()
+
+    def _start(self, stage: str, *more: str) -> None:
+        self._run(lambda: stages.stage(stage, self.data, self.folder / f"start_{stage}", *more))
+
+    def config(self, stage: str, layout: str, run: Path, async_save: bool = False) -> Config:
+        """Everything that a checkpoint has to keep is in use."""
+        world, where = LAYOUTS[layout]
+        more = [*COMMON, *where, f"checkpoint.async_save={str(async_save).lower()}"]
+        if stage != "sft":
+            more.append(f"model.init={self.folder / 'start_sft'}")
+        if stage in ("grpo", "ppo"):
+            more += ["reward.normalize=true", "batch.epochs=2", "batch.minibatch_samples=8", "eval.prompts=4"]
+            more += [ADAPTIVE % ("loss" if stage == "grpo" else "reward")]
+        if stage == "ppo":
+            more.append(f"reward.model={self.folder / 'start_rm'}")
+        if stage != "rm":
+            more.append(f"data.eval={self.data / 'eval.jsonl'}")
+        cfg = compose(stages.overrides(stage, self.data, run, *more))
+        validate(cfg, world)
+        freeze(cfg, cfg.run.dir)
+        return cfg
+
+    def reference(self, stage: str, layout: str) -> tuple[Path, float]:
+        """The uninterrupted run, made once, and its seconds."""
+        if (stage, layout) not in self.done:
+            run = self.folder / f"whole-{stage}-{layout.replace(' ', '-')}"
+            ended, seconds = attempt(self.config(stage, layout, run), LAYOUTS[layout][0], self.folder / "log", None)
+            if not ended:
+                raise RuntimeError(f"the uninterrupted {stage} on {layout} failed:\n{self.tail(self.folder / 'log')}")
+            self.done[stage, layout] = run, seconds
+        return self.done[stage, layout]
+
+    def draw(self, stage: str, layout: str, seconds: float) -> Kill:
+        rank = self.random.choice([None, *range(LAYOUTS[layout][0])])
+        if self.random.random() < 0.5:
+            return Kill(rank, after_s=self.random.uniform(0.05, seconds))
+        online = stage in ("grpo", "ppo")
+        rollout_points = ("a refit", "a bucket of a refit", "generation", "scoring", "a stored rollout")
+        points = [p for p in POINTS if online or p not in rollout_points]
+        points = [p for p in points if stage != "rm" or p != "an evaluation"]
+        return Kill(
+            None if rank == 1 else rank,
+            0.0,
+            self.random.choice(points),
+            self.random.randint(1, 6),
+            self.random.random() < 0.5,
+        )
+
+    def case(self, left: int) -> None:
+        """One run, killed up to four times, then brought to its end and compared."""
+        stage, layout = self.random.choice(self.names), self.random.choices(list(LAYOUTS), WEIGHTS)[0]
+        async_save = self.random.random() < 0.5
+        whole, seconds = self.reference(stage, layout)
+        self.cases += 1
+        run, log, world = self.folder / f"case-{self.cases:03d}", self.folder / "log", LAYOUTS[layout][0]
+        log.unlink(missing_ok=True)
+        cfg, told, ended, tries = self.config(stage, layout, run, async_save), [], False, 0
+        for _ in range(min(left, self.random.randint(1, 4))):
+            kill = self.draw(stage, layout, seconds)
+            tries += 1
+            ended, _ = attempt(cfg, world, log, kill)
+            if ended:  # before its time, or the point was not reached
+                break
+            self.kills += 1
+            self.kinds[kill.point or "a random time"] += 1
+            told.append(str(kill))
+        if not ended:
+            tries += 1
+            ended, _ = attempt(cfg, world, log, None)
+        self.resumes += tries - 1
+        wrong = differences(run, whole) if ended else [f"it did not end:\n{self.tail(log)}"]
+        saved = " async_save" if async_save else ""
+        print(f"{stage}, {layout}{saved}: killed {'; '.join(told) or 'never'}: {wrong or 'ok'}", flush=True)
+        if wrong:
+            self.mismatches.append(f"{run}: {wrong}")
+        else:
+            shutil.rmtree(run)
+
+    @staticmethod
+    def tail(log: Path) -> str:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+
+
+def differences(run: Path, whole: Path) -> list[str]:
+    """What differs: exported weights, the last checkpoint's weights, optimizers and small states, metrics."""
+    found = [name for name, digest in hashes(whole).items() if hashes(run).get(name) != digest]
+    states = [json.loads((d / f"checkpoints/step-{TOTAL:08d}/state.json").read_text())["state"] for d in (run, whole)]
+    found += [f"state of {name}" for name in states[1] if states[0].get(name) != states[1][name]]
+    return found + [f"metric {text}" for text in stages.differences(run, whole)]
+
+
+def hashes(run: Path) -> dict[str, str]:
+    files = [*(run / "hf").glob("*.safetensors"), *(run / f"checkpoints/step-{TOTAL:08d}").glob("*/*.distcp")]
+    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Kill, resume, compare.")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--folder", help="where the runs go; a temporary folder unless given, where failed ones stay")
+    args = parser.parse_args(argv)
+    folder = Path(args.folder or tempfile.mkdtemp(prefix="soak-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    soak = Soak(folder, args.seed, args.stages.split(","))
+    while soak.kills < args.kills:
+        soak.case(args.kills - soak.kills)
+    kinds = ", ".join(f"{kind} {count}" for kind, count in soak.kinds.most_common())
+    print(f"at {kinds}")
+    print(
+        f"{soak.kills} kills, {soak.resumes} resumes, {len(soak.mismatches)} mismatches "
+        f"({soak.cases} runs, {time.monotonic() - started:.0f} s, seed {args.seed})"
+    )
+    if not soak.mismatches:
+        shutil.rmtree(folder)
+    return 1 if soak.mismatches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
