@@ -1,6 +1,6 @@
 """Kill runs at random moments, resume them to their end, and compare with the uninterrupted run bit by bit.
 
-    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,grpo,ppo] [--folder DIR]
+    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,grpo,ppo] [--layouts one,dp2,tp2]
 
 Each case is a random stage on one rank, two data-parallel or two tensor ranks, with or without checkpoint.async_save,
 killed (SIGKILL of one rank or of all) up to four times: half of the kills at a random time, half at a point that a
@@ -27,7 +27,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+if __name__ == "__main__":  # before torch
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 
 import torch
 
@@ -50,8 +51,7 @@ from tests.ranks import _free_port
 
 TOTAL = 6
 STAGES = ("sft", "rm", "grpo", "ppo")
-WEIGHTS = (2, 1, 1)  # of the layouts: several ranks take longer
-LAYOUTS = {"1 rank": (1, []), "2 data ranks": (2, []), "2 tensor ranks": (2, ["parallel.tensor=2"])}
+LAYOUTS: dict[str, tuple[int, list[str]]] = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"])}
 COMMON = [f"run.steps={TOTAL}", "checkpoint.every=2", "run.eval_every=3", "logging.progress=false"]
 COMMON += ["optim.schedule=cosine", "optim.warmup_steps=2", "batch.micro_batch_samples=4"]
 ADAPTIVE = "algorithm.kl={coef: 0.1, placement: %s, controller: {kind: adaptive, target: 0.01, horizon: 100}}"
@@ -182,8 +182,8 @@ def attempt(cfg: Config, world: int, log: Path, kill: Kill | None) -> tuple[bool
 
 
 class Soak:
-    def __init__(self, folder: Path, seed: int, names: list[str]):
-        self.folder, self.random, self.names = folder, random.Random(seed), names
+    def __init__(self, folder: Path, seed: int, names: list[str], layouts: list[str]):
+        self.folder, self.random, self.names, self.layouts = folder, random.Random(seed), names, layouts
         self.data = folder / "data"
         self.done: dict[tuple[str, str], tuple[Path, float]] = {}
         self.kills = self.resumes = self.cases = 0
@@ -221,7 +221,7 @@ class Soak:
     def reference(self, stage: str, layout: str) -> tuple[Path, float]:
         """The uninterrupted run, made once, and its seconds."""
         if (stage, layout) not in self.done:
-            run = self.folder / f"whole-{stage}-{layout.replace(' ', '-')}"
+            run = self.folder / f"whole-{stage}-{layout}"
             ended, seconds = attempt(self.config(stage, layout, run), LAYOUTS[layout][0], self.folder / "log", None)
             if not ended:
                 raise RuntimeError(f"the uninterrupted {stage} on {layout} failed:\n{self.tail(self.folder / 'log')}")
@@ -246,7 +246,7 @@ class Soak:
 
     def case(self, left: int) -> None:
         """One run, killed up to four times, then brought to its end and compared."""
-        stage, layout = self.random.choice(self.names), self.random.choices(list(LAYOUTS), WEIGHTS)[0]
+        stage, layout = self.random.choice(self.names), self._layout()
         async_save = self.random.random() < 0.5
         whole, seconds = self.reference(stage, layout)
         self.cases += 1
@@ -274,6 +274,10 @@ class Soak:
         else:
             shutil.rmtree(run)
 
+    def _layout(self) -> str:
+        weights = [2 if LAYOUTS[name][0] == 1 else 1 for name in self.layouts]  # several ranks take longer
+        return self.random.choices(self.layouts, weights)[0]
+
     @staticmethod
     def tail(log: Path) -> str:
         return "\n".join(log.read_text(errors="replace").splitlines()[-25:])
@@ -297,12 +301,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--folder", help="where the runs go; a temporary folder unless given, where failed ones stay")
     args = parser.parse_args(argv)
     folder = Path(args.folder or tempfile.mkdtemp(prefix="soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    soak = Soak(folder, args.seed, args.stages.split(","))
+    soak = Soak(folder, args.seed, args.stages.split(","), args.layouts.split(","))
     while soak.kills < args.kills:
         soak.case(args.kills - soak.kills)
     kinds = ", ".join(f"{kind} {count}" for kind, count in soak.kinds.most_common())

@@ -22,6 +22,7 @@ from aligner.errors import MismatchError
 from aligner.megatron.checkpoint import ModelSave
 from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.roles.policy import Policy
+from aligner.rollout import source
 from aligner.rollout.pending import PendingRollouts
 from aligner.run.loop import Run
 from aligner.run.mismatch import check_mismatch
@@ -116,6 +117,23 @@ def slow_rank(arguments: list[str], rank: int) -> dict[int, tuple[list[int], lis
     finally:
         Run.finish, ModelSave.write = finish, write
     return seen
+
+
+def seeds_of(arguments: list[str]) -> set[tuple[int, int, int, int]]:
+    """`run_stage`; (step, prompt, sample, seed) of all requests of training that this rank made."""
+    made: set[tuple[int, int, int, int]] = set()
+    original = source.request_seed
+
+    def noted(seed: int, step: int, prompt: int, sample: int) -> int:
+        made.add((step, prompt, sample, original(seed, step, prompt, sample)))
+        return original(seed, step, prompt, sample)
+
+    source.request_seed = noted
+    try:
+        run_stage(arguments)
+    finally:
+        source.request_seed = original
+    return made
 
 
 def worst_of_two() -> dict[str, str]:

@@ -1,0 +1,50 @@
+"""The soak command: a few kills here, fifty by hand (docs/resume.md)."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import soak, stages
+
+
+@pytest.mark.slow
+def test_a_few_kills(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(stages.ROOT)}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.soak", "--kills", "4", "--seed", "3", "--layouts", "one"]
+    command += ["--stages", "sft,ppo", "--folder", str(tmp_path / "soak")]
+    done = subprocess.run(command, cwd=stages.ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^4 kills, \d+ resumes, 0 mismatches", done.stdout, re.M), done.stdout
+
+
+def fake_run(folder: Path, weights: bytes = b"w", optimizer: bytes = b"o", cursor: int = 1, loss: float = 1.0) -> Path:
+    checkpoint = folder / "checkpoints" / f"step-{soak.TOTAL:08d}"
+    for path, content in (
+        (folder / "hf" / "model.safetensors", weights),
+        (checkpoint / "policy" / "__0_0.distcp", optimizer),
+        (checkpoint / "state.json", json.dumps({"state": {"data": cursor}}).encode()),
+        (folder / "metrics.jsonl", json.dumps({"step": 1, "sft/loss": loss, "time/step_s": loss}).encode() + b"\n"),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def test_what_counts_as_a_mismatch(tmp_path):
+    whole = fake_run(tmp_path / "whole")
+    assert soak.differences(fake_run(tmp_path / "same"), whole) == []
+    for name, change, told in (
+        ("a", {"weights": b"x"}, "hf/model.safetensors"),
+        ("b", {"optimizer": b"x"}, "policy/__0_0.distcp"),
+        ("c", {"cursor": 2}, "state of data"),
+        ("d", {"loss": 2.0}, "sft/loss"),
+    ):
+        (found,) = soak.differences(fake_run(tmp_path / name, **change), whole)
+        assert told in found
+    (tmp_path / "a" / "hf" / "model.safetensors").unlink()
+    assert soak.differences(tmp_path / "a", whole) == ["hf/model.safetensors"]
