@@ -64,6 +64,12 @@ class CheckpointError(AlignerError):
     exit_code = 2
 
 
+class WriteError(AlignerError):
+    """The run folder cannot be written: a full disk, a file system that is away."""
+
+    transient = True
+
+
 class LayoutError(ConfigError):
     """World size, heads or layers do not divide by the parallel layout."""
 

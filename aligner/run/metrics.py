@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.config.schema import LoggingConfig
-from aligner.errors import AlignerError, MissingExtraError
+from aligner.errors import AlignerError, MissingExtraError, WriteError
 
 
 def finite(value: Any) -> Any:
@@ -48,7 +48,7 @@ def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
     except OSError as cause:
-        raise _unwritable(path, cause) from cause
+        raise unwritable(path, cause) from cause
 
 
 def truncate_jsonl(path: Path, step: int) -> None:
@@ -61,13 +61,11 @@ def truncate_jsonl(path: Path, step: int) -> None:
         aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         os.replace(aside, path)
     except OSError as cause:
-        raise _unwritable(path, cause) from cause
+        raise unwritable(path, cause) from cause
 
 
-def _unwritable(path: Path, cause: OSError) -> AlignerError:
-    return AlignerError(
-        f"run.dir={str(path.parent)!r}: expected a folder that can be written, but {path.name}: {cause}"
-    )
+def unwritable(path: Path, cause: OSError) -> WriteError:
+    return WriteError(f"run.dir={str(path.parent)!r}: expected a folder that can be written, but {path.name}: {cause}")
 
 
 class MetricsLogger:
@@ -135,7 +133,7 @@ class MetricsLogger:
                     self._offset = os.fstat(file.fileno()).st_size
                 file.write(json.dumps(record).encode() + b"\n")
         except OSError as cause:
-            raise _unwritable(self._path, cause) from cause
+            raise unwritable(self._path, cause) from cause
         self._last = record
 
     def _writer(self) -> Any:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from aligner.cluster.signals import StopSignals
 from aligner.config.schema import ClusterConfig
+from aligner.run.metrics import unwritable
 
 STOPPED = "STOPPED"  # file in the run folder
 PROGRESS = "progress.json"
@@ -125,6 +126,10 @@ def read_progress(run_dir: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace a small file whole. Raises WriteError."""
     aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    aside.rename(path)
+    try:
+        aside.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        aside.rename(path)
+    except OSError as cause:
+        raise unwritable(path, cause) from cause

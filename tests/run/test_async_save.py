@@ -121,6 +121,10 @@ def test_a_write_that_fails_stops_the_run_and_touches_nothing(tiny_data, tmp_pat
         stages.stage("sft", tiny_data, run, *MORE, "checkpoint.async_save=true")
     assert isinstance(caught.value, CheckpointError) and caught.value.transient
     assert stages.checkpoints(run) == [2] and not list((run / "checkpoints").glob("*.tmp"))
+    monkeypatch.undo()  # space was made
+    stages.stage("sft", tiny_data, run, *MORE, "checkpoint.async_save=true")
+    plain = stages.stage("sft", tiny_data, tmp_path / "plain", *MORE)
+    assert stages.same_weights(run, plain) and stages.differences(run, plain) == []
 
 
 @pytest.mark.multirank

@@ -12,7 +12,7 @@ import pytest
 
 from aligner.__main__ import main
 from aligner.config.schema import ClusterConfig
-from aligner.errors import NO_RESTART, AlignerError, CheckpointError, ConfigError, RewardError
+from aligner.errors import NO_RESTART, AlignerError, CheckpointError, ConfigError, RewardError, WriteError
 from aligner.run.stop import Boundary, Deadline, allocation_end, process_age_s, restarted
 from tests import stages
 
@@ -152,6 +152,7 @@ def test_a_boundary_measures_the_longest_step(monkeypatch):
         (ConfigError("a", 1, "2"), NO_RESTART),
         (CheckpointError("another model"), NO_RESTART),
         (AlignerError("gradient norm nan"), NO_RESTART),
+        (WriteError("no space left"), 1),
         (RewardError("the judge is away"), 1),
     ],
 )
