@@ -250,6 +250,7 @@ class Checkpoints:
                 error = caught
             first = first_cause("" if error is None else str(error))
             if first is None:
+                self._set_damaged_aside(candidates[:i])
                 self.last_saved = self.committed = content["step"]
                 return content["step"]
             if i + 1 == len(candidates):
@@ -257,6 +258,15 @@ class Checkpoints:
             if dist.get_rank() == 0:
                 print(f"WARNING: {first[1]}\nWARNING: using the checkpoint before it: {candidates[i + 1]}", flush=True)
         return 0
+
+    def _set_damaged_aside(self, paths: list[Path]) -> None:
+        """They may neither be resumed nor count as the last few, or they would outlive whole ones."""
+        if dist.get_rank() == 0:
+            for path in paths:
+                kept = path.with_name(f"damaged-{path.name}")
+                shutil.rmtree(kept, ignore_errors=True)
+                path.rename(kept)
+                print(f"WARNING: the damaged checkpoint is kept as {kept}", flush=True)
 
     def _read(self, path: Path) -> dict[str, Any]:
         """state.json, read and checked by rank 0 for all."""

@@ -294,23 +294,79 @@ def test_only_the_last_few_and_the_best_are_kept(tiny_data, tiny_runs, tmp_path,
     assert stages.checkpoints(stages.stage(stage, tiny_data, tmp_path / "run", *more)) == [3, 4]
 
 
+@pytest.fixture
+def process_group():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_damaged_one_does_not_count_as_one_of_the_last(tmp_path, process_group, capsys):
+    """With keep_last=1 it would otherwise be the one that is kept."""
+    from aligner.run.checkpoints import Checkpoints
+
+    config = CheckpointConfig(keep_last=2)
+    before = Checkpoints(tmp_path, config, {}, {}, {"stage": "sft"})
+    for step in (1, 9):
+        before.save(step, {})
+    os.truncate(tmp_path / "checkpoints" / "step-00000009" / "state.json", 10)
+    config.keep_last = 1
+    after = Checkpoints(tmp_path, config, {}, {}, {"stage": "sft"})
+    assert after.restore("auto") == 1
+    assert "step-00000009" in capsys.readouterr().out and after.committed == 1
+    after.save(2, {})
+    assert stages.checkpoints(tmp_path) == [2] and after.restore("auto") == 2
+    assert (tmp_path / "checkpoints" / "damaged-step-00000009").exists()
+
+
 @pytest.mark.parametrize(
     ("metric", "best"),
     [("eval/accuracy", [3, 5]), ("eval/loss", [1, 2])],  # larger is better; of a loss smaller
 )
-def test_retention(tmp_path, metric, best):
-    import torch.distributed as dist
-
+def test_retention(tmp_path, process_group, metric, best):
     from aligner.run.checkpoints import Checkpoints
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        config = CheckpointConfig(keep_last=2, keep_best=2, metric=metric)
-        kept = Checkpoints(tmp_path, config, {}, {}, {"stage": "sft"})
-        for step, value in enumerate([0.1, 0.2, 0.9, 0.3, 0.8, 0.4, 0.5, None], 1):
-            kept.save(step, {} if value is None else {metric: value})
-        assert stages.checkpoints(tmp_path) == sorted({*best, 7, 8})
-        assert kept.restore("auto") == 8
-        assert not list((tmp_path / "checkpoints").glob("*.tmp"))
-    finally:
-        dist.destroy_process_group()
+    config = CheckpointConfig(keep_last=2, keep_best=2, metric=metric)
+    kept = Checkpoints(tmp_path, config, {}, {}, {"stage": "sft"})
+    for step, value in enumerate([0.1, 0.2, 0.9, 0.3, 0.8, 0.4, 0.5, None], 1):
+        kept.save(step, {} if value is None else {metric: value})
+    assert stages.checkpoints(tmp_path) == sorted({*best, 7, 8})
+    assert kept.restore("auto") == 8
+    assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("moment", ["before the rename", "after the rename", "half deleted"])
+def test_a_kill_within_a_commit_leaves_whole_checkpoints(tmp_path, process_group, monkeypatch, moment):
+    """Steps 1 and 2 are there, 3 is on its way in and 1 on its way out."""
+    import aligner.megatron.checkpoint_files as files
+    import aligner.run.checkpoints as module
+
+    kept = module.Checkpoints(tmp_path, CheckpointConfig(keep_last=2), {}, {}, {"stage": "sft"})
+    kept.save(1, {}), kept.save(2, {})
+    place, remove = files.put_in_place, shutil.rmtree
+
+    def cut_in_place(aside, final):
+        if moment == "after the rename":
+            place(aside, final)
+        raise PowerCut
+
+    def cut_deleting(path, **options):
+        if not options:  # the deletion itself, not a look for leftovers
+            (path / "rng" / "rank-0000.pt").unlink()
+            raise PowerCut
+        remove(path, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(PowerCut):
+        if moment == "half deleted":
+            patch.setattr(files.shutil, "rmtree", cut_deleting)
+        else:
+            patch.setattr(module, "put_in_place", cut_in_place)
+        kept.save(3, {})
+    assert stages.checkpoints(tmp_path) == {"before the rename": [1, 2], "after the rename": [1, 2, 3]}.get(
+        moment, [2, 3]
+    )
+    again = module.Checkpoints(tmp_path, CheckpointConfig(keep_last=2), {}, {}, {"stage": "sft"})
+    assert again.restore("auto") == (2 if moment == "before the rename" else 3)
+    assert all(path.name in ("step-00000001", "step-00000002", "step-00000003") for path in again.folder.iterdir())
