@@ -61,9 +61,10 @@ from aligner.rollout.replay import RecordedSource
 from aligner.rollout.source import Rollouts, RolloutSource
 from aligner.run.alarms import Alarms
 from aligner.run.checkpoints import Checkpoints
-from aligner.run.loop import DONE, Evaluate, Run
+from aligner.run.contract import DONE, STOPPED
+from aligner.run.loop import Evaluate, Run
 from aligner.run.metrics import MetricsLogger
-from aligner.run.stop import STOPPED, Boundary, Deadline, StopRequested, allocation_end, restarted
+from aligner.run.stop import Boundary, Deadline, StopRequested, allocation_end, restarted
 from aligner.run.watchdog import Watchdog
 from aligner.types import SamplingParams, TrainBatch
 

@@ -101,16 +101,19 @@ _NOT_OF_BATCHES = ("micro_batch_samples", "micro_batch_tokens", "packing", "shar
 
 
 def rollout_key(cfg: Config) -> str:
-    """12 hex digits of SHA-256 over what the rollouts of a run depend on: all that changes what is generated or how the
-    weights get there, but neither the layout nor how batches are cut."""
+    """12 hex digits of SHA-256 over what the rollouts of a run depend on: all that changes what is generated, how it is
+    scored (the reward functions' files included) or how the weights get there, but neither the layout nor how batches
+    are cut."""
     data = asdict(cfg)
     for name in _NOT_OF_ROLLOUTS:
         del data[name]
     data["run"] = {"steps": cfg.run.steps}
     for name in _NOT_OF_BATCHES:
         del data["batch"][name]
+    files = (Path(function.path.rpartition(":")[0]).expanduser() for function in cfg.reward.functions)
+    code = b"".join(file.read_bytes() for file in files if file.is_file())
     text = json.dumps(_canonical(data), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256(text.encode() + code).hexdigest()[:12]
 
 
 def _canonical(value: Any) -> Any:

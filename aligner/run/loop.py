@@ -16,6 +16,7 @@ from aligner.config.schema import RunConfig
 from aligner.errors import AlignerError
 from aligner.run.alarms import Alarms, truncate_alarms, write_alarms
 from aligner.run.checkpoints import Checkpoints
+from aligner.run.contract import DONE
 from aligner.run.memory import peak_rss_bytes
 from aligner.run.metrics import MetricsLogger
 from aligner.run.progress import ProgressBar
@@ -25,7 +26,6 @@ from aligner.run.timers import Timers
 from aligner.types import ScalarMetrics
 
 Evaluate = Callable[[], ScalarMetrics]
-DONE = "DONE"  # file in the run folder: the stage has ended
 
 
 class Run:

@@ -24,10 +24,9 @@ import torch.distributed as dist
 
 from aligner.cluster.signals import StopSignals
 from aligner.config.schema import ClusterConfig
+from aligner.run.contract import PROGRESS, STOPPED
 from aligner.run.metrics import unwritable
 
-STOPPED = "STOPPED"  # file in the run folder
-PROGRESS = "progress.json"
 DEADLINE = 1000  # in place of a signal number
 
 

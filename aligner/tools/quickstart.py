@@ -25,6 +25,7 @@ from typing import Any
 from aligner.config.resolve import compose, quoted
 from aligner.config.schema import Config
 from aligner.errors import AlignerError, ConfigError
+from aligner.run.contract import STOPPED
 from aligner.run.memory import peak_rss_bytes
 from aligner.run.metrics import read_jsonl
 
@@ -74,6 +75,9 @@ class Quickstart:
             if code:
                 print(f"error: stage {stage} failed with exit code {code}; its output is above", file=sys.stderr)
                 return code
+            if (self.root / stage / STOPPED).exists():
+                print(f"stage {stage} was asked to stop; the same command continues it", file=sys.stderr)
+                return 1
         summary = summarize(self.root, configs, self.seconds, self.ranks)
         show(summary, time.perf_counter() - start)
         from aligner.tools import report

@@ -141,6 +141,12 @@ def test_the_key_knows_what_rollouts_depend_on(tiny_data, tmp_path):
         "reward.normalize=true",
     ]
     assert len({key(), *(key(text) for text in other)}) == 1 + len(other)
+    code = tmp_path / "mine.py"
+    code.write_text("def reward(samples): return [0.0] * len(samples)")
+    mine = f"reward.functions=[{{path: {code}:reward}}]"
+    before = key(mine)
+    code.write_text("def reward(samples): return [1.0] * len(samples)")
+    assert key(mine) != before
 
 
 @pytest.mark.slow
