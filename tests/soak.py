@@ -190,8 +190,10 @@ class Soak:
         self.mismatches: list[str] = []
         self.kinds: collections.Counter = collections.Counter()
         self._run(lambda: stages.make_data(self.data))
-        self._start("sft", "run.steps=20")
-        self._start("rm", "run.steps=10", f"model.init={folder / 'start_sft'}")
+        if names != ["sft"]:
+            self._start("sft", "run.steps=20")
+        if "ppo" in names:
+            self._start("rm", "run.steps=10", f"model.init={folder / 'start_sft'}")
 
     def _run(self, work: Callable[[], object]) -> None:
         _, status = os.waitpid(fork(lambda: work() and None, self.folder / "log"), 0)

@@ -61,12 +61,11 @@ def after_step(monkeypatch):
     return actions
 
 
-@pytest.mark.parametrize("stage", ["sft", "ppo"])
-def test_it_holds_the_step_at_which_it_began(tiny_data, tiny_runs, tmp_path, slow_writer, after_step, stage):
+def test_it_holds_the_step_at_which_it_began(tiny_data, tiny_runs, tmp_path, slow_writer, after_step):
     """The write of step 2 begins and ends only after step 3: training has gone on, the checkpoint has not."""
     go, began = slow_writer
-    more = [*MORE, *([f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}"] if stage == "ppo" else [])]
-    plain = stages.stage(stage, tiny_data, tmp_path / "plain", *more)
+    more = [*MORE, f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}"]
+    plain = stages.stage("ppo", tiny_data, tmp_path / "plain", *more)
     run, seen = tmp_path / "run", {}
 
     def look(loop):
@@ -79,7 +78,7 @@ def test_it_holds_the_step_at_which_it_began(tiny_data, tiny_runs, tmp_path, slo
                 time.sleep(0.01)
 
     after_step[2] = after_step[3] = look
-    stages.stage(stage, tiny_data, run, *more, "checkpoint.async_save=true")
+    stages.stage("ppo", tiny_data, run, *more, "checkpoint.async_save=true")
     assert seen == {2: ([], True), 3: ([], True)}
     assert stages.checkpoints(run) == stages.checkpoints(plain) == [2, 4, 5]
     for step in (2, 4, 5):

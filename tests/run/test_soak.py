@@ -15,11 +15,11 @@ from tests import soak, stages
 @pytest.mark.slow
 def test_a_few_kills(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(stages.ROOT)}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.soak", "--kills", "4", "--seed", "3", "--layouts", "one"]
-    command += ["--stages", "sft,ppo", "--folder", str(tmp_path / "soak")]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.soak", "--kills", "3", "--seed", "4", "--layouts", "one"]
+    command += ["--stages", "sft", "--folder", str(tmp_path / "soak")]
     done = subprocess.run(command, cwd=stages.ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^4 kills, \d+ resumes, 0 mismatches", done.stdout, re.M), done.stdout
+    assert re.search(r"^3 kills, \d+ resumes, 0 mismatches", done.stdout, re.M), done.stdout
 
 
 def fake_run(folder: Path, weights: bytes = b"w", optimizer: bytes = b"o", cursor: int = 1, loss: float = 1.0) -> Path:
