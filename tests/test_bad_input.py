@@ -342,7 +342,7 @@ def refuse(monkeypatch, capsys):
     """Call the command line, which must refuse: (error, exit code, its line on stderr)."""
     told = []
     say = command_line._say
-    monkeypatch.setattr(command_line, "_say", lambda error, trace: (told.append(error), say(error, trace)))
+    monkeypatch.setattr(command_line, "_say", lambda error, *rest: (told.append(error), say(error, *rest)))
     monkeypatch.chdir(stages.ROOT)
 
     def call(arguments: list[str]):

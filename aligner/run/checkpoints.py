@@ -14,8 +14,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,7 +77,7 @@ class _Writing:
     started_s: float
     seconds: float = 0.0  # until this rank had written its part
     thread: threading.Thread | None = None
-    error: OSError | RuntimeError | None = None
+    error: str = ""
 
     def write(self) -> None:
         """This rank's files; no messages to other ranks."""
@@ -89,7 +88,7 @@ class _Writing:
             torch.save(self.rng, path)
             fsync_file(path)
         except (OSError, RuntimeError) as error:
-            self.error = error
+            self.error = _io_message(self.aside, error)
         self.seconds = time.perf_counter() - self.started_s
 
 
@@ -123,10 +122,7 @@ class Checkpoints:
         if states is None:
             states = {name: item.state_dict() for name, item in self.state.items()}
         aside = self.folder / f"step-{step:08d}.tmp"
-        with self._failing_together(aside):
-            if dist.get_rank() == 0:
-                shutil.rmtree(aside, ignore_errors=True)
-                (aside / "rng").mkdir(parents=True)
+        self._together(aside, lambda: _fresh_folder(aside))
         content = {
             "format": FORMAT,
             "identity": self.identity,
@@ -135,8 +131,9 @@ class Checkpoints:
             "metric": metrics.get(self.config.metric),
             "state": dict(states),
         }
-        with self._failing_together(aside):
-            models = [ModelSave(model, aside / name, copy=not wait) for name, model in self.models.items()]
+        models = self._together(
+            aside, lambda: [ModelSave(model, aside / name, copy=not wait) for name, model in self.models.items()]
+        )
         self._writing = _Writing(step, aside, models, rng_state(), json.dumps(content, indent=1), started_s)
         if wait:
             self._writing.write()
@@ -164,15 +161,9 @@ class Checkpoints:
         if now.thread is not None:
             now.thread.join()
         finish_s = time.perf_counter()
-        with self._failing_together(now.aside):
-            if now.error is not None:
-                raise now.error
-        with self._failing_together(now.aside):
-            for model in now.models:
-                model.finish()
-        with self._failing_together(now.aside):
-            if dist.get_rank() == 0:
-                self._commit(now)
+        self._fail_together(now.error, now.aside)
+        self._together(now.aside, lambda: [model.finish() for model in now.models])
+        self._together(now.aside, lambda: self._commit(now))
         self.committed = now.step
         self.seconds = max(self.seconds, now.seconds + time.perf_counter() - finish_s)
         if dist.get_rank() == 0:
@@ -181,21 +172,24 @@ class Checkpoints:
             tell(now.step)
 
     def _commit(self, now: _Writing) -> None:
+        if dist.get_rank():
+            return
         (now.aside / "state.json").write_text(now.content, encoding="utf-8")
         write_manifest(now.aside)
         fsync_tree(now.aside)
         put_in_place(now.aside, self.folder / now.aside.stem)
         fsync_folder(self.folder)
 
-    @contextmanager
-    def _failing_together(self, aside: Path) -> Iterator[None]:
-        """An OSError or RuntimeError of any rank becomes a SaveError on all of them."""
-        error = ""
+    def _together[T](self, aside: Path, work: Callable[[], T]) -> T:
+        """`work()`; an OSError or RuntimeError of any rank becomes a SaveError on all of them. It keeps no trace of its
+        cause, whose frames may hold open files of a full disk."""
+        error, result = "", None
         try:
-            yield
+            result = work()
         except (OSError, RuntimeError) as cause:
             error = _io_message(aside, cause)
         self._fail_together(error, aside)
+        return result  # type: ignore[return-value]
 
     def _fail_together(self, error: str, aside: Path) -> None:
         errors: list[str] = [error] * dist.get_world_size()
@@ -336,6 +330,12 @@ def _difference(key: str, there: Any, here: Any) -> str:
         parts = (_difference(f"{key}.{name}", there.get(name), here.get(name)) for name in names)
         return ", ".join(part for part in parts if part)
     return "" if there == here else f"{key} is {there!r} there, {here!r} here"
+
+
+def _fresh_folder(aside: Path) -> None:
+    if dist.get_rank() == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        (aside / "rng").mkdir(parents=True)
 
 
 def _io_message(folder: Path, cause: Exception) -> str:
