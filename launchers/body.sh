@@ -86,9 +86,11 @@ aligner_check_upstream() {
 
 # The newest step that a restart would begin from; 0 where there is none.
 aligner_step() {
-    local step=""
+    local step="" name
     if [[ -f "$ALIGNER_RUN/progress.json" ]]; then
-        step="$(sed -n 's/.*"step": *\([0-9][0-9]*\).*/\1/p' "$ALIGNER_RUN/progress.json" | head -n 1)"
+        for name in saved step; do
+            [[ -n "$step" ]] || step="$(sed -n "s/.*\"$name\": *\([0-9][0-9]*\).*/\1/p" "$ALIGNER_RUN/progress.json" | head -n 1)"
+        done
     fi
     if [[ -z "$step" && -d "$ALIGNER_RUN/checkpoints" ]]; then
         step="$(find "$ALIGNER_RUN/checkpoints" -mindepth 1 -maxdepth 1 -name 'step-*' -printf '%f\n' \

@@ -255,6 +255,12 @@ def test_stopped_without_progress_is_not_requeued(slurm, place):
     assert code == 1 and "no progress" in said and asked(slurm) == []
 
 
+def test_progress_is_what_was_saved(slurm, place):
+    Path("runs/sft").mkdir(parents=True)
+    Path("runs/sft/progress.json").write_text('{"step": 9, "steps": 20, "saved": 4}')
+    assert "attempt 0, step 4," in launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=stopping(place))[1]
+
+
 def test_the_requeue_cap(slurm, place):
     code, said = launch(
         "sft", "data.train=train.jsonl", "--max-requeues", "2", ALIGNER_PYTHON=stopping(place), SLURM_RESTART_COUNT="2"

@@ -64,6 +64,8 @@ def jobs(cluster, tiny_data, tmp_path_factory):
     found.grpo = cluster.aligner(
         "submit", "--parsable", "--nodes", "2", "--ranks-per-node", "2", *grpo, cwd=ROOT, ALIGNER_PYTHON=sys.executable
     )
+    sft = stages.overrides("sft", tiny_data, place / "runs/sft", "run.steps=1000000", "run.eval_every=0")
+    found.sft = cluster.aligner("submit", "--parsable", *sft, cwd=ROOT, ALIGNER_PYTHON=sys.executable)
     found.stop = submit("stop", STEPS="100000")
     found.cap = submit("cap", "--max-requeues", "1", STOP_AFTER="2", STEPS="100000")
     found.stuck = submit("stuck", STUCK="1", STOP_AFTER="2", STEPS="100000")
@@ -89,6 +91,19 @@ def test_usr1_saves_stops_requeues_and_goes_on_under_the_same_number(cluster, jo
     assert "requeueing job" in log(run) and f"attempt 1, step {reached}" in log(run)  # one log, appended
     cluster.run("scancel", jobs.stop)
     assert cluster.ended(jobs.stop) == "CANCELLED"  # not requeued once more
+
+
+def test_real_training_is_stopped_requeued_and_resumed(cluster, jobs):
+    run = jobs.run("sft")
+    cluster.until(lambda: step(run) >= 3, "some steps")
+    cluster.run("scancel", "--batch", "--signal=USR1", jobs.sft)
+    log = run / "logs" / f"{jobs.sft}.1/rank-0000.log"
+    cluster.until(lambda: log.exists() and "resumed at step" in log.read_text(), "the second attempt")
+    reached = int(attempts(run)[1][2])
+    assert attempts(run)[1] == ("end", "0", str(reached), "stopped") and reached >= 3
+    assert f"resumed at step {reached} of 1000000" in log.read_text()
+    cluster.until(lambda: step(run) > reached, "a step after it")
+    cluster.run("scancel", jobs.sft)
 
 
 def test_the_retry_cap_and_no_progress(cluster, jobs):
