@@ -147,9 +147,9 @@ class PreferenceDataset:
         margins, shortest = [], None
         for chunk in _chunks(rows):
             prompts, where = [row.prompt for row in chunk], [row.where for row in chunk]
-            better = encode_answers(tokenizer, prompts, [row.chosen for row in chunk], where, stop)
-            worse = encode_answers(tokenizer, prompts, [row.rejected for row in chunk], where, stop)
-            for row, chosen, rejected in zip(chunk, better, worse, strict=True):
+            answers = [*(row.chosen for row in chunk), *(row.rejected for row in chunk)]
+            texts = encode_answers(tokenizer, prompts * 2, answers, where * 2, stop)  # a prompt twice, encoded once
+            for row, chosen, rejected in zip(chunk, texts, texts[len(chunk) :], strict=False):
                 longest = max(len(chosen), len(rejected))
                 shortest = longest if shortest is None else min(shortest, longest)
                 if _fits([chosen, rejected], limit, cut and chosen[:limit] != rejected[:limit], self.report):

@@ -21,10 +21,14 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
-    """Token ids of each text, in one call, without any special token that the text does not spell."""
+    """Token ids of each text, in one call, without any special token that the text does not spell. Texts that are equal
+    share their list."""
     if not texts:
         return []
-    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    unique = list(dict.fromkeys(texts))
+    ids = tokenizer(unique, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    found = dict(zip(unique, ids, strict=True))
+    return [found[text] for text in texts]
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Text], where: Sequence[str]) -> list[Ids]:
