@@ -153,10 +153,13 @@ def _explain(rank: _Rank, ranks: int) -> None:
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     print(f"rank {rank.number} of {ranks} failed first ({how})", file=sys.stderr)
     said = failure.read(rank.failure_file)
-    text = said.text if said else rank.log.read_text(errors="replace") if rank.log else ""
-    if rank.number or said is None:  # rank 0 has said it on this terminal
-        for line in text.strip().splitlines()[-TAIL_LINES:]:
-            print(f"  | {line}", file=sys.stderr)
+    if said is None:
+        text = rank.log.read_text(errors="replace") if rank.log else ""
+        lines = text.strip().splitlines()[-TAIL_LINES:]
+    else:  # rank 0 has said it on this terminal
+        lines = said.text.strip().splitlines() if rank.number else []
+    for line in lines:
+        print(f"  | {line}", file=sys.stderr)
     if rank.log:
         print(f"log: {rank.log}", file=sys.stderr)
     sys.stderr.flush()

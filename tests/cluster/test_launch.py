@@ -71,6 +71,18 @@ def test_the_rank_that_raised_first_counts_not_the_one_that_exited_first(tmp_pat
     assert "rank 2 of 3 failed first" in err and "| the cause" in err
 
 
+def test_a_long_cause_is_told_whole_a_log_from_its_end(tmp_path, capfd):
+    """The stacks of many ranks are longer than the tail of a log that is shown where nothing else is known."""
+    code = "from aligner.cluster import failure\nlines = '\\n'.join(f'line {n}.' for n in range(200))\n"
+    code = f"{code}if rank == 1:\n  print(lines)\n  %s\n  sys.exit(7)\ntime.sleep(60)"
+    assert run(code % "failure.record(lines, 7)", 2, tmp_path / "told") == 7
+    err = capfd.readouterr().err
+    assert all(f"| line {n}.\n" in err for n in range(200))
+    assert run(code % "pass", 2, tmp_path / "silent") == 7
+    err = capfd.readouterr().err
+    assert "| line 199.\n" in err and "| line 100.\n" not in err
+
+
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("aligner.cluster.launch.KILL_AFTER_S", 0.5)
     code = (
