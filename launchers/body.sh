@@ -162,7 +162,7 @@ aligner_ranks() {
     aligner_record start
     aligner_say "$ALIGNER_STAGE in $ALIGNER_RUN: job $ALIGNER_JOB, attempt $ALIGNER_ATTEMPT, step $ALIGNER_STARTED_STEP," \
         "$ALIGNER_RANKS ranks; logs in $ALIGNER_LOGS"
-    ALIGNER_CHILD=0
+    ALIGNER_CHILD=0 ALIGNER_ASKING=0
     trap 'aligner_forward USR1' USR1
     trap 'aligner_forward USR2' USR2
     trap 'aligner_forward TERM' TERM
@@ -183,6 +183,7 @@ aligner_ranks() {
         ((ALIGNER_SIGNALLED)) || break
     done
     trap - USR1 USR2 TERM INT
+    ((ALIGNER_ASKING == 0)) || kill "$ALIGNER_ASKING" 2>/dev/null || true
     return "$code"
 }
 
@@ -193,11 +194,15 @@ aligner_forward() {
     local signal="${ALIGNER_SIGNAL:-USR1}"
     [[ -n "${SLURM_JOB_ID:-}" ]] || signal="$1"
     aligner_say "got $1, telling the ranks to save and stop"
-    kill "-$signal" "$ALIGNER_CHILD" 2>/dev/null || true
+    kill "-$signal" "$ALIGNER_CHILD" 2>/dev/null || return 0
+    ((ALIGNER_ASKING == 0)) || return 0
+    # ranks that are still starting ignore it
+    while sleep "${ALIGNER_ASK_AGAIN_S:-5}" && kill "-$signal" "$ALIGNER_CHILD"; do :; done >/dev/null 2>&1 &
+    ALIGNER_ASKING=$!
 }
 
 aligner_start_here() {
-    "$ALIGNER_PYTHON" -m aligner launch --ranks "$ALIGNER_RANKS" --frozen "$1" &
+    (trap '' USR1 USR2 && exec "$ALIGNER_PYTHON" -m aligner launch --ranks "$ALIGNER_RANKS" --frozen "$1") &
 }
 
 aligner_start_slurm() {

@@ -23,6 +23,8 @@ from aligner.errors import ConfigError
 POLL_S = 0.05
 SETTLE_S = 0.5  # after the first failure, for the other ranks to write down theirs
 KILL_AFTER_S = 5.0  # between SIGTERM and SIGKILL
+ASK_AGAIN_S = 5.0  # between two requests to stop: a rank that is still starting ignores them
+REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)  # not HUP: without a terminal, a rank that does not catch it ends
 TAIL_LINES = 30
 _PR_SET_PDEATHSIG = 1
 
@@ -67,7 +69,7 @@ def launch(cfg_path: Path, ranks: int, run_dir: Path, *, threads: int = 0, argv:
                 }
                 for number in range(ranks):
                     started.append(_start(number, command, shared, logs, files))
-                first = _watch(started)
+                first = _watch(started, received)
             finally:
                 _end(started)
     if first is None:
@@ -92,14 +94,16 @@ def _start(number: int, command: list[str], shared: dict[str, str], logs: Path, 
         stderr=output,
         stdin=subprocess.DEVNULL,
         process_group=0,  # a Ctrl-C reaches the ranks once, through us, not a second time from the terminal
-        preexec_fn=_die_with_parent,
+        preexec_fn=_prepare_rank,
     )
     return _Rank(number, process, log, failure_file)
 
 
-def _die_with_parent() -> None:
+def _prepare_rank() -> None:
     """Ask Linux for SIGKILL when the launcher dies, so that killing it leaves no ranks behind: at SIGTERM they would
-    first finish their step and save."""
+    first finish their step and save. A request to stop does not end a rank that does not listen yet: it is repeated."""
+    for number in REQUESTS:
+        signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -109,9 +113,14 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _watch(ranks: list[_Rank]) -> _Rank | None:
+def _watch(ranks: list[_Rank], received: list[int]) -> _Rank | None:
     """Wait for all ranks, or for the first failure; returns the rank that failed first."""
+    asked = time.monotonic()
     while True:
+        if time.monotonic() - asked > ASK_AGAIN_S:
+            asked = time.monotonic()
+            for number in set(received).intersection(REQUESTS):
+                _send(ranks, number)
         codes = [r.process.poll() for r in ranks]
         if any(codes):
             break
@@ -165,6 +174,12 @@ def _explain(rank: _Rank, ranks: int) -> None:
     sys.stderr.flush()
 
 
+def _send(ranks: list[_Rank], number: int) -> None:
+    for rank in ranks:
+        if rank.process.poll() is None:
+            rank.process.send_signal(number)
+
+
 @contextmanager
 def _signals_forwarded(ranks: list[_Rank]) -> Iterator[list[int]]:
     """Pass SIGINT, SIGTERM and the signals that ask for a stop on to every rank. They may take their time to save; a
@@ -178,9 +193,7 @@ def _signals_forwarded(ranks: list[_Rank]) -> Iterator[list[int]]:
         received.append(number)
         if received.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt
-        for rank in ranks:
-            if rank.process.poll() is None:
-                rank.process.send_signal(number)
+        _send(ranks, number)
 
     forwarded = (signal.SIGINT, signal.SIGTERM, *(signal.Signals[f"SIG{name}"] for name in CHOICES))
     before = {number: signal.signal(number, forward) for number in forwarded}

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -96,6 +97,22 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
 def test_death_by_signal_is_128_plus_its_number(tmp_path, capfd):
     assert run("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)", 2, tmp_path) == 137
     assert "SIGKILL" in capfd.readouterr().err
+
+
+def test_a_request_to_stop_waits_for_a_rank_that_does_not_listen_yet(tmp_path, monkeypatch):
+    monkeypatch.setattr("aligner.cluster.launch.ASK_AGAIN_S", 0.2)
+    up, heard = tmp_path / "up", tmp_path / "heard"
+    code = f"open({str(up)!r}, 'w').close()\ntime.sleep(1)\n"
+    code += f"def stop(*_):\n  open({str(heard)!r}, 'w').close()\n  sys.exit(0)\n"
+    code += "signal.signal(signal.SIGUSR1, stop)\ntime.sleep(60)"
+
+    def ask() -> None:
+        while not up.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    threading.Thread(target=ask, daemon=True).start()
+    assert run(code, 1, tmp_path) == 0 and heard.exists()
 
 
 @pytest.mark.parametrize(("number", "saves"), [(signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGTERM, False)])

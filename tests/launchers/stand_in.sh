@@ -7,6 +7,11 @@ case "$*" in
     *"-m aligner launch "*) rank=0 ;;
     *) exec "$REAL_PYTHON" "$@" ;;
 esac
+if [[ -z "${LISTENS:-}" ]]; then # bash cannot trap what was ignored when it began
+    touch "$(dirname "${*: -1}")/started"
+    sleep "${LISTEN_AFTER_S:-0}"
+    LISTENS=1 exec env --default-signal=USR1 "$0" "$@"
+fi
 run="$(dirname "${*: -1}")"
 echo "rank $rank of ${ALIGNER_RANKS:-} attempt ${ALIGNER_ATTEMPT:-} node ${SLURMD_NODENAME:-} master ${MASTER_ADDR:-}"
 printf '%s\0' "$@" >"$run/argv.$rank"

@@ -132,6 +132,18 @@ def test_a_signal_stops_the_run_and_the_same_command_goes_on(place, number):
     assert not Path("runs/sft/STOPPED").exists()
 
 
+def test_a_request_to_stop_is_kept_for_ranks_that_do_not_listen_yet(place):
+    command = ["bash", str(ROOT / "launchers/sft.sbatch"), "data.train=train.jsonl"]
+    environ = {**os.environ, "STEPS": "200", "LISTEN_AFTER_S": "2", "ALIGNER_ASK_AGAIN_S": "0.3"}
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 40
+    while not Path("runs/sft/started").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    said, _ = process.communicate(timeout=40)
+    assert process.returncode == 75 and "stopped at step" in said, said
+
+
 @given(st.lists(text, min_size=1, max_size=4))
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_overrides_reach_python_as_they_were_given(tmp_path_factory, words):
