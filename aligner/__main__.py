@@ -22,6 +22,7 @@ COMMANDS = {
     "run": "run a stage in this process: one rank of a job, or alone",
     "launch": "run a stage as N ranks on this machine",
     "submit": "hand a stage, or a sweep as an array, to Slurm",
+    "plan": "predict memory and step time on GPUs, and refuse what cannot fit",
     "eval": "evaluate a trained model on held-out rows",
     "chat": "talk to a trained model",
     "report": "write report.html of one or more runs",
@@ -57,11 +58,19 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to start")
         if name == "submit":
             _submit_arguments(sub)
+        if name == "plan":
+            _plan_arguments(sub)
     return top
 
 
 def _submit_arguments(sub: argparse.ArgumentParser) -> None:
     from aligner.cluster.submit_options import add_arguments
+
+    add_arguments(sub)
+
+
+def _plan_arguments(sub: argparse.ArgumentParser) -> None:
+    from aligner.plan.options import add_arguments
 
     add_arguments(sub)
 
@@ -194,6 +203,15 @@ def _submit(args: argparse.Namespace) -> int:
     return submit.main(args)
 
 
+def _plan(args: argparse.Namespace) -> int:
+    cfg = _config(args)
+    if _printed(args, cfg):
+        return 0
+    from aligner.plan import command
+
+    return command.main(args, cfg)
+
+
 def _multirun(args: argparse.Namespace) -> int:
     """Every job as a child of this command line, in the folder <run.dir>/<number>_<what varies>."""
     from aligner.config.resolve import compose, quoted, sweep
@@ -281,6 +299,7 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "run": _run,
     "launch": _launch,
     "submit": _submit,
+    "plan": _plan,
     "eval": _eval,
     "chat": _chat,
     "report": _report,

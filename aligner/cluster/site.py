@@ -12,6 +12,7 @@ import yaml
 
 from aligner.config.options import from_plain
 from aligner.errors import ConfigError, UnknownKeyError
+from aligner.plan.devices import find_device
 
 FOLDER = Path(__file__).resolve().parents[2] / "slurm" / "sites"
 VARIABLE = "ALIGNER_SITE"  # a site's name, or the path of a file
@@ -57,6 +58,7 @@ class Site:
     memory: str = ""  # per node; "0" means all of it
     exclusive: bool = False
     gpus_per_node: int = 0
+    gpu: str = ""  # of aligner/plan/devices.py: a job that cannot fit its memory is refused; empty: not checked
     gpu_flag: str = "gpus-per-node"  # gpus-per-node, gres, none
     ranks_per_node: int = 0  # 0: one per GPU, or one
     cpus_per_rank: int = 0
@@ -82,6 +84,8 @@ class Site:
         _one_of("signal", self.signal, ("USR1", "USR2"))
         _one_of("gpu_flag", self.gpu_flag, ("gpus-per-node", "gres", "none"))
         _one_of("rendezvous", self.rendezvous, ("hostname", "address"))
+        if self.gpu:
+            find_device(self.gpu, "gpu")
         for key in ("gpus_per_node", "ranks_per_node", "cpus_per_rank", "signal_s"):
             if getattr(self, key) < 0:
                 raise ConfigError(key, getattr(self, key), "a number >= 0")

@@ -22,6 +22,7 @@ from aligner.config.resolve import compose, conf_dir, quoted, sweep
 from aligner.config.schema import Config
 from aligner.config.validate import batch_arithmetic, validate
 from aligner.errors import AlignerError, ConfigError
+from aligner.plan.prediction import check
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "job.sbatch"  # in the run folder
@@ -29,12 +30,15 @@ _INHERITED = ("SLURM_", "PMIX_", "PMI_", "OMPI_")  # of a job in which `submit` 
 
 
 def main(args: argparse.Namespace) -> int:
-    """Raises ConfigError before anything is written; AlignerError if sbatch fails."""
+    """Raises ConfigError, or MemoryPlanError for what the site's GPUs cannot hold, before anything is written;
+    AlignerError if sbatch fails."""
     name, site = find_site(args.site)
     size = job_size(args, site, os.environ if args.shell else {})
     configs = composed(args)
     for cfg in configs:
         validate(_with_upstream_there(cfg, args.upstream), size.ranks)
+        if site.gpu:
+            check(cfg, size.ranks, site.gpu, size.per_node, "gpu")
     runs = tuple(str(Path(cfg.run.dir).expanduser().absolute()) for cfg in configs)
     upstream = tuple(str(Path(folder).expanduser().absolute()) for folder in args.upstream)
     job = JobSpec(configs[0].stage.name, ROOT, runs, size.nodes, size.per_node, upstream, args.spare, args.max_requeues)

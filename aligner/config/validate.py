@@ -34,6 +34,16 @@ def validate(cfg: Config, world_size: int) -> None:
         _sequence_batch(cfg, world_size)
 
 
+def validate_layout(cfg: Config, world_size: int) -> None:
+    """The part of `validate` that asks whether sizes divide; needs no files."""
+    _ranks(cfg.parallel, world_size)
+    validate_model(cfg, cfg.model)
+    if cfg.stage.name in ROLLOUT_STAGES:
+        _rollout_batch(cfg, world_size)
+    else:
+        _sequence_batch(cfg, world_size)
+
+
 def validate_model(cfg: Config, model: ModelConfig, scorer: bool = False) -> None:
     """What concerns a model's shape: `cfg.model`, or the shape found in the folder that `model.init` names (that of a
     `scorer`: a reward model or critic, which may be dense beside a policy with experts)."""

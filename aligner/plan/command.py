@@ -1,0 +1,79 @@
+"""`aligner plan`: what a config needs and how long its steps take on GPUs that need not be there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from functools import partial
+
+from aligner.config.schema import Config
+from aligner.config.validate import validate_layout
+from aligner.errors import ConfigError
+from aligner.plan.devices import GIB, find_device
+from aligner.plan.job import job_of, shape_at
+from aligner.plan.memory import MemoryPlanError, refuse
+from aligner.plan.prediction import Prediction, predict
+from aligner.plan.sweep import sweep
+
+
+def main(args: argparse.Namespace, cfg: Config) -> int:
+    """Raises ConfigError for what does not divide, MemoryPlanError for what does not fit."""
+    if args.gpus < 1 or args.gpus_per_node < 1:
+        raise ConfigError("--gpus", min(args.gpus, args.gpus_per_node), "a number >= 1")
+    device, shape = find_device(args.device), shape_at(cfg.model, cfg.model.init)
+    if not shape.vocab_size:
+        expected = "the size of the vocabulary, which a plan cannot take from a tokenizer"
+        raise ConfigError("model.vocab_size", 0, expected, "Or choose a model: model=llama3_8b.")
+    per_node = min(args.gpus_per_node, args.gpus)
+    job_for = partial(
+        job_of,
+        gpus=args.gpus,
+        gpus_per_node=per_node,
+        prompt_tokens=args.prompt_tokens,
+        response_tokens=args.response_tokens,
+        engine_tensor=args.engine_tensor_parallel,
+    )
+    if args.sweep:
+        found, nearest = sweep(cfg, shape, args.gpus, device, per_node, job_for)
+        if not found and nearest is not None:
+            raise MemoryPlanError(
+                f"no layout of {args.gpus} GPUs fits: the smallest needs {nearest.peak_bytes / GIB:.1f} GiB in phase "
+                f"{nearest.peak}, of {nearest.limit_bytes / GIB:.1f} that a program can use of {device.name}. "
+                "More GPUs, smaller micro-batches, or less for the engine"
+            )
+        if not found:
+            raise ConfigError(
+                "--gpus", args.gpus, "a number that some layout divides, with batch.prompts and the heads"
+            )
+        print(json.dumps([p.data() for p in found[: args.top]], indent=1) if args.json else _table(found, args.top))
+        return 0
+    validate_layout(replace(cfg, model=replace(shape, init="random")), args.gpus)
+    prediction = predict(job_for(cfg), device)
+    print(json.dumps(prediction.data(), indent=1) if args.json else prediction.text(), flush=True)
+    refuse(prediction.job, device, prediction.memory)
+    return 0
+
+
+def _table(found: list[Prediction], top: int) -> str:
+    lines = [f"{'layout':<34}{'step s':>8}{'tokens/s/GPU':>14}{'MFU %':>7}{'GiB':>7}  {'in':<10}overrides"]
+    for p in found[:top]:
+        grid, job = p.job.grid, p.job
+        name = f"{grid}{', recompute' * job.recompute}"
+        keys = [
+            f"parallel.{key}={value}"
+            for key, value in (
+                ("tensor", grid.tensor),
+                ("pipeline", grid.pipeline),
+                ("context", grid.context),
+                ("expert", grid.expert),
+            )
+            if value > 1
+        ]
+        keys += ["parallel.sequence=true"] * grid.sequence + ["model.recompute=full"] * job.recompute
+        lines.append(
+            f"{name:<34}{p.step_s:8.1f}{p.tokens_per_gpu_s:14.0f}{100 * p.mfu:7.0f}{p.memory.peak_bytes / GIB:7.1f}  "
+            f"{p.memory.peak:<10}{' '.join(keys)}".rstrip()
+        )
+    more = len(found) - top
+    return "\n".join(lines + ([f"and {more} more that fit"] if more > 0 else []))

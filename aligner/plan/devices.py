@@ -1,0 +1,58 @@
+"""Data sheets of devices, and what share of them a program gets. Numbers, not measurements of this project."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aligner.errors import ConfigError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU and its share of a node's network. Bandwidths in one direction, bytes per second."""
+
+    name: str
+    flops: float  # bfloat16 matrix products without sparsity, operations per second
+    memory_bytes: float
+    bandwidth: float  # of its memory
+    nvlink: float  # to the other GPUs of its node
+    network: float  # to other nodes
+
+
+# Peaks: NVIDIA's data sheets "A100 Tensor Core GPU" (2021), "H100 Tensor Core GPU" (SXM), "H200 Tensor Core GPU" and
+# "DGX B200"; the sheets' matrix rates are with sparsity, halved here, their NVLink rates both directions together.
+# Memory: what torch reports of an 80 GB and a 141 GB card; of the B200 the sheet's 1,440 GB / 8. Network: one HDR
+# (A100) or NDR (others) InfiniBand adapter for each GPU, as in DGX nodes.
+DEVICES = {
+    d.name: d
+    for d in (
+        Device("a100", 312e12, 79 * GIB, 2.039e12, 300e9, 25e9),
+        Device("h100", 989.4e12, 79 * GIB, 3.35e12, 450e9, 50e9),
+        Device("h200", 989.4e12, 139 * GIB, 4.8e12, 450e9, 50e9),
+        Device("b200", 2250e12, 180e9, 8e12, 900e9, 50e9),
+    )
+}
+
+
+def find_device(name: str, key: str = "--device") -> Device:
+    if name not in DEVICES:
+        raise ConfigError(key, name, "one of " + ", ".join(DEVICES))
+    return DEVICES[name]
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no data sheet says: one set for all models, layouts and devices. The shares of the peaks are what the
+    project aims at on a GPU (benchmarks/gpu), not what was measured; docs/plan.md says how far published runs are from
+    them."""
+
+    matrix: float = 0.47  # of the peak: dense layers in training, logprobs and prefill, element-wise work included
+    experts: float = 0.25  # likewise, products of experts: smaller matrices, uneven loads, permutations
+    memory_bandwidth: float = 0.60  # of the peak: decode, optimizer
+    link: float = 0.70  # of the link's bandwidth: large collectives
+    message_s: float = 20e-6  # per collective, and per hop of a pipeline
+    layer_s: float = 70e-6  # of host time for a layer of a decode step: some 14 kernels, launched one by one
+    usable: float = 0.94  # of the memory, after fragments of the allocator
+    context_bytes: float = 2.5 * GIB  # of CUDA, cuBLAS workspaces and NCCL's buffers

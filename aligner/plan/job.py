@@ -1,0 +1,236 @@
+"""A job in numbers: models, grid, rows and engine, from a config or by hand (as the published runs of docs/plan.md)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+
+from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig
+from aligner.config.validate import evaluation_functions, minibatch_samples
+from aligner.errors import ConfigError
+from aligner.plan.shapes import Grid, kv_bytes
+
+PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill of the native engine
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model of the job, on the job's grid."""
+
+    name: str  # policy, reference, reward, critic
+    shape: ModelConfig
+    head: str = "lm"
+    trained: bool = False
+    outputs: int = 1
+    distributed: bool = True  # optimizer state over data-parallel ranks
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One replica per `tensor` GPUs."""
+
+    tensor: int = 1
+    element: int = 2
+    max_batch: int = 512
+    kv_bytes: float = 1 << 30  # budget
+    refill: bool = True  # a finished row's place is taken by a waiting one; else batches end before the next begins
+    padded: bool = True  # every row of a decode step reads the cache up to the longest row's position
+    launches: bool = True  # kernels are launched one by one, not as a graph
+    resident: bool = True  # weights and cache stay in memory while others work
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of one step over all ranks. `mean` and `longest` in tokens."""
+
+    count: int
+    prompts: int  # distinct ones, each prefilled once
+    prompt_mean: float
+    prompt_longest: int
+    response_mean: float
+    response_longest: int
+
+    @property
+    def mean(self) -> float:
+        return self.prompt_mean + self.response_mean
+
+    @property
+    def longest(self) -> int:
+        return self.prompt_longest + self.response_longest
+
+    @property
+    def tokens(self) -> float:
+        return self.count * self.mean
+
+
+@dataclass(frozen=True)
+class Job:
+    stage: str
+    parts: tuple[Part, ...]  # the policy (or the model of rm) first
+    grid: Grid
+    rows: Rows
+    engine: Engine | None
+    gpus_per_node: int = 8
+    element: int = 2  # bytes of a parameter and an activation
+    minibatches: int = 1
+    epochs: int = 1
+    micro_rows: int = 8
+    micro_tokens: int = 0  # > 0: instead of micro_rows
+    packing: bool = True
+    recompute: bool = False
+    logprob_tokens: int = 16384
+    logits_bytes: float = 1 << 30
+    bucket_bytes: float = 256 << 20
+
+    @property
+    def policy(self) -> Part:
+        return self.parts[0]
+
+    @property
+    def rollout(self) -> bool:
+        return self.stage in ROLLOUT_STAGES
+
+    def micro_batches(self, worst: bool = False) -> tuple[int, float]:
+        """(how many of a rank and an optimizer step, tokens in the stream of one): on average, or with longest rows."""
+        rows = self.rows.count / self.minibatches / self.grid.data
+        length = self.rows.longest if worst or not self.packing else self.rows.mean
+        if self.micro_tokens:
+            tokens = max(float(self.micro_tokens), self.rows.longest) if worst else float(self.micro_tokens)
+            count = ceil(rows * length / tokens)
+            return count, min(tokens, rows * length) if worst else rows * length / count
+        micro = min(self.micro_rows, rows)
+        return ceil(rows / micro), micro * length
+
+    def slots(self) -> tuple[int, float]:
+        """(rows decoded together by one engine, bytes of its cache per GPU), as `plan_generation` cuts the budget."""
+        engine, shape = self.engine, self.policy.shape
+        assert engine is not None
+        token = kv_bytes(shape, engine.element) / engine.tensor
+        replicas = self.grid.gpus / engine.tensor
+        rows, prompts = self.rows.count / replicas, self.rows.prompts / replicas
+        positions = self.rows.longest - 1
+        budget, longest = engine.kv_bytes // token, self.rows.prompt_longest
+        chunk = max(longest, min(PREFILL_TOKENS, budget // 4, budget - positions, longest * ceil(prompts)))
+        slots = int(max(1, min(engine.max_batch, ceil(rows), (budget - chunk) // positions)))
+        return slots, (slots * positions + chunk) * token
+
+
+def grid_of(cfg: Config, gpus: int) -> Grid:
+    p = cfg.parallel
+    over_heads = p.context_mode == "alltoall"
+    return Grid(p.tensor, p.pipeline, p.context, p.expert, gpus // p.model_size, p.sequence, over_heads)
+
+
+def job_of(
+    cfg: Config,
+    gpus: int,
+    *,
+    gpus_per_node: int = 8,
+    prompt_tokens: float = 0,
+    response_tokens: float = 0,
+    engine_tensor: int = 0,
+) -> Job:
+    """The job of a config on so many GPUs, in bfloat16 unless the config says float32. Mean lengths that are not given
+    are half of the longest."""
+    shape = shape_at(cfg.model, cfg.model.init)
+    b, rollout = cfg.batch, cfg.stage.name in ROLLOUT_STAGES
+    element = 4 if cfg.model.dtype == "float32" else 2
+    longest, limit = cfg.data.max_prompt_tokens, cfg.sampling.max_response_tokens
+    if not rollout:
+        limit = max(1, cfg.data.max_tokens - longest)
+    pairs = 2 if cfg.stage.name == "rm" and cfg.algorithm.reward_loss.kind == "bradley_terry" else 1
+    rows = Rows(
+        b.prompts * b.group if rollout else pairs * b.sequences,
+        b.prompts if rollout else b.sequences,
+        prompt_tokens or longest / 2,
+        longest,
+        response_tokens or limit / 2,
+        limit,
+    )
+    for key, mean, most in (
+        ("--prompt-tokens", rows.prompt_mean, longest),
+        ("--response-tokens", rows.response_mean, limit),
+    ):
+        if not 0 < mean <= most:
+            raise ConfigError(key, mean, f"a mean above 0, at most the longest, {most}")
+    engine = None
+    if not cfg.debug.train_only and (rollout or evaluation_functions(cfg)):
+        size = 4 if cfg.engine.dtype == "float32" else 2 if cfg.engine.dtype == "bfloat16" else element
+        e = cfg.engine
+        engine = Engine(engine_tensor or e.tensor_parallel, size, e.max_batch, float(e.kv_cache_bytes))
+        if gpus % engine.tensor:
+            raise ConfigError("engine.tensor_parallel", engine.tensor, f"a divisor of the {gpus} GPUs")
+    return Job(
+        stage=cfg.stage.name,
+        parts=_parts(cfg, shape),
+        grid=grid_of(cfg, gpus),
+        rows=rows,
+        engine=engine,
+        gpus_per_node=gpus_per_node,
+        element=element,
+        minibatches=rows.count // minibatch_samples(cfg) if rollout else 1,
+        epochs=b.epochs if rollout else 1,
+        micro_rows=b.micro_batch_samples * pairs,
+        micro_tokens=b.micro_batch_tokens,
+        packing=b.packing,
+        recompute=cfg.model.recompute == "full",
+        logprob_tokens=b.logprob_tokens,
+        logits_bytes=b.logits_bytes,
+        bucket_bytes=cfg.refit.bucket_bytes,
+    )
+
+
+def _parts(cfg: Config, shape: ModelConfig) -> tuple[Part, ...]:
+    trains = not cfg.debug.rollout_only
+    mixed = cfg.model.dtype != "float32"  # a float32 head on a bfloat16 body has the distributed optimizer in any case
+    if cfg.stage.name == "rm":
+        outputs = max(1, len(cfg.algorithm.reward_loss.attributes))
+        return (Part("policy", shape, "score", True, outputs, cfg.optim.distributed or mixed),)
+    parts = [Part("policy", shape, trained=trains, distributed=cfg.optim.distributed)]
+    if cfg.stage.name not in ROLLOUT_STAGES:
+        return tuple(parts)
+    scorer = shape_at(shape, cfg.reward.model)
+    if cfg.algorithm.kl.coef > 0 and trains:
+        parts.append(Part("reference", shape))
+    if cfg.reward.model and not cfg.debug.train_only:
+        parts.append(Part("reward", scorer, "score"))
+    if cfg.stage.name == "ppo" and trains:
+        critic = shape_at(scorer, cfg.critic.init)
+        parts.append(Part("critic", critic, "score", True, distributed=cfg.critic.optim.distributed or mixed))
+    return tuple(parts)
+
+
+# config.json -> ModelConfig
+_KEYS = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "tie_word_embeddings": "tie_embeddings",
+}
+
+
+def shape_at(like: ModelConfig, init: str) -> ModelConfig:
+    """The sizes in the config.json of the folder `init` (or of its `hf`, of a finished run), the rest as in `like`;
+    `like` where there is none (yet)."""
+    folder = Path(init).expanduser()
+    found = next((f for f in (folder / "config.json", folder / "hf" / "config.json") if init and f.is_file()), None)
+    if found is None:
+        return like
+    data = json.loads(found.read_text(encoding="utf-8"))
+    sizes = {ours: data[theirs] for theirs, ours in _KEYS.items() if data.get(theirs) is not None}
+    experts = data.get("num_experts") or data.get("num_local_experts") or 0
+    moe = replace(like.moe, num_experts=0, top_k=1)
+    if experts:
+        width = data.get("moe_intermediate_size") or data["intermediate_size"]
+        moe = replace(moe, num_experts=experts, top_k=data.get("num_experts_per_tok", 2), ffn_hidden_size=width)
+    kind = data.get("model_type", like.family)
+    flags = {"qkv_bias": kind == "qwen2", "qk_norm": kind.startswith("qwen3")}
+    sizes.setdefault("num_kv_heads", sizes.get("num_heads", like.num_heads))
+    sizes.setdefault("head_dim", 0)
+    return replace(like, family=kind, moe=moe, **flags, **sizes)

@@ -1,0 +1,220 @@
+"""Bytes on one GPU, by what holds them and by phase.
+
+Weights, gradients and optimizer state are exact (`tests/plan` compares them with Megatron's buffers). Activations count
+what autograd keeps, as measured by `benchmarks/context_memory.py`; transients are the large ones of each phase.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aligner.errors import AlignerError
+from aligner.plan.devices import GIB, Assumptions, Device
+from aligner.plan.job import PREFILL_TOKENS, Job, Part
+from aligner.plan.shapes import Count, Grid, parameters, rank_parameters
+
+SAMPLED_LOGITS = 1 << 26  # float64 cumulative sums of the native sampler at a time
+
+# item -> (what it is, keys that make it smaller)
+ITEMS = {
+    "weights": ("weights", "parallel.tensor, parallel.pipeline, parallel.expert"),
+    "gradients": ("float32 gradients", "parallel.tensor, parallel.pipeline, parallel.expert"),
+    "optimizer": ("optimizer state", "optim.distributed=true, more GPUs, parallel.tensor, parallel.pipeline"),
+    "step": ("temporaries of the optimizer", "optim.distributed=true, more GPUs, parallel.tensor, parallel.pipeline"),
+    "activations": (
+        "activations",
+        "model.recompute=full, batch.micro_batch_tokens or micro_batch_samples, parallel.sequence, parallel.context",
+    ),
+    "logits": ("logits", "batch.logits_bytes, parallel.tensor"),
+    "engine weights": ("the engine's weights", "engine.tensor_parallel, engine.dtype"),
+    "kv cache": ("the engine's KV cache", "engine.kv_cache_bytes, engine.max_batch"),
+    "prefill": ("prefill", "engine.tensor_parallel"),
+    "sampling": ("logits being sampled", "engine.max_batch"),
+    "buckets": ("tensors on their way to the engine", "refit.bucket_bytes"),
+    "forward": ("one layer's forward pass", "batch.logprob_tokens, parallel.tensor, parallel.context"),
+}
+
+
+class MemoryPlanError(AlignerError):
+    """A configuration that cannot fit; names the largest items and the keys to change."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """`phases`: phase -> item -> bytes, of the GPU that needs most in that phase."""
+
+    phases: dict[str, dict[str, float]]
+    context_bytes: float  # of the driver and libraries, in every phase
+    limit_bytes: float
+
+    def total(self, phase: str) -> float:
+        return sum(self.phases[phase].values()) + self.context_bytes
+
+    @property
+    def peak(self) -> str:
+        return max(self.phases, key=self.total)
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.total(self.peak)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.limit_bytes
+
+
+def weight_bytes(count: Count, element: int) -> float:
+    return element * (count.dense + count.experts) + 4 * count.score
+
+
+def gradient_bytes(count: Count) -> float:
+    """`grad_reduce_in_fp32`: one float32 number for each parameter, on every data-parallel rank."""
+    return 4.0 * count.total
+
+
+def optimizer_bytes(count: Count, grid: Grid, element: int, distributed: bool) -> float:
+    """Adam: two float32 moments, and a float32 main copy of what is bfloat16; the distributed optimizer cuts them over
+    the ranks with the same parameters (ZeRO-1; for experts data x context / expert of them)."""
+    per, dense, experts = 8 if element == 4 else 12, 1, 1
+    if distributed:
+        dense, experts = grid.replicas, max(1, grid.replicas // grid.expert)
+    return per * (count.dense / dense + count.experts / experts) + 8 * count.score / dense
+
+
+def optimizer_share(count: Count, grid: Grid, distributed: bool) -> float:
+    """Parameters whose optimizer state this rank holds."""
+    return optimizer_bytes(count, grid, 4, distributed) / 8
+
+
+def layer_activations(part: Part, grid: Grid) -> tuple[float, float]:
+    """Elements that one layer keeps for backward: (for each own token, for each token of all context-parallel ranks).
+
+    By own token: inputs and outputs of two norms (4 H; a 1/tp share with sequence parallelism), queries and the
+    attention's output (2 A / tp; 3 A where context parallelism reorders), gate, up and their product (3 F / tp), keys
+    and values (2 K / tp). An expert's token also keeps its input and output (2 H) for each of k. With all-gather,
+    keys and values of the whole row, once as gathered and about once as used."""
+    m, tp = part.shape, grid.tensor
+    a, k = m.num_heads * m.kv_channels, m.num_kv_heads * m.kv_channels
+    own = 4 * m.hidden_size / (tp if grid.sequence else 1) + (2 if grid.context == 1 else 3) * a / tp
+    if m.moe.num_experts:
+        own += m.hidden_size + m.moe.top_k * (2 * m.hidden_size + 3 * m.expert_ffn / tp)
+    else:
+        own += 3 * m.ffn_hidden_size / tp
+    if grid.context > 1 and not grid.over_heads:
+        return own, 2 * k * (1 + 1 / (2 * grid.context)) / tp
+    return own + 2 * k / tp, 0.0
+
+
+def activation_bytes(job: Job, part: Part, stage: int) -> float:
+    """Of the micro-batches that stage `stage` of a 1F1B pipeline holds at a time, min(micro-batches, stages - stage).
+    With recomputation each layer keeps its input alone, and one layer at a time the rest."""
+    grid, m = job.grid, part.shape
+    count, tokens = job.micro_batches(worst=True)
+    own, share = tokens / grid.context, grid.tensor if grid.sequence else 1
+    per_token, per_gathered = layer_activations(part, grid)
+    layer = per_token * own + per_gathered * tokens
+    layers = m.num_layers // grid.pipeline
+    ends = (stage == 0) * m.hidden_size / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
+    kept = layers * own * m.hidden_size / share if job.recompute else layers * layer
+    in_flight = min(count, grid.pipeline - stage)
+    return job.element * (in_flight * (kept + ends * own) + (layer if job.recompute else 0))
+
+
+def logits_bytes(job: Job, part: Part, tokens: float) -> float:
+    """Three float32 numbers for each logit of a part of at most `batch.logits_bytes`."""
+    if part.head != "lm":
+        return 0.0
+    return min(12 * tokens * part.shape.vocab_size / job.grid.tensor, job.logits_bytes)
+
+
+def _forward_bytes(job: Job, part: Part) -> float:
+    """A layer without gradient: the stream, its norm, the widest product and its factors."""
+    m, grid = part.shape, job.grid
+    tokens = max(job.logprob_tokens, job.rows.longest) / grid.context
+    tokens = min(tokens, job.rows.count / grid.data * job.rows.longest / grid.context)
+    wide = 3 * (m.moe.top_k * m.expert_ffn if m.moe.num_experts else m.ffn_hidden_size) / grid.tensor
+    return job.element * tokens * (3 * m.hidden_size + wide)
+
+
+def _resident(job: Job, stage: int) -> dict[str, float]:
+    items = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
+    for part in job.parts:
+        count = rank_parameters(part.shape, job.grid, stage, part.head, part.outputs)
+        items["weights"] += weight_bytes(count, job.element)
+        if part.trained:
+            items["gradients"] += gradient_bytes(count)
+            items["optimizer"] += optimizer_bytes(count, job.grid, job.element, part.distributed)
+    return items
+
+
+def _engine_items(job: Job) -> tuple[dict[str, float], dict[str, float]]:
+    """What an engine keeps, and what it needs while it generates."""
+    engine, m = job.engine, job.policy.shape
+    assert engine is not None
+    slots, cache = job.slots()
+    tokens = min(PREFILL_TOKENS, job.rows.prompts * job.rows.prompt_longest)
+    wide = (m.num_heads + 2 * m.num_kv_heads) * m.kv_channels + 3 * (
+        m.moe.top_k * m.expert_ffn if m.moe.num_experts else m.ffn_hidden_size
+    )
+    logits = slots * m.vocab_size
+    return {"engine weights": engine.element * parameters(m) / engine.tensor, "kv cache": cache}, {
+        "prefill": engine.element * tokens * (wide + 3 * m.hidden_size) / engine.tensor,
+        "sampling": 10.0 * logits + 8.0 * min(logits, SAMPLED_LOGITS),
+    }
+
+
+def plan_memory(job: Job, device: Device, assumed: Assumptions) -> Memory:
+    """Each phase on the pipeline stage that needs most in it."""
+    limit = device.memory_bytes * assumed.usable
+    phases: dict[str, dict[str, float]] = {}
+    for stage in range(job.grid.pipeline):
+        for phase, items in _stage_phases(job, stage).items():
+            if phase not in phases or sum(items.values()) > sum(phases[phase].values()):
+                phases[phase] = items
+    return Memory(phases, assumed.context_bytes, limit)
+
+
+def _stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
+    base, last = _resident(job, stage), stage == job.grid.pipeline - 1
+    found: dict[str, dict[str, float]] = {}
+    if job.engine is not None:
+        kept, needed = _engine_items(job)
+        found["generate"] = base | kept | needed
+        if job.engine.resident:
+            base = base | kept
+        m = job.policy.shape
+        largest = job.element * m.hidden_size * max(m.vocab_size, 2 * m.ffn_hidden_size)
+        found["refit"] = base | {"buckets": job.bucket_bytes + 2 * largest}
+    if job.rollout:
+        tokens = max(job.logprob_tokens, job.rows.longest) / job.grid.context
+        logits = max((logits_bytes(job, part, tokens) for part in job.parts), default=0.0) if last else 0.0
+        forward = max(_forward_bytes(job, part) for part in job.parts)
+        found["logprobs"] = base | {"forward": forward, "logits": logits}
+    trained = [part for part in job.parts if part.trained]
+    if trained:
+        _, tokens = job.micro_batches(worst=True)
+        updates = []
+        for part in trained:
+            count = rank_parameters(part.shape, job.grid, stage, part.head, part.outputs)
+            logits = logits_bytes(job, part, tokens / job.grid.context) if last else 0.0
+            backward = {"activations": activation_bytes(job, part, stage), "logits": logits}
+            # torch's Adam makes one float32 number for each parameter whose state it holds (the denominators)
+            step = {"step": 4 * optimizer_share(count, job.grid, part.distributed)}
+            updates += [base | backward, base | step]
+        found["update"] = max(updates, key=lambda items: sum(items.values()))
+    return found
+
+
+def refuse(job: Job, device: Device, memory: Memory) -> None:
+    """MemoryPlanError unless the job fits."""
+    if memory.fits:
+        return
+    phase = memory.peak
+    items = sorted(memory.phases[phase].items(), key=lambda item: -item[1])[:3]
+    text = ", ".join(f"{size / GIB:.1f} GiB {ITEMS[name][0]}" for name, size in items)
+    keys = "; ".join(f"{ITEMS[name][0]}: {ITEMS[name][1]}" for name, _ in items)
+    raise MemoryPlanError(
+        f"the job does not fit: phase {phase} needs {memory.peak_bytes / GIB:.1f} GiB on a GPU, of the "
+        f"{memory.limit_bytes / GIB:.1f} GiB that a program can use of {device.name} ({job.grid.gpus} GPUs, "
+        f"{job.grid}). Largest: {text}. Change {keys}"
+    )

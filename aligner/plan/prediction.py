@@ -1,0 +1,96 @@
+"""A job on a device: its memory, its times, and both as plain data or as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from aligner.config.schema import Config
+from aligner.plan.devices import GIB, Assumptions, Device, find_device
+from aligner.plan.job import Job, job_of
+from aligner.plan.memory import Memory, plan_memory, refuse
+from aligner.plan.shapes import parameters
+from aligner.plan.times import Phase, plan_times, update_mfu
+
+
+@dataclass(frozen=True)
+class Prediction:
+    job: Job
+    device: Device
+    memory: Memory
+    phases: dict[str, Phase]
+
+    @property
+    def step_s(self) -> float:
+        return sum(phase.seconds for phase in self.phases.values())
+
+    @property
+    def tokens_per_gpu_s(self) -> float:
+        return self.job.rows.tokens / self.step_s / self.job.grid.gpus
+
+    @property
+    def mfu(self) -> float:
+        update = self.phases.get("update")
+        return update_mfu(self.job, self.device, update) if update else 0.0
+
+    def data(self) -> dict[str, Any]:
+        rows, memory = self.job.rows, self.memory
+        return {
+            "device": self.device.name,
+            "gpus": self.job.grid.gpus,
+            "layout": vars(self.job.grid) | {"recompute": self.job.recompute},
+            "parameters": {part.name: parameters(part.shape, part.head, part.outputs) for part in self.job.parts},
+            "tokens": {"prompt_mean": rows.prompt_mean, "response_mean": rows.response_mean, "step": rows.tokens},
+            "fits": memory.fits,
+            "limit_bytes": memory.limit_bytes,
+            "memory": {
+                phase: {"total_bytes": memory.total(phase), "items": items} for phase, items in memory.phases.items()
+            },
+            "step_s": self.step_s,
+            "tokens_per_gpu_s": self.tokens_per_gpu_s,
+            "update_mfu": self.mfu,
+            "time": {
+                name: {"seconds": phase.seconds, "parts": phase.parts, "wire_bytes": phase.wire_bytes}
+                for name, phase in self.phases.items()
+            },
+        }
+
+    def text(self) -> str:
+        job, rows, memory = self.job, self.job.rows, self.memory
+        names = ", ".join(f"{p.name} {parameters(p.shape, p.head, p.outputs) / 1e9:.3g}B" for p in job.parts)
+        count, tokens = job.micro_batches()
+        lines = [
+            f"{job.stage} on {job.grid.gpus} x {self.device.name}, {job.grid}{', recompute' * job.recompute}: {names}",
+            f"{rows.count} rows a step, prompts {rows.prompt_mean:g} + responses {rows.response_mean:g} tokens on "
+            f"average (at most {rows.prompt_longest} + {rows.response_longest})",
+            f"{job.minibatches * job.epochs} optimizer steps of {count} micro-batches, {tokens:.0f} tokens each",
+            "",
+            f"{'phase':<10}{'seconds':>9}{'GiB':>8}   of it",
+        ]
+        for name in dict.fromkeys([*self.phases, *memory.phases]):
+            phase, items = self.phases.get(name), memory.phases.get(name)
+            seconds = f"{phase.seconds:9.2f}" if phase else f"{'':9}"
+            size = f"{memory.total(name) / GIB:8.1f}" if items else f"{'':8}"
+            largest = sorted((items or {}).items(), key=lambda item: -item[1])
+            parts = sorted((phase.parts if phase else {}).items(), key=lambda part: -part[1])
+            words = [f"{part} {s:.2f} s" for part, s in parts if phase and s > 0.02 * phase.seconds]
+            words += [f"{item} {b / GIB:.1f}" for item, b in largest if b > 0.02 * memory.total(name)]
+            lines.append(f"{name:<10}{seconds}{size}   {', '.join(words)}")
+        lines += [
+            "",
+            f"step {self.step_s:.1f} s, {self.tokens_per_gpu_s:.0f} tokens/s/GPU, update at {100 * self.mfu:.0f} % of "
+            "the peak (6 N)",
+            f"memory {memory.peak_bytes / GIB:.1f} of {memory.limit_bytes / GIB:.1f} GiB in {memory.peak}",
+        ]
+        return "\n".join(lines)
+
+
+def predict(job: Job, device: Device, assumed: Assumptions = Assumptions()) -> Prediction:  # noqa: B008 (frozen)
+    return Prediction(job, device, plan_memory(job, device, assumed), plan_times(job, device, assumed))
+
+
+def check(cfg: Config, gpus: int, gpu: str, gpus_per_node: int, key: str) -> None:
+    """MemoryPlanError if the config cannot fit so many GPUs of the device `gpu`, whose name `key` gave."""
+    device = find_device(gpu, key)
+    job = job_of(cfg, gpus, gpus_per_node=gpus_per_node)
+    refuse(job, device, plan_memory(job, device, Assumptions()))

@@ -1,0 +1,124 @@
+"""Parameters and operations of a model, from its config.
+
+Names: H hidden, A = heads x head_dim, K = kv_heads x head_dim, F FFN, V vocabulary, L layers; E experts of which a
+token takes k, with F_e each. A multiply-add is two operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aligner.config.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How ranks share models. `data` x `context` x `tensor` x `pipeline` = GPUs."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int = 1
+    sequence: bool = False
+    over_heads: bool = False  # context parallelism by all-to-all, else by all-gather of keys and values
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same dense parameters."""
+        return self.data * self.context
+
+    def __str__(self) -> str:
+        sizes = [("tp", self.tensor), ("pp", self.pipeline), ("cp", self.context), ("ep", self.expert)]
+        text = " ".join(f"{name}{size}" for name, size in sizes if size > 1)
+        return f"{text} dp{self.data}{' seq' if self.sequence else ''}".strip()
+
+
+@dataclass(frozen=True)
+class Count:
+    """Parameters by who shares them: `dense` over the data- and context-parallel ranks, `experts` over the expert
+    data-parallel ones; `score` is a scalar head, float32 in every dtype."""
+
+    dense: int = 0
+    experts: int = 0
+    score: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts + self.score
+
+
+def _widths(m: ModelConfig) -> tuple[int, int]:
+    return m.num_heads * m.kv_channels, m.num_kv_heads * m.kv_channels
+
+
+def layer_matrices(m: ModelConfig) -> tuple[int, int]:
+    """(attention's, the dense MLP's) matrix elements of a layer: H(A + 2K) + AH, 3HF."""
+    a, k = _widths(m)
+    return m.hidden_size * (2 * a + 2 * k), 0 if m.moe.num_experts else 3 * m.hidden_size * m.ffn_hidden_size
+
+
+def layer_norms(m: ModelConfig) -> int:
+    """Elements that every tensor rank holds alike and sequence parallelism computes on shares of the tokens."""
+    return 2 * m.hidden_size + (2 * m.kv_channels if m.qk_norm else 0)
+
+
+def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", outputs: int = 1) -> Count:
+    """Of one rank on pipeline stage `stage`: matrices and biases / tp, norms and routers whole, experts / (tp ep); the
+    vocabulary, padded to a multiple of tp, on the first stage and again on the last (once where tied and pp = 1)."""
+    h, tp, moe = m.hidden_size, grid.tensor, m.moe
+    a, k = _widths(m)
+    bias = a + 2 * k if m.qkv_bias else 0
+    layer = (sum(layer_matrices(m)) + bias) // tp + layer_norms(m) + moe.num_experts * h
+    experts = 3 * moe.num_experts * h * m.expert_ffn // (tp * grid.expert)
+    layers, last = m.num_layers // grid.pipeline, stage == grid.pipeline - 1
+    vocabulary = -(-m.vocab_size // tp) * h
+    dense = layers * layer + (vocabulary if stage == 0 else 0) + (h if last else 0)
+    if last and head == "lm" and not (m.tie_embeddings and grid.pipeline == 1):
+        dense += vocabulary
+    return Count(dense, layers * experts, outputs * h if last and head == "score" else 0)
+
+
+def parameters(m: ModelConfig, head: str = "lm", outputs: int = 1) -> int:
+    return rank_parameters(m, Grid(), 0, head, outputs).total
+
+
+def layer_operations(m: ModelConfig, tokens: float, context: float) -> float:
+    """Of one layer's forward pass over `tokens` that see `context` tokens each on average (causal: half the row):
+    2 x matrix elements, and 4 A x context for scores and their sum over values. Without experts' own: see below."""
+    a, _ = _widths(m)
+    return tokens * (2 * (sum(layer_matrices(m)) + m.moe.num_experts * m.hidden_size) + 4 * a * context)
+
+
+def expert_operations(m: ModelConfig, tokens: float) -> float:
+    """Of one layer's experts: 6 k H F_e a token."""
+    return 6.0 * tokens * m.moe.top_k * m.hidden_size * m.expert_ffn if m.moe.num_experts else 0.0
+
+
+def head_operations(m: ModelConfig, tokens: float, head: str = "lm") -> float:
+    return 2.0 * tokens * m.hidden_size * (m.vocab_size if head == "lm" else 1)
+
+
+def active_parameters(m: ModelConfig) -> int:
+    """That a token is multiplied with: the N of 6 N operations a trained token; the embedding is a look-up."""
+    layer = layer_operations(m, 1, 0) + expert_operations(m, 1)
+    return round((m.num_layers * layer + head_operations(m, 1)) / 2)
+
+
+def kv_bytes(m: ModelConfig, element: int) -> int:
+    """Keys and values of one position."""
+    return 2 * m.num_layers * m.num_kv_heads * m.kv_channels * element
+
+
+def decode_weight_bytes(m: ModelConfig, rows: float, element: int) -> float:
+    """Read by one decode step over `rows` rows. Of E experts, rows that choose evenly touch E (1 - (1 - k/E)^rows)."""
+    moe, h = m.moe, m.hidden_size
+    layer = sum(layer_matrices(m)) + layer_norms(m)
+    if moe.num_experts:
+        touched = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** rows)
+        layer += moe.num_experts * h + touched * 3 * h * m.expert_ffn
+    return element * (m.num_layers * layer + h * (m.vocab_size + 1))

@@ -1,0 +1,52 @@
+"""Every layout of a config on so many GPUs that divides and fits, the fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from aligner.config.schema import Config, ModelConfig, ParallelConfig
+from aligner.config.validate import validate_layout
+from aligner.errors import ConfigError
+from aligner.plan.devices import Assumptions, Device
+from aligner.plan.job import Job
+from aligner.plan.memory import Memory, plan_memory
+from aligner.plan.prediction import Prediction, predict
+
+
+def candidates(shape: ModelConfig, gpus: int, gpus_per_node: int) -> Iterator[tuple[ParallelConfig, str]]:
+    """(layout, recompute). Tensor ranks stay in a node; sequence parallelism wherever there are tensor ranks."""
+
+    def divisors(n: int, most: int) -> list[int]:
+        return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+
+    for tp in divisors(gpus_per_node, gpus):
+        for pp in divisors(shape.num_layers, gpus // tp):
+            for cp in (1, 2, 4, 8, 16):
+                for ep in divisors(shape.moe.num_experts, gpus_per_node * 8) if shape.moe.num_experts else (1,):
+                    for recompute in ("none", "full"):
+                        layout = ParallelConfig(tp, pp, cp, expert=ep, sequence=tp > 1)
+                        yield layout, recompute
+
+
+def sweep(
+    cfg: Config, shape: ModelConfig, gpus: int, device: Device, gpus_per_node: int, job_for: Callable[[Config], Job]
+) -> tuple[list[Prediction], Memory | None]:
+    """Predictions of the layouts that fit, fastest first; and the smallest memory of those that do not."""
+    found: list[Prediction] = []
+    nearest: Memory | None = None
+    for parallel, recompute in candidates(shape, gpus, gpus_per_node):
+        model = replace(shape, init="random", recompute=recompute)
+        # a critic has its policy's layout; shapes are known, so nothing is read from folders again
+        one = replace(cfg, parallel=parallel, model=model, critic=replace(cfg.critic, parallel=parallel))
+        try:
+            validate_layout(one, gpus)
+        except ConfigError:
+            continue
+        job = job_for(one)
+        memory = plan_memory(job, device, Assumptions())
+        if memory.fits:
+            found.append(predict(job, device))
+        elif nearest is None or memory.peak_bytes < nearest.peak_bytes:
+            nearest = memory
+    return sorted(found, key=lambda p: p.step_s), nearest

@@ -1,0 +1,242 @@
+"""Seconds of each phase: operations over rate, bytes over bandwidth, collectives, and the bubble of the pipeline.
+
+Nothing overlaps but the ranks: collectives wait for products and the other way round, as the trainer runs them now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import ceil, exp
+
+from aligner.config.schema import ModelConfig
+from aligner.plan.devices import Assumptions, Device
+from aligner.plan.job import Job, Part
+from aligner.plan.memory import optimizer_share
+from aligner.plan.shapes import (
+    Grid,
+    active_parameters,
+    decode_weight_bytes,
+    expert_operations,
+    head_operations,
+    kv_bytes,
+    layer_operations,
+    parameters,
+    rank_parameters,
+)
+from aligner.plan.traffic import Call, axis_size, axis_span, pass_calls, refit_calls, step_calls
+
+DECODE_PARTS = 64  # of a generation, each at its own number of rows and length
+
+
+@dataclass
+class Phase:
+    """Seconds by part, and bytes on the wire by axis of one rank."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    wire_bytes: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    def add(self, part: str, seconds: float) -> None:
+        self.parts[part] = self.parts.get(part, 0.0) + seconds
+
+
+@dataclass(frozen=True)
+class Machine:
+    device: Device
+    assumed: Assumptions
+    gpus_per_node: int
+
+    @property
+    def rate(self) -> float:
+        return self.device.flops * self.assumed.matrix
+
+    def layer_seconds(self, m: ModelConfig, tokens: float, context: float) -> float:
+        """Of one layer's forward products."""
+        experts = expert_operations(m, tokens) / (self.device.flops * self.assumed.experts)
+        return layer_operations(m, tokens, context) / self.rate + experts
+
+    @property
+    def bandwidth(self) -> float:
+        return self.device.bandwidth * self.assumed.memory_bandwidth
+
+    def link(self, span: int) -> float:
+        """Bandwidth of collectives of ranks that lie so far apart."""
+        fast = span <= self.gpus_per_node
+        return (self.device.nvlink if fast else self.device.network) * self.assumed.link
+
+    def seconds(self, call: Call, grid: Grid) -> float:
+        wire = call.wire(axis_size(grid, call.axis))
+        return wire / self.link(axis_span(grid, call.axis)) + call.count * self.assumed.message_s
+
+
+def _communicate(phase: Phase, calls: Iterable[Call], job: Job, machine: Machine, times: float = 1.0) -> None:
+    for call in calls:
+        phase.add(f"{call.axis} communication", times * machine.seconds(call, job.grid))
+        wire = times * call.wire(axis_size(job.grid, call.axis))
+        phase.wire_bytes[call.axis] = phase.wire_bytes.get(call.axis, 0.0) + wire
+
+
+def micro_batch_seconds(job: Job, part: Part, stage: int, tokens: float, backward: bool, machine: Machine) -> float:
+    """Products of one rank: forward 1, backward 2, recomputed layers 1 more, likewise a head whose logits come in
+    parts."""
+    grid, m = job.grid, part.shape
+    own = tokens / grid.context / grid.tensor
+    layers = m.num_layers / grid.pipeline * machine.layer_seconds(m, own, job.rows.mean / 2)
+    total = layers * ((4 if job.recompute else 3) if backward else 1)
+    if stage == grid.pipeline - 1:
+        logits = 12 * tokens / grid.context * m.vocab_size / grid.tensor
+        again = 4 if part.head == "lm" and logits > job.logits_bytes else 3
+        total += head_operations(m, own, part.head) * (again if backward else 1) / machine.rate
+    return total
+
+
+def _pipeline(phase: Phase, job: Job, part: Part, machine: Machine, count: int, tokens: float, backward: bool) -> None:
+    """`count` micro-batches through all stages: each costs what the slowest stage does, and the first one's way to the
+    last stage comes on top, (stages - 1) / count of the whole (1F1B, arXiv:2104.04473)."""
+    stages = job.grid.pipeline
+    products, stage = max((micro_batch_seconds(job, part, s, tokens, backward, machine), s) for s in range(stages))
+    phase.add("products", count * products)
+    calls = pass_calls(job, part, stage, tokens, backward)
+    _communicate(phase, calls, job, machine, count)
+    if stages > 1:
+        one = products + sum(machine.seconds(call, job.grid) for call in calls)
+        phase.add("bubble", (stages - 1) * one)
+
+
+def forward_phase(job: Job, parts: Iterable[Part], machine: Machine) -> Phase:
+    """Passes without gradient over the rollout: logprobs, values, scores of reward models."""
+    phase = Phase()
+    tokens = job.rows.tokens / job.grid.data
+    if not job.packing:
+        tokens *= job.rows.longest / job.rows.mean
+    count = max(1, ceil(tokens / job.logprob_tokens))
+    for part in parts:
+        _pipeline(phase, job, part, machine, count, tokens / count, backward=False)
+    return phase
+
+
+def update_phase(job: Job, machine: Machine) -> Phase:
+    """All optimizer steps of a step. Adam reads 5 and writes 4 numbers (four moments and main weights in float32, the
+    gradient, the weight) for each parameter whose state the rank holds: 30 bytes."""
+    phase, steps = Phase(), job.minibatches * job.epochs
+    count, tokens = job.micro_batches()
+    for part in job.parts:
+        if not part.trained:
+            continue
+        one = Phase()
+        _pipeline(one, job, part, machine, count, tokens, backward=True)
+        _communicate(one, step_calls(job, part, 0), job, machine)
+        state = rank_parameters(part.shape, job.grid, 0, part.head, part.outputs)
+        one.add("optimizer", 30 * optimizer_share(state, job.grid, part.distributed) / machine.bandwidth)
+        for name, seconds in one.parts.items():
+            phase.add(name, steps * seconds)
+        for axis, size in one.wire_bytes.items():
+            phase.wire_bytes[axis] = phase.wire_bytes.get(axis, 0.0) + steps * size
+    return phase
+
+
+def refit_phase(job: Job, machine: Machine) -> Phase:
+    """The collectives, and a copy of the whole model into the engine (read and written)."""
+    phase = Phase()
+    _communicate(phase, refit_calls(job), job, machine)
+    assert job.engine is not None
+    size = parameters(job.policy.shape) * job.engine.element / job.engine.tensor
+    phase.add("copy", 2 * size / machine.bandwidth)
+    return phase
+
+
+def survival(mean: float, longest: float) -> float:
+    """The decay length of response lengths: exponential, cut at `longest`, with this mean. Infinite if all are as long
+    as can be."""
+    if mean >= 0.999 * longest:
+        return float("inf")
+    low, high = 1e-3 * mean, 1e4 * longest
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle * (1 - exp(-longest / middle)) < mean else (low, middle)
+    return high
+
+
+def decode_step(job: Job, machine: Machine, rows: float, context: float) -> tuple[float, float]:
+    """(seconds of one decode step of an engine with `rows` rows at `context` tokens, of it collectives): the larger of
+    bytes (weights once, each row's cache) over bandwidth and operations over rate, or the host's time to launch."""
+    engine, m = job.engine, job.policy.shape
+    assert engine is not None
+    tp, assumed = engine.tensor, machine.assumed
+    moved = decode_weight_bytes(m, rows, engine.element) + rows * context * kv_bytes(m, engine.element)
+    products = m.num_layers * machine.layer_seconds(m, rows, context) + head_operations(m, rows) / machine.rate
+    busy = max(moved / tp / machine.bandwidth, products / tp)
+    if engine.launches:
+        busy = max(busy, m.num_layers * assumed.layer_s)
+    if tp == 1:
+        return busy, 0.0
+    call = Call("tp", "all_reduce", 2 * m.num_layers * rows * m.hidden_size * engine.element, 2 * m.num_layers)
+    # latency of a small all-reduce in a node by NVLink: the engines have kernels of their own for it
+    wire = call.wire(tp) / machine.link(tp) + call.count * assumed.message_s / 2
+    return busy + wire, wire
+
+
+def generate_phase(job: Job, machine: Machine) -> Phase:
+    """Prefill of each prompt once, then decode steps until the last row has ended.
+
+    Rows that run at time t after their start: rows x exp(-t / tau). With `refill` waiting rows take free places, so the
+    engine decodes `slots` rows until none waits, and then thins out; without, batch after batch thins out."""
+    phase, engine, rows = Phase(), job.engine, job.rows
+    assert engine is not None
+    m, replicas = job.policy.shape, job.grid.gpus / engine.tensor
+    prompts = rows.prompts / replicas
+    products = m.num_layers * machine.layer_seconds(m, prompts * rows.prompt_mean, rows.prompt_mean / 2)
+    phase.add("prefill", products / engine.tensor)
+    mine, slots = rows.count / replicas, job.slots()[0]
+    slots = min(slots, mine)
+    tau = survival(rows.response_mean, rows.response_longest)
+
+    def run(active: float, steps: float, t: float) -> None:
+        reach = rows.prompt_longest + t if engine.padded else rows.prompt_mean + t
+        busy, wire = decode_step(job, machine, max(1.0, active), reach)
+        phase.add("decode", steps * (busy - wire))
+        if wire:
+            phase.add("tp communication", steps * wire)
+
+    waves = ceil(mine / slots - 1e-9)
+    if engine.refill and waves > 1:
+        late = rows.response_longest if engine.padded else rows.response_mean / 2
+        run(slots, (mine - slots) * rows.response_mean / slots, late)
+        waves = 1
+    width = rows.response_longest / DECODE_PARTS
+    for i in range(DECODE_PARTS):
+        t = (i + 0.5) * width
+        alive = exp(-t / tau)
+        anyone = 1 - (1 - alive) ** slots  # that one of the rows still runs
+        run(slots * alive / anyone, waves * anyone * width, t)
+    return phase
+
+
+def plan_times(job: Job, device: Device, assumed: Assumptions) -> dict[str, Phase]:
+    machine = Machine(device, assumed, job.gpus_per_node)
+    phases: dict[str, Phase] = {}
+    if job.rollout:
+        if job.engine is not None:
+            phases["refit"] = refit_phase(job, machine)
+            phases["generate"] = generate_phase(job, machine)
+        scorers = [part for part in job.parts if part.name == "reward"]
+        if scorers:
+            phases["score"] = forward_phase(job, scorers, machine)
+        phases["logprobs"] = forward_phase(job, [p for p in job.parts if p.name != "reward"], machine)
+    if any(part.trained for part in job.parts):
+        phases["update"] = update_phase(job, machine)
+    return phases
+
+
+def update_mfu(job: Job, device: Device, update: Phase) -> float:
+    """6 N operations a token, without attention's and without what is computed again, over the peak."""
+    operations = sum(
+        6.0 * (active_parameters(p.shape) - (0 if p.head == "lm" else p.shape.hidden_size * p.shape.vocab_size))
+        for p in job.parts
+        if p.trained
+    )
+    return operations * job.rows.tokens * job.epochs / (update.seconds * job.grid.gpus * device.flops)

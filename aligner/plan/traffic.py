@@ -1,0 +1,196 @@
+"""Bytes of collectives, by the axis of ranks they go over. `tests/plan` compares them with what Megatron's ranks send.
+
+`size` is that of the whole tensor of one call: all-reduce its input, all-gather its output, reduce-scatter its input,
+all-to-all a rank's input, send and broadcast the message. On the wire a rank of p sends, by the ring algorithms,
+(p - 1) / p of it, an all-reduce twice that (Patarasuk & Yuan 2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from aligner.plan.job import Job, Part
+from aligner.plan.shapes import Grid, layer_norms, rank_parameters
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+
+
+@dataclass(frozen=True)
+class Call:
+    """`count` collectives that move `size` bytes in all."""
+
+    axis: str  # tp, pp, cp, dp (data and context), ep, edp (ranks with the same experts), ends (first and last stage)
+    op: str
+    size: float
+    count: float = 1
+
+    def wire(self, ranks: int) -> float:
+        """Bytes that one rank sends."""
+        share = (ranks - 1) / ranks
+        return self.size * {"all_reduce": 2 * share, "broadcast": 1.0, "send": 1.0}.get(self.op, share)
+
+
+def axis_size(grid: Grid, axis: str) -> int:
+    return {
+        "tp": grid.tensor,
+        "pp": grid.pipeline,
+        "cp": grid.context,
+        "dp": grid.replicas,
+        "ep": grid.expert,
+        "edp": grid.replicas // grid.expert,
+        "ends": 2 if grid.pipeline > 1 else 1,
+    }[axis]
+
+
+def axis_span(grid: Grid, axis: str) -> int:
+    """How many ranks apart the group's first and last are, plus one: it stays in a node if that is no more than the
+    node's GPUs. Ranks are numbered tensor, context, data, pipeline, the fastest first."""
+    tp = grid.tensor
+    stage = tp * grid.replicas
+    return {
+        "tp": tp,
+        "cp": tp * grid.context,
+        "ep": tp * grid.expert,
+        "dp": stage,
+        "edp": stage,
+        "pp": stage * grid.pipeline,
+        "ends": stage * grid.pipeline,
+    }[axis]
+
+
+def within(calls: Iterable[Call], grid: Grid) -> list[Call]:
+    """Without the axes that have one rank."""
+    return [call for call in calls if axis_size(grid, call.axis) > 1 and call.size]
+
+
+def layer_forward(part: Part, grid: Grid, tokens: float, element: int) -> Iterator[Call]:
+    """One layer, `tokens` of all context-parallel ranks. Tensor parallelism: the outputs of attention and MLP are
+    summed (Megatron-LM, arXiv:1909.08053); with sequence parallelism scattered, and their inputs gathered
+    (arXiv:2205.05198)."""
+    m, own = part.shape, tokens / grid.context
+    hidden = own * m.hidden_size * element
+    if grid.sequence:
+        yield Call("tp", "all_gather", 2 * hidden, 2)
+        yield Call("tp", "reduce_scatter", 2 * hidden, 2)
+    else:
+        yield Call("tp", "all_reduce", 2 * hidden, 2)
+    yield from _context(part, grid, tokens, element, backward=False)
+    yield from _experts(part, grid, own, element)
+
+
+def layer_backward(part: Part, grid: Grid, tokens: float, element: int) -> Iterator[Call]:
+    """The gradients of the same; with sequence parallelism the inputs of the two column-parallel products are gathered
+    a second time for the gradients of their weights (experts keep theirs)."""
+    m, own = part.shape, tokens / grid.context
+    hidden = own * m.hidden_size * element
+    again = 1 if m.moe.num_experts else 2
+    if grid.sequence:
+        yield Call("tp", "all_gather", (2 + again) * hidden, 2 + again)
+        yield Call("tp", "reduce_scatter", 2 * hidden, 2)
+    else:
+        yield Call("tp", "all_reduce", 2 * hidden, 2)
+    if m.moe.num_experts:
+        yield Call("tp", "all_reduce", m.moe.num_experts * m.hidden_size * element)  # of the router's weight
+    yield from _context(part, grid, tokens, element, backward=True)
+    yield from _experts(part, grid, own, element)
+
+
+def _context(part: Part, grid: Grid, tokens: float, element: int, backward: bool) -> Iterator[Call]:
+    """Keys and values to all ranks, their gradients back; or queries, keys, values and the output over heads."""
+    m = part.shape
+    a, k = (heads * m.kv_channels / grid.tensor for heads in (m.num_heads, m.num_kv_heads))
+    if grid.over_heads:
+        yield Call("cp", "all_to_all", tokens / grid.context * (2 * a + 2 * k) * element, 4)
+    else:
+        yield Call("cp", "reduce_scatter" if backward else "all_gather", tokens * 2 * k * element)
+
+
+def _experts(part: Part, grid: Grid, own: float, element: int) -> Iterator[Call]:
+    m = part.shape
+    if m.moe.num_experts:
+        yield Call("ep", "all_to_all", 2 * own * m.moe.top_k * m.hidden_size * element, 2)
+
+
+def pass_calls(job: Job, part: Part, stage: int, tokens: float, backward: bool) -> list[Call]:
+    """One micro-batch of `tokens` through stage `stage`: forward, and with `backward` that too."""
+    grid, m, e = job.grid, part.shape, job.element
+    own, layers, last = tokens / grid.context, m.num_layers // grid.pipeline, stage == grid.pipeline - 1
+    hidden = own * m.hidden_size * e
+    calls: list[Call] = []
+    forward = list(layer_forward(part, grid, tokens, e))
+    times = layers * (2 if backward and job.recompute else 1)
+    calls += [Call(c.axis, c.op, c.size * times, c.count * times) for c in forward]
+    if backward:
+        calls += [Call(c.axis, c.op, c.size * layers, c.count * layers) for c in layer_backward(part, grid, tokens, e)]
+    if stage == 0:
+        calls.append(Call("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden))
+        if backward and grid.sequence:
+            calls.append(Call("tp", "all_gather", hidden))
+    if last:
+        calls += _head(part, grid, hidden, backward)
+        # of every token logprob and, where one is trained, entropy: a maximum and sums over shares of the vocabulary
+        numbers = 2 if backward else 1
+        if part.head == "lm":
+            calls.append(Call("tp", "all_reduce", 4 * own * (2 + numbers), 2))
+        calls.append(Call("cp", "all_reduce", 4 * tokens * (numbers if part.head == "lm" else 1)))
+    else:
+        calls.append(Call("pp", "send", hidden / (grid.tensor if grid.sequence else 1)))
+    if stage > 0 and backward:
+        calls.append(Call("pp", "send", hidden / (grid.tensor if grid.sequence else 1)))
+    return within(calls, grid)
+
+
+def _head(part: Part, grid: Grid, hidden: float, backward: bool) -> Iterator[Call]:
+    """The hidden states are gathered for either head; the gradients of a language-model head, of which every rank has a
+    part of the vocabulary, are summed."""
+    if grid.sequence:
+        yield Call("tp", "all_gather", hidden)
+    if backward and part.head == "lm":
+        yield Call("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden)
+
+
+def step_calls(job: Job, part: Part, stage: int) -> list[Call]:
+    """What an optimizer step adds to its micro-batches: gradients, of float32 numbers, over ranks with the same
+    parameters; with the distributed optimizer scattered, and the new parameters gathered."""
+    grid, m, e = job.grid, part.shape, job.element
+    count = rank_parameters(m, grid, stage, part.head, part.outputs)
+    calls: list[Call] = []
+    for axis, dense, score in (("dp", count.dense, count.score), ("edp", count.experts, 0)):
+        if part.distributed:
+            calls.append(Call(axis, "reduce_scatter", 4.0 * (dense + score)))
+            # with experts Megatron has two optimizers, and after the step of each gathers the parameters of both
+            times = 2 if m.moe.num_experts else 1
+            calls.append(Call(axis, "all_gather", times * float(e * dense + 4 * score), times))
+        else:
+            calls.append(Call(axis, "all_reduce", 4.0 * (dense + score)))
+    if grid.sequence:
+        norms = layer_norms(m) * (m.num_layers // grid.pipeline) + m.hidden_size * (stage == grid.pipeline - 1)
+        calls.append(Call("tp", "all_reduce", 4.0 * norms))
+    if m.tie_embeddings and part.head == "lm" and stage in (0, grid.pipeline - 1):
+        calls.append(Call("ends", "all_reduce", 4.0 * -(-m.vocab_size // grid.tensor) * m.hidden_size))
+    return within(calls, grid)
+
+
+def refit_calls(job: Job, stage: int = 0) -> list[Call]:
+    """Tensors of stage `stage` are gathered over its tensor ranks and, of experts, then its expert ranks, stage after
+    stage; each stage's then go to all of them. Every rank ends up with the whole model."""
+    part, grid, e = job.policy, job.grid, job.element
+    calls = []
+    for s in range(grid.pipeline):
+        count, norms = rank_parameters(part.shape, grid, s), _replicated(part, grid, s)
+        if s == stage:
+            calls.append(Call("tp", "all_gather", float(e * grid.tensor * (count.dense - norms + count.experts))))
+            calls.append(Call("ep", "all_gather", float(e * grid.tensor * grid.expert * count.experts)))
+        tied = part.shape.tie_embeddings and s == grid.pipeline - 1 and grid.pipeline > 1
+        copy = -(-part.shape.vocab_size // grid.tensor) * part.shape.hidden_size if tied else 0  # stays where it is
+        whole = grid.tensor * (count.dense - norms - copy + grid.expert * count.experts) + norms
+        calls.append(Call("pp", "broadcast", float(e * whole)))
+    return within(calls, grid)
+
+
+def _replicated(part: Part, grid: Grid, stage: int) -> int:
+    """Parameters of a stage that every tensor rank holds whole."""
+    m = part.shape
+    layer = layer_norms(m) + m.moe.num_experts * m.hidden_size
+    return layer * (m.num_layers // grid.pipeline) + m.hidden_size * (stage == grid.pipeline - 1)

@@ -1,0 +1,87 @@
+"""`aligner plan` and the check of `aligner submit`, as they are called."""
+
+import json
+
+import pytest
+
+from aligner.__main__ import main
+from aligner.cluster.site import load_site
+from aligner.errors import ConfigError
+
+EIGHT = ["model=llama3_8b", "stage=grpo", "batch.prompts=64", "batch.group=16", "batch.minibatch_samples=512"]
+TIGHT = ["parallel.tensor=2", "parallel.sequence=true", "model.recompute=full", "batch.micro_batch_tokens=4096"]
+
+
+def test_a_plan_names_phases_and_exits_0(capsys):
+    assert main(["plan", "--gpus", "16", *EIGHT, *TIGHT]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{phase} " in out for phase in ("refit", "generate", "logprobs", "update"))
+    assert "tokens/s/GPU" in out and "tp2 dp8 seq, recompute" in out
+
+
+def test_json_is_what_programs_read(capsys):
+    assert main(["plan", "--json", "--device", "h200", *EIGHT, *TIGHT]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["fits"] and data["parameters"]["policy"] == 8_030_261_248 and data["device"] == "h200"
+
+
+def test_what_cannot_fit_is_refused_with_exit_1(capsys):
+    assert main(["plan", *EIGHT, "batch.micro_batch_samples=64", "data.max_prompt_tokens=1024"]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("error: the job does not fit: phase update") and said.err.count("\n") == 1
+    assert "activations" in said.err and "model.recompute=full" in said.err
+    assert "update" in said.out  # the table is shown all the same
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model=tiny"], "model.vocab_size=0"),
+        (["model=llama3_8b", "--device", "p100"], "--device='p100': expected one of a100, h100"),
+        (["model=llama3_8b", "--gpus", "12", "parallel.tensor=8"], "world size=12"),
+        (["model=llama3_8b", "--gpus", "0"], "--gpus=0"),
+        (["model=llama3_8b", "stage=grpo", "--gpus", "6"], "batch.prompts=32"),
+    ],
+)
+def test_bad_input_exits_2(capsys, arguments, message):
+    assert main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_sweep_lists_what_fits_fastest_first(capsys):
+    assert main(["plan", "--sweep", "--json", "--top", "5", *EIGHT, "batch.micro_batch_tokens=8192"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) == 5 and all(row["fits"] for row in found)
+    assert [row["step_s"] for row in found] == sorted(row["step_s"] for row in found)
+    assert main(["plan", "--sweep", *EIGHT, "batch.micro_batch_tokens=8192"]) == 0
+    best = capsys.readouterr().out.splitlines()[1]
+    overrides = [word for word in best.split() if "=" in word]
+    assert main(["plan", "--json", *EIGHT, "batch.micro_batch_tokens=8192", *overrides]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] == pytest.approx(found[0]["step_s"])
+    assert main(["plan", "--sweep", "--gpus", "8", "model=llama3_70b", "stage=grpo"]) == 1
+    assert "no layout of 8 GPUs fits" in capsys.readouterr().err
+
+
+def test_a_sweep_of_experts_shards_them(capsys):
+    moe = ["model=qwen3_30b_a3b", "stage=sft", "batch.sequences=64", "batch.micro_batch_tokens=4096"]
+    assert main(["plan", "--sweep", "--json", "--gpus", "16", *moe]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(row["layout"]["expert"] * row["layout"]["tensor"] * row["layout"]["pipeline"] > 1 for row in found)
+
+
+def test_submit_refuses_what_the_sites_gpus_cannot_hold(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    job = ["submit", "--dry-run", "stage=sft", "model=llama3_70b", "data.train=train.jsonl"]
+    assert main([*job, "--site", "dgx_infiniband"]) == 1
+    assert "the job does not fit" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+    layout = ["parallel.tensor=8", "parallel.pipeline=4", "parallel.sequence=true", "model.recompute=full"]
+    assert main([*job, *layout, "batch.micro_batch_samples=1", "--site", "dgx_infiniband", "--nodes", "8"]) == 0
+    assert main([*job, "--site", "generic"]) == 0  # names no GPU
+
+
+def test_a_site_names_a_device_of_the_table(tmp_path):
+    path = tmp_path / "site.yaml"
+    path.write_text("description: x\ngpu: h900\n")
+    with pytest.raises(ConfigError, match=r"gpu='h900'.*h100"):
+        load_site(str(path))

@@ -1,0 +1,157 @@
+"""The calculator's bytes are those of Megatron's ranks: parameters, buffers, optimizer, collectives, activations."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aligner.config.schema import ModelConfig, OptimConfig, ParallelConfig
+from aligner.plan.job import Job, Part, Rows
+from aligner.plan.memory import activation_bytes, gradient_bytes, optimizer_bytes, weight_bytes
+from aligner.plan.shapes import Grid, rank_parameters
+from aligner.plan.traffic import pass_calls, refit_calls, step_calls
+from tests.plan.jobs import ROWS, WIDTH
+from tests.tiny import ADAM, LLAMA, MIXTRAL, MODELS, MOE
+
+pytestmark = pytest.mark.multirank
+PLAIN = replace(ADAM, distributed=False)
+UNTIED = replace(MODELS["qwen2"], tie_embeddings=False)
+SEQ = {"sequence": True}
+CASES = {
+    "untied": (UNTIED, {}, 1, {}),
+    "tp2": (MODELS["qwen2"], {"tensor": 2}, 2, {}),
+    "tp2, sequence, recompute": (MODELS["qwen3"], {"tensor": 2, **SEQ}, 2, {"recompute": True}),
+    "pp2": (LLAMA, {"pipeline": 2}, 2, {}),
+    "dp2": (LLAMA, {}, 2, {}),
+    "dp2, plain optimizer": (LLAMA, {}, 2, {"optim": PLAIN}),
+    "dp2, float32": (LLAMA, {}, 2, {"dtype": torch.float32}),
+    "cp2": (LLAMA, {"context": 2}, 2, {}),
+    "cp2 over heads": (LLAMA, {"context": 2, "context_mode": "alltoall"}, 2, {}),
+    "ep2": (MOE, {"expert": 2}, 2, {}),
+    "experts, tp2": (MIXTRAL, {"tensor": 2}, 2, {}),
+    "experts, tp2, sequence": (MOE, {"tensor": 2, **SEQ}, 2, {}),
+    "score, tp2, dp2": (LLAMA, {"tensor": 2, **SEQ}, 4, {"outputs": 3}),
+    "tp2 pp2": (UNTIED, {"tensor": 2, "pipeline": 2, **SEQ}, 4, {}),
+}
+
+
+def grid_of(parallel: ParallelConfig, world: int) -> Grid:
+    p = parallel
+    over_heads = p.context_mode == "alltoall"
+    return Grid(p.tensor, p.pipeline, p.context, p.expert, world // p.model_size, p.sequence, over_heads)
+
+
+def job_of(cfg: ModelConfig, grid: Grid, options: dict) -> Job:
+    outputs, optim = options.get("outputs", 0), options.get("optim", ADAM)
+    part = Part("policy", cfg, "score" if outputs else "lm", True, max(1, outputs), optim.distributed)
+    element = 4 if options.get("dtype") is torch.float32 else 2
+    rows = Rows(ROWS, ROWS, WIDTH / 2, WIDTH // 2, WIDTH / 2, WIDTH // 2)
+    recompute = options.get("recompute", False)
+    return Job("sft", (part,), grid, rows, None, element=element, micro_rows=4, recompute=recompute)
+
+
+def by_group(calls: list, axes: dict) -> Counter:
+    """Axes with the same ranks are one group to torch."""
+    found: Counter = Counter()
+    for call in calls:
+        found["send" if call.op == "send" else axes[call.axis], call.op] += call.size
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_of_real_ranks_has_the_bytes_of_the_formulas(ranks, case):
+    cfg, layout, world, options = CASES[case]
+    parallel = ParallelConfig(**layout)
+    grid = grid_of(parallel, world)
+    job = job_of(cfg, grid, options)
+    (part,) = job.parts
+    results = ranks.run("tests.plan.jobs:step", world=world, cfg=cfg, parallel=parallel, **options)
+    state, wanted_state, all_heard, all_wanted = 0, 0.0, Counter(), Counter()
+    for found in results:
+        count = rank_parameters(cfg, grid, found["stage"], part.head, part.outputs)
+        assert found["parameters"] == count.total
+        assert found["weights"] == weight_bytes(count, job.element)
+        assert found["main_gradients"] == gradient_bytes(count)
+        # Megatron lets tensors begin at multiples of 64 numbers, and shares of a buffer at multiples of 128
+        padding = 4 * (64 * found["tensors"] + 2 * 128 * world)
+        assert 0 <= found["gradients"] - gradient_bytes(count) <= padding
+        state += found["optimizer"]
+        wanted_state += optimizer_bytes(count, grid, job.element, part.distributed)
+        number, tokens = job.micro_batches()
+        calls = pass_calls(job, part, found["stage"], tokens, backward=True) * number
+        calls += step_calls(job, part, found["stage"])
+        all_heard += Counter(found["heard"])
+        all_wanted += by_group(calls, found["axes"])
+    assert state == wanted_state  # shares of ranks differ by some parameters, their sum does not
+    assert all_heard.keys() == all_wanted.keys()
+    whole = [axes[axis] for axes in (found["axes"] for found in results) for axis in ("dp", "edp")]
+    for (group, word), size in all_wanted.items():
+        # of whole buffers, with what Megatron pads; all else to the byte
+        slack = padding * world if group in whole and word != "all_to_all" else 0
+        assert size <= all_heard[group, word] <= size + slack, (group, word)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "layout", "world"),
+    [
+        (UNTIED, {"tensor": 2, "pipeline": 2}, 4),
+        (MOE, {"expert": 2, "pipeline": 2}, 4),
+    ],
+)
+def test_a_refit_of_real_ranks_has_the_bytes_of_the_formulas(ranks, cfg, layout, world):
+    parallel = ParallelConfig(**layout)
+    job = job_of(cfg, grid_of(parallel, world), {})
+    results = ranks.run("tests.plan.jobs:refit", world=world, cfg=cfg, parallel=parallel)
+    for found in results:
+        heard, wanted = Counter(found["heard"]), by_group(refit_calls(job, found["stage"]), found["axes"])
+        assert heard.keys() == wanted.keys()
+        for key, size in wanted.items():
+            assert heard[key] == pytest.approx(size, rel=0.02), (key, size)
+
+
+WIDE = ModelConfig(num_layers=4, hidden_size=64, ffn_hidden_size=192, num_heads=8, num_kv_heads=4, vocab_size=64)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "layout", "recompute"),
+    [
+        (WIDE, {}, False),
+        (WIDE, {}, True),
+        (WIDE, {"tensor": 2}, False),
+        (WIDE, {"tensor": 2, **SEQ}, False),
+        (WIDE, {"tensor": 2, **SEQ}, True),
+        (replace(MOE, hidden_size=64, num_heads=4), {}, False),
+    ],
+)
+def test_activations_are_what_autograd_keeps(ranks, cfg, layout, recompute):
+    parallel, tokens = ParallelConfig(**layout), 512
+    grid = grid_of(parallel, parallel.tensor)
+    job = Job(
+        "rm",
+        (Part("policy", cfg, "score", True),),
+        grid,
+        Rows(1, 1, tokens / 2, tokens // 2, tokens / 2, tokens // 2),
+        None,
+        element=4,
+        micro_rows=1,
+        recompute=recompute,
+    )
+    wanted = activation_bytes(job, job.policy, 0)
+    if recompute:  # the layer that is computed again is not there yet
+        whole = activation_bytes(replace(job, recompute=False), job.policy, 0)
+        wanted -= whole / cfg.num_layers * 0.97
+    kept = ranks.run(
+        "tests.plan.jobs:kept_activations",
+        world=parallel.tensor,
+        cfg=cfg,
+        parallel=parallel,
+        tokens=tokens,
+        recompute=recompute,
+    )
+    assert max(kept) == pytest.approx(wanted, rel=0.15)
+
+
+def test_optimizer_config_default_is_distributed():
+    """The calculator's default is the schema's."""
+    assert Part("policy", LLAMA).distributed == OptimConfig().distributed

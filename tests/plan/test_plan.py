@@ -1,0 +1,251 @@
+"""Parameters against published counts, memory, times and refusals of the calculator; no torch, no ranks."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from aligner.config.resolve import compose
+from aligner.config.schema import ModelConfig
+from aligner.errors import ConfigError
+from aligner.plan.devices import DEVICES, GIB, Assumptions
+from aligner.plan.job import Engine, Job, Part, Rows, job_of, shape_at
+from aligner.plan.memory import MemoryPlanError, activation_bytes, plan_memory, refuse
+from aligner.plan.prediction import predict
+from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, parameters
+from aligner.plan.times import Machine, decode_step, generate_phase, plan_times, survival, update_mfu
+from aligner.plan.traffic import Call, pass_calls, refit_calls, step_calls
+
+ROOT = Path(__file__).parents[2]
+H100 = DEVICES["h100"]
+
+
+def shape(name: str) -> ModelConfig:
+    return compose([f"model={name}"]).model
+
+
+def grpo(model: ModelConfig, grid: Grid, engine: Engine | None = None, **changes) -> Job:
+    rows = Rows(1024, 64, 128, 256, 512, 2048)
+    engine = engine or Engine(kv_bytes=20 * GIB)
+    return replace(
+        Job("grpo", (Part("policy", model, trained=True),), grid, rows, engine, micro_tokens=4096), **changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [  # as counted by the published checkpoints' tensors; the active ones without the embedding
+        ("llama3_8b", 8_030_261_248, 8_030_261_248 - 128256 * 4096),
+        ("llama3_70b", 70_553_706_496, 70_553_706_496 - 128256 * 8192),
+        ("qwen2.5_7b", 7_615_616_512, None),
+        ("qwen3_0.6b", 596_049_920, 596_049_920),
+        ("qwen3_1.7b", 1_720_574_976, 1_720_574_976),
+        ("qwen3_30b_a3b", 30_532_122_624, 3.04e9),
+    ],
+)
+def test_parameters_of_published_models(name, total, active):
+    model = shape(name)
+    assert parameters(model) == total
+    if active:
+        assert active_parameters(model) == pytest.approx(active, rel=0.005)
+
+
+def test_ranks_together_hold_the_model_once():
+    model = shape("qwen3_30b_a3b")
+    from aligner.plan.shapes import layer_norms, rank_parameters
+
+    grid = Grid(tensor=4, pipeline=3, expert=8, data=8)
+    counts = [rank_parameters(model, grid, stage) for stage in range(3)]
+    alike = model.num_layers * (layer_norms(model) + 128 * model.hidden_size) + model.hidden_size  # on all tensor ranks
+    dense, experts = sum(c.dense for c in counts), sum(c.experts for c in counts)
+    assert 4 * (dense - alike) + alike + 4 * 8 * experts == pytest.approx(parameters(model), abs=4 * model.hidden_size)
+
+
+def test_sharding_divides_what_it_shards():
+    """70B on 64 GPUs: weights by tp x pp, optimizer state by data-parallel ranks too."""
+    model = shape("llama3_70b")
+    one = plan_memory(grpo(model, Grid(8, 1, data=8), micro_tokens=0, micro_rows=1), H100, Assumptions())
+    two = plan_memory(grpo(model, Grid(8, 8, data=1), micro_tokens=0, micro_rows=1), H100, Assumptions())
+    first, second = one.phases["update"], two.phases["update"]
+    assert first["weights"] == pytest.approx(2 * 70.55e9 / 8, rel=0.01)
+    assert second["weights"] == pytest.approx(2 * 70.55e9 / 64, rel=0.1)  # the first stage has the embedding
+    assert first["gradients"] == 2 * first["weights"]
+    assert first["optimizer"] == pytest.approx(12 * 70.55e9 / 64, rel=0.01)
+    assert second["optimizer"] == pytest.approx(12 * 70.55e9 / 64, rel=0.1)
+    plain = grpo(model, Grid(8, 1, data=8))
+    plain = replace(plain, parts=(replace(plain.policy, distributed=False),))
+    assert plan_memory(plain, H100, Assumptions()).phases["update"]["optimizer"] == pytest.approx(
+        12 * 70.55e9 / 8, 0.01
+    )
+
+
+def test_activations_by_mode():
+    model, grid = shape("llama3_8b"), Grid(tensor=4, pipeline=2)
+    job = grpo(model, grid)
+
+    def size(**changes) -> float:
+        changed = replace(job, **changes)
+        return activation_bytes(changed, changed.policy, 0)
+
+    assert size(recompute=True) < 0.2 * size()
+    assert size(grid=replace(grid, sequence=True)) < 0.7 * size()
+    assert size(grid=replace(grid, context=2, over_heads=True)) < 0.55 * size()
+    assert size(micro_tokens=8192) == pytest.approx(2 * size(), rel=0.01)
+    assert activation_bytes(job, job.policy, 1) < 0.6 * size()  # the last stage holds one micro-batch, the first two
+    # rows of at most 2,304 tokens: by rows a micro-batch may hold as many as all are that long
+    assert size(micro_tokens=0, micro_rows=4) == pytest.approx(size() * 4 * 2304 / 4096, rel=0.01)
+
+
+def test_the_kv_cache_is_cut_as_the_engine_cuts_it():
+    from aligner.config.schema import EngineConfig
+    from aligner.engines.native.schedule import plan_generation
+    from aligner.plan.shapes import kv_bytes
+    from aligner.types import SamplingParams
+
+    model = shape("qwen3_0.6b")
+    for budget, most in ((1 << 30, 512), (4 << 30, 24), (1 << 33, 512)):
+        job = grpo(model, Grid(data=8), Engine(kv_bytes=float(budget), max_batch=most))
+        prompts = [[1] * 256] * 8
+        config = EngineConfig(kv_cache_bytes=budget, max_batch=most)
+        token = kv_bytes(model, 2)
+        plan = plan_generation(prompts, [[0] * 16] * 8, SamplingParams(2048), config, token)
+        slots, held = job.slots()
+        assert slots == plan.slots and held == (plan.slots * plan.positions + plan.chunk_tokens) * token <= budget
+
+
+def test_a_step_gets_faster_with_more_of_everything():
+    model = shape("llama3_8b")
+    job = grpo(model, Grid(data=8))
+    base = plan_times(job, H100, Assumptions())
+    for device in ("h200", "b200"):
+        found = plan_times(job, DEVICES[device], Assumptions())
+        assert found["update"].seconds <= base["update"].seconds and found["refit"].seconds < base["refit"].seconds
+    assert (
+        plan_times(replace(job, recompute=True), H100, Assumptions())["update"].seconds > 1.2 * base["update"].seconds
+    )
+    more = plan_times(replace(job, grid=Grid(data=16)), H100, Assumptions())
+    assert more["update"].seconds < base["update"].seconds and more["logprobs"].seconds < base["logprobs"].seconds
+    slow = plan_times(replace(job, gpus_per_node=1), H100, Assumptions())["update"]
+    assert slow.parts["dp communication"] > 5 * base["update"].parts["dp communication"]  # by network
+    assert slow.wire_bytes == base["update"].wire_bytes
+    assert 0.3 < update_mfu(job, H100, base["update"]) < Assumptions().matrix + 0.02
+
+
+def test_the_bubble_is_stages_less_one_of_the_micro_batches():
+    model = shape("llama3_8b")
+    job = grpo(model, Grid(pipeline=4, data=2), micro_tokens=0, micro_rows=8)
+    one = plan_times(job, H100, Assumptions(message_s=0))["update"]
+    busy = sum(one.parts[name] for name in ("products", "pp communication"))
+    count, _ = job.micro_batches()
+    assert one.parts["bubble"] == pytest.approx(3 / count * busy, rel=1e-6)
+
+
+def test_decode_is_bound_by_bytes_then_by_operations():
+    model = shape("llama3_8b")
+    machine = Machine(H100, Assumptions(), 8)
+    job = grpo(model, Grid(data=8), Engine(launches=False, padded=False))
+    few, _ = decode_step(job, machine, 1, 100)
+    assert few == pytest.approx(decode_weight_bytes(model, 1, 2) / H100.bandwidth / 0.6, rel=0.01)
+    twice, _ = decode_step(job, machine, 2, 100)
+    assert twice < 1.02 * few
+    many, _ = decode_step(job, machine, 4096, 1)
+    assert many == pytest.approx(2 * 4096 * active_parameters(model) / H100.flops / 0.47, rel=0.01)
+    eager, _ = decode_step(replace(job, engine=Engine(launches=True)), machine, 1, 100)
+    assert eager == max(few, 32 * 70e-6)
+    experts = shape("qwen3_30b_a3b")
+    assert decode_weight_bytes(experts, 1, 2) == pytest.approx(2 * active_parameters(experts), rel=0.01)
+    assert decode_weight_bytes(experts, 1e6, 2) == pytest.approx(2 * parameters(experts), rel=0.03)
+
+
+@pytest.mark.parametrize(("mean", "longest"), [(100, 1000), (500, 1000), (900, 1000), (1000, 1000)])
+def test_lengths_have_the_mean_that_was_asked_for(mean, longest):
+    import math
+
+    tau = survival(mean, longest)
+    n = 10000
+    found = sum(math.exp(-(i + 0.5) * longest / n / tau) for i in range(n)) * longest / n
+    assert found == pytest.approx(mean, rel=0.01)
+
+
+def test_refilled_batches_beat_batches_that_wait_for_their_longest():
+    model = shape("llama3_8b")
+    machine = Machine(H100, Assumptions(), 8)
+    refilled = generate_phase(grpo(model, Grid(data=8), Engine(max_batch=16, kv_bytes=2**36)), machine).seconds
+    waiting = Engine(max_batch=16, kv_bytes=2**36, refill=False)
+    assert generate_phase(grpo(model, Grid(data=8), waiting), machine).seconds > 1.5 * refilled
+
+
+def test_calls_of_a_layout_by_hand():
+    """H = 4096, 32 layers, 4,096 tokens in bfloat16: 32 MiB a tensor."""
+    model = shape("llama3_8b")
+    hidden = 4096 * 4096 * 2
+    job = grpo(model, Grid(tensor=2, data=4))
+    forward = pass_calls(job, job.policy, 0, 4096, backward=False)
+    assert [c for c in forward if c.size == hidden * 64] == [Call("tp", "all_reduce", hidden * 64, 64)]
+    assert Call("tp", "all_reduce", 1.0).wire(2) == 1.0 and Call("tp", "all_gather", 8.0).wire(8) == 7.0
+    gradients = {c.op: c for c in step_calls(job, job.policy, 0)}
+    assert gradients["reduce_scatter"].size == 2 * gradients["all_gather"].size  # float32 down, bfloat16 up
+    whole = sum(c.wire(2) for c in refit_calls(grpo(model, Grid(tensor=2, data=4))))
+    assert whole == pytest.approx(parameters(model) * 2 / 2, rel=0.01)  # the other half of the weights
+
+
+def test_70b_in_one_engine_per_gpu_is_refused_with_the_keys_to_change():
+    job = grpo(shape("llama3_70b"), Grid(8, 1, data=2))
+    with pytest.raises(MemoryPlanError) as caught:
+        refuse(job, H100, plan_memory(job, H100, Assumptions()))
+    text = str(caught.value)
+    assert "131.4 GiB the engine's weights" in text and "engine.tensor_parallel" in text and "h100" in text
+    fits = replace(job, engine=Engine(8, kv_bytes=4 * GIB), grid=Grid(8, 2, data=4, sequence=True), recompute=True)
+    refuse(fits, H100, plan_memory(fits, H100, Assumptions()))
+
+
+def test_the_job_of_a_config():
+    ppo = ["stage=ppo", "model=llama3_8b", "reward.model=runs/rm", "batch.prompts=64", "batch.minibatch_samples=32"]
+    job = job_of(compose([*ppo, "batch.epochs=2", "parallel.tensor=2"]), 16, prompt_tokens=100)
+    assert [(p.name, p.head, p.trained) for p in job.parts] == [
+        ("policy", "lm", True),
+        ("reference", "lm", False),
+        ("reward", "score", False),
+        ("critic", "score", True),
+    ]
+    assert (job.grid, job.minibatches, job.epochs) == (Grid(2, data=8), 2, 2)
+    assert (job.rows.prompt_mean, job.rows.response_mean) == (100, 32)
+    sft = job_of(compose(["stage=sft", "model=llama3_8b"]), 8)
+    assert sft.engine is None and list(plan_times(sft, H100, Assumptions())) == ["update"]
+    pairs = job_of(compose(["stage=rm", "model=llama3_8b", "batch.sequences=16"]), 8)
+    assert (pairs.rows.count, pairs.policy.head) == (32, "score")
+    with pytest.raises(ConfigError, match="--prompt-tokens=999"):
+        job_of(compose(ppo), 16, prompt_tokens=999)
+
+
+def test_shapes_come_from_the_folder_that_weights_come_from(tmp_path):
+    import json
+
+    from aligner.models.hf_config import hf_config
+
+    for name in ("llama3_8b", "qwen3_30b_a3b", "qwen2.5_7b"):
+        wanted = shape(name)
+        raw = hf_config(wanted, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+        folder = tmp_path / name / "hf"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(raw))
+        found = shape_at(compose([]).model, str(tmp_path / name))
+        assert parameters(found) == parameters(wanted)
+    assert shape_at(wanted, str(tmp_path / "none")) == wanted
+
+
+def test_a_prediction_as_data_adds_up():
+    prediction = predict(grpo(shape("llama3_8b"), Grid(tensor=2, data=4)), H100)
+    data = prediction.data()
+    assert sum(phase["seconds"] for phase in data["time"].values()) == pytest.approx(data["step_s"])
+    for phase in data["memory"].values():
+        assert sum(phase["items"].values()) + Assumptions().context_bytes == pytest.approx(phase["total_bytes"])
+    assert data["tokens_per_gpu_s"] == pytest.approx(1024 * 640 / data["step_s"] / 8)
+
+
+def test_the_calculator_imports_no_torch():
+    code = "import sys\nimport aligner.plan.command, aligner.cluster.submit\n"
+    code += "print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() == "[]"
