@@ -33,16 +33,23 @@ if TYPE_CHECKING:
 class Bench:
     """Built as a run builds them, with random weights."""
 
-    def __init__(self, cfg: ModelConfig, size: Size, micro_tokens: int, machine: Machine):
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        size: Size,
+        micro_tokens: int,
+        machine: Machine,
+        dtype: torch.dtype = torch.bfloat16,
+    ):
         self.cfg = replace(cfg, max_position=max(4096, size.row))
         self.size, self.machine, device = size, machine, machine.device
-        dtype = torch.bfloat16
         self.batch = BatchConfig(
             prompts=size.prompts,
             group=size.group,
             micro_batch_tokens=micro_tokens,
             logprob_tokens=max(micro_tokens, size.row),
             logits_bytes=8 << 30,
+            share_prompts=False,  # every token is computed, so that operations a token mean what they say
         )
         generator = torch.Generator(device).manual_seed(0)
 
@@ -52,9 +59,7 @@ class Bench:
             return 0.02 * torch.randn(spec.shape, device=device, generator=generator)
 
         layout = build_layout(ParallelConfig())
-        model = ShardedModel(
-            self.cfg, layout, Head(), dtype, device, source, OptimConfig(lr=1e-6), 100, share=self.batch.share_prompts
-        )
+        model = ShardedModel(self.cfg, layout, Head(), dtype, device, source, OptimConfig(lr=1e-6), 100)
         self.policy = Policy(model, self.batch, entropy=False)
         config = EngineConfig(kv_cache_bytes=size.kv_bytes, max_batch=max(size.batches))
         self.engine = NativeEngine(self.cfg, config, device=device, dtype=dtype, pad_id=0)

@@ -1,25 +1,30 @@
 """The calculator of `aligner plan` against published step times, settings as published; errors as they are.
 
-    python -m benchmarks.plan_check [--json FILE]
+    python -m benchmarks.plan_check [--here] [--json FILE]
 
 What a source does not say is a guess, marked in `guessed`. None of these systems is this project: their engines and
 overlaps differ, and the calculator is given what they are known to do (CUDA graphs, refilled batches, engine layout).
+
+--here: a GRPO step of this project on one rank of this machine, against the formulas with the matrix-product and copy
+rates measured between its steps. Rates are then what can be reached, so predictions are floors.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aligner.config.resolve import compose
 from aligner.config.schema import ModelConfig
-from aligner.plan.devices import DEVICES
+from aligner.plan.devices import DEVICES, Assumptions, Device
 from aligner.plan.job import Engine, Job, Part, Rows
 from aligner.plan.prediction import predict
 from aligner.plan.shapes import Grid
+from aligner.plan.times import plan_times
 
 GRAPHS = {"launches": False, "padded": False, "resident": False, "kv_bytes": 30e9}
 
@@ -131,10 +136,68 @@ def compare(case: Published) -> dict:
     }
 
 
+HERE = ModelConfig(
+    num_layers=4, hidden_size=384, ffn_hidden_size=1152, num_heads=6, num_kv_heads=2, vocab_size=4096, max_position=512
+)
+
+
+def here(rounds: int = 5) -> list[dict]:
+    """Each phase's seconds over the formula's, with rates measured right after it; medians over rounds. One thread."""
+    import torch
+
+    from aligner.megatron.groups import init_distributed
+    from benchmarks import gpu
+    from benchmarks.gpu_bench import Bench
+
+    torch.set_num_threads(1)
+    size = gpu.Size(4, 4, 64, 32, batches=(16,), micro_tokens=(768,), kv_bytes=1 << 26)
+    machine = gpu.Machine(init_distributed(0, 1, 0, "gloo", 60.0), "CPU", None, 1.0, 1.0)
+    bench = Bench(HERE, size, size.micro_tokens[0], machine, torch.float32)
+    job = gpu.job_for(HERE, size, size.micro_tokens[0], 4)
+    best = Assumptions(matrix=1, experts=1, memory_bandwidth=1, link=1, message_s=0, layer_s=0)
+    x, w = torch.randn(768, 384), torch.randn(1152, 384)
+    source = torch.zeros(1 << 26, dtype=torch.uint8)
+    target = torch.empty_like(source)
+
+    def rates() -> tuple[float, float]:
+        products = gpu.seconds(lambda: [torch.nn.functional.linear(x, w) for _ in range(20)], machine.device)
+        copies = gpu.seconds(lambda: [target.copy_(source) for _ in range(4)], machine.device)
+        return 20 * 2 * 768 * 384 * 1152 / products, 4 * 2 * len(source) / copies
+
+    measured: dict[str, list[tuple[float, float]]] = {}
+    for number in range(rounds + 1):
+        report = gpu.Report()
+        before = rates()
+        gpu.measure_grpo(bench, report)
+        matrix, copy = ((a + b) / 2 for a, b in zip(before, rates(), strict=True))
+        times = plan_times(job, Device("here", matrix, 1e12, copy, 1.0, 1.0), best)
+        if number:  # the first one makes buffers
+            for name, phase in times.items():
+                measured.setdefault(name, []).append((report.figures[f"grpo.{name}_s"], phase.seconds))
+    return [
+        {
+            "phase": name,
+            "measured_s": statistics.median(a for a, _ in pairs),
+            "predicted_s": statistics.median(b for _, b in pairs),
+            "ratio": statistics.median(a / b for a, b in pairs),
+        }
+        for name, pairs in measured.items()
+    ]
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_check", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--here", action="store_true", help="against this machine instead")
     options = parser.parse_args(arguments)
+    if options.here:
+        rows = here()
+        print(f"{'phase':<12}{'measured s':>12}{'formula s':>12}{'measured over formula':>24}")
+        for row in rows:
+            print(f"{row['phase']:<12}{row['measured_s']:12.3f}{row['predicted_s']:12.3f}{row['ratio']:24.2f}")
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        return 0
     found = [compare(case) for case in published()]
     print(f"{'case':<24}{'published s':>12}{'predicted s':>12}{'error':>8}   phases")
     for row in found:

@@ -19,12 +19,9 @@ SAMPLED_LOGITS = 1 << 26  # float64 cumulative sums of the native sampler at a t
 ITEMS = {
     "weights": ("weights", "parallel.tensor, parallel.pipeline, parallel.expert"),
     "gradients": ("float32 gradients", "parallel.tensor, parallel.pipeline, parallel.expert"),
-    "optimizer": ("optimizer state", "optim.distributed=true, more GPUs, parallel.tensor, parallel.pipeline"),
-    "step": ("temporaries of the optimizer", "optim.distributed=true, more GPUs, parallel.tensor, parallel.pipeline"),
-    "activations": (
-        "activations",
-        "model.recompute=full, batch.micro_batch_tokens or micro_batch_samples, parallel.sequence, parallel.context",
-    ),
+    "optimizer": ("optimizer state", "more GPUs, parallel.tensor, parallel.pipeline"),
+    "step": ("temporaries of the optimizer", "more GPUs, parallel.tensor, parallel.pipeline"),
+    "activations": ("activations", "batch.micro_batch_tokens or micro_batch_samples, parallel.context"),
     "logits": ("logits", "batch.logits_bytes, parallel.tensor"),
     "engine weights": ("the engine's weights", "engine.tensor_parallel, engine.dtype"),
     "kv cache": ("the engine's KV cache", "engine.kv_cache_bytes, engine.max_batch"),
@@ -205,6 +202,18 @@ def _stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
     return found
 
 
+def _keys(job: Job, item: str) -> str:
+    """What makes an item smaller, first what is not yet so."""
+    first = []
+    if item == "activations" and not job.recompute:
+        first.append("model.recompute=full")
+    if item == "activations" and job.grid.tensor > 1 and not job.grid.sequence:
+        first.append("parallel.sequence=true")
+    if item in ("optimizer", "step") and not all(part.distributed for part in job.parts):
+        first.append("optim.distributed=true")
+    return ", ".join([*first, ITEMS[item][1]])
+
+
 def refuse(job: Job, device: Device, memory: Memory) -> None:
     """MemoryPlanError unless the job fits."""
     if memory.fits:
@@ -212,7 +221,7 @@ def refuse(job: Job, device: Device, memory: Memory) -> None:
     phase = memory.peak
     items = sorted(memory.phases[phase].items(), key=lambda item: -item[1])[:3]
     text = ", ".join(f"{size / GIB:.1f} GiB {ITEMS[name][0]}" for name, size in items)
-    keys = "; ".join(f"{ITEMS[name][0]}: {ITEMS[name][1]}" for name, _ in items)
+    keys = "; ".join(f"{ITEMS[name][0]}: {_keys(job, name)}" for name, _ in items)
     raise MemoryPlanError(
         f"the job does not fit: phase {phase} needs {memory.peak_bytes / GIB:.1f} GiB on a GPU, of the "
         f"{memory.limit_bytes / GIB:.1f} GiB that a program can use of {device.name} ({job.grid.gpus} GPUs, "

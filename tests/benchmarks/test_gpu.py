@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, scaling
 
 
 @pytest.mark.multirank
@@ -25,6 +25,13 @@ def test_the_benchmark_fits_the_card_it_is_for(name):
     seconds = gpu.predict(job, gpu.DEVICES["h200"]).step_s
     # a shape runs four generations and updates, and five passes of logprobs; the plan is at most twice too fast
     assert 4 * 2 * seconds < 150
+
+
+@pytest.mark.multirank
+def test_scaling_counts_the_bytes_of_the_formulas(ranks):
+    parallel, world = scaling.CASES["tp2, sequence"]
+    for found in ranks.run("benchmarks.scaling:measure", world=world, parallel=parallel, steps=1):
+        assert found["bytes"] == scaling.formula_bytes(parallel, world, found["stage"]) > 0 and found["cpu_s"] > 0
 
 
 def test_goals_are_told_from_measured_figures(capsys):

@@ -1,5 +1,6 @@
 """Parameters against published counts, memory, times and refusals of the calculator; no torch, no ranks."""
 
+import functools
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 H100 = DEVICES["h100"]
 
 
+@functools.cache
 def shape(name: str) -> ModelConfig:
     return compose([f"model={name}"]).model
 
@@ -197,6 +199,9 @@ def test_70b_in_one_engine_per_gpu_is_refused_with_the_keys_to_change():
         refuse(job, H100, plan_memory(job, H100, Assumptions()))
     text = str(caught.value)
     assert "131.4 GiB the engine's weights" in text and "engine.tensor_parallel" in text and "h100" in text
+    wide = grpo(shape("llama3_8b"), Grid(2, data=4), micro_tokens=1 << 17)
+    with pytest.raises(MemoryPlanError, match=r"activations: model.recompute=full, parallel.sequence=true, batch"):
+        refuse(wide, H100, plan_memory(wide, H100, Assumptions()))
     fits = replace(job, engine=Engine(8, kv_bytes=4 * GIB), grid=Grid(8, 2, data=4, sequence=True), recompute=True)
     refuse(fits, H100, plan_memory(fits, H100, Assumptions()))
 

@@ -1,0 +1,138 @@
+"""What tensor, pipeline, context and data parallelism cost: CPU seconds of all ranks over those of one rank, and bytes.
+
+    python -m benchmarks.scaling [--rounds 5] [--json FILE]
+
+The same minibatch, trained on 1, 2 and 4 gloo ranks of this machine in turns; a ratio of 1 means that splitting the
+work cost nothing. CPU seconds, so that neither too few cores nor neighbours count as overhead; what is left is work
+done twice (replicated parts, smaller products) and gloo's copies. Bytes are those that a rank hands to collectives in
+one step, measured and by the formulas of `aligner plan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from aligner.config.schema import ModelConfig, ParallelConfig
+from aligner.plan.job import Job, Part, Rows
+from aligner.plan.shapes import Grid
+from aligner.plan.traffic import pass_calls, step_calls
+
+SHAPE = ModelConfig(
+    num_layers=4, hidden_size=256, ffn_hidden_size=768, num_heads=8, num_kv_heads=4, vocab_size=2048, max_position=512
+)
+ROWS, WIDTH, MICRO = 16, 64, 4
+CASES = {
+    "one rank": (ParallelConfig(), 1),
+    "dp2": (ParallelConfig(), 2),
+    "tp2": (ParallelConfig(tensor=2), 2),
+    "tp2, sequence": (ParallelConfig(tensor=2, sequence=True), 2),
+    "pp2": (ParallelConfig(pipeline=2), 2),
+    "cp2": (ParallelConfig(context=2), 2),
+    "cp2 over heads": (ParallelConfig(context=2, context_mode="alltoall"), 2),
+    "dp4": (ParallelConfig(), 4),
+    "tp2 dp2": (ParallelConfig(tensor=2, sequence=True), 4),
+    "tp2 pp2": (ParallelConfig(tensor=2, pipeline=2, sequence=True), 4),
+    "tp4": (ParallelConfig(tensor=4, sequence=True), 4),
+}
+
+
+def measure(parallel: ParallelConfig, steps: int = 2) -> dict:
+    """Of one rank: the least CPU and wall seconds of a step after a warm one, and the bytes of its collectives."""
+    import torch
+
+    from aligner.algorithms.losses import sft_loss
+    from aligner.config.schema import BatchConfig, OptimConfig
+    from aligner.megatron.groups import build_layout
+    from aligner.megatron.model import Head
+    from aligner.megatron.train import ShardedModel
+    from aligner.megatron.weights import random_source
+    from aligner.roles.policy import Policy
+    from aligner.types import TrainBatch
+    from tests.plan.jobs import Listener
+
+    layout, device = build_layout(parallel), torch.device("cpu")
+    source, optim = random_source(SHAPE, 0), OptimConfig(lr=1e-4)
+    model = ShardedModel(SHAPE, layout, Head(), torch.float32, device, source, optim, 100)
+    policy = Policy(model, BatchConfig(micro_batch_samples=MICRO))
+    tokens = torch.randint(1, SHAPE.vocab_size, (ROWS, WIDTH), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(ROWS, WIDTH)
+    mask[:, 0] = 0
+    full = TrainBatch(tokens, torch.full((ROWS,), WIDTH), mask)
+    mine = full.select(torch.arange(ROWS).chunk(layout.data)[layout.dp_rank])
+    with Listener() as heard:
+        policy.update(mine, sft_loss(mine, layout.pgs.dp))
+    cpu, wall = [], []
+    for _ in range(steps):
+        torch.distributed.barrier()
+        start = time.process_time(), time.perf_counter()
+        policy.update(mine, sft_loss(mine, layout.pgs.dp))
+        cpu.append(time.process_time() - start[0])
+        wall.append(time.perf_counter() - start[1])
+    return {"cpu_s": min(cpu), "wall_s": min(wall), "bytes": sum(heard.bytes.values()), "stage": layout.pp_rank}
+
+
+def formula_bytes(parallel: ParallelConfig, world: int, stage: int) -> float:
+    p = parallel
+    over_heads = p.context_mode == "alltoall"
+    grid = Grid(p.tensor, p.pipeline, p.context, p.expert, world // p.model_size, p.sequence, over_heads)
+    part = Part("policy", SHAPE, trained=True)
+    rows = Rows(ROWS, ROWS, WIDTH / 2, WIDTH // 2, WIDTH / 2, WIDTH // 2)
+    job = Job("sft", (part,), grid, rows, None, element=4, micro_rows=MICRO)
+    count, tokens = job.micro_batches()
+    calls = pass_calls(job, part, stage, tokens, backward=True) * count + step_calls(job, part, stage)
+    return sum(call.size for call in calls)
+
+
+def main(arguments: list[str]) -> int:
+    from tests.ranks import Ranks
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    ranks = Ranks()
+    found: dict[str, list[list[dict]]] = {name: [] for name in CASES}
+    for _ in range(options.rounds):  # in turns
+        for name, (parallel, world) in CASES.items():
+            found[name].append(ranks.run("benchmarks.scaling:measure", world=world, parallel=parallel))
+    ranks.close()
+    rows = []
+    for name, (parallel, world) in CASES.items():
+        pairs = zip(found[name], found["one rank"], strict=True)
+        ratios = [sum(r["cpu_s"] for r in ours) / one[0]["cpu_s"] for ours, one in pairs]
+        rank = max(found[name][0], key=lambda r: r["bytes"])
+        wanted = formula_bytes(parallel, world, rank["stage"])
+        rows.append(
+            {
+                "case": name,
+                "ranks": world,
+                "cpu_ratio": statistics.median(ratios),
+                "cpu_s": statistics.median(sum(r["cpu_s"] for r in ours) for ours in found[name]),
+                "wall_s": statistics.median(max(r["wall_s"] for r in ours) for ours in found[name]),
+                "bytes": rank["bytes"],
+                "formula_bytes": wanted,
+            }
+        )
+    print(f"{'layout':<16}{'CPU s':>8}{'over one rank':>15}{'wall s':>8}{'MiB a rank':>12}{'formula':>9}{'error':>8}")
+    for row in rows:
+        error = f"{row['formula_bytes'] / row['bytes'] - 1:8.1%}" if row["bytes"] else ""
+        print(
+            f"{row['case']:<16}{row['cpu_s']:8.3f}{row['cpu_ratio']:15.2f}{row['wall_s']:8.3f}"
+            f"{row['bytes'] / 2**20:12.2f}{row['formula_bytes'] / 2**20:9.2f}{error}"
+        )
+    if options.json:
+        import torch
+
+        about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
+        options.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
