@@ -32,12 +32,14 @@ from aligner.data.formats import preference_rows, prompt_rows, scored_rows, sft_
 from aligner.data.readers import read_rows
 from aligner.data.stream import IndexStream
 from aligner.data.tokenizer import stop_token_ids
+from aligner.engines.base import RolloutEngine
 from aligner.engines.native.engine import NativeEngine
-from aligner.errors import AlignerError, ConfigError, MismatchError, RewardError
+from aligner.errors import AlignerError, ConfigError, MemoryLimitError, MismatchError, RewardError
 from aligner.megatron.checkpoint import load_model
 from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed
 from aligner.megatron.model import Head, resolve_dtype
+from aligner.megatron.offload import ModelMemory
 from aligner.megatron.train import ShardedModel
 from aligner.models.safetensors_io import open_hf
 from aligner.ops.balance import row_costs
@@ -64,7 +66,9 @@ from aligner.run.checkpoints import Checkpoints
 from aligner.run.contract import DONE, STOPPED
 from aligner.run.loop import Evaluate, Run
 from aligner.run.metrics import MetricsLogger
+from aligner.run.phases import PhaseMemory
 from aligner.run.stop import Boundary, Deadline, StopRequested, allocation_end, restarted
+from aligner.run.timers import Timers
 from aligner.run.watchdog import Watchdog
 from aligner.types import SamplingParams, TrainBatch
 
@@ -82,6 +86,9 @@ class Job:
     initial: InitialModel
     boundary: Boundary = field(default_factory=Boundary)
     watchdog: Watchdog = field(init=False)
+    timers: Timers = field(default_factory=Timers)
+    models: dict[str, ShardedModel] = field(default_factory=dict)  # by role, for the memory's turns
+    engine: RolloutEngine | None = None
 
     def __post_init__(self) -> None:
         cfg, env = self.cfg, self.env
@@ -151,7 +158,9 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def _model(job: Job, initial: InitialModel, head: Head, optim: OptimConfig | None, steps: int) -> ShardedModel:
+def _model(
+    job: Job, role: str, initial: InitialModel, head: Head, optim: OptimConfig | None, steps: int
+) -> ShardedModel:
     """With `optim` a model to train for `steps` optimizer steps, else a frozen one."""
     batch, source = job.cfg.batch, initial.source(head)
     rows = {"packed": batch.packing, "share": batch.share_prompts}
@@ -159,12 +168,13 @@ def _model(job: Job, initial: InitialModel, head: Head, optim: OptimConfig | Non
     if initial.checkpoint is not None:
         same_head = initial.checkpoint.name == ("model" if head.kind == "score" else "policy")
         load_model(model, initial.checkpoint, with_optimizer=False, with_head=same_head)
+    job.models[role] = model
     return model
 
 
 def _policy(job: Job, steps: int, hits: bool = False) -> Policy:
     optim = None if job.cfg.debug.rollout_only else job.cfg.optim
-    model = _model(job, job.initial, Head(), optim, steps)
+    model = _model(job, "policy", job.initial, Head(), optim, steps)
     temperature = job.cfg.sampling.temperature if job.cfg.stage.name in ROLLOUT_STAGES else 1.0
     return Policy(model, job.cfg.batch, temperature, entropy=not hits, hits=hits)
 
@@ -172,7 +182,8 @@ def _policy(job: Job, steps: int, hits: bool = False) -> Policy:
 def _reference(job: Job) -> Reference | None:
     if job.cfg.algorithm.kl.coef == 0:
         return None
-    return Reference(_model(job, job.initial, Head(), None, 0), job.cfg.batch, job.cfg.sampling.temperature)
+    model = _model(job, "reference", job.initial, Head(), None, 0)
+    return Reference(model, job.cfg.batch, job.cfg.sampling.temperature)
 
 
 def _scorer(job: Job, path: str, key: str) -> InitialModel:
@@ -189,7 +200,8 @@ def _reward_model(job: Job) -> RewardModel | None:
     if not job.cfg.reward.model or job.cfg.debug.train_only:  # recordings come with their scores
         return None
     initial = _scorer(job, job.cfg.reward.model, "reward.model")
-    return RewardModel(_model(job, initial, Head("score"), None, 0), job.cfg.batch, *_centring(job, initial))
+    model = _model(job, "reward", initial, Head("score"), None, 0)
+    return RewardModel(model, job.cfg.batch, *_centring(job, initial))
 
 
 def _centring(job: Job, initial: InitialModel) -> tuple[float, float]:
@@ -239,9 +251,10 @@ def _engine(job: Job, model: ModelConfig) -> NativeEngine:
     name = job.cfg.engine.dtype
     dtype = job.dtype if name == "auto" else resolve_dtype(name)
     tokenizer = job.tokenizer
-    return NativeEngine(
+    job.engine = NativeEngine(
         model, job.cfg.engine, device=job.device, dtype=dtype, pad_id=tokenizer.pad_token_id, decode=tokenizer.decode
     )
+    return job.engine
 
 
 def _sampling(job: Job, temperature: float, limit: int, plain: bool = False) -> SamplingParams:
@@ -284,6 +297,7 @@ def _evaluator(job: Job, refit: Refit, reward_model: RewardModel | None = None) 
         job.layout,
         job.cfg.seed,
         reward_model,
+        job.timers,
     )
 
 
@@ -330,13 +344,18 @@ def _run(job: Job, models: dict[str, ShardedModel], state: dict[str, Any], evalu
         save_final=cfg.checkpoint.final and not cfg.debug.rollout_only,
         save_stopped=not cfg.debug.rollout_only,
     )
+    run.timers = job.timers
     run.timers.on_phase = job.watchdog.phase
+    memories = {role: ModelMemory(model, cfg.memory.pin) for role, model in job.models.items()}
+    run.memory = PhaseMemory(cfg.memory, job.device, memories, job.engine, cfg.engine.kv_cache_bytes)
+    run.timers.around = run.memory.phase
     return run
 
 
 def _finish(job: Job, run: Run, model: ShardedModel, extra: dict[str, Any] | None = None) -> None:
     if job.cfg.run.export:
-        folder = export_hf(model, Path(job.cfg.run.dir) / "hf", job.tokenizer, extra)
+        with run.timers("export"):
+            folder = export_hf(model, Path(job.cfg.run.dir) / "hf", job.tokenizer, extra)
         job.say(f"exported {folder}")
     run.logger.close()
 
@@ -379,7 +398,7 @@ def _rm(job: Job) -> None:
     batches = _batches(job, train, collate_preference if pairwise else collate_scored)
     outputs = 1 if pairwise else len(loss.attributes)
     head = Head("score", outputs)
-    model = RewardModel(_model(job, job.initial, head, cfg.optim, cfg.run.steps), cfg.batch)
+    model = RewardModel(_model(job, "policy", job.initial, head, cfg.optim, cfg.run.steps), cfg.batch)
     measures: list[Evaluate] = []
     if cfg.data.eval:
         measures.append(partial(pair_accuracy, model, load(cfg.data.eval, "data.eval"), cfg.eval.prompts, pairwise))
@@ -438,6 +457,7 @@ def _rollouts(
         job.layout,
         cfg.seed,
         cfg.algorithm,
+        job.timers,
     )
     count = cfg.debug.record or (cfg.run.steps if cfg.debug.rollout_only else 0)
     state = {"data": source.stream, "rewards": rewards, "sentinel": verifier}
@@ -528,7 +548,7 @@ def _critic(job: Job, steps: int) -> Critic:
     """From `critic.init`, by default the reward model; it then speaks in the reward model's centred, scaled scores."""
     path = job.cfg.critic.init or job.cfg.reward.model
     initial = _scorer(job, path, "critic.init" if job.cfg.critic.init else "reward.model")
-    model = _model(job, initial, Head("score"), job.cfg.critic.optim, steps)
+    model = _model(job, "critic", initial, Head("score"), job.cfg.critic.optim, steps)
     bias, scale = _centring(job, initial) if path == job.cfg.reward.model else (0.0, 1.0)
     return Critic(model, job.cfg.batch, bias, scale)
 
@@ -537,6 +557,6 @@ def _guarded(run: Run, recipe: Callable[[], None]) -> None:
     """A reward that fails in the middle of a run, or the gate, costs nothing: the last whole step is saved first."""
     try:
         recipe()
-    except (RewardError, MismatchError) as error:
+    except (RewardError, MismatchError, MemoryLimitError) as error:
         run.save_after(error)
         raise

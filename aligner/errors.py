@@ -58,6 +58,14 @@ class MismatchError(AlignerError):
     """The engine's logprobs of a rollout left the gate `mismatch.stop_above`."""
 
 
+class OutOfMemoryError(AlignerError):
+    """A phase did not fit into memory on one rank; names the phase, its budgets, what was held, and the keys."""
+
+
+class MemoryLimitError(AlignerError):
+    """A phase used more than `memory.limit` allows; told on every rank, after a whole step."""
+
+
 class CheckpointError(AlignerError):
     """A checkpoint is damaged, or belongs to another model, tokenizer or algorithm."""
 

@@ -96,7 +96,7 @@ def config_hash(cfg: Config) -> str:
 
 
 # what may change between two starts of a run without its rollouts becoming those of another
-_NOT_OF_ROLLOUTS = ("parallel", "cluster", "checkpoint", "logging", "debug", "eval", "refit")
+_NOT_OF_ROLLOUTS = ("parallel", "cluster", "checkpoint", "logging", "debug", "eval", "refit", "memory")
 _NOT_OF_BATCHES = ("micro_batch_samples", "micro_batch_tokens", "packing", "share_prompts", "balance")
 
 

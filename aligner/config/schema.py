@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from aligner.config.memory import MemoryConfig
 from aligner.config.moe import MOE_FAMILIES, MoeConfig, check_moe_family
 from aligner.config.watchdog import WatchdogConfig
 from aligner.errors import ConfigError
@@ -649,6 +650,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -54,12 +54,23 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give back the KV cache; weights stay."""
+        """Give back the KV cache; weights stay, and an update may come meanwhile. Sleeping twice is sleeping."""
         ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """`generate` and `logprobs` may be called again. Waking twice is waking."""
+        ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class MeasuredEngine(Protocol):
+    """An engine that can tell what it holds on the device of this process."""
+
+    def held_bytes(self) -> Mapping[str, int]:
+        """By name: "weights", "cache" (0 while it sleeps), "scratch"."""
+        ...
 
 
 class UpdateLedger:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from aligner.roles.reward_model import RewardModel
 from aligner.rollout.collate import make_samples
 from aligner.rollout.source import raised_together, share
 from aligner.rollout.statistics import reduce_metrics
+from aligner.run.timers import Timers
 from aligner.types import Sample, SamplingParams, ScalarMetrics, Sums
 
 
@@ -62,6 +63,7 @@ class Evaluator:
     layout: Layout
     seed: int
     reward_model: RewardModel | None = None
+    timers: Timers = field(default_factory=Timers)
 
     def __call__(self) -> ScalarMetrics:
         """`eval/accuracy`, `eval/reward`, `eval/response_tokens`, `eval/eos_fraction`, with k > 1 samples
@@ -70,13 +72,16 @@ class Evaluator:
         With a reward model also `eval/model_score` (its mean score) and `eval/model_right` (the fraction it scores
         above its own mean): where that grows and the accuracy does not, the policy exploits the model. Collective.
         """
-        self.refit()
+        with self.timers("refit"):
+            self.refit()
         count = min(self.config.prompts, len(self.prompts)) if self.config.prompts else len(self.prompts)
-        samples = self._generate(range(count)[share(count, dist.get_world_size(), dist.get_rank())])
-        with raised_together():
-            means = judge(samples, self.rewards, self.config).means
-        if self.reward_model is not None:
-            means |= self._model_opinion(samples)
+        with self.timers("generate"):
+            samples = self._generate(range(count)[share(count, dist.get_world_size(), dist.get_rank())])
+        with self.timers("score"):
+            with raised_together():
+                means = judge(samples, self.rewards, self.config).means
+            if self.reward_model is not None:
+                means |= self._model_opinion(samples)
         return reduce_metrics(means, {}, dist.group.WORLD)
 
     def _generate(self, rows: range) -> list[Sample]:

@@ -84,7 +84,8 @@ class RolloutSource:
         """This rank's part of rollout `step`: scored samples, metrics of the refit, and the scores with components."""
         with self.timers("refit"):
             metrics = self.refit()
-            metrics |= self.verifier.check()
+            with self.timers("verify"):
+                metrics |= self.verifier.check()
         if self.algorithm.filter_groups:
             groups, found = self._filtered(step)
             metrics |= found

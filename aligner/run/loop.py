@@ -19,6 +19,7 @@ from aligner.run.checkpoints import Checkpoints
 from aligner.run.contract import DONE
 from aligner.run.memory import peak_rss_bytes
 from aligner.run.metrics import MetricsLogger
+from aligner.run.phases import PhaseMemory
 from aligner.run.progress import ProgressBar
 from aligner.run.sample_table import SampleRow, print_samples, truncate_samples, write_samples
 from aligner.run.stop import Boundary, StopRequested, read_progress, write_progress, write_stopped
@@ -53,6 +54,7 @@ class Run:
         self.boundary = boundary or Boundary()
         self.checkpoint_every, self.save_final, self.save_stopped = checkpoint_every, save_final, save_stopped
         self.timers = Timers()
+        self.memory: PhaseMemory | None = None
         self.last_eval: ScalarMetrics = {}
         self.stopped: str | None = None  # why the stage ended before run.steps
         self.step = 0
@@ -140,7 +142,11 @@ class Run:
         if rows:
             metrics["throughput/samples_per_s"] = rows / seconds
         metrics["memory/peak_rss_bytes"] = float(peak_rss_bytes())
+        if self.memory is not None:
+            metrics |= self.memory.take()
         self._record(step, metrics, samples)
+        if self.memory is not None:
+            self.memory.check(metrics)
         # after the record: a checkpoint of step n means that step n stands in metrics.jsonl
         if self.checkpoint_every and step % self.checkpoint_every == 0:
             self._save(metrics, wait=not self.checkpoints.config.async_save)

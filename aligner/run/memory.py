@@ -1,10 +1,15 @@
-"""How much memory this process has used."""
+"""How much memory this process has used: in all, and between two moments."""
 
 from __future__ import annotations
 
 import resource
 import sys
 from pathlib import Path
+
+import torch
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_highest = 0  # VmHWM before it was set back
 
 
 def peak_rss_bytes() -> int:
@@ -13,9 +18,37 @@ def peak_rss_bytes() -> int:
     From VmHWM where there is /proc: `getrusage` gives a program the peak of the process that started it, if larger
     (Linux keeps it over exec).
     """
-    status = Path("/proc/self/status")
-    if status.is_file():
-        lines = (line.split() for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(next(lines)[1]) * 1024
+    if _STATUS.is_file():
+        return max(_highest, _status_bytes("VmHWM:"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _status_bytes(name: str) -> int:
+    lines = (line.split() for line in _STATUS.read_text().splitlines() if line.startswith(name))
+    return int(next(lines)[1]) * 1024
+
+
+class PeakMeter:
+    """The most memory in use between `start` and `stop`: of the GPU, as torch has allocated it there; without one, the
+    resident memory of the process (Linux; where its mark cannot be set back, and elsewhere, what `stop` finds)."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def start(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif _STATUS.is_file():
+            global _highest
+            _highest = max(_highest, _status_bytes("VmHWM:"))
+            try:
+                _CLEAR.write_text("5")  # proc(5): the peak becomes what is resident now
+                self._peak = "VmHWM:"
+            except OSError:  # a sandbox
+                self._peak = "VmRSS:"
+
+    def stop(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return _status_bytes(self._peak) if _STATUS.is_file() else peak_rss_bytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class Timers:
@@ -23,6 +23,7 @@ class Timers:
         self._seconds: dict[str, float] = {}
         self._path: list[str] = []
         self.on_phase: Callable[[str], None] = lambda name: None  # told the phase that runs now, "" for none
+        self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # what a phase runs in
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -31,7 +32,8 @@ class Timers:
         self.on_phase(name)
         start = self._now()
         try:
-            yield
+            with self.around(name):
+                yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
             self._path.pop()

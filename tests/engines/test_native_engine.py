@@ -1,6 +1,7 @@
 """The native engine: the contract, and what is its own (cache, scheduler, sampler)."""
 
 import math
+import random
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from aligner.config.schema import EngineConfig
 from aligner.engines.native import NativeEngine
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.sampler import cut_logits, sample, uniforms
+from aligner.engines.native.scratch import Scratch
 from aligner.types import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -54,6 +56,45 @@ def test_small_budgets_give_the_same_tokens():
         assert responses(engine.generate(prompts, seeds_for(prompts, 3), sampling)) == wanted
         held = engine.cache.kv.nbytes + engine.cache.staged.nbytes
         assert held <= budget * position
+
+
+def test_the_cache_stays_within_its_budget_over_generations(monkeypatch):
+    """What one generation has left for its slots may not add up with what the next one takes for its prompts."""
+    budget, held, replaced = 60 * 256, [], Scratch.take
+
+    def take(self, name, *shape):
+        out = replaced(self, name, *shape)
+        if self is engine.cache._scratch:
+            storages = [t.untyped_storage() for t in (engine.cache.kv, engine.cache.staged, out)]
+            held.append(max(self.held_bytes, sum({s.data_ptr(): s.nbytes() for s in storages}.values())))
+        return out
+
+    engine = fill(make_engine(LLAMA, kv_cache_bytes=budget), reference(LLAMA))
+    monkeypatch.setattr(Scratch, "take", take)
+    rng = random.Random(0)
+    for _ in range(40):
+        prompts = [[5] * rng.choice((1, 2, 12, 20)) for _ in range(rng.choice((1, 3, 9)))]
+        engine.generate(prompts, seeds_for(prompts, rng.choice((1, 4))), SamplingParams(rng.choice((1, 3, 18))))
+        assert 0 < engine.held_bytes()["cache"] <= budget
+        if rng.random() < 0.2:
+            engine.sleep()
+            assert engine.held_bytes()["cache"] == engine.held_bytes()["scratch"] == 0
+            engine.wake()
+    assert 0.9 * budget < max(held) <= budget
+
+
+def test_a_sleeping_engine_does_not_generate():
+    engine = fill(make_engine(LLAMA), reference(LLAMA))
+    weights = engine.held_bytes()["weights"]
+    assert weights == sum(view.numel() * 4 for view in engine.model.views.values())
+    engine.sleep()
+    engine.sleep()
+    with pytest.raises(AssertionError, match="sleeping"):
+        engine.generate([[1]], [[0]], SamplingParams(1))
+    fill(engine, reference(LLAMA, 1), 2)  # an update does not wait for the cache
+    engine.wake()
+    assert engine.generate([[1]], [[0]], SamplingParams(1)).weight_version == 2
+    assert engine.held_bytes()["weights"] == weights
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -179,7 +220,6 @@ def test_large_batches_of_logits_are_done_in_parts(monkeypatch):
 
 def test_attention_in_parts_and_both_ways(monkeypatch):
     from aligner.engines.native import attention
-    from aligner.engines.native.scratch import Scratch
 
     scratch = Scratch(torch.device("cpu"), torch.float32)
     q, k, v = torch.randn(9, 4, 8), torch.randn(9, 2, 12, 8), torch.randn(9, 2, 12, 8)

@@ -20,13 +20,26 @@ class SlotCache:
         self._scratch = Scratch(device, dtype)
         self.kv = self.staged = torch.empty(0, dtype=dtype, device=device)
 
-    def resize(self, slots: int, positions: int) -> None:
-        """Shape the cache for one generation. Memory is kept between generations and grows when it must."""
+    @property
+    def held_bytes(self) -> int:
+        return self._scratch.held_bytes
+
+    def resize(self, slots: int, positions: int, staged: int = 0, budget_bytes: int = 1 << 62) -> None:
+        """Shape the cache for one generation, in which at most `staged` positions of prompts wait for slots. Memory is
+        kept between generations and grows when it must, but never beyond the budget: what an earlier generation took
+        for its slots may not add up with what this one takes for its prompts."""
+        size = self.kv.element_size()
+        wanted = {"slots": slots * positions, "staged": staged}
+        held = {name: self._scratch.size(name) * size for name in wanted}
+        self.kv = self.staged = self.kv.new_empty(0)  # or what is replaced would live until its successor does
+        if sum(max(n * self.token_bytes, held[name]) for name, n in wanted.items()) > budget_bytes:
+            self._scratch.clear()
         self.kv = self._scratch.take("slots", self.layers, 2, slots, self.kv_heads, positions, self.head_dim)
 
     def stage(self, prompts: int, positions: int) -> Tensor:
         """Room for the keys and values of prefilled prompts until their rows get slots."""
         shape = (self.layers, 2, prompts, self.kv_heads, positions, self.head_dim)
+        self.staged = self.staged.new_empty(0)
         self.staged = self._scratch.take("staged", *shape)
         return self.staged
 

@@ -87,9 +87,17 @@ class NativeEngine:
         self._asleep = True
         self.cache.release()
         self.model.scratch.clear()
+        self._staged_logits = self._staged_logits.new_empty(0)
 
     def wake(self) -> None:
         self._asleep = False  # the cache comes back with the first generation
+
+    def held_bytes(self) -> dict[str, int]:
+        """See `MeasuredEngine`."""
+        storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in self.model.views.values()}
+        scratch = self.model.scratch.held_bytes + self._staged_logits.nbytes
+        weights = sum(storage.nbytes() for storage in storages.values())
+        return {"weights": weights, "cache": self.cache.held_bytes, "scratch": scratch}
 
     def close(self) -> None:
         self.sleep()
@@ -120,7 +128,7 @@ class NativeEngine:
         self.stats = EngineStats()
         batch = Batch(plan, sampling, self.device)  # its output tensors must not be inference tensors
         with torch.inference_mode():
-            self.cache.resize(plan.slots, plan.positions)
+            self.cache.resize(plan.slots, plan.positions, plan.chunk_tokens, self.config.kv_cache_bytes)
             while batch.finished < plan.rows:
                 before = batch.finished
                 self.step(plan, batch, sampling)

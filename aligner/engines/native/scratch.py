@@ -25,5 +25,13 @@ class Scratch:
             flat = self._flat[name] = torch.zeros(size, dtype=self.dtype, device=self.device)
         return flat[:size].view(shape)
 
+    @property
+    def held_bytes(self) -> int:
+        return sum(flat.nbytes for flat in self._flat.values())
+
+    def size(self, name: str) -> int:
+        """Elements held under this name."""
+        return self._flat[name].numel() if name in self._flat else 0
+
     def clear(self) -> None:
         self._flat.clear()

@@ -1,0 +1,47 @@
+"""The section `memory`: what leaves the device while a phase does not use it, and what each phase may use of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from aligner.errors import ConfigError
+
+OFFLOADS = ("gradients", "optimizer", "weights")
+
+
+@dataclass
+class MemoryLimitConfig:
+    """Bytes that a phase may use at its peak, on each rank: of the GPU, as torch allocates them; without one, the
+    resident memory of the process. 0: no limit. The phases are those of the metrics memory/*_peak_bytes."""
+
+    refit_bytes: int = 0
+    generate_bytes: int = 0
+    score_bytes: int = 0
+    logprobs_bytes: int = 0
+    update_bytes: int = 0
+    eval_bytes: int = 0
+    save_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if getattr(self, f.name) < 0:
+                raise ConfigError(f"memory.limit.{f.name}", getattr(self, f.name), "a number of bytes >= 0")
+
+    def of(self, phase: str) -> int:
+        return getattr(self, f"{phase}_bytes", 0)
+
+
+@dataclass
+class MemoryConfig:
+    offload: list[str] = field(default_factory=list)  # OFFLOADS: what goes to host memory where no phase needs it
+    pin: bool = True  # page-locked host memory, where there is a GPU
+    sleep: bool = True  # the engine gives its KV cache back while it does not generate
+    limit: MemoryLimitConfig = field(default_factory=MemoryLimitConfig)
+    on_excess: str = "stop"  # a phase went over its limit: stop (after saving the step), warn
+
+    def __post_init__(self) -> None:
+        for name in self.offload:
+            if name not in OFFLOADS:
+                raise ConfigError("memory.offload", name, f"a list of {', '.join(OFFLOADS)}")
+        if self.on_excess not in ("stop", "warn"):
+            raise ConfigError("memory.on_excess", self.on_excess, "one of stop, warn")

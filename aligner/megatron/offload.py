@@ -1,0 +1,137 @@
+"""What a model holds on its device, and its way to host memory and back.
+
+Gradients are freed and come back as zeros, by Megatron's own buffers (every optimizer step zeroes them first).
+Optimizer state and weights keep their bytes. Megatron's `offload_to_cpu` of optimizers is not used: it does not pin,
+and it gives float32 shards, which are views of the weights, a storage of their own. Here tensors stay the same objects
+over the same storage, which alone is emptied and filled again: views, process groups and checkpoints know nothing of
+it.
+
+Run on CPU, where the bytes move to other host memory. The CUDA path (pinned memory, one synchronisation each way) is
+written against torch's API and was not run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from aligner.megatron.train import ShardedModel
+
+KINDS = ("gradients", "optimizer", "weights")  # in the order in which they leave
+
+
+class ModelMemory:
+    """`leave` and `come_back` are without effect where a kind is away, or here, already. No collectives."""
+
+    def __init__(self, model: ShardedModel, pin: bool = True):
+        self.model = model
+        self.pin = pin and model.device.type == "cuda"
+        self.away: set[str] = set()
+        self._parked: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
+        self._pool: dict[tuple[str, int], Tensor] = {}  # pinned memory is slow to get, so it is kept
+
+    def kinds(self) -> tuple[str, ...]:
+        return KINDS if self.model.optimizer is not None else ("weights",)
+
+    def held_bytes(self, kind: str) -> int:
+        """On the device now."""
+        return sum(storage.nbytes() for storage in self._storages(kind))
+
+    def leave(self, kind: str) -> int:
+        """To host memory (gradients: to nowhere). Returns the bytes that are free now."""
+        if kind in self.away or kind not in self.kinds():
+            return 0
+        storages = [storage for storage in self._storages(kind) if storage.resizable()]
+        if kind == "gradients" and not storages:
+            return 0
+        self.away.add(kind)
+        size = sum(storage.nbytes() for storage in storages)
+        if kind == "gradients":
+            with _quiet():
+                self.model.wrapped.offload_grad_buffers()
+            return size
+        parked = []
+        for i, storage in enumerate(storages):
+            host = self._host(kind, i, storage.nbytes())
+            host.copy_(_bytes(storage), non_blocking=True)
+            parked.append((storage, host))
+        self._synchronize()  # the copies are done before their sources are freed
+        for storage, _ in parked:
+            storage.resize_(0)
+        self._parked[kind] = parked
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()  # an engine in another process can have it
+        return size
+
+    def come_back(self, kind: str) -> int:
+        """Returns the bytes that are taken again."""
+        if kind not in self.away:
+            return 0
+        self.away.remove(kind)
+        if kind == "gradients":
+            with _quiet():
+                self.model.wrapped.restore_grad_buffers()
+            return self.held_bytes(kind)
+        parked = self._parked.pop(kind)
+        for storage, host in parked:
+            storage.resize_(host.numel())
+            _bytes(storage).copy_(host, non_blocking=True)
+        self._synchronize()
+        return sum(host.numel() for _, host in parked)
+
+    def _storages(self, kind: str) -> list[torch.UntypedStorage]:
+        """Each once, those that are away with 0 bytes. (Memory that numpy has seen, on a CPU, is not ours to free: it
+        stays.)"""
+        weights = _unique(p for p in self.model.module.parameters())
+        if kind == "weights":
+            return list(weights.values())
+        if kind == "gradients":
+            wrapped = self.model.wrapped
+            return list(_unique(b.grad_data for b in wrapped.buffers + wrapped.expert_parallel_buffers).values())
+        found = _unique(_optimizer_tensors(self.model.optimizer))
+        return [storage for key, storage in found.items() if key not in weights]
+
+    def _host(self, kind: str, index: int, size: int) -> Tensor:
+        if not self.pin:
+            return torch.empty(size, dtype=torch.uint8)
+        host = self._pool.get((kind, index))
+        if host is None or host.numel() != size:
+            host = self._pool[kind, index] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return host
+
+    def _synchronize(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+
+def _optimizer_tensors(optimizer) -> Iterator[Tensor]:
+    """Main parameters and moments; of float32 models the former are the weights. Counters of steps stay."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        if inner is None:  # a rank without parameters of this part
+            continue
+        for group in inner.param_groups:
+            yield from group["params"]
+        for state in inner.state.values():
+            yield from (t for t in state.values() if isinstance(t, Tensor) and t.dim())
+
+
+def _unique(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """By the identity of the storage, which has no address while it is empty."""
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found.setdefault(storage._cdata, storage)
+    return found
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _quiet() -> warnings.catch_warnings:
+    """Megatron asks tensors for their typed storage, which torch calls deprecated at every first use."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)

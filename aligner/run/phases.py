@@ -1,0 +1,239 @@
+"""Training and generation take turns on one device: what must be on it in which phase, and what each phase used.
+
+    refit -> verify -> generate -> score -> logprobs -> update -> save, eval (refit, generate, score) -> refit ...
+
+Entering a phase first sends away what it does not use, then fetches what it needs, so that the two never add up. Which
+phases exist is told by the timers (`Timers.around`); those without a rule change nothing. An engine that is not asked
+to sleep is always awake.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from aligner.config.memory import MemoryConfig
+from aligner.engines.base import MeasuredEngine, RolloutEngine
+from aligner.errors import ConfigError, MemoryLimitError, OutOfMemoryError
+from aligner.megatron.offload import KINDS, ModelMemory
+from aligner.run.memory import PeakMeter
+from aligner.types import ScalarMetrics
+
+TRAINED, SCORED = ("policy", "critic"), ("policy", "critic", "reference")  # roles of models
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`after`: the phases that may come directly before (None: any). `weights`: roles whose weights it reads; others'
+    leave, unless it `keeps` what it finds. `engine`: awake, asleep, or "" for as it is."""
+
+    after: tuple[str, ...] | None = None
+    weights: tuple[str, ...] = ()
+    gradients: bool = False
+    optimizer: bool = False
+    engine: str = "asleep"
+    keeps: bool = False
+    within: tuple[str, ...] = ("", "eval")  # phases with a rule that it may be part of; "": none
+
+
+RULES = {
+    "refit": Rule(weights=("policy",)),
+    "verify": Rule(after=("refit",), weights=("policy",), engine="awake", within=("refit",)),
+    "generate": Rule(after=("refit", "verify", "generate", "score"), engine="awake"),
+    "score": Rule(after=("generate", "score"), weights=("reward",), engine="", keeps=True),
+    "logprobs": Rule(weights=SCORED, within=("",)),
+    "update": Rule(weights=TRAINED, gradients=True, optimizer=True, within=("",)),
+    "eval": Rule(weights=("policy",), within=("",)),
+    "save": Rule(weights=TRAINED, optimizer=True, keeps=True, within=("",)),
+    "export": Rule(weights=("policy",), within=("",)),
+}
+METERED = ("refit", "generate", "score", "logprobs", "update", "eval", "save")
+# what makes a phase smaller, besides memory.offload
+KEYS = {
+    "refit": "refit.bucket_bytes",
+    "generate": "engine.kv_cache_bytes or engine.max_batch",
+    "score": "batch.logprob_tokens",
+    "logprobs": "batch.logprob_tokens or batch.logits_bytes",
+    "update": "batch.micro_batch_tokens, batch.micro_batch_samples or batch.logits_bytes, or set model.recompute=full",
+    "eval": "engine.kv_cache_bytes or batch.logprob_tokens",
+    "save": "checkpoint.async_save",
+}
+
+
+class PhaseMemory:
+    """Of this rank. `phase` is the timers' `around`; `take` and `check` are collective."""
+
+    def __init__(
+        self,
+        config: MemoryConfig,
+        device: torch.device,
+        models: Mapping[str, ModelMemory],
+        engine: RolloutEngine | None = None,
+        kv_cache_bytes: int = 0,
+    ):
+        """`models` by role: policy (whatever is trained), critic, reference, reward. Raises ConfigError for a limit
+        below what its phase holds before it does anything."""
+        self.config, self.device, self.models, self.engine = config, device, dict(models), engine
+        self.kv_cache_bytes = kv_cache_bytes  # at most
+        self.awake = True
+        self.now = ""  # the innermost phase with a rule that was entered last
+        self._open: list[str] = []  # those that run
+        self._meter = PeakMeter(device)
+        self._peaks: dict[str, int] = {}
+        self._moved_bytes, self._moving_s = 0, 0.0
+        self._check_limits()
+
+    # --- the state machine
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """`name`: of the timers, with those around it (`eval/generate`). Raises OutOfMemoryError."""
+        leaf, outer = name.rpartition("/")[2], name.partition("/")[0]
+        rule = RULES.get(leaf)
+        metered = name == outer and outer in METERED
+        if metered:
+            self._meter.start()
+        try:
+            if rule is None:
+                yield
+                return
+            self._enter(leaf, rule)
+            self._open.append(leaf)
+            try:
+                yield
+            finally:
+                self._open.pop()
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(self._told(leaf, outer, error)) from error
+        finally:
+            if metered:
+                self._peaks[outer] = max(self._peaks.get(outer, 0), self._meter.stop())
+
+    def _enter(self, leaf: str, rule: Rule) -> None:
+        outside = self._open[-1] if self._open else ""
+        assert outside in rule.within, f"phase {leaf} within {outside or 'none'}: expected within {rule.within}"
+        if rule.after is not None:
+            assert self.now in rule.after, f"phase {leaf} after {self.now or 'the start'}: expected one of {rule.after}"
+        start = time.perf_counter()
+        if not rule.keeps:
+            self._send_away(rule)
+        self._set_engine("asleep" if leaf == "score" and "reward" in self.models else rule.engine)
+        for role, kind in self._needed(rule):
+            self._moved_bytes += self.models[role].come_back(kind)
+        self._moving_s += time.perf_counter() - start
+        self.now = leaf
+
+    def _needed(self, rule: Rule) -> list[tuple[str, str]]:
+        kinds = {"weights": True, "gradients": rule.gradients, "optimizer": rule.optimizer}
+        return [(role, kind) for role in rule.weights if role in self.models for kind in kinds if kinds[kind]]
+
+    def _send_away(self, rule: Rule) -> None:
+        needed = self._needed(rule)
+        if rule.engine == "asleep":
+            self._set_engine("asleep")  # before anything else: it frees memory
+        for kind in KINDS:
+            for role in self.models if kind in self.config.offload else ():
+                if (role, kind) not in needed:
+                    self._moved_bytes += self.models[role].leave(kind)
+
+    def _set_engine(self, state: str) -> None:
+        if self.engine is None or not self.config.sleep or not state or self.awake == (state == "awake"):
+            return
+        self.awake = state == "awake"
+        if self.awake:
+            self.engine.wake()
+        else:
+            self.engine.sleep()
+
+    # --- the contract
+
+    def held_bytes(self) -> dict[str, int]:
+        """What is on the device now, by owner."""
+        found = {
+            f"{role} {kind}": memory.held_bytes(kind) for role, memory in self.models.items() for kind in memory.kinds()
+        }
+        if isinstance(self.engine, MeasuredEngine):
+            found |= {f"engine {name}": size for name, size in self.engine.held_bytes().items()}
+        return found
+
+    def _check_limits(self) -> None:
+        for phase in METERED:
+            limit = self.config.limit.of(phase)
+            least = self._least(phase) if limit else {}
+            if sum(least.values()) > limit:
+                raise ConfigError(
+                    f"memory.limit.{phase}_bytes",
+                    limit,
+                    f"at least {sum(least.values())}, which the phase begins with: {_listed(least)}",
+                    f"Raise it, or lower {KEYS[phase]}, or add to memory.offload.",
+                )
+
+    def _least(self, phase: str) -> dict[str, int]:
+        """What is there while `phase` runs, before anything is computed. The optimizer's state comes with the first
+        step; a cache counts with its whole budget."""
+        rule, held = RULES[phase], self.held_bytes()
+        needed = {f"{role} {kind}" for role, kind in self._needed(rule)}
+        movable = {f"{role} {kind}" for role in self.models for kind in self.config.offload}
+        least = {name: n for name, n in held.items() if name in needed or (rule.keeps or name not in movable)}
+        least.pop("engine cache", None)
+        if self.engine is not None and (rule.engine == "awake" or phase == "eval" or not self.config.sleep):
+            least["engine cache (engine.kv_cache_bytes)"] = self.kv_cache_bytes
+        return {name: n for name, n in least.items() if n}
+
+    def take(self) -> ScalarMetrics:
+        """`memory/<phase>_peak_bytes`, the largest of all ranks, and what was moved by this one, since the last
+        take."""
+        peaks = torch.tensor([self._peaks.get(phase, 0) for phase in METERED], dtype=torch.int64, device=self.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+        found = {f"memory/{p}_peak_bytes": float(n) for p, n in zip(METERED, peaks.tolist(), strict=True) if n}
+        if self.config.offload:
+            found |= {"memory/moved_bytes": float(self._moved_bytes), "memory/moving_s": self._moving_s}
+        self._peaks, self._moved_bytes, self._moving_s = {}, 0, 0.0
+        return found
+
+    def check(self, metrics: ScalarMetrics) -> None:
+        """Raise MemoryLimitError on every rank, or warn, where a phase of these (reduced) metrics was over its
+        limit."""
+        for phase in METERED:
+            peak, limit = metrics.get(f"memory/{phase}_peak_bytes", 0.0), self.config.limit.of(phase)
+            if not limit or peak <= limit:
+                continue
+            text = (
+                f"phase {phase} used {peak:.0f} bytes at its peak, more than memory.limit.{phase}_bytes={limit}: raise "
+                f"it, or lower {KEYS[phase]}, or add to memory.offload={self.config.offload}"
+            )
+            if self.config.on_excess == "stop":
+                raise MemoryLimitError(text)
+            if dist.get_rank() == 0:
+                print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def _told(self, leaf: str, outer: str, error: BaseException) -> str:
+        key = f"memory.limit.{outer}_bytes={self.config.limit.of(outer)}" if outer in METERED else "no memory.limit"
+        which = leaf if leaf in KEYS else outer
+        hint = f"lower {KEYS[which]}" if which in KEYS else "use a smaller model"
+        left = [kind for kind in KINDS if kind not in self.config.offload]
+        if left:
+            hint += f", or add {', '.join(left)} to memory.offload"
+        return (
+            f"out of memory in phase {leaf}{f' of {outer}' if outer != leaf else ''} on rank {dist.get_rank()} "
+            f"({self.device}, {key}, engine.kv_cache_bytes={self.kv_cache_bytes}). Held: {_listed(self.held_bytes())}. "
+            f"To fit, {hint}. It said: {str(error).splitlines()[0][:300]}"
+        )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """torch has a class for a GPU's; the CPU's is a RuntimeError with these words."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _listed(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items()) or "nothing"
