@@ -35,7 +35,9 @@ class MemoryLimitConfig:
 class MemoryConfig:
     offload: list[str] = field(default_factory=list)  # OFFLOADS: what goes to host memory where no phase needs it
     pin: bool = True  # page-locked host memory, where there is a GPU
-    sleep: bool = True  # the engine gives its KV cache back while it does not generate
+    # the engine gives its KV cache back while it does not generate: always, never, or auto: on a GPU, and wherever
+    # something is offloaded (else, on a CPU, getting fresh pages costs more than other phases gain by them)
+    sleep: str = "auto"
     limit: MemoryLimitConfig = field(default_factory=MemoryLimitConfig)
     on_excess: str = "stop"  # a phase went over its limit: stop (after saving the step), warn
 
@@ -43,5 +45,7 @@ class MemoryConfig:
         for name in self.offload:
             if name not in OFFLOADS:
                 raise ConfigError("memory.offload", name, f"a list of {', '.join(OFFLOADS)}")
+        if self.sleep not in ("auto", "always", "never"):
+            raise ConfigError("memory.sleep", self.sleep, "one of auto, always, never")
         if self.on_excess not in ("stop", "warn"):
             raise ConfigError("memory.on_excess", self.on_excess, "one of stop, warn")

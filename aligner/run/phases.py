@@ -81,6 +81,8 @@ class PhaseMemory:
         below what its phase holds before it does anything."""
         self.config, self.device, self.models, self.engine = config, device, dict(models), engine
         self.kv_cache_bytes = kv_cache_bytes  # at most
+        there = device.type == "cuda" or bool(config.offload)
+        self.sleeps = config.sleep == "always" or (config.sleep == "auto" and there)
         self.awake = True
         self.now = ""  # the innermost phase with a rule that was entered last
         self._open: list[str] = []  # those that run
@@ -145,7 +147,7 @@ class PhaseMemory:
                     self._moved_bytes += self.models[role].leave(kind)
 
     def _set_engine(self, state: str) -> None:
-        if self.engine is None or not self.config.sleep or not state or self.awake == (state == "awake"):
+        if self.engine is None or not self.sleeps or not state or self.awake == (state == "awake"):
             return
         self.awake = state == "awake"
         if self.awake:
@@ -184,7 +186,7 @@ class PhaseMemory:
         movable = {f"{role} {kind}" for role in self.models for kind in self.config.offload}
         least = {name: n for name, n in held.items() if name in needed or (rule.keeps or name not in movable)}
         least.pop("engine cache", None)
-        if self.engine is not None and (rule.engine == "awake" or phase == "eval" or not self.config.sleep):
+        if self.engine is not None and (rule.engine == "awake" or phase == "eval" or not self.sleeps):
             least["engine cache (engine.kv_cache_bytes)"] = self.kv_cache_bytes
         return {name: n for name, n in least.items() if n}
 

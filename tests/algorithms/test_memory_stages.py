@@ -34,7 +34,7 @@ def arguments(stage: str, data, runs) -> list[str]:
 def test_offloading_changes_no_bit(tiny_data, tiny_runs, tmp_path, monkeypatch, stage, dtype):
     """With evaluation during training, checkpoints written while training goes on, and a resumed run."""
     more = [*arguments(stage, tiny_data, tiny_runs), f"model.dtype={dtype}"]
-    plain = stages.stage(stage, tiny_data, tmp_path / "plain", *more, "memory.sleep=false")
+    plain = stages.stage(stage, tiny_data, tmp_path / "plain", *more, "memory.sleep=never")
     order, enter, away = [], PhaseMemory._enter, set()
 
     def entered(self, leaf, rule):
@@ -90,7 +90,7 @@ def test_the_cache_keeps_its_budget_and_is_gone_in_training(tiny_data, tiny_runs
     monkeypatch.setattr(Scratch, "take", take)
     monkeypatch.setattr(Policy, "update", updated)
     monkeypatch.setattr(NativeEngine, "__init__", built)
-    more = [*arguments("grpo", tiny_data, tiny_runs), f"engine.kv_cache_bytes={budget}"]
+    more = [*arguments("grpo", tiny_data, tiny_runs), f"engine.kv_cache_bytes={budget}", "memory.sleep=always"]
     stages.stage("grpo", tiny_data, tmp_path / "run", *more)
     assert budget / 2 < most[0] <= budget
     assert len(seen) == 8 and all(held["cache"] == held["scratch"] == 0 < held["weights"] for held in seen)

@@ -73,7 +73,7 @@ class Engine:
 
 def make(*roles: str, engine: bool = True, **config) -> tuple[PhaseMemory, Timers, list]:
     log: list = []
-    config.setdefault("offload", list(OFFLOADS))
+    config = {"offload": list(OFFLOADS), "sleep": "always"} | config
     models = {role: Model(role, role in ("policy", "critic"), log) for role in roles or ("policy",)}
     found = PhaseMemory(MemoryConfig(**config), torch.device("cpu"), models, Engine(log) if engine else None, 50)
     timers = Timers()
@@ -132,9 +132,13 @@ def test_what_was_not_asked_for_stays(offload):
 
 
 def test_an_engine_may_be_kept_awake():
-    memory, timers, log = make(sleep=False, offload=[])
+    for sleep, offload in (("never", list(OFFLOADS)), ("auto", [])):  # auto: on this CPU nobody wants the room
+        memory, timers, log = make(sleep=sleep, offload=offload)
+        run(timers, "refit", "generate", "score", "logprobs", "update")
+        assert all(len(entry) == 3 for entry in log) and memory.engine.awake
+    memory, timers, log = make(sleep="always", offload=[])
     run(timers, "refit", "generate", "score", "logprobs", "update")
-    assert log == [] and memory.engine.awake
+    assert log == [("sleep",), ("wake",), ("sleep",)]
 
 
 @pytest.mark.parametrize("names, text", [
