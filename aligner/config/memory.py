@@ -36,7 +36,7 @@ class MemoryConfig:
     offload: list[str] = field(default_factory=list)  # OFFLOADS: what goes to host memory where no phase needs it
     pin: bool = True  # page-locked host memory, where there is a GPU
     # the engine gives its KV cache back while it does not generate: always, never, or auto: on a GPU, and wherever
-    # something is offloaded (else, on a CPU, getting fresh pages costs more than other phases gain by them)
+    # something is offloaded or limited (else, on a CPU, getting fresh pages costs more than other phases gain by them)
     sleep: str = "auto"
     limit: MemoryLimitConfig = field(default_factory=MemoryLimitConfig)
     on_excess: str = "stop"  # a phase went over its limit: stop (after saving the step), warn

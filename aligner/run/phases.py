@@ -81,8 +81,8 @@ class PhaseMemory:
         below what its phase holds before it does anything."""
         self.config, self.device, self.models, self.engine = config, device, dict(models), engine
         self.kv_cache_bytes = kv_cache_bytes  # at most
-        there = device.type == "cuda" or bool(config.offload)
-        self.sleeps = config.sleep == "always" or (config.sleep == "auto" and there)
+        tight = device.type == "cuda" or bool(config.offload) or any(map(config.limit.of, METERED))
+        self.sleeps = config.sleep == "always" or (config.sleep == "auto" and tight)
         self.awake = True
         self.now = ""  # the innermost phase with a rule that was entered last
         self._open: list[str] = []  # those that run
