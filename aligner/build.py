@@ -23,6 +23,7 @@ from aligner.algorithms.sft import sft
 from aligner.cluster.env import RankEnv
 from aligner.cluster.signals import StopSignals
 from aligner.config.freeze import rollout_key
+from aligner.config.quantization import describe, quantized
 from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig, OptimConfig
 from aligner.config.validate import evaluation_functions, minibatch_samples, validate_model
 from aligner.data.batches import BatchSource
@@ -34,6 +35,7 @@ from aligner.data.stream import IndexStream
 from aligner.data.tokenizer import stop_token_ids
 from aligner.engines.base import RolloutEngine
 from aligner.engines.native.engine import NativeEngine
+from aligner.engines.quantized import QuantizedEngine, has_modelopt, make_quantizer
 from aligner.errors import AlignerError, ConfigError, MemoryLimitError, MismatchError, RewardError
 from aligner.megatron.checkpoint import load_model
 from aligner.megatron.checkpoint_files import complete_checkpoints
@@ -46,7 +48,7 @@ from aligner.ops.balance import row_costs
 from aligner.ops.seeds import derive
 from aligner.refit.export import export_hf
 from aligner.refit.transfer import Refit
-from aligner.refit.verify import Verifier
+from aligner.refit.verify import POWER, Verifier
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
 from aligner.roles.critic import Critic
@@ -247,13 +249,17 @@ def _rewards(job: Job, model: RewardModel | None) -> RewardPipeline:
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
-def _engine(job: Job, model: ModelConfig) -> NativeEngine:
+def _engine(job: Job, model: ModelConfig) -> RolloutEngine:
     name = job.cfg.engine.dtype
     dtype = job.dtype if name == "auto" else resolve_dtype(name)
     tokenizer = job.tokenizer
     job.engine = NativeEngine(
         model, job.cfg.engine, device=job.device, dtype=dtype, pad_id=tokenizer.pad_token_id, decode=tokenizer.decode
     )
+    if quantized(job.cfg):
+        quantize, by = make_quantizer(job.cfg.engine.quantization, has_modelopt())
+        job.say(describe(job.cfg, by))
+        job.engine = QuantizedEngine(job.engine, quantize, hashes=job.cfg.refit.verify == "checksum")
     return job.engine
 
 
@@ -275,7 +281,9 @@ def _verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset) ->
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=job.tokenizer.pad_token_id)
     lengths = torch.tensor([len(row) for row in rows])
     plain = Policy(policy.model, policy.batch, temperature=1.0)
-    return Verifier(refit, tokens, lengths, lambda t, n: plain.logprobs(TrainBatch(t, n, torch.zeros(len(n), 0))))
+    power = POWER * (3 if quantized(job.cfg) else 1)  # its noise is that of the rounding, and not of zero mean
+    trainer = lambda t, n: plain.logprobs(TrainBatch(t, n, torch.zeros(len(n), 0)))  # noqa: E731
+    return Verifier(refit, tokens, lengths, trainer, power=power)
 
 
 def _evaluator(job: Job, refit: Refit, reward_model: RewardModel | None = None) -> Evaluator | None:

@@ -27,6 +27,7 @@ ONLY_IN = {
     "megatron": ("aligner/megatron/",),
     "tensorrt_llm": ("aligner/engines/trtllm",),
     "mpi4py": ("aligner/cluster/",),
+    "modelopt": ("aligner/engines/quantized.py",),
 }
 FILES = sorted((ROOT / "aligner").rglob("*.py"))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from aligner.config.memory import MemoryConfig
 from aligner.config.moe import MOE_FAMILIES, MoeConfig, check_moe_family
+from aligner.config.quantization import KINDS, settle
 from aligner.config.watchdog import WatchdogConfig
 from aligner.errors import ConfigError
 
@@ -411,10 +412,12 @@ class EngineConfig:
     kv_cache_bytes: int = 1 << 30
     max_batch: int = 512  # rows decoded together
     dtype: str = "auto"  # auto: the trainer's compute dtype
+    quantization: str = "none"  # none, int8, fp8: of the layers' matrices, at every refit
 
     def __post_init__(self) -> None:
         _one_of("engine.name", self.name, ("native", "recorded"))
         _one_of("engine.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _one_of("engine.quantization", self.quantization, KINDS)
         _at_least("engine.kv_cache_bytes", self.kv_cache_bytes, 1)
         _at_least("engine.max_batch", self.max_batch, 1)
         if self.tensor_parallel != 1:
@@ -450,7 +453,9 @@ WEIGHING = ("tis_token", "tis_sequence", "icepop")
 
 @dataclass
 class MismatchConfig:
-    correction: str = "none"  # none, or one or more of MISMATCH_BOUNDS joined by +, at most one of which weighs tokens
+    # none, or one or more of MISMATCH_BOUNDS joined by +, at most one of which weighs tokens. auto: tis_token with a
+    # quantised engine, else none; the frozen config has the choice
+    correction: str = "auto"
     cap: float = 0.0  # of a weight (tis_*); 0: the method's default
     low: float = 0.0  # r below it is left out (icepop, geometric_mask, veto); 0: the method's default
     high: float = 0.0  # r above it is left out; 0: the method's default
@@ -480,7 +485,7 @@ class MismatchConfig:
 
     @property
     def methods(self) -> list[str]:
-        return [name.strip() for name in self.correction.split("+")]
+        return ["none" if name.strip() == "auto" else name.strip() for name in self.correction.split("+")]
 
     def bounds(self, method: str) -> dict[str, float]:
         """The bounds of one method, by argument name."""
@@ -667,3 +672,4 @@ class Config:
         elif self.engine.name == "recorded":
             expected = "a recorded rollout, or a folder of them, with engine.name=recorded"
             raise ConfigError("debug.train_only", "", expected)
+        settle(self)

@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # mean |logprob differe
 POWER = 6.0  # the step must move the sentinel by this many noise widths before "nearer" means anything
 
 
-def staleness(engine: Tensor, current: Tensor, previous: Tensor) -> tuple[bool, float]:
+def staleness(engine: Tensor, current: Tensor, previous: Tensor, power: float = POWER) -> tuple[bool, float]:
     """Whether `engine` [N] is nearer to `previous` than to `current`, and how far along it came (0 stale, 1 current).
 
     With d = current - previous, progress = <engine - previous, d> / |d|^2; nearer to previous means progress < 1/2. The
@@ -35,7 +35,7 @@ def staleness(engine: Tensor, current: Tensor, previous: Tensor) -> tuple[bool, 
         return False, 1.0
     progress = float(((engine - previous).double() * step).sum() / squared)
     noise = min((engine - x).double().square().mean().sqrt() for x in (current, previous))
-    powerful = bool(squared.sqrt() > POWER * noise)
+    powerful = bool(squared.sqrt() > power * noise)
     return powerful and progress < 0.5, progress
 
 
@@ -48,6 +48,7 @@ class Verifier:
     lengths: Tensor  # int64 [B]
     trainer_logprobs: object  # callable (tokens, lengths) -> float32 [B, T], collective over the model's ranks
     previous: Tensor | None = field(default=None)
+    power: float = POWER
 
     def state_dict(self) -> dict[str, Any]:
         """The last logprobs and the rows they are of, so that the first refit after a resume gets its verdict."""
@@ -84,7 +85,7 @@ class Verifier:
             causes.append(f"sentinel: mean |logprob difference| {error:.3g} > refit.tolerance {tolerance:.3g}")
         progress = 1.0
         if self.previous is not None:
-            stale, progress = staleness(found, current, self.previous)
+            stale, progress = staleness(found, current, self.previous, self.power)
             if stale:
                 causes.append(
                     f"sentinel: nearer to the previous weights than to the current ones (progress {progress:.2f})"

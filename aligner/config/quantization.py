@@ -1,0 +1,40 @@
+"""`engine.quantization`, and what else it decides where nothing was said."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aligner.config.schema import Config
+
+KINDS = ("none", "int8", "fp8")
+CORRECTION = "tis_token"  # `mismatch.correction` with a quantised engine
+# `refit.tolerance` with one, if it is 0: mean |logprob difference| on the sentinel prompts, about ten times what was
+# measured (docs/quantization.md)
+TOLERANCE = {"int8": 0.05, "fp8": 0.2}
+
+
+def quantized(cfg: Config) -> bool:
+    return cfg.engine.quantization != "none"
+
+
+def settle(cfg: Config) -> None:
+    """Give `mismatch.correction=auto` and `refit.tolerance=0` their values."""
+    if cfg.mismatch.correction == "auto":
+        # dppo has its ratio to the engine in the loss and takes no weights
+        weighs = quantized(cfg) and cfg.algorithm.policy_loss != "dppo"
+        cfg.mismatch.correction = CORRECTION if weighs else "none"
+    if quantized(cfg) and not cfg.refit.tolerance:
+        cfg.refit.tolerance = TOLERANCE[cfg.engine.quantization]
+
+
+def describe(cfg: Config, by: str) -> str:
+    """Lines for the start of a run; `by`: whose functions quantise."""
+    kind, correction = cfg.engine.quantization, cfg.mismatch.correction
+    text = (
+        f"engine.quantization={kind}: rollouts and evaluations come from weights in {kind}, by {by}; training does "
+        f"not. mismatch.correction={correction}, refit.tolerance={cfg.refit.tolerance:g}"
+    )
+    if correction == "none" and cfg.algorithm.policy_loss != "dppo":
+        text += f"\nwarning: a quantised engine without mismatch.correction; {CORRECTION} is the default (auto) for it"
+    return text

@@ -1,0 +1,44 @@
+"""engine.quantization, and what it decides where nothing was said."""
+
+import pytest
+
+from aligner.config.freeze import load_frozen, to_yaml
+from aligner.config.quantization import describe
+from aligner.config.resolve import compose, compose_over
+from aligner.errors import ConfigError
+
+BASE = ["stage=grpo", "batch.group=4", "reward.functions=[{path: math}]"]
+
+
+@pytest.mark.parametrize(
+    "more, correction, tolerance",
+    [
+        ([], "none", 0.0),
+        (["engine.quantization=int8"], "tis_token", 0.05),
+        (["engine.quantization=fp8"], "tis_token", 0.2),
+        (["engine.quantization=fp8", "mismatch.correction=none", "refit.tolerance=0.7"], "none", 0.7),
+        (["engine.quantization=fp8", "mismatch={correction: icepop, high: 3}"], "icepop", 0.2),
+        (["engine.quantization=fp8", "algorithm.policy_loss=dppo"], "none", 0.2),
+        (["mismatch.correction=veto"], "veto", 0.0),
+    ],
+)
+def test_defaults_with_a_quantised_engine(tmp_path, more, correction, tolerance):
+    cfg = compose([*BASE, *more])
+    assert (cfg.mismatch.correction, cfg.refit.tolerance) == (correction, tolerance)
+    (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+    assert load_frozen(tmp_path) == cfg  # the choice is frozen, and made once
+
+
+def test_what_a_run_says():
+    cfg = compose([*BASE, "engine.quantization=fp8"])
+    text = describe(cfg, "somebody")
+    assert "engine.quantization=fp8" in text and "by somebody" in text
+    assert "mismatch.correction=tis_token, refit.tolerance=0.2" in text and "warning" not in text
+    plain = compose_over(compose(BASE), ["engine.quantization=int8"])  # frozen without it: the choice was none
+    assert plain.mismatch.correction == "none" and plain.refit.tolerance == 0.05
+    assert "warning: a quantised engine without mismatch.correction" in describe(plain, "somebody")
+
+
+def test_other_formats_are_refused():
+    with pytest.raises(ConfigError, match=r"engine.quantization='int4'.*none, int8, fp8"):
+        compose([*BASE, "engine.quantization=int4"])
