@@ -1,0 +1,125 @@
+"""How each Hugging Face tensor lies in the trainer's shards, and how tensor ranks of an engine cut it.
+
+Read from the family table's rows (`families.py`), beside `to_hf`, which needs whole canonical tensors: here a part of a
+Hugging Face tensor is a view into a shard, so that it can be copied to where it belongs without being gathered first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from aligner.config.schema import ModelConfig
+from aligner.errors import LayoutError
+from aligner.models.families import ParamSpec, expected_hf_shapes, family_table
+
+_AXES = {"qkv": 0, "qkv_bias": 0, "gate_up": 0, "experts_gate_up": 0, "experts": 1}  # of the Hugging Face tensor
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """One Hugging Face tensor. A part of it is `[start, stop)` along `axis`, in entries of the whole tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    spec: ParamSpec
+    index: int  # in spec.hf
+    group_rows: tuple[int, int] = (0, 0)  # qkv: first row and number of rows in a query group's rows
+
+    @property
+    def sharded(self) -> bool:
+        return self.spec.tp_axis is not None
+
+    @cached_property
+    def axis(self) -> int:
+        """The axis that tensor ranks cut; 0 where they all have the whole."""
+        spec = self.spec
+        return 0 if spec.tp_axis is None else spec.tp_axis if spec.transform == "copy" else _AXES[spec.transform]
+
+    @property
+    def length(self) -> int:
+        return self.shape[self.axis]
+
+    @cached_property
+    def entry_numel(self) -> int:
+        """Elements of one entry of the axis."""
+        total = 1
+        for i, size in enumerate(self.shape):
+            total *= size if i != self.axis else 1
+        return total
+
+    @property
+    def quantum(self) -> int:
+        """Parts begin and end at multiples of it: the rows of a query group, else 1."""
+        return self.group_rows[1] or 1
+
+    @property
+    def expert(self) -> int:
+        return self.index // (2 if self.spec.transform == "experts_gate_up" else 1)
+
+    def interval(self, tensor: int, rank: int) -> tuple[int, int]:
+        """What tensor rank `rank` of `tensor` has. Raises LayoutError if the ranks cannot share it."""
+        if not self.sharded or tensor == 1:
+            return 0, self.length
+        if self.spec.padded:  # Megatron pads the vocabulary: the last ranks may have less, or nothing
+            size = -(-self.length // tensor)
+            return min(self.length, rank * size), min(self.length, (rank + 1) * size)
+        if self.spec.units % tensor:
+            raise LayoutError("tensor parallelism", tensor, f"a divisor of {self.spec.units} (pieces of {self.name})")
+        size = self.length // tensor
+        return rank * size, (rank + 1) * size
+
+    def view(self, shard: Tensor, first: int, first_expert: int, start: int, stop: int) -> Tensor:
+        """The part [start, stop) as a view into a trainer's shard, which begins at entry `first` (and at expert
+        `first_expert`): elements in the order of the Hugging Face tensor, in any shape."""
+        spec, a, b = self.spec, start - first, stop - first
+        if spec.transform == "copy":
+            return shard.narrow(self.axis, a, b - a)
+        if spec.transform == "gate_up":
+            return shard.unflatten(0, (2, -1))[self.index, a:b]
+        if spec.transform == "experts_gate_up":
+            return shard[self.expert - first_expert, self.index % 2, a:b]
+        if spec.transform == "experts":
+            return shard[self.expert - first_expert, :, a:b]
+        assert spec.transform in ("qkv", "qkv_bias"), f"{spec.transform}: no view of its parts"
+        (at, rows), groups = self.group_rows, spec.units
+        grouped = shard.unflatten(0, (-1, spec.shape[0] // groups))
+        return grouped[a // rows : b // rows, at : at + rows]
+
+
+def hf_tensors(cfg: ModelConfig) -> tuple[HfTensor, ...]:
+    """Every tensor of a language model of this shape, in the order of the family table."""
+    shapes, found = expected_hf_shapes(cfg), []
+    head, queries = cfg.kv_channels, cfg.num_heads // cfg.num_kv_heads
+    parts = ((0, queries * head), (queries * head, head), ((queries + 1) * head, head))
+    for spec in family_table(cfg):
+        for index, name in enumerate(spec.hf):
+            rows = parts[index] if spec.transform in ("qkv", "qkv_bias") else (0, 0)
+            found.append(HfTensor(name, shapes[name], spec, index, rows))
+    return tuple(found)
+
+
+def copy_elements(target: Tensor, source: Tensor) -> None:
+    """target <- source, element by element in row-major order, whatever their shapes and strides, without a buffer.
+
+    Both are seen in the coarsest shape that splits the dimensions of each: splitting is always a view.
+    """
+    ends = sorted(_ends(target) | _ends(source))
+    shape, below = [], 1
+    for end in ends:
+        assert end % below == 0, f"{tuple(target.shape)} and {tuple(source.shape)} have no common refinement"
+        shape.append(end // below)
+        below = end
+    shape.reverse()
+    target.view(shape).copy_(source.view(shape), non_blocking=True)
+
+
+def _ends(t: Tensor) -> set[int]:
+    """Products of the last 1, 2, ... sizes."""
+    ends, total = set(), 1
+    for size in reversed(t.shape):
+        total *= size
+        ends.add(total)
+    return ends

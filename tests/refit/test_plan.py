@@ -1,0 +1,188 @@
+"""The refit plan over random layouts, against an oracle that gathers everything."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aligner.config.moe import MoeConfig
+from aligner.errors import LayoutError
+from aligner.models.families import FAMILIES, family_table, split_tp, to_hf
+from aligner.models.shards import copy_elements, hf_tensors
+from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
+from tests.tiny import LLAMA, MIXTRAL, MODELS, MOE, wild_source
+
+WIDE = replace(LLAMA, num_layers=4, num_heads=8, num_kv_heads=4, tie_embeddings=False)  # tensor up to 4
+SHAPES = {
+    "llama": WIDE,
+    "qwen2": replace(MODELS["qwen2"], num_layers=4, num_kv_heads=4),
+    "qwen3": replace(MODELS["qwen3"], num_layers=4, vocab_size=97),
+    "qwen3_moe": replace(MOE, num_layers=4),
+    "mixtral": replace(MIXTRAL, num_layers=4, num_kv_heads=4, moe=MoeConfig(4, top_k=3, ffn_hidden_size=40)),
+}
+BYTES = 4
+
+
+def full_tensors(cfg) -> dict[str, torch.Tensor]:
+    source = wild_source(cfg)
+    return {name: t for spec in family_table(cfg) for name, t in to_hf(spec, source(spec), cfg).items()}
+
+
+def shard_of(spec, cfg, trainer: TrainerGrid, rank: int) -> torch.Tensor:
+    """What `megatron.weights.load_weights` puts there."""
+    shard = split_tp(spec, wild_source(cfg)(spec), trainer.tensor, trainer.tensor_rank(rank))
+    return shard.chunk(trainer.expert)[trainer.expert_rank(rank)] if spec.experts else shard
+
+
+class Simulation:
+    """Runs a plan in this process. Reads only what a rank holds; counts how often each element is written."""
+
+    def __init__(self, cfg, plan):
+        self.cfg, self.plan, self.tensors = cfg, plan, plan.tensors
+        self.held: dict[tuple, dict] = {}
+        self.shards: dict[tuple, torch.Tensor] = {}
+        width = plan.engine.tensor
+        for place, rank in enumerate(plan.engine.ranks):
+            for tensor in self.tensors:
+                start, stop = tensor.interval(width, place % width)
+                shape = list(tensor.shape)
+                shape[tensor.axis] = stop - start
+                self.held[rank, tensor.name] = {
+                    "start": start,
+                    "values": torch.full(shape, float("nan")),
+                    "writes": torch.zeros(shape, dtype=torch.int32),
+                }
+
+    def source(self, rank: int, part) -> torch.Tensor:
+        trainer, tensor = self.plan.trainer, self.tensors[part.tensor]
+        stage = (rank - trainer.first) // trainer.tensor // trainer.replicas
+        assert 0 <= rank - trainer.first < trainer.size and stage in trainer.stages(tensor), "it does not hold that"
+        key = rank, tensor.spec.canonical
+        if key not in self.shards:
+            self.shards[key] = shard_of(tensor.spec, self.cfg, trainer, rank)
+        first, _ = tensor.interval(trainer.tensor, trainer.tensor_rank(rank) if tensor.sharded else 0)
+        experts = trainer.expert_rank(rank) * (tensor.spec.shape[0] // trainer.expert) if tensor.spec.experts else 0
+        return tensor.view(self.shards[key], first, experts, part.start, part.stop)
+
+    def copy(self, source: int, target: int, parts) -> int:
+        moved = 0
+        for part in parts:
+            tensor, held = self.tensors[part.tensor], self.held[target, self.tensors[part.tensor].name]
+            block = self.source(source, part)
+            where = tensor.axis, part.start - held["start"], part.stop - part.start
+            copy_elements(held["values"].narrow(*where), block)
+            held["writes"].narrow(*where).add_(1)
+            moved += block.numel() * BYTES
+        return moved
+
+    def run(self) -> None:
+        for rank, parts in self.plan.local.items():
+            self.copy(rank, rank, parts)
+        for messages in self.plan.rounds:
+            for message in messages:
+                assert message.source != message.target, "a rank's own bytes need no wire"
+                assert self.copy(message.source, message.target, message.parts) == message.bytes
+
+
+@st.composite
+def layouts(draw):
+    cfg = SHAPES[draw(st.sampled_from(sorted(SHAPES)))]
+    size = st.sampled_from([1, 2, 4])
+    experts = draw(st.sampled_from([1, 2, 4])) if cfg.moe.num_experts else 1
+    context, data = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
+    while context * data % experts:
+        experts //= 2
+    trainer = TrainerGrid(4, draw(size), draw(size), context, data, experts, first=draw(st.sampled_from([0, 3])))
+    width, replicas = draw(size), draw(st.integers(1, 3))
+    pool = draw(st.permutations(range(trainer.first + trainer.size + 3)))  # its own ranks, others, or some of both
+    engine = EngineGrid(tuple(pool[: width * replicas]), width) if width * replicas <= len(pool) else None
+    return cfg, trainer, engine or EngineGrid((pool[0],)), draw(st.sampled_from([1, 700, 5000, 1 << 30]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts())
+def test_every_engine_gets_every_element_once(layout):
+    cfg, trainer, engine, bucket_bytes = layout
+    plan = plan_refit(trainer, engine, hf_tensors(cfg), BYTES, bucket_bytes)
+    simulation = Simulation(cfg, plan)
+    simulation.run()
+    wanted = full_tensors(cfg)
+    for place, rank in enumerate(engine.ranks):
+        for tensor in plan.tensors:
+            start, stop = tensor.interval(engine.tensor, place % engine.tensor)
+            held = simulation.held[rank, tensor.name]
+            assert (held["writes"] == 1).all(), (rank, tensor.name)
+            assert torch.equal(held["values"], wanted[tensor.name].narrow(tensor.axis, start, stop - start))
+    for messages in plan.rounds:
+        assert (
+            max(Counter(m.source for m in messages).values()) == max(Counter(m.target for m in messages).values()) == 1
+        )
+        for message in messages:
+            tensors = [plan.tensors[p.tensor] for p in message.parts]
+            alone = len(tensors) == 1 and tensors[0].quantum == message.parts[0].stop - message.parts[0].start
+            assert message.bytes <= bucket_bytes or alone
+    counted = Counter()
+    for parts in plan.owned.values():
+        for part in parts:
+            counted[part.tensor] += (part.stop - part.start) * plan.tensors[part.tensor].entry_numel
+    assert [counted[i] for i in range(len(plan.tensors))] == [wanted[t.name].numel() for t in plan.tensors]
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_what_a_rank_holds_it_keeps(tensor):
+    """The same ranks and the same tensor parallelism: nothing between ranks, whatever the replicas."""
+    for name, cfg in SHAPES.items():
+        trainer = TrainerGrid(4, tensor, data=2)
+        plan = plan_refit(trainer, EngineGrid(tuple(range(2 * tensor)), tensor), hf_tensors(cfg), BYTES, 1 << 20)
+        assert not plan.rounds and len(plan.local) == 2 * tensor, name
+
+
+def test_bytes_between_ranks_are_what_is_missing():
+    """Two ranks with halves of the layers: each receives the other's half, once."""
+    cfg = SHAPES["llama"]
+    sizes = {n: t.numel() * BYTES for n, t in full_tensors(cfg).items()}
+    plan = plan_refit(TrainerGrid(4, pipeline=2), EngineGrid((0, 1)), hf_tensors(cfg), BYTES, 5000)
+    assert plan.bytes_between_ranks() == sum(sizes.values())
+    # tensor parallel on both sides, but on other ranks: every replica receives one model in all
+    moved = plan_refit(TrainerGrid(4, 2), EngineGrid((2, 3, 4, 5), 2), hf_tensors(cfg), BYTES, 5000)
+    replicated = sum(sizes[t.name] for t in moved.tensors if not t.sharded)
+    assert moved.bytes_between_ranks() == 2 * (sum(sizes.values()) + replicated)
+    assert not moved.local
+
+
+def test_senders_share_the_work():
+    """Two data-parallel ranks of the trainer, two engines elsewhere: each sends one."""
+    plan = plan_refit(TrainerGrid(4, data=2), EngineGrid((2, 3)), hf_tensors(WIDE), BYTES, 1 << 30)
+    sent = Counter()
+    for messages in plan.rounds:
+        for m in messages:
+            sent[m.source] += m.bytes
+    assert set(sent) == {0, 1} and max(sent.values()) < 1.2 * min(sent.values())
+
+
+def test_planned_once():
+    args = TrainerGrid(4, 2), EngineGrid((0, 1)), hf_tensors(WIDE), BYTES, 999
+    assert plan_refit(*args) is plan_refit(TrainerGrid(4, 2), EngineGrid((0, 1)), hf_tensors(WIDE), BYTES, 999)
+
+
+def test_layouts_that_cannot_be():
+    with pytest.raises(LayoutError, match="engine.tensor_parallel"):
+        EngineGrid((0, 1, 2), 2)
+    with pytest.raises(LayoutError, match="divisor of 2"):
+        plan_refit(TrainerGrid(2), EngineGrid(tuple(range(4)), 4), hf_tensors(LLAMA), BYTES, 999)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_views_are_what_to_hf_gives(family):
+    """A family whose table has a transform that `HfTensor.view` does not know fails here."""
+    if family not in SHAPES:
+        pytest.skip("no shape of this family here")
+    cfg, source = SHAPES[family], wild_source(SHAPES[family])
+    for tensor in hf_tensors(cfg):
+        full = source(tensor.spec)
+        out = torch.empty(tensor.shape)
+        copy_elements(out, tensor.view(full, 0, 0, 0, tensor.length))
+        assert torch.equal(out, to_hf(tensor.spec, full, cfg)[tensor.name]), tensor.name
