@@ -73,6 +73,19 @@ class MeasuredEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class PlacingEngine(Protocol):
+    """A `RolloutEngine` whose weights others may write in place, part by part, between begin_update and
+    finish_update: the ranks of `tensor_parallel` neighbouring engines share one model."""
+
+    tensor_parallel: int
+
+    def place(self, name: str, start: int, stop: int) -> Tensor | None:
+        """Where entries [start, stop) of the tensor's `HfTensor.axis` go (counted in the whole tensor): a view whose
+        elements are in the tensor's order. They count as written. None if they must not be (`finish_update` tells)."""
+        ...
+
+
 class UpdateLedger:
     """Which tensors of an update have come, and which version is complete.
 
@@ -85,12 +98,13 @@ class UpdateLedger:
         self._complete = False
         self._pending: int | None = None
         self._seen: set[str] = set()
+        self._parts: dict[str, list[tuple[int, int]]] = {}  # of tensors that come in parts
         self._faults: dict[str, list[str]] = {}
 
     def begin(self, version: int) -> None:
         """An unfinished update is abandoned: from here on only a complete one makes the engine usable."""
         self._pending, self._complete = version, False
-        self._seen, self._faults = set(), {}
+        self._seen, self._parts, self._faults = set(), {}, {}
 
     def accept(self, name: str, shape: Sequence[int]) -> bool:
         """Note a tensor; False where it must not be copied (the fault is told by `finish`)."""
@@ -104,6 +118,32 @@ class UpdateLedger:
             return self._fault("doubled", name)
         self._seen.add(name)
         return True
+
+    def accept_part(self, name: str, start: int, stop: int) -> bool:
+        """Note a part; False where it must not be copied. `settle_parts` tells what is missing or overlaps."""
+        if self._pending is None:
+            raise RefitError(f"a part of {name!r} came outside begin_update and finish_update")
+        if name not in self.expected:
+            return self._fault("unknown", name)
+        self._parts.setdefault(name, []).append((start, stop))
+        return True
+
+    def settle_parts(self, name: str, start: int, stop: int) -> None:
+        """The parts of tensor `name` must be [start, stop) in all, each entry once; call before `finish`."""
+        parts, at = sorted(self._parts.pop(name, [])), start
+        if not parts and start < stop:
+            return  # missing, or it came whole
+        for a, b in parts:
+            if a != at:
+                self._fault("doubled" if a < at else "incomplete", f"{name} [{min(a, at)}:{max(a, at)}]")
+                break
+            at = b
+        else:
+            if at != stop:
+                self._fault("incomplete" if at < stop else "beyond", f"{name} [{min(at, stop)}:{max(at, stop)}]")
+        if name in self._seen:
+            self._fault("doubled", name)
+        self._seen.add(name)
 
     def _fault(self, kind: str, text: str) -> bool:
         self._faults.setdefault(kind, []).append(text)

@@ -14,6 +14,7 @@ from torch import Tensor
 from aligner.config.schema import ModelConfig
 from aligner.errors import LayoutError
 from aligner.models.families import ParamSpec, expected_hf_shapes, family_table
+from aligner.ops.checksum import part_checksum
 
 _AXES = {"qkv": 0, "qkv_bias": 0, "gate_up": 0, "experts_gate_up": 0, "experts": 1}  # of the Hugging Face tensor
 
@@ -70,6 +71,13 @@ class HfTensor:
             raise LayoutError("tensor parallelism", tensor, f"a divisor of {self.spec.units} (pieces of {self.name})")
         size = self.length // tensor
         return rank * size, (rank + 1) * size
+
+    def checksum(self, part: Tensor, start: int, stop: int) -> int:
+        """What [start, stop) adds to the tensor's `ops.checksum.tensor_checksum`; `part` holds its elements in order,
+        in the dtype that is compared."""
+        below = self.entry_numel if self.axis == 0 else 1  # of the axes here the one that is cut is first or last
+        assert self.axis == 0 or self.axis == len(self.shape) - 1, self
+        return part_checksum(part, (stop - start) * below, self.length * below, start * below)
 
     def view(self, shard: Tensor, first: int, first_expert: int, start: int, stop: int) -> Tensor:
         """The part [start, stop) as a view into a trainer's shard, which begins at entry `first` (and at expert

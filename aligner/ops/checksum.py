@@ -33,10 +33,23 @@ def tensor_checksum(t: Tensor) -> int:
     Exact on the bytes: -0.0 and 0.0 differ, and so do two elements that changed places. Cast to the dtype that is to
     be compared before calling. Integer addition commutes, so CPU and CUDA agree.
     """
-    bits = t.detach().contiguous().view(-1).view(_INTS[t.element_size()])
+    return part_checksum(t, t.numel(), t.numel(), 0)
+
+
+def part_checksum(part: Tensor, inner: int, width: int, start: int) -> int:
+    """The share of `tensor_checksum` that a part of a tensor has: those of parts that make up the tensor add up to it,
+    modulo 2^64.
+
+    The part, in row-major order, is `inner` neighbouring elements at a time: the first at index `start` of the tensor,
+    and so on every `width` elements.
+    """
+    bits = part.detach().contiguous().view(-1).view(_INTS[part.element_size()])
     total = 0
-    for start in range(0, bits.numel(), _CHUNK):
-        part = bits[start : start + _CHUNK].to(torch.int64, copy=True)
-        index = torch.arange(start + 1, start + 1 + part.numel(), device=t.device)
-        total += int(mix64_(part.add_(index.mul_(GOLDEN))).sum())
+    for begin in range(0, bits.numel(), _CHUNK):
+        x = bits[begin : begin + _CHUNK].to(torch.int64, copy=True)
+        index = torch.arange(begin, begin + x.numel(), device=part.device)
+        if inner < bits.numel():
+            index.add_(index // inner, alpha=width - inner)
+        index.add_(start + 1)
+        total += int(mix64_(x.add_(index.mul_(GOLDEN))).sum())
     return total & ((1 << 64) - 1)

@@ -20,6 +20,14 @@ def max_over(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return x
 
 
+def sum_halves(halves: Tensor, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Sums of 64-bit numbers over ranks (of the world if no `group` is given), modulo 2^64; `halves` int64 [n, 2] holds
+    the low and the high 32 bits, so that nothing overflows."""
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(halves, group=group)
+    return [(low + (high << 32)) & ((1 << 64) - 1) for low, high in halves.tolist()]
+
+
 def first_cause(cause: str) -> tuple[int, str] | None:
     """(rank, text) of the lowest rank of the world whose `cause` is not empty, on every rank; None if all are."""
     causes = [cause]

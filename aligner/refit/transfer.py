@@ -1,27 +1,35 @@
-"""Move the trainer's weights into this rank's engine: gather over tensor ranks, broadcast over pipeline stages, commit.
+"""Move the trainer's weights into this rank's engine, and commit.
 
-Every rank runs it together. Whatever fails on one rank stops all of them, with the first cause.
+An engine that can be written in place gets its parts by the plan of `plan.py`: from shard to shard, nothing gathered.
+Another gets whole tensors, gathered over tensor ranks and broadcast over pipeline stages. Every rank runs it together;
+whatever fails on one rank stops all of them, with the first cause.
 """
 
 from __future__ import annotations
 
+import datetime
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.schema import RefitConfig
-from aligner.engines.base import RolloutEngine
+from aligner.engines.base import PlacingEngine, RolloutEngine
 from aligner.errors import RefitError
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import EMBEDDING, gather_weights, local_parameters
 from aligner.models.families import ParamSpec, expected_hf_shapes, family_table, to_hf
+from aligner.models.shards import hf_tensors
 from aligner.ops.checksum import tensor_checksum
-from aligner.ops.reduce import first_cause
-from aligner.refit.plan import buckets
+from aligner.ops.reduce import first_cause, sum_halves
+from aligner.refit.exchange import Exchange
+from aligner.refit.plan import EngineGrid, TrainerGrid, buckets, plan_refit
 from aligner.types import ScalarMetrics
+
+CAUSE_KEY = "aligner/refit/cause"  # in the store that all ranks share
 
 
 class WeightStream:
@@ -99,39 +107,102 @@ class Refit:
     """Callable once per rollout: afterwards this rank's engine holds the trainer's weights and their version."""
 
     def __init__(self, model: ShardedModel, engine: RolloutEngine, config: RefitConfig, skip: bool = False):
-        self.stream = WeightStream(model, config.bucket_bytes)
         self.model, self.engine, self.config = model, engine, config
         self.skip = skip  # test hook `debug.skip_refit`: the engine keeps its first weights
         self.checksums: dict[str, int] = {}
         self._hold, self._cause = False, ""
+        self._held = -1  # the version of the last refit that succeeded
+        self.exchange: Exchange | None = None
+        self.stream: WeightStream | None = None
+        if isinstance(engine, PlacingEngine):
+            self.exchange = self._plan(engine)
+        else:
+            self.stream = WeightStream(model, config.bucket_bytes)
+
+    def _plan(self, engine: PlacingEngine) -> Exchange:
+        """Engines stand on the trainer's ranks, neighbours sharing one."""
+        model, layout = self.model, self.model.layout
+        trainer = trainer_grid(model)
+        engines = EngineGrid(tuple(range(dist.get_world_size())), engine.tensor_parallel)
+        tensors = hf_tensors(model.cfg)
+        wire = min(model.dtype, self.engine.dtype, key=lambda dtype: dtype.itemsize)
+        plan = plan_refit(trainer, engines, tensors, wire.itemsize, self.config.bucket_bytes)
+        exchange = Exchange(plan, dist.get_rank(), model.device, wire, self.config.timeout_s)
+        named, cause = local_parameters(model.module), ""
+        held = {t.spec.canonical for t in tensors if layout.pp_rank in trainer.stages(t)}
+        if not held <= set(named):
+            cause = (
+                f"the trainer's stage {layout.pp_rank} lacks {sorted(held - set(named))[:3]}, which the plan expects"
+            )
+        fail_together(cause)
+        return exchange
 
     def __call__(self) -> ScalarMetrics:
         start, self._cause = time.perf_counter(), ""
-        moved = self._transfer()
-        seconds = time.perf_counter() - start
-        if seconds > self.config.timeout_s and not self._cause:
-            self._cause = f"it took {seconds:.1f} s, more than refit.timeout_s={self.config.timeout_s:g}"
-        fail_together(self._cause)
+        with telling_the_others():
+            moved, wired = self._transfer() if self._needed() else (0, 0)
+            seconds = time.perf_counter() - start
+            if seconds > self.config.timeout_s and not self._cause:
+                self._cause = f"it took {seconds:.1f} s, more than refit.timeout_s={self.config.timeout_s:g}"
+            failed = any_rank(bool(self._cause), self.model.device, self.config.timeout_s)
+        if failed:
+            fail_together(self._cause)
+        self._held = self.model.step_count
         return {
             "refit/seconds": seconds,
             "refit/bytes": float(moved),
+            "refit/wire_bytes": float(wired),
+            "refit/gb_per_s": moved / seconds / 1e9,
             "refit/version": float(self.model.step_count),
         }
 
-    def _transfer(self) -> int:
-        version, moved = self.model.step_count, 0
+    def _needed(self) -> bool:
+        """Whether any rank's engine lacks this version: where all hold it, no byte moves (an evaluation between two
+        rollouts, a rollout after one)."""
+        held = self.model.step_count == self._held == self.engine.weight_version
+        return any_rank(not held, self.model.device, self.config.timeout_s)
+
+    def _transfer(self) -> tuple[int, int]:
+        """Bytes that were written into this rank's engine, and how many of them came from other ranks."""
+        version, self._held = self.model.step_count, -1
         self._hold = self.skip and self.engine.weight_version >= 0
-        hashes = self.config.verify == "checksum"
-        dtype = self.engine.dtype
         self._ask(self.engine.begin_update, version)
+        moved = self._placed() if self.exchange is not None else self._streamed()
+        self._ask(self.engine.finish_update)
+        return moved
+
+    def _placed(self) -> tuple[int, int]:
+        exchange, parameters = self.exchange, local_parameters(self.model.module)
+        assert exchange is not None and isinstance(self.engine, PlacingEngine)
+        if self.config.verify == "checksum":
+            self.checksums = self._trainer_checksums(exchange, parameters)
+        if self._hold:
+            return 0, 0
+        exchange(parameters, self.engine, self._cause)
+        self._cause = exchange.cause
+        return exchange.copied_bytes + exchange.received_bytes, exchange.received_bytes
+
+    def _trainer_checksums(self, exchange: Exchange, parameters: Mapping[str, Tensor]) -> dict[str, int]:
+        """Of all tensors, in the engine's dtype: every rank hashes the parts it answers for, the sums are of all."""
+        tensors = exchange.plan.tensors
+        halves = torch.zeros(len(tensors), 2, dtype=torch.int64)  # sums of the low and of the high 32 bits
+        for part in exchange.plan.owned.get(exchange.rank, ()):
+            block = exchange.source(part, parameters).to(self.engine.dtype)
+            value = tensors[part.tensor].checksum(block, part.start, part.stop)
+            halves[part.tensor] += torch.tensor([value & 0xFFFFFFFF, value >> 32])
+        return {t.name: value for t, value in zip(tensors, sum_halves(halves), strict=True)}
+
+    def _streamed(self) -> tuple[int, int]:
+        assert self.stream is not None
+        moved, dtype, layout = 0, self.engine.dtype, self.model.layout
         for bucket in self.stream:  # always consumed whole, even after a refusal: it is collective
             self._ask(self.engine.update_weights, bucket)
             for name, tensor in bucket:
                 moved += tensor.numel() * tensor.element_size()
-                if hashes:
+                if self.config.verify == "checksum":
                     self.checksums[name] = tensor_checksum(tensor.to(dtype))
-        self._ask(self.engine.finish_update)
-        return moved
+        shared = layout.tensor * layout.pipeline * layout.expert
+        return moved, moved - moved // shared  # of evenly cut weights: what this rank did not have
 
     def _ask(self, action: Callable, *arguments) -> None:
         """One call of the engine, unless it keeps its weights or has refused an earlier one."""
@@ -141,6 +212,39 @@ class Refit:
             action(*arguments)
         except RefitError as error:
             self._cause = str(error)
+
+
+def trainer_grid(model: ShardedModel) -> TrainerGrid:
+    layout = model.layout
+    shape = (layout.tensor, layout.pipeline, layout.context, layout.data, layout.expert)
+    return TrainerGrid(model.cfg.num_layers, *shape)
+
+
+def any_rank(flag: bool, device: torch.device, timeout_s: float) -> bool:
+    """Whether `flag` is true on any rank. Raises RefitError if one does not answer in time. Collective."""
+    if dist.get_world_size() == 1:
+        return flag
+    told = torch.tensor(int(flag), device=device)
+    try:
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, async_op=True).wait(datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:  # of torch.distributed
+        raise RefitError(f"not all ranks answered within {timeout_s:g} s: {str(error).splitlines()[0]}") from error
+    return bool(told)
+
+
+@contextmanager
+def telling_the_others() -> Iterator[None]:
+    """What is raised here is written down for the ranks that will wait for this one in vain: what they then raise tells
+    the first cause."""
+    try:
+        yield
+    except BaseException as error:
+        told = f"refit failed on rank {dist.get_rank()}: {error}"
+        with suppress(RuntimeError):  # the store lives on rank 0, which may be gone
+            told = dist.distributed_c10d._get_default_store().compare_set(CAUSE_KEY, "", told).decode()
+        if isinstance(error, RefitError):
+            raise RefitError(told) from error
+        raise
 
 
 def fail_together(cause: str) -> None:

@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from aligner.ops import checksum
 from aligner.ops.checksum import mix64_, signed64, tensor_checksum
@@ -40,3 +42,20 @@ def test_signed_zero_and_chunks(monkeypatch):
     base = tensor_checksum(t)
     monkeypatch.setattr(checksum, "_CHUNK", 33)
     assert tensor_checksum(t) == base
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.integers(0, 5), st.integers(1, 7))
+def test_parts_add_up(outer, length, inner, cut, chunk):
+    """Along any axis, whatever is hashed at once."""
+    t, cut = torch.randn(outer, length, inner), min(cut, length)
+    old, checksum._CHUNK = checksum._CHUNK, chunk
+    try:
+        parts = [
+            checksum.part_checksum(t[:, a:b], (b - a) * inner, length * inner, a * inner)
+            for a, b in ((0, cut), (cut, length))
+            if a < b
+        ]
+        assert sum(parts) % 2**64 == checksum.tensor_checksum(t)
+    finally:
+        checksum._CHUNK = old

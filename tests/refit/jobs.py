@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
@@ -13,13 +14,17 @@ from aligner.engines.native.engine import NativeEngine
 from aligner.errors import RefitError
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
+from aligner.models.families import split_tp
+from aligner.models.shards import hf_tensors
+from aligner.refit.exchange import Exchange
+from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
 from aligner.refit.transfer import Refit, WeightStream, fail_together
 from aligner.refit.verify import Verifier
 from aligner.roles.batching import micro_batches
 from aligner.roles.policy import Policy
 from aligner.types import TrainBatch
 from tests.megatron.jobs import build, nll_loss, shares
-from tests.tiny import batch
+from tests.tiny import batch, wild_source
 
 
 def stream(
@@ -114,7 +119,6 @@ class Refusing:
 
     weight_version = -1
     dtype = torch.float32
-    dtype = torch.float32
 
     def __init__(self, rank: int, moment: str):
         self.moment, self.calls = moment if dist.get_rank() == rank else "", 0
@@ -153,3 +157,99 @@ def first_cause() -> list[str]:
         except RefitError as error:
             messages.append(str(error))
     return messages
+
+
+def shards(cfg: ModelConfig, trainer: TrainerGrid, rank: int) -> dict[str, torch.Tensor]:
+    """What the trainer's rank holds, cut by the family table; empty for others."""
+    if trainer.replica_of(rank) is None:
+        return {}
+    stage, source = (rank - trainer.first) // trainer.tensor // trainer.replicas, wild_source(cfg)
+    held = {tensor.spec.canonical: tensor.spec for tensor in hf_tensors(cfg) if stage in trainer.stages(tensor)}
+    cut = {name: split_tp(spec, source(spec), trainer.tensor, trainer.tensor_rank(rank)) for name, spec in held.items()}
+    return {
+        name: t.chunk(trainer.expert)[trainer.expert_rank(rank)] if held[name].experts else t for name, t in cut.items()
+    }
+
+
+def placed(
+    cfg: ModelConfig, trainer: TrainerGrid, engines: EngineGrid, bucket_bytes: int, dtype=torch.float32, rounds: int = 1
+) -> dict | None:
+    """Run a plan between any ranks of the world; checksums of this rank's engine, None where there is none."""
+    rank, replicas = dist.get_rank(), len(engines.ranks) // engines.tensor
+    groups_ = [dist.new_group(list(engines.ranks[i * engines.tensor :][: engines.tensor])) for i in range(replicas)]
+    engine = None
+    if rank in engines.ranks:
+        group = groups_[engines.ranks.index(rank) // engines.tensor]
+        engine = NativeEngine(cfg, EngineConfig(), device="cpu", dtype=dtype, pad_id=0, group=group)
+    plan = plan_refit(trainer, engines, hf_tensors(cfg), dtype.itemsize, bucket_bytes)
+    exchange = Exchange(plan, rank, torch.device("cpu"), dtype, 30.0)
+    held = shards(cfg, trainer, rank)
+    for version in range(rounds):
+        if engine is not None:
+            engine.begin_update(version)
+        exchange(held, engine)
+        assert not exchange.cause
+        if engine is not None:
+            engine.finish_update()
+    buffers = sum(buffer.nbytes for side in exchange._buffers for buffer in side)
+    moved = {"copied": exchange.copied_bytes, "received": exchange.received_bytes, "buffers": buffers}
+    return None if engine is None else moved | {"checksums": engine.checksums(), "version": engine.weight_version}
+
+
+class Losing(NativeEngine):
+    """An engine whose rank writes a tensor twice, leaves one out, or one half of one."""
+
+    fault = ""
+
+    def place(self, name: str, start: int, stop: int):
+        if name == "model.layers.1.mlp.up_proj.weight":
+            elsewhere = torch.empty(stop - start, self.model.cfg.hidden_size)
+            if self.fault == "missing":
+                return elsewhere
+            if self.fault == "doubled":
+                super().place(name, start, stop)
+            if self.fault == "half":
+                super().place(name, start, (start + stop) // 2)
+                return elsewhere
+            if self.fault == "broken":
+                raise RuntimeError("no memory left")
+        return super().place(name, start, stop)
+
+
+def faulty(cfg: ModelConfig, parallel: ParallelConfig, fault: str) -> str:
+    """The last rank's engine has the fault; the message on this rank."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    engine = Losing(cfg, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0)
+    engine.fault = fault if last else ""
+    refit = Refit(build(cfg, parallel), engine, RefitConfig(bucket_bytes=5000))
+    with pytest.raises(RefitError) as caught:
+        refit()
+    engine.fault = ""
+    refit()  # nothing was left behind
+    return str(caught.value)
+
+
+class Late(NativeEngine):
+    """An engine that fails in a way nobody expects, or hangs."""
+
+    how = ""
+
+    def begin_update(self, version: int) -> None:
+        super().begin_update(version)
+        if self.how == "raises":
+            raise ZeroDivisionError("someone divided by zero")
+        if self.how == "hangs":
+            time.sleep(6)
+
+
+def stuck(cfg: ModelConfig, how: str) -> tuple[str, float]:
+    """The last rank's engine is `Late`; (message, seconds) elsewhere."""
+    model, last = build(cfg, ParallelConfig(pipeline=2)), dist.get_rank() == 1
+    engine = Late(cfg, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0)
+    engine.how = how if last else ""
+    refit, start = Refit(model, engine, RefitConfig(timeout_s=2.0)), time.monotonic()
+    with pytest.raises(ZeroDivisionError if last and how == "raises" else RefitError) as caught:
+        refit()
+    seconds = time.monotonic() - start
+    time.sleep(4 if last else 0)  # a process that ended would be noticed at once
+    return str(caught.value), seconds

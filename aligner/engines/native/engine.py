@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.schema import EngineConfig, ModelConfig
 from aligner.engines.base import UpdateLedger
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.model import NativeModel
+from aligner.engines.native.peers import Peers
 from aligner.engines.native.schedule import Batch, Plan, plan_generation
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, RefitError
 from aligner.ops.checksum import tensor_checksum
 from aligner.types import Generations, Progress, SamplingParams
 
@@ -38,7 +40,11 @@ class EngineStats:
 
 
 class NativeEngine:
-    """`RolloutEngine` in plain PyTorch. `decode` (token ids -> text) is needed for stop strings only."""
+    """`RolloutEngine` in plain PyTorch. `decode` (token ids -> text) is needed for stop strings only.
+
+    With a `group` its ranks are one engine: each holds a share of every layer, and all of them are called together with
+    the same arguments and return the same.
+    """
 
     def __init__(
         self,
@@ -49,11 +55,13 @@ class NativeEngine:
         dtype: torch.dtype,
         pad_id: int,
         decode: Decode | None = None,
+        group: dist.ProcessGroup | None = None,
     ):
         self.config, self.device, self.pad_id, self._decode = config, torch.device(device), pad_id, decode
         self.dtype = dtype
-        self.model = NativeModel(model, self.device, dtype)
-        self.cache = SlotCache(model.num_layers, model.num_kv_heads, model.kv_channels, self.device, dtype)
+        self.peers = Peers(group)
+        self.model = NativeModel(model, self.device, dtype, self.peers)
+        self.cache = SlotCache(model.num_layers, self.model.groups, model.kv_channels, self.device, dtype)
         self.stats = EngineStats()
         self._ledger = UpdateLedger(self.model.shapes)
         self._asleep = False
@@ -68,6 +76,10 @@ class NativeEngine:
     def begin_update(self, version: int) -> None:
         self._ledger.begin(version)
 
+    @property
+    def tensor_parallel(self) -> int:
+        return self.peers.size
+
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             if self._ledger.accept(name, tensor.shape):
@@ -75,11 +87,25 @@ class NativeEngine:
         if self.device.type == "cuda":  # copies are queued: the caller may overwrite its buffers after this returns
             torch.cuda.synchronize(self.device)
 
+    def place(self, name: str, start: int, stop: int) -> Tensor | None:
+        """See `PlacingEngine.place`. Copies into it are on the current stream, as the engine's own work."""
+        tensor = self.model.tensors.get(name)
+        if tensor is not None:
+            low, high = self.model.interval(tensor)
+            if not low <= start < stop <= high:
+                raise RefitError(f"{name} [{start}:{stop}] came, but this engine's rank holds [{low}:{high}]")
+        return self.model.part(tensor, start, stop) if self._ledger.accept_part(name, start, stop) else None
+
     def finish_update(self) -> None:
+        for name, tensor in self.model.tensors.items():
+            self._ledger.settle_parts(name, *self.model.interval(tensor))
         self._ledger.finish()
 
     def checksums(self) -> dict[str, int]:
-        return {name: tensor_checksum(view) for name, view in self.model.views.items()}
+        """Collective over the engine's ranks."""
+        if self.peers.size == 1:
+            return {name: tensor_checksum(view) for name, view in self.model.views.items()}
+        return self.model.checksums()
 
     # ---- memory
 

@@ -15,28 +15,37 @@ from torch import Tensor
 from aligner.config.schema import ModelConfig
 from aligner.engines.native.attention import decode_attention, prefill_attention
 from aligner.engines.native.cache import SlotCache
+from aligner.engines.native.peers import Peers
 from aligner.engines.native.scratch import Scratch
 from aligner.models.families import expected_hf_shapes, family_table
 from aligner.models.rope import inverse_frequencies
+from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.experts import combine, expand, grouped_linear, route, sort_pairs
+from aligner.ops.reduce import sum_halves
 
 Attend = Callable[[int, Tensor], Tensor]  # (layer, rotated qkv [M, heads, d]) -> [M, heads * d]
 
 
 class NativeModel:
-    def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype):
-        self.cfg, self.device, self.dtype = cfg, device, dtype
-        self.heads, self.groups, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.kv_channels
+    def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, peers: Peers | None = None):
+        self.cfg, self.device, self.dtype, self.peers = cfg, device, dtype, peers or Peers(None)
+        share = self.peers.size  # of heads, FFN rows and vocabulary a rank has 1 / share
+        self.heads, self.groups, self.head_dim = cfg.num_heads // share, cfg.num_kv_heads // share, cfg.kv_channels
         self.rotated = self.heads + self.groups  # query and key heads
         self.shapes = expected_hf_shapes(cfg)
-        layers, hidden, ffn = cfg.num_layers, cfg.hidden_size, cfg.ffn_hidden_size
+        self.tensors = {tensor.name: tensor for tensor in hf_tensors(cfg)}
+        for tensor in self.tensors.values():
+            self.interval(tensor)  # refuses a share that cannot be
+        layers, hidden, ffn = cfg.num_layers, cfg.hidden_size, cfg.ffn_hidden_size // share
         width = (self.heads + 2 * self.groups) * self.head_dim
 
         def empty(*shape: int) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
 
-        self.embedding = empty(cfg.vocab_size, hidden)
-        self.head = self.embedding if cfg.tie_embeddings else empty(cfg.vocab_size, hidden)
+        low, high = self.interval(self.tensors["model.embed_tokens.weight"])
+        self.first_token = low
+        self.embedding = empty(high - low, hidden)
+        self.head = self.embedding if cfg.tie_embeddings else empty(high - low, hidden)
         self.norms = empty(layers, 2, hidden)  # before attention, before the MLP
         self.final_norm = empty(hidden)
         self.qkv = empty(layers, width, hidden)
@@ -45,7 +54,7 @@ class NativeModel:
         self.out = empty(layers, hidden, self.heads * self.head_dim)
         self.router = None
         if cfg.moe.num_experts:
-            experts, ffn = cfg.moe.num_experts, cfg.expert_ffn
+            experts, ffn = cfg.moe.num_experts, cfg.expert_ffn // share
             self.router = empty(layers, experts, hidden)
             self.gate_up = empty(layers, experts, 2 * ffn, hidden)
             self.down = empty(layers, experts, hidden, ffn)
@@ -100,8 +109,33 @@ class NativeModel:
         return t.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2)
 
     def load(self, name: str, tensor: Tensor) -> None:
-        view = self.views[name]
+        """A whole tensor, of which this rank keeps its share."""
+        view, spec = self.views[name], self.tensors[name]
+        low, high = self.interval(spec)
+        tensor = tensor.narrow(spec.axis, low, high - low)
         view.copy_(tensor.detach().reshape(view.shape), non_blocking=True)
+
+    def interval(self, tensor: HfTensor) -> tuple[int, int]:
+        """The entries of `tensor.axis` that this rank holds."""
+        return tensor.interval(self.peers.size, self.peers.rank)
+
+    def part(self, tensor: HfTensor, start: int, stop: int) -> Tensor:
+        """A view of entries [start, stop), which this rank holds; elements in Hugging Face's order."""
+        view, (low, high) = self.views[tensor.name], self.interval(tensor)
+        if tensor.axis:
+            return view[..., start - low : stop - low]
+        each = (high - low) // view.shape[0]  # more than one where heads are split into halves
+        return view[(start - low) // each : (stop - low) // each]
+
+    def checksums(self) -> dict[str, int]:
+        """Of the whole tensors; every rank hashes its share, replicated ones are hashed by the first."""
+        halves = torch.zeros(len(self.tensors), 2, dtype=torch.int64)
+        for row, (name, tensor) in zip(halves, self.tensors.items(), strict=True):
+            low, high = self.interval(tensor)
+            if low < high and (tensor.sharded or self.peers.rank == 0):
+                value = tensor.checksum(self.views[name], low, high)
+                row += torch.tensor([value & 0xFFFFFFFF, value >> 32])
+        return dict(zip(self.tensors, sum_halves(halves, self.peers.group), strict=True))
 
     def release(self) -> None:
         """Give back all memory; the model is of no use afterwards."""
@@ -151,11 +185,20 @@ class NativeModel:
         return self.logits(self._forward(tokens, self.rotations(positions, longest), attend))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head).float()
+        """float32 [..., V] on every rank."""
+        return self.peers.join(F.linear(hidden, self.head), self.cfg.vocab_size).float()
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        if self.peers.size == 1:
+            return self.embedding[tokens]
+        local = tokens - self.first_token
+        mine = (local >= 0) & (local < len(self.embedding))
+        rows = self.embedding[local.where(mine, 0)] if len(self.embedding) else self.embedding.new_zeros(1, 1)
+        return self.peers.add(rows.expand(len(tokens), self.cfg.hidden_size) * mine[:, None])
 
     def _forward(self, tokens: Tensor, rope: Tensor, attend: Attend) -> Tensor:
         """tokens int64 [M] -> [M, hidden] after the final norm. Large intermediates live in scratch buffers."""
-        x, eps, size = self.embedding[tokens], self.cfg.norm_eps, (self.cfg.hidden_size,)
+        x, eps, size = self._embed(tokens), self.cfg.norm_eps, (self.cfg.hidden_size,)
         qkv = self.scratch.take("qkv", len(x), self.qkv.shape[1])
         for layer in range(self.cfg.num_layers):
             y = F.rms_norm(x, size, self.norms[layer, 0], eps)
@@ -165,15 +208,22 @@ class NativeModel:
                 torch.addmm(self.qkv_bias[layer], y, self.qkv[layer].t(), out=qkv)
             heads = qkv.view(len(x), -1, self.head_dim)
             self._norm_and_rotate(layer, heads[:, : self.rotated], rope)
-            x.addmm_(attend(layer, heads), self.out[layer].t())
+            self._add(x, attend(layer, heads), self.out[layer])
             y = F.rms_norm(x, size, self.norms[layer, 1], eps)
             if self.router is None:
                 hidden = self.scratch.take("gate_up", len(x), self.gate_up.shape[1])
                 gate, up = torch.mm(y, self.gate_up[layer].t(), out=hidden).chunk(2, dim=1)
-                x.addmm_(F.silu(gate, inplace=True).mul_(up), self.down[layer].t())
+                self._add(x, F.silu(gate, inplace=True).mul_(up), self.down[layer])
             else:
-                x += self._mix(layer, y)
+                x += self.peers.add(self._mix(layer, y))
         return F.rms_norm(x, size, self.final_norm, eps)
+
+    def _add(self, x: Tensor, y: Tensor, weight: Tensor) -> None:
+        """x [M, hidden] += y weight^T, of all ranks' shares of y and weight."""
+        if self.peers.size == 1:
+            x.addmm_(y, weight.t())
+        else:
+            x += self.peers.add(torch.mm(y, weight.t()))
 
     def _mix(self, layer: int, y: Tensor) -> Tensor:
         """y [M, hidden] -> what each row's experts make of it; all rows of an expert in one product."""

@@ -1,0 +1,46 @@
+"""The ranks that share one engine, and the two things they tell each other in a forward pass.
+
+Both give every rank the same bits, so all of them sample the same tokens and no rank needs to lead.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Peers:
+    """`group` None: this rank alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group = group if group is not None and group.size() > 1 else None
+        self.size = 1 if self.group is None else self.group.size()
+        self.rank = 0 if self.group is None else self.group.rank()
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return parts
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum over ranks. On CPU in the order of ranks, so that a row's sum does not depend on where in a batch it
+        stands, as it does in a ring's."""
+        if self.group is None:
+            return x
+        if x.device.type == "cuda":
+            x = x.contiguous()
+            dist.all_reduce(x, group=self.group)
+            return x
+        first, *rest = self._parts(x)
+        for part in rest:
+            first += part
+        return first
+
+    def join(self, x: Tensor, total: int) -> Tensor:
+        """[..., n of this rank] -> [..., total]; every rank but the last ones has ceil(total / size)."""
+        if self.group is None:
+            return x
+        width = -(-total // self.size)
+        x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+        return torch.cat(self._parts(x), dim=-1)[..., :total]
