@@ -34,12 +34,12 @@ from aligner.data.readers import read_rows
 from aligner.data.stream import IndexStream
 from aligner.data.tokenizer import stop_token_ids
 from aligner.engines.base import RolloutEngine
-from aligner.engines.native.engine import NativeEngine
+from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.quantized import QuantizedEngine, has_modelopt, make_quantizer
 from aligner.errors import AlignerError, ConfigError, MemoryLimitError, MismatchError, RewardError
 from aligner.megatron.checkpoint import load_model
 from aligner.megatron.checkpoint_files import complete_checkpoints
-from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed
+from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, neighbours
 from aligner.megatron.model import Head, resolve_dtype
 from aligner.megatron.offload import ModelMemory
 from aligner.megatron.train import ShardedModel
@@ -253,13 +253,20 @@ def _engine(job: Job, model: ModelConfig) -> RolloutEngine:
     name = job.cfg.engine.dtype
     dtype = job.dtype if name == "auto" else resolve_dtype(name)
     tokenizer = job.tokenizer
-    job.engine = NativeEngine(
-        model, job.cfg.engine, device=job.device, dtype=dtype, pad_id=tokenizer.pad_token_id, decode=tokenizer.decode
+    job.engine = engine = FleetEngine(
+        model,
+        job.cfg.engine,
+        device=job.device,
+        dtype=dtype,
+        pad_id=tokenizer.pad_token_id,
+        decode=tokenizer.decode,
+        group=neighbours(job.cfg.engine.tensor_parallel),
     )
+    engine.steal = not job.cfg.run.deterministic
     if quantized(job.cfg):
         quantize, by = make_quantizer(job.cfg.engine.quantization, has_modelopt())
         job.say(describe(job.cfg, by))
-        job.engine = QuantizedEngine(job.engine, quantize, hashes=job.cfg.refit.verify == "checksum")
+        job.engine = QuantizedEngine(engine, quantize, hashes=job.cfg.refit.verify == "checksum")
     return job.engine
 
 

@@ -408,8 +408,8 @@ class AlgorithmConfig:
 @dataclass
 class EngineConfig:
     name: str = "native"  # native, recorded (rollouts come from debug.train_only, which sets this)
-    tensor_parallel: int = 1
-    kv_cache_bytes: int = 1 << 30
+    tensor_parallel: int = 1  # ranks of one replica
+    kv_cache_bytes: int = 1 << 30  # of a rank
     max_batch: int = 512  # rows decoded together
     dtype: str = "auto"  # auto: the trainer's compute dtype
     quantization: str = "none"  # none, int8, fp8: of the layers' matrices, at every refit
@@ -420,13 +420,12 @@ class EngineConfig:
         _one_of("engine.quantization", self.quantization, KINDS)
         _at_least("engine.kv_cache_bytes", self.kv_cache_bytes, 1)
         _at_least("engine.max_batch", self.max_batch, 1)
-        if self.tensor_parallel != 1:
-            raise ConfigError("engine.tensor_parallel", self.tensor_parallel, "1 (one engine replica per rank)")
+        _at_least("engine.tensor_parallel", self.tensor_parallel, 1)
 
 
 @dataclass
 class RefitConfig:
-    bucket_bytes: int = 256 << 20
+    bucket_bytes: int = 256 << 20  # of one message between ranks
     verify: str = "sentinel"  # sentinel, checksum (sentinel and a hash of every tensor on both sides)
     timeout_s: float = 600.0
     tolerance: float = (

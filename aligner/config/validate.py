@@ -23,6 +23,8 @@ def validate(cfg: Config, world_size: int) -> None:
     _paths(cfg)
     _without_effect(cfg)
     _ranks(cfg.parallel, world_size)
+    if world_size % cfg.engine.tensor_parallel:
+        raise LayoutError("engine.tensor_parallel", cfg.engine.tensor_parallel, f"a divisor of the {world_size} ranks")
     validate_model(cfg, cfg.model)
     if cfg.stage.name in ROLLOUT_STAGES:
         _algorithm(cfg)
@@ -50,6 +52,8 @@ def validate_model(cfg: Config, model: ModelConfig, scorer: bool = False) -> Non
     if model is not cfg.model or cfg.model.init == "random":
         _layout(model, cfg.parallel)
         _experts(cfg, model, scorer)
+        if not scorer:
+            _engine(cfg, model)
         _lengths(cfg, model)
 
 
@@ -150,6 +154,16 @@ def _layout(model: ModelConfig, parallel: ParallelConfig) -> None:
                 raise LayoutError(f"model.{name}", getattr(model, name), expected, hint)
     if model.num_layers % parallel.pipeline:
         raise LayoutError("model.num_layers", model.num_layers, f"a multiple of parallel.pipeline={parallel.pipeline}")
+
+
+def _engine(cfg: Config, model: ModelConfig) -> None:
+    ranks = cfg.engine.tensor_parallel
+    ffn = "moe.ffn_hidden_size" if model.moe.num_experts else "ffn_hidden_size"
+    sizes = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}
+    sizes[ffn] = model.expert_ffn if model.moe.num_experts else model.ffn_hidden_size
+    for name, size in sizes.items():
+        if size % ranks:
+            raise LayoutError(f"model.{name}", size, f"a multiple of engine.tensor_parallel={ranks}")
 
 
 def _experts(cfg: Config, model: ModelConfig, scorer: bool) -> None:

@@ -130,7 +130,11 @@ class UpdateLedger:
 
     def settle_parts(self, name: str, start: int, stop: int) -> None:
         """The parts of tensor `name` must be [start, stop) in all, each entry once; call before `finish`."""
-        parts, at = sorted(self._parts.pop(name, [])), start
+        parts, at = self._parts.pop(name, []), start
+        if parts == [(start, stop)] and name not in self._seen:  # as it is mostly
+            self._seen.add(name)
+            return
+        parts.sort()
         if not parts and start < stop:
             return  # missing, or it came whole
         for a, b in parts:

@@ -113,6 +113,15 @@ def _group(ranks: list[int]) -> dist.ProcessGroup:
     return _groups[key]
 
 
+def neighbours(size: int) -> dist.ProcessGroup | None:
+    """The group of this rank and the others of its `size` consecutive ranks; None if that is this rank alone.
+    Collective."""
+    if size == 1:
+        return None
+    groups = [_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
+    return groups[dist.get_rank() // size]
+
+
 def build_layout(parallel: ParallelConfig, key: str = "parallel") -> Layout:
     """Create this model's groups over the whole world. Collective: every rank calls it in the same order."""
     world, rank = dist.get_world_size(), dist.get_rank()

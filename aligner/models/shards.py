@@ -110,18 +110,21 @@ def hf_tensors(cfg: ModelConfig) -> tuple[HfTensor, ...]:
 
 
 def copy_elements(target: Tensor, source: Tensor) -> None:
-    """target <- source, element by element in row-major order, whatever their shapes and strides, without a buffer.
+    """target <- source, element by element in row-major order, whatever their shapes and strides, without a buffer."""
+    target, source = aligned(target, source)
+    target.copy_(source, non_blocking=True)
 
-    Both are seen in the coarsest shape that splits the dimensions of each: splitting is always a view.
-    """
-    ends = sorted(_ends(target) | _ends(source))
+
+def aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the coarsest shape that splits the dimensions of each (splitting is always a view): same shape, same
+    order of elements."""
     shape, below = [], 1
-    for end in ends:
-        assert end % below == 0, f"{tuple(target.shape)} and {tuple(source.shape)} have no common refinement"
+    for end in sorted(_ends(a) | _ends(b)):
+        assert end % below == 0, f"{tuple(a.shape)} and {tuple(b.shape)} have no common refinement"
         shape.append(end // below)
         below = end
     shape.reverse()
-    target.view(shape).copy_(source.view(shape), non_blocking=True)
+    return a.view(shape), b.view(shape)
 
 
 def _ends(t: Tensor) -> set[int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aligner.engines.base import PlacingEngine
 from aligner.errors import RefitError
-from aligner.models.shards import copy_elements
+from aligner.models.shards import aligned, copy_elements
 from aligner.refit.plan import Message, Part, Plan
 
 
@@ -36,6 +36,9 @@ class Exchange:
     def __post_init__(self) -> None:
         self._steps = list(self.plan.steps(self.rank))
         self._buffers: list[list[Tensor]] = []
+        self._views: dict[
+            Part, tuple[tuple[int, int], Tensor, Tensor]
+        ] = {}  # of local parts: addresses, target, source
         trainer, rank = self.plan.trainer, self.rank
         self._inside = trainer.replica_of(rank) is not None
         self._tensor_rank = trainer.tensor_rank(rank) if self._inside else 0
@@ -60,6 +63,7 @@ class Exchange:
         """
         self.cause = cause
         for part in self.plan.local.get(self.rank, ()):
+            assert engine is not None, f"rank {self.rank} is to fill an engine that it does not have"
             self._copy(part, parameters, engine)
         if self._steps:
             self._travel(parameters, engine)
@@ -77,17 +81,31 @@ class Exchange:
     def _note(self, error: Exception) -> None:
         self.cause = self.cause or str(error)
 
-    def _copy(self, part: Part, parameters: Mapping[str, Tensor], engine: PlacingEngine | None) -> None:
-        assert engine is not None, f"rank {self.rank} is to fill an engine that it does not have"
-        self._place(part, engine, lambda: self.source(part, parameters))
+    def _copy(self, part: Part, parameters: Mapping[str, Tensor], engine: PlacingEngine) -> None:
+        """From this rank's shard into its engine. Views are kept for as long as both stay where they are: for a small
+        model, making them takes longer than the copy."""
+        if self.cause:
+            return
+        try:
+            tensor = self.plan.tensors[part.tensor]
+            view = engine.place(tensor.name, part.start, part.stop)
+            if view is None:
+                return
+            where = view.data_ptr(), parameters[tensor.spec.canonical].data_ptr()
+            known = self._views.get(part)
+            if known is None or known[0] != where:
+                known = self._views[part] = where, *aligned(view, self.source(part, parameters))
+            known[1].copy_(known[2], non_blocking=True)
+        except (RefitError, RuntimeError) as error:
+            self._note(error)
 
-    def _place(self, part: Part, engine: PlacingEngine, source) -> None:
+    def _place(self, part: Part, engine: PlacingEngine, block: Tensor) -> None:
         if self.cause:
             return
         try:
             view = engine.place(self.plan.tensors[part.tensor].name, part.start, part.stop)
             if view is not None:
-                copy_elements(view, source())
+                copy_elements(view, block)
         except (RefitError, RuntimeError) as error:
             self._note(error)
 
@@ -149,5 +167,5 @@ class Exchange:
         at = 0
         for part in message.parts:
             size = self._numel(part)
-            self._place(part, engine, lambda block=buffer[at : at + size]: block)
+            self._place(part, engine, buffer[at : at + size])
             at += size

@@ -112,6 +112,7 @@ class Refit:
         self.checksums: dict[str, int] = {}
         self._hold, self._cause = False, ""
         self._held = -1  # the version of the last refit that succeeded
+        self._parameters = local_parameters(model.module)
         self.exchange: Exchange | None = None
         self.stream: WeightStream | None = None
         if isinstance(engine, PlacingEngine):
@@ -128,7 +129,7 @@ class Refit:
         wire = min(model.dtype, self.engine.dtype, key=lambda dtype: dtype.itemsize)
         plan = plan_refit(trainer, engines, tensors, wire.itemsize, self.config.bucket_bytes)
         exchange = Exchange(plan, dist.get_rank(), model.device, wire, self.config.timeout_s)
-        named, cause = local_parameters(model.module), ""
+        named, cause = self._parameters, ""
         held = {t.spec.canonical for t in tensors if layout.pp_rank in trainer.stages(t)}
         if not held <= set(named):
             cause = (
@@ -140,7 +141,7 @@ class Refit:
     def __call__(self) -> ScalarMetrics:
         start, self._cause = time.perf_counter(), ""
         with telling_the_others():
-            moved, wired = self._transfer() if self._needed() else (0, 0)
+            moved, wired = (0, 0) if self._current() else self._transfer()
             seconds = time.perf_counter() - start
             if seconds > self.config.timeout_s and not self._cause:
                 self._cause = f"it took {seconds:.1f} s, more than refit.timeout_s={self.config.timeout_s:g}"
@@ -156,11 +157,10 @@ class Refit:
             "refit/version": float(self.model.step_count),
         }
 
-    def _needed(self) -> bool:
-        """Whether any rank's engine lacks this version: where all hold it, no byte moves (an evaluation between two
-        rollouts, a rollout after one)."""
-        held = self.model.step_count == self._held == self.engine.weight_version
-        return any_rank(not held, self.model.device, self.config.timeout_s)
+    def _current(self) -> bool:
+        """Whether the engines hold this very version (an evaluation between two rollouts, a rollout after one): then no
+        byte moves. The same on every rank: a version is held after a commit of all."""
+        return self.model.step_count == self._held == self.engine.weight_version
 
     def _transfer(self) -> tuple[int, int]:
         """Bytes that were written into this rank's engine, and how many of them came from other ranks."""
@@ -172,7 +172,7 @@ class Refit:
         return moved
 
     def _placed(self) -> tuple[int, int]:
-        exchange, parameters = self.exchange, local_parameters(self.model.module)
+        exchange, parameters = self.exchange, self._parameters
         assert exchange is not None and isinstance(self.engine, PlacingEngine)
         if self.config.verify == "checksum":
             self.checksums = self._trainer_checksums(exchange, parameters)

@@ -44,6 +44,9 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
     ("stage", "overrides", "world", "key"),
     [
         ("sft", ["data.train=''"], 1, "data.train"),
+        ("grpo", ["engine.tensor_parallel=2"], 1, "engine.tensor_parallel"),
+        ("grpo", ["engine.tensor_parallel=2", "model.num_kv_heads=1"], 2, "model.num_kv_heads"),
+        ("grpo", ["engine.tensor_parallel=0"], 2, "engine.tensor_parallel"),
         ("sft", ["data.train=/nowhere/a.jsonl"], 1, "data.train"),
         ("sft", ["data.eval=/nowhere/a.jsonl"], 1, "data.eval"),
         ("sft", ["model.init=/nowhere/model"], 1, "model.init"),

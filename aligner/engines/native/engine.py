@@ -20,7 +20,7 @@ from aligner.engines.base import UpdateLedger
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.model import NativeModel
 from aligner.engines.native.peers import Peers
-from aligner.engines.native.schedule import Batch, Plan, plan_generation
+from aligner.engines.native.schedule import Batch, Plan, Pool, plan_generation
 from aligner.errors import ConfigError, RefitError
 from aligner.ops.checksum import tensor_checksum
 from aligner.types import Generations, Progress, SamplingParams
@@ -138,14 +138,16 @@ class NativeEngine:
         seeds: Sequence[Sequence[int]],
         sampling: SamplingParams,
         progress: Progress | None = None,
+        pool: Pool | None = None,
     ) -> Generations:
-        """See `RolloutEngine.generate`. Raises ConfigError `engine.kv_cache_bytes` if the longest row can never fit,
+        """See `RolloutEngine.generate`; samples of prompts that come from `pool` follow, in the order in which they are
+        taken. Raises ConfigError `engine.kv_cache_bytes` if the longest row can never fit,
         `model.max_position` if it is longer than the model's positions, `sampling.stop` without a `decode`."""
         self._ledger.require()
         assert not self._asleep, "generate() on a sleeping engine: wake() it first"
         if sampling.stop and self._decode is None:
             raise ConfigError("sampling.stop", sampling.stop, "no stop strings: this engine was given no decoder")
-        plan = plan_generation(prompts, seeds, sampling, self.config, self.cache.token_bytes)
+        plan = plan_generation(prompts, seeds, sampling, self.config, self.cache.token_bytes, pool)
         row = plan.positions + 1  # the last token is never fed back, but the trainer sees it
         if row > self.model.cfg.max_position:
             raise ConfigError(
@@ -155,12 +157,18 @@ class NativeEngine:
         batch = Batch(plan, sampling, self.device)  # its output tensors must not be inference tensors
         with torch.inference_mode():
             self.cache.resize(plan.slots, plan.positions, plan.chunk_tokens, self.config.kv_cache_bytes)
-            while batch.finished < plan.rows:
+            while self._goes_on(plan, batch):
                 before = batch.finished
                 self.step(plan, batch, sampling)
                 if progress and batch.finished != before:
                     progress(batch.finished, plan.rows)
         return batch.result(self.weight_version)
+
+    def _goes_on(self, plan: Plan, batch: Batch) -> bool:
+        with torch.inference_mode(False):
+            plan.refill(batch.active)
+            batch.make_room(plan.rows)
+        return batch.finished < plan.rows
 
     def step(self, plan: Plan, batch: Batch, sampling: SamplingParams) -> None:
         """One token for every running row; see the top of this file."""

@@ -34,8 +34,7 @@ class NativeModel:
         self.rotated = self.heads + self.groups  # query and key heads
         self.shapes = expected_hf_shapes(cfg)
         self.tensors = {tensor.name: tensor for tensor in hf_tensors(cfg)}
-        for tensor in self.tensors.values():
-            self.interval(tensor)  # refuses a share that cannot be
+        self.intervals = {name: tensor.interval(share, self.peers.rank) for name, tensor in self.tensors.items()}
         layers, hidden, ffn = cfg.num_layers, cfg.hidden_size, cfg.ffn_hidden_size // share
         width = (self.heads + 2 * self.groups) * self.head_dim
 
@@ -117,7 +116,7 @@ class NativeModel:
 
     def interval(self, tensor: HfTensor) -> tuple[int, int]:
         """The entries of `tensor.axis` that this rank holds."""
-        return tensor.interval(self.peers.size, self.peers.rank)
+        return self.intervals[tensor.name]
 
     def part(self, tensor: HfTensor, start: int, stop: int) -> Tensor:
         """A view of entries [start, stop), which this rank holds; elements in Hugging Face's order."""

@@ -35,6 +35,23 @@ class Waiting:
 
 
 @dataclass
+class Pool:
+    """Where further prompts come from while a generation runs; see `fleet.Queues`."""
+
+    longest: int  # of its prompts, in tokens
+    prompts: int  # about as many will be taken
+    rows: int
+
+    def wants(self, active: int, slots: int) -> bool:
+        """Whether to take more, with `active` rows running and no prompt waiting."""
+        raise NotImplementedError
+
+    def take(self) -> list[tuple[Sequence[int], Sequence[int]]] | None:
+        """Prompts with the seeds of their samples; None if there will never be more."""
+        raise NotImplementedError
+
+
+@dataclass
 class Plan:
     rows: int  # samples in all
     slots: int
@@ -42,6 +59,21 @@ class Plan:
     chunk_tokens: int
     waiting: deque[Waiting]  # longest first: a chunk has little padding, and long rows do not come last
     staged: deque[Waiting]
+    pool: Pool | None = None
+
+    def refill(self, active: int) -> None:
+        """Take from the pool what it wants to give."""
+        while self.pool is not None and self.pool.wants(active + self._pending(), self.slots):
+            found = self.pool.take()
+            if found is None:
+                self.pool = None
+                break
+            more, rows = _queue(*zip(*found, strict=True), first_row=self.rows)
+            self.waiting = deque(sorted([*self.waiting, *more], key=lambda w: -w.length))
+            self.rows += rows
+
+    def _pending(self) -> int:
+        return sum(len(w.seeds) - w.started for w in (*self.waiting, *self.staged))
 
     def wants_rows(self, active: int) -> bool:
         """Admit in batches of an eighth of the slots: a prefill and a copy per finished row would cost more than the
@@ -74,16 +106,14 @@ def plan_generation(
     sampling: SamplingParams,
     config: EngineConfig,
     token_bytes: int,
+    pool: Pool | None = None,
 ) -> Plan:
     """Slots and prefill size within `engine.kv_cache_bytes`. `token_bytes`: keys and values of one position."""
     assert len(prompts) == len(seeds), f"{len(prompts)} prompts, but seeds for {len(seeds)}"
-    waiting, rows = [], 0
-    for tokens, own in zip(prompts, seeds, strict=True):
-        assert len(tokens), f"prompt {len(waiting)} is empty"
-        waiting.append(Waiting(tokens, [signed64(int(s)) for s in own], rows))
-        rows += len(own)
-    waiting = sorted((w for w in waiting if w.seeds), key=lambda w: -w.length)
-    longest = waiting[0].length if waiting else 1
+    waiting, rows = _queue(prompts, seeds)
+    longest, expected, count = waiting[0].length if waiting else 1, rows, len(waiting)
+    if pool is not None:
+        longest, expected, count = max(longest, pool.longest), max(rows, pool.rows), max(count, pool.prompts)
     positions = longest + sampling.max_response_tokens - 1  # the last token is never fed back
     budget = config.kv_cache_bytes // token_bytes
     if positions + longest > budget:
@@ -93,10 +123,22 @@ def plan_generation(
             f"at least {(positions + longest) * token_bytes} bytes for one row of {longest} prompt tokens and "
             f"{sampling.max_response_tokens} response tokens",
         )
-    prompt_tokens = longest * len(waiting)  # padded
+    prompt_tokens = longest * count  # padded
     chunk = max(longest, min(_PREFILL_TOKENS, budget // 4, budget - positions, prompt_tokens))
-    slots = max(1, min(config.max_batch, rows, (budget - chunk) // positions))
-    return Plan(rows, slots, positions, chunk, deque(waiting), deque())
+    slots = max(1, min(config.max_batch, expected, (budget - chunk) // positions))
+    return Plan(rows, slots, positions, chunk, waiting, deque(), pool)
+
+
+def _queue(
+    prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], first_row: int = 0
+) -> tuple[deque[Waiting], int]:
+    """(prompts that have samples, longest first; the number of their samples)."""
+    waiting, rows = [], 0
+    for tokens, own in zip(prompts, seeds, strict=True):
+        assert len(tokens), f"prompt {len(waiting)} is empty"
+        waiting.append(Waiting(tokens, [signed64(int(s)) for s in own], first_row + rows))
+        rows += len(own)
+    return deque(sorted((w for w in waiting if w.seeds), key=lambda w: -w.length)), rows
 
 
 class Batch:
@@ -126,6 +168,19 @@ class Batch:
         self.state[COUNT, new] = 0
         self._positions[new] = prompt.length - 1
         self.active += count
+
+    def make_room(self, rows: int) -> None:
+        """Output for `rows` samples in all."""
+        more = rows - len(self._lengths)
+        if more <= 0:
+            return
+
+        def longer(t: Tensor, value: int = 0) -> Tensor:
+            return torch.cat([t, t.new_full((more, *t.shape[1:]), value)])
+
+        self._tokens, self._logprobs, self._lengths = (longer(t) for t in (self._tokens, self._logprobs, self._lengths))
+        self._full = None if self._full is None else longer(self._full)
+        self._reasons = longer(self._reasons, LENGTH)
 
     def inputs(self, running: int) -> tuple[Tensor, Tensor]:
         return self.state[TOKEN, :running], self.state[POSITION, :running]

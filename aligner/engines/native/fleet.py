@@ -1,0 +1,257 @@
+"""All engines of a job behind one call: requests of every rank are spread over the replicas by their expected cost.
+
+    gather    every rank's requests to every rank
+    assign    to replicas: where they came from if that is even enough, else the costliest first to the least loaded
+    generate  each replica its queue; one that runs dry takes chunks of another's (not in a deterministic run)
+    return    samples to the ranks that asked
+
+A sample depends on its prompt and its seed, so who generates it changes nothing but the rounding of other batch sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.config.schema import ModelConfig
+from aligner.engines.native.engine import NativeEngine
+from aligner.engines.native.sampler import cuts
+from aligner.engines.native.schedule import Pool
+from aligner.ops.balance import balance, row_costs
+from aligner.types import Generations, Progress, SamplingParams
+
+ENOUGH = 0.98  # requests stay with their rank's replica if the replicas' costs are that even (mean over largest)
+
+
+class Request(NamedTuple):
+    """One prompt with the seeds of its samples."""
+
+    home: int  # the rank that asks
+    number: int  # in that rank's list
+    prompt: Sequence[int]
+    seeds: Sequence[int]
+
+
+def expected_costs(requests: Sequence[Request], limit: int, model: ModelConfig) -> list[float]:
+    """Operations of each: its samples, as if each ended half-way to the limit. No memory of earlier lengths: a run that
+    is resumed must spread its prompts as one that was not."""
+    lengths = torch.tensor([len(r.prompt) + limit / 2 for r in requests])
+    samples = torch.tensor([float(len(r.seeds)) for r in requests])
+    return (row_costs(lengths, model) * samples).tolist()
+
+
+def assign(costs: Sequence[float], home: Sequence[int], replicas: int) -> list[list[int]]:
+    """Numbers of the requests of each replica, ascending. `home`: the replica of the rank that asks."""
+    parts: list[list[int]] = [[] for _ in range(replicas)]
+    for i, replica in enumerate(home):
+        parts[replica].append(i)
+    if not costs or balance(costs, parts) >= ENOUGH:
+        return parts
+    parts, loads = [[] for _ in range(replicas)], [0.0] * replicas
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):  # Graham 1969, doi:10.1137/0117039
+        best = min(range(replicas), key=lambda r: (loads[r], r != home[i], r))
+        parts[best].append(i)
+        loads[best] += costs[i]
+    return [sorted(part) for part in parts]
+
+
+@dataclass
+class Queues(Pool):
+    """The requests of all replicas in chunks, each taken once by whoever increments the counter of its queue."""
+
+    chunks: list[list[list[Request]]]  # by replica
+    replica: int
+    store: Any  # torch.distributed.Store, shared by all ranks
+    call: int  # of `generate`: each has counters of its own
+    group: dist.ProcessGroup | None  # of the replica's ranks: its first one takes, all get the same
+    taken: list[Request] = field(default_factory=list)
+    stolen: int = 0
+    own_left: bool = True
+
+    def wants(self, active: int, slots: int) -> bool:
+        """Of its own queue whenever an eighth of the slots is free, of another's once half of them are: a replica that
+        has only just begun is not robbed of what it is about to take."""
+        return active * 8 <= slots * 7 if self.own_left else active * 2 <= slots
+
+    def take(self) -> list[tuple[Sequence[int], Sequence[int]]] | None:
+        found = [self._claim() if self.group is None or self.group.rank() == 0 else None]
+        if self.group is not None:
+            dist.broadcast_object_list(found, src=dist.get_global_rank(self.group, 0), group=self.group)
+        if found[0] is None:
+            return None
+        victim, number = found[0]
+        self.own_left = victim == self.replica
+        self.stolen += victim != self.replica
+        chunk = self.chunks[victim][number]
+        self.taken += chunk
+        return [(request.prompt, request.seeds) for request in chunk]
+
+    def _claim(self) -> tuple[int, int] | None:
+        """(replica, number of its chunk); None if every queue is empty, which it then stays."""
+        number = self._count(self.replica, 1) - 1 if self.own_left else len(self.chunks[self.replica])
+        if number < len(self.chunks[self.replica]):
+            return self.replica, number
+        while True:
+            left = {r: len(c) - self._count(r, 0) for r, c in enumerate(self.chunks) if r != self.replica}
+            victim = max(left, key=lambda r: (left[r], -r), default=self.replica)
+            if left.get(victim, 0) <= 0:
+                return None
+            number = self._count(victim, 1) - 1
+            if number < len(self.chunks[victim]):
+                return victim, number
+
+    def _count(self, replica: int, more: int) -> int:
+        return self.store.add(self._key(self.call, replica), more)
+
+    def forget_last(self) -> None:
+        """Delete the counters of the call before, which nobody reads any more."""
+        for replica in range(len(self.chunks)):
+            self.store.delete_key(self._key(self.call - 1, replica))
+
+    def _key(self, call: int, replica: int) -> str:
+        return f"aligner/generate/{call}/{replica}"
+
+
+class FleetEngine(NativeEngine):
+    """This rank's native engine, whose `generate` every rank of the world calls together, each with requests of its
+    own. `steal`: whether replicas take work from each other while they generate."""
+
+    steal = True
+    _calls = 0
+    stolen = 0  # chunks of others that this replica took in the last `generate`
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        progress: Progress | None = None,
+    ) -> Generations:
+        """See `RolloutEngine.generate`; raises what it raises, on every rank."""
+        world, width = dist.get_world_size(), self.tensor_parallel
+        if world == 1:
+            return super().generate(prompts, seeds, sampling, progress)
+        requests = self._gather(prompts, seeds)
+        costs = expected_costs(requests, sampling.max_response_tokens, self.model.cfg)
+        parts = assign(costs, [r.home // width for r in requests], world // width)
+        replica = dist.get_rank() // width
+        self.stolen = 0
+        if self.steal and len(parts) > 1:
+            mine, generations = self._shared(requests, costs, parts, sampling, progress)
+        else:
+            mine = [requests[i] for i in parts[replica]]
+            generations = super().generate([r.prompt for r in mine], [r.seeds for r in mine], sampling, progress)
+        moved = self.steal and len(parts) > 1
+        moved |= any(requests[i].home // width != r for r, part in enumerate(parts) for i in part)
+        return self._return(mine, generations, [len(s) for s in seeds], cuts(sampling), moved)
+
+    def _gather(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[Request]:
+        own: list[tuple] = [(list(p), list(s)) for p, s in zip(prompts, seeds, strict=True)]
+        everyone: list[list[tuple]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, own)
+        return [Request(home, i, p, s) for home, found in enumerate(everyone) for i, (p, s) in enumerate(found)]
+
+    def _shared(
+        self,
+        requests: list[Request],
+        costs: list[float],
+        parts: list[list[int]],
+        sampling: SamplingParams,
+        progress: Progress | None,
+    ) -> tuple[list[Request], Generations]:
+        """Generate from the common queues: (requests that this replica took, their samples)."""
+        chunks = []
+        for part in parts:
+            queue = [requests[i] for i in sorted(part, key=lambda i: (-costs[i], i))]
+            chunks.append(_chunks(queue, max(1, self.config.max_batch // 8)))
+        replica = dist.get_rank() // self.tensor_parallel
+        rows = [sum(len(requests[i].seeds) for i in part) for part in parts]
+        self._calls += 1
+        queues = Queues(
+            longest=max((len(r.prompt) for r in requests), default=1),
+            prompts=max(1, len(parts[replica])),
+            rows=max(rows[replica], sum(rows) // len(rows), 1),
+            chunks=chunks,
+            replica=replica,
+            store=dist.distributed_c10d._get_default_store(),
+            call=self._calls,
+            group=self.peers.group,
+        )
+        if dist.get_rank() == 0:
+            queues.forget_last()
+        generations = super().generate([], [], sampling, progress, queues)
+        self.stolen = queues.stolen
+        return queues.taken, generations
+
+    def _return(
+        self, mine: list[Request], generations: Generations, wanted: list[int], cut: bool, moved: bool
+    ) -> Generations:
+        """Samples of `mine` (request-major) to the ranks that asked; this rank's, in the order of its requests, which
+        have `wanted` samples each."""
+        rank, width, world = dist.get_rank(), self.tensor_parallel, dist.get_world_size()
+        longest = torch.tensor(generations.tokens.shape[1])
+        if moved:
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        table = _pack(mine, generations, int(longest))
+        homes = torch.tensor([r.home for r in mine for _ in r.seeds], dtype=torch.int64)
+        if moved:
+            # of a replica's ranks, all of which have the samples, one sends; to itself if it asks
+            sends = torch.where(homes // width == rank // width, homes, rank // width * width + homes % width) == rank
+            table = _exchange(table[sends], homes[sends], world)
+        else:
+            table = table[homes == rank]
+        starts = torch.tensor([0, *wanted], dtype=torch.int64).cumsum(0)
+        order = starts[table[:, 0]] + table[:, 1]
+        assert len(order) == int(starts[-1]), f"{len(order)} samples came back of {int(starts[-1])}"
+        out = torch.empty_like(table)
+        out[order] = table
+        return _unpack(out, cut, generations.weight_version)
+
+
+def _chunks(queue: list[Request], rows: int) -> list[list[Request]]:
+    """In order, of about `rows` samples each."""
+    chunks: list[list[Request]] = []
+    size = rows
+    for request in queue:
+        if size >= rows:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(request)
+        size += len(request.seeds)
+    return chunks
+
+
+def _pack(mine: list[Request], g: Generations, width: int) -> Tensor:
+    """int64 [N, 4 + k * width]: request, sample, length, reason, tokens and the bits of logprobs."""
+    keys = torch.tensor([[r.number, i] for r in mine for i in range(len(r.seeds))], dtype=torch.int64).view(-1, 2)
+    floats = [g.logprobs] if g.full_logprobs is None else [g.logprobs, g.full_logprobs]
+    bits = [f.contiguous().view(torch.int32).long() for f in floats]
+    wide = [torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in (g.tokens, *bits)]
+    return torch.cat([keys, g.lengths[:, None], g.finish_reason[:, None], *wide], dim=1)
+
+
+def _unpack(table: Tensor, cut: bool, version: int) -> Generations:
+    lengths, reasons, rest = table[:, 2], table[:, 3], table[:, 4:]
+    columns = rest.unflatten(1, (2 + cut, rest.shape[1] // (2 + cut)))
+    width = int(lengths.max()) if len(lengths) else 0
+    tokens, *bits = (columns[:, i, :width].contiguous() for i in range(2 + cut))
+    floats = [b.int().view(torch.float32) for b in bits]
+    full = floats[1] if cut else None
+    return Generations(tokens, lengths.clone(), floats[0], reasons.clone(), version, full)
+
+
+def _exchange(table: Tensor, homes: Tensor, world: int) -> Tensor:
+    """Rows to the ranks `homes`; what comes, by sending rank."""
+    counts = torch.bincount(homes, minlength=world)
+    matrix = [torch.empty_like(counts) for _ in range(world)]
+    dist.all_gather(matrix, counts)
+    received = [int(row[dist.get_rank()]) for row in matrix]
+    out = table.new_empty(sum(received), table.shape[1])
+    source = table.index_select(0, homes.argsort(stable=True)).contiguous()
+    dist.all_to_all_single(out, source, received, counts.tolist())
+    return out

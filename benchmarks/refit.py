@@ -1,0 +1,142 @@
+"""The refit against a plain copy of the same bytes: bytes, seconds and GB/s by layout pair and model size.
+
+    python -m benchmarks.refit [--models quickstart,25m,100m] [--pairs NAME,...] [--repeats 9] [--json FILE]
+
+Trainer and engines are real, on gloo ranks of this machine, float32. Each repeat times one refit and one copy of as
+many bytes as a rank's engine receives, from one flat tensor to another, in turn, on all ranks at once; a repeat counts
+with its slowest rank. Told are medians; the ratio is the median of the repeats' ratios. Exit code 1 if a refit between
+the same layouts takes more than twice the copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from aligner.config.schema import EngineConfig, ModelConfig, ParallelConfig, RefitConfig
+
+LIMIT = 2.0  # x the plain copy, where each rank already holds what its engine needs
+SIZES = {  # hidden size, FFN, layers, vocabulary
+    "quickstart": (128, 384, 4, 91),
+    "25m": (512, 1408, 6, 8000),
+    "100m": (768, 2048, 12, 32000),
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    world: int
+    trainer: ParallelConfig
+    engine_tensor: int
+    same: bool  # each rank holds what its engine needs
+
+
+PAIRS = {
+    "one rank": Pair(1, ParallelConfig(), 1, True),
+    "dp2 to 2 x tp1": Pair(2, ParallelConfig(), 1, True),
+    "tp2 to 1 x tp2": Pair(2, ParallelConfig(tensor=2), 2, True),
+    "dp2 to 1 x tp2": Pair(2, ParallelConfig(), 2, True),
+    "tp2 to 2 x tp1": Pair(2, ParallelConfig(tensor=2), 1, False),
+    "pp2 to 2 x tp1": Pair(2, ParallelConfig(pipeline=2), 1, False),
+    "pp2 to 1 x tp2": Pair(2, ParallelConfig(pipeline=2), 2, False),
+}
+
+
+def model_of(size: str) -> ModelConfig:
+    hidden, ffn, layers, vocabulary = SIZES[size]
+    return ModelConfig(
+        num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn, num_heads=8, num_kv_heads=4, vocab_size=vocabulary
+    )
+
+
+def measure(size: str, name: str, repeats: int) -> dict:
+    """On every rank of the pair's world: bytes of this rank's engine, and (refit seconds, copy seconds) by repeat."""
+    import torch
+    import torch.distributed as dist
+
+    from aligner.engines.native.engine import NativeEngine
+    from aligner.megatron.groups import build_layout, neighbours
+    from aligner.megatron.model import Head
+    from aligner.megatron.train import ShardedModel
+    from aligner.megatron.weights import random_source
+    from aligner.refit.transfer import Refit
+
+    cfg, device, pair = model_of(size), torch.device("cpu"), PAIRS[name]
+    layout = build_layout(pair.trainer)
+    model = ShardedModel(cfg, layout, Head(), torch.float32, device, random_source(cfg, 0))
+    group = neighbours(pair.engine_tensor)
+    engine = NativeEngine(cfg, EngineConfig(), device=device, dtype=torch.float32, pad_id=0, group=group)
+    refit = Refit(model, engine, RefitConfig())
+    told = refit()
+    source = torch.ones(int(told["refit/bytes"]) // 4)
+    target, times = torch.zeros_like(source), []
+    for _ in range(repeats + 1):
+        model.step_count += 1
+        found = []
+        for action in (refit, lambda: target.copy_(source)):
+            dist.barrier()
+            start = time.perf_counter()
+            action()
+            found.append(time.perf_counter() - start)
+        times.append(tuple(found))
+    return {"bytes": told["refit/bytes"], "wire_bytes": told["refit/wire_bytes"], "times": times[1:]}
+
+
+def row(size: str, name: str, results: list[dict]) -> dict:
+    repeats = list(zip(*(result["times"] for result in results), strict=True))
+    refits = [max(seconds for seconds, _ in ranks) for ranks in repeats]
+    copies = [max(seconds for _, seconds in ranks) for ranks in repeats]
+    moved, seconds = max(result["bytes"] for result in results), statistics.median(refits)
+    ratio = statistics.median(a / b for a, b in zip(refits, copies, strict=True))
+    return {
+        "model": size,
+        "layouts": name,
+        "bytes": moved,
+        "wire_bytes": max(result["wire_bytes"] for result in results),
+        "seconds": seconds,
+        "gb_per_s": moved / seconds / 1e9,
+        "copy_seconds": statistics.median(copies),
+        "ratio": ratio,
+        "same": PAIRS[name].same,
+    }
+
+
+def main(arguments: list[str]) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tests.ranks import Ranks
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.refit", description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(SIZES), help=f"of {','.join(SIZES)}")
+    parser.add_argument("--pairs", default=",".join(PAIRS), help=f"of {', '.join(PAIRS)}")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    ranks, found = Ranks(max(pair.world for pair in PAIRS.values())), []
+    try:
+        for size in options.models.split(","):
+            for name in options.pairs.split(","):
+                job = {"size": size, "name": name, "repeats": options.repeats}
+                found.append(row(size, name, ranks.run("benchmarks.refit:measure", world=PAIRS[name].world, **job)))
+    finally:
+        ranks.close()
+    columns = ("model", "trainer to engines", "MB a rank", "of it from others", "ms", "GB/s", "x copy")
+    table = Table(*columns, title="refit, gloo, float32; copy: the same bytes, flat, in the same repeats")
+    for r in found:
+        mark = "" if not r["same"] else " ok" if r["ratio"] <= LIMIT else f" > {LIMIT:g}"
+        cells = [f"{r['bytes'] / 1e6:.1f}", f"{r['wire_bytes'] / 1e6:.1f}", f"{1e3 * r['seconds']:.1f}"]
+        table.add_row(r["model"], r["layouts"], *cells, f"{r['gb_per_s']:.2f}", f"{r['ratio']:.2f}{mark}")
+    Console(width=110).print(table)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return int(any(r["same"] and r["ratio"] > LIMIT for r in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

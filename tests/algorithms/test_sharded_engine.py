@@ -1,0 +1,37 @@
+"""GRPO on two ranks whose engine is one, over both: the numbers are those of an engine for each rank."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests import stages
+
+pytestmark = [pytest.mark.slow, pytest.mark.multirank]
+
+# sampled tokens and what follows from them alone; other numbers differ by rounding
+EXACT = ("reward/", "response/", "advantage/", "refit/version", "staleness/")
+
+
+def train(data, folder, *more):
+    settings = stages.overrides("grpo", data, folder, "run.steps=3", "run.export=true", *more)
+    command = [sys.executable, "-m", "aligner", "launch", "--ranks", "2", *settings]
+    done = subprocess.run(command, cwd=stages.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def test_the_same_numbers_as_an_engine_for_each_rank(tiny_data, tmp_path):
+    apart = train(tiny_data, tmp_path / "apart", "parallel.tensor=2")
+    together = train(tiny_data, tmp_path / "together", "parallel.tensor=2", "engine.tensor_parallel=2")
+    assert any(record["reward/mean"] > 0 for record in stages.records(apart))
+    for one, two in zip(stages.records(apart), stages.records(together), strict=True):
+        for name, value in one.items():
+            if name.startswith(EXACT):
+                assert two[name] == value, name
+            elif name.startswith(("policy/", "kl/")):
+                assert two[name] == pytest.approx(value, abs=1e-5), name
+        assert two["refit/bytes"] < 0.6 * one["refit/bytes"] and two["refit/wire_bytes"] == 0 < one["refit/wire_bytes"]
+        assert two["refit/sentinel_error"] < 1e-5
+    left, right = stages.weights(apart), stages.weights(together)
+    assert all((left[name] - right[name]).abs().max() < 1e-4 for name in left)
