@@ -201,8 +201,8 @@ class Refit:
                 moved += tensor.numel() * tensor.element_size()
                 if self.config.verify == "checksum":
                     self.checksums[name] = tensor_checksum(tensor.to(dtype))
-        shared = layout.tensor * layout.pipeline * layout.expert
-        return moved, moved - moved // shared  # of evenly cut weights: what this rank did not have
+        gathered = layout.tensor * layout.pipeline * layout.expert > 1
+        return moved, moved if gathered else 0
 
     def _ask(self, action: Callable, *arguments) -> None:
         """One call of the engine, unless it keeps its weights or has refused an earlier one."""
