@@ -18,6 +18,8 @@ from functools import lru_cache
 from aligner.errors import LayoutError
 from aligner.models.shards import HfTensor
 
+MESSAGES, FLOOR_BYTES = 8, 1 << 20  # at least so many messages for a pair of ranks, if they are no smaller than that
+
 
 @dataclass(frozen=True)
 class TrainerGrid:
@@ -139,11 +141,11 @@ def plan_refit(
                     continue
                 source = holders.choose(ranks, target, (stop - start) * tensor.entry_numel)
                 (local[target] if source == target else wire[source, target]).append(Part(number, start, stop))
-    messages = [
-        (turn, message)
-        for (source, target), parts in sorted(wire.items())
-        for turn, message in enumerate(_messages(source, target, parts, tensors, item_bytes, bucket_bytes))
-    ]
+    messages = []
+    for (source, target), parts in sorted(wire.items()):
+        total = sum((part.stop - part.start) * tensors[part.tensor].entry_numel for part in parts) * item_bytes
+        limit = min(bucket_bytes, max(FLOOR_BYTES, -(-total // MESSAGES)))  # one is packed while another travels
+        messages += enumerate(_messages(source, target, parts, tensors, item_bytes, limit))
     frozen = [{rank: tuple(parts) for rank, parts in found.items()} for found in (local, owned)]
     return Plan(tensors, trainer, engine, frozen[0], _rounds(messages), frozen[1])
 
