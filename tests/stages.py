@@ -108,7 +108,7 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 # what a clock or the operating system says
-TIMES = ("time/", "throughput/", "memory/", "wall_time", "refit/seconds")
+TIMES = ("time/", "throughput/", "memory/", "wall_time", "refit/seconds", "refit/gb_per_s")
 
 
 def timeless(run_dir: Path) -> list[dict[str, Any]]:
