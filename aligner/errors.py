@@ -54,6 +54,12 @@ class RefitError(AlignerError):
     transient = True
 
 
+class EngineError(AlignerError):
+    """A rollout engine's process ended, did not answer in time, or answered with an error of its own."""
+
+    transient = True
+
+
 class MismatchError(AlignerError):
     """The engine's logprobs of a rollout left the gate `mismatch.stop_above`."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from aligner.config.memory import MemoryConfig
 from aligner.config.moe import MOE_FAMILIES, MoeConfig, check_moe_family
 from aligner.config.quantization import KINDS, settle
+from aligner.config.trtllm import ONE_RANK, TrtllmConfig
 from aligner.config.watchdog import WatchdogConfig
 from aligner.errors import ConfigError
 
@@ -407,20 +408,23 @@ class AlgorithmConfig:
 
 @dataclass
 class EngineConfig:
-    name: str = "native"  # native, recorded (rollouts come from debug.train_only, which sets this)
+    name: str = "native"  # native, trtllm, recorded (rollouts come from debug.train_only, which sets this)
     tensor_parallel: int = 1  # ranks of one replica
     kv_cache_bytes: int = 1 << 30  # of a rank
     max_batch: int = 512  # rows decoded together
     dtype: str = "auto"  # auto: the trainer's compute dtype
     quantization: str = "none"  # none, int8, fp8: of the layers' matrices, at every refit
+    trtllm: TrtllmConfig = field(default_factory=TrtllmConfig)
 
     def __post_init__(self) -> None:
-        _one_of("engine.name", self.name, ("native", "recorded"))
+        _one_of("engine.name", self.name, ("native", "trtllm", "recorded"))
         _one_of("engine.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _one_of("engine.quantization", self.quantization, KINDS)
         _at_least("engine.kv_cache_bytes", self.kv_cache_bytes, 1)
         _at_least("engine.max_batch", self.max_batch, 1)
         _at_least("engine.tensor_parallel", self.tensor_parallel, 1)
+        if self.tensor_parallel != 1 and self.name == "trtllm":
+            raise ConfigError("engine.tensor_parallel", self.tensor_parallel, ONE_RANK)
 
 
 @dataclass

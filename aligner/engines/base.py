@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -153,7 +153,8 @@ class UpdateLedger:
         self._faults.setdefault(kind, []).append(text)
         return False
 
-    def finish(self) -> None:
+    def finish(self, commit: Callable[[], None] | None = None) -> None:
+        """`commit` is called when nothing is wrong, and may raise: then the update has failed."""
         if self._pending is None:
             raise RefitError("finish_update came without begin_update")
         pending, self._pending = self._pending, None
@@ -164,6 +165,8 @@ class UpdateLedger:
         if faults:
             told = "; ".join(f"{kind}: {_some(names)}" for kind, names in faults.items())
             raise RefitError(f"update to weight version {pending} is not usable: {told}")
+        if commit is not None:
+            commit()
         self.version, self._complete = pending, True
 
     def require(self) -> None:

@@ -1,0 +1,271 @@
+"""TensorRT-LLM's PyTorch backend as a rollout engine: one child process per rank, filled from the live trainer.
+
+  trainer's rank                                child (trtllm_child)
+  TrtllmEngine  -- start(config.json) --------> LLM(load_format="dummy")
+     begin_update, buckets, finish_update ----> pre-reload, partial reloads (each answered), finalise, reset prefixes
+     generate, logprobs ----------------------> requests with a seed each; context logits
+Whatever fails between begin_update and finish_update leaves an engine that refuses to generate.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.config.schema import EngineConfig, ModelConfig
+from aligner.engines.base import UpdateLedger
+from aligner.engines.trtllm_api import version_row
+from aligner.engines.trtllm_buckets import BucketWriter, MemoryFile, share
+from aligner.engines.trtllm_child import SINGLE_PROCESS, Settings
+from aligner.engines.trtllm_process import Channel, Child, clean_environment, spawn
+from aligner.engines.trtllm_sampling import RESCORE, is_cut, logprob_source
+from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
+from aligner.models.families import expected_hf_shapes
+from aligner.models.hf_config import hf_config
+from aligner.types import STOP, Generations, Progress, SamplingParams
+
+Decode = Callable[[list[int]], str]
+_BLOCK = 32  # tokens of a block of TensorRT-LLM's KV cache
+_CHILD = "aligner.engines.trtllm_child"
+
+
+def require_package() -> None:
+    """Raises MissingExtraError where TensorRT-LLM is not installed."""
+    if importlib.util.find_spec("tensorrt_llm") is None:
+        raise MissingExtraError("tensorrt_llm", "trtllm", "engine.name=trtllm")
+
+
+def start_child(device: torch.device, fds: Sequence[int]) -> tuple[Child, Any]:
+    """A process that sees this rank's device alone."""
+    extra = dict(SINGLE_PROCESS)
+    if device.type == "cuda":
+        visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        extra["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
+    return spawn(_CHILD, clean_environment(os.environ, extra), fds)
+
+
+class TrtllmEngine:
+    """`RolloutEngine`. `max_seq_len`: prompt + response tokens where `engine.trtllm.max_seq_len` is 0; `bucket_bytes`
+    bounds the transfer buffer (or the largest tensor does); `decode` is needed for stop strings only."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        pad_id: int,
+        max_seq_len: int = 0,
+        bucket_bytes: int = 256 << 20,
+        checksums: bool = True,
+        decode: Decode | None = None,
+        start: Callable[[torch.device, Sequence[int]], tuple[Child, Any]] = start_child,
+    ):
+        require_package()
+        self.cfg, self.config, self.options = model, config, config.trtllm
+        self.device, self.dtype, self.pad_id, self._decode = torch.device(device), dtype, pad_id, decode
+        self.max_seq_len = min(self.options.max_seq_len or max_seq_len or model.max_position, model.max_position)
+        self.checked = checksums
+        shapes = expected_hf_shapes(model)
+        self._ledger, self._asleep = UpdateLedger(shapes), False
+        size = max(bucket_bytes, *(prod(shape) * dtype.itemsize for shape in shapes.values()))
+        self._file = None if self.device.type == "cuda" else MemoryFile.create(size)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device) if self._file is None else self._file.tensor()
+        self._writer = BucketWriter(buffer, dtype)
+        self._folder = tempfile.TemporaryDirectory(prefix="aligner-trtllm-")
+        settings = self._settings(buffer)
+        child, connection = start(self.device, [] if self._file is None else [self._file.fd])
+        self._channel = Channel(child, connection, "TensorRT-LLM engine")
+        self._finalizer = weakref.finalize(self, _release, self._channel, self._file, self._folder)
+        try:
+            found = self._call("start", settings, limit="start_timeout_s")
+        except BaseException:
+            self._finalizer()
+            raise
+        self.version, self.partial_loads = found["version"], found["partial"]
+        self.row = version_row(self.version)
+
+    def _settings(self, buffer: Tensor) -> Settings:
+        name = str(self.dtype).removeprefix("torch.")
+        raw = hf_config(self.cfg, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype=name)
+        (Path(self._folder.name) / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
+        return Settings(
+            self._folder.name,
+            self.cfg.vocab_size,
+            name,
+            self.max_seq_len,
+            self.config.max_batch,
+            self.config.kv_cache_bytes,
+            self.options.sleep,
+            self.options.prefix_reuse,
+            self.options.cuda_graphs,
+            self.pad_id,
+            self.checked,
+            cuda=share(buffer) if self._file is None else None,
+            fd=-1 if self._file is None else self._file.fd,
+            size=buffer.numel(),
+        )
+
+    def _call(
+        self, name: str, *arguments: Any, limit: str = "call_timeout_s", error: type = EngineError, progress=None
+    ) -> Any:
+        timeout_s, key = getattr(self.options, limit), f"engine.trtllm.{limit}"
+        return self._channel.call(name, *arguments, timeout_s=timeout_s, key=key, error=error, progress=progress)
+
+    @property
+    def weight_version(self) -> int:
+        return self._ledger.version
+
+    @property
+    def request_seeds(self) -> bool:
+        """Whether a sample depends on its own seed alone: of version 1.4 on."""
+        return self.row.request_seeds
+
+    # ---- weights
+
+    def begin_update(self, version: int) -> None:
+        self._ledger.begin(version)
+        self._call("begin", error=RefitError)
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        accepted = ((n, t) for n, t in tensors if self._ledger.accept(n, t.shape))
+        for slots in self._writer.buckets(accepted):
+            taken = self._call("bucket", slots, error=RefitError)
+            if taken != len(slots):
+                raise RefitError(f"the engine took {taken} tensors of a bucket of {len(slots)}")
+
+    def finish_update(self) -> None:
+        self._ledger.finish(lambda: self._call("finish", error=RefitError))
+
+    def checksums(self) -> Mapping[str, int]:
+        """Of the tensors as they arrived in the child; what the engine made of them only the sentinel can tell."""
+        if not self.checked:
+            raise ConfigError("refit.verify", "sentinel", "checksum, for the engine to hash what it gets")
+        return self._call("checksums", error=RefitError)
+
+    # ---- memory
+
+    def sleep(self) -> None:
+        if self.options.sleep and not self._asleep:
+            self._call("sleep")
+        self._asleep = True
+
+    def wake(self) -> None:
+        if self.options.sleep and self._asleep:
+            self._call("wake")
+        self._asleep = False
+
+    def close(self) -> None:
+        self._ledger.begin(self.weight_version)  # no complete weights any more
+        self._finalizer()
+
+    # ---- generation
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        progress: Progress | None = None,
+    ) -> Generations:
+        """See `RolloutEngine.generate`. With stop strings responses are generated to their limit and then cut.
+        Raises EngineError when the child ends, hangs or fails; ConfigError as the native engine does, and
+        `sampling.min_p` where this version of TensorRT-LLM ignores it. An exception of `progress` lets all requests
+        go and is raised again."""
+        self._ledger.require()
+        assert not self._asleep, "generate() on a sleeping engine: wake() it first"
+        assert len(prompts) == len(seeds), f"{len(prompts)} prompts, but seeds for {len(seeds)}"
+        if sampling.stop and self._decode is None:
+            raise ConfigError("sampling.stop", sampling.stop, "no stop strings: this engine was given no decoder")
+        pairs = [(p, s) for p, own in zip(prompts, seeds, strict=True) for s in own]
+        requests = [(list(map(int, p)), int(s) & (1 << 63) - 1) for p, s in pairs]
+        if not requests:
+            return self._result([], sampling)
+        self._check_room(max(len(p) for p, _ in requests), sampling)
+        told = None if progress is None else lambda done: progress(done, len(requests))
+        rows = self._call("generate", requests, sampling, limit="generate_timeout_s", progress=told)
+        if rows is None:
+            raise EngineError("the requests were aborted")
+        rows = [self._cut(row, sampling) for row in rows]
+        if logprob_source(sampling, self.row) == RESCORE:
+            scored = [self._scores([*p, *row[0]], len(p), sampling) for (p, _), row in zip(requests, rows, strict=True)]
+            rows = [(row[0], both[1], row[2], both[0]) for row, both in zip(rows, scored, strict=True)]
+        return self._result(rows, sampling)
+
+    def _check_room(self, longest: int, sampling: SamplingParams) -> None:
+        row = longest + sampling.max_response_tokens
+        if row > self.cfg.max_position:
+            expected = f"at least {row} (prompt + response tokens)"
+            raise ConfigError("model.max_position", self.cfg.max_position, expected)
+        if row > self.max_seq_len:
+            expected = f"at least {row} (prompt + response tokens)"
+            raise ConfigError("engine.trtllm.max_seq_len", self.max_seq_len, expected)
+        position = 2 * self.cfg.num_layers * self.cfg.num_kv_heads * self.cfg.kv_channels * self.dtype.itemsize
+        needed = -(-row // _BLOCK) * _BLOCK * position
+        if needed > self.config.kv_cache_bytes:
+            expected = f"at least {needed} bytes for one row of {row} tokens"
+            raise ConfigError("engine.kv_cache_bytes", self.config.kv_cache_bytes, expected)
+
+    def _cut(self, row: tuple, sampling: SamplingParams) -> tuple:
+        """The row up to the token that completes its first stop string."""
+
+        def stopped(count: int) -> bool:
+            text = self._decode(tokens[:count])
+            return any(s in text for s in sampling.stop)
+
+        tokens, logprobs, _ = row
+        if not sampling.stop or not stopped(len(tokens)):
+            return row
+        low, high = 1, len(tokens)  # more tokens never take a string away
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if stopped(middle) else (middle + 1, high)
+        return tokens[:low], logprobs[:low], STOP
+
+    def _result(self, rows: list[tuple], sampling: SamplingParams) -> Generations:
+        shape = len(rows), sampling.max_response_tokens
+        tokens, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+        full = torch.zeros(shape) if is_cut(sampling) else None
+        for i, row in enumerate(rows):
+            n = len(row[0])
+            tokens[i, :n], logprobs[i, :n] = torch.tensor(row[0], dtype=torch.int64), torch.tensor(row[1])
+            if full is not None:
+                full[i, :n] = torch.tensor(row[3])
+        lengths = torch.tensor([len(row[0]) for row in rows], dtype=torch.int64)
+        reasons = torch.tensor([row[2] for row in rows], dtype=torch.int64)
+        return Generations(tokens, lengths, logprobs, reasons, self.weight_version, full)
+
+    # ---- scoring
+
+    def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
+        """See `RolloutEngine.logprobs`. Row by row, from context logits: meant for the few rows of the sentinel."""
+        self._ledger.require()
+        out = torch.zeros(tokens.shape, dtype=torch.float32)
+        sampling = replace(SamplingParams(1), temperature=temperature)
+        for i, (row, n) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True)):
+            if n > 1:
+                out[i, 1:n] = torch.tensor(self._scores(row[:n], 1, sampling)[0])
+        return out
+
+    def _scores(self, tokens: list[int], first: int, sampling: SamplingParams) -> tuple[list[float], list[float]]:
+        return self._call("score", tokens, first, sampling)
+
+
+def _release(channel: Channel, file: MemoryFile | None, folder: tempfile.TemporaryDirectory) -> None:
+    channel.close()
+    if file is not None:
+        file.close()
+    folder.cleanup()

@@ -1,0 +1,104 @@
+"""Tensors from the trainer to an engine's process: packed into one buffer that both see, a bucket at a time.
+
+CUDA: the trainer's buffer, opened by the child through an IPC handle, once. CPU: an anonymous file in memory whose
+descriptor the child inherits. The child answers each bucket before the buffer is used again: without that the next
+bucket would overwrite tensors that are still being read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGN_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in the buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int  # bytes
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def view(self, buffer: Tensor) -> Tensor:
+        return buffer[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass
+class MemoryFile:
+    """`size` bytes shared by descriptor; pages come into being when they are written."""
+
+    size: int
+    fd: int
+
+    @classmethod
+    def create(cls, size: int) -> MemoryFile:
+        fd = os.memfd_create("aligner-weights")
+        os.ftruncate(fd, size)
+        return cls(size, fd)
+
+    def tensor(self) -> Tensor:
+        """uint8 [size]"""
+        return torch.frombuffer(mmap.mmap(self.fd, self.size), dtype=torch.uint8)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class BucketWriter:
+    """The trainer's side. `buffer` uint8 [bytes] on the device of the transport."""
+
+    def __init__(self, buffer: Tensor, dtype: torch.dtype):
+        self.buffer, self.dtype = buffer, dtype
+
+    def buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[Slot]]:
+        """Copies tensors in, cast to the engine's dtype; each yielded bucket must be read before the next is asked
+        for. The buffer must hold the largest tensor."""
+        slots: list[Slot] = []
+        end = 0
+        for name, tensor in tensors:
+            slot = Slot(name, tuple(tensor.shape), self.dtype, end)
+            if slots and slot.start + slot.nbytes > self.buffer.numel():
+                yield self._ready(slots)
+                slots, slot = [], Slot(name, slot.shape, self.dtype, 0)
+            assert slot.start + slot.nbytes <= self.buffer.numel(), (name, slot.nbytes, self.buffer.numel())
+            slot.view(self.buffer).copy_(tensor)
+            slots.append(slot)
+            end = slot.start + -(-slot.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        if slots:
+            yield self._ready(slots)
+
+    def _ready(self, slots: list[Slot]) -> list[Slot]:
+        if self.buffer.is_cuda:  # copies are queued; the other process has other streams
+            torch.cuda.synchronize(self.buffer.device)
+        return slots
+
+
+def share(buffer: Tensor) -> Any:
+    """What `open_shared` needs of a CUDA buffer: the picklable handle of `torch.multiprocessing`."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return reduce_tensor(buffer)
+
+
+def open_shared(handle: Any, device: int) -> Tensor:
+    """The trainer's CUDA buffer in this process, where its device has another number."""
+    rebuild, arguments = handle
+    arguments = list(arguments)
+    arguments[6] = device  # of rebuild_cuda_tensor: storage_device
+    return rebuild(*arguments)

@@ -1,0 +1,173 @@
+"""A child process with a clean environment, and calls to it that end: with an answer, its error, or a time-out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+from aligner.errors import ConfigError, EngineError, RefitError
+
+# A child that inherits these takes itself for a rank of the job: MPI_Init would join it, or hang.
+LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMI2_", "PMIX_", "PRTE_", "OPAL_", "MPI_", "MPICH_", "I_MPI_", "HYDRA_", "HYDI_")
+LAUNCHER_PREFIXES += ("SLURM_", "SBATCH_", "SRUN_", "MV2_", "PALS_", "ALPS_", "TORCHELASTIC_", "ALIGNER_", "FLUX_")
+LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_NAMES += ("ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "PMIX_RANK")
+_LAST_WORDS = 2000  # characters of the child's output in an error
+ERRORS = {"ConfigError": ConfigError, "RefitError": RefitError, "EngineError": EngineError}
+
+
+def clean_environment(environ: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without the launcher's variables, with `extra`."""
+    kept = {k: v for k, v in environ.items() if not k.startswith(LAUNCHER_PREFIXES) and k not in LAUNCHER_NAMES}
+    return kept | dict(extra)
+
+
+class Child(Protocol):
+    """What a `Channel` must know of the other end."""
+
+    def ended(self) -> str:
+        """How it ended, or "" while it runs."""
+        ...
+
+    def last_words(self) -> str: ...
+
+    def stop(self, wait_s: float) -> None: ...
+
+
+@dataclass
+class ChildProcess:
+    process: subprocess.Popen
+    log: Path
+
+    def ended(self) -> str:
+        code = self.process.poll()
+        if code is None:
+            return ""
+        return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+    def last_words(self) -> str:
+        try:
+            return self.log.read_text(errors="replace")[-_LAST_WORDS:].strip()
+        except OSError as error:
+            return f"(its output cannot be read: {error})"
+
+    def stop(self, wait_s: float) -> None:
+        try:
+            self.process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.log.unlink(missing_ok=True)
+
+
+def spawn(module: str, environ: Mapping[str, str], fds: Sequence[int] = ()) -> tuple[ChildProcess, Connection]:
+    """`python -m module <descriptor>` with its own end of the connection; its output goes to a temporary file."""
+    ours, theirs = socket.socketpair()
+    handle, log = tempfile.mkstemp(prefix="aligner-trtllm-", suffix=".log")
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno())],
+            env=dict(environ),
+            pass_fds=(theirs.fileno(), *fds),
+            stdin=subprocess.DEVNULL,
+            stdout=handle,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C is the trainer's to handle; the child sees its connection close
+        )
+    finally:
+        os.close(handle)
+        theirs.close()
+    return ChildProcess(process, Path(log)), Connection(ours.detach())
+
+
+class Channel:
+    """Calls to a child: `name(*arguments)` there, one at a time."""
+
+    def __init__(self, child: Child, connection: Connection, title: str):
+        self.child, self.connection, self.title = child, connection, title
+        self.broken = ""  # why no call can be answered any more
+
+    def call(
+        self,
+        name: str,
+        *arguments: Any,
+        timeout_s: float,
+        key: str,
+        error: type[EngineError] | type[RefitError] = EngineError,
+        progress: Callable[[int], None] | None = None,
+    ) -> Any:
+        """Raises `error` when the child is gone or does not answer within `timeout_s` (config key `key`), else the
+        child's own error."""
+        if self.broken:
+            raise error(self.broken)
+        try:
+            self.connection.send((name, arguments))
+            return self._answer(name, timeout_s, key, error, progress)
+        except (EOFError, OSError):
+            raise error(self._gone(name)) from None
+
+    def _answer(self, name, timeout_s, key, error, progress) -> Any:
+        deadline, interruption = time.monotonic() + timeout_s, None
+        while True:
+            if not self.connection.poll(max(0.0, min(1.0, deadline - time.monotonic()))):
+                if self.child.ended():
+                    raise EOFError
+                if time.monotonic() >= deadline:
+                    raise error(self._late(name, timeout_s, key))
+                continue
+            kind, value = self.connection.recv()
+            if kind == "progress":
+                if progress is None or interruption is not None:
+                    continue
+                try:
+                    progress(value)
+                except BaseException as cause:  # a stop of the run: the child lets its requests go, then it goes on
+                    interruption = cause
+                    self.connection.send(("abort", ()))
+                continue
+            if interruption is not None:
+                raise interruption
+            if kind == "error":
+                raise _rebuilt(*value, error, self.title, name)
+            return value
+
+    def _gone(self, name: str) -> str:
+        deadline = time.monotonic() + 5
+        while not (how := self.child.ended()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.broken = f"{self.title}: its process {how or 'closed its connection'} in {name}. {self._words()}"
+        return self.broken
+
+    def _late(self, name: str, timeout_s: float, key: str) -> str:
+        self.broken = f"{self.title}: {name} has not ended after {key}={timeout_s:g} s; it was stopped. {self._words()}"
+        self.connection.close()
+        self.child.stop(0)
+        return self.broken
+
+    def _words(self) -> str:
+        return f"Its last words:\n{self.child.last_words() or '(none)'}"
+
+    def close(self) -> None:
+        """Ask it to leave, then make it."""
+        if not self.broken:
+            self.broken = f"{self.title} was closed"
+            with contextlib.suppress(OSError):
+                self.connection.send(("close", ()))
+        self.connection.close()
+        self.child.stop(10)
+
+
+def _rebuilt(kind: str, arguments: tuple, text: str, error: type, title: str, name: str) -> Exception:
+    if kind == "ConfigError":
+        return ConfigError(*arguments)
+    return ERRORS.get(kind, error)(f"{title}: {name} failed: {text}")

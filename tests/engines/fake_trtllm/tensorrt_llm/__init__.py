@@ -1,0 +1,21 @@
+"""A strict stand-in for TensorRT-LLM's PyTorch backend, for tests: refuses what the real one refuses.
+
+It computes with this project's native engine on the CPU, but loads, finalises, caches prefixes and releases memory the
+way the package does, so that a caller that gets the order wrong gets wrong tokens or an error. Settings, from the
+environment: FAKE_TRTLLM_VERSION; FAKE_TRTLLM_LOG, a file that gets one line per call; FAKE_TRTLLM_CRASH and
+FAKE_TRTLLM_RAISE and FAKE_TRTLLM_HANG, the name of the call (with `:n`, the n-th) at which the process dies, raises or
+stops; FAKE_TRTLLM_WHOLE, whose models cannot load partially.
+"""
+
+import os
+
+from aligner.cluster.env import rank_env
+
+__version__ = os.environ.get("FAKE_TRTLLM_VERSION", "1.4.0rc1")
+if rank_env().world_size > 1:
+    raise RuntimeError("MPI_Init: this process takes itself for a rank of the job")
+
+from tensorrt_llm.llmapi import LLM
+from tensorrt_llm.sampling_params import SamplingParams
+
+__all__ = ["LLM", "SamplingParams", "__version__"]

@@ -1,0 +1,135 @@
+"""Requests, prefixes and control actions."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import torch
+
+from aligner.config.schema import EngineConfig
+from aligner.engines.native.engine import NativeEngine
+from aligner.models.families import expected_hf_shapes
+from aligner.models.hf_config import config_from_hf
+from aligner.ops.checksum import tensor_checksum
+from aligner.types import SamplingParams
+from tensorrt_llm._torch.pyexecutor.model import Model
+from tensorrt_llm._torch.pyexecutor.model_loader import ModelLoader
+from tensorrt_llm.calls import note
+
+LATEST: list = []
+
+
+class PyExecutor:
+    def __init__(self, args):
+        self.args, self.queue, self.in_control = args, [], False
+        self.kv_there, self.kv_dirty = True, False
+        self.prefixes: dict[tuple, int] = {}  # prompt -> the weights its keys and values are of
+        self.cfg = config_from_hf(args.model)
+        partial = not os.environ.get("FAKE_TRTLLM_WHOLE")
+        self.model_engine = SimpleNamespace(model=Model(expected_hf_shapes(self.cfg), partial))
+        self.model_engine.model_loader = ModelLoader(self)
+        self._engines: dict[int, NativeEngine] = {}
+        LATEST.append(self)
+
+    @contextlib.contextmanager
+    def control_action(self) -> Iterator[None]:
+        if self.in_control:
+            raise RuntimeError("nested control_action")
+        if self.queue:
+            raise RuntimeError("a control action while requests are active")
+        self.in_control = True
+        try:
+            yield
+        finally:
+            self.in_control = False
+
+    def require_control(self, name: str) -> None:
+        if not self.in_control:
+            raise RuntimeError(f"{name} while the executor may be running")
+
+    def reset_prefix_cache(self) -> None:
+        note("reset_prefix_cache")
+        self.prefixes, self.kv_dirty = {}, False
+
+    def run(self) -> None:
+        """All waiting requests of one kind."""
+        note("run", str(len(self.queue)))
+        if not self.kv_there:
+            raise RuntimeError("CUDA error: the KV cache has been released")
+        for request in [r for r in self.queue if r.cancelled]:
+            self._cancel(request)
+        if not self.queue:
+            return
+        key = self._kind(self.queue[0])
+        batch = [r for r in self.queue if self._kind(r) == key][: self.args.max_batch_size]
+        self.queue = [r for r in self.queue if r not in batch]
+        version = self._weights()
+        groups: dict[int, list] = {}
+        for request in batch:
+            held = version
+            if self.args.kv_cache_config.enable_block_reuse:
+                held = self.prefixes.setdefault(tuple(request.prompt_token_ids), version)
+            groups.setdefault(held, []).append(request)
+        for held, requests in groups.items():
+            self._serve(self._engines[held], requests)
+
+    def _kind(self, request) -> str:
+        p = request.params
+        return repr((p.max_tokens, p.temperature, p.top_k, p.top_p, p.min_p, p.stop_token_ids, p.return_context_logits))
+
+    def _cancel(self, request) -> None:
+        request.finished = True
+        request.outputs = [SimpleNamespace(token_ids=[], logprobs=[], finish_reason="cancelled")]
+        self.queue.remove(request)
+
+    def _weights(self) -> int:
+        tensors = self.model_engine.model.tensors()
+        version = hash(tuple(tensor_checksum(t) for t in tensors.values()))
+        if version not in self._engines:
+            kv = self.args.kv_cache_config.max_gpu_total_bytes
+            config = EngineConfig(kv_cache_bytes=2 * kv, max_batch=self.args.max_batch_size)
+            dtype = getattr(torch, self.args.dtype)
+            engine = NativeEngine(self.cfg, config, device="cpu", dtype=dtype, pad_id=0)
+            engine.begin_update(0)
+            engine.update_weights(tensors.items())
+            engine.finish_update()
+            self._engines[version] = engine
+        return version
+
+    def _serve(self, engine: NativeEngine, requests: list) -> None:
+        p = requests[0].params
+        greedy = p.temperature == 0 or p.top_k == 1
+        stops = tuple(p.stop_token_ids or ()) + ((p.end_id,) if p.end_id >= 0 else ())
+        sampling = SamplingParams(
+            p.max_tokens, 0.0 if greedy else p.temperature or 1.0, p.top_p or 1.0, p.top_k or 0, p.min_p or 0.0, stops
+        )
+        if greedy:
+            sampling = SamplingParams(p.max_tokens, 0.0, stop_token_ids=stops)
+        prompts = [r.prompt_token_ids for r in requests]
+        out = engine.generate(prompts, [[r.params.seed or 0] for r in requests], sampling)
+        for i, request in enumerate(requests):
+            self._finish(engine, request, out, i)
+
+    def _finish(self, engine: NativeEngine, request, out, i: int) -> None:
+        p, n = request.params, int(out.lengths[i])
+        tokens = out.tokens[i, :n].tolist()
+        row = torch.tensor([[*request.prompt_token_ids, *tokens]])
+        start = row.shape[1] - n
+        if getattr(p, "logprobs_mode", "raw") == "processed":
+            values = out.logprobs[i, :n].tolist()
+        else:
+            values = engine.logprobs(row, torch.tensor([row.shape[1]]))[0, start:].tolist()
+        stopped = out.finish_reason[i] == 0
+        if stopped and not p.include_stop_str_in_output:
+            tokens, values = tokens[:-1], values[:-1]
+        logprobs = None
+        if p.logprobs is not None:
+            logprobs = [{t: SimpleNamespace(logprob=v, rank=1)} for t, v in zip(tokens, values, strict=True)]
+        reason = "stop" if stopped else "length"
+        request.outputs = [SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)]
+        if p.return_context_logits:
+            with torch.inference_mode():
+                prompt = torch.tensor([request.prompt_token_ids])
+                request.context_logits = engine.model.logits(engine.model.prefill(prompt)[0])
+        request.finished = True

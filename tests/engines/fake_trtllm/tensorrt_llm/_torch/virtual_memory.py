@@ -1,0 +1,35 @@
+"""Memory by tag. One executor per process here, the last one made."""
+
+from tensorrt_llm._torch.pyexecutor.py_executor import LATEST
+from tensorrt_llm.calls import note
+from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType
+
+
+def verify_sleep_wakeup_tags(tags: list[str]) -> list[ExecutorMemoryType]:
+    return [ExecutorMemoryType(tag) for tag in tags]
+
+
+def release_with_tag(*tags: ExecutorMemoryType) -> int:
+    return _change("release", tags, False)
+
+
+def materialize_with_tag(*tags: ExecutorMemoryType) -> int:
+    return _change("materialize", tags, True)
+
+
+def _change(name: str, tags: tuple, there: bool) -> int:
+    note(name, " ".join(tag.value for tag in tags))
+    executor = LATEST[-1]
+    executor.require_control(name)
+    if not executor.args.sleeps:
+        raise RuntimeError("the engine was created without sleep")
+    for tag in tags:
+        if tag is ExecutorMemoryType.MODEL_WEIGHTS_MAIN and not there:
+            executor.model_engine.model.forget()
+        if tag is ExecutorMemoryType.KV_CACHE:
+            if executor.kv_there == there:
+                raise RuntimeError(f"{name} of memory in that state")
+            executor.kv_there = there
+            if there:
+                executor.kv_dirty = bool(executor.prefixes)
+    return len(tags)

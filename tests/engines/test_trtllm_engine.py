@@ -1,0 +1,278 @@
+"""The TensorRT-LLM engine over the strict fake: the contract of all engines, and what is its own."""
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.engines.trtllm_process import clean_environment
+from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
+from aligner.ops.checksum import tensor_checksum
+from aligner.types import LENGTH, SamplingParams
+from tests.tiny import hf_weights
+
+sys.path.insert(0, str(Path(__file__).parent))
+from contract import LLAMA, PROMPTS, EngineContract, check_logprobs, fill, reference, seeds_for
+from trtllm_setup import forget_fake, make_engine, use_fake
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    use_fake(monkeypatch)
+    yield
+    forget_fake()
+
+
+class TestTrtllmEngine(EngineContract):
+    make_engine = staticmethod(make_engine)
+
+    def test_a_row_that_can_never_fit_is_refused(self):
+        model, position = reference(LLAMA), 2 * 2 * 2 * 8 * 4  # layers, k and v, kv heads, head_dim, float32
+        needed = 32 * position  # blocks of 32 tokens
+        engine = fill(make_engine(LLAMA, kv_cache_bytes=needed), model)
+        assert engine.generate([[1, 2, 3]], [[0]], SamplingParams(29)).tokens.shape == (1, 29)
+        with pytest.raises(ConfigError, match=f"engine.kv_cache_bytes.*{2 * needed} bytes"):
+            engine.generate([[1, 2, 3]], [[0]], SamplingParams(30))
+        short = fill(make_engine(replace(LLAMA, max_position=12)), model)
+        with pytest.raises(ConfigError, match=r"model.max_position"):
+            short.generate([[1, 2, 3]], [[0]], SamplingParams(10))
+        limited = fill(make_engine(LLAMA, max_seq_len=12), model)
+        with pytest.raises(ConfigError, match=r"engine.trtllm.max_seq_len=12.*at least 13"):
+            limited.generate([[1, 2, 3]], [[0]], SamplingParams(10))
+
+
+def test_prompts_longer_than_the_package_takes_by_default():
+    cfg = replace(LLAMA, max_position=2048)
+    engine = fill(make_engine(cfg, prefix_reuse=False), reference(cfg))
+    prompt = [1 + i % 50 for i in range(1500)]
+    assert engine.generate([prompt], [[0]], SamplingParams(2)).lengths.tolist() == [2]
+
+
+def test_each_update_goes_through_the_same_order_of_calls(monkeypatch, tmp_path):
+    use_fake(monkeypatch, log=str(tmp_path / "log"))
+    model = reference(LLAMA)
+    engine = make_engine(LLAMA)
+    fill(engine, model, 1)
+    engine.generate([[1]], [[0]], SamplingParams(1))
+    engine.sleep()
+    engine.wake()
+    engine.close()
+    calls = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
+    reloads = calls.count("reload")
+    assert reloads > 3  # so that fused parts came in different buckets
+    sweep = ["modules", *["reload"] * reloads, "modules", "reset_prefix_cache"]
+    assert calls == ["LLM", *sweep, "run", "release", "materialize", "reset_prefix_cache", "shutdown"]
+
+
+def test_a_prefix_of_old_weights_is_not_reused():
+    engine = fill(make_engine(LLAMA), reference(LLAMA))
+    sampling = SamplingParams(8, temperature=0)
+    engine.generate(PROMPTS, seeds_for(PROMPTS), sampling)
+    other = reference(LLAMA, 1)
+    out = fill(engine, other, 2).generate(PROMPTS, seeds_for(PROMPTS), sampling)
+    check_logprobs(other, PROMPTS, 1, out)
+
+
+def test_models_that_load_all_weights_or_none(monkeypatch):
+    use_fake(monkeypatch, whole="1")
+    engine, model = make_engine(LLAMA), reference(LLAMA)
+    assert not engine.partial_loads
+    out = fill(engine, model).generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6))
+    check_logprobs(model, PROMPTS, 1, out)
+
+
+def test_a_failed_bucket_poisons_until_a_whole_update(monkeypatch):
+    model = reference(LLAMA)
+    engine = fill(make_engine(LLAMA), model)
+    import tensorrt_llm.calls as calls
+
+    monkeypatch.setenv("FAKE_TRTLLM_RAISE", f"reload:{calls.COUNTS['reload'] + 2}")
+    engine.begin_update(2)
+    with pytest.raises(RefitError, match="out of memory in reload"):
+        engine.update_weights(hf_weights(model).items())
+    with pytest.raises(RefitError, match="last complete version: 1"):
+        engine.generate([[1]], [[0]], SamplingParams(1))
+    with pytest.raises(RefitError, match="no complete weights"):  # the child refuses too, whoever asks
+        engine._call("generate", [([1], 0)], SamplingParams(1))
+    monkeypatch.delenv("FAKE_TRTLLM_RAISE")
+    assert fill(engine, model, 3).generate([[1]], [[0]], SamplingParams(1)).weight_version == 3
+
+
+def test_a_failed_finish_does_not_count(monkeypatch):
+    engine, model = make_engine(LLAMA), reference(LLAMA)
+    engine.begin_update(5)
+    engine.update_weights(hf_weights(model).items())
+    import tensorrt_llm.calls as calls
+
+    monkeypatch.setenv("FAKE_TRTLLM_RAISE", f"reset_prefix_cache:{calls.COUNTS['reset_prefix_cache'] + 1}")
+    with pytest.raises(RefitError, match="finish failed"):
+        engine.finish_update()
+    assert engine.weight_version == -1
+    with pytest.raises(RefitError, match="no complete weights"):
+        engine.generate([[1]], [[0]], SamplingParams(1))
+
+
+@pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc24", "1.4.0rc1"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(7),
+        SamplingParams(7, temperature=0),
+        SamplingParams(7, temperature=0.6),
+        SamplingParams(7, top_k=5),
+        SamplingParams(7, temperature=1.3, top_p=0.8),
+    ],
+)
+def test_logprobs_mean_the_same_in_every_version(monkeypatch, version, sampling):
+    use_fake(monkeypatch, version=version)
+    model = reference(LLAMA)
+    engine = fill(make_engine(LLAMA), model)
+    assert engine.version == version
+    out = engine.generate(PROMPTS[:2], seeds_for(PROMPTS[:2], 2), sampling)
+    full = out.full_logprobs if out.full_logprobs is not None else out.logprobs
+    check_logprobs(model, PROMPTS, 2, replace(out, logprobs=full), sampling.temperature or 1.0)
+    cut = sampling.top_k > 0 or sampling.top_p < 1
+    assert (out.full_logprobs is not None) == cut and (out.logprobs >= full - 1e-5).all()
+    assert not cut or (out.logprobs > full + 0.01).any()
+
+
+def test_what_a_version_would_ignore_is_refused(monkeypatch):
+    use_fake(monkeypatch, version="1.3.0rc24")
+    engine = fill(make_engine(LLAMA), reference(LLAMA))
+    with pytest.raises(ConfigError, match=r"sampling.min_p=0.1: expected 0 with TensorRT-LLM 1.3"):
+        engine.generate([[1]], [[0]], SamplingParams(2, min_p=0.1))
+    assert not engine.request_seeds
+
+
+@pytest.mark.parametrize(("version", "why"), [("1.1.0", "cannot be replaced"), ("0.21.0", "Installed is 0.21.0")])
+def test_versions_that_cannot_serve_are_refused(monkeypatch, version, why):
+    use_fake(monkeypatch, version=version)
+    with pytest.raises(ConfigError, match=why):
+        make_engine(LLAMA)
+
+
+def test_larger_engines_are_refused_with_what_would_lift_it():
+    with pytest.raises(ConfigError, match=r"engine.tensor_parallel=2.*orchestrator_type=ray"):
+        make_engine(LLAMA, tensor_parallel=2)
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"aligner\[trtllm\]"):
+        make_engine(LLAMA)
+
+
+def test_memory_that_was_released_is_not_used():
+    engine = fill(make_engine(LLAMA), reference(LLAMA))
+    engine.sleep()
+    with pytest.raises(AssertionError, match="wake"):
+        engine.generate([[1]], [[0]], SamplingParams(1))
+    with pytest.raises(EngineError, match="KV cache has been released"):
+        engine._call("generate", [([1], 0)], SamplingParams(1))
+
+
+def test_weights_may_be_replaced_in_sleep():
+    engine, other = fill(make_engine(LLAMA), reference(LLAMA)), reference(LLAMA, 1)
+    engine.sleep()
+    fill(engine, other, 2)
+    engine.wake()
+    check_logprobs(other, PROMPTS, 1, engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(4)))
+
+
+def test_without_sleep_the_memory_stays(monkeypatch, tmp_path):
+    use_fake(monkeypatch, log=str(tmp_path / "log"))
+    engine = fill(make_engine(LLAMA, sleep=False), reference(LLAMA))
+    engine.sleep()
+    engine.wake()
+    assert "release" not in (tmp_path / "log").read_text()
+    assert engine.generate([[1]], [[0]], SamplingParams(1)).lengths.tolist() == [1]
+
+
+def test_an_exception_of_progress_lets_the_requests_go():
+    engine = fill(make_engine(LLAMA, max_batch=1), reference(LLAMA))
+
+    def stop(done, total):
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[i % 50] for i in range(400)], [[0]] * 400, SamplingParams(20), stop)
+    out = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(5))
+    assert out.finish_reason.tolist() == [LENGTH] * len(PROMPTS)
+
+
+def test_checksums_only_where_they_were_taken():
+    engine = fill(make_engine(LLAMA, checksums=False), reference(LLAMA))
+    with pytest.raises(ConfigError, match=r"refit\.verify"):
+        engine.checksums()
+
+
+def test_the_launchers_variables_do_not_reach_a_child():
+    launcher = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMI_RANK": "1", "SLURM_PROCID": "1", "RANK": "1"}
+    launcher |= {"WORLD_SIZE": "2", "MASTER_ADDR": "here", "SLURM_STEP_ID": "0", "ALIGNER_LAUNCHED": "1"}
+    kept = {"PATH": "/bin", "LD_LIBRARY_PATH": "/lib", "CUDA_VISIBLE_DEVICES": "3", "HOME": "/"}
+    found = clean_environment(launcher | kept, {"CUDA_VISIBLE_DEVICES": "0"})
+    assert found == kept | {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+class TestInAProcess:
+    """With a real child: its environment, its memory, and its deaths."""
+
+    def test_a_child_of_a_rank_is_no_rank(self, monkeypatch):
+        for name, value in {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMI_RANK": "1"}.items():
+            monkeypatch.setenv(name, value)
+        model = reference(LLAMA)
+        engine = fill(make_engine(LLAMA, process=True), model)
+        process = engine._channel.child.process
+        check_logprobs(model, PROMPTS, 1, engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6)))
+        assert dict(engine.checksums()) == {n: tensor_checksum(t) for n, t in hf_weights(model).items()}
+        folder = Path(engine._folder.name)
+        assert [p.name for p in folder.iterdir()] == ["config.json"]
+        engine.close()
+        assert process.poll() == 0 and not folder.exists() and not engine._channel.child.log.exists()
+        with pytest.raises(RefitError):
+            engine.generate([[1]], [[0]], SamplingParams(1))
+
+    def test_a_child_that_dies_in_generate(self, monkeypatch):
+        monkeypatch.setenv("FAKE_TRTLLM_CRASH", "run")
+        engine = fill(make_engine(LLAMA, process=True), reference(LLAMA))
+        start = time.monotonic()
+        for _ in range(2):  # and every later call tells the same
+            with pytest.raises(EngineError, match=r"(?s)ended by signal 6 in generate.*illegal memory access"):
+                engine.generate([[1]], [[0]], SamplingParams(1))
+        assert time.monotonic() - start < 10
+        with pytest.raises(RefitError, match="illegal memory access"):
+            engine.begin_update(2)
+        engine.close()
+
+    def test_a_child_that_dies_in_a_refit(self, monkeypatch):
+        monkeypatch.setenv("FAKE_TRTLLM_CRASH", "reload:2")
+        engine, model = make_engine(LLAMA, process=True), reference(LLAMA)
+        engine.begin_update(1)
+        with pytest.raises(RefitError, match=r"(?s)ended by signal 6 in bucket.*illegal memory access"):
+            engine.update_weights(hf_weights(model).items())
+        with pytest.raises(RefitError, match="no complete weights"):
+            engine.generate([[1]], [[0]], SamplingParams(1))
+        engine.close()
+
+    def test_a_child_that_hangs_is_stopped(self, monkeypatch):
+        monkeypatch.setenv("FAKE_TRTLLM_HANG", "run")
+        engine = fill(make_engine(LLAMA, process=True, generate_timeout_s=1), reference(LLAMA))
+        with pytest.raises(EngineError, match=r"(?s)engine.trtllm.generate_timeout_s=1 s.*waiting for a barrier"):
+            engine.generate([[1]], [[0]], SamplingParams(1))
+        assert engine._channel.child.ended() == "ended by signal 9"
+        engine.close()
+
+    def test_a_child_goes_when_nobody_holds_it(self):
+        process = make_engine(LLAMA, process=True)._channel.child.process
+        assert process.wait(20) == 0
+
+    def test_bfloat16_travels_as_bfloat16(self):
+        model = reference(LLAMA)
+        engine = fill(make_engine(LLAMA, process=True, dtype=torch.bfloat16), model)
+        wanted = {n: tensor_checksum(t.to(torch.bfloat16)) for n, t in hf_weights(model).items()}
+        assert dict(engine.checksums()) == wanted
+        engine.close()

@@ -1,0 +1,75 @@
+"""A `TrtllmEngine` over the strict fake: in a process of its own, or in a thread of this one, which starts sooner."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from multiprocessing.connection import Pipe
+from pathlib import Path
+
+import torch
+
+from aligner.config.schema import EngineConfig
+from aligner.config.trtllm import TrtllmConfig
+from aligner.engines import trtllm_child
+from aligner.engines.trtllm import TrtllmEngine
+
+FAKE = Path(__file__).parent / "fake_trtllm"
+ROOT = Path(__file__).parents[2]
+
+
+class ThreadChild:
+    """The other end of a connection, in a thread."""
+
+    def __init__(self, connection):
+        self.thread = threading.Thread(target=trtllm_child.serve, args=(connection,), daemon=True)
+        self.thread.start()
+
+    def ended(self) -> str:
+        return "" if self.thread.is_alive() else "ended"
+
+    def last_words(self) -> str:
+        return ""
+
+    def stop(self, wait_s: float) -> None:
+        self.thread.join(wait_s)
+
+
+def start_thread(device, fds):
+    ours, theirs = Pipe()
+    return ThreadChild(theirs), ours
+
+
+def use_fake(monkeypatch, **settings: str) -> None:
+    """Makes `import tensorrt_llm` find the fake, here and in children; settings: its FAKE_TRTLLM_* variables."""
+    forget_fake()
+    monkeypatch.syspath_prepend(str(FAKE))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAKE), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("TLLM_WORKER_USE_SINGLE_PROCESS", "1")
+    for name, value in settings.items():
+        monkeypatch.setenv(f"FAKE_TRTLLM_{name.upper()}", value)
+    importlib.invalidate_caches()
+
+
+def forget_fake() -> None:
+    for name in [n for n in sys.modules if n.partition(".")[0] == "tensorrt_llm"]:
+        del sys.modules[name]
+
+
+def make_engine(cfg, decode=None, *, process=False, dtype=torch.float32, bucket_bytes=2048, checksums=True, **config):
+    options = {k: config.pop(k) for k in list(config) if k in TrtllmConfig.__dataclass_fields__}
+    settings = EngineConfig(name="trtllm", trtllm=TrtllmConfig(**options), **config)
+    start = {} if process else {"start": start_thread}
+    return TrtllmEngine(
+        cfg,
+        settings,
+        device="cpu",
+        dtype=dtype,
+        pad_id=0,
+        decode=decode,
+        bucket_bytes=bucket_bytes,
+        checksums=checksums,
+        **start,
+    )
