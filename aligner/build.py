@@ -36,6 +36,7 @@ from aligner.data.tokenizer import stop_token_ids
 from aligner.engines.base import RolloutEngine
 from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.quantized import QuantizedEngine, has_modelopt, make_quantizer
+from aligner.engines.trtllm import TrtllmEngine, require_package
 from aligner.errors import AlignerError, ConfigError, MemoryLimitError, MismatchError, RewardError
 from aligner.megatron.checkpoint import load_model
 from aligner.megatron.checkpoint_files import complete_checkpoints
@@ -74,7 +75,7 @@ from aligner.run.timers import Timers
 from aligner.run.watchdog import Watchdog
 from aligner.types import SamplingParams, TrainBatch
 
-SENTINEL_PROMPTS = 8
+SENTINEL_PROMPTS, SENTINEL_TOKENS = 8, 64
 
 
 @dataclass
@@ -111,6 +112,8 @@ class Job:
 
 def start(cfg: Config, env: RankEnv) -> Job:
     """Join the other ranks, find the model and its tokenizer, and check what only they can tell."""
+    if cfg.engine.name == "trtllm":
+        require_package()
     if cfg.cluster.threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cfg.cluster.threads or max(1, (os.cpu_count() or 1) // env.local_world_size))
     if env.world_size > 1:
@@ -250,10 +253,21 @@ def _rewards(job: Job, model: RewardModel | None) -> RewardPipeline:
 
 
 def _engine(job: Job, model: ModelConfig) -> RolloutEngine:
+    job.engine = engine = _bare_engine(job, model)
+    if quantized(job.cfg):
+        quantize, by = make_quantizer(job.cfg.engine.quantization, has_modelopt())
+        job.say(describe(job.cfg, by))
+        job.engine = QuantizedEngine(engine, quantize, hashes=job.cfg.refit.verify == "checksum")
+    return job.engine
+
+
+def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
     name = job.cfg.engine.dtype
     dtype = job.dtype if name == "auto" else resolve_dtype(name)
+    if job.cfg.engine.name == "trtllm":
+        return _trtllm_engine(job, model, dtype)
     tokenizer = job.tokenizer
-    job.engine = engine = FleetEngine(
+    engine = FleetEngine(
         model,
         job.cfg.engine,
         device=job.device,
@@ -263,11 +277,29 @@ def _engine(job: Job, model: ModelConfig) -> RolloutEngine:
         group=neighbours(job.cfg.engine.tensor_parallel),
     )
     engine.steal = not job.cfg.run.deterministic
-    if quantized(job.cfg):
-        quantize, by = make_quantizer(job.cfg.engine.quantization, has_modelopt())
-        job.say(describe(job.cfg, by))
-        job.engine = QuantizedEngine(engine, quantize, hashes=job.cfg.refit.verify == "checksum")
-    return job.engine
+    return engine
+
+
+def _trtllm_engine(job: Job, model: ModelConfig, dtype: torch.dtype) -> TrtllmEngine:
+    cfg, tokenizer = job.cfg, job.tokenizer
+    response = max(cfg.sampling.max_response_tokens, cfg.eval.max_response_tokens)
+    engine = TrtllmEngine(
+        model,
+        cfg.engine,
+        device=job.device,
+        dtype=dtype,
+        pad_id=tokenizer.pad_token_id,
+        max_seq_len=max(cfg.data.max_prompt_tokens, SENTINEL_TOKENS) + response + 1,
+        bucket_bytes=cfg.refit.bucket_bytes,
+        checksums=cfg.refit.verify == "checksum",
+        decode=tokenizer.decode,
+    )
+    if not engine.request_seeds:
+        job.say(f"TensorRT-LLM {engine.version}: samples do not follow their seeds (docs/trtllm.md)")
+        if cfg.run.deterministic:
+            expected = f"false with TensorRT-LLM {engine.version}, whose sampler ignores the seeds of requests"
+            raise ConfigError("run.deterministic", True, expected, "1.4 and engine.name=native follow them.")
+    return engine
 
 
 def _sampling(job: Job, temperature: float, limit: int, plain: bool = False) -> SamplingParams:
@@ -282,7 +314,7 @@ def _refit(job: Job, model: ShardedModel) -> Refit:
 
 def _verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset) -> Verifier:
     """Sentinel rows: the first prompts of the training set; logprobs at temperature 1 on both sides."""
-    first = [prompts[i].tokens[:64] for i in range(min(SENTINEL_PROMPTS, len(prompts)))]
+    first = [prompts[i].tokens[:SENTINEL_TOKENS] for i in range(min(SENTINEL_PROMPTS, len(prompts)))]
     # a prompt of one token has no logprob to compare
     rows = [torch.tensor(row if len(row) > 1 else (*row, job.tokenizer.eos_token_id)) for row in first]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=job.tokenizer.pad_token_id)

@@ -21,6 +21,7 @@ class TrtllmConfig:
     generate_timeout_s: float = 3600.0  # one `generate`
     max_seq_len: int = 0  # prompt + response tokens; 0: data.max_prompt_tokens and the longest response
     sleep: bool = True  # give back the KV cache between rollouts
+    sleep_weights: bool = False  # and the weights, without a copy: the engine then needs a refit after each sleep
     prefix_reuse: bool = True  # the samples of a prompt share its KV blocks
     cuda_graphs: bool = True
 
@@ -28,5 +29,7 @@ class TrtllmConfig:
         for name in ("start_timeout_s", "call_timeout_s", "generate_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"engine.trtllm.{name}", getattr(self, name), "a number > 0")
+        if self.sleep_weights and not self.sleep:
+            raise ConfigError("engine.trtllm.sleep_weights", True, "false with engine.trtllm.sleep=false")
         if self.max_seq_len < 0:
             raise ConfigError("engine.trtllm.max_seq_len", self.max_seq_len, "a number >= 0")

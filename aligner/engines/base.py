@@ -169,6 +169,10 @@ class UpdateLedger:
             commit()
         self.version, self._complete = pending, True
 
+    def lose(self) -> None:
+        """The weights are gone: as before the first update."""
+        self.version, self._complete, self._pending = -1, False, None
+
     def require(self) -> None:
         if not self._complete:
             raise RefitError(

@@ -27,7 +27,7 @@ from aligner.config.schema import EngineConfig, ModelConfig
 from aligner.engines.base import UpdateLedger
 from aligner.engines.trtllm_api import version_row
 from aligner.engines.trtllm_buckets import BucketWriter, MemoryFile, share
-from aligner.engines.trtllm_child import SINGLE_PROCESS, Settings
+from aligner.engines.trtllm_child import KV_CACHE, SINGLE_PROCESS, WEIGHTS, Settings
 from aligner.engines.trtllm_process import Channel, Child, clean_environment, spawn
 from aligner.engines.trtllm_sampling import RESCORE, is_cut, logprob_source
 from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
@@ -81,6 +81,7 @@ class TrtllmEngine:
         self.checked = checksums
         shapes = expected_hf_shapes(model)
         self._ledger, self._asleep = UpdateLedger(shapes), False
+        self._released: list[str] = []  # tags of memory
         size = max(bucket_bytes, *(prod(shape) * dtype.itemsize for shape in shapes.values()))
         self._file = None if self.device.type == "cuda" else MemoryFile.create(size)
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device) if self._file is None else self._file.tensor()
@@ -110,6 +111,7 @@ class TrtllmEngine:
             self.config.max_batch,
             self.config.kv_cache_bytes,
             self.options.sleep,
+            self.options.sleep_weights,
             self.options.prefix_reuse,
             self.options.cuda_graphs,
             self.pad_id,
@@ -138,6 +140,7 @@ class TrtllmEngine:
 
     def begin_update(self, version: int) -> None:
         self._ledger.begin(version)
+        self._return([tag for tag in self._released if tag == WEIGHTS], RefitError)  # the KV cache can wait
         self._call("begin", error=RefitError)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -159,17 +162,29 @@ class TrtllmEngine:
     # ---- memory
 
     def sleep(self) -> None:
+        """Gives back the KV cache, and with `engine.trtllm.sleep_weights` the weights: then only an update, which may
+        come before `wake`, makes the engine usable again."""
         if self.options.sleep and not self._asleep:
-            self._call("sleep")
+            self._release([KV_CACHE, WEIGHTS] if self.options.sleep_weights else [KV_CACHE])
         self._asleep = True
 
     def wake(self) -> None:
-        if self.options.sleep and self._asleep:
-            self._call("wake")
+        self._return(self._released)
         self._asleep = False
 
+    def _release(self, tags: list[str]) -> None:
+        self._released = tags
+        if WEIGHTS in tags:
+            self._ledger.lose()
+        self._call("sleep", tags)
+
+    def _return(self, tags: list[str], error: type = EngineError) -> None:
+        if tags:
+            self._call("wake", tags, error=error)
+            self._released = [tag for tag in self._released if tag not in tags]
+
     def close(self) -> None:
-        self._ledger.begin(self.weight_version)  # no complete weights any more
+        self._ledger.lose()
         self._finalizer()
 
     # ---- generation

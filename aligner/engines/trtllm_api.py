@@ -1,13 +1,14 @@
 """What this project needs of TensorRT-LLM, per version: symbols, arguments, and what they mean. Data.
 
 Read from its sources; nothing here has been run against a real package. `aligner doctor engine=trtllm` compares the
-table with what is installed: `python -m aligner.engines.trtllm_api` prints that comparison as JSON.
+table with what is installed: `python -m aligner.engines.trtllm_api` prints that comparison as JSON, on its last line.
 
 How the meaning of some parameters came and went:
   logprobs_mode   RAW (default: of the untempered distribution) or PROCESSED (of the sampled one): pull request 9675
   seed            honoured per request by the default sampler (TorchSampler) since pull request 17172, ignored before
   min_p           honoured by that sampler since pull request 16590, ignored before
-  sleep           `enable_sleep`, later `sleep_config`
+  sleep           `enable_sleep`, later `sleep_config`, which also says what becomes of released memory. The type of the
+                  tags has moved between modules; their names, which are what both functions take, have not
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ _RELOAD_SYMBOLS = (
 _SLEEP_SYMBOLS = (
     "tensorrt_llm._torch.virtual_memory:release_with_tag",
     "tensorrt_llm._torch.virtual_memory:materialize_with_tag",
-    "tensorrt_llm._torch.virtual_memory:verify_sleep_wakeup_tags",
+)
+_SLEEP_CONFIG = (
+    "tensorrt_llm.llmapi.llm_args:SleepConfig",
+    "tensorrt_llm.llmapi.llm_args:ExecutorMemoryType.KV_CACHE",
+    "tensorrt_llm.llmapi.llm_args:ExecutorMemoryType.MODEL_WEIGHTS_MAIN",
 )
 _LLM = (
     "model load_format skip_tokenizer_init tensor_parallel_size dtype max_input_len max_seq_len max_batch_size "
@@ -75,6 +80,7 @@ class Version:
     processed_logprobs: bool = False  # SamplingParams.logprobs_mode
     request_seeds: bool = False  # SamplingParams.seed decides a sample, whatever runs beside it
     min_p: bool = False
+    sleep_weights: bool = False  # weights can be released without a copy on the host
     refused: str = ""
 
 
@@ -89,17 +95,19 @@ VERSIONS = (
     Version("1.2", _SYMBOLS + _RELOAD_SYMBOLS + _SLEEP_SYMBOLS, _arguments("enable_sleep"), "enable_sleep"),
     Version(
         "1.3",
-        _SYMBOLS + _RELOAD_SYMBOLS + _SLEEP_SYMBOLS + ("tensorrt_llm.llmapi.llm_args:SleepConfig",),
+        _SYMBOLS + _RELOAD_SYMBOLS + _SLEEP_SYMBOLS + _SLEEP_CONFIG,
         _arguments("sleep_config", "logprobs_mode"),
         "sleep_config",
         processed_logprobs=True,
+        sleep_weights=True,
     ),
     Version(
         "1.4",
-        _SYMBOLS + _RELOAD_SYMBOLS + _SLEEP_SYMBOLS + ("tensorrt_llm.llmapi.llm_args:SleepConfig",),
+        _SYMBOLS + _RELOAD_SYMBOLS + _SLEEP_SYMBOLS + _SLEEP_CONFIG,
         _arguments("sleep_config", "logprobs_mode"),
         "sleep_config",
         processed_logprobs=True,
+        sleep_weights=True,
         request_seeds=True,
         min_p=True,
     ),
@@ -187,4 +195,5 @@ def compare() -> Findings:
 
 
 if __name__ == "__main__":
-    json.dump(asdict(compare()), sys.stdout)
+    report = json.dumps(asdict(compare()))
+    sys.stdout.write(f"\n{report}\n")  # the package prints a banner

@@ -7,6 +7,7 @@ Started by `trtllm.TrtllmEngine` with an environment free of the launcher's vari
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import os
 import sys
@@ -30,7 +31,7 @@ from aligner.types import LENGTH, STOP, SamplingParams
 
 SINGLE_PROCESS = {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
 _REASONS = {"stop": STOP, "length": LENGTH}
-_KV_CACHE = "kv_cache"  # TensorRT-LLM's tag of that memory
+KV_CACHE, WEIGHTS = "kv_cache", "model_weights"  # TensorRT-LLM's tags of those memories
 Progress = Callable[[int], None]
 
 
@@ -45,6 +46,7 @@ class Settings:
     max_batch: int
     kv_cache_bytes: int
     sleep: bool
+    sleep_weights: bool
     prefix_reuse: bool
     cuda_graphs: bool
     pad_id: int
@@ -76,16 +78,22 @@ def engine_arguments(settings: Settings, row: Version) -> dict[str, Any]:
         "allreduce_strategy": "NCCL",
     }
     if settings.sleep:
-        found[row.sleep_argument] = _sleep_value(row)
+        found[row.sleep_argument] = _sleep_value(row, settings.sleep_weights)
     return found
 
 
-def _sleep_value(row: Version) -> Any:
+def _sleep_value(row: Version, weights: bool) -> Any:
+    if weights and not row.sleep_weights:
+        expected = f"false with TensorRT-LLM {row.prefix}, which has no tag for weights alone"
+        raise ConfigError("engine.trtllm.sleep_weights", True, expected)
     if row.sleep_argument == "enable_sleep":
         return True
     from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType, SleepConfig
 
-    return SleepConfig(restore_modes={ExecutorMemoryType.KV_CACHE: "NONE"})
+    modes = {ExecutorMemoryType.KV_CACHE: "NONE"}
+    if weights:
+        modes[ExecutorMemoryType.MODEL_WEIGHTS_MAIN] = "NONE"  # by default they are copied to the host
+    return SleepConfig(restore_modes=modes)
 
 
 class Worker:
@@ -173,19 +181,26 @@ class Worker:
 
     # ---- memory
 
-    def sleep(self) -> None:
-        from tensorrt_llm._torch.virtual_memory import release_with_tag, verify_sleep_wakeup_tags
+    def sleep(self, tags: list[str]) -> None:
+        from tensorrt_llm._torch.virtual_memory import release_with_tag
 
+        if WEIGHTS in tags:
+            self.whole = False
         with self.executor.control_action():
             self._synchronize()
-            release_with_tag(*verify_sleep_wakeup_tags([_KV_CACHE]))
+            release_with_tag(*tags)
+            self._synchronize()
+            gc.collect()
+            if self.buffer.is_cuda:
+                torch.cuda.empty_cache()
 
-    def wake(self) -> None:
-        from tensorrt_llm._torch.virtual_memory import materialize_with_tag, verify_sleep_wakeup_tags
+    def wake(self, tags: list[str]) -> None:
+        from tensorrt_llm._torch.virtual_memory import materialize_with_tag
 
         with self.executor.control_action():
-            materialize_with_tag(*verify_sleep_wakeup_tags([_KV_CACHE]))
-            self.executor.reset_prefix_cache()  # what its blocks held is gone
+            materialize_with_tag(*tags)
+            if KV_CACHE in tags:
+                self.executor.reset_prefix_cache()  # what its blocks held is gone
             self._synchronize()
 
     # ---- generation
@@ -235,7 +250,8 @@ class Worker:
         """Logprobs of tokens[first:] given those before, of the tempered full distribution and of the one that
         `sampling` samples from."""
         self._require()
-        self.executor.reset_prefix_cache()  # reused positions come without logits
+        with self.executor.control_action():
+            self.executor.reset_prefix_cache()  # reused positions come without logits
         params = self.api.SamplingParams(
             end_id=NO_END_ID,
             pad_id=self.settings.pad_id,
@@ -272,11 +288,17 @@ def _logprob(entry: Any, token: int) -> float:
     return float(entry[token].logprob)
 
 
+def _orphaned(parent: int) -> bool:
+    """A process that the trainer forked may hold its end of the connection open after the trainer is gone."""
+    return os.getppid() != parent
+
+
 class _Abort:
     """Watches the connection while requests run: an `abort`, or the trainer's end, lets all of them go."""
 
     def __init__(self, connection: Connection):
         self.connection, self.asked, self.orphaned = connection, False, False
+        self.parent = os.getppid()
 
     @contextlib.contextmanager
     def watching(self, futures: list) -> Iterator[None]:
@@ -297,7 +319,9 @@ class _Abort:
         while not self._over.is_set():
             try:
                 if not self.connection.poll(0.05):
-                    continue
+                    if not _orphaned(self.parent):
+                        continue
+                    raise EOFError
                 self.connection.recv()  # nothing but `abort` comes while a call runs
             except (EOFError, OSError):
                 self.orphaned = True
@@ -312,6 +336,9 @@ def serve(connection: Connection) -> None:
     worker, abort = None, _Abort(connection)
     while not abort.orphaned:
         try:
+            while not connection.poll(2.0):
+                if _orphaned(abort.parent):
+                    raise EOFError
             name, arguments = connection.recv()
         except (EOFError, OSError):
             break

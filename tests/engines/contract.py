@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,10 @@ import transformers
 
 from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig, RopeScalingConfig
-from aligner.errors import ConfigError, RefitError
+from aligner.errors import ConfigError, EngineError, RefitError
 from aligner.models.hf_config import hf_config
 from aligner.ops.checksum import tensor_checksum
+from aligner.refit.verify import staleness
 from aligner.types import LENGTH, STOP, SamplingParams
 from tests.tiny import hf_weights
 
@@ -150,6 +152,30 @@ class EngineContract:
         out = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6))
         check_logprobs(other, PROMPTS, 1, out)
 
+    def test_weights_that_were_not_replaced_are_found(self):
+        """What the verifier reads of an engine tells stale weights: checksums, and logprobs nearer to the old ones."""
+        old, new = reference(LLAMA), reference(LLAMA)
+        with torch.no_grad():
+            for p in new.parameters():
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())), alpha=3e-3)
+        engine = fill(self.make_engine(LLAMA), old, 1)
+        tokens = torch.randint(0, 53, (3, 12), generator=torch.Generator().manual_seed(5))
+        lengths = torch.tensor([12, 12, 12])
+
+        def trainer(model):
+            with torch.no_grad():
+                return model(tokens[:, :-1]).logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).flatten()
+
+        before, current = trainer(old), trainer(new)
+        found = engine.logprobs(tokens, lengths)[:, 1:].flatten()
+        stale, progress = staleness(found, current, before)
+        assert stale and abs(progress) < 0.05
+        wanted = {name: tensor_checksum(t) for name, t in hf_weights(new).items()}
+        assert all(engine.checksums()[name] != value for name, value in wanted.items())
+        fill(engine, new, 2)
+        stale, progress = staleness(engine.logprobs(tokens, lengths)[:, 1:].flatten(), current, before)
+        assert not stale and abs(progress - 1) < 0.05 and dict(engine.checksums()) == wanted
+
     # ---- generation
 
     @pytest.mark.parametrize("name", MODELS)
@@ -213,7 +239,24 @@ class EngineContract:
         out = engine.generate([[1, 2], [3], [4, 5, 6]], [[7, 8], [], [9]], sampling)
         assert out.tokens.shape == (3, 5)
         assert responses(engine.generate([[4, 5, 6]], [[9]], sampling)) == responses(out)[2:]
-        assert engine.generate([], [], sampling).tokens.shape[0] == 0
+        for prompts, seeds in (([], []), ([[1, 2]], [[]])):
+            empty = engine.generate(prompts, seeds, sampling)
+            assert empty.tokens.shape == (0, 5) and len(empty.lengths) == 0 and empty.weight_version == 1
+
+    def test_a_seed_decides_a_sample(self):
+        engine = fill(self.make_engine(LLAMA), reference(LLAMA))
+        again = [[7] * 3, [8] * 3]
+        same = responses(engine.generate(PROMPTS[:2], again, SamplingParams(12)))
+        assert same[0] == same[1] == same[2] and same[3] == same[4] == same[5]
+        large = [[2**40 + i for i in range(12)]]  # also where the low bits are all that differs
+        assert len(set(map(tuple, responses(engine.generate(PROMPTS[:1], large, SamplingParams(12)))))) == 12
+
+    def test_long_prompts(self):
+        """Longer than what an engine may take by default."""
+        cfg = replace(LLAMA, max_position=1600)
+        model, prompt = reference(cfg), [1 + i % 50 for i in range(1500)]
+        out = fill(self.make_engine(cfg), model).generate([prompt, [3]], [[0], [1]], SamplingParams(3))
+        check_logprobs(model, [prompt, [3]], 1, out)
 
     def test_stop_tokens_end_a_response_and_belong_to_it(self):
         engine = fill(self.make_engine(LLAMA), reference(LLAMA))
@@ -283,6 +326,39 @@ class EngineContract:
         after = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6))
         assert torch.equal(before.tokens, after.tokens) and after.weight_version == 1
 
+    def test_an_interrupted_generation_leaves_a_usable_engine(self):
+        engine = fill(self.make_engine(LLAMA, max_batch=2), reference(LLAMA))
+        wanted = responses(engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(5)))
+
+        def stop(done, total):
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS, seeds_for(PROMPTS, 8), SamplingParams(20), stop)
+        assert responses(engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(5))) == wanted
+
+    def test_sleep_changes_nothing_but_memory(self):
+        """Asleep it refuses; weights may be replaced in sleep; waking twice, or awake, is no fault."""
+        engine, other = fill(self.make_engine(LLAMA), reference(LLAMA)), reference(LLAMA, 1)
+        engine.wake()
+        engine.sleep()
+        engine.sleep()
+        with pytest.raises(AssertionError, match="wake"):
+            engine.generate([[1]], [[0]], SamplingParams(1))
+        fill(engine, other, 2)
+        engine.wake()
+        engine.wake()
+        out = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(4))
+        check_logprobs(other, PROMPTS, 1, out)
+        assert out.weight_version == 2
+
+    def test_a_closed_engine_refuses(self):
+        engine = fill(self.make_engine(LLAMA), reference(LLAMA))
+        engine.close()
+        engine.close()
+        with pytest.raises(RefitError, match="no complete weights"):
+            engine.generate([[1]], [[0]], SamplingParams(1))
+
     def test_outputs_can_enter_autograd(self):
         engine = fill(self.make_engine(LLAMA), reference(LLAMA))
         out = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6))
@@ -291,3 +367,33 @@ class EngineContract:
         (w * out.logprobs * scored).sum().backward()
         torch.zeros(5, 60, requires_grad=True).gather(1, out.tokens).sum().backward()
         assert torch.equal(w.grad, out.logprobs * scored)
+
+
+class ChildEngineContract:
+    """Of engines whose work is done by another process. `make_crashing(where)` builds an empty engine whose process
+    ends at its first "generate", or at its second call of "refit"."""
+
+    last_words = ""  # what that process writes before it ends
+
+    def make_crashing(self, where: str):
+        raise NotImplementedError
+
+    def test_the_end_of_the_process_in_generate(self):
+        engine = fill(self.make_crashing("generate"), reference(LLAMA))
+        start = time.monotonic()
+        for _ in range(2):  # and every later call tells the same
+            with pytest.raises(EngineError, match=rf"(?s)ended by signal 6 in generate.*{self.last_words}"):
+                engine.generate([[1]], [[0]], SamplingParams(1))
+        assert time.monotonic() - start < 10
+        with pytest.raises(RefitError, match=self.last_words):
+            engine.begin_update(2)
+        engine.close()
+
+    def test_the_end_of_the_process_in_a_refit(self):
+        engine, model = self.make_crashing("refit"), reference(LLAMA)
+        engine.begin_update(1)
+        with pytest.raises(RefitError, match=rf"(?s)ended by signal 6.*{self.last_words}"):
+            engine.update_weights(hf_weights(model).items())
+        with pytest.raises(RefitError, match="no complete weights"):
+            engine.generate([[1]], [[0]], SamplingParams(1))
+        engine.close()

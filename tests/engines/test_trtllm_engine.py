@@ -15,7 +15,7 @@ from aligner.types import LENGTH, SamplingParams
 from tests.tiny import hf_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
-from contract import LLAMA, PROMPTS, EngineContract, check_logprobs, fill, reference, seeds_for
+from contract import LLAMA, PROMPTS, ChildEngineContract, EngineContract, check_logprobs, fill, reference, seeds_for
 from trtllm_setup import forget_fake, make_engine, use_fake
 
 
@@ -42,13 +42,6 @@ class TestTrtllmEngine(EngineContract):
         limited = fill(make_engine(LLAMA, max_seq_len=12), model)
         with pytest.raises(ConfigError, match=r"engine.trtllm.max_seq_len=12.*at least 13"):
             limited.generate([[1, 2, 3]], [[0]], SamplingParams(10))
-
-
-def test_prompts_longer_than_the_package_takes_by_default():
-    cfg = replace(LLAMA, max_position=2048)
-    engine = fill(make_engine(cfg, prefix_reuse=False), reference(cfg))
-    prompt = [1 + i % 50 for i in range(1500)]
-    assert engine.generate([prompt], [[0]], SamplingParams(2)).lengths.tolist() == [2]
 
 
 def test_each_update_goes_through_the_same_order_of_calls(monkeypatch, tmp_path):
@@ -174,12 +167,33 @@ def test_memory_that_was_released_is_not_used():
         engine._call("generate", [([1], 0)], SamplingParams(1))
 
 
-def test_weights_may_be_replaced_in_sleep():
-    engine, other = fill(make_engine(LLAMA), reference(LLAMA)), reference(LLAMA, 1)
+def test_weights_released_in_sleep_are_gone_until_a_refit(monkeypatch, tmp_path):
+    use_fake(monkeypatch, log=str(tmp_path / "log"))
+    model = reference(LLAMA)
+    engine = fill(make_engine(LLAMA, sleep_weights=True), model)
+    before = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(4))
     engine.sleep()
-    fill(engine, other, 2)
     engine.wake()
-    check_logprobs(other, PROMPTS, 1, engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(4)))
+    assert engine.weight_version == -1
+    with pytest.raises(RefitError, match="no complete weights"):
+        engine.generate([[1]], [[0]], SamplingParams(1))
+    with pytest.raises(RefitError, match="no complete weights"):  # the child refuses too, whoever asks
+        engine._call("generate", [([1], 0)], SamplingParams(1))
+    fill(engine, model, 2)
+    assert torch.equal(engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(4)).tokens, before.tokens)
+    engine.sleep()
+    fill(engine, model, 3)  # which needs the weights' memory and not the cache's
+    engine.wake()
+    assert torch.equal(engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(4)).tokens, before.tokens)
+    moves = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith(("release", "mat"))]
+    both = ["release kv_cache model_weights", "materialize kv_cache model_weights"]
+    assert moves == [*both, both[0], "materialize model_weights", "materialize kv_cache"]
+
+
+def test_weights_cannot_be_released_alone_in_old_versions(monkeypatch):
+    use_fake(monkeypatch, version="1.2.1")
+    with pytest.raises(ConfigError, match=r"engine.trtllm.sleep_weights=True.*1\.2"):
+        make_engine(LLAMA, sleep_weights=True)
 
 
 def test_without_sleep_the_memory_stays(monkeypatch, tmp_path):
@@ -218,8 +232,18 @@ def test_the_launchers_variables_do_not_reach_a_child():
     assert found == kept | {"CUDA_VISIBLE_DEVICES": "0"}
 
 
-class TestInAProcess:
+class TestInAProcess(ChildEngineContract):
     """With a real child: its environment, its memory, and its deaths."""
+
+    last_words = "illegal memory access"
+
+    @pytest.fixture(autouse=True)
+    def _environment(self, monkeypatch):
+        self.monkeypatch = monkeypatch
+
+    def make_crashing(self, where):
+        self.monkeypatch.setenv("FAKE_TRTLLM_CRASH", {"generate": "run", "refit": "reload:2"}[where])
+        return make_engine(LLAMA, process=True)
 
     def test_a_child_of_a_rank_is_no_rank(self, monkeypatch):
         for name, value in {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMI_RANK": "1"}.items():
@@ -235,28 +259,6 @@ class TestInAProcess:
         assert process.poll() == 0 and not folder.exists() and not engine._channel.child.log.exists()
         with pytest.raises(RefitError):
             engine.generate([[1]], [[0]], SamplingParams(1))
-
-    def test_a_child_that_dies_in_generate(self, monkeypatch):
-        monkeypatch.setenv("FAKE_TRTLLM_CRASH", "run")
-        engine = fill(make_engine(LLAMA, process=True), reference(LLAMA))
-        start = time.monotonic()
-        for _ in range(2):  # and every later call tells the same
-            with pytest.raises(EngineError, match=r"(?s)ended by signal 6 in generate.*illegal memory access"):
-                engine.generate([[1]], [[0]], SamplingParams(1))
-        assert time.monotonic() - start < 10
-        with pytest.raises(RefitError, match="illegal memory access"):
-            engine.begin_update(2)
-        engine.close()
-
-    def test_a_child_that_dies_in_a_refit(self, monkeypatch):
-        monkeypatch.setenv("FAKE_TRTLLM_CRASH", "reload:2")
-        engine, model = make_engine(LLAMA, process=True), reference(LLAMA)
-        engine.begin_update(1)
-        with pytest.raises(RefitError, match=r"(?s)ended by signal 6 in bucket.*illegal memory access"):
-            engine.update_weights(hf_weights(model).items())
-        with pytest.raises(RefitError, match="no complete weights"):
-            engine.generate([[1]], [[0]], SamplingParams(1))
-        engine.close()
 
     def test_a_child_that_hangs_is_stopped(self, monkeypatch):
         monkeypatch.setenv("FAKE_TRTLLM_HANG", "run")

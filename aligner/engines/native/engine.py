@@ -127,7 +127,7 @@ class NativeEngine:
 
     def close(self) -> None:
         self.sleep()
-        self._ledger.begin(self.weight_version)  # no complete weights any more
+        self._ledger.lose()
         self.model.release()
 
     # ---- generation

@@ -5,10 +5,6 @@ from tensorrt_llm.calls import note
 from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType
 
 
-def verify_sleep_wakeup_tags(tags: list[str]) -> list[ExecutorMemoryType]:
-    return [ExecutorMemoryType(tag) for tag in tags]
-
-
 def release_with_tag(*tags: ExecutorMemoryType) -> int:
     return _change("release", tags, False)
 
@@ -18,14 +14,17 @@ def materialize_with_tag(*tags: ExecutorMemoryType) -> int:
 
 
 def _change(name: str, tags: tuple, there: bool) -> int:
+    tags = tuple(ExecutorMemoryType(tag) for tag in tags)  # enum members and their names
     note(name, " ".join(tag.value for tag in tags))
     executor = LATEST[-1]
     executor.require_control(name)
     if not executor.args.sleeps:
         raise RuntimeError("the engine was created without sleep")
     for tag in tags:
-        if tag is ExecutorMemoryType.MODEL_WEIGHTS_MAIN and not there:
-            executor.model_engine.model.forget()
+        if tag is ExecutorMemoryType.MODEL_WEIGHTS_MAIN:
+            executor.model_engine.model.mapped = there
+            if executor.args.restore_mode(tag) == "NONE":
+                executor.model_engine.model.forget()
         if tag is ExecutorMemoryType.KV_CACHE:
             if executor.kv_there == there:
                 raise RuntimeError(f"{name} of memory in that state")

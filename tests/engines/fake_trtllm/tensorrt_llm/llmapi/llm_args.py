@@ -3,7 +3,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-OLD = os.environ.get("FAKE_TRTLLM_VERSION", "1.4").startswith(("1.1", "1.2"))
+OLD = os.environ.get("FAKE_TRTLLM_VERSION", "1.4.0rc1").startswith(("1.1.", "1.2."))
 
 
 class ExecutorMemoryType(str, Enum):  # noqa: UP042
@@ -64,6 +64,10 @@ class TorchLlmArgs:
     @property
     def sleeps(self) -> bool:
         return self.enable_sleep or self.sleep_config is not None
+
+    def restore_mode(self, tag: ExecutorMemoryType) -> str:
+        modes = self.sleep_config.restore_modes if self.sleep_config else {}
+        return modes.get(tag, "NONE" if tag is ExecutorMemoryType.KV_CACHE else "CPU")
 
 
 TorchLlmArgs.model_fields = {  # type: ignore[attr-defined]

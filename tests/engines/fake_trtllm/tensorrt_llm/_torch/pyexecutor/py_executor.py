@@ -50,6 +50,7 @@ class PyExecutor:
 
     def reset_prefix_cache(self) -> None:
         note("reset_prefix_cache")
+        self.require_control("reset_prefix_cache")
         self.prefixes, self.kv_dirty = {}, False
 
     def run(self) -> None:

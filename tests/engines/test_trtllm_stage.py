@@ -1,0 +1,83 @@
+"""Whole GRPO runs with `engine=trtllm` over the strict fake, in its own process: chosen by config, refitted, verified."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from aligner.__main__ import main
+from aligner.errors import ConfigError, EngineError, RefitError
+from tests import stages
+
+sys.path.insert(0, str(Path(__file__).parent))
+from trtllm_setup import forget_fake, use_fake
+
+RUN = ["run.steps=3", "refit.verify=checksum", "checkpoint.final=false", "logging.samples_shown=2", "run.samples_every=1"]
+
+
+@pytest.fixture(autouse=True)
+def no_fake_left():
+    yield
+    forget_fake()
+
+
+@pytest.fixture
+def grpo(tiny_data, tiny_runs, tmp_path):
+    def run(name: str, engine: str, *more: str) -> Path:
+        more = (f"engine={engine}", f"model.init={tiny_runs['sft']}", *RUN, *more)
+        return stages.stage("grpo", tiny_data, tmp_path / name, *more)
+
+    return run
+
+
+def test_a_run_equals_that_of_the_native_engine(grpo, monkeypatch, tmp_path):
+    """The fake computes with the native engine: only what the adapter gets wrong can make a difference."""
+    use_fake(monkeypatch, log=str(tmp_path / "log"))
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")  # the package would wait for the other rank
+    found, wanted = grpo("trtllm", "trtllm"), grpo("native", "native")
+    records = stages.records(found)
+    assert [r["step"] for r in records] == [1, 2, 3] and [r["refit/version"] for r in records] == [0, 1, 2]
+    assert all(r["refit/sentinel_error"] < 1e-5 and r["mismatch/logprob_abs_max"] < 1e-4 for r in records)
+    # nearer to the current weights than to the previous ones, by nearly the whole step
+    assert all(abs(r["refit/sentinel_progress"] - 1) < 1e-2 for r in records[1:])
+
+    def samples(run: Path) -> list:
+        return [json.loads(line)["response"] for line in (run / "samples.jsonl").read_text().splitlines()]
+
+    assert samples(found) == samples(wanted) and stages.same_weights(found, wanted)
+    calls = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
+    assert calls.count("LLM") == 1 and calls[-1] == "shutdown"
+    updates = [i for i, call in enumerate(calls) if call == "reload" and calls[i - 1] == "modules"]
+    assert len(updates) == 3
+
+
+def test_stale_weights_stop_the_run(grpo, monkeypatch):
+    """The package reports success and has every tensor; what it computes with is old."""
+    use_fake(monkeypatch, stale="1")
+    with pytest.raises(RefitError, match="sentinel: nearer to the previous weights than to the current ones"):
+        grpo("run", "trtllm", "refit.tolerance=10")
+
+
+@pytest.mark.parametrize(("call", "error"), [("run:12", EngineError), ("reload:4", RefitError)])
+def test_the_end_of_the_engine_stops_the_run_with_its_last_words(grpo, monkeypatch, call, error):
+    use_fake(monkeypatch, crash=call)
+    with pytest.raises(error, match="(?s)ended by signal 6.*illegal memory access"):
+        grpo("run", "trtllm", "run.steps=6")
+
+
+def test_what_a_version_cannot_do_is_refused_before_training(grpo, monkeypatch):
+    use_fake(monkeypatch, version="1.3.0rc24")
+    with pytest.raises(ConfigError, match=r"run.deterministic=True.*1\.3\.0rc24"):
+        grpo("run", "trtllm")
+
+
+def test_without_the_package_one_line_names_the_extra(tiny_data, tiny_runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    arguments = stages.overrides(
+        "grpo", tiny_data, tmp_path / "run", "engine=trtllm", f"model.init={tiny_runs['sft']}", *RUN
+    )
+    assert main(["run", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.count("\n") == 0 and "pip install 'aligner[trtllm]'" in error and "engine.name=trtllm" in error

@@ -1,0 +1,85 @@
+"""`aligner doctor engine=trtllm`: the table against what is installed."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from aligner.cluster.env import RankEnv
+from aligner.config.resolve import compose
+from aligner.engines import trtllm_api
+from aligner.errors import ConfigError
+from aligner.tools import doctor
+from aligner.tools.doctor_trtllm import trtllm_checks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from trtllm_setup import forget_fake, use_fake
+
+
+@pytest.fixture(autouse=True)
+def no_fake_left():
+    yield
+    forget_fake()
+
+
+def rows() -> dict[str, tuple[str, list[str]]]:
+    return {name: (status, detail.splitlines()) for name, status, detail in trtllm_checks(60)}
+
+
+def test_present_missing_and_not_run(monkeypatch):
+    use_fake(monkeypatch)
+    monkeypatch.setenv("PMI_RANK", "1")  # the package would take the doctor's process for a rank
+    monkeypatch.setenv("PMI_SIZE", "4")
+    found = rows()
+    assert found["trtllm"] == ("ok", ["1.4.0rc1, compared with the table's 1.4"])
+    assert found["trtllm missing"] == ("ok", ["nothing"])
+    assert "tensorrt_llm:SamplingParams(logprobs_mode)" in found["trtllm present"][1]
+    assert found["trtllm not run"] == ("warn", list(trtllm_api.NOT_RUN))
+
+
+def test_what_is_missing_fails(monkeypatch):
+    use_fake(monkeypatch)
+    import tensorrt_llm
+    from tensorrt_llm._torch.pyexecutor.model_loader import ModelLoader
+
+    monkeypatch.delattr(ModelLoader, "reload")
+    monkeypatch.delattr(tensorrt_llm, "LLM")
+    found = trtllm_api.compare()
+    reload = "tensorrt_llm._torch.pyexecutor.model_loader:ModelLoader.reload"
+    names = ("model", "weights", "allow_partial_loading")
+    assert set(found.missing) == {
+        "tensorrt_llm:LLM",
+        "tensorrt_llm:LLM.generate_async",
+        "tensorrt_llm:LLM.shutdown",
+    } | {
+        reload,
+        *(f"{reload}({name})" for name in names),
+    }
+
+
+@pytest.mark.parametrize("version", ["1.1.0", "1.2.1", "1.3.0rc24", "1.4.0rc1", "1.13.0"])
+def test_the_fake_has_what_the_table_asks_of_each_version(monkeypatch, version):
+    use_fake(monkeypatch, version=version)
+    found = trtllm_api.compare()
+    assert not found.missing and len(found.present) > 25
+    assert found.row == ("" if version == "1.13.0" else version[:3])
+    assert bool(found.refused) == (version == "1.1.0")
+    if found.refused or not found.row:
+        with pytest.raises(ConfigError, match=r"expected TensorRT-LLM 1\.2, 1\.3, 1\.4"):
+            trtllm_api.version_row(version)
+
+
+def test_without_the_package(monkeypatch, tmp_path):
+    cfg = compose(["engine=trtllm", f"run.dir='{tmp_path}'"])
+    monkeypatch.setattr(doctor, "_torch", lambda env: iter(()))
+    found = {check.name: check for check in doctor.checks(cfg, RankEnv())}
+    assert found["trtllm"].status == doctor.FAIL and "aligner[trtllm]" in found["trtllm"].detail
+    assert "comparing the installed package" in found["trtllm not run"].detail
+
+
+def test_a_package_that_cannot_be_imported(monkeypatch, tmp_path):
+    (tmp_path / "tensorrt_llm").mkdir()
+    (tmp_path / "tensorrt_llm" / "__init__.py").write_text("raise OSError('libcuda.so.1: cannot open')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    assert rows()["trtllm"] == ("fail", ["cannot be imported: OSError: libcuda.so.1: cannot open"])
