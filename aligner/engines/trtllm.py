@@ -251,7 +251,7 @@ class TrtllmEngine:
         return tokens[:low], logprobs[:low], STOP
 
     def _result(self, rows: list[tuple], sampling: SamplingParams) -> Generations:
-        shape = len(rows), sampling.max_response_tokens
+        shape = len(rows), max((len(row[0]) for row in rows), default=0)
         tokens, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
         full = torch.zeros(shape) if is_cut(sampling) else None
         for i, row in enumerate(rows):

@@ -241,7 +241,7 @@ class EngineContract:
         assert responses(engine.generate([[4, 5, 6]], [[9]], sampling)) == responses(out)[2:]
         for prompts, seeds in (([], []), ([[1, 2]], [[]])):
             empty = engine.generate(prompts, seeds, sampling)
-            assert empty.tokens.shape == (0, 5) and len(empty.lengths) == 0 and empty.weight_version == 1
+            assert empty.tokens.shape == (0, 0) and len(empty.lengths) == 0 and empty.weight_version == 1
 
     def test_a_seed_decides_a_sample(self):
         engine = fill(self.make_engine(LLAMA), reference(LLAMA))
@@ -268,6 +268,8 @@ class EngineContract:
             assert got == (full[: hits[0] + 1] if hits else full)
             assert reason == (STOP if hits else LENGTH)
         assert {STOP, LENGTH} == set(out.finish_reason.tolist())
+        short = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(40, stop_token_ids=tuple(range(40))))
+        assert short.tokens.shape[1] == short.logprobs.shape[1] == short.lengths.max() < 40
 
     def test_stop_strings(self):
         def decode(tokens):

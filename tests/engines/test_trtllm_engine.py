@@ -218,6 +218,13 @@ def test_an_exception_of_progress_lets_the_requests_go():
     assert out.finish_reason.tolist() == [LENGTH] * len(PROMPTS)
 
 
+def test_bfloat16_travels_as_bfloat16():
+    model = reference(LLAMA)
+    engine = fill(make_engine(LLAMA, dtype=torch.bfloat16), model)
+    wanted = {n: tensor_checksum(t.to(torch.bfloat16)) for n, t in hf_weights(model).items()}
+    assert dict(engine.checksums()) == wanted
+
+
 def test_checksums_only_where_they_were_taken():
     engine = fill(make_engine(LLAMA, checksums=False), reference(LLAMA))
     with pytest.raises(ConfigError, match=r"refit\.verify"):
@@ -271,10 +278,3 @@ class TestInAProcess(ChildEngineContract):
     def test_a_child_goes_when_nobody_holds_it(self):
         process = make_engine(LLAMA, process=True)._channel.child.process
         assert process.wait(20) == 0
-
-    def test_bfloat16_travels_as_bfloat16(self):
-        model = reference(LLAMA)
-        engine = fill(make_engine(LLAMA, process=True, dtype=torch.bfloat16), model)
-        wanted = {n: tensor_checksum(t.to(torch.bfloat16)) for n, t in hf_weights(model).items()}
-        assert dict(engine.checksums()) == wanted
-        engine.close()
