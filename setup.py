@@ -27,7 +27,7 @@ INSTALL = [
     "reasoning-gym>=0.1.23",
 ]
 EXTRAS = {
-    "trtllm": ["tensorrt-llm>=1.0"],
+    "trtllm": ["tensorrt-llm>=1.2"],
     "te": ["transformer-engine[pytorch]>=2.6"],
     "modelopt": ["nvidia-modelopt>=0.33"],
     "mpi": ["mpi4py>=4.0"],

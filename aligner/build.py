@@ -113,7 +113,7 @@ class Job:
 def start(cfg: Config, env: RankEnv) -> Job:
     """Join the other ranks, find the model and its tokenizer, and check what only they can tell."""
     if cfg.engine.name == "trtllm":
-        require_package()
+        require_package(cfg.engine.trtllm.python)
     if cfg.cluster.threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cfg.cluster.threads or max(1, (os.cpu_count() or 1) // env.local_world_size))
     if env.world_size > 1:

@@ -16,6 +16,7 @@ ONE_RANK = (
 
 @dataclass
 class TrtllmConfig:
+    python: str = ""  # interpreter of the environment that has TensorRT-LLM, whose torch may be another; "": this one
     start_timeout_s: float = 1800.0  # the child imports TensorRT-LLM, creates the engine, captures CUDA graphs
     call_timeout_s: float = 300.0  # one bucket of weights, finalising, sleep, wake, one row of logprobs
     generate_timeout_s: float = 3600.0  # one `generate`

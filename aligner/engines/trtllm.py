@@ -28,7 +28,7 @@ from aligner.engines.base import UpdateLedger
 from aligner.engines.trtllm_api import version_row
 from aligner.engines.trtllm_buckets import BucketWriter, MemoryFile, share
 from aligner.engines.trtllm_child import KV_CACHE, SINGLE_PROCESS, WEIGHTS, Settings
-from aligner.engines.trtllm_process import Channel, Child, clean_environment, spawn
+from aligner.engines.trtllm_process import Channel, Child, clean_environment, interpreter, spawn
 from aligner.engines.trtllm_sampling import RESCORE, is_cut, logprob_source
 from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
 from aligner.models.families import expected_hf_shapes
@@ -40,20 +40,26 @@ _BLOCK = 32  # tokens of a block of TensorRT-LLM's KV cache
 _CHILD = "aligner.engines.trtllm_child"
 
 
-def require_package() -> None:
-    """Raises MissingExtraError where TensorRT-LLM is not installed."""
-    if importlib.util.find_spec("tensorrt_llm") is None:
+Start = Callable[[torch.device, Sequence[int], str], tuple[Child, Any]]
+
+
+def require_package(python: str = "") -> None:
+    """Raises MissingExtraError where TensorRT-LLM is not installed, ConfigError where there is no such `python`; what
+    that one has the child will tell."""
+    if python:
+        interpreter(python, {})
+    elif importlib.util.find_spec("tensorrt_llm") is None:
         raise MissingExtraError("tensorrt_llm", "trtllm", "engine.name=trtllm")
 
 
-def start_child(device: torch.device, fds: Sequence[int]) -> tuple[Child, Any]:
+def start_child(device: torch.device, fds: Sequence[int], python: str) -> tuple[Child, Any]:
     """A process that sees this rank's device alone."""
     extra = dict(SINGLE_PROCESS)
     if device.type == "cuda":
         visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
         index = torch.cuda.current_device() if device.index is None else device.index
         extra["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
-    return spawn(_CHILD, clean_environment(os.environ, extra), fds)
+    return spawn(_CHILD, clean_environment(os.environ, extra), fds, python)
 
 
 class TrtllmEngine:
@@ -72,9 +78,9 @@ class TrtllmEngine:
         bucket_bytes: int = 256 << 20,
         checksums: bool = True,
         decode: Decode | None = None,
-        start: Callable[[torch.device, Sequence[int]], tuple[Child, Any]] = start_child,
+        start: Start = start_child,
     ):
-        require_package()
+        require_package(config.trtllm.python)
         self.cfg, self.config, self.options = model, config, config.trtllm
         self.device, self.dtype, self.pad_id, self._decode = torch.device(device), dtype, pad_id, decode
         self.max_seq_len = min(self.options.max_seq_len or max_seq_len or model.max_position, model.max_position)
@@ -88,7 +94,7 @@ class TrtllmEngine:
         self._writer = BucketWriter(buffer, dtype)
         self._folder = tempfile.TemporaryDirectory(prefix="aligner-trtllm-")
         settings = self._settings(buffer)
-        child, connection = start(self.device, [] if self._file is None else [self._file.fd])
+        child, connection = start(self.device, [] if self._file is None else [self._file.fd], self.options.python)
         self._channel = Channel(child, connection, "TensorRT-LLM engine")
         self._finalizer = weakref.finalize(self, _release, self._channel, self._file, self._folder)
         try:

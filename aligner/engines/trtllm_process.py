@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -30,6 +31,19 @@ def clean_environment(environ: Mapping[str, str], extra: Mapping[str, str]) -> d
     """`environ` without the launcher's variables, with `extra`."""
     kept = {k: v for k, v in environ.items() if not k.startswith(LAUNCHER_PREFIXES) and k not in LAUNCHER_NAMES}
     return kept | dict(extra)
+
+
+def interpreter(python: str, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """The executable and its environment: of this Python, or of another that finds this package and none else of
+    ours. Raises ConfigError."""
+    if not python:
+        return sys.executable, dict(environ)
+    found = shutil.which(python)
+    if found is None:
+        raise ConfigError("engine.trtllm.python", python, "the path of a Python interpreter")
+    own = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    kept = {name: value for name, value in environ.items() if name not in own}
+    return found, kept | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 
 
 class Child(Protocol):
@@ -70,14 +84,18 @@ class ChildProcess:
         self.log.unlink(missing_ok=True)
 
 
-def spawn(module: str, environ: Mapping[str, str], fds: Sequence[int] = ()) -> tuple[ChildProcess, Connection]:
-    """`python -m module <descriptor>` with its own end of the connection; its output goes to a temporary file."""
+def spawn(
+    module: str, environ: Mapping[str, str], fds: Sequence[int] = (), python: str = ""
+) -> tuple[ChildProcess, Connection]:
+    """`python -m module <descriptor>` (`python`: see `interpreter`) with its own end of the connection.
+    Its output goes to a temporary file."""
+    executable, environ = interpreter(python, environ)
     ours, theirs = socket.socketpair()
     handle, log = tempfile.mkstemp(prefix="aligner-trtllm-", suffix=".log")
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno())],
-            env=dict(environ),
+            [executable, "-m", module, str(theirs.fileno())],
+            env=environ,
             pass_fds=(theirs.fileno(), *fds),
             stdin=subprocess.DEVNULL,
             stdout=handle,

@@ -48,7 +48,7 @@ def checks(cfg: Config, env: RankEnv) -> Iterator[Check]:
     if cfg.engine.name == "trtllm":
         from aligner.tools.doctor_trtllm import trtllm_checks
 
-        yield from (Check(*found) for found in trtllm_checks(cfg.engine.trtllm.start_timeout_s))
+        yield from (Check(*found) for found in trtllm_checks(cfg.engine.trtllm))
     yield _run_dir(cfg)
     yield _data(cfg)
     yield _tokenizer(cfg)

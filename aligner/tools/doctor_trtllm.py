@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 
+from aligner.config.trtllm import TrtllmConfig
+from aligner.engines.trtllm import require_package
 from aligner.engines.trtllm_api import NOT_RUN, VERSIONS, Findings
-from aligner.engines.trtllm_process import clean_environment
+from aligner.engines.trtllm_process import clean_environment, interpreter
+from aligner.errors import AlignerError
 
 Row = tuple[str, str, str]  # check, status, detail
 
 
-def trtllm_checks(timeout_s: float) -> Iterator[Row]:
-    if importlib.util.find_spec("tensorrt_llm") is None:
-        yield "trtllm", "fail", "engine.name=trtllm needs `tensorrt_llm`: pip install 'aligner[trtllm]'"
+def trtllm_checks(options: TrtllmConfig) -> Iterator[Row]:
+    try:
+        require_package(options.python)
+    except AlignerError as error:
+        yield "trtllm", "fail", str(error)
         yield "trtllm not run", "warn", "\n".join(("comparing the installed package with the table", *NOT_RUN))
         return
-    found, error = _compare(timeout_s)
+    found, error = _compare(options)
     if found is None or found.error:
         yield "trtllm", "fail", error if found is None else f"cannot be imported: {found.error}"
         return
@@ -39,10 +42,10 @@ def _version(found: Findings) -> Row:
     return "trtllm", "ok", f"{found.version}, compared with the table's {found.row}"
 
 
-def _compare(timeout_s: float) -> tuple[Findings | None, str]:
+def _compare(options: TrtllmConfig) -> tuple[Findings | None, str]:
     """In a process of its own: the package takes hold of MPI and the GPU when it is imported."""
-    command = [sys.executable, "-m", "aligner.engines.trtllm_api"]
-    environ = clean_environment(os.environ, {})
+    executable, environ = interpreter(options.python, clean_environment(os.environ, {}))
+    command, timeout_s = [executable, "-m", "aligner.engines.trtllm_api"], options.start_timeout_s
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:

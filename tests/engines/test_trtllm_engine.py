@@ -16,7 +16,7 @@ from tests.tiny import hf_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 from contract import LLAMA, PROMPTS, ChildEngineContract, EngineContract, check_logprobs, fill, reference, seeds_for
-from trtllm_setup import forget_fake, make_engine, use_fake
+from trtllm_setup import forget_fake, make_engine, other_python, use_fake
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +158,11 @@ def test_without_the_package(monkeypatch):
         make_engine(LLAMA)
 
 
+def test_an_interpreter_that_is_none():
+    with pytest.raises(ConfigError, match=r"engine.trtllm.python='/nowhere/python': expected the path of a Python"):
+        make_engine(LLAMA, python="/nowhere/python")
+
+
 def test_memory_that_was_released_is_not_used():
     engine = fill(make_engine(LLAMA), reference(LLAMA))
     engine.sleep()
@@ -275,6 +280,9 @@ class TestInAProcess(ChildEngineContract):
         assert engine._channel.child.ended() == "ended by signal 9"
         engine.close()
 
-    def test_a_child_goes_when_nobody_holds_it(self):
-        process = make_engine(LLAMA, process=True)._channel.child.process
+    def test_a_child_of_another_python_goes_when_nobody_holds_it(self, tmp_path):
+        for name in ("PYTHONPATH", "FAKE_TRTLLM_VERSION"):
+            self.monkeypatch.delenv(name, raising=False)
+        self.monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        process = make_engine(LLAMA, process=True, python=str(other_python(tmp_path)))._channel.child.process
         assert process.wait(20) == 0

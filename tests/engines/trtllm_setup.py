@@ -37,7 +37,7 @@ class ThreadChild:
         self.thread.join(wait_s)
 
 
-def start_thread(device, fds):
+def start_thread(device, fds, python):
     ours, theirs = Pipe()
     return ThreadChild(theirs), ours
 
@@ -73,3 +73,11 @@ def make_engine(cfg, decode=None, *, process=False, dtype=torch.float32, bucket_
         checksums=checksums,
         **start,
     )
+
+
+def other_python(folder: Path) -> Path:
+    """An interpreter that alone finds the fake."""
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{FAKE}" exec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return script

@@ -7,13 +7,14 @@ import pytest
 
 from aligner.cluster.env import RankEnv
 from aligner.config.resolve import compose
+from aligner.config.trtllm import TrtllmConfig
 from aligner.engines import trtllm_api
 from aligner.errors import ConfigError
 from aligner.tools import doctor
 from aligner.tools.doctor_trtllm import trtllm_checks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from trtllm_setup import forget_fake, use_fake
+from trtllm_setup import forget_fake, other_python, use_fake
 
 
 @pytest.fixture(autouse=True)
@@ -22,15 +23,16 @@ def no_fake_left():
     forget_fake()
 
 
-def rows() -> dict[str, tuple[str, list[str]]]:
-    return {name: (status, detail.splitlines()) for name, status, detail in trtllm_checks(60)}
+def rows(**options) -> dict[str, tuple[str, list[str]]]:
+    options = TrtllmConfig(start_timeout_s=60, **options)
+    return {name: (status, detail.splitlines()) for name, status, detail in trtllm_checks(options)}
 
 
-def test_present_missing_and_not_run(monkeypatch):
-    use_fake(monkeypatch)
+def test_present_missing_and_not_run(monkeypatch, tmp_path):
+    """Of another interpreter's package."""
     monkeypatch.setenv("PMI_RANK", "1")  # the package would take the doctor's process for a rank
     monkeypatch.setenv("PMI_SIZE", "4")
-    found = rows()
+    found = rows(python=str(other_python(tmp_path)))
     assert found["trtllm"] == ("ok", ["1.4.0rc1, compared with the table's 1.4"])
     assert found["trtllm missing"] == ("ok", ["nothing"])
     assert "tensorrt_llm:SamplingParams(logprobs_mode)" in found["trtllm present"][1]
