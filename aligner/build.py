@@ -36,6 +36,8 @@ from aligner.data.tokenizer import stop_token_ids
 from aligner.engines.base import RolloutEngine
 from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.quantized import QuantizedEngine, has_modelopt, make_quantizer
+from aligner.engines.recorded import FOLDER as ANSWERS
+from aligner.engines.recorded import RecordedEngine, RecordingEngine
 from aligner.engines.trtllm import TrtllmEngine, require_package
 from aligner.errors import AlignerError, ConfigError, MemoryLimitError, MismatchError, RewardError
 from aligner.megatron.checkpoint import load_model
@@ -253,12 +255,15 @@ def _rewards(job: Job, model: RewardModel | None) -> RewardPipeline:
 
 
 def _engine(job: Job, model: ModelConfig) -> RolloutEngine:
-    job.engine = engine = _bare_engine(job, model)
+    engine = _bare_engine(job, model)
     if quantized(job.cfg):
         quantize, by = make_quantizer(job.cfg.engine.quantization, has_modelopt())
         job.say(describe(job.cfg, by))
-        job.engine = QuantizedEngine(engine, quantize, hashes=job.cfg.refit.verify == "checksum")
-    return job.engine
+        engine = QuantizedEngine(engine, quantize, hashes=job.cfg.refit.verify == "checksum")
+    if job.cfg.debug.record_answers:
+        engine = RecordingEngine(engine, Path(job.cfg.run.dir) / ANSWERS, job.env.rank)
+    job.engine = engine
+    return engine
 
 
 def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
@@ -266,6 +271,8 @@ def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
     dtype = job.dtype if name == "auto" else resolve_dtype(name)
     if job.cfg.engine.name == "trtllm":
         return _trtllm_engine(job, model, dtype)
+    if job.cfg.engine.name == "recorded":
+        return RecordedEngine(model, job.cfg.engine.answers, dtype=dtype)
     tokenizer = job.tokenizer
     engine = FleetEngine(
         model,

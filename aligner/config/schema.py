@@ -408,12 +408,13 @@ class AlgorithmConfig:
 
 @dataclass
 class EngineConfig:
-    name: str = "native"  # native, trtllm, recorded (rollouts come from debug.train_only, which sets this)
+    name: str = "native"  # native, trtllm, recorded (from `answers`, or from debug.train_only, which sets this)
     tensor_parallel: int = 1  # ranks of one replica
     kv_cache_bytes: int = 1 << 30  # of a rank
     max_batch: int = 512  # rows decoded together
     dtype: str = "auto"  # auto: the trainer's compute dtype
     quantization: str = "none"  # none, int8, fp8: of the layers' matrices, at every refit
+    answers: str = ""  # engine.name=recorded: a folder that debug.record_answers wrote
     trtllm: TrtllmConfig = field(default_factory=TrtllmConfig)
 
     def __post_init__(self) -> None:
@@ -630,6 +631,7 @@ class DebugConfig:
     skip_refit: bool = False  # test hook: the engine keeps its old weights and the next refit must notice
     shuffle_rewards: bool = False  # control experiment: permute rewards within each group
     record: int = 0  # write the first n rollouts to <run.dir>/rollouts (rollout_only and 0: all of them)
+    record_answers: bool = False  # write every answer of the engine to <run.dir>/answers
     rollout_only: bool = False  # generate, score, measure, record; no optimizer, no update
     train_only: str = ""  # a recorded rollout, or a folder of them, to train on instead of an engine's
     first_step_checks: bool = False  # before and at the first update: what must hold exactly, or stop
@@ -672,7 +674,12 @@ class Config:
         _at_least("seed", self.seed, 0)
         if self.debug.train_only:
             self.engine.name = "recorded"
-        elif self.engine.name == "recorded":
-            expected = "a recorded rollout, or a folder of them, with engine.name=recorded"
+        elif self.engine.name == "recorded" and not self.engine.answers:
+            expected = "a recorded rollout, or a folder of them, with engine.name=recorded (or engine.answers)"
             raise ConfigError("debug.train_only", "", expected)
+        if self.engine.answers and (self.engine.name != "recorded" or self.debug.train_only):
+            expected = "empty but with engine.name=recorded, and with debug.train_only"
+            raise ConfigError("engine.answers", self.engine.answers, expected)
+        if self.debug.record_answers and self.engine.name == "recorded":
+            raise ConfigError("debug.record_answers", True, "false with engine.name=recorded")
         settle(self)

@@ -287,8 +287,10 @@ class EngineContract:
             assert got == (full[: ends[0]] if ends else full) and reason == (STOP if ends else LENGTH)
             stopped += bool(ends)
         assert 2 <= stopped < len(free)
+
+    def test_stop_strings_need_a_decoder(self):
         with pytest.raises(ConfigError, match=r"sampling.stop"):
-            fill(self.make_engine(LLAMA), model).generate([[1]], [[0]], SamplingParams(4, stop=("x",)))
+            fill(self.make_engine(LLAMA), reference(LLAMA)).generate([[1]], [[0]], SamplingParams(4, stop=("x",)))
 
     def test_cut_distributions_report_both_logprobs(self):
         model = reference(LLAMA)

@@ -1,0 +1,213 @@
+"""An engine's answers on disk, and an engine that gives them again: a run repeats without generating anything.
+
+`RecordingEngine` stands before another engine and writes each call of `generate` and `logprobs` as one safetensors
+file: a tensor per column, and in the metadata a key per row, a hash of all that the row depends on (weight version,
+prompt, seed, sampling). `RecordedEngine` finds answers by that key, on whatever rank and beside whatever rows.
+Trainer and rewards are live; the sentinel then compares the live trainer with the recorded engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from aligner.config.schema import ModelConfig
+from aligner.engines.base import RolloutEngine, UpdateLedger
+from aligner.errors import ConfigError, DataError, EngineError
+from aligner.models.families import expected_hf_shapes
+from aligner.ops.checksum import tensor_checksum
+from aligner.types import Generations, Progress, SamplingParams
+
+FOLDER = "answers"  # in the run folder
+FORMAT, VERSION = "aligner-answers", 1
+_COLUMNS = ("tokens", "lengths", "logprobs", "finish_reason", "full_logprobs")
+
+
+def _key(*parts: Any) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
+
+
+def _sample_keys(version: int, prompts: Sequence, seeds: Sequence, sampling: SamplingParams) -> list[str]:
+    pairs = ((list(map(int, p)), int(s)) for p, own in zip(prompts, seeds, strict=True) for s in own)
+    return [_key("sample", version, prompt, seed, sampling) for prompt, seed in pairs]
+
+
+def _score_keys(version: int, tokens: Tensor, lengths: Tensor, temperature: float) -> list[str]:
+    rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
+    return [_key("score", version, row[:n], float(temperature)) for row, n in rows]
+
+
+class RecordingEngine:
+    """The `RolloutEngine` it stands before, writing to `folder`; `rank` keeps the files of ranks apart."""
+
+    def __init__(self, engine: RolloutEngine, folder: Path, rank: int):
+        self.engine, self.folder, self.rank = engine, folder, rank
+        folder.mkdir(parents=True, exist_ok=True)
+        self.count = len(list(folder.glob(f"{rank:05d}-*.safetensors")))
+
+    def __getattr__(self, name: str) -> Any:  # weights, memory, version: the engine's own
+        return getattr(self.engine, name)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        progress: Progress | None = None,
+    ) -> Generations:
+        found = self.engine.generate(prompts, seeds, sampling, progress)
+        columns = {name: getattr(found, name) for name in _COLUMNS if getattr(found, name) is not None}
+        self._write(_sample_keys(found.weight_version, prompts, seeds, sampling), columns)
+        return found
+
+    def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
+        found = self.engine.logprobs(tokens, lengths, temperature)
+        keys = _score_keys(self.engine.weight_version, tokens, lengths, temperature)
+        self._write(keys, {"logprobs": found, "lengths": lengths})
+        return found
+
+    def _write(self, keys: list[str], columns: dict[str, Tensor]) -> None:
+        """The file is there complete or not at all. Raises OSError."""
+        if not keys:
+            return
+        path = self.folder / f"{self.rank:05d}-{self.count:07d}.safetensors"
+        header = json.dumps({"format": FORMAT, "version": VERSION, "keys": keys})
+        aside = path.with_name(path.name + ".tmp")
+        try:
+            save_file({name: t.contiguous() for name, t in columns.items()}, str(aside), metadata={"header": header})
+        except SafetensorError as error:  # how it tells of a full disk
+            raise OSError(str(error)) from error
+        aside.rename(path)
+        self.count += 1
+
+
+class Answers:
+    """The rows of a folder by their keys. Raises ConfigError `engine.answers` for a folder without answers and
+    DataError for a file that is none."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._places: dict[str, tuple[Path, int]] = {}
+        self._open: tuple[Path | None, dict[str, Tensor]] = (None, {})
+        for path in sorted(folder.glob("*.safetensors")):
+            self._places |= {key: (path, row) for row, key in enumerate(_keys_of(path))}
+        if not self._places:
+            expected = "a folder of recorded answers (debug.record_answers writes them)"
+            raise ConfigError("engine.answers", str(folder), expected)
+
+    def row(self, key: str) -> dict[str, Tensor] | None:
+        """The columns of one row, padding cut; None where there is no such answer."""
+        if key not in self._places:
+            return None
+        path, row = self._places[key]
+        if self._open[0] != path:
+            with safe_open(str(path), framework="pt", device="cpu") as file:
+                self._open = path, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        columns = {name: t[row] for name, t in self._open[1].items()}
+        n = int(columns["lengths"])
+        return {name: t[:n] if t.dim() else t for name, t in columns.items()}
+
+
+def _keys_of(path: Path) -> list[str]:
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            header = json.loads((file.metadata() or {}).get("header", "{}"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as recorded answers ({error})") from None
+    if (header.get("format"), header.get("version")) != (FORMAT, VERSION):
+        raise DataError(f"{path}: expected recorded answers (debug.record_answers), format {FORMAT} {VERSION}")
+    return header["keys"]
+
+
+class RecordedEngine:
+    """`RolloutEngine` that answers from a folder: what was asked before, with weights of the same version."""
+
+    def __init__(self, model: ModelConfig, folder: str | Path, *, dtype: torch.dtype):
+        self.dtype, self.answers = dtype, Answers(Path(folder).expanduser())
+        self._ledger, self._asleep = UpdateLedger(expected_hf_shapes(model)), False
+        self._checksums: dict[str, int] = {}
+
+    @property
+    def weight_version(self) -> int:
+        return self._ledger.version
+
+    def begin_update(self, version: int) -> None:
+        self._ledger.begin(version)
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Nothing of a tensor is kept but its checksum."""
+        for name, tensor in tensors:
+            if self._ledger.accept(name, tensor.shape):
+                self._checksums[name] = tensor_checksum(tensor.to(self.dtype))
+
+    def finish_update(self) -> None:
+        self._ledger.finish()
+
+    def checksums(self) -> Mapping[str, int]:
+        return self._checksums
+
+    def sleep(self) -> None:
+        self._asleep = True
+
+    def wake(self) -> None:
+        self._asleep = False
+
+    def close(self) -> None:
+        self._ledger.lose()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        progress: Progress | None = None,
+    ) -> Generations:
+        """See `RolloutEngine.generate`. Raises EngineError for what was not recorded."""
+        self._ledger.require()
+        assert not self._asleep, "generate() on a sleeping engine: wake() it first"
+        keys = _sample_keys(self.weight_version, prompts, seeds, sampling)
+        rows = []
+        for i, key in enumerate(keys):
+            rows.append(self._row(key, f"sample {i} of {len(keys)}"))
+            if progress is not None:
+                progress(i + 1, len(keys))
+        width = max((int(row["lengths"]) for row in rows), default=0)
+        columns = {name: _stacked([row[name] for row in rows], width) for name in _COLUMNS if rows and name in rows[0]}
+        if not rows:
+            empty, ints = torch.zeros(0, 0), torch.zeros(0, dtype=torch.int64)
+            columns = {"tokens": empty.long(), "lengths": ints, "logprobs": empty, "finish_reason": ints.clone()}
+        return Generations(**columns, weight_version=self.weight_version)
+
+    def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
+        """See `RolloutEngine.logprobs`. Raises EngineError for rows that were not recorded."""
+        self._ledger.require()
+        keys = _score_keys(self.weight_version, tokens, lengths, temperature)
+        rows = [self._row(key, f"row {i} of {len(keys)}") for i, key in enumerate(keys)]
+        return _stacked([row["logprobs"] for row in rows], tokens.shape[1])
+
+    def _row(self, key: str, which: str) -> dict[str, Tensor]:
+        found = self.answers.row(key)
+        if found is None:
+            raise EngineError(
+                f"{self.answers.folder} has no answer to {which} at weight version {self.weight_version}: expected the "
+                "prompts, seeds and sampling of the run that recorded it (engine.answers)"
+            )
+        return found
+
+
+def _stacked(rows: list[Tensor], width: int) -> Tensor:
+    """[N] of scalars, or [N, width] of rows right-padded with 0."""
+    if rows and not rows[0].dim():
+        return torch.stack(rows)
+    out = torch.zeros(len(rows), width, dtype=rows[0].dtype if rows else torch.float32)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out
