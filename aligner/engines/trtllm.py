@@ -221,10 +221,18 @@ class TrtllmEngine:
         if rows is None:
             raise EngineError("the requests were aborted")
         rows = [self._cut(row, sampling) for row in rows]
-        if logprob_source(sampling, self.row) == RESCORE:
-            scored = [self._scores([*p, *row[0]], len(p), sampling) for (p, _), row in zip(requests, rows, strict=True)]
-            rows = [(row[0], both[1], row[2], both[0]) for row, both in zip(rows, scored, strict=True)]
-        return self._result(rows, sampling)
+        return self._result(
+            [self._scored(p, row, sampling) for (p, _), row in zip(requests, rows, strict=True)], sampling
+        )
+
+    def _scored(self, prompt: list[int], row: tuple, sampling: SamplingParams) -> tuple:
+        """(tokens, logprobs, reason, logprobs of the full distribution): by a second forward where the sampler gave
+        none that can be used."""
+        tokens, logprobs, reason = row
+        if logprobs is not None and logprob_source(sampling, self.row) != RESCORE:
+            return tokens, logprobs, reason, logprobs
+        full, cut = self._scores([*prompt, *tokens], len(prompt), sampling)
+        return tokens, cut, reason, full
 
     def _check_room(self, longest: int, sampling: SamplingParams) -> None:
         row = longest + sampling.max_response_tokens
@@ -254,7 +262,7 @@ class TrtllmEngine:
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if stopped(middle) else (middle + 1, high)
-        return tokens[:low], logprobs[:low], STOP
+        return tokens[:low], None if logprobs is None else logprobs[:low], STOP
 
     def _result(self, rows: list[tuple], sampling: SamplingParams) -> Generations:
         shape = len(rows), max((len(row[0]) for row in rows), default=0)

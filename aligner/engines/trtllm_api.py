@@ -5,6 +5,7 @@ table with what is installed: `python -m aligner.engines.trtllm_api` prints that
 
 How the meaning of some parameters came and went:
   logprobs_mode   RAW (default: of the untempered distribution) or PROCESSED (of the sampled one): pull request 9675
+  logprobs        1: of the likeliest token, later of that and the sampled one (pull request 9374 asked for it)
   seed            honoured per request by the default sampler (TorchSampler) since pull request 17172, ignored before
   min_p           honoured by that sampler since pull request 16590, ignored before
   sleep           `enable_sleep`, later `sleep_config`, which also says what becomes of released memory. The type of the

@@ -207,8 +207,9 @@ class Worker:
 
     def generate(
         self, requests: list[tuple[list[int], int]], sampling: SamplingParams, progress: Progress, aborted: _Abort
-    ) -> list[tuple[list[int], list[float], int]] | None:
-        """(tokens, logprobs, finish reason) per (prompt, seed); None if it was aborted."""
+    ) -> list[tuple[list[int], list[float] | None, int]] | None:
+        """(tokens, logprobs, finish reason) per (prompt, seed); None if it was aborted. Logprobs are None where the
+        sampler's are not the ones wanted, or are not of the sampled tokens."""
         self._require()
         arguments = sampling_arguments(sampling, self.row, self.settings.pad_id)
         if "logprobs_mode" in arguments:
@@ -232,18 +233,18 @@ class Worker:
 
         return LogprobMode.PROCESSED
 
-    def _row(self, output: Any, with_logprobs: bool) -> tuple[list[int], list[float], int]:
+    def _row(self, output: Any, with_logprobs: bool) -> tuple[list[int], list[float] | None, int]:
         tokens = list(output.token_ids)
         if output.finish_reason not in _REASONS:
             raise EngineError(f"a request ended with finish_reason={output.finish_reason!r}: expected stop or length")
         beyond = [t for t in tokens if not 0 <= t < self.settings.vocab_size]
         if beyond:
             raise EngineError(f"token {beyond[0]} was generated: the vocabulary has {self.settings.vocab_size}")
-        found: list[float] = []
+        found = None
         if with_logprobs:
             if len(output.logprobs or ()) != len(tokens):
                 raise EngineError(f"{len(tokens)} tokens came with {len(output.logprobs or ())} logprobs")
-            found = [_logprob(entry, token) for entry, token in zip(output.logprobs, tokens, strict=True)]
+            found = _logprobs(output.logprobs, tokens)
         return tokens, found, _REASONS[output.finish_reason]
 
     def score(self, tokens: list[int], first: int, sampling: SamplingParams) -> tuple[list[float], list[float]]:
@@ -279,13 +280,13 @@ class Worker:
         self.llm.shutdown()
 
 
-def _logprob(entry: Any, token: int) -> float:
-    """Some versions give a number per token, others a table from token to its logprob."""
-    if isinstance(entry, float):
-        return entry
-    if token not in entry:
-        raise EngineError(f"the logprobs of a position hold tokens {list(entry)}, not the sampled {token}")
-    return float(entry[token].logprob)
+def _logprobs(entries: list, tokens: list[int]) -> list[float] | None:
+    """Some versions give a number per token, others a table from token to its logprob; in some of those it holds the
+    likeliest token alone, which need not be the sampled one: then None."""
+    if any(not isinstance(entry, float) and token not in entry for entry, token in zip(entries, tokens, strict=True)):
+        return None
+    pairs = zip(entries, tokens, strict=True)
+    return [entry if isinstance(entry, float) else float(entry[token].logprob) for entry, token in pairs]
 
 
 def _orphaned(parent: int) -> bool:

@@ -29,7 +29,7 @@ def sampling_arguments(sampling: SamplingParams, row: Version, pad_id: int) -> d
         "temperature": 1.0 if greedy else sampling.temperature,
         "top_k": 1 if greedy else sampling.top_k,  # 0: off
         "top_p": 1.0 if greedy else sampling.top_p,
-        "logprobs": 1,  # the sampled token is always among them; some versions know 0 or 1 only
+        "logprobs": 1,  # some versions know 0 or 1 only; some give the likeliest token and not the sampled one
         "detokenize": False,
     }
     if sampling.min_p and not greedy:

@@ -16,6 +16,7 @@ from aligner.types import SamplingParams
 from tensorrt_llm._torch.pyexecutor.model import Model
 from tensorrt_llm._torch.pyexecutor.model_loader import ModelLoader
 from tensorrt_llm.calls import note
+from tensorrt_llm.llmapi.llm_args import OLD
 
 LATEST: list = []
 
@@ -127,6 +128,8 @@ class PyExecutor:
         logprobs = None
         if p.logprobs is not None:
             logprobs = [{t: SimpleNamespace(logprob=v, rank=1)} for t, v in zip(tokens, values, strict=True)]
+            if OLD:  # the likeliest token's alone
+                logprobs = [e if v > -0.5 else {} for e, v in zip(logprobs, values, strict=True)]
         reason = "stop" if stopped else "length"
         request.outputs = [SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)]
         if p.return_context_logits:
