@@ -39,7 +39,7 @@ from aligner.engines.quantized import QuantizedEngine, has_modelopt, make_quanti
 from aligner.engines.recorded import FOLDER as ANSWERS
 from aligner.engines.recorded import RecordedEngine, RecordingEngine
 from aligner.engines.trtllm import TrtllmEngine, require_package
-from aligner.errors import AlignerError, ConfigError, MemoryLimitError, MismatchError, RewardError
+from aligner.errors import AlignerError, ConfigError, EngineError, MemoryLimitError, MismatchError, RewardError
 from aligner.megatron.checkpoint import load_model
 from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, neighbours
@@ -65,7 +65,7 @@ from aligner.rollout.pending import PendingRollouts
 from aligner.rollout.prepare import KLController
 from aligner.rollout.record import FOLDER, Origin, Recorder
 from aligner.rollout.replay import RecordedSource
-from aligner.rollout.source import Rollouts, RolloutSource
+from aligner.rollout.source import Rollouts, RolloutSource, raised_together
 from aligner.run.alarms import Alarms
 from aligner.run.checkpoints import Checkpoints
 from aligner.run.contract import DONE, STOPPED
@@ -290,17 +290,18 @@ def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
 def _trtllm_engine(job: Job, model: ModelConfig, dtype: torch.dtype) -> TrtllmEngine:
     cfg, tokenizer = job.cfg, job.tokenizer
     response = max(cfg.sampling.max_response_tokens, cfg.eval.max_response_tokens)
-    engine = TrtllmEngine(
-        model,
-        cfg.engine,
-        device=job.device,
-        dtype=dtype,
-        pad_id=tokenizer.pad_token_id,
-        max_seq_len=max(cfg.data.max_prompt_tokens, SENTINEL_TOKENS) + response + 1,
-        bucket_bytes=cfg.refit.bucket_bytes,
-        checksums=cfg.refit.verify == "checksum",
-        decode=tokenizer.decode,
-    )
+    with raised_together(EngineError):
+        engine = TrtllmEngine(
+            model,
+            cfg.engine,
+            device=job.device,
+            dtype=dtype,
+            pad_id=tokenizer.pad_token_id,
+            max_seq_len=max(cfg.data.max_prompt_tokens, SENTINEL_TOKENS) + response + 1,
+            bucket_bytes=cfg.refit.bucket_bytes,
+            checksums=cfg.refit.verify == "checksum",
+            decode=tokenizer.decode,
+        )
     if not engine.request_seeds:
         job.say(f"TensorRT-LLM {engine.version}: samples do not follow their seeds (docs/trtllm.md)")
         if cfg.run.deterministic:
@@ -608,9 +609,10 @@ def _critic(job: Job, steps: int) -> Critic:
 
 
 def _guarded(run: Run, recipe: Callable[[], None]) -> None:
-    """A reward that fails in the middle of a run, or the gate, costs nothing: the last whole step is saved first."""
+    """A reward or an engine that fails in the middle of a run, or the gate, costs nothing: the last whole step is saved
+    first."""
     try:
         recipe()
-    except (RewardError, MismatchError, MemoryLimitError) as error:
+    except (RewardError, MismatchError, MemoryLimitError, EngineError) as error:
         run.save_after(error)
         raise

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aligner.config.schema import RefitConfig
 from aligner.engines.base import RolloutEngine
+from aligner.errors import EngineError
 from aligner.refit.transfer import Refit, fail_together
 from aligner.types import ScalarMetrics
 
@@ -69,7 +70,12 @@ class Verifier:
         mask = torch.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
         mask[:, 0] = False
         current = self.trainer_logprobs(self.tokens, self.lengths).cpu()[mask]  # type: ignore[operator]
-        found = engine.logprobs(self.tokens, self.lengths).cpu()[mask]
+        found, cause = current, ""
+        try:
+            found = engine.logprobs(self.tokens, self.lengths).cpu()[mask]
+        except EngineError as error:
+            cause = str(error)
+        fail_together(cause)
         causes = []
         if engine.weight_version != self.refit.model.step_count:
             causes.append(f"weight version: engine {engine.weight_version}, trainer {self.refit.model.step_count}")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from aligner.config.schema import EvalConfig
 from aligner.data.dataset import PromptDataset
 from aligner.engines.base import RolloutEngine
+from aligner.errors import EngineError
 from aligner.megatron.groups import Layout
 from aligner.ops.seeds import request_seed
 from aligner.refit.transfer import Refit
@@ -89,7 +90,8 @@ class Evaluator:
         prompts = [self.prompts[row] for row in rows]
         # rollout -1: evaluation never shares a request seed with training
         seeds = [[request_seed(self.seed, -1, prompt.id, i) for i in range(k)] for prompt in prompts]
-        generations = self.engine.generate([p.tokens for p in prompts], seeds, self.sampling)
+        with raised_together(EngineError):
+            generations = self.engine.generate([p.tokens for p in prompts], seeds, self.sampling)
         return make_samples(self.tokenizer, prompts, generations, k)
 
     def _model_opinion(self, samples: list[Sample]) -> Sums:

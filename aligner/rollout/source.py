@@ -19,7 +19,7 @@ from aligner.config.schema import AlgorithmConfig, BatchConfig
 from aligner.data.dataset import PromptDataset
 from aligner.data.stream import IndexStream
 from aligner.engines.base import RolloutEngine
-from aligner.errors import RewardError
+from aligner.errors import AlignerError, EngineError, RewardError
 from aligner.megatron.groups import Layout
 from aligner.ops.reduce import first_cause
 from aligner.ops.seeds import request_seed
@@ -39,19 +39,19 @@ def share(count: int, parts: int, index: int) -> slice:
 
 
 @contextmanager
-def raised_together() -> Iterator[None]:
-    """Each rank scores its own samples: a RewardError of one of them is raised on every rank, so that all of them stop
-    (and save) instead of waiting for the one. Collective over the world."""
-    error: RewardError | None = None
+def raised_together(kind: type[RewardError | EngineError] = RewardError) -> Iterator[None]:
+    """Each rank generates and scores its own samples: an error of this `kind` on one of them is raised on every rank,
+    so that all of them stop (and save) instead of waiting for the one. Collective over the world."""
+    error: AlignerError | None = None
     try:
         yield
-    except RewardError as caught:
+    except kind as caught:
         error = caught
     first = first_cause(str(error) if error else "")
     if error is not None:
         raise error
     if first is not None:
-        raise RewardError(f"on rank {first[0]}: {first[1]}")
+        raise kind(f"on rank {first[0]}: {first[1]}")
 
 
 class Rollouts(Protocol):
@@ -151,7 +151,8 @@ class RolloutSource:
         peers = self.layout.peers
         part = share(len(prompts), peers.size(), peers.rank())
         with self.timers("generate"):
-            generations = self.engine.generate([prompt.tokens for prompt in prompts[part]], seeds[part], sampling)
+            with raised_together(EngineError):
+                generations = self.engine.generate([prompt.tokens for prompt in prompts[part]], seeds[part], sampling)
             if peers.size() > 1:
                 parts: list[Generations | None] = [None] * peers.size()
                 dist.all_gather_object(parts, generations, group=peers)

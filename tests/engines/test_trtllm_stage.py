@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aligner.__main__ import main
-from aligner.errors import ConfigError, EngineError, RefitError
+from aligner.errors import ConfigError, RefitError
 from tests import stages
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -61,10 +61,15 @@ def test_stale_weights_stop_the_run(grpo, monkeypatch):
         grpo("run", "trtllm", "refit.tolerance=10")
 
 
-def test_the_end_of_the_engine_stops_the_run_with_its_last_words(grpo, monkeypatch):
-    use_fake(monkeypatch, crash="run:12")
-    with pytest.raises(EngineError, match=r"(?s)ended by signal 6.*illegal memory access"):
-        grpo("run", "trtllm", "run.steps=6")
+@pytest.mark.multirank
+def test_each_rank_has_an_engine_and_its_end_stops_and_saves_all(ranks, tiny_data, tiny_runs, tmp_path):
+    more = ("engine=trtllm", f"model.init={tiny_runs['sft']}", *RUN, "batch.micro_batch_samples=8", "run.export=false")
+    line = stages.overrides("grpo", tiny_data, tmp_path / "run", *more, "run.steps=2")
+    # the sentinel's 8 rows, then a rollout: 9 calls of each step
+    first, second = ranks.run("tests.engines.jobs:trtllm", world=2, arguments=line, crashes={1: "run:18"})
+    assert "on rank 1: " in first and all("illegal memory access" in text for text in (first, second))
+    assert [r["step"] for r in stages.records(tmp_path / "run")] == [1]
+    assert stages.checkpoints(tmp_path / "run") == [1]
 
 
 def test_what_a_version_cannot_do_is_refused_before_training(grpo, monkeypatch):
