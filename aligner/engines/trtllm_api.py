@@ -42,6 +42,7 @@ _SLEEP_SYMBOLS = (
     "tensorrt_llm._torch.virtual_memory:release_with_tag",
     "tensorrt_llm._torch.virtual_memory:materialize_with_tag",
 )
+_LOGPROB_MODE = "tensorrt_llm.sampling_params:LogprobMode"
 _SLEEP_CONFIG = (
     "tensorrt_llm.llmapi.llm_args:SleepConfig",
     "tensorrt_llm.llmapi.llm_args:ExecutorMemoryType.KV_CACHE",
@@ -62,10 +63,13 @@ _RELOAD = "tensorrt_llm._torch.pyexecutor.model_loader:ModelLoader.reload"
 
 
 def _arguments(sleep: str, *sampling: str) -> dict[str, tuple[str, ...]]:
-    return {
+    config = {_SLEEP_CONFIG[0]: ("restore_modes",)} if sleep == "sleep_config" else {}
+    return config | {
         _ARGS: (*_LLM.split(), sleep),
         _PARAMS: (*_SAMPLING.split(), *sampling),
         _KV: ("enable_block_reuse", "max_gpu_total_bytes"),
+        "tensorrt_llm.llmapi:CudaGraphConfig": ("max_batch_size", "enable_padding"),
+        "tensorrt_llm:LLM.generate_async": ("inputs", "sampling_params"),
         _RELOAD: ("model", "weights", "allow_partial_loading"),
     }
 
@@ -96,7 +100,7 @@ VERSIONS = (
     Version("1.2", _SYMBOLS + _RELOAD_SYMBOLS + _SLEEP_SYMBOLS, _arguments("enable_sleep"), "enable_sleep"),
     Version(
         "1.3",
-        _SYMBOLS + _RELOAD_SYMBOLS + _SLEEP_SYMBOLS + _SLEEP_CONFIG,
+        _SYMBOLS + _RELOAD_SYMBOLS + _SLEEP_SYMBOLS + (*_SLEEP_CONFIG, _LOGPROB_MODE),
         _arguments("sleep_config", "logprobs_mode"),
         "sleep_config",
         processed_logprobs=True,
@@ -104,7 +108,7 @@ VERSIONS = (
     ),
     Version(
         "1.4",
-        _SYMBOLS + _RELOAD_SYMBOLS + _SLEEP_SYMBOLS + _SLEEP_CONFIG,
+        _SYMBOLS + _RELOAD_SYMBOLS + _SLEEP_SYMBOLS + (*_SLEEP_CONFIG, _LOGPROB_MODE),
         _arguments("sleep_config", "logprobs_mode"),
         "sleep_config",
         processed_logprobs=True,

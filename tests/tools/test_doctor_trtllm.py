@@ -1,5 +1,6 @@
 """`aligner doctor engine=trtllm`: the table against what is installed."""
 
+import ast
 import sys
 from pathlib import Path
 
@@ -8,10 +9,12 @@ import pytest
 from aligner.cluster.env import RankEnv
 from aligner.config.resolve import compose
 from aligner.config.trtllm import TrtllmConfig
-from aligner.engines import trtllm_api
+from aligner.engines import trtllm_api, trtllm_child
+from aligner.engines.trtllm_sampling import sampling_arguments
 from aligner.errors import ConfigError
 from aligner.tools import doctor
 from aligner.tools.doctor_trtllm import trtllm_checks
+from aligner.types import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from trtllm_setup import forget_fake, other_python, use_fake
@@ -39,6 +42,26 @@ def test_present_missing_and_not_run(monkeypatch, tmp_path):
     assert found["trtllm not run"] == ("warn", list(trtllm_api.NOT_RUN))
 
 
+def test_the_table_has_all_that_the_child_uses(monkeypatch):
+    use_fake(monkeypatch)
+    (row,) = [v for v in trtllm_api.VERSIONS if v.prefix == "1.4"]
+    imported = {
+        f"{node.module}:{name.name}"
+        for node in ast.walk(ast.parse(Path(trtllm_child.__file__).read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("tensorrt_llm")
+        for name in node.names
+    }
+    assert len(imported) > 5
+    assert not {symbol for symbol in imported if not any(known.startswith(symbol) for known in row.symbols)}
+    settings = trtllm_child.Settings("", 9, "float32", 8, 2, 99, True, True, True, True, 0, True)
+    given = set(trtllm_child.engine_arguments(settings, row))
+    assert given == set(row.arguments["tensorrt_llm.llmapi.llm_args:TorchLlmArgs"])
+    sampling = SamplingParams(4, temperature=0.7, min_p=0.1, stop_token_ids=(3,))
+    known = set(row.arguments["tensorrt_llm:SamplingParams"])
+    assert known == {*sampling_arguments(sampling, row, 0), "seed", "return_context_logits", "logprobs_mode"}
+    assert "logprobs_mode" in sampling_arguments(SamplingParams(4, temperature=0.7), row, 0)
+
+
 def test_what_is_missing_fails(monkeypatch):
     use_fake(monkeypatch)
     import tensorrt_llm
@@ -52,6 +75,8 @@ def test_what_is_missing_fails(monkeypatch):
     assert set(found.missing) == {
         "tensorrt_llm:LLM",
         "tensorrt_llm:LLM.generate_async",
+        "tensorrt_llm:LLM.generate_async(inputs)",
+        "tensorrt_llm:LLM.generate_async(sampling_params)",
         "tensorrt_llm:LLM.shutdown",
     } | {
         reload,
