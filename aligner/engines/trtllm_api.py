@@ -85,7 +85,7 @@ class Version:
     processed_logprobs: bool = False  # SamplingParams.logprobs_mode
     request_seeds: bool = False  # SamplingParams.seed decides a sample, whatever runs beside it
     min_p: bool = False
-    sleep_weights: bool = False  # weights can be released without a copy on the host
+    sleep_config: bool = False  # sleep knows CUDA graphs, and releases weights without a copy on the host
     refused: str = ""
 
 
@@ -104,7 +104,7 @@ VERSIONS = (
         _arguments("sleep_config", "logprobs_mode"),
         "sleep_config",
         processed_logprobs=True,
-        sleep_weights=True,
+        sleep_config=True,
     ),
     Version(
         "1.4",
@@ -112,7 +112,7 @@ VERSIONS = (
         _arguments("sleep_config", "logprobs_mode"),
         "sleep_config",
         processed_logprobs=True,
-        sleep_weights=True,
+        sleep_config=True,
         request_seeds=True,
         min_p=True,
     ),

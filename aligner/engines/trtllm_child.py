@@ -78,15 +78,18 @@ def engine_arguments(settings: Settings, row: Version) -> dict[str, Any]:
         "allreduce_strategy": "NCCL",
     }
     if settings.sleep:
-        found[row.sleep_argument] = _sleep_value(row, settings.sleep_weights)
+        found[row.sleep_argument] = _sleep_value(row, settings.sleep_weights, settings.cuda_graphs)
     return found
 
 
-def _sleep_value(row: Version, weights: bool) -> Any:
-    if weights and not row.sleep_weights:
+def _sleep_value(row: Version, weights: bool, graphs: bool) -> Any:
+    if graphs and not row.sleep_config:
+        expected = f"false with engine.trtllm.sleep and TensorRT-LLM {row.prefix}, whose graphs do not survive it"
+        raise ConfigError("engine.trtllm.cuda_graphs", True, expected, "Or engine.trtllm.sleep=false.")
+    if weights and not row.sleep_config:
         expected = f"false with TensorRT-LLM {row.prefix}, which has no tag for weights alone"
         raise ConfigError("engine.trtllm.sleep_weights", True, expected)
-    if row.sleep_argument == "enable_sleep":
+    if not row.sleep_config:
         return True
     from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType, SleepConfig
 

@@ -122,7 +122,7 @@ def test_a_failed_finish_does_not_count(monkeypatch):
 def test_logprobs_mean_the_same_in_every_version(monkeypatch, version, sampling):
     use_fake(monkeypatch, version=version)
     model = reference(LLAMA)
-    engine = fill(make_engine(LLAMA), model)
+    engine = fill(make_engine(LLAMA, cuda_graphs=not version.startswith("1.2")), model)
     assert engine.version == version
     out = engine.generate(PROMPTS[:2], seeds_for(PROMPTS[:2], 2), sampling)
     full = out.full_logprobs if out.full_logprobs is not None else out.logprobs
@@ -195,10 +195,13 @@ def test_weights_released_in_sleep_are_gone_until_a_refit(monkeypatch, tmp_path)
     assert moves == [*both, both[0], "materialize model_weights", "materialize kv_cache"]
 
 
-def test_weights_cannot_be_released_alone_in_old_versions(monkeypatch):
+def test_what_sleep_cannot_do_in_old_versions(monkeypatch):
     use_fake(monkeypatch, version="1.2.1")
     with pytest.raises(ConfigError, match=r"engine.trtllm.sleep_weights=True.*1\.2"):
-        make_engine(LLAMA, sleep_weights=True)
+        make_engine(LLAMA, sleep_weights=True, cuda_graphs=False)
+    with pytest.raises(ConfigError, match=r"engine.trtllm.cuda_graphs=True.*1\.2.*engine.trtllm.sleep=false"):
+        make_engine(LLAMA)
+    make_engine(LLAMA, sleep=False).close()
 
 
 def test_without_sleep_the_memory_stays(monkeypatch, tmp_path):

@@ -58,6 +58,8 @@ class TorchLlmArgs:
     def __post_init__(self) -> None:
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format={self.load_format!r}")
+        if self.enable_sleep and self.cuda_graph_config is not None:
+            raise ValueError("CUDA graphs are not supported with enable_sleep")
         if self.dtype not in ("auto", "float16", "bfloat16", "float32"):
             raise ValueError(f"dtype={self.dtype!r}")
 
