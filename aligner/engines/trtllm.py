@@ -1,6 +1,6 @@
 """TensorRT-LLM's PyTorch backend as a rollout engine: one child process per rank, filled from the live trainer.
 
-  trainer's rank                                child (trtllm_child)
+  trainer's rank                                child (trtllm_child, trtllm_worker)
   TrtllmEngine  -- start(config.json) --------> LLM(load_format="dummy")
      begin_update, buckets, finish_update ----> pre-reload, partial reloads (each answered), finalise, reset prefixes
      generate, logprobs ----------------------> requests with a seed each; context logits
@@ -27,9 +27,10 @@ from aligner.config.schema import EngineConfig, ModelConfig
 from aligner.engines.base import UpdateLedger
 from aligner.engines.trtllm_api import version_row
 from aligner.engines.trtllm_buckets import BucketWriter, MemoryFile, share
-from aligner.engines.trtllm_child import KV_CACHE, SINGLE_PROCESS, WEIGHTS, Settings
+from aligner.engines.trtllm_child import SINGLE_PROCESS
 from aligner.engines.trtllm_process import Channel, Child, clean_environment, interpreter, spawn
 from aligner.engines.trtllm_sampling import RESCORE, is_cut, logprob_source
+from aligner.engines.trtllm_worker import KV_CACHE, WEIGHTS, Settings
 from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
 from aligner.models.families import expected_hf_shapes
 from aligner.models.hf_config import hf_config

@@ -1,295 +1,23 @@
 """The process around one TensorRT-LLM engine: answers the trainer's calls until it is told to close, or left alone.
 
-Started by `trtllm.TrtllmEngine` with an environment free of the launcher's variables. The engine runs in this process
-(TLLM_WORKER_USE_SINGLE_PROCESS=1): that is how its executor, and with it the weights, can be reached under MPI.
+Started by `trtllm.TrtllmEngine` with an environment free of the launcher's variables.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import inspect
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from aligner.engines.native.sampler import cut_logits
-from aligner.engines.trtllm_api import Version, version_row
-from aligner.engines.trtllm_buckets import MemoryFile, Slot, open_shared
-from aligner.engines.trtllm_sampling import NO_END_ID, RAW, logprob_source, sampling_arguments
+from aligner.engines.trtllm_worker import Worker
 from aligner.errors import ConfigError, EngineError, RefitError
-from aligner.ops.checksum import tensor_checksum
-from aligner.types import LENGTH, STOP, SamplingParams
 
 SINGLE_PROCESS = {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
-_REASONS = {"stop": STOP, "length": LENGTH}
-KV_CACHE, WEIGHTS = "kv_cache", "model_weights"  # TensorRT-LLM's tags of those memories
-Progress = Callable[[int], None]
-
-
-@dataclass
-class Settings:
-    """Everything a child needs to know; sent once."""
-
-    folder: str  # holds config.json and nothing else
-    vocab_size: int
-    dtype: str
-    max_seq_len: int
-    max_batch: int
-    kv_cache_bytes: int
-    sleep: bool
-    sleep_weights: bool
-    prefix_reuse: bool
-    cuda_graphs: bool
-    pad_id: int
-    checksums: bool
-    cuda: Any = None  # handle of the trainer's buffer, or:
-    fd: int = -1  # descriptor of a `MemoryFile` of `size` bytes
-    size: int = 0
-
-
-def engine_arguments(settings: Settings, row: Version) -> dict[str, Any]:
-    """Keyword arguments of `tensorrt_llm.LLM`."""
-    from tensorrt_llm.llmapi import CudaGraphConfig, KvCacheConfig
-
-    graphs = CudaGraphConfig(max_batch_size=settings.max_batch, enable_padding=True) if settings.cuda_graphs else None
-    found = {
-        "model": settings.folder,
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "tensor_parallel_size": 1,
-        "dtype": settings.dtype,
-        "max_input_len": settings.max_seq_len,  # its default, 1024, refuses longer prompts
-        "max_seq_len": settings.max_seq_len,
-        "max_batch_size": settings.max_batch,
-        "max_num_tokens": max(8192, settings.max_seq_len),
-        "kv_cache_config": KvCacheConfig(
-            enable_block_reuse=settings.prefix_reuse, max_gpu_total_bytes=settings.kv_cache_bytes
-        ),
-        "cuda_graph_config": graphs,
-        "allreduce_strategy": "NCCL",
-    }
-    if settings.sleep:
-        found[row.sleep_argument] = _sleep_value(row, settings.sleep_weights, settings.cuda_graphs)
-    return found
-
-
-def _sleep_value(row: Version, weights: bool, graphs: bool) -> Any:
-    if graphs and not row.sleep_config:
-        expected = f"false with engine.trtllm.sleep and TensorRT-LLM {row.prefix}, whose graphs do not survive it"
-        raise ConfigError("engine.trtllm.cuda_graphs", True, expected, "Or engine.trtllm.sleep=false.")
-    if weights and not row.sleep_config:
-        expected = f"false with TensorRT-LLM {row.prefix}, which has no tag for weights alone"
-        raise ConfigError("engine.trtllm.sleep_weights", True, expected)
-    if not row.sleep_config:
-        return True
-    from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType, SleepConfig
-
-    modes = {ExecutorMemoryType.KV_CACHE: "NONE"}
-    if weights:
-        modes[ExecutorMemoryType.MODEL_WEIGHTS_MAIN] = "NONE"  # by default they are copied to the host
-    return SleepConfig(restore_modes=modes)
-
-
-class Worker:
-    """One method per call. `whole`: the engine holds one complete set of weights."""
-
-    def __init__(self, settings: Settings):
-        import tensorrt_llm
-
-        self.settings, self.api = settings, tensorrt_llm
-        self.row = version_row(tensorrt_llm.__version__)
-        self.llm = tensorrt_llm.LLM(**engine_arguments(settings, self.row))
-        executor = getattr(self.llm, "_executor", None)
-        self.executor = getattr(executor, "engine", None)
-        if self.executor is None:
-            raise EngineError(
-                f"TensorRT-LLM {tensorrt_llm.__version__} runs its executor in another process: {type(executor)} has "
-                "no `engine`, so its weights cannot be reached"
-            )
-        self.model = self.executor.model_engine.model
-        self.loader = self.executor.model_engine.model_loader
-        self.partial = "allow_partial_loading" in inspect.signature(self.model.load_weights).parameters
-        self.whole = False
-        self._collected: dict[str, Tensor] = {}
-        self._checksums: dict[str, int] = {}
-        self.buffer = self._buffer()
-
-    def _buffer(self) -> Tensor:
-        if self.settings.cuda is not None:
-            return open_shared(self.settings.cuda, torch.cuda.current_device())
-        return MemoryFile(self.settings.size, self.settings.fd).tensor()
-
-    def describe(self) -> dict[str, Any]:
-        return {"version": self.api.__version__, "partial": self.partial}
-
-    # ---- weights
-
-    def _each_module(self, *methods: str) -> None:
-        for module in self.model.modules():
-            for method in methods:
-                if hasattr(module, method) and not getattr(module, "_weights_removed", False):
-                    getattr(module, method)()
-
-    def begin(self) -> None:
-        self.whole = False
-        self._collected, self._checksums = {}, {}
-        with self.executor.control_action():
-            self._each_module("pre_reload_weights")
-
-    def bucket(self, slots: list[Slot]) -> int:
-        """Its number of tensors, once they are no longer needed in the buffer."""
-        tensors = {slot.name: slot.view(self.buffer) for slot in slots}
-        if self.settings.checksums:
-            self._checksums |= {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
-        if self.partial:
-            self._reload(tensors, allow_partial_loading=True)
-        else:  # this model loads all its weights or none
-            self._collected |= {name: tensor.clone() for name, tensor in tensors.items()}
-        self._synchronize()
-        return len(slots)
-
-    def _reload(self, tensors: dict[str, Tensor], allow_partial_loading: bool) -> None:
-        with self.executor.control_action():
-            self.loader.reload(self.model, tensors, allow_partial_loading=allow_partial_loading)
-
-    def finish(self) -> None:
-        if self._collected:
-            self._reload(self._collected, allow_partial_loading=False)
-            self._collected = {}
-        with self.executor.control_action():
-            self._each_module("process_weights_after_loading", "post_load_weights")
-            self.executor.reset_prefix_cache()  # keys and values of the old weights
-            self._synchronize()
-        self.whole = True
-
-    def checksums(self) -> dict[str, int]:
-        return self._checksums
-
-    def _synchronize(self) -> None:
-        if self.buffer.is_cuda:
-            torch.cuda.synchronize()
-
-    def _require(self) -> None:
-        if not self.whole:
-            raise RefitError("the engine holds no complete weights: an update was begun and has not been finished")
-
-    # ---- memory
-
-    def sleep(self, tags: list[str]) -> None:
-        from tensorrt_llm._torch.virtual_memory import release_with_tag
-
-        if WEIGHTS in tags:
-            self.whole = False
-        with self.executor.control_action():
-            self._synchronize()
-            release_with_tag(*tags)
-            self._synchronize()
-            gc.collect()
-            if self.buffer.is_cuda:
-                torch.cuda.empty_cache()
-
-    def wake(self, tags: list[str]) -> None:
-        from tensorrt_llm._torch.virtual_memory import materialize_with_tag
-
-        with self.executor.control_action():
-            materialize_with_tag(*tags)
-            if KV_CACHE in tags:
-                self.executor.reset_prefix_cache()  # what its blocks held is gone
-            self._synchronize()
-
-    # ---- generation
-
-    def generate(
-        self, requests: list[tuple[list[int], int]], sampling: SamplingParams, progress: Progress, aborted: _Abort
-    ) -> list[tuple[list[int], list[float] | None, int]] | None:
-        """(tokens, logprobs, finish reason) per (prompt, seed); None if it was aborted. Logprobs are None where the
-        sampler's are not the ones wanted, or are not of the sampled tokens."""
-        self._require()
-        arguments = sampling_arguments(sampling, self.row, self.settings.pad_id)
-        if "logprobs_mode" in arguments:
-            arguments["logprobs_mode"] = self._processed()
-        make = self.api.SamplingParams
-        futures: list[Any] = []
-        with aborted.watching(futures):
-            for prompt, seed in requests:
-                futures.append(self.llm.generate_async(prompt, make(**arguments, seed=seed)))
-            done = []
-            for future in futures:
-                done.append(future.result().outputs[0])
-                progress(len(done))
-        if aborted.asked:
-            return None
-        wanted = logprob_source(sampling, self.row)
-        return [self._row(output, wanted == RAW or "logprobs_mode" in arguments) for output in done]
-
-    def _processed(self) -> Any:
-        from tensorrt_llm.sampling_params import LogprobMode
-
-        return LogprobMode.PROCESSED
-
-    def _row(self, output: Any, with_logprobs: bool) -> tuple[list[int], list[float] | None, int]:
-        tokens = list(output.token_ids)
-        if output.finish_reason not in _REASONS:
-            raise EngineError(f"a request ended with finish_reason={output.finish_reason!r}: expected stop or length")
-        beyond = [t for t in tokens if not 0 <= t < self.settings.vocab_size]
-        if beyond:
-            raise EngineError(f"token {beyond[0]} was generated: the vocabulary has {self.settings.vocab_size}")
-        found = None
-        if with_logprobs:
-            if len(output.logprobs or ()) != len(tokens):
-                raise EngineError(f"{len(tokens)} tokens came with {len(output.logprobs or ())} logprobs")
-            found = _logprobs(output.logprobs, tokens)
-        return tokens, found, _REASONS[output.finish_reason]
-
-    def score(self, tokens: list[int], first: int, sampling: SamplingParams) -> tuple[list[float], list[float]]:
-        """Logprobs of tokens[first:] given those before, of the tempered full distribution and of the one that
-        `sampling` samples from."""
-        self._require()
-        with self.executor.control_action():
-            self.executor.reset_prefix_cache()  # reused positions come without logits
-        params = self.api.SamplingParams(
-            end_id=NO_END_ID,
-            pad_id=self.settings.pad_id,
-            max_tokens=1,
-            temperature=1.0,
-            top_k=1,
-            top_p=1.0,
-            detokenize=False,
-            return_context_logits=True,
-        )
-        logits = self.llm.generate_async(tokens[:-1], params).result().context_logits
-        if logits is None or len(logits) != len(tokens) - 1:
-            got = "none" if logits is None else f"{len(logits)}"
-            raise EngineError(f"{got} rows of context logits for {len(tokens) - 1} tokens: expected one for each")
-        logits = logits[first - 1 :, : self.settings.vocab_size].float()
-        picked = torch.tensor(tokens[first:], device=logits.device)[:, None]
-        logits = logits / (sampling.temperature or 1.0)
-        full = logits.gather(1, picked)[:, 0] - logits.logsumexp(-1)
-        if sampling.temperature == 0:
-            return full.tolist(), full.tolist()
-        kept = cut_logits(logits, sampling)
-        return full.tolist(), (kept.gather(1, picked)[:, 0] - kept.logsumexp(-1)).tolist()
-
-    def close(self) -> None:
-        self.llm.shutdown()
-
-
-def _logprobs(entries: list, tokens: list[int]) -> list[float] | None:
-    """Some versions give a number per token, others a table from token to its logprob; in some of those it holds the
-    likeliest token alone, which need not be the sampled one: then None."""
-    if any(not isinstance(entry, float) and token not in entry for entry, token in zip(entries, tokens, strict=True)):
-        return None
-    pairs = zip(entries, tokens, strict=True)
-    return [entry if isinstance(entry, float) else float(entry[token].logprob) for entry, token in pairs]
 
 
 def _orphaned(parent: int) -> bool:
@@ -297,7 +25,7 @@ def _orphaned(parent: int) -> bool:
     return os.getppid() != parent
 
 
-class _Abort:
+class Abort:
     """Watches the connection while requests run: an `abort`, or the trainer's end, lets all of them go."""
 
     def __init__(self, connection: Connection):
@@ -337,7 +65,7 @@ class _Abort:
 
 def serve(connection: Connection) -> None:
     """The first call is `start(settings)`. Returns when told to close, or when the trainer is gone."""
-    worker, abort = None, _Abort(connection)
+    worker, abort = None, Abort(connection)
     while not abort.orphaned:
         try:
             while not connection.poll(2.0):

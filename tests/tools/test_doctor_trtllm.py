@@ -9,7 +9,7 @@ import pytest
 from aligner.cluster.env import RankEnv
 from aligner.config.resolve import compose
 from aligner.config.trtllm import TrtllmConfig
-from aligner.engines import trtllm_api, trtllm_child
+from aligner.engines import trtllm_api, trtllm_worker
 from aligner.engines.trtllm_sampling import sampling_arguments
 from aligner.errors import ConfigError
 from aligner.tools import doctor
@@ -47,14 +47,14 @@ def test_the_table_has_all_that_the_child_uses(monkeypatch):
     (row,) = [v for v in trtllm_api.VERSIONS if v.prefix == "1.4"]
     imported = {
         f"{node.module}:{name.name}"
-        for node in ast.walk(ast.parse(Path(trtllm_child.__file__).read_text()))
+        for node in ast.walk(ast.parse(Path(trtllm_worker.__file__).read_text()))
         if isinstance(node, ast.ImportFrom) and node.module.startswith("tensorrt_llm")
         for name in node.names
     }
     assert len(imported) > 5
     assert not {symbol for symbol in imported if not any(known.startswith(symbol) for known in row.symbols)}
-    settings = trtllm_child.Settings("", 9, "float32", 8, 2, 99, True, True, True, True, 0, True)
-    given = set(trtllm_child.engine_arguments(settings, row))
+    settings = trtllm_worker.Settings("", 9, "float32", 8, 2, 99, True, True, True, True, 0, True)
+    given = set(trtllm_worker.engine_arguments(settings, row))
     assert given == set(row.arguments["tensorrt_llm.llmapi.llm_args:TorchLlmArgs"])
     sampling = SamplingParams(4, temperature=0.7, min_p=0.1, stop_token_ids=(3,))
     known = set(row.arguments["tensorrt_llm:SamplingParams"])
