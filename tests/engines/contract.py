@@ -82,6 +82,14 @@ def check_logprobs(model, prompts, group, generations, temperature=1.0):
 class EngineContract:
     """`make_engine(cfg, decode=None, **engine_config)` builds an empty float32 engine."""
 
+    models = tuple(MODELS)  # those of which every property of weights and numbers is tested
+
+    def pytest_generate_tests(self, metafunc):
+        if "name" in metafunc.fixturenames:
+            metafunc.parametrize("name", self.models)
+        if "batched" in metafunc.fixturenames:
+            metafunc.parametrize("batched", [name for name in ("llama", "mixtral") if name in self.models])
+
     @staticmethod
     def make_engine(cfg: ModelConfig, decode=None, **engine_config):
         raise NotImplementedError
@@ -129,7 +137,6 @@ class EngineContract:
         with pytest.raises(RefitError):
             engine.generate([[1]], [[0]], SamplingParams(1))
 
-    @pytest.mark.parametrize("name", MODELS)
     def test_checksums_are_those_of_the_given_tensors(self, name):
         model = reference(MODELS[name])
         engine = fill(self.make_engine(MODELS[name]), model)
@@ -178,7 +185,6 @@ class EngineContract:
 
     # ---- generation
 
-    @pytest.mark.parametrize("name", MODELS)
     def test_greedy_equals_transformers(self, name):
         model = reference(MODELS[name])
         engine = fill(self.make_engine(MODELS[name]), model)
@@ -188,7 +194,6 @@ class EngineContract:
             assert response == wanted[0, len(prompt) :].tolist()
         check_logprobs(model, PROMPTS, 1, out)
 
-    @pytest.mark.parametrize("name", MODELS)
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     def test_sampled_logprobs_equal_transformers(self, name, temperature):
         model = reference(MODELS[name])
@@ -198,7 +203,6 @@ class EngineContract:
         check_logprobs(model, PROMPTS, 3, out, temperature)
         assert out.full_logprobs is None and len(set(map(tuple, responses(out)))) > 10
 
-    @pytest.mark.parametrize("name", MODELS)
     def test_scoring_equals_transformers(self, name):
         model = reference(MODELS[name])
         engine = fill(self.make_engine(MODELS[name]), model)
@@ -218,9 +222,8 @@ class EngineContract:
         again = engine.logprobs(row, torch.tensor([8]))[0, 2:]
         assert torch.allclose(again, generated.logprobs[0], atol=1e-5)
 
-    @pytest.mark.parametrize("name", ["llama", "mixtral"])
-    def test_results_do_not_depend_on_the_batch(self, name):
-        cfg = MODELS[name]
+    def test_results_do_not_depend_on_the_batch(self, batched):
+        cfg = MODELS[batched]
         model = reference(cfg)
         sampling = SamplingParams(18, stop_token_ids=(3, 11, 20))
         seeds = seeds_for(PROMPTS, 4)

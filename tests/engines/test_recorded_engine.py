@@ -70,6 +70,8 @@ class Replayed:
 
 
 class TestRecordedEngine(EngineContract):
+    models = ("llama",)
+
     @staticmethod
     def make_engine(cfg, decode=None, **config):
         return Replayed(cfg, decode, **config)

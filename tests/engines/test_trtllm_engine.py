@@ -1,10 +1,12 @@
 """The TensorRT-LLM engine over the strict fake: the contract of all engines, and what is its own."""
 
+import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -27,6 +29,7 @@ def fake(monkeypatch):
 
 
 class TestTrtllmEngine(EngineContract):
+    models = ("llama", "qwen2", "qwen3", "qwen3_moe")
     make_engine = staticmethod(make_engine)
 
     def test_a_row_that_can_never_fit_is_refused(self):
@@ -274,6 +277,20 @@ class TestInAProcess(ChildEngineContract):
         assert process.poll() == 0 and not folder.exists() and not engine._channel.child.log.exists()
         with pytest.raises(RefitError):
             engine.generate([[1]], [[0]], SamplingParams(1))
+
+    def test_a_child_goes_when_the_trainer_is_killed(self, tmp_path):
+        self.monkeypatch.setenv("TMPDIR", str(tmp_path))  # nobody is left to remove its log
+        script = (
+            "import os; from aligner.engines.trtllm_process import spawn; "
+            "child, connection = spawn('aligner.engines.trtllm_child', os.environ); "
+            "print(child.process.pid, flush=True); os.kill(os.getpid(), 9)"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+        deadline = time.monotonic() + 60
+        while psutil.pid_exists(int(done.stdout)) and psutil.Process(int(done.stdout)).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert done.returncode == -9
 
     def test_a_child_that_hangs_is_stopped(self, monkeypatch):
         monkeypatch.setenv("FAKE_TRTLLM_HANG", "run")
