@@ -165,9 +165,7 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def _model(
-    job: Job, role: str, initial: InitialModel, head: Head, optim: OptimConfig | None, steps: int
-) -> ShardedModel:
+def _model(job: Job, initial: InitialModel, head: Head, optim: OptimConfig | None, steps: int) -> ShardedModel:
     """With `optim` a model to train for `steps` optimizer steps, else a frozen one."""
     batch, source = job.cfg.batch, initial.source(head)
     rows = {"packed": batch.packing, "share": batch.share_prompts}
@@ -175,13 +173,12 @@ def _model(
     if initial.checkpoint is not None:
         same_head = initial.checkpoint.name == ("model" if head.kind == "score" else "policy")
         load_model(model, initial.checkpoint, with_optimizer=False, with_head=same_head)
-    job.models[role] = model
     return model
 
 
 def _policy(job: Job, steps: int, hits: bool = False) -> Policy:
     optim = None if job.cfg.debug.rollout_only else job.cfg.optim
-    model = _model(job, "policy", job.initial, Head(), optim, steps)
+    model = job.models["policy"] = _model(job, job.initial, Head(), optim, steps)
     temperature = job.cfg.sampling.temperature if job.cfg.stage.name in ROLLOUT_STAGES else 1.0
     return Policy(model, job.cfg.batch, temperature, entropy=not hits, hits=hits)
 
@@ -189,7 +186,7 @@ def _policy(job: Job, steps: int, hits: bool = False) -> Policy:
 def _reference(job: Job) -> Reference | None:
     if job.cfg.algorithm.kl.coef == 0:
         return None
-    model = _model(job, "reference", job.initial, Head(), None, 0)
+    model = job.models["reference"] = _model(job, job.initial, Head(), None, 0)
     return Reference(model, job.cfg.batch, job.cfg.sampling.temperature)
 
 
@@ -207,7 +204,7 @@ def _reward_model(job: Job) -> RewardModel | None:
     if not job.cfg.reward.model or job.cfg.debug.train_only:  # recordings come with their scores
         return None
     initial = _scorer(job, job.cfg.reward.model, "reward.model")
-    model = _model(job, "reward", initial, Head("score"), None, 0)
+    model = job.models["reward"] = _model(job, initial, Head("score"), None, 0)
     return RewardModel(model, job.cfg.batch, *_centring(job, initial))
 
 
@@ -453,7 +450,8 @@ def _rm(job: Job) -> None:
     batches = _batches(job, train, collate_preference if pairwise else collate_scored)
     outputs = 1 if pairwise else len(loss.attributes)
     head = Head("score", outputs)
-    model = RewardModel(_model(job, "policy", job.initial, head, cfg.optim, cfg.run.steps), cfg.batch)
+    model = RewardModel(_model(job, job.initial, head, cfg.optim, cfg.run.steps), cfg.batch)
+    job.models["policy"] = model.model
     measures: list[Evaluate] = []
     if cfg.data.eval:
         measures.append(partial(pair_accuracy, model, load(cfg.data.eval, "data.eval"), cfg.eval.prompts, pairwise))
@@ -603,7 +601,7 @@ def _critic(job: Job, steps: int) -> Critic:
     """From `critic.init`, by default the reward model; it then speaks in the reward model's centred, scaled scores."""
     path = job.cfg.critic.init or job.cfg.reward.model
     initial = _scorer(job, path, "critic.init" if job.cfg.critic.init else "reward.model")
-    model = _model(job, "critic", initial, Head("score"), job.cfg.critic.optim, steps)
+    model = job.models["critic"] = _model(job, initial, Head("score"), job.cfg.critic.optim, steps)
     bias, scale = _centring(job, initial) if path == job.cfg.reward.model else (0.0, 1.0)
     return Critic(model, job.cfg.batch, bias, scale)
 
