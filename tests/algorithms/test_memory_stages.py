@@ -104,6 +104,8 @@ def test_a_broken_contract_stops_after_a_saved_step(tiny_data, tiny_runs, tmp_pa
     assert [r["step"] for r in stages.records(tmp_path / "run")][:1] == [1]
     with pytest.raises(ConfigError, match=r"memory.limit.generate_bytes.*engine.kv_cache_bytes"):
         stages.stage("grpo", tiny_data, tmp_path / "two", *more, "memory.limit.generate_bytes=2000000")
+    with pytest.raises(ConfigError, match=r"engine.kv_cache_bytes=100: expected at least \d+ bytes .* phase generate"):
+        stages.stage("grpo", tiny_data, tmp_path / "three", *more, "engine.kv_cache_bytes=100")
     state = json.loads((tmp_path / "run/checkpoints/step-00000001/state.json").read_text())
     assert state["step"] == 1
 

@@ -121,7 +121,7 @@ def plan_generation(
             "engine.kv_cache_bytes",
             config.kv_cache_bytes,
             f"at least {(positions + longest) * token_bytes} bytes for one row of {longest} prompt tokens and "
-            f"{sampling.max_response_tokens} response tokens",
+            f"{sampling.max_response_tokens} response tokens in phase generate",
         )
     prompt_tokens = longest * count  # padded
     chunk = max(longest, min(_PREFILL_TOKENS, budget // 4, budget - positions, prompt_tokens))
