@@ -158,6 +158,8 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
         raise
     finally:
         job.watchdog.stop()
+        if job.engine is not None:
+            job.engine.close()
         leave_distributed()
     return 0
 
