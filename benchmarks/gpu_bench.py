@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,7 +64,7 @@ class Bench:
         self.policy = Policy(model, self.batch, entropy=False)
         config = EngineConfig(kv_cache_bytes=size.kv_bytes, max_batch=max(size.batches))
         self.engine = NativeEngine(self.cfg, config, device=device, dtype=dtype, pad_id=0)
-        self.refit = Refit(model, self.engine, RefitConfig())
+        self.refit = partial(Refit(model, self.engine, RefitConfig()), again=True)
         g = torch.Generator().manual_seed(1)
         self.prompts = torch.randint(1, cfg.vocab_size, (size.prompts, size.prompt_tokens), generator=g)
 

@@ -138,10 +138,11 @@ class Refit:
         fail_together(cause)
         return exchange
 
-    def __call__(self) -> ScalarMetrics:
+    def __call__(self, again: bool = False) -> ScalarMetrics:
+        """`again`: also if the engines hold this version already (for measurements)."""
         start, self._cause = time.perf_counter(), ""
         with telling_the_others():
-            moved, wired = (0, 0) if self._current() else self._transfer()
+            moved, wired = (0, 0) if self._current() and not again else self._transfer()
             seconds = time.perf_counter() - start
             if seconds > self.config.timeout_s and not self._cause:
                 self._cause = f"it took {seconds:.1f} s, more than refit.timeout_s={self.config.timeout_s:g}"
