@@ -20,22 +20,15 @@ def truth(cfg, dtype=torch.float32) -> dict[str, int]:
     return {name: tensor_checksum(t.to(dtype)) for name, t in full.items()}
 
 
-UNTIED = replace(LLAMA, tie_embeddings=False)
+UNTIED, QWEN2 = (replace(cfg, tie_embeddings=False) for cfg in (LLAMA, MODELS["qwen2"]))
 CASES = {  # world, model, trainer, engines, bucket bytes, engine's dtype
-    "tp2 to 2 engines": (2, UNTIED, TrainerGrid(2, 2), EngineGrid((0, 1)), 3000, torch.float32),
-    "pp2 to tp2": (2, MODELS["qwen2"], TrainerGrid(2, 1, 2), EngineGrid((0, 1), 2), 1, torch.float32),
+    "tp2 to 2 engines": (2, QWEN2, TrainerGrid(2, 2), EngineGrid((0, 1)), 3000, torch.float32),
+    "pp2 to tp2": (2, MODELS["qwen3"], TrainerGrid(2, 1, 2), EngineGrid((0, 1), 2), 20, torch.float32),
     "dp2 to tp2, nothing on the wire": (2, LLAMA, TrainerGrid(2, data=2), EngineGrid((0, 1), 2), 99, torch.bfloat16),
     "tp2 pp2 to 2 x tp2": (4, MODELS["qwen3"], TrainerGrid(2, 2, 2), EngineGrid((0, 1, 2, 3), 2), 9999, torch.float32),
     "ep2 tp2 to 4": (4, MOE, TrainerGrid(2, 2, data=2, expert=2), EngineGrid((0, 1, 2, 3)), 5000, torch.float32),
     "other ranks, tp2 to tp2": (4, LLAMA, TrainerGrid(2, 2), EngineGrid((2, 3), 2), 5000, torch.bfloat16),
-    "other ranks, dp2 to 2, turned": (
-        4,
-        UNTIED,
-        TrainerGrid(2, data=2, first=1),
-        EngineGrid((3, 0)),
-        4000,
-        torch.float32,
-    ),
+    "other ranks, dp2 to 2": (4, UNTIED, TrainerGrid(2, data=2, first=1), EngineGrid((3, 0)), 4000, torch.float32),
 }
 
 
