@@ -14,7 +14,7 @@ EXACT = ("reward/", "response/", "advantage/", "refit/version", "staleness/")
 
 
 def train(data, folder, *more):
-    settings = stages.overrides("grpo", data, folder, "run.steps=3", "run.export=true", *more)
+    settings = stages.overrides("grpo", data, folder, "run.steps=2", "run.export=true", *more)
     command = [sys.executable, "-m", "aligner", "launch", "--ranks", "2", *settings]
     done = subprocess.run(command, cwd=stages.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -102,7 +102,7 @@ def layouts(draw):
     return cfg, trainer, engine or EngineGrid((pool[0],)), draw(st.sampled_from([1, 700, 5000, 1 << 30]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(layouts())
 def test_every_engine_gets_every_element_once(layout):
     cfg, trainer, engine, bucket_bytes = layout
