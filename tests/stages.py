@@ -107,8 +107,8 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return read_jsonl(run_dir / "metrics.jsonl")
 
 
-# what a clock or the operating system says
-TIMES = ("time/", "throughput/", "memory/", "wall_time", "refit/seconds", "refit/gb_per_s")
+# what a clock or the operating system says; a fresh process also copies weights that the one before it still held
+TIMES = ("time/", "throughput/", "memory/", "wall_time", "refit/seconds", "refit/gb_per_s", "refit/bytes", "refit/wire")
 
 
 def timeless(run_dir: Path) -> list[dict[str, Any]]:
