@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import torch
 
+from aligner.config.attention import AttentionConfig
 from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig, OptimConfig, RopeScalingConfig
+from aligner.models.families import FAMILIES
 from aligner.models.hf_config import hf_config
 from aligner.models.safetensors_io import open_hf, write_hf
 from aligner.types import TrainBatch
@@ -37,6 +39,19 @@ MODELS = {
     "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True),
     "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, head_dim=16, num_kv_heads=4),
 }
+# rows of the tests are longer than these windows
+WINDOWS = {
+    "mistral": replace(LLAMA, family="mistral", attention=AttentionConfig(window=5)),
+    "gemma3": replace(
+        LLAMA,
+        family="gemma3_text",
+        num_layers=4,
+        head_dim=16,
+        qk_norm=True,
+        rope_base=1e6,
+        attention=AttentionConfig(window=6, global_every=2, local_rope_base=100.0, query_scale_dim=10),
+    ),
+}
 MOE = replace(MODELS["qwen3"], family="qwen3_moe", moe=MoeConfig(4, top_k=2, ffn_hidden_size=24))
 MIXTRAL = replace(LLAMA, family="mixtral", ffn_hidden_size=40, moe=MoeConfig(6, top_k=3, ffn_hidden_size=40))
 ADAM = OptimConfig(lr=1e-3)
@@ -44,13 +59,20 @@ ADAM = OptimConfig(lr=1e-3)
 SGD = OptimConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad=0.0)
 
 
+def norm_middle(cfg: ModelConfig) -> float:
+    """The weight with which a norm multiplies by 1."""
+    return 0.0 if FAMILIES[cfg.family].offset_norms else 1.0
+
+
 def wild_source(cfg: ModelConfig, seed: int = 0):
     """Random weights by name with distributions far from uniform and no constants that would hide a mix-up."""
+
+    middle = norm_middle(cfg)
 
     def source(spec) -> torch.Tensor:
         word = hashlib.sha256(f"{seed}/{spec.canonical}".encode()).digest()
         noise = torch.randn(spec.shape, generator=torch.Generator().manual_seed(int.from_bytes(word[:6], "big")))
-        return 1 + 0.2 * noise if "norm" in spec.canonical else 0.2 * noise
+        return middle + 0.2 * noise if "norm" in spec.canonical else 0.2 * noise
 
     return source
 
@@ -76,9 +98,10 @@ def transformers_model(cfg: ModelConfig, head: str = "lm", outputs: int = 1, see
     kind = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForSequenceClassification
     model = kind.from_config(transformers.AutoConfig.for_model(**raw)).eval()
     g = torch.Generator().manual_seed(seed)
+    middle = norm_middle(cfg)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(torch.randn(p.shape, generator=g) * 0.2 + (1.0 if "norm" in name else 0.0))
+            p.copy_(torch.randn(p.shape, generator=g) * 0.2 + (middle if "norm" in name else 0.0))
     return model, raw
 
 

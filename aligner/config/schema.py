@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from aligner.config.attention import WINDOW_FAMILIES, AttentionConfig, check_attention_family
 from aligner.config.memory import MemoryConfig
 from aligner.config.moe import MOE_FAMILIES, MoeConfig, check_moe_family
 from aligner.config.quantization import KINDS, settle
@@ -105,6 +106,7 @@ class ModelConfig:
     tie_embeddings: bool = True
     qk_norm: bool = False
     qkv_bias: bool = False
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
     init_std: float = 0.02
     init: str = "random"  # random, a Hugging Face folder, a run folder, or a checkpoint
@@ -113,8 +115,9 @@ class ModelConfig:
     recompute: str = "none"  # none, full (recompute every layer's activations in backward)
 
     def __post_init__(self) -> None:
-        _one_of("model.family", self.family, ("llama", "qwen2", "qwen3", *MOE_FAMILIES))
+        _one_of("model.family", self.family, ("llama", "qwen2", "qwen3", *WINDOW_FAMILIES, *MOE_FAMILIES))
         check_moe_family(self.family, self.moe)
+        check_attention_family(self.family, self.attention)
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "max_position"):
             _at_least(f"model.{name}", getattr(self, name), 1)
         _above("model.rope_base", self.rope_base, 0)

@@ -22,8 +22,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, silu
 
+from aligner.config.attention import AttentionConfig
 from aligner.megatron import kernels
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.ops.packing import Packing, Segment
@@ -39,17 +40,23 @@ class Stream:
     group: dist.ProcessGroup | None  # of the context-parallel ranks, None if there is one
     over_heads: bool  # all-to-all instead of all-gather
     times: Tensor | None = None  # [N] of a model with experts: `Packing.times`
+    local: Stream | None = None  # of layers with a window: its masks, their angles
 
 
 class StreamAttention(SelfAttention):
     """hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> [N, 1, H]."""
 
+    def __init__(self, config: TransformerConfig, *args: Any, shape: AttentionConfig, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.is_local = shape.is_local(self.layer_number - 1)
+        self.scale = shape.query_scale_dim**-0.5 if shape.query_scale_dim else None
+
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: Stream, **unused: Any
     ) -> tuple[Tensor, Tensor | None]:
-        stream = packed_seq_params
+        stream = packed_seq_params.local if self.is_local else packed_seq_params
         query, key, value = self._heads(hidden_states, stream)
-        context = attend(query, key, value, stream)
+        context = attend(query, key, value, stream, self.scale)
         return self.linear_proj(context.reshape(len(context), 1, -1))
 
     def _heads(self, hidden: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,24 +80,26 @@ class NoCoreAttention(torch.nn.Module):
         assert not config.attention_dropout, "dropout is off in policy and reference"
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, stream: Stream) -> Tensor:
-    """Causal attention within rows. query [N, heads, d], key and value [N, kv_heads, d] -> [N, heads, d]."""
+def attend(query: Tensor, key: Tensor, value: Tensor, stream: Stream, scale: float | None = None) -> Tensor:
+    """Causal attention within rows. query [N, heads, d], key and value [N, kv_heads, d] -> [N, heads, d]. `scale` of
+    their products: None for 1 / sqrt(d)."""
     if stream.group is None:
-        return _segments(query, key, value, stream.packing)
+        return _segments(query, key, value, stream.packing, scale)
     heads, kv_heads = query.shape[1], key.shape[1]
     if stream.over_heads:
         mixed = tokens_to_heads([query, key, value], stream.group)
-        out = _segments(*mixed, stream.packing)
+        out = _segments(*mixed, stream.packing, scale)
         return heads_to_tokens(out, stream.group)
     both = gather_first(torch.cat([key, value], 1), stream.group)
-    return _segments(query, *both.split([kv_heads, kv_heads], 1), stream.packing).view(-1, heads, query.shape[2])
+    out = _segments(query, *both.split([kv_heads, kv_heads], 1), stream.packing, scale)
+    return out.view(-1, heads, query.shape[2])
 
 
-def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None) -> Tensor:
     """Attention of each segment in its padded shape; the queries may be fewer than the keys (other ranks have them)."""
     n, heads, d = query.shape
     if packing.q_index is None:
-        return _sdpa(query, key, value, packing.segments[0]).reshape(n, heads, d)
+        return _sdpa(query, key, value, packing.segments[0], scale).reshape(n, heads, d)
     query = kernels.spread(query, packing.q_index, packing.out_index)
     own_keys = packing.segments[0].k_index is None
     if own_keys:
@@ -102,11 +111,11 @@ def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Te
     for i, segment in enumerate(packing.segments):
         k = keys[i] if own_keys else key.index_select(0, segment.k_index)
         v = values[i] if own_keys else value.index_select(0, segment.k_index)
-        outs.append(_sdpa(queries[i], k, v, segment).reshape(-1, heads, d))
+        outs.append(_sdpa(queries[i], k, v, segment, scale).reshape(-1, heads, d))
     return kernels.collect(outs[0] if len(outs) == 1 else torch.cat(outs), packing.out_index)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> Tensor:
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scale: float | None) -> Tensor:
     """[rows * width, heads, d] each -> [rows, q_width, heads, d]. Padding needs no mask of its own: a padded key comes
     after every real query, and nobody reads a padded query."""
     rows = segment.rows
@@ -118,28 +127,32 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment) -> Tensor
 
         mask = causal_lower_right(segment.q_width, segment.k_width)
     out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], scale=scale
     )
     return out.transpose(1, 2)
 
 
 class GatedMLP(MLP):
-    """Megatron's MLP with SwiGLU in two passes over memory."""
+    """Megatron's MLP with SwiGLU in two passes over memory, or with another gate."""
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **unused: Any):
         assert per_token_scale is None, "experts have their own module"
-        return self.linear_fc2(kernels.swiglu(self.linear_fc1(hidden_states)[0]))
+        mixed, gate = self.linear_fc1(hidden_states)[0], self.config.activation_func
+        return self.linear_fc2(kernels.swiglu(mixed) if gate is silu else kernels.gated(mixed, gate))
 
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm (Zhang & Sennrich 2019). Unlike Megatron's torch wrapper its weight is marked for sequence
-    parallelism, so that its gradient is summed over tensor ranks."""
+    parallelism, so that its gradient is summed over tensor ranks. With `layernorm_zero_centered_gamma` the factor is
+    1 + weight, and rounding comes last, as in Gemma."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
-        self.eps = eps
+        self.eps, self.offset = eps, config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.offset:
+            return kernels.rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
         return kernels.rms_norm(x, self.weight, self.eps)

@@ -7,6 +7,7 @@ where its result belongs. They are equal to the plain formulas in their docstrin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,6 +62,16 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) * up, x = [gate, up] along the last dimension (Shazeer 2020, arXiv:2002.05202)."""
     return _SwiGLU.apply(x)
+
+
+def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """activation(gate) * up, x = [gate, up] along the last dimension."""
+    gate, up = x.chunk(2, -1)
+    return activation(gate) * up
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:

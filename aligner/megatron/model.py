@@ -26,7 +26,12 @@ from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError
 from aligner.megatron.attention import GatedMLP, NoCoreAttention, RMSNorm, StreamAttention
 from aligner.megatron.groups import Layout
+from aligner.megatron.kernels import gelu_tanh
 from aligner.megatron.moe import ExpertLayer, StreamLayer
+from aligner.megatron.variants import NormedAttention, NormedMLP, scale_embeddings
+from aligner.models.families import FAMILIES
+
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_pytorch_tanh": gelu_tanh}
 
 logging.getLogger("megatron.core").setLevel(logging.ERROR)  # GPTModel logs its deprecation at every construction
 
@@ -41,6 +46,11 @@ class Head:
 
 def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def uses_transformer_engine(cfg: ModelConfig) -> bool:
+    """Windows, norms and gates that its modules, or this file's use of them, do not know run on modules of our own."""
+    return has_transformer_engine() and not (FAMILIES[cfg.family].own_modules or cfg.attention.window)
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -61,6 +71,7 @@ def padded_vocab(vocab_size: int, tensor: int) -> int:
 
 
 def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+    family = FAMILIES[cfg.family]
     return TransformerConfig(
         num_layers=cfg.num_layers,
         hidden_size=cfg.hidden_size,
@@ -71,7 +82,8 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> 
         normalization="RMSNorm",
         layernorm_epsilon=cfg.norm_eps,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=ACTIVATIONS[family.activation],
+        layernorm_zero_centered_gamma=family.offset_norms,
         add_bias_linear=False,
         add_qkv_bias=cfg.qkv_bias,
         qk_layernorm=cfg.qk_norm,
@@ -106,7 +118,7 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> 
 
 def layer_spec(cfg: ModelConfig, config: TransformerConfig, layout: Layout) -> ModuleSpec | TransformerBlockSubmodules:
     experts = partial(ExpertLayer, moe=cfg.moe, ffn=cfg.expert_ffn, layout=layout) if cfg.moe.num_experts else None
-    if has_transformer_engine():
+    if uses_transformer_engine(cfg):
         # with experts the norm before the MLP is a module of its own, without it is a part of the MLP
         spec = get_gpt_layer_with_transformer_engine_spec(cfg.moe.num_experts or None, qk_layernorm=cfg.qk_norm)
         if experts:
@@ -114,10 +126,13 @@ def layer_spec(cfg: ModelConfig, config: TransformerConfig, layout: Layout) -> M
         return spec
     submodules = get_gpt_layer_local_submodules(qk_layernorm=cfg.qk_norm, normalization="RMSNorm")
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
-    submodules.self_attention.module = StreamAttention
+    post_norms = FAMILIES[cfg.family].post_norms
+    submodules.self_attention.module = NormedAttention if post_norms else StreamAttention
+    submodules.self_attention.params["shape"] = cfg.attention
     attention = submodules.self_attention.submodules
     attention.core_attention = NoCoreAttention
-    submodules.mlp = experts or partial(GatedMLP.as_mlp_submodule, **submodules.mlp.keywords)
+    dense = NormedMLP if post_norms else GatedMLP
+    submodules.mlp = experts or partial(dense.as_mlp_submodule, **submodules.mlp.keywords)
     if cfg.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layer = ModuleSpec(module=StreamLayer if experts else TransformerLayer, submodules=submodules)
@@ -175,7 +190,7 @@ class StageModel(GPTModel):
 
 def check_layout(cfg: ModelConfig, layout: Layout) -> None:
     scaling = cfg.rope_scaling
-    if not has_transformer_engine():
+    if not uses_transformer_engine(cfg):
         return
     if scaling.factor != 1 and (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position) != (
         1.0,
@@ -207,12 +222,14 @@ def build_model(
         parallel_output=True,
         share_embeddings_and_output_weights=cfg.tie_embeddings and head.kind == "lm",
         # the stream brings its own rotary angles (see attention.py); TransformerEngine's attention wants Megatron's
-        position_embedding_type="rope" if has_transformer_engine() else "none",
+        position_embedding_type="rope" if uses_transformer_engine(cfg) else "none",
         rotary_base=cfg.rope_base,
         rope_scaling=cfg.rope_scaling.factor != 1,
         rope_scaling_factor=cfg.rope_scaling.factor,
         pg_collection=layout.pgs,
     )
+    if FAMILIES[cfg.family].scaled_embeddings and layout.is_first_stage:
+        scale_embeddings(model.embedding, cfg.hidden_size, dtype)
     if head.kind == "score" and layout.is_last_stage:
         model.output_layer = ScoreHead(config, head.outputs, layout.pgs.tp)
     return model.to(device)

@@ -30,13 +30,14 @@ from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import sum_parts
 from aligner.megatron.groups import Layout
 from aligner.megatron.load import ExpertLoad
-from aligner.megatron.model import Head, build_model, has_transformer_engine
+from aligner.megatron.model import Head, build_model, uses_transformer_engine
 from aligner.megatron.optimizer_fixes import mend
 from aligner.megatron.weights import WeightSource, load_weights
 from aligner.models.rope import inverse_frequencies
 from aligner.ops.packing import Packing, pack
 from aligner.ops.reduce import max_over
 from aligner.ops.schedules import lr_at
+from aligner.ops.window import windowed
 from aligner.types import LossOutput, ScalarMetrics, TrainBatch
 
 # (what the last stage gives for each token of its stream, micro-batch with its `packing`): hidden states [N, H] for
@@ -83,6 +84,7 @@ class ShardedModel:
         self.optim, self.total_steps, self.packed, self.share = optim, total_steps, packed, share
         self.load = ExpertLoad(self.module, cfg.moe, layout)
         self._frequencies = inverse_frequencies(cfg).to(device)
+        self._local_frequencies = inverse_frequencies(cfg, local=True).to(device)
         # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can
         mixed = head.kind == "score" and dtype == torch.bfloat16
         self._distributed = optim is not None and (optim.distributed or mixed)
@@ -144,18 +146,26 @@ class ShardedModel:
             rank=layout.pgs.cp.rank(),
             multiple=layout.tensor if layout.sequence else 1,
             over_heads=layout.over_heads,
-            share=batch.tokens if self.share and not has_transformer_engine() else None,
-        ).to(self.device, self.dtype)
+            share=batch.tokens if self.share and not uses_transformer_engine(self.cfg) else None,
+        )
+        near = windowed(packing, self.cfg.attention.window) if self.cfg.attention.window else None
+        packing = packing.to(self.device, self.dtype)
         times = packing.times() if self.cfg.moe.num_experts else None
-        if has_transformer_engine():
+        if uses_transformer_engine(self.cfg):
             ends = torch.nn.functional.pad(packing.lengths.cumsum(0), (1, 0)).int()
             longest = int(batch.lengths.max()) if self.packed else width
             sizes = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
             return packing, CountedPackedSeqParams(qkv_format="thd", **sizes, times=times)
-        angles = packing.positions[:, None].float() * self._frequencies
+        local = None
+        if near is not None:
+            local = self._rotated(near.to(self.device, self.dtype), self._local_frequencies, times)
+        return packing, replace(self._rotated(packing, self._frequencies, times), local=local)
+
+    def _rotated(self, packing: Packing, frequencies: Tensor, times: Tensor | None) -> Stream:
+        angles = packing.positions[:, None].float() * frequencies
         cos, sin = (f(angles).to(self.dtype)[:, None] for f in (torch.cos, torch.sin))
-        group = layout.pgs.cp if layout.context > 1 else None
-        return packing, Stream(packing, cos, sin, group, layout.over_heads, times)
+        group = self.layout.pgs.cp if self.layout.context > 1 else None
+        return Stream(packing, cos, sin, group, self.layout.over_heads, times)
 
     def over_logits(
         self, hidden: Tensor, batch: TrainBatch, read: Callable[[Tensor, Tensor], Tensor], budget_bytes: int

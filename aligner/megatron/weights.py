@@ -17,7 +17,7 @@ from torch import Tensor
 from aligner.config.schema import ModelConfig
 from aligner.megatron.groups import Layout
 from aligner.megatron.model import Head
-from aligner.models.families import ParamSpec, family_table, merge_tp, split_tp
+from aligner.models.families import FAMILIES, ParamSpec, family_table, merge_tp, split_tp
 
 # TransformerEngine parameter suffix -> canonical suffix
 FUSED_NORMS = {
@@ -67,12 +67,12 @@ def load_weights(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, 
 
 
 def random_source(cfg: ModelConfig, seed: int) -> WeightSource:
-    """Gaussian weights that depend on seed and name alone, never on the layout. Norm weights are 1, biases 0;
-    projections into the residual stream are scaled by 1/sqrt(2 x layers) (GPT-2)."""
+    """Gaussian weights that depend on seed and name alone, never on the layout. Norms multiply by 1, biases are
+    0; projections into the residual stream are scaled by 1/sqrt(2 x layers) (GPT-2)."""
 
     def source(spec: ParamSpec) -> Tensor:
         if spec.canonical.endswith("norm.weight"):
-            return torch.ones(spec.shape)
+            return torch.full(spec.shape, 0.0 if FAMILIES[cfg.family].offset_norms else 1.0)
         if spec.canonical.endswith("bias"):
             return torch.zeros(spec.shape)
         word = hashlib.sha256(f"{seed}/{spec.canonical}".encode()).digest()

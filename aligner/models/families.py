@@ -58,6 +58,20 @@ class Family:
     moe: MoeKeys | None = None
     constants: tuple[tuple[str, Any], ...] = ()  # of config.json: the variants that are not supported
     default_head_dim: int = 0  # what a config.json without head_dim means; 0: hidden_size / num_attention_heads
+    default_tied: bool = False  # what one without tie_word_embeddings means
+    default_window: int = 0  # what one without sliding_window means
+    score_architecture: str = ""  # prefix in `architectures` of a sequence classifier; empty: `architecture`
+    activation_key: str = "hidden_act"  # what config.json calls the activation
+    activation: str = "silu"  # of the gate; config.json's word for it
+    offset_norms: bool = False  # norms multiply by 1 + weight
+    post_norms: bool = False  # what attention and the MLP add to the residual stream is normalised first
+    scaled_embeddings: bool = False  # multiplied by the square root of the hidden size
+    local_layers: bool = False  # some layers are local: layer_types, a rotary base for each kind
+
+    @property
+    def own_modules(self) -> bool:
+        """Whether layers differ from those that Megatron's own modules can build."""
+        return self.offset_norms or self.post_norms or self.activation != "silu"
 
 
 _IN, _OUT = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -133,6 +147,16 @@ _QK_NORM = tuple(
     )
     for x in "qk"
 )
+# Gemma's files call the norm after attention what the others call the norm before the MLP
+_POST_NORMS = tuple(
+    ParamSpec(_IN + name, (_OUT + hf,), "copy", None, ("hidden",))
+    for name, hf in (
+        ("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight"),
+        ("self_attention.post_layernorm.weight", "post_attention_layernorm.weight"),
+        ("mlp.post_layernorm.weight", "post_feedforward_layernorm.weight"),
+    )
+)
+_WITH_POST_NORMS = tuple(row for row in _COMMON if "pre_mlp_layernorm" not in row.canonical) + _POST_NORMS
 _LM_HEAD = ParamSpec("output_layer.weight", ("lm_head.weight",), "copy", 0, ("vocab", "hidden"), "vocab", padded=True)
 _SCORE_HEAD = ParamSpec("output_layer.weight", ("score.weight",), "copy", None, ("labels", "hidden"))
 
@@ -140,9 +164,32 @@ _NO_BIAS = (("attention_bias", False), ("mlp_bias", False))
 _NO_WINDOW = (("use_sliding_window", False),)
 FAMILIES = {
     "llama": Family("llama", "Llama", _COMMON + _MLP, constants=_NO_BIAS),
+    "mistral": Family("mistral", "Mistral", _COMMON + _MLP, default_window=4096),
     "qwen2": Family("qwen2", "Qwen2", _COMMON + _MLP + _QKV_BIAS, qkv_bias=True, constants=_NO_WINDOW),
     "qwen3": Family(
         "qwen3", "Qwen3", _COMMON + _MLP + _QK_NORM, qk_norm=True, constants=_NO_WINDOW, default_head_dim=128
+    ),
+    "gemma3_text": Family(
+        "gemma3_text",
+        "Gemma3",
+        _WITH_POST_NORMS + _MLP + _QK_NORM,
+        qk_norm=True,
+        constants=(
+            ("attention_bias", False),
+            ("attn_logit_softcapping", None),
+            ("final_logit_softcapping", None),
+            ("use_bidirectional_attention", False),
+        ),
+        default_head_dim=256,
+        default_tied=True,
+        default_window=4096,
+        score_architecture="Gemma3Text",
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        offset_norms=True,
+        post_norms=True,
+        scaled_embeddings=True,
+        local_layers=True,
     ),
     "qwen3_moe": Family(
         "qwen3_moe",

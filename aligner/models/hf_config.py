@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from aligner.config.attention import AttentionConfig
 from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig, RopeScalingConfig
 from aligner.errors import CheckpointError, ConfigError
@@ -26,9 +27,12 @@ def hf_config(
 ) -> dict[str, Any]:
     """config.json of a model of this shape. `vocab_size` 0: that of `cfg`; `dtype` is that of the stored weights."""
     family = check_family(cfg)
-    suffix = "ForCausalLM" if head == "lm" else "ForSequenceClassification"
+    if head == "lm":
+        architecture = family.architecture + "ForCausalLM"
+    else:
+        architecture = (family.score_architecture or family.architecture) + "ForSequenceClassification"
     out: dict[str, Any] = {
-        "architectures": [family.architecture + suffix],
+        "architectures": [architecture],
         "model_type": family.model_type,
         "vocab_size": vocab_size or cfg.vocab_size,
         "hidden_size": cfg.hidden_size,
@@ -37,7 +41,7 @@ def hf_config(
         "num_attention_heads": cfg.num_heads,
         "num_key_value_heads": cfg.num_kv_heads,
         "head_dim": cfg.kv_channels,
-        "hidden_act": "silu",
+        family.activation_key: family.activation,
         "max_position_embeddings": cfg.max_position,
         "initializer_range": cfg.init_std,
         "rms_norm_eps": cfg.norm_eps,
@@ -61,6 +65,21 @@ def hf_config(
     # transformers 4 reads the first two keys, transformers 5 the third
     out |= {"rope_theta": cfg.rope_base, "rope_scaling": scaling}
     out["rope_parameters"] = {"rope_type": "default", "rope_theta": cfg.rope_base} | (scaling or {})
+    return out | _attention_out(cfg, family, out["rope_parameters"])
+
+
+def _attention_out(cfg: ModelConfig, family: Family, rope: dict[str, Any]) -> dict[str, Any]:
+    attention = cfg.attention
+    if not family.default_window:
+        return {}
+    out: dict[str, Any] = {"sliding_window": attention.window or None}
+    if family.local_layers:
+        base = attention.local_rope_base or cfg.rope_base
+        kinds = ["sliding_attention" if attention.is_local(i) else "full_attention" for i in range(cfg.num_layers)]
+        local = {"rope_type": "default", "rope_theta": base}
+        out |= {"layer_types": kinds, "query_pre_attn_scalar": attention.query_scale_dim or cfg.kv_channels}
+        out |= {"rope_local_base_freq": base, "sliding_window_pattern": attention.global_every or cfg.num_layers + 1}
+        out["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
     return out
 
 
@@ -92,7 +111,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     missing = [k for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size") if k not in raw]
     if missing or "num_attention_heads" not in raw:
         raise CheckpointError(f"{path}: no value for {', '.join(missing or ['num_attention_heads'])}")
-    base, scaling = _rope_in(raw, path)
+    base, scaling = _rope_in(raw, path, 1e6 if family.local_layers else 1e4)
     return ModelConfig(
         family=family.model_type,
         num_layers=raw["num_hidden_layers"],
@@ -106,13 +125,34 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
         rope_scaling=scaling,
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         max_position=raw.get("max_position_embeddings", 4096),
-        tie_embeddings=raw.get("tie_word_embeddings", False),
+        tie_embeddings=raw.get("tie_word_embeddings", family.default_tied),
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
+        attention=_attention_in(raw, family, path),
         moe=_experts_in(raw, family, path),
         init_std=raw.get("initializer_range", 0.02),
         init=str(folder),
     )
+
+
+def _attention_in(raw: dict[str, Any], family: Family, path: Path) -> AttentionConfig:
+    if not family.default_window:
+        return AttentionConfig()
+    window = raw.get("sliding_window", family.default_window) or 0
+    if not family.local_layers:
+        return AttentionConfig(window)
+    layers = raw["num_hidden_layers"]
+    every = raw.get("sliding_window_pattern", 6)
+    kinds = raw.get("layer_types") or ["full" if (i + 1) % every == 0 else "sliding" for i in range(layers)]
+    full = [i + 1 for i, kind in enumerate(kinds) if kind.startswith("full")]
+    every = full[0] if full else 0
+    if full != list(range(every, layers + 1, every) if every else []) or len(kinds) != layers:
+        raise ConfigError("model.init", str(path.parent), "every n-th layer global", f"layer_types: {kinds}.")
+    local = (raw.get("rope_parameters") or {}).get("sliding_attention") or {}
+    if local.get("rope_type", "default") != "default":
+        raise ConfigError("model.init", str(path.parent), "rope_type default in local layers", f"It has {local!r}.")
+    base = local.get("rope_theta", raw.get("rope_local_base_freq", 10000.0))
+    return AttentionConfig(window, every, float(base), raw.get("query_pre_attn_scalar", 256))
 
 
 def _experts_in(raw: dict[str, Any], family: Family, path: Path) -> MoeConfig:
@@ -134,8 +174,8 @@ def _family_of(raw: dict[str, Any], path: Path) -> Family:
     kind = raw.get("model_type")
     if kind not in FAMILIES:
         raise ConfigError("model.init", str(path.parent), f"model_type {known}", f"Its model_type is {kind!r}.")
-    wrong = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
-    wrong |= FAMILIES[kind].constants
+    wrong: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+    wrong |= {FAMILIES[kind].activation_key: FAMILIES[kind].activation} | dict(FAMILIES[kind].constants)
     for key, wanted in wrong.items():
         if raw.get(key) not in (None, wanted):
             raise ConfigError(
@@ -144,9 +184,10 @@ def _family_of(raw: dict[str, Any], path: Path) -> Family:
     return FAMILIES[kind]
 
 
-def _rope_in(raw: dict[str, Any], path: Path) -> tuple[float, RopeScalingConfig]:
-    rope = {"rope_theta": raw.get("rope_theta", 10000.0)} | (raw.get("rope_scaling") or {})
-    rope |= raw.get("rope_parameters") or {}
+def _rope_in(raw: dict[str, Any], path: Path, default_base: float) -> tuple[float, RopeScalingConfig]:
+    rope = {"rope_theta": raw.get("rope_theta", default_base)} | (raw.get("rope_scaling") or {})
+    parameters = raw.get("rope_parameters") or {}
+    rope |= parameters.get("full_attention", parameters)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return float(rope["rope_theta"]), RopeScalingConfig()

@@ -26,6 +26,7 @@ class Segment:
     k_index: Tensor | None  # int64 [rows * k_width] into the keys of all ranks; None: they are where the queries are
     # bool [rows, 1, q_width, k_width], True where a query sees a key; None: causal, the last query seeing every key
     mask: Tensor | None
+    q_start: Tensor | None = None  # int64 [rows]: the position of the first query in its row; None: 0. Keys start at 0
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,8 @@ def _halves(places: _Places, rank: int) -> tuple[list[Segment], Tensor, Tensor]:
             unmasked = int(chunk.min()) == int(chunk.max()) and len(rows) * q_width * k_width > SMALL_MASK
             seen = None if unmasked else key[:, None, None, :] <= (which * chunk + query)[:, None, :, None]
             k_index = places.of(rows, key.where(key < (which + 1) * chunk, 0)).flatten()
-            segments.append(Segment(len(rows), q_width, k_width, k_index, seen))
+            first = which * places.chunk[rows]
+            segments.append(Segment(len(rows), q_width, k_width, k_index, seen, first))
             indices.append(index)
             done += len(index)
     return segments, torch.cat(indices), cells
@@ -305,7 +307,7 @@ def _pack_shared(lengths: Tensor, width: int, multiple: int, leader: Tensor, sha
             key = torch.arange(k_width).expand(len(rows), k_width)
             k_index = place(rows, key.where(key < (shared + own)[rows, None], 0)).flatten()
             seen = key[:, None, None, :] <= (shared[rows, None] + query)[:, None, :, None] if followers else None
-            segments.append(Segment(len(rows), q_width, k_width, k_index, seen))
+            segments.append(Segment(len(rows), q_width, k_width, k_index, seen, shared[rows] if followers else None))
             q_index.append(index)
             done += len(index)
     return Packing(

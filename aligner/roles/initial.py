@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.config.attention import AttentionConfig
 from aligner.config.freeze import load_frozen
 from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig
@@ -82,6 +83,7 @@ def _from_checkpoint(cfg: ModelConfig, path: Path, seed: int, key: str) -> Initi
     identity = read_state(checkpoint)["identity"]
     fields = dict(identity["model"])
     fields["rope_scaling"] = type(cfg.rope_scaling)(**fields["rope_scaling"])
+    fields["attention"] = AttentionConfig(**fields.get("attention", {}))
     fields["moe"] = MoeConfig(**fields.get("moe", {}))
     config = _for_run(ModelConfig(**fields), cfg)
     run_config = load_frozen(checkpoint.parent.parent / "config.yaml")
@@ -111,7 +113,9 @@ def _with_tokenizer(model: InitialModel, folder: str) -> InitialModel:
 def shape_of(cfg: ModelConfig) -> dict[str, Any]:
     """The fields that make two models' weights exchangeable: the identity of a checkpoint."""
     shape = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in (*_OF_THE_RUN, "init_std")}
-    moe = shape.pop("moe")
+    attention, moe = shape.pop("attention"), shape.pop("moe")
+    if cfg.attention != AttentionConfig():
+        shape["attention"] = attention
     if cfg.moe.num_experts:  # the identity of a dense model is what it was before there were others
         shape["moe"] = {name: value for name, value in moe.items() if name not in _MOE_OF_THE_RUN}
     return shape

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from aligner.config.attention import AttentionConfig
 from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig, RopeScalingConfig
 from aligner.errors import ConfigError, EngineError, RefitError
@@ -16,7 +17,7 @@ from aligner.models.hf_config import hf_config
 from aligner.ops.checksum import tensor_checksum
 from aligner.refit.verify import staleness
 from aligner.types import LENGTH, STOP, SamplingParams
-from tests.tiny import hf_weights
+from tests.tiny import hf_weights, norm_middle
 
 SHAPE = {
     "num_layers": 2,
@@ -38,6 +39,15 @@ MODELS = {
         LLAMA, family="qwen3_moe", qk_norm=True, moe=MoeConfig(6, 2, 24, norm_topk_prob=False), tie_embeddings=False
     ),
     "mixtral": replace(LLAMA, family="mixtral", moe=MoeConfig(4, 3, 48)),
+    "mistral": replace(LLAMA, family="mistral", attention=AttentionConfig(window=4)),
+    "gemma3": replace(
+        LLAMA,
+        family="gemma3_text",
+        num_layers=3,
+        qk_norm=True,
+        tie_embeddings=False,
+        attention=AttentionConfig(window=4, global_every=3, local_rope_base=100.0, query_scale_dim=5),
+    ),
 }
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8], [50, 3], [9, 9, 9, 9, 1]]
 
@@ -49,7 +59,7 @@ def reference(cfg: ModelConfig, seed: int = 0):
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw)).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.normal_(1.0, 0.2) if "norm" in name else p.normal_(0.0, 0.3)
+            p.normal_(norm_middle(cfg), 0.2) if "norm" in name else p.normal_(0.0, 0.3)
     return model
 
 

@@ -7,10 +7,21 @@ import torch
 
 from aligner.config.schema import OptimConfig
 from aligner.ops.schedules import lr_at
-from tests.tiny import LLAMA, MIXTRAL, MODELS, MOE, batch, hf_weights, relative, transformers_model, write_folder
+from tests.tiny import (
+    LLAMA,
+    MIXTRAL,
+    MODELS,
+    MOE,
+    WINDOWS,
+    batch,
+    hf_weights,
+    relative,
+    transformers_model,
+    write_folder,
+)
 
 pytestmark = pytest.mark.multirank
-MODELS = MODELS | {"qwen3_moe": MOE, "mixtral": MIXTRAL}
+MODELS = MODELS | WINDOWS | {"qwen3_moe": MOE, "mixtral": MIXTRAL}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -61,7 +72,14 @@ def adamw_loop(model, optim: OptimConfig, batches, total):
 
 
 @pytest.mark.parametrize(
-    "name, tied, clip", [("llama", True, 1.0), ("qwen2", False, 1.0), ("qwen3", True, 0.0), ("qwen3_moe", True, 1.0)]
+    "name, tied, clip",
+    [
+        ("llama", True, 1.0),
+        ("qwen2", False, 1.0),
+        ("qwen3", True, 0.0),
+        ("qwen3_moe", True, 1.0),
+        ("gemma3", True, 1.0),
+    ],
 )
 def test_five_steps_equal_adamw(ranks, tmp_path, name, tied, clip):
     cfg = replace(MODELS[name], tie_embeddings=tied)

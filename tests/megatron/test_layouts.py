@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.config.schema import BatchConfig, ParallelConfig
-from tests.tiny import ADAM, LLAMA, MODELS, SGD, relative
+from tests.tiny import ADAM, LLAMA, MODELS, SGD, WINDOWS, relative
 
 pytestmark = pytest.mark.multirank
 
@@ -31,6 +31,7 @@ MODELS_AND_HEADS = {
     "qwen2-untied": {"cfg": replace(MODELS["qwen2"], tie_embeddings=False)},
     "llama-score": {"cfg": LLAMA, "outputs": 2},
 }
+WINDOWED = {"gemma3": {"cfg": WINDOWS["gemma3"]}, "mistral": {"cfg": WINDOWS["mistral"]}}
 
 
 def train(ranks, world, cfg, outputs=0, **kwargs):
@@ -49,8 +50,9 @@ def alone(ranks):
     def get(name, optim):
         key = name, optim.eps
         if key not in seen:
-            start = train(ranks, 1, **MODELS_AND_HEADS[name], optim=optim, bc=BASE, steps=0)["weights"]
-            seen[key] = start, train(ranks, 1, **MODELS_AND_HEADS[name], optim=optim, bc=BASE)
+            model = (MODELS_AND_HEADS | WINDOWED)[name]
+            start = train(ranks, 1, **model, optim=optim, bc=BASE, steps=0)["weights"]
+            seen[key] = start, train(ranks, 1, **model, optim=optim, bc=BASE)
         return seen[key]
 
     return get
@@ -87,6 +89,25 @@ def test_layouts_learn_the_same(ranks, alone, name, layout, optim):
     world, parallel = LAYOUTS[layout]
     got = train(ranks, world, **MODELS_AND_HEADS[name], parallel=parallel, optim=optim, bc=BASE)
     check(got, alone(name, optim), optim)
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        ("gemma3", "tp2-pp2"),
+        ("gemma3", "tp2-sequence"),
+        ("gemma3", "cp2"),
+        ("mistral", "cp2"),
+        ("mistral", "cp2-heads"),
+        ("mistral", "padded"),
+        ("mistral", "shared"),
+    ],
+)
+def test_windows_learn_the_same(ranks, alone, name, layout):
+    world, parallel = {"padded": (1, DP), "shared": (1, DP), **LAYOUTS}[layout]
+    bc = replace(BASE, packing=layout != "padded", share_prompts=layout == "shared")
+    got = train(ranks, world, **WINDOWED[name], parallel=parallel, optim=SGD, bc=bc)
+    check(got, alone(name, SGD), SGD)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2-sequence", "tp2-pp2"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from aligner.config.attention import AttentionConfig
 from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig, RopeScalingConfig
 from aligner.errors import CheckpointError, ConfigError, LayoutError
@@ -32,6 +33,14 @@ FAMILIES = {
     "qwen2": ModelConfig(family="qwen2", qkv_bias=True, **SMALL),
     "qwen3": ModelConfig(family="qwen3", qk_norm=True, **SMALL),
     "qwen3_moe": ModelConfig(family="qwen3_moe", qk_norm=True, moe=MoeConfig(4, 3, 24, norm_topk_prob=False), **SMALL),
+    "mistral": ModelConfig(family="mistral", attention=AttentionConfig(window=7), **SMALL),
+    "gemma3": ModelConfig(
+        family="gemma3_text",
+        qk_norm=True,
+        rope_base=1e6,
+        attention=AttentionConfig(window=7, global_every=2, local_rope_base=100.0, query_scale_dim=5),
+        **SMALL,
+    ),
     "mixtral": ModelConfig(family="mixtral", moe=MoeConfig(3, 2, SMALL["ffn_hidden_size"]), **SMALL),
 }
 CASES = [
@@ -126,7 +135,10 @@ def test_written_folder_loads_in_transformers(cfg, shard_bytes, tmp_path):
         assert torch.equal(a, b), name
     ids = torch.arange(200)[None] % 101  # beyond the original context, so that rope scaling shows
     assert torch.equal(model(ids).logits, loaded(ids).logits)
-    assert torch.allclose(model.model.rotary_emb.inv_freq, inverse_frequencies(cfg), rtol=1e-6)
+    rope = model.model.rotary_emb
+    kinds = {"full_attention_": False, "sliding_attention_": True} if cfg.family == "gemma3_text" else {"": False}
+    for name, local in kinds.items():
+        assert torch.allclose(getattr(rope, f"{name}inv_freq"), inverse_frequencies(cfg, local), rtol=1e-6)
     tensors = open_hf(folder)
     assert set(tensors) == set(hf_weights(model)) and torch.equal(tensors["model.norm.weight"], model.model.norm.weight)
 

@@ -12,22 +12,30 @@ _SHORT = 16  # positions up to which products and sums beat thousands of tiny ma
 _PRODUCT_ELEMENTS = 1 << 23  # of the intermediate product; more rows are done in parts
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal. q [P, T, heads, d], k and v [P, T, kv_heads, d], right-padded -> [P, T, heads * d].
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """Causal. q [P, T, heads, d], k and v [P, T, kv_heads, d], right-padded -> [P, T, heads * d]. `mask` bool [T, T]:
+    what a query sees instead of all keys up to its own; `scale` of their products: None for 1 / sqrt(d).
 
     Right padding needs no mask: a padded key comes after every real query.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=scale
+    )
     return out.transpose(1, 2).flatten(2)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scratch: Scratch) -> Tensor:
-    """q [n, heads, d], k and v [n, kv_heads, T, d], mask float32 [n, 1, 1, T] (0 or -inf)
-    -> [n, heads * d]."""
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scratch: Scratch, scale: float | None = None
+) -> Tensor:
+    """q [n, heads, d], k and v [n, kv_heads, T, d], mask float32 [n, 1, 1, T] (0 or -inf), `scale` of the products:
+    None for 1 / sqrt(d) -> [n, heads * d]."""
     n, heads, d = q.shape
     groups, length = k.shape[1], k.shape[2]
-    q, scale = q.unflatten(1, (groups, heads // groups)), d**-0.5
+    q, scale = q.unflatten(1, (groups, heads // groups)), scale or d**-0.5
     # bfloat16 has no fast tiny matrix product on CPUs without AMX, and is never slower this way elsewhere
     if q.device.type == "cpu" and (length < _SHORT or q.dtype is torch.bfloat16):
         return _by_products(q, k, v, mask, scale, scratch)

@@ -17,12 +17,14 @@ from aligner.engines.native.attention import decode_attention, prefill_attention
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.peers import Peers
 from aligner.engines.native.scratch import Scratch
-from aligner.models.families import expected_hf_shapes, family_table
+from aligner.models.families import FAMILIES, expected_hf_shapes, family_table
 from aligner.models.rope import inverse_frequencies
 from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.experts import combine, expand, grouped_linear, route, sort_pairs
 from aligner.ops.reduce import sum_halves
 
+# rows of `norms`: before attention, before the MLP, and in some families behind either
+NORMS = ("input_layernorm", "pre_mlp_layernorm", "self_attention.post_layernorm", "mlp.post_layernorm")
 Attend = Callable[[int, Tensor], Tensor]  # (layer, rotated qkv [M, heads, d]) -> [M, heads * d]
 
 
@@ -32,6 +34,9 @@ class NativeModel:
         share = self.peers.size  # of heads, FFN rows and vocabulary a rank has 1 / share
         self.heads, self.groups, self.head_dim = cfg.num_heads // share, cfg.num_kv_heads // share, cfg.kv_channels
         self.rotated = self.heads + self.groups  # query and key heads
+        self.family, attention = FAMILIES[cfg.family], cfg.attention
+        self.local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
+        self.scale = attention.query_scale_dim**-0.5 if attention.query_scale_dim else None
         self.shapes = expected_hf_shapes(cfg)
         self.tensors = {tensor.name: tensor for tensor in hf_tensors(cfg)}
         self.intervals = {name: tensor.interval(share, self.peers.rank) for name, tensor in self.tensors.items()}
@@ -45,7 +50,7 @@ class NativeModel:
         self.first_token = low
         self.embedding = empty(high - low, hidden)
         self.head = self.embedding if cfg.tie_embeddings else empty(high - low, hidden)
-        self.norms = empty(layers, 2, hidden)  # before attention, before the MLP
+        self.norms = empty(layers, 4 if self.family.post_norms else 2, hidden)
         self.final_norm = empty(hidden)
         self.qkv = empty(layers, width, hidden)
         self.qkv_bias = empty(layers, width) if cfg.qkv_bias else None
@@ -74,7 +79,6 @@ class NativeModel:
         parts = [n * self.head_dim for n in (self.heads, self.groups, self.groups)]
         for layer in range(self.cfg.num_layers):
             at = f"model.layers.{layer}."
-            views[at + "input_layernorm.weight"], views[at + "post_attention_layernorm.weight"] = self.norms[layer]
             fused = {"weight": self.qkv, "bias": self.qkv_bias}
             for kind, buffer in fused.items():
                 if buffer is not None:
@@ -90,7 +94,16 @@ class NativeModel:
                 gate, up = self.gate_up[layer].chunk(2)
                 views[at + "mlp.gate_proj.weight"], views[at + "mlp.up_proj.weight"] = gate, up
                 views[at + "mlp.down_proj.weight"] = self.down[layer]
-        return views | (self._expert_views() if self.router is not None else {})
+        return views | self._norm_views() | (self._expert_views() if self.router is not None else {})
+
+    def _norm_views(self) -> dict[str, Tensor]:
+        """Named by the family's table."""
+        hf = {spec.canonical: spec.hf[0] for spec in family_table(self.cfg)}
+        return {
+            hf[f"decoder.layers.{layer}.{name}.weight"]: row
+            for layer, rows in enumerate(self.norms)
+            for name, row in zip(NORMS, rows, strict=False)
+        }
 
     def _expert_views(self) -> dict[str, Tensor]:
         """Named by the family's table, which has one row for all experts of a layer."""
@@ -145,12 +158,23 @@ class NativeModel:
     # ---- forward
 
     def rotations(self, positions: Tensor, longest: int) -> Tensor:
-        """complex64 [M, 1, d/2] for positions int64 [M] below `longest`."""
-        if len(self._rope) < longest:
-            longest = max(longest, 2 * len(self._rope))
-            angles = torch.outer(torch.arange(longest).float(), inverse_frequencies(self.cfg))
+        """complex64 [K, M, 1, d/2] for positions int64 [M] below `longest`: of all layers, or of global and of local
+        ones."""
+        if self._rope.dim() == 1 or self._rope.shape[1] < longest:
+            longest = max(longest, 2 * self._rope.shape[1] if self._rope.dim() > 1 else 0)
+            kinds = (False, True) if self.cfg.attention.local_rope_base else (False,)
+            frequencies = torch.stack([inverse_frequencies(self.cfg, local) for local in kinds])
+            angles = torch.arange(longest).float()[:, None] * frequencies[:, None]
             self._rope = torch.polar(torch.ones_like(angles), angles).to(self.device)
-        return self._rope[positions][:, None]
+        return self._rope[:, positions, None]
+
+    def _near(self, query: Tensor, keys: int) -> Tensor | None:
+        """bool [M, keys]: what queries at positions int64 [M] see in local layers; None: all up to their own."""
+        window = self.cfg.attention.window
+        if not window or keys <= window:
+            return None
+        key = torch.arange(keys, device=self.device)
+        return (key <= query[:, None]) & (key > query[:, None] - window)
 
     def prefill(self, tokens: Tensor, staged: Tensor | None = None) -> Tensor:
         """tokens int64 [P, T] right-padded -> normalised hidden states [P, T, hidden].
@@ -159,13 +183,14 @@ class NativeModel:
         """
         rows, length = tokens.shape
         positions = torch.arange(length, device=self.device).repeat(rows)
+        near = self._near(positions[:length], length)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             q, k, v = qkv.view(rows, length, -1, self.head_dim).split([self.heads, self.groups, self.groups], dim=2)
             if staged is not None:
                 staged[layer, 0].copy_(k.transpose(1, 2))
                 staged[layer, 1].copy_(v.transpose(1, 2))
-            return prefill_attention(q, k, v).flatten(0, 1)
+            return prefill_attention(q, k, v, near if self.local[layer] else None, self.scale).flatten(0, 1)
 
         return self._forward(tokens.reshape(-1), self.rotations(positions, length), attend).view(rows, length, -1)
 
@@ -175,11 +200,15 @@ class NativeModel:
         places = cache.places(positions)
         beyond = torch.arange(longest, device=self.device) > positions[:, None]
         mask = torch.zeros(n, longest, device=self.device).masked_fill_(beyond, float("-inf"))[:, None, None]
+        near = self._near(positions, longest)
+        if near is not None:
+            near = torch.zeros(n, longest, device=self.device).masked_fill_(~near, float("-inf"))[:, None, None]
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             cache.write(layer, places, qkv[:, self.heads :])
             keys, values = cache.kv[layer, :, :n, :, :longest]
-            return decode_attention(qkv[:, : self.heads], keys, values, mask, self.scratch)
+            seen = mask if near is None or not self.local[layer] else near
+            return decode_attention(qkv[:, : self.heads], keys, values, seen, self.scratch, self.scale)
 
         return self.logits(self._forward(tokens, self.rotations(positions, longest), attend))
 
@@ -197,32 +226,46 @@ class NativeModel:
 
     def _forward(self, tokens: Tensor, rope: Tensor, attend: Attend) -> Tensor:
         """tokens int64 [M] -> [M, hidden] after the final norm. Large intermediates live in scratch buffers."""
-        x, eps, size = self._embed(tokens), self.cfg.norm_eps, (self.cfg.hidden_size,)
+        x = self._embed(tokens)
+        if self.family.scaled_embeddings:
+            x *= float(torch.tensor(self.cfg.hidden_size**0.5).to(self.dtype))  # rounded as the trainer does
         qkv = self.scratch.take("qkv", len(x), self.qkv.shape[1])
         for layer in range(self.cfg.num_layers):
-            y = F.rms_norm(x, size, self.norms[layer, 0], eps)
+            y = self._norm(x, self.norms[layer, 0])
             if self.qkv_bias is None:
                 torch.mm(y, self.qkv[layer].t(), out=qkv)
             else:
                 torch.addmm(self.qkv_bias[layer], y, self.qkv[layer].t(), out=qkv)
             heads = qkv.view(len(x), -1, self.head_dim)
-            self._norm_and_rotate(layer, heads[:, : self.rotated], rope)
-            self._add(x, attend(layer, heads), self.out[layer])
-            y = F.rms_norm(x, size, self.norms[layer, 1], eps)
+            self._norm_and_rotate(layer, heads[:, : self.rotated], rope[-1 if self.local[layer] else 0])
+            self._add(x, attend(layer, heads), self.out[layer], layer, 2)
+            y = self._norm(x, self.norms[layer, 1])
             if self.router is None:
                 hidden = self.scratch.take("gate_up", len(x), self.gate_up.shape[1])
                 gate, up = torch.mm(y, self.gate_up[layer].t(), out=hidden).chunk(2, dim=1)
-                self._add(x, F.silu(gate, inplace=True).mul_(up), self.down[layer])
+                self._add(x, self._gate(gate).mul_(up), self.down[layer], layer, 3)
             else:
                 x += self.peers.add(self._mix(layer, y))
-        return F.rms_norm(x, size, self.final_norm, eps)
+        return self._norm(x, self.final_norm)
 
-    def _add(self, x: Tensor, y: Tensor, weight: Tensor) -> None:
-        """x [M, hidden] += y weight^T, of all ranks' shares of y and weight."""
-        if self.peers.size == 1:
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        size, eps = weight.shape, self.cfg.norm_eps
+        if self.family.offset_norms:
+            return F.rms_norm(x.float(), size, 1 + weight.float(), eps).to(x.dtype)
+        return F.rms_norm(x, size, weight, eps)
+
+    def _add(self, x: Tensor, y: Tensor, weight: Tensor, layer: int, norm: int) -> None:
+        """x [M, hidden] += y weight^T, of all ranks' shares of y and weight; in families with norms there, normalised
+        first."""
+        if self.family.post_norms:
+            x += self._norm(self.peers.add(torch.mm(y, weight.t())), self.norms[layer, norm])
+        elif self.peers.size == 1:
             x.addmm_(y, weight.t())
         else:
             x += self.peers.add(torch.mm(y, weight.t()))
+
+    def _gate(self, x: Tensor) -> Tensor:
+        return F.silu(x, inplace=True) if self.family.activation == "silu" else F.gelu(x, approximate="tanh")
 
     def _mix(self, layer: int, y: Tensor) -> Tensor:
         """y [M, hidden] -> what each row's experts make of it; all rows of an expert in one product."""
@@ -237,7 +280,10 @@ class NativeModel:
         """In place on the query and key heads [M, rotated, d]; the rotation is done in float32."""
         y = qk
         if self.qk_norm is not None:
-            y = F.rms_norm(qk, (self.head_dim,), None, self.cfg.norm_eps) * self.qk_norm[layer][self._head_kind]
+            weight = self.qk_norm[layer][self._head_kind]
+            if self.family.offset_norms:
+                y, weight = y.float(), 1 + weight.float()
+            y = F.rms_norm(y, (self.head_dim,), None, self.cfg.norm_eps) * weight
         pairs = y.float().unflatten(2, (-1, 2))
         torch.view_as_complex(pairs).mul_(rope)
         if pairs.data_ptr() != qk.data_ptr():
