@@ -23,6 +23,8 @@ COMMANDS = {
     "launch": "run a stage as N ranks on this machine",
     "submit": "hand a stage, or a sweep as an array, to Slurm",
     "plan": "predict memory and step time on GPUs, and refuse what cannot fit",
+    "import": "turn a Hugging Face folder into a sharded checkpoint",
+    "export": "turn a checkpoint into a Hugging Face folder",
     "eval": "evaluate a trained model on held-out rows",
     "chat": "talk to a trained model",
     "report": "write report.html of one or more runs",
@@ -37,6 +39,8 @@ EXAMPLES = """overrides (Hydra syntax) go anywhere after the subcommand:
 
 
 def parser() -> argparse.ArgumentParser:
+    from aligner.cluster import convert_options
+
     top = argparse.ArgumentParser(
         prog="aligner",
         description="SFT, reward models, GRPO and PPO on Megatron-Core.",
@@ -45,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
     )
     subs = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
+        if name in ("import", "export"):
+            convert_options.add_parser(subs, name, text)
+            continue
         sub = subs.add_parser(
             name, help=text, description=text, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -251,6 +258,22 @@ def _show_jobs(rows: list[tuple[str, int, float, str]], total: int) -> None:
     Console(soft_wrap=not sys.stdout.isatty()).print(table, markup=False)
 
 
+def _convert(args: argparse.Namespace) -> int:
+    from aligner.cluster.env import rank_env
+
+    if args.overrides:
+        raise ConfigError("FOLDER", args.overrides[0], "nothing behind the two folders but options")
+    if not args.ranks:
+        from aligner.tools import convert
+
+        return convert.main(args, rank_env())
+    from aligner.cluster.convert_options import again
+    from aligner.cluster.launch import launch
+
+    target = Path(args.target)
+    return launch(target, args.ranks, target.with_name(target.name + ".partial"), argv=again(args))
+
+
 def _eval(args: argparse.Namespace) -> int:
     from aligner.cluster.env import rank_env
 
@@ -300,6 +323,8 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "launch": _launch,
     "submit": _submit,
     "plan": _plan,
+    "import": _convert,
+    "export": _convert,
     "eval": _eval,
     "chat": _chat,
     "report": _report,

@@ -409,7 +409,7 @@ def _run(job: Job, models: dict[str, ShardedModel], state: dict[str, Any], evalu
 def _finish(job: Job, run: Run, model: ShardedModel, extra: dict[str, Any] | None = None) -> None:
     if job.cfg.run.export:
         with run.timers("export"):
-            folder = export_hf(model, Path(job.cfg.run.dir) / "hf", job.tokenizer, extra)
+            folder = export_hf(model, Path(job.cfg.run.dir) / "hf", job.tokenizer, extra, job.initial.origin)
         job.say(f"exported {folder}")
     run.logger.close()
 

@@ -38,5 +38,5 @@ class NormedMLP(GatedMLP):
 
 def scale_embeddings(embedding: torch.nn.Module, hidden_size: int, dtype: torch.dtype) -> None:
     """Multiply what the module gives by sqrt(hidden_size), rounded to `dtype` as the family's authors do."""
-    factor = float(torch.tensor(hidden_size**0.5).to(dtype))
+    factor = float(torch.tensor(hidden_size**0.5, device="cpu").to(dtype))
     embedding.register_forward_hook(lambda module, inputs, output: output * factor)

@@ -18,6 +18,7 @@ from aligner.config.schema import ModelConfig
 from aligner.megatron.groups import Layout
 from aligner.megatron.model import Head
 from aligner.models.families import FAMILIES, ParamSpec, family_table, merge_tp, split_tp
+from aligner.models.slices import HfSource, Shard
 
 # TransformerEngine parameter suffix -> canonical suffix
 FUSED_NORMS = {
@@ -59,11 +60,17 @@ def load_weights(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, 
     assert not unknown, f"parameters without a row in the family table: {unknown}"
     for name, spec in table.items():
         if name in named:
-            shard = split_tp(spec, source(spec), layout.tensor, layout.tp_rank)
-            if spec.experts:
-                shard = shard.chunk(layout.expert)[layout.ep_rank]
+            shard = _shard(spec, source, layout)
             assert shard.shape == named[name].shape, (name, tuple(shard.shape), tuple(named[name].shape))
             named[name].copy_(shard)
+
+
+def _shard(spec: ParamSpec, source: WeightSource, layout: Layout) -> Tensor:
+    if isinstance(source, HfSource):
+        share = spec.shape[0] // layout.expert if spec.experts else 0
+        return source.shard(spec, Shard(layout.tensor, layout.tp_rank, layout.ep_rank * share, share))
+    shard = split_tp(spec, source(spec), layout.tensor, layout.tp_rank)
+    return shard.chunk(layout.expert)[layout.ep_rank] if spec.experts else shard
 
 
 def random_source(cfg: ModelConfig, seed: int) -> WeightSource:

@@ -304,13 +304,20 @@ def from_hf(spec: ParamSpec, tensors: Mapping[str, Tensor] | Callable[[str], Ten
             raise CheckpointError(
                 f"{name}: shape {tuple(part.shape)}, but the model config says {tuple(wanted[name].shape)}"
             )
+    return assemble(spec, parts, cfg)
+
+
+def assemble(spec: ParamSpec, parts: Sequence[Tensor], cfg: ModelConfig) -> Tensor:
+    """The canonical tensor, or one tensor-parallel shard of it, of its Hugging Face tensors or their shards."""
     if spec.transform == "copy":
         return parts[0]
     if spec.transform == "gate_up":
-        return torch.cat(parts)
+        return torch.cat(list(parts))
     if spec.experts:
-        return torch.stack(parts).view(spec.shape)
-    head, groups = cfg.kv_channels, cfg.num_kv_heads
+        stacked = torch.stack(list(parts))
+        return stacked.unflatten(0, (-1, 2)) if spec.transform == "experts_gate_up" else stacked
+    head = cfg.kv_channels
+    groups = len(parts[1]) // head
     return torch.cat([p.unflatten(0, (groups, -1, head)) for p in parts], dim=1).flatten(0, 2)
 
 

@@ -25,10 +25,33 @@ class HfTensors(Mapping[str, Tensor]):
         self._open: dict[Path, Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:
+        return self._file(name).get_tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files  # without reading it
+
+    def part(self, name: str, axis: int, start: int, stop: int) -> Tensor:
+        """[start, stop) along `axis` (0 or 1); nothing else is read."""
+        whole = self._file(name).get_slice(name)
+        return whole[start:stop] if axis == 0 else whole[:, start:stop]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            raise CheckpointError(f"the weights hold no tensor {name!r}")
         path = self._files[name]
         if path not in self._open:
             self._open[path] = _open(path)
-        return self._open[path].get_tensor(name)
+        return self._open[path]
+
+    def close(self) -> None:
+        """Let go of the files, whose pages count as this process's memory once they have been read."""
+        self._open.clear()
+
+    def paths(self) -> list[Path]:
+        return sorted(set(self._files.values()))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)

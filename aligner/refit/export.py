@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from aligner.errors import CheckpointError
 from aligner.megatron.train import ShardedModel
+from aligner.models.carried import carried_config, carry
 from aligner.models.hf_config import hf_config
 from aligner.models.safetensors_io import write_hf
 from aligner.refit.transfer import WeightStream
@@ -17,8 +18,11 @@ from aligner.refit.transfer import WeightStream
 EXTRA_FILE = "aligner.json"  # what config.json has no place for: a reward model's bias and scale
 
 
-def export_hf(model: ShardedModel, folder: Path, tokenizer, extra: dict[str, Any] | None = None) -> Path:
-    """Weights, config.json and tokenizer, loadable with `from_pretrained`. Collective; rank 0 writes.
+def export_hf(
+    model: ShardedModel, folder: Path, tokenizer, extra: dict[str, Any] | None = None, origin: Path | None = None
+) -> Path:
+    """Weights, config.json and tokenizer, loadable with `from_pretrained`; with the generation config, the model card
+    and unknown keys of config.json of `origin`. Collective; rank 0 writes.
 
     Raises CheckpointError on every rank if the folder cannot be written.
     """
@@ -35,7 +39,10 @@ def export_hf(model: ShardedModel, folder: Path, tokenizer, extra: dict[str, Any
             dtype=str(model.dtype).removeprefix("torch."),
         )
 
+        config = carried_config(origin, config)
+
         def add_files(path: Path) -> None:
+            carry(origin, path)
             tokenizer.save_pretrained(str(path))
             (path / EXTRA_FILE).write_text(json.dumps(extra or {}, indent=2) + "\n", encoding="utf-8")
 

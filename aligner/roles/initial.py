@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from aligner.config.attention import AttentionConfig
 from aligner.config.freeze import load_frozen
@@ -19,13 +18,14 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.megatron.checkpoint_files import find_checkpoint, read_state
 from aligner.megatron.model import Head
 from aligner.megatron.weights import WeightSource, random_source
-from aligner.models.families import ParamSpec, from_hf
 from aligner.models.hf_config import config_from_hf
 from aligner.models.safetensors_io import open_hf
+from aligner.models.slices import HfSource
 from aligner.refit.export import read_extra
 
 # what a run decides, whatever folder the weights come from
 _OF_THE_RUN = ("dtype", "recompute", "tokenizer", "init")
+SOURCE = "source"  # what `aligner import` puts beside the checkpoint: the small files of the imported folder
 _MOE_OF_THE_RUN = ("aux_coef", "aux_over")
 
 
@@ -37,6 +37,8 @@ class InitialModel:
     tokenizer: Any
     folder: Path | None = None  # Hugging Face folder
     checkpoint: Path | None = None  # folder of one model in a sharded checkpoint
+    origin: Path | None = None  # folder with the small files of a Hugging Face folder that the model came from
+    imported: bool = False  # `checkpoint` has the weights of `origin`
     seed: int = 0
 
     def source(self, head: Head) -> WeightSource:
@@ -44,18 +46,12 @@ class InitialModel:
         random = random_source(self.config, self.seed)
         if self.folder is None:
             return random
-        tensors = open_hf(self.folder)
-
-        def read(spec: ParamSpec) -> Tensor:
-            if spec.hf == ("score.weight",) and "score.weight" not in tensors:
-                return torch.zeros(spec.shape)
-            return from_hf(spec, tensors, self.config)
-
-        return read
+        return HfSource(open_hf(self.folder), self.config)
 
     @property
     def extra(self) -> dict[str, Any]:
-        return read_extra(self.folder) if self.folder else {}
+        folder = self.folder or (self.origin if self.imported else None)
+        return read_extra(folder) if folder else {}
 
 
 def resolve(cfg: ModelConfig, init: str, seed: int, key: str = "model.init") -> InitialModel:
@@ -69,7 +65,9 @@ def resolve(cfg: ModelConfig, init: str, seed: int, key: str = "model.init") -> 
         path = path / "hf"
     if (path / "config.json").exists():
         config = _for_run(config_from_hf(path), cfg)
-        return _with_tokenizer(InitialModel(config, None, folder=path, seed=seed), cfg.tokenizer or str(path))
+        return _with_tokenizer(
+            InitialModel(config, None, folder=path, origin=path, seed=seed), cfg.tokenizer or str(path)
+        )
     return _from_checkpoint(cfg, path, seed, key)
 
 
@@ -87,12 +85,15 @@ def _from_checkpoint(cfg: ModelConfig, path: Path, seed: int, key: str) -> Initi
     fields["moe"] = MoeConfig(**fields.get("moe", {}))
     config = _for_run(ModelConfig(**fields), cfg)
     run_config = load_frozen(checkpoint.parent.parent / "config.yaml")
-    tokenizer = cfg.tokenizer or run_config.model.tokenizer
-    if not tokenizer:
+    origin = checkpoint.parent.parent / SOURCE
+    imported = origin.is_dir()
+    if not imported:
         origin = Path(run_config.model.init).expanduser()
-        tokenizer = str(origin / "hf" if (origin / "hf").exists() else origin)
+        origin = origin / "hf" if (origin / "hf").exists() else origin
+    tokenizer = cfg.tokenizer or run_config.model.tokenizer or str(origin)
     part = "model" if identity["stage"] == "rm" else "policy"
-    return _with_tokenizer(InitialModel(config, None, checkpoint=checkpoint / part, seed=seed), tokenizer)
+    initial = InitialModel(config, None, None, checkpoint / part, origin, imported, seed)
+    return _with_tokenizer(initial, tokenizer)
 
 
 def _for_run(shape: ModelConfig, cfg: ModelConfig) -> ModelConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,19 +12,24 @@ import torch.distributed as dist
 
 from aligner.config.schema import BatchConfig, EngineConfig, ModelConfig, OptimConfig, ParallelConfig, RefitConfig
 from aligner.engines.native.engine import NativeEngine
+from aligner.engines.native.load import engine_from_folder
 from aligner.errors import RefitError
+from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.models.families import split_tp
 from aligner.models.shards import hf_tensors
 from aligner.refit.exchange import Exchange
+from aligner.refit.export import export_hf
 from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
 from aligner.refit.transfer import Refit, WeightStream, fail_together
 from aligner.refit.verify import Verifier
 from aligner.roles.batching import micro_batches
+from aligner.roles.initial import resolve
 from aligner.roles.policy import Policy
+from aligner.roles.reward_model import RewardModel
 from aligner.types import TrainBatch
-from tests.megatron.jobs import build, nll_loss, shares
+from tests.megatron.jobs import ONE, build, nll_loss, plain_logits, shares
 from tests.tiny import batch, wild_source
 
 
@@ -157,6 +163,20 @@ def first_cause() -> list[str]:
         except RefitError as error:
             messages.append(str(error))
     return messages
+
+
+def through_folders(folder: Path, out: Path, head: str, tokens: torch.Tensor, lengths: torch.Tensor) -> tuple:
+    """(logits or scores of the trainer, logprobs of the native engine); the model goes on to the folder `out`."""
+    initial = resolve(ModelConfig(dtype="float32"), str(folder), 0)
+    scored = Head() if head == "lm" else Head("score", 3)
+    source = initial.source(scored)
+    model = ShardedModel(initial.config, build_layout(ONE), scored, torch.float32, torch.device("cpu"), source)
+    export_hf(model, out, initial.tokenizer, None, initial.origin)
+    if head == "score":
+        rows = TrainBatch(tokens, lengths, torch.zeros(len(tokens), 0))
+        return RewardModel(model, BatchConfig()).raw_scores(rows), None
+    engine = engine_from_folder(out, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0)
+    return plain_logits(model, tokens, lengths), engine.logprobs(tokens, lengths)
 
 
 def shards(cfg: ModelConfig, trainer: TrainerGrid, rank: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,230 @@
+"""Sharded checkpoints without a model in memory: where each parameter lies in them, and reading and writing its blocks
+one at a time.
+
+A checkpoint of `checkpoint.py` is a folder in torch's distributed format: files of `torch.save`d blocks, and
+`.metadata`, which says which block of which tensor lies where. Names and shapes of the tensors come from a model on the
+meta device, so that they are Megatron's own, whatever the layout that wrote or will read the checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from aligner.config.schema import ModelConfig, ParallelConfig
+from aligner.errors import CheckpointError
+from aligner.megatron.groups import build_layout
+from aligner.megatron.model import Head, build_model
+from aligner.megatron.weights import local_parameters
+
+COMMON_KEY, COMMON_FILE = "common_state/shard_0_1", "common.distcp"
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A canonical parameter in a checkpoint: tensor `key` of `size`, at `layer` of its first axis if there is one."""
+
+    key: str
+    size: tuple[int, ...]
+    layer: int | None
+    dtype: torch.dtype
+
+    def offsets(self, inside: Sequence[int]) -> tuple[int, ...]:
+        return tuple(inside) if self.layer is None else (self.layer, *inside)
+
+    def shape(self, inside: Sequence[int]) -> tuple[int, ...]:
+        return tuple(inside) if self.layer is None else (1, *inside)
+
+
+def places(cfg: ModelConfig, head: Head, dtype: torch.dtype) -> dict[str, Place]:
+    """canonical name -> its place, of a model of this shape. Collective (process groups)."""
+    layout, meta = build_layout(ParallelConfig()), torch.device("meta")
+    with meta:
+        model = build_model(cfg, layout, head, dtype, meta)
+    state = model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp})
+    own = {id(p): name for name, p in local_parameters(model).items()}
+    named = {name: own[id(p)] for name, p in model.named_parameters()}
+    found = {}
+    for name, item in state.items():
+        if name not in named:
+            continue
+        if isinstance(item, ShardedTensorFactory):  # gate and up, which it splits
+            item = next(x for x in _leaves(item.build()) if isinstance(x, ShardedTensor))
+        layer = item.global_offset[0] if item.prepend_axis_num else None
+        size = [*item.global_shape]
+        found[named[name]] = Place(item.key, tuple(size), layer, item.dtype)
+    assert found.keys() == set(own.values()), found.keys() ^ set(own.values())
+    return found
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    return [leaf for item in tree for leaf in _leaves(item)] if isinstance(tree, list) else [tree]
+
+
+# ---- writing
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block that was written: of tensor `key`, at `start` of its file."""
+
+    key: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    length: int
+
+
+class BlockFile:
+    """A context manager: a file of blocks, written beside `path`, flushed to the disk and renamed when left in order;
+    `sha256` is known then. Raises OSError."""
+
+    def __init__(self, path: Path):
+        self.path, self.blocks, self.sha256, self.bytes = path, [], "", 0
+        self._aside, self._hash = path.with_name(path.name + ".tmp"), hashlib.sha256()
+
+    def __enter__(self) -> BlockFile:
+        self._file = self._aside.open("wb")
+        return self
+
+    def add(self, key: str, offsets: tuple[int, ...], tensor: Tensor) -> None:
+        start = self.bytes
+        # a copy of what is a part of something larger: torch.save writes the whole storage
+        torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, self)
+        block = Block(key, offsets, tuple(tensor.shape), str(tensor.dtype), start, self.bytes - start)
+        self.blocks.append(block)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """For torch.save."""
+        self._hash.update(data)
+        self._file.write(data)
+        size = memoryview(data).nbytes
+        self.bytes += size
+        return size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def __exit__(self, kind: Any, *unused: Any) -> None:
+        if kind is not None:
+            self._file.close()
+            return
+        self.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._aside.rename(self.path)
+        self.sha256 = self._hash.hexdigest()
+
+
+def write_index(folder: Path, files: dict[str, list[Block]], sizes: dict[str, tuple[int, ...]]) -> None:
+    """What makes the block files of `folder` a checkpoint: `.metadata`, and Megatron's description of the format."""
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+    dtypes: dict[str, torch.dtype] = {}
+    for file, blocks in files.items():
+        for b in blocks:
+            offsets, shape = torch.Size(b.offsets), torch.Size(b.shape)
+            index = MetadataIndex(b.key, offsets, len(chunks[b.key]))
+            assert index not in storage, f"{b.key} at {b.offsets} was written twice"
+            storage[index] = _StorageInfo(file, b.start, b.length)
+            chunks[b.key].append(ChunkStorageMetadata(offsets, shape))
+            dtypes[b.key] = _DTYPES[b.dtype]
+    tensors: dict[str, Any] = {}
+    for key, found in chunks.items():
+        covered, wanted = sum(c.sizes.numel() for c in found), torch.Size(sizes[key]).numel()
+        assert covered == wanted, f"{key}: {covered} of {wanted} elements were written"
+        properties = TensorProperties(dtype=dtypes[key])
+        tensors[key] = TensorStorageMetadata(properties, torch.Size(sizes[key]), found)
+    with (folder / COMMON_FILE).open("wb") as file:  # what belongs to no tensor
+        torch.save([{"step_count": 0}], file)
+        storage[MetadataIndex(COMMON_KEY)] = _StorageInfo(COMMON_FILE, 0, file.tell())
+    tensors[COMMON_KEY] = BytesStorageMetadata()
+    with (folder / ".metadata").open("wb") as file:
+        pickle.dump(Metadata(tensors, storage_data=storage), file)
+    description = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(description), encoding="utf-8")
+
+
+# ---- reading
+
+
+class Blocks:
+    """The tensors of a checkpoint, a region at a time. The block read last is kept, so that regions of one block, asked
+    for one after the other, read it once."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        try:
+            self._meta = FileSystemReader(str(folder)).read_metadata()
+        except (OSError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"cannot read the index of checkpoint {folder}: {error}") from error
+        self._last: tuple[MetadataIndex, Tensor] | None = None
+
+    def size(self, key: str) -> tuple[int, ...]:
+        if key not in self._meta.state_dict_metadata:
+            raise CheckpointError(f"checkpoint {self.folder} holds no tensor {key!r}")
+        return tuple(self._meta.state_dict_metadata[key].size)
+
+    def dtype(self, key: str) -> torch.dtype:
+        self.size(key)
+        return self._meta.state_dict_metadata[key].properties.dtype
+
+    def files(self) -> set[str]:
+        return {info.relative_path for info in self._meta.storage_data.values()}
+
+    def region(self, key: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """[offsets, offsets + shape) of tensor `key`. Raises CheckpointError if it is not all there."""
+        size = self.size(key)
+        out, missing = torch.empty(shape, dtype=self.dtype(key)), torch.Size(shape).numel()
+        for chunk in self._meta.state_dict_metadata[key].chunks:
+            low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+            ends = zip(offsets, shape, chunk.offsets, chunk.sizes, strict=True)
+            high = [min(a + n, b + m) for a, n, b, m in ends]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            block = self._block(MetadataIndex(key, chunk.offsets))
+            inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
+            target = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
+            out[target] = block[inside]
+            missing -= block[inside].numel()
+        if missing:
+            raise CheckpointError(f"checkpoint {self.folder}: {key} of size {size} lacks {missing} elements")
+        return out
+
+    def _block(self, index: MetadataIndex) -> Tensor:
+        if self._last is None or self._last[0] != index:
+            self._last = None  # free before reading
+            info = self._meta.storage_data[index]
+            try:
+                with (self.folder / info.relative_path).open("rb") as file:
+                    view = _create_file_view(file, info.offset, info.length)
+                    self._last = index, torch.load(view, weights_only=True, map_location="cpu")
+            except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+                raise CheckpointError(f"cannot read {self.folder / info.relative_path}: {error}") from error
+        return self._last[1]

@@ -1,0 +1,48 @@
+"""The small files of a Hugging Face folder that go with its weights from one folder to the next."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+GENERATION, CARD = "generation_config.json", "README.md"
+# beside what `save_pretrained` of a tokenizer writes
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+NOT_CARRIED = ("quantization_config", "auto_map", "_name_or_path")  # of config.json: true of that folder alone
+LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md")
+
+
+def carry(origin: Path | None, folder: Path, *more: str) -> None:
+    """Copy the generation config, the model card, licenses and files named `more`, where `origin` has them."""
+    for name in (GENERATION, CARD, *LICENSES, *more):
+        if origin is not None and (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
+
+
+def carried_config(origin: Path | None, own: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a model that came from `origin`: what that one said about tokens and whatever this project does
+    not know, with this project's values for what it does."""
+    path = None if origin is None else origin / "config.json"
+    if path is None or not path.is_file():
+        return own
+    before = json.loads(path.read_text(encoding="utf-8"))
+    if before.get("model_type") != own["model_type"]:
+        return own
+    before = {key: value for key, value in before.items() if key not in NOT_CARRIED}
+    if "ForSequenceClassification" not in own["architectures"][0]:
+        before = {key: value for key, value in before.items() if key not in ("id2label", "label2id", "num_labels")}
+    told = {key: before[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if before.get(key) is not None}
+    return before | own | told

@@ -1,0 +1,275 @@
+"""`aligner import` and `aligner export`: Hugging Face folders to sharded checkpoints and back, with no model in memory.
+
+Ranks share the files of the result out; none needs another's data, so any number of them will do, and the result is the
+same. A rank holds one piece of one parameter at a time: the bound is in docs/models.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from aligner.cluster.env import RankEnv
+from aligner.config.freeze import freeze
+from aligner.config.resolve import compose
+from aligner.config.schema import ModelConfig
+from aligner.errors import CheckpointError, ConfigError
+from aligner.megatron.checkpoint import file_hash
+from aligner.megatron.checkpoint_files import FORMAT, find_checkpoint, write_manifest
+from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, places, write_index
+from aligner.megatron.groups import init_distributed, leave_distributed
+from aligner.megatron.model import Head
+from aligner.models.carried import TOKENIZER, carried_config, carry
+from aligner.models.families import ParamSpec, family_table, to_hf
+from aligner.models.hf_config import config_from_hf, hf_config
+from aligner.models.safetensors_io import INDEX, SINGLE, open_hf
+from aligner.models.safetensors_stream import SafetensorsFile
+from aligner.models.slices import Shard, hf_axis, of_experts, placed, read_shard
+from aligner.refit.export import EXTRA_FILE
+from aligner.roles.initial import SOURCE, InitialModel, resolve, shape_of
+from aligner.tools.shared_files import FilePlan, SharedFolder, into_files, peak_memory_bytes
+
+CHECKSUMS = "checksums.sha256"  # as `sha256sum -c` reads it
+INTEGRITY = "integrity.json"
+TIMEOUT_S = 24 * 3600.0  # ranks wait for the slowest one
+
+
+def import_hf(source: Path, target: Path, env: RankEnv, *, tensor: int, file_bytes: float, fresh: bool) -> None:
+    """The Hugging Face folder `source` as a run folder with one checkpoint, for `model.init` on any layout.
+    Collective over the world, as is `export_checkpoint`. Raises ConfigError, CheckpointError, WriteError.
+    """
+    cfg = replace(config_from_hf(source), init=str(source.resolve()))
+    tensors = open_hf(source)
+    head = Head("score", tensors.shape("score.weight")[0]) if "score.weight" in tensors else Head()
+    table = family_table(cfg, head.kind, head.outputs)
+    where = places(cfg, head, torch.float32)
+    files = into_files(list(_pieces(table, tensor)), file_bytes, lambda i, n: f"part-{i:05d}.distcp")
+    stat = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in tensors.paths()}
+    plan = {"import": str(source.resolve()), "files": stat, "model": asdict(cfg), "cut": [tensor, file_bytes]}
+    folder = SharedFolder(target, plan, fresh)
+    folder.together(lambda: _verify(source, _listed(source), env))
+
+    def write(path: Path, file: FilePlan, add: Callable[[int], None]) -> tuple[str, Any]:
+        with BlockFile(path) as out:
+            for spec, shard in file.parts:
+                for offsets, block in placed(spec, read_shard(spec, tensors, cfg, shard), shard):
+                    place = where[spec.canonical]
+                    out.add(place.key, place.offsets(offsets), block.reshape(place.shape(block.shape)))
+                    add(block.nbytes)
+                tensors.close()
+        return out.sha256, [asdict(b) for b in out.blocks]
+
+    written = folder.write(files, write)
+    folder.finish(lambda out: _as_run(out, written, where, source, target, cfg, head))
+    _say(env, f"{source} -> {target}")
+
+
+def _pieces(table: list[ParamSpec], tensor: int) -> Iterator[tuple[tuple[ParamSpec, Shard], int]]:
+    """What one block or two of the checkpoint hold, and about how many elements that is."""
+    for spec in table:
+        cut = 1 if hf_axis(spec) is None else tensor
+        for expert in range(spec.shape[0] if spec.experts else 1):
+            for rank in range(cut):
+                shard = Shard(cut, rank, expert, 1 if spec.experts else 0)
+                yield (spec, shard), 2 * math.prod(of_experts(spec, shard).shape) // cut
+
+
+def _as_run(
+    out: Path,
+    written: dict[str, tuple[str, Any]],
+    where: dict[str, Place],
+    source: Path,
+    target: Path,
+    cfg: ModelConfig,
+    head: Head,
+) -> None:
+    """A run folder around the parts, which lie in `out`: what `model.init` expects."""
+    step = out / "checkpoints" / "step-00000000"
+    model = step / ("model" if head.kind == "score" else "policy")
+    model.mkdir(parents=True, exist_ok=True)
+    for name in written:
+        (out / name).rename(model / name)
+    blocks = {name: [_block(b) for b in notes] for name, (_, notes) in written.items()}
+    write_index(model, blocks, {place.key: place.size for place in where.values()})
+    hashes = {name: digest for name, (digest, _) in written.items()}
+    for path in model.iterdir():
+        hashes.setdefault(path.name, file_hash(path))
+    content = {"algorithm": "sha256", "files": hashes}
+    (model / INTEGRITY).write_text(json.dumps(content, indent=1, sort_keys=True), encoding="utf-8")
+    identity = {"stage": "rm" if head.kind == "score" else "import", "model": shape_of(cfg), "outputs": head.outputs}
+    state = {"format": FORMAT, "identity": identity, "step": 0, "world_size": 1, "metric": None, "state": {}}
+    (step / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+    write_manifest(step)
+    kept = out / SOURCE
+    kept.mkdir(exist_ok=True)
+    carry(source, kept, "config.json", EXTRA_FILE, *TOKENIZER)
+    config = compose([])
+    config.model, config.run.dir = cfg, str(target)
+    freeze(config, out)
+
+
+def _block(raw: dict[str, Any]) -> Block:
+    return Block(**raw | {name: tuple(raw[name]) for name in ("offsets", "shape")})
+
+
+def export_checkpoint(source: Path, target: Path, env: RankEnv, *, part: str, file_bytes: float, fresh: bool) -> None:
+    """A checkpoint (or the newest of a run folder) as a Hugging Face folder `target`.
+
+    Raises ConfigError, CheckpointError, WriteError.
+    """
+    checkpoint = find_checkpoint(source)
+    initial = resolve(compose([]).model, str(checkpoint), 0, "RUN_DIR")
+    assert initial.checkpoint is not None
+    folder = checkpoint / part if part else initial.checkpoint
+    if not (folder / ".metadata").is_file():
+        found = ", ".join(p.parent.name for p in sorted(checkpoint.glob("*/.metadata")))
+        raise ConfigError("--part", folder.name, f"one of {found}")
+    cfg, blocks = initial.config, Blocks(folder)
+    head = Head()
+    if folder.name != "policy":
+        head = Head("score", blocks.size("output_layer.weight")[0])
+    table = family_table(cfg, head.kind, head.outputs)
+    where = places(cfg, head, torch.float32)
+    _check_sizes(blocks, table, where)
+    files = into_files(list(_units(table, blocks, where)), file_bytes, _file_name)
+    stat = {p: [(folder / p).stat().st_size, (folder / p).stat().st_mtime_ns] for p in sorted(blocks.files())}
+    plan = {"export": str(folder.resolve()), "files": stat, "model": asdict(cfg), "cut": [file_bytes]}
+    shared = SharedFolder(target, plan, fresh)
+    integrity = folder / INTEGRITY
+    listed = json.loads(integrity.read_text(encoding="utf-8"))["files"] if integrity.is_file() else {}
+    shared.together(lambda: _verify(folder, listed, env))
+
+    def write(path: Path, file: FilePlan, add: Callable[[int], None]) -> tuple[str, Any]:
+        shapes = {}
+        for spec, _ in file.parts:
+            meta = torch.empty(spec.shape, dtype=blocks.dtype(where[spec.canonical].key), device="meta")
+            shapes |= {name: (t.dtype, tuple(t.shape)) for name, t in to_hf(spec, meta, cfg).items()}
+        with SafetensorsFile(path, shapes) as out:
+            for spec, first in file.parts:
+                place = where[spec.canonical]
+                offsets = place.offsets((first, *[0] * (len(spec.shape) - 1)))
+                full = blocks.region(place.key, offsets, place.shape(spec.shape)).view(spec.shape)
+                for name, tensor in to_hf(spec, full, cfg).items():
+                    out.add(name, tensor)
+                    add(tensor.nbytes)
+        return out.sha256, list(shapes)
+
+    written = shared.write(files, write)
+    dtype = str(blocks.dtype(where["decoder.final_layernorm.weight"].key)).removeprefix("torch.")
+    total = sum(f.bytes for f in files)
+    shared.finish(lambda out: _as_hf(out, written, total, initial, head, dtype))
+    _say(env, f"{folder} -> {target}")
+
+
+def _units(
+    table: list[ParamSpec], blocks: Blocks, where: dict[str, Place]
+) -> Iterator[tuple[tuple[ParamSpec, int], int]]:
+    """((parameter, or one expert of it, and that expert's number), bytes as stored)."""
+    for spec in table:
+        size = blocks.dtype(where[spec.canonical].key).itemsize
+        for expert in range(spec.shape[0] if spec.experts else 1):
+            one = of_experts(spec, Shard(first=expert, count=1))
+            yield (one, expert), math.prod(one.shape) * size
+
+
+def _check_sizes(blocks: Blocks, table: list[ParamSpec], where: dict[str, Place]) -> None:
+    for spec in table:
+        place = where[spec.canonical]
+        found = blocks.size(place.key)
+        like = (max(found[0], place.size[0]), *place.size[1:]) if spec.padded else place.size
+        if found != like:
+            raise CheckpointError(f"{blocks.folder}: {place.key} has size {found}, the model's shape says {place.size}")
+
+
+def _file_name(number: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _as_hf(
+    out: Path, written: dict[str, tuple[str, Any]], total: int, initial: InitialModel, head: Head, dtype: str
+) -> None:
+    """The small files of a Hugging Face folder."""
+    if len(written) > 1:
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {n: f for f, (_, names) in written.items() for n in names},
+        }
+        (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    tokenizer = initial.tokenizer
+    config = hf_config(
+        initial.config,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        head=head.kind,
+        num_labels=head.outputs,
+        dtype=dtype,
+    )
+    config = carried_config(initial.origin, config)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tokenizer.save_pretrained(str(out))
+    carry(initial.origin, out)
+    if initial.extra:
+        (out / EXTRA_FILE).write_text(json.dumps(initial.extra, indent=2) + "\n", encoding="utf-8")
+    lines = [f"{digest}  {name}\n" for name, (digest, _) in sorted(written.items())]
+    (out / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    path = folder / CHECKSUMS
+    if not path.is_file():
+        return {}
+    pairs = (line.split(maxsplit=1) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    return {name.lstrip("*"): digest for digest, name in pairs}
+
+
+def _verify(folder: Path, listed: dict[str, str], env: RankEnv) -> None:
+    """This rank's share of the files against their checksums."""
+    for name in sorted(listed)[env.rank :: env.world_size]:
+        path = folder / name
+        if not path.is_file() or file_hash(path) != listed[name]:
+            raise CheckpointError(f"{path} does not have the SHA-256 that is noted for it")
+
+
+@contextmanager
+def _joined(env: RankEnv) -> Iterator[None]:
+    if env.world_size > 1:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = env.master_addr, str(env.master_port)
+    init_distributed(env.rank, env.world_size, env.local_rank, "auto", TIMEOUT_S)
+    try:
+        yield
+    finally:
+        leave_distributed()
+
+
+def _say(env: RankEnv, text: str) -> None:
+    peaks = [peak_memory_bytes()] * env.world_size
+    if env.world_size > 1:
+        dist.all_gather_object(peaks, peaks[0])
+    if env.rank == 0:
+        print(f"{text} (at most {max(peaks) / 1e9:.2f} GB of host memory on a rank)", flush=True)
+
+
+def main(args: argparse.Namespace, env: RankEnv) -> int:
+    source, target = Path(args.source).expanduser(), Path(args.target).expanduser()
+    common = {"file_bytes": args.file_bytes, "fresh": args.fresh}
+    if args.file_bytes < 1:
+        raise ConfigError("--file-bytes", args.file_bytes, "a number >= 1")
+    if args.command == "import" and args.tensor < 1:
+        raise ConfigError("--tensor", args.tensor, "a number >= 1")
+    with _joined(env):
+        if args.command == "import":
+            import_hf(source, target, env, tensor=args.tensor, **common)
+        else:
+            export_checkpoint(source, target, env, part=args.part, **common)
+    return 0

@@ -1,0 +1,170 @@
+"""A folder whose files several ranks write, each its own, and that an interruption costs only the files being written.
+
+<target>.partial/plan.json       what is being made, of what: a restart goes on if that is still the same
+<target>.partial/done/<file>.json  its checksum and what else is to be known of a finished file
+<target>.partial/out/            becomes <target>
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from aligner.errors import AlignerError, ConfigError, WriteError
+from aligner.megatron.checkpoint import file_hash, fsync_folder, fsync_tree
+
+PARTIAL = ".partial"
+EVERY_S = 10.0  # between lines of progress where there is no terminal
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file of the result: `parts` are what `write` puts into it."""
+
+    name: str
+    bytes: int
+    parts: tuple
+
+
+# makes the file below the given folder; gives its SHA-256 and what else is to be known of it (JSON)
+Write = Callable[[Path, FilePlan, Callable[[int], None]], tuple[str, Any]]
+
+
+class SharedFolder:
+    """All methods are collective over the world; what fails on one rank fails on all, with the first cause."""
+
+    def __init__(self, target: Path, plan: dict[str, Any], fresh: bool):
+        """Raises ConfigError if `target` exists, WriteError if nothing can be written there."""
+        self.target, self.partial = target, target.with_name(target.name + PARTIAL)
+        self.out, self.done = self.partial / "out", self.partial / "done"
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.together(lambda: self._prepare(json.loads(json.dumps(plan)), fresh) if self.rank == 0 else None)
+
+    def _prepare(self, plan: dict[str, Any], fresh: bool) -> None:
+        if self.target.exists():
+            raise ConfigError("FOLDER", str(self.target), "a folder that does not exist yet")
+        noted = self.partial / "plan.json"
+        if fresh or not noted.is_file() or json.loads(noted.read_text(encoding="utf-8")) != plan:
+            if noted.is_file() and not fresh:
+                print(f"{self.partial} was of another source or other options: starting anew", file=sys.stderr)
+            for folder in (self.out, self.done):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+            noted.write_text(json.dumps(plan), encoding="utf-8")
+
+    def together[T](self, work: Callable[[], T]) -> T:
+        error: AlignerError | None = None
+        try:
+            result = work()
+        except AlignerError as caught:
+            error = caught
+        except OSError as caught:
+            error = WriteError(f"cannot write {self.partial}: {caught}. What is finished is kept; start again")
+        errors: list[AlignerError | None] = [error]
+        if self.world > 1:
+            errors = [None] * self.world
+            dist.all_gather_object(errors, error)
+        first = next((e for e in errors if e is not None), None)
+        if first is not None:
+            raise first
+        return result
+
+    def write(self, files: Sequence[FilePlan], write: Write) -> dict[str, tuple[str, Any]]:
+        """Make the files that are not there yet; name -> what `write` gave, of all of them, on rank 0 (else empty)."""
+        mine = files[self.rank :: self.world]
+        bar = _Progress(sum(f.bytes for f in mine), self.target.name, self.rank)
+
+        def work() -> None:
+            for file in mine:
+                if self._finished(file):
+                    bar.add(file.bytes)
+                    continue
+                digest, notes = write(self.out / file.name, file, bar.add)
+                note = self.done / f"{file.name}.json"
+                aside = note.with_suffix(".tmp")
+                aside.write_text(json.dumps({"sha256": digest, "notes": notes}), encoding="utf-8")
+                os.replace(aside, note)
+
+        self.together(work)
+        bar.close()
+        if self.rank:
+            return {}
+        notes = {f.name: json.loads((self.done / f"{f.name}.json").read_text(encoding="utf-8")) for f in files}
+        return {name: (note["sha256"], note["notes"]) for name, note in notes.items()}
+
+    def _finished(self, file: FilePlan) -> bool:
+        """Whether an earlier start has written it, and it still is what was written."""
+        note, path = self.done / f"{file.name}.json", self.out / file.name
+        if not note.is_file() or not path.is_file():
+            return False
+        return file_hash(path) == json.loads(note.read_text(encoding="utf-8"))["sha256"]
+
+    def finish(self, complete: Callable[[Path], None]) -> None:
+        """`complete(folder)` adds the small files, on rank 0; then the folder goes to its place."""
+
+        def work() -> None:
+            if self.rank:
+                return
+            complete(self.out)
+            fsync_tree(self.out)
+            self.out.rename(self.target)
+            fsync_folder(self.target.parent)
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+        self.together(work)
+
+
+class _Progress:
+    """Of rank 0's share, which is about that of every rank."""
+
+    def __init__(self, total: int, title: str, rank: int):
+        self.total, self.title, self.rank, self.done = total, title, rank, 0
+        self.start_s = self.told_s = time.monotonic()
+        on = rank == 0 and sys.stderr.isatty()
+        self.bar = tqdm(total=total, desc=title, unit="B", unit_scale=True, dynamic_ncols=True) if on else None
+
+    def add(self, size: int) -> None:
+        self.done += size
+        now = time.monotonic()
+        if self.bar is not None:
+            self.bar.update(size)
+        elif self.rank == 0 and now - self.told_s > EVERY_S:
+            self.told_s, left = now, (now - self.start_s) * (self.total / max(1, self.done) - 1)
+            text = f"{self.title}: {self.done / 1e9:.1f} of {self.total / 1e9:.1f} GB, {left:.0f} s left"
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has held, mapped files included (Linux)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def into_files(parts: Sequence[tuple[Any, int]], limit: float, name: Callable[[int, int], str]) -> list[FilePlan]:
+    """(part, bytes) in order, a file as long as it stays below `limit`. `name(number, count)`, numbers from 0."""
+    groups: list[list[tuple[Any, int]]] = []
+    size = 0
+    for part, n in parts:
+        if not groups or size + n > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append((part, n))
+        size += n
+    return [
+        FilePlan(name(i, len(groups)), sum(n for _, n in group), tuple(part for part, _ in group))
+        for i, group in enumerate(groups)
+    ]

@@ -1,0 +1,70 @@
+"""Every family, whole: a random transformers model in, logits or scores equal (trainer and native engine), and out
+again as a folder with the same bits that transformers loads."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from aligner.models.safetensors_io import open_hf
+from tests.tiny import MIXTRAL, MODELS, MOE, WINDOWS, batch, transformers_model, write_folder
+
+pytestmark = pytest.mark.multirank
+FAMILIES = {
+    name: replace(cfg, vocab_size=263, tie_embeddings=name in ("gemma3", "qwen3"), init_std=0.03)
+    for name, cfg in (MODELS | WINDOWS | {"qwen3_moe": MOE, "mixtral": MIXTRAL}).items()
+}
+
+
+@pytest.fixture(scope="module")
+def small_files(tmp_path_factory):
+    """What a folder of the hub has beside its weights."""
+    from aligner.data.tokenizer import byte_tokenizer
+
+    folder = tmp_path_factory.mktemp("files")
+    byte_tokenizer(str(folder))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7], "temperature": 0.6}))
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A card\n")
+    return folder
+
+
+@pytest.mark.parametrize("head", ["lm", "score"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_in_and_out(ranks, small_files, tmp_path, name, head):
+    cfg = FAMILIES[name]
+    model, raw = transformers_model(cfg, head, 3)
+    folder, out = (
+        Path(write_folder(model, raw | {"eos_token_id": [1, 7], "made_by": "x"}, tmp_path / "hf")),
+        tmp_path / "out",
+    )
+    for path in small_files.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    rows = batch(cfg, rows=4, width=19)
+    job = {"folder": folder, "out": out, "head": head, "tokens": rows.tokens, "lengths": rows.lengths}
+    got, engine = ranks.run("tests.refit.jobs:through_folders", **job)[0]
+    real = torch.arange(19)[None] < rows.lengths[:, None]
+    with torch.no_grad():
+        wanted = model(rows.tokens, attention_mask=real.long()).logits
+    if head == "lm":
+        assert (got - wanted)[real].abs().max() <= 1e-4
+        logprobs = wanted.log_softmax(-1)[:, :-1].gather(2, rows.tokens[:, 1:, None])[..., 0]
+        assert (engine[:, 1:] - logprobs)[real[:, 1:]].abs().max() <= 1e-4
+    else:
+        assert got.shape == wanted.shape == (4, 3) and (got - wanted).abs().max() <= 1e-4
+    assert wanted[real].std() > 0.3 if head == "lm" else wanted.std() > 0.1
+
+    before, after = open_hf(folder), open_hf(out)
+    assert set(before) == set(after) and all(torch.equal(before[n], after[n]) for n in before)
+    loaded, info = type(model).from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for (key, a), (_, b) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
+        assert torch.equal(a, b), key
+    for file in ("generation_config.json", "README.md", "chat_template.jinja"):
+        assert (out / file).read_text() == (small_files / file).read_text()
+    config = json.loads((out / "config.json").read_text())
+    assert config["made_by"] == "x" and config["eos_token_id"] == [1, 7]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer("a b").input_ids == transformers.AutoTokenizer.from_pretrained(small_files)("a b").input_ids

@@ -1,0 +1,155 @@
+"""`aligner import` and `export`: any layout in and out bit for bit, interruption, checksums, memory."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.config.schema import ModelConfig, ParallelConfig
+from aligner.data.tokenizer import byte_tokenizer
+from aligner.models.safetensors_io import INDEX, open_hf
+from tests.ranks import RankError
+from tests.tiny import MODELS, MOE, WINDOWS, transformers_model, write_folder
+
+pytestmark = pytest.mark.multirank
+MODELS = {
+    "gemma3": replace(WINDOWS["gemma3"], vocab_size=263),  # tied; three vocabulary rows are padding at TP=2
+    "qwen2": replace(MODELS["qwen2"], vocab_size=263, tie_embeddings=False),
+    "qwen3_moe": replace(MOE, vocab_size=263, tie_embeddings=False),
+}
+PARTS = {"tensor": 2, "file_bytes": 60_000.0}
+
+
+def make_folder(cfg: ModelConfig, folder: Path, head: str = "lm") -> Path:
+    write_folder(*transformers_model(cfg, head, 2), folder)
+    byte_tokenizer(str(folder))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    (folder / "README.md").write_text("# A card\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(MODELS["gemma3"], tmp_path_factory.mktemp("convert") / "hf")
+
+
+def same(a: Path, b: Path) -> bool:
+    one, two = open_hf(a), open_hf(b)
+    return set(one) == set(two) and all(torch.equal(one[n], two[n]) and one[n].dtype == two[n].dtype for n in one)
+
+
+def convert(ranks, what, source, target, world=1, **options):
+    options = (PARTS if what == "import" else {"file_bytes": 60_000.0}) | options
+    return ranks.run("tests.tools.jobs:convert", world=world, what=what, source=source, target=target, **options)
+
+
+@pytest.mark.parametrize(
+    "name, head, world, parallel",
+    [
+        ("gemma3", "lm", 2, ParallelConfig(tensor=2)),
+        ("gemma3", "score", 2, ParallelConfig(pipeline=2)),
+        ("qwen2", "lm", 4, ParallelConfig(tensor=2, pipeline=2)),
+        ("qwen3_moe", "lm", 4, ParallelConfig(tensor=2, expert=2)),
+    ],
+)
+def test_any_layout_in_and_out(ranks, tmp_path, name, head, world, parallel):
+    """folder -> import on 2 ranks -> load on a layout -> save from there -> export on 2 ranks -> the folder's bits."""
+    source = make_folder(MODELS[name], tmp_path / "hf", head)
+    run, out = tmp_path / "run", tmp_path / "out"
+    convert(ranks, "import", source, run, world=2)
+    job = {"run": run, "parallel": parallel, "outputs": 2 if head == "score" else 0}
+    weights = ranks.run("tests.tools.jobs:load_and_save", world=world, **job)[0]
+    before = open_hf(source)
+    assert set(weights) == set(before) and all(torch.equal(weights[n], before[n]) for n in before)
+    convert(ranks, "export", run, out, world=2)
+    assert same(source, out) and (out / INDEX).exists()
+    for file in ("generation_config.json", "README.md", "tokenizer.json", "chat_template.jinja"):
+        assert (out / file).read_bytes() == (source / file).read_bytes()
+    theirs, ours = (json.loads((f / "config.json").read_text()) for f in (source, out))
+    differ = {key for key in theirs | ours if theirs.get(key) != ours.get(key)}
+    assert differ <= {"eos_token_id", "bos_token_id", "pad_token_id"}  # of the tokenizer, where there were none
+    assert not list(tmp_path.glob("*.partial"))
+    checked = subprocess.run(["sha256sum", "-c", "checksums.sha256"], cwd=out, capture_output=True, text=True)
+    assert checked.returncode == 0 and checked.stdout.count("OK") == len(list(out.glob("*.safetensors"))) > 2
+
+
+@pytest.mark.parametrize("what", ["import", "export"])
+def test_an_interrupted_conversion_goes_on(ranks, folder, tmp_path, what):
+    source = folder
+    if what == "export":
+        source = tmp_path / "run"
+        convert(ranks, "import", folder, source)
+    target, whole = tmp_path / "target", tmp_path / "whole"
+    total = convert(ranks, what, source, whole)[0]
+    with pytest.raises(RankError, match="disk is full"):
+        convert(ranks, what, source, target, world=2, fail_after=total * 2 // 3)
+    out = target.with_name("target.partial") / "out"
+    finished = sorted(p.name for p in out.iterdir() if not p.name.endswith(".tmp"))
+    assert finished and not target.exists()
+    before = {name: (out / name).stat().st_mtime_ns for name in finished}
+    damaged = out / finished[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    again = convert(ranks, what, source, target)[0]  # on one rank now
+    assert 0 < again < total  # and not all of it once more
+    kept = {p.name: p.stat().st_mtime_ns for p in target.rglob("*") if p.name in before}
+    assert {n for n in before if kept[n] == before[n]} == set(finished[1:])
+    for path in whole.rglob("*"):
+        if path.suffix in (".distcp", ".safetensors", ".metadata"):
+            assert path.read_bytes() == (target / path.relative_to(whole)).read_bytes(), path.name
+    # other options: what had been written is of no use
+    shutil.rmtree(target)
+    with pytest.raises(RankError, match="disk is full"):
+        convert(ranks, what, source, target, fail_after=total // 2)
+    assert convert(ranks, what, source, target, file_bytes=1e9)[0] == total
+    with pytest.raises(RankError, match="a folder that does not exist yet"):
+        convert(ranks, what, source, target)
+
+
+def test_damage_is_found(ranks, folder, tmp_path):
+    run, out = tmp_path / "run", tmp_path / "out"
+    convert(ranks, "import", folder, run)
+    convert(ranks, "export", run, out)
+    weights = sorted(out.glob("*.safetensors"))[1]
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    with pytest.raises(RankError, match=rf"{weights.name} does not have the SHA-256"):
+        convert(ranks, "import", out, tmp_path / "again", world=2)
+    part = run / "checkpoints/step-00000000/policy/part-00001.distcp"
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    with pytest.raises(RankError, match=r"part-00001.distcp does not have the SHA-256"):
+        convert(ranks, "export", run, tmp_path / "other", world=2)
+    with pytest.raises(RankError, match="part-00001"):
+        ranks.run("tests.tools.jobs:load_and_save", run=run, parallel=ParallelConfig(), outputs=0)
+    (tmp_path / "other.partial/plan.json").unlink()
+    with pytest.raises(RankError, match="--part='critic': expected one of policy"):
+        convert(ranks, "export", run, tmp_path / "third", part="critic")
+
+
+def test_memory_is_bounded_by_a_piece(tmp_path):
+    """220 MB of weights, of which no tensor has more than 3 MB."""
+    code = "from tests.tools.jobs import memory_of_a_round_trip as f; import sys; f(sys.argv[1])"
+    told = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    imported, exported, total = (int(text) for text in told.stdout.split()[-3:])
+    assert total > 200e6
+    assert imported < 40e6 and exported < 40e6, (imported, exported)
+
+
+@pytest.mark.slow
+def test_command_line(folder, tmp_path):
+    def run(*args):
+        command = [sys.executable, "-m", "aligner", *map(str, args)]
+        environ = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run(command, capture_output=True, text=True, env=environ)
+
+    first = run("import", folder, tmp_path / "run", "--ranks", 2, "--tensor", 2)
+    assert first.returncode == 0, first.stderr
+    assert "of host memory on a rank" in first.stdout
+    second = run("export", tmp_path / "run", tmp_path / "out")
+    assert second.returncode == 0 and same(folder, tmp_path / "out"), second.stderr
+    third = run("export", tmp_path / "nothing", tmp_path / "other")
+    assert third.returncode == 2 and "expected a checkpoint" in third.stderr
