@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from aligner.megatron.attention import GatedMLP, RMSNorm, StreamAttention
@@ -34,6 +35,18 @@ class NormedMLP(GatedMLP):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         out, bias = super().forward(*args, **kwargs)
         return self.post_layernorm(out), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        """Megatron's asks the global process groups which ranks have copies of the norm."""
+        norm = make_sharded_tensors_for_checkpoint(
+            self.post_layernorm.state_dict(prefix="", keep_vars=True),
+            f"{prefix}post_layernorm.",
+            {},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata) | norm
 
 
 def scale_embeddings(embedding: torch.nn.Module, hidden_size: int, dtype: torch.dtype) -> None:

@@ -32,6 +32,16 @@ def carry(origin: Path | None, folder: Path, *more: str) -> None:
             shutil.copyfile(origin / name, folder / name)
 
 
+def carry_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """The files it was loaded from as they are, which saving it again might not give; saved if there are none."""
+    origin = Path(tokenizer.name_or_path)
+    if not (origin / TOKENIZER[0]).is_file():
+        tokenizer.save_pretrained(str(folder))
+    for name in TOKENIZER:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
+
+
 def carried_config(origin: Path | None, own: dict[str, Any]) -> dict[str, Any]:
     """config.json of a model that came from `origin`: what that one said about tokens and whatever this project does
     not know, with this project's values for what it does."""

@@ -38,6 +38,10 @@ class HfTensors(Mapping[str, Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file(name).get_slice(name).get_shape())
 
+    def itemsize(self, name: str) -> int:
+        """Bytes of an element."""
+        return {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}.get(self._file(name).get_slice(name).get_dtype(), 1)
+
     def _file(self, name: str) -> Any:
         if name not in self._files:
             raise CheckpointError(f"the weights hold no tensor {name!r}")

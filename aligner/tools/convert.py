@@ -26,13 +26,13 @@ from aligner.config.schema import ModelConfig
 from aligner.errors import CheckpointError, ConfigError
 from aligner.megatron.checkpoint import file_hash
 from aligner.megatron.checkpoint_files import FORMAT, find_checkpoint, write_manifest
-from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, places, write_index
+from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, Plan, plan_of, write_index
 from aligner.megatron.groups import init_distributed, leave_distributed
 from aligner.megatron.model import Head
-from aligner.models.carried import TOKENIZER, carried_config, carry
+from aligner.models.carried import TOKENIZER, carried_config, carry, carry_tokenizer
 from aligner.models.families import ParamSpec, family_table, to_hf
 from aligner.models.hf_config import config_from_hf, hf_config
-from aligner.models.safetensors_io import INDEX, SINGLE, open_hf
+from aligner.models.safetensors_io import INDEX, SINGLE, HfTensors, open_hf
 from aligner.models.safetensors_stream import SafetensorsFile
 from aligner.models.slices import Shard, hf_axis, of_experts, placed, read_shard
 from aligner.refit.export import EXTRA_FILE
@@ -52,8 +52,9 @@ def import_hf(source: Path, target: Path, env: RankEnv, *, tensor: int, file_byt
     tensors = open_hf(source)
     head = Head("score", tensors.shape("score.weight")[0]) if "score.weight" in tensors else Head()
     table = family_table(cfg, head.kind, head.outputs)
-    where = places(cfg, head, torch.float32)
-    files = into_files(list(_pieces(table, tensor)), file_bytes, lambda i, n: f"part-{i:05d}.distcp")
+    wanted = plan_of(cfg, head, torch.float32)
+    where = wanted.places
+    files = into_files(list(_pieces(table, tensors, tensor)), file_bytes, lambda i, n: f"part-{i:05d}.distcp")
     stat = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in tensors.paths()}
     plan = {"import": str(source.resolve()), "files": stat, "model": asdict(cfg), "cut": [tensor, file_bytes]}
     folder = SharedFolder(target, plan, fresh)
@@ -70,24 +71,25 @@ def import_hf(source: Path, target: Path, env: RankEnv, *, tensor: int, file_byt
         return out.sha256, [asdict(b) for b in out.blocks]
 
     written = folder.write(files, write)
-    folder.finish(lambda out: _as_run(out, written, where, source, target, cfg, head))
+    folder.finish(lambda out: _as_run(out, written, wanted, source, target, cfg, head))
     _say(env, f"{source} -> {target}")
 
 
-def _pieces(table: list[ParamSpec], tensor: int) -> Iterator[tuple[tuple[ParamSpec, Shard], int]]:
-    """What one block or two of the checkpoint hold, and about how many elements that is."""
+def _pieces(table: list[ParamSpec], tensors: HfTensors, tensor: int) -> Iterator[tuple[tuple[ParamSpec, Shard], int]]:
+    """(what one block or two of the checkpoint hold, about how many bytes that is)."""
     for spec in table:
+        size = tensors.itemsize(spec.hf[0])
         cut = 1 if hf_axis(spec) is None else tensor
         for expert in range(spec.shape[0] if spec.experts else 1):
             for rank in range(cut):
                 shard = Shard(cut, rank, expert, 1 if spec.experts else 0)
-                yield (spec, shard), 2 * math.prod(of_experts(spec, shard).shape) // cut
+                yield (spec, shard), size * math.prod(of_experts(spec, shard).shape) // cut
 
 
 def _as_run(
     out: Path,
     written: dict[str, tuple[str, Any]],
-    where: dict[str, Place],
+    wanted: Plan,
     source: Path,
     target: Path,
     cfg: ModelConfig,
@@ -100,7 +102,7 @@ def _as_run(
     for name in written:
         (out / name).rename(model / name)
     blocks = {name: [_block(b) for b in notes] for name, (_, notes) in written.items()}
-    write_index(model, blocks, {place.key: place.size for place in where.values()})
+    write_index(model, blocks, wanted)
     hashes = {name: digest for name, (digest, _) in written.items()}
     for path in model.iterdir():
         hashes.setdefault(path.name, file_hash(path))
@@ -139,7 +141,7 @@ def export_checkpoint(source: Path, target: Path, env: RankEnv, *, part: str, fi
     if folder.name != "policy":
         head = Head("score", blocks.size("output_layer.weight")[0])
     table = family_table(cfg, head.kind, head.outputs)
-    where = places(cfg, head, torch.float32)
+    where = plan_of(cfg, head, torch.float32).places
     _check_sizes(blocks, table, where)
     files = into_files(list(_units(table, blocks, where)), file_bytes, _file_name)
     stat = {p: [(folder / p).stat().st_size, (folder / p).stat().st_mtime_ns] for p in sorted(blocks.files())}
@@ -217,7 +219,7 @@ def _as_hf(
     )
     config = carried_config(initial.origin, config)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tokenizer.save_pretrained(str(out))
+    carry_tokenizer(tokenizer, out)
     carry(initial.origin, out)
     if initial.extra:
         (out / EXTRA_FILE).write_text(json.dumps(initial.extra, indent=2) + "\n", encoding="utf-8")

@@ -23,7 +23,7 @@ from tests.megatron.jobs import build, weights
 from tests.tiny import wild_source
 
 
-def convert(what: str, source: Path, target: Path, fail_after: int = -1, fresh: bool = False, **options) -> int:
+def convert(what: str, source: Path, goal: Path, fail_after: int = -1, fresh: bool = False, **options) -> int:
     """Bytes that went through this rank; with `fail_after` the disk is full after so many of them."""
     from aligner.megatron.chunks import BlockFile
     from aligner.models.safetensors_stream import SafetensorsFile
@@ -41,9 +41,9 @@ def convert(what: str, source: Path, target: Path, fail_after: int = -1, fresh: 
     env = RankEnv(dist.get_rank(), 0, dist.get_world_size(), dist.get_world_size())
     with mock.patch.object(kind, name, counted):
         if what == "import":
-            tool.import_hf(Path(source), Path(target), env, fresh=fresh, **options)
+            tool.import_hf(Path(source), Path(goal), env, fresh=fresh, **options)
         else:
-            tool.export_checkpoint(Path(source), Path(target), env, fresh=fresh, **({"part": ""} | options))
+            tool.export_checkpoint(Path(source), Path(goal), env, fresh=fresh, **({"part": ""} | options))
     return written
 
 
