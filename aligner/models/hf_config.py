@@ -155,6 +155,16 @@ def _attention_in(raw: dict[str, Any], family: Family, path: Path) -> AttentionC
     return AttentionConfig(window, every, float(base), raw.get("query_pre_attn_scalar", 256))
 
 
+def is_known(folder: Path) -> bool:
+    """Whether the model in a Hugging Face folder is of a family that has a table; also if config.json cannot tell."""
+    path = folder / "config.json"
+    try:
+        kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError):
+        return True
+    return kind in FAMILIES
+
+
 def _experts_in(raw: dict[str, Any], family: Family, path: Path) -> MoeConfig:
     """Without the coefficient of the auxiliary loss, which a run decides."""
     if family.moe is None:
@@ -173,7 +183,8 @@ def _family_of(raw: dict[str, Any], path: Path) -> Family:
     known = ", ".join(FAMILIES)
     kind = raw.get("model_type")
     if kind not in FAMILIES:
-        raise ConfigError("model.init", str(path.parent), f"model_type {known}", f"Its model_type is {kind!r}.")
+        hint = f"Its model_type is {kind!r}; `aligner import` converts others where Megatron-Bridge is installed."
+        raise ConfigError("model.init", str(path.parent), f"model_type {known}", hint)
     wrong: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
     wrong |= {FAMILIES[kind].activation_key: FAMILIES[kind].activation} | dict(FAMILIES[kind].constants)
     for key, wanted in wrong.items():

@@ -24,6 +24,7 @@ from aligner.config.freeze import freeze
 from aligner.config.resolve import compose
 from aligner.config.schema import ModelConfig
 from aligner.errors import CheckpointError, ConfigError
+from aligner.megatron import bridge
 from aligner.megatron.checkpoint import file_hash
 from aligner.megatron.checkpoint_files import FORMAT, find_checkpoint, write_manifest
 from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, Plan, plan_of, write_index
@@ -31,7 +32,7 @@ from aligner.megatron.groups import init_distributed, leave_distributed
 from aligner.megatron.model import Head
 from aligner.models.carried import TOKENIZER, carried_config, carry, carry_tokenizer
 from aligner.models.families import ParamSpec, family_table, to_hf
-from aligner.models.hf_config import config_from_hf, hf_config
+from aligner.models.hf_config import config_from_hf, hf_config, is_known
 from aligner.models.safetensors_io import INDEX, SINGLE, HfTensors, open_hf
 from aligner.models.safetensors_stream import SafetensorsFile
 from aligner.models.slices import Shard, hf_axis, of_experts, placed, read_shard
@@ -269,6 +270,12 @@ def main(args: argparse.Namespace, env: RankEnv) -> int:
         raise ConfigError("--file-bytes", args.file_bytes, "a number >= 1")
     if args.command == "import" and args.tensor < 1:
         raise ConfigError("--tensor", args.tensor, "a number >= 1")
+    if args.command == "import" and not is_known(source) and bridge.has_bridge():
+        bridge.import_folder(source, target, env.world_size)
+        return 0
+    if args.command == "export" and bridge.is_bridged(source):
+        bridge.export_folder(source, target, env.world_size)
+        return 0
     with _joined(env):
         if args.command == "import":
             import_hf(source, target, env, tensor=args.tensor, **common)
