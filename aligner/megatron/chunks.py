@@ -118,6 +118,7 @@ class BlockFile:
     def __init__(self, path: Path):
         self.path, self.blocks, self.sha256, self.bytes = path, [], "", 0
         self._aside, self._hash = path.with_name(path.name + ".tmp"), hashlib.sha256()
+        self._failure: OSError | None = None
 
     def __enter__(self) -> BlockFile:
         self._file = self._aside.open("wb")
@@ -126,14 +127,24 @@ class BlockFile:
     def add(self, key: str, offsets: tuple[int, ...], tensor: Tensor) -> None:
         start = self.bytes
         # a copy of what is a part of something larger: torch.save writes the whole storage
-        torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, self)
+        whole = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        try:
+            torch.save(whole, self)
+        except RuntimeError:  # of torch's writer, which was left in the middle
+            if self._failure is None:
+                raise
+            raise self._failure from None
         block = Block(key, offsets, tuple(tensor.shape), str(tensor.dtype), start, self.bytes - start)
         self.blocks.append(block)
 
     def write(self, data: bytes | memoryview) -> int:
         """For torch.save."""
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._failure = error
+            raise
         self._hash.update(data)
-        self._file.write(data)
         size = memoryview(data).nbytes
         self.bytes += size
         return size

