@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
+from aligner.config.attention import AttentionConfig
 from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig
 from aligner.config.validate import evaluation_functions, minibatch_samples
 from aligner.errors import ConfigError
@@ -224,10 +225,12 @@ _KEYS = {
 
 
 def shape_at(like: ModelConfig, init: str) -> ModelConfig:
-    """The sizes in the config.json of the folder `init` (or of its `hf`, of a finished run), the rest as in `like`;
+    """The sizes in the config.json of the folder `init` (or of its `hf`, of a finished run, or `source`, of an
+    import), the rest as in `like`;
     `like` where there is none (yet)."""
     folder = Path(init).expanduser()
-    found = next((f for f in (folder / "config.json", folder / "hf" / "config.json") if init and f.is_file()), None)
+    places = (folder / part / "config.json" for part in ("", "hf", "source"))
+    found = next((f for f in places if init and f.is_file()), None)
     if found is None:
         return like
     data = json.loads(found.read_text(encoding="utf-8"))
@@ -238,7 +241,11 @@ def shape_at(like: ModelConfig, init: str) -> ModelConfig:
         width = data.get("moe_intermediate_size") or data["intermediate_size"]
         moe = replace(moe, num_experts=experts, top_k=data.get("num_experts_per_tok", 2), ffn_hidden_size=width)
     kind = data.get("model_type", like.family)
-    flags = {"qkv_bias": kind == "qwen2", "qk_norm": kind.startswith("qwen3")}
+    gemma = kind == "gemma3_text"
+    flags = {"qkv_bias": kind == "qwen2", "qk_norm": gemma or kind.startswith("qwen3")}
+    # windows change neither weights nor, here, what attention computes; Gemma's config needs one
+    attention = AttentionConfig(window=data.get("sliding_window") or 4096) if gemma else AttentionConfig()
+    sizes = {"tie_embeddings": True} | sizes if gemma else sizes
     sizes.setdefault("num_kv_heads", sizes.get("num_heads", like.num_heads))
     sizes.setdefault("head_dim", 0)
-    return replace(like, family=kind, moe=moe, **flags, **sizes)
+    return replace(like, family=kind, attention=attention, moe=moe, **flags, **sizes)

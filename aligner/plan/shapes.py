@@ -64,7 +64,8 @@ def layer_matrices(m: ModelConfig) -> tuple[int, int]:
 
 def layer_norms(m: ModelConfig) -> int:
     """Elements that every tensor rank holds alike and sequence parallelism computes on shares of the tokens."""
-    return 2 * m.hidden_size + (2 * m.kv_channels if m.qk_norm else 0)
+    each = 4 if m.family == "gemma3_text" else 2  # also behind attention and MLP
+    return each * m.hidden_size + (2 * m.kv_channels if m.qk_norm else 0)
 
 
 def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", outputs: int = 1) -> Count:

@@ -227,11 +227,15 @@ def test_the_job_of_a_config():
 
 def test_shapes_come_from_the_folder_that_weights_come_from(tmp_path):
     import json
+    from math import prod
 
+    from aligner.models.families import expected_hf_shapes
     from aligner.models.hf_config import hf_config
+    from tests.tiny import WINDOWS
 
-    for name in ("llama3_8b", "qwen3_30b_a3b", "qwen2.5_7b"):
-        wanted = shape(name)
+    for name in ("llama3_8b", "qwen3_30b_a3b", "qwen2.5_7b", *WINDOWS):
+        wanted = WINDOWS.get(name) or shape(name)
+        assert parameters(wanted) == sum(prod(size) for size in expected_hf_shapes(wanted).values())
         raw = hf_config(wanted, bos_token_id=1, eos_token_id=2, pad_token_id=0)
         folder = tmp_path / name / "hf"
         folder.mkdir(parents=True)
