@@ -88,12 +88,17 @@ def _from_checkpoint(cfg: ModelConfig, path: Path, seed: int, key: str) -> Initi
     origin = checkpoint.parent.parent / SOURCE
     imported = origin.is_dir()
     if not imported:
-        origin = Path(run_config.model.init).expanduser()
-        origin = origin / "hf" if (origin / "hf").exists() else origin
+        origin = _small_files(Path(run_config.model.init).expanduser())
     tokenizer = cfg.tokenizer or run_config.model.tokenizer or str(origin)
     part = "model" if identity["stage"] == "rm" else "policy"
     initial = InitialModel(config, None, None, checkpoint / part, origin, imported, seed)
     return _with_tokenizer(initial, tokenizer)
+
+
+def _small_files(init: Path) -> Path:
+    """Where the tokenizer and the like of a run's `model.init` lie."""
+    run = init.parent.parent if (init / "state.json").exists() else init
+    return next((run / part for part in ("hf", SOURCE) if (run / part).is_dir()), run)
 
 
 def _for_run(shape: ModelConfig, cfg: ModelConfig) -> ModelConfig:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from aligner.config.freeze import freeze, load_frozen
 from aligner.config.schema import ModelConfig, ParallelConfig
 from aligner.data.tokenizer import byte_tokenizer
 from aligner.models.safetensors_io import INDEX, open_hf
@@ -80,6 +81,13 @@ def test_any_layout_in_and_out(ranks, tmp_path, name, head, world, parallel):
     theirs, ours = (json.loads((f / "config.json").read_text()) for f in (source, out))
     differ = {key for key in theirs | ours if theirs.get(key) != ours.get(key)}
     assert differ <= {"eos_token_id", "bos_token_id", "pad_token_id"}  # of the tokenizer, where there were none
+    if name == "gemma3" and head == "lm":  # a run that started from the imported one
+        shutil.copytree(run, tmp_path / "next", ignore=shutil.ignore_patterns("source"))
+        config = load_frozen(run)
+        config.model.init = str(run)
+        freeze(config, tmp_path / "next")
+        convert(ranks, "export", tmp_path / "next", tmp_path / "later")
+        assert same(source, tmp_path / "later") and (tmp_path / "later/README.md").read_text() == "# A card\n"
     if head == "score":  # a critic beside the policy
         step = run / "checkpoints/step-00000000"
         (step / "model").rename(step / "critic")
