@@ -39,7 +39,7 @@ class Engine:
     refill: bool = True  # a finished row's place is taken by a waiting one; else batches end before the next begins
     padded: bool = True  # every row of a decode step reads the cache up to the longest row's position
     launches: bool = True  # kernels are launched one by one, not as a graph
-    resident: bool = True  # weights and cache stay in memory while others work
+    resident: bool = True  # the weights stay in memory while others work, and the cache if it does not sleep
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ class Job:
     logprob_tokens: int = 16384
     logits_bytes: float = 1 << 30
     bucket_bytes: float = 256 << 20
+    offload: tuple[str, ...] = ()  # memory.offload
+    sleeps: bool = True  # the KV cache is given back while others work
 
     @property
     def policy(self) -> Part:
@@ -188,6 +190,8 @@ def job_of(
         logprob_tokens=b.logprob_tokens,
         logits_bytes=b.logits_bytes,
         bucket_bytes=cfg.refit.bucket_bytes,
+        offload=tuple(cfg.memory.offload),
+        sleeps=cfg.memory.sleep != "never",
     )
 
 

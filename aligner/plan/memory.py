@@ -133,13 +133,17 @@ def _forward_bytes(job: Job, part: Part) -> float:
     return job.element * tokens * (3 * m.hidden_size + wide)
 
 
-def _resident(job: Job, stage: int) -> dict[str, float]:
+def _models(job: Job, stage: int, reads: tuple[str, ...] = (), trains: bool = False) -> dict[str, float]:
+    """What the models hold in a phase that reads the weights of the parts `reads`, and in one that trains: what
+    memory.offload names is on the device where it is needed alone (run/phases.py)."""
     items = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
     for part in job.parts:
         count = rank_parameters(part.shape, job.grid, stage, part.head, part.outputs)
-        items["weights"] += weight_bytes(count, job.element)
-        if part.trained:
+        if part.name in reads or "weights" not in job.offload:
+            items["weights"] += weight_bytes(count, job.element)
+        if part.trained and (trains or "gradients" not in job.offload):
             items["gradients"] += gradient_bytes(count)
+        if part.trained and (trains or "optimizer" not in job.offload):
             items["optimizer"] += optimizer_bytes(count, job.grid, job.element, part.distributed)
     return items
 
@@ -172,25 +176,26 @@ def plan_memory(job: Job, device: Device, assumed: Assumptions) -> Memory:
 
 
 def _stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
-    base, last = _resident(job, stage), stage == job.grid.pipeline - 1
+    last, stays = stage == job.grid.pipeline - 1, {}
     found: dict[str, dict[str, float]] = {}
     if job.engine is not None:
         kept, needed = _engine_items(job)
-        found["generate"] = base | kept | needed
+        found["generate"] = _models(job, stage) | kept | needed
         if job.engine.resident:
-            base = base | kept
+            stays = {name: size for name, size in kept.items() if name != "kv cache" or not job.sleeps}
         m = job.policy.shape
         largest = job.element * m.hidden_size * max(m.vocab_size, 2 * m.ffn_hidden_size)
-        found["refit"] = base | {"buckets": job.bucket_bytes + 2 * largest}
+        found["refit"] = _models(job, stage, ("policy",)) | stays | {"buckets": job.bucket_bytes + 2 * largest}
     if job.rollout:
         tokens = max(job.logprob_tokens, job.rows.longest) / job.grid.context
         logits = max((logits_bytes(job, part, tokens) for part in job.parts), default=0.0) if last else 0.0
         forward = max(_forward_bytes(job, part) for part in job.parts)
-        found["logprobs"] = base | {"forward": forward, "logits": logits}
+        read = _models(job, stage, ("policy", "critic", "reference"))
+        found["logprobs"] = read | stays | {"forward": forward, "logits": logits}
     trained = [part for part in job.parts if part.trained]
     if trained:
         _, tokens = job.micro_batches(worst=True)
-        updates = []
+        base, updates = _models(job, stage, ("policy", "critic"), trains=True) | stays, []
         for part in trained:
             count = rank_parameters(part.shape, job.grid, stage, part.head, part.outputs)
             logits = logits_bytes(job, part, tokens / job.grid.context) if last else 0.0
@@ -202,13 +207,17 @@ def _stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def _keys(job: Job, item: str) -> str:
-    """What makes an item smaller, first what is not yet so."""
+def _keys(job: Job, phase: str, item: str) -> str:
+    """What makes an item smaller in a phase, first what is not yet so."""
     first = []
     if item == "activations" and not job.recompute:
         first.append("model.recompute=full")
     if item == "activations" and job.grid.tensor > 1 and not job.grid.sequence:
         first.append("parallel.sequence=true")
+    if item in ("weights", "gradients", "optimizer") and phase != "update" and item not in job.offload:
+        first.append(f"memory.offload=[{item}]")
+    if item == "kv cache" and phase != "generate":
+        first.append("memory.sleep=auto")
     if item in ("optimizer", "step") and not all(part.distributed for part in job.parts):
         first.append("optim.distributed=true")
     return ", ".join([*first, ITEMS[item][1]])
@@ -221,7 +230,7 @@ def refuse(job: Job, device: Device, memory: Memory) -> None:
     phase = memory.peak
     items = sorted(memory.phases[phase].items(), key=lambda item: -item[1])[:3]
     text = ", ".join(f"{size / GIB:.1f} GiB {ITEMS[name][0]}" for name, size in items)
-    keys = "; ".join(f"{ITEMS[name][0]}: {_keys(job, name)}" for name, _ in items)
+    keys = "; ".join(f"{ITEMS[name][0]}: {_keys(job, phase, name)}" for name, _ in items)
     raise MemoryPlanError(
         f"the job does not fit: phase {phase} needs {memory.peak_bytes / GIB:.1f} GiB on a GPU, of the "
         f"{memory.limit_bytes / GIB:.1f} GiB that a program can use of {device.name} ({job.grid.gpus} GPUs, "

@@ -258,3 +258,25 @@ def test_the_calculator_imports_no_torch():
     code = "import sys\nimport aligner.plan.command, aligner.cluster.submit\n"
     code += "print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_what_leaves_the_device_is_counted_where_it_is_needed():
+    """As run/phases.py moves it."""
+    job = grpo(shape("llama3_8b"), Grid(2, data=4))
+
+    def items(**changes) -> dict:
+        return plan_memory(replace(job, **changes), H100, Assumptions()).phases
+
+    asleep, awake = items(), items(sleeps=False)
+    assert "kv cache" in asleep["generate"] and not any(
+        "kv cache" in asleep[p] for p in ("refit", "logprobs", "update")
+    )
+    assert awake["update"]["kv cache"] == awake["generate"]["kv cache"] == asleep["generate"]["kv cache"]
+    away = items(offload=("gradients", "optimizer", "weights"))
+    kinds = ("weights", "gradients", "optimizer")
+    assert [away["generate"][kind] for kind in kinds] == [0, 0, 0]
+    assert [away["logprobs"][kind] for kind in kinds] == [asleep["logprobs"]["weights"], 0, 0]
+    assert away["update"] == asleep["update"]
+    tight = replace(job, grid=Grid(data=8), sleeps=False)
+    with pytest.raises(MemoryPlanError, match=r"KV cache: memory.sleep=auto"):
+        refuse(tight, H100, plan_memory(tight, H100, Assumptions()))
