@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ class RewardPipeline:
         self.rewards, self.config, self.reduce = list(rewards), config, reduce
         self.normalizer = RunningNormalizer()
         self._pool = DaemonPool(config.workers)
+        weakref.finalize(self, self._pool.close)
 
     def submit(self, samples: Sequence[Sample], update: bool = True) -> PendingScores:
         """Start scoring in the background. Call `result()` of what this returns in the main thread."""

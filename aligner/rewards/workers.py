@@ -35,9 +35,7 @@ class DaemonPool:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                result = function(*args)
+                future.set_result(function(*args))
             except BaseException as cause:  # handed to whoever asks for the result
                 future.set_exception(cause)
-            else:
-                future.set_result(result)
-            del job, future  # an idle thread shall not keep the last batch alive
+            del job, future, function, args  # an idle thread shall not keep the last batch, and its run, alive

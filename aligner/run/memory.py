@@ -5,8 +5,10 @@ from __future__ import annotations
 import resource
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # the quick start's own process has no torch
+    import torch
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _highest = 0  # VmHWM before it was set back
@@ -38,6 +40,8 @@ class PeakMeter:
 
     def start(self) -> None:
         if self.device.type == "cuda":
+            import torch
+
             torch.cuda.reset_peak_memory_stats(self.device)
         elif _STATUS.is_file():
             global _highest
@@ -50,5 +54,7 @@ class PeakMeter:
 
     def stop(self) -> int:
         if self.device.type == "cuda":
+            import torch
+
             return torch.cuda.max_memory_allocated(self.device)
         return _status_bytes(self._peak) if _STATUS.is_file() else peak_rss_bytes()

@@ -1,5 +1,6 @@
 """The four stages end to end at toy size: what they learn, measure and leave behind."""
 
+import gc
 import json
 import math
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 
 from aligner.config.freeze import load_frozen
 from aligner.config.schema import DataConfig
+from aligner.megatron.train import ShardedModel
 from tests import stages
 
 ROLLOUT = (
@@ -302,3 +304,16 @@ def test_a_stage_starts_from_a_sharded_checkpoint(tiny_data, tiny_runs, tmp_path
     scorer = stages.weights(stages.stage("rm", tiny_data, tmp_path / "rm", *still))
     assert "score.weight" in scorer
     assert all(torch.allclose(scorer[name], theirs[name], atol=1e-6) for name in theirs if name in scorer)
+
+
+def test_a_run_leaves_no_models_and_no_threads_behind(tiny_data, tiny_runs, tmp_path):
+    """A process may run many stages. Reward functions, evaluation, engine and groups all have threads."""
+
+    def left(name: str) -> tuple[int, int]:
+        more = (f"model.init={tiny_runs['sft']}", f"data.eval={tiny_data / 'eval.jsonl'}", "run.steps=1")
+        stages.stage("grpo", tiny_data, tmp_path / name, *more)
+        alive = sum(isinstance(thing, ShardedModel) for thing in gc.get_objects())
+        return len(list(Path("/proc/self/task").iterdir())), alive
+
+    first = left("first")
+    assert left("second") == first
