@@ -24,9 +24,11 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
     plain = (values - returns).square()
     if not clip:
         return ValueTerm(0.5 * plain, torch.zeros_like(plain, dtype=torch.bool))
-    near = old_values + (values - old_values).clamp(-clip, clip)
-    bounded = (near - returns).square()
-    return ValueTerm(0.5 * torch.maximum(plain, bounded), bounded.detach() > plain.detach())
+    moved = values - old_values
+    bounded = (old_values + moved.clamp(-clip, clip) - returns).square()
+    # within the clip both are the same but for rounding
+    clipped = (moved.detach().abs() > clip) & (bounded.detach() > plain.detach())
+    return ValueTerm(0.5 * torch.maximum(plain, bounded), clipped)
 
 
 @torch.no_grad()

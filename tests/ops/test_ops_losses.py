@@ -5,7 +5,7 @@ from statistics import fmean, pvariance
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from aligner.config import schema
@@ -270,6 +270,7 @@ def test_constant_length_is_required_for_its_kind():
 
 
 @settings(max_examples=200, deadline=None)
+@example(v=2.0**-52, old=0.125, ret=2.0**-52, clip=0.2)  # old + (v - old) is not v, but nothing is clipped
 @given(v=number, old=number, ret=number, clip=st.sampled_from([0.0, 0.2, 1.0]))
 def test_value_loss(v, old, ret, clip):
     def exact(v):
@@ -284,7 +285,7 @@ def test_value_loss(v, old, ret, clip):
         return  # kinks
     term.per_token.sum().backward()
     assert float(x.grad) == pytest.approx((exact(v + 1e-6) - exact(v - 1e-6)) / 2e-6, rel=1e-3, abs=1e-3)
-    assert bool(term.clipped) == (near != v and abs(near - ret) > abs(v - ret))
+    assert bool(term.clipped) == (0 < clip < abs(v - old) and abs(near - ret) > abs(v - ret))
 
 
 def test_explained_variance():
