@@ -1,0 +1,205 @@
+"""aligner beside TRL on the CPU: whole steps of each stage, alternating, on the same weights, rows and lengths.
+
+    python -m benchmarks.versus_trl [--only grpo,sft] [--sizes 3m,30m] [--dtypes float32,bfloat16]
+                                    [--prompts 64,256] [--steps 5] [--json FILE]
+
+TRL is installed into an environment of its own under --peers, from which torch and transformers are the ones in use
+here. A ratio is TRL's seconds over ours of two neighbouring steps (sft: of seconds per token, as the packed rows
+differ); the table has their median. Memory is the largest resident set of each side's process. Exits 1 if a comparison
+could not be made. Steps before the first measured one (--warmup) are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.versus.workload import SIZES, Work, build
+
+HERE = Path(__file__).parent
+STAGES = ("grpo", "generate", "sft", "rm", "ppo")
+VERSIONS = {"ppo": "1.12.0"}  # the last with PPO
+VERSION = "1.16.0"
+ACCELERATE = "1.12.0"
+LONG_PROMPTS = ("grpo", "generate", "ppo")  # the stages for which the prompt's length is varied
+
+
+@dataclass
+class Side:
+    """One contestant's process, idle until told to step."""
+
+    name: str
+    process: subprocess.Popen
+    log: Path
+
+    @classmethod
+    def start(cls, name: str, command: list[str], folder: Path, threads: int) -> Side:
+        log = folder / f"{name}.log"
+        environ = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        environ.pop("PYTHONPATH", None)
+        if name == "ours":
+            environ["PYTHONPATH"] = str(HERE.parent)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            env=environ,
+            cwd=HERE,
+        )
+        return cls(name, process, log)
+
+    def step(self) -> dict[str, Any]:
+        """Raises RuntimeError with the end of the log if the process has died."""
+        assert self.process.stdin and self.process.stdout
+        try:
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self.process.wait()
+            tail = "\n".join(self.log.read_text(errors="replace").strip().splitlines()[-15:])
+            raise RuntimeError(f"{self.name} ended with exit code {self.process.returncode}:\n{tail}")
+        return json.loads(line)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def peer_python(peers: Path, version: str) -> Path:
+    """The Python of an environment with that TRL. Its other packages are this environment's, so both sides run the
+    same torch and transformers."""
+    folder = peers / f"trl-{version}"
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        print(f"installing TRL {version} into {folder}", flush=True)
+        venv.create(folder, with_pip=True, clear=True)
+        command = [python, "-m", "pip", "install", "-q", "--no-deps", f"trl=={version}", f"accelerate=={ACCELERATE}"]
+        subprocess.run(command, check=True)
+        tag = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        (folder / "lib" / tag / "site-packages" / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+        (folder / "ready").touch()
+    return python
+
+
+def compare(work: Work, python: Path, warmup: int, steps: int, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Alternate the two sides' steps; which goes first alternates too."""
+    folder = Path(work.folder)
+    path = folder / "work.json"
+    work.write(path)
+    ours = [sys.executable, "-W", "ignore", "-m", "benchmarks.versus.ours", str(path)]
+    peer = [str(python), "-W", "ignore", str(HERE / "versus" / "peer.py"), str(path)]
+    sides = [Side.start("ours", ours, folder, work.threads), Side.start("peer", peer, folder, work.threads)]
+    taken: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
+    try:
+        for n in range(warmup + steps):
+            for side in sides if n % 2 else sides[::-1]:
+                told = side.step()
+                if n >= warmup:
+                    taken[side.name].append(told)
+            tell(f"{work.key}: {n + 1}/{warmup + steps}")
+    finally:
+        for side in sides:
+            side.end()
+    seconds = {name: [t["seconds"] / t.get("tokens", 1) for t in told] for name, told in taken.items()}
+    ratios = [b / a for a, b in zip(seconds["ours"], seconds["peer"], strict=True)]
+    peak = {name: max(t["peak_bytes"] for t in told) for name, told in taken.items()}
+    return {
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "ours_s": statistics.median(t["seconds"] for t in taken["ours"]),
+        "peer_s": statistics.median(t["seconds"] for t in taken["peer"]),
+        "ours_peak_bytes": peak["ours"],
+        "peer_peak_bytes": peak["peer"],
+    }
+
+
+def works(options: argparse.Namespace, root: Path) -> list[Work]:
+    found = []
+    for size in options.sizes.split(","):
+        for stage in options.only.split(","):
+            for dtype in options.dtypes.split(","):
+                for prompt in map(int, options.prompts.split(",") if stage in LONG_PROMPTS else ["64"]):
+                    folder = str(root / size)
+                    found.append(
+                        Work(stage, size, dtype, prompt, folder, options.threads, max_response=options.response)
+                    )
+    return found
+
+
+def table(results: dict[str, dict[str, Any]]) -> Table:
+    shown = Table("stage.size.dtype.prompt", "ours s", "TRL s", "ratio", "ours GiB", "TRL GiB")
+    for key, r in results.items():
+        if "error" in r:
+            shown.add_row(key, "-", "-", "failed", "-", "-")
+            continue
+        memory = (f"{r[f'{side}_peak_bytes'] / 2**30:.2f}" for side in ("ours", "peer"))
+        shown.add_row(key, f"{r['ours_s']:.3f}", f"{r['peer_s']:.3f}", f"{r['ratio']:.2f}", *memory)
+    return shown
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.versus_trl", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--only", default=",".join(STAGES), help=f"of {','.join(STAGES)}")
+    parser.add_argument("--sizes", default="3m,30m", help=f"of {','.join(SIZES)}")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--prompts", default="64,256", help="tokens of a prompt")
+    parser.add_argument("--response", type=int, default=128, help="longest response")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--peers", type=Path, default=Path("runs/benchmarks/peers"))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    unknown = set(options.only.split(",")) - set(STAGES) or set(options.sizes.split(",")) - set(SIZES)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    results: dict[str, dict[str, Any]] = {}
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="versus-") as root, console.status("") as status:
+        for work in works(options, Path(root)):
+            Path(work.folder).mkdir(exist_ok=True)
+            build(work, {"model"})
+            python = peer_python(options.peers.resolve(), VERSIONS.get(work.stage, VERSION))
+            try:
+                results[work.key] = compare(work, python, options.warmup, options.steps, status.update)
+            except RuntimeError as error:
+                results[work.key] = {"error": str(error)}
+                console.print(f"[red]{work.key}[/]: {error}", markup=True)
+            else:
+                console.print(f"{work.key}: {results[work.key]['ratio']:.2f}")
+    console.print(table(results))
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "megatron-core")}
+    about = {"trl": VERSION, "trl_ppo": VERSIONS["ppo"], "machine": platform.processor(), "threads": options.threads}
+    if options.json:
+        options.json.write_text(json.dumps({"versions": versions | about, **results}, indent=2))
+    return int(any("error" in r for r in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
