@@ -327,6 +327,20 @@ def _named(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return tensors[name]
 
 
+def hf_axis(spec: ParamSpec) -> int | None:
+    """The axis of its Hugging Face tensors along which tensor-parallel shards differ; None where all have the whole."""
+    if spec.tp_axis is None or spec.transform == "copy":
+        return spec.tp_axis
+    return 1 if spec.transform == "experts" else 0
+
+
+def shard_interval(length: int, tp: int, rank: int) -> tuple[int, int]:
+    """[start, stop) of `length` entries for tensor-parallel rank `rank`. Where they do not divide (a vocabulary, which
+    Megatron pads), the last ranks have fewer, or none."""
+    size = -(-length // tp)
+    return min(length, rank * size), min(length, (rank + 1) * size)
+
+
 def split_tp(spec: ParamSpec, full: Tensor, tp: int, rank: int) -> Tensor:
     """The shard of tensor-parallel rank `rank` of a canonical tensor; the vocabulary is padded with zero rows."""
     if spec.tp_axis is None or tp == 1:

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from aligner.config.schema import ModelConfig
 from aligner.errors import LayoutError
-from aligner.models.families import ParamSpec, expected_hf_shapes, family_table
+from aligner.models.families import ParamSpec, expected_hf_shapes, family_table, hf_axis, shard_interval
 from aligner.ops.checksum import part_checksum
-
-_AXES = {"qkv": 0, "qkv_bias": 0, "gate_up": 0, "experts_gate_up": 0, "experts": 1}  # of the Hugging Face tensor
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,7 @@ class HfTensor:
     @cached_property
     def axis(self) -> int:
         """The axis that tensor ranks cut; 0 where they all have the whole."""
-        spec = self.spec
-        return 0 if spec.tp_axis is None else spec.tp_axis if spec.transform == "copy" else _AXES[spec.transform]
+        return hf_axis(self.spec) or 0
 
     @property
     def length(self) -> int:
@@ -66,13 +63,9 @@ class HfTensor:
         """What tensor rank `rank` of `tensor` has. Raises LayoutError if the ranks cannot share it."""
         if not self.sharded or tensor == 1:
             return 0, self.length
-        if self.spec.padded:  # Megatron pads the vocabulary: the last ranks may have less, or nothing
-            size = -(-self.length // tensor)
-            return min(self.length, rank * size), min(self.length, (rank + 1) * size)
-        if self.spec.units % tensor:
+        if not self.spec.padded and self.spec.units % tensor:
             raise LayoutError("tensor parallelism", tensor, f"a divisor of {self.spec.units} (pieces of {self.name})")
-        size = self.length // tensor
-        return rank * size, (rank + 1) * size
+        return shard_interval(self.length, tensor, rank)
 
     def checksum(self, part: Tensor, start: int, stop: int) -> int:
         """What [start, stop) adds to the tensor's `ops.checksum.tensor_checksum`; `part` holds its elements in order,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aligner.config.schema import ModelConfig
 from aligner.errors import CheckpointError, LayoutError
-from aligner.models.families import ParamSpec, assemble, to_hf
+from aligner.models.families import ParamSpec, assemble, hf_axis, shard_interval, to_hf
 from aligner.models.safetensors_io import HfTensors
 
 
@@ -38,13 +38,6 @@ def of_experts(spec: ParamSpec, shard: Shard) -> ParamSpec:
     return replace(spec, hf=names, shape=(shard.count, *spec.shape[1:]))
 
 
-def hf_axis(spec: ParamSpec) -> int | None:
-    """The axis of its Hugging Face tensors along which tensor-parallel shards differ."""
-    if spec.tp_axis is None or spec.transform == "copy":
-        return spec.tp_axis
-    return {"experts": 1}.get(spec.transform, 0)
-
-
 def read_shard(spec: ParamSpec, tensors: HfTensors, cfg: ModelConfig, shard: Shard = WHOLE) -> Tensor:
     """The canonical tensor's shard, as `split_tp(spec, from_hf(spec, ...), shard.tensor, shard.rank)` has it.
 
@@ -64,8 +57,7 @@ def read_shard(spec: ParamSpec, tensors: HfTensors, cfg: ModelConfig, shard: Sha
             continue
         size = like.shape[axis]
         step = -(-size // pieces)
-        start = min(shard.rank * step, size)
-        part = tensors.part(name, axis, start, min(start + step, size))
+        part = tensors.part(name, axis, *shard_interval(size, pieces, shard.rank))
         if part.shape[axis] < step:  # the vocabulary is padded with zero rows
             part = torch.cat([part, part.new_zeros(step - part.shape[axis], *part.shape[1:])])
         parts.append(part)

@@ -31,11 +31,11 @@ from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, Plan, plan_
 from aligner.megatron.groups import init_distributed, leave_distributed
 from aligner.megatron.model import Head
 from aligner.models.carried import TOKENIZER, carried_config, carry, carry_tokenizer
-from aligner.models.families import ParamSpec, family_table, to_hf
+from aligner.models.families import ParamSpec, family_table, hf_axis, to_hf
 from aligner.models.hf_config import config_from_hf, hf_config, is_known
 from aligner.models.safetensors_io import INDEX, SINGLE, HfTensors, open_hf
 from aligner.models.safetensors_stream import SafetensorsFile
-from aligner.models.slices import Shard, hf_axis, of_experts, placed, read_shard
+from aligner.models.slices import Shard, of_experts, placed, read_shard
 from aligner.refit.export import EXTRA_FILE
 from aligner.roles.initial import SOURCE, InitialModel, resolve, shape_of
 from aligner.tools.shared_files import FilePlan, SharedFolder, into_files, peak_memory_bytes
