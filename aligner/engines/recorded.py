@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.config.schema import ModelConfig
 from aligner.engines.base import RolloutEngine, UpdateLedger
 from aligner.errors import ConfigError, DataError, EngineError
 from aligner.models.families import expected_hf_shapes
+from aligner.models.safetensors_io import save_whole
 from aligner.ops.checksum import tensor_checksum
 from aligner.types import Generations, Progress, SamplingParams
 
@@ -80,12 +80,7 @@ class RecordingEngine:
             return
         path = self.folder / f"{self.rank:05d}-{self.count:07d}.safetensors"
         header = json.dumps({"format": FORMAT, "version": VERSION, "keys": keys})
-        aside = path.with_name(path.name + ".tmp")
-        try:
-            save_file({name: t.contiguous() for name, t in columns.items()}, str(aside), metadata={"header": header})
-        except SafetensorError as error:  # how it tells of a full disk
-            raise OSError(str(error)) from error
-        aside.rename(path)
+        save_whole(path, columns, {"header": header})
         self.count += 1
 
 

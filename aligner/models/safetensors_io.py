@@ -119,6 +119,21 @@ def write_hf(
     shutil.rmtree(old, ignore_errors=True)
 
 
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """One file. Raises OSError, also for a full disk, which safetensors tells in its own way."""
+    try:
+        save_file(dict(tensors), str(path), metadata=dict(metadata))
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def save_whole(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """`save_tensors`, of which the file is there complete or not at all."""
+    aside = path.with_name(path.name + ".tmp")
+    save_tensors(aside, {name: t.contiguous() for name, t in tensors.items()}, metadata)
+    aside.rename(path)
+
+
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
@@ -127,10 +142,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard
 
     def flush() -> None:
         nonlocal shard, size
-        try:
-            save_file(shard, str(folder / f"shard-{len(shards)}"), metadata={"format": "pt"})
-        except SafetensorError as error:  # how it tells of a full disk
-            raise OSError(str(error)) from error
+        save_tensors(folder / f"shard-{len(shards)}", shard, {"format": "pt"})
         shards.append(list(shard))
         shard, size = {}, 0
 

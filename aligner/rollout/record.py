@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.errors import AlignerError, DataError
 from aligner.megatron.groups import Layout
+from aligner.models.safetensors_io import save_whole
 from aligner.ops.reduce import first_cause
 from aligner.rewards.composite import Scores
 from aligner.rollout.source import Rollouts
@@ -88,14 +88,8 @@ def write_recording(path: Path, rollout: RolloutBatch, scores: Scores, origin: O
     tensors["sample_index"] = torch.tensor([sample.index for sample in samples])
     tensors |= {f"scores/{name}": t[order] for name, t in _score_tensors(scores).items()}
     text = json.dumps({"format": FORMAT, "version": VERSION} | dataclasses.asdict(header), allow_nan=False)
-    aside = path.with_name(path.name + ".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        contiguous = {name: t.contiguous() for name, t in tensors.items()}
-        save_file(contiguous, str(aside), metadata={"header": text})
-    except SafetensorError as error:  # how it tells of a full disk
-        raise OSError(str(error)) from error
-    aside.rename(path)
+    save_whole(path, tensors, {"header": text})
 
 
 def _score_tensors(scores: Scores) -> dict[str, Tensor]:
