@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.config.schema import ModelConfig, ParallelConfig
+from aligner.plan.job import Part
+from aligner.plan.memory import layer_activations
+from aligner.plan.shapes import Grid
 
 SMALL = ModelConfig(
     num_layers=4, hidden_size=64, ffn_hidden_size=192, num_heads=8, num_kv_heads=4, vocab_size=64, max_position=65536
@@ -43,22 +46,15 @@ class Saved:
 
 
 def saved_bytes(cfg: ModelConfig, tokens: int, context: int, mode: str, element: int) -> Saved:
-    """By layer and own token: two norms' inputs and outputs (4 H), queries and the attention's output twice (3 A: as
-    attention gave it and in the stream's order), the gate and up projections and their product (3 F); keys and values
-    (2 K) of the own tokens, or with allgather and more than one rank of all tokens, twice (for the two chunks: of half
-    the row on average, one and a half at most; counted as the gathered tensor and one copy)."""
-    own, h, f = tokens / context, cfg.hidden_size, cfg.ffn_hidden_size
-    a, k = cfg.num_heads * cfg.kv_channels, cfg.num_kv_heads * cfg.kv_channels
-    gathered = context > 1 and mode == "allgather"
-    order = 3 if context > 1 else 2  # one rank's rows need no reordering
-    layers = own * (4 * h + order * a + 3 * f + (0 if gathered else 2 * k))
-    # chunks i and 2C-1-i see (i + 1 + 2C - i) / 2C of the row together: 1 + 1/2C
-    others = tokens * 2 * k * (1 + 1 / (2 * context)) if gathered else 0.0
-    return Saved(cfg.num_layers * layers * element, cfg.num_layers * others * element)
+    """By the calculator's formula, `aligner.plan.memory.layer_activations`."""
+    grid = Grid(context=context, over_heads=mode == "alltoall")
+    own, gathered = layer_activations(Part("policy", cfg), grid)
+    return Saved(cfg.num_layers * own * tokens / context * element, cfg.num_layers * gathered * tokens * element)
 
 
-def measure(tokens: int, context: int, mode: str) -> float:
-    """What autograd keeps on this rank, in bytes. Runs on every rank of the world."""
+def kept_activations(cfg: ModelConfig, parallel: ParallelConfig, tokens: int) -> int:
+    """Bytes that autograd keeps of one row of this rank's pass (each storage once), float32, without the head and the
+    loss. Runs on every rank of the world."""
     import torch
 
     from aligner.megatron.groups import build_layout
@@ -67,13 +63,11 @@ def measure(tokens: int, context: int, mode: str) -> float:
     from aligner.megatron.weights import random_source
     from aligner.types import TrainBatch
 
-    layout = build_layout(ParallelConfig(context=context, context_mode=mode))
-    device = torch.device("cpu")
-    model = ShardedModel(SMALL, layout, Head("score"), torch.float32, device, random_source(SMALL, 0))
-    model.module.requires_grad_(True)
-    row = torch.randint(1, SMALL.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
-    batch = TrainBatch(row, torch.tensor([tokens]), torch.ones(1, tokens))
-    packing, stream = model._stream(batch)
+    source = random_source(cfg, 0)
+    model = ShardedModel(cfg, build_layout(parallel), Head("score"), torch.float32, torch.device("cpu"), source)
+    model.module.requires_grad_(True).train()
+    row = torch.randint(1, cfg.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
+    packing, stream = model._stream(TrainBatch(row, torch.tensor([tokens]), torch.ones(1, tokens)))
     parameters = {p.untyped_storage().data_ptr() for p in model.module.parameters()}
     kept: dict[int, int] = {}
 
@@ -85,7 +79,7 @@ def measure(tokens: int, context: int, mode: str) -> float:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         model.module(row.view(-1)[packing.source][None], packing.positions[None], None, packed_seq_params=stream)
-    return float(sum(kept.values()))
+    return sum(kept.values())
 
 
 def main(arguments: list[str]) -> int:
@@ -101,9 +95,9 @@ def main(arguments: list[str]) -> int:
     ranks, found = Ranks(), []
     cases = [(1, "allgather"), (2, "allgather"), (4, "allgather"), (2, "alltoall"), (4, "alltoall")]
     for context, mode in cases:
-        results = ranks.run(
-            "benchmarks.context_memory:measure", world=context, tokens=options.tokens, context=context, mode=mode
-        )
+        parallel = ParallelConfig(context=context, context_mode=mode)
+        job = {"cfg": SMALL, "parallel": parallel, "tokens": options.tokens}
+        results = ranks.run("benchmarks.context_memory:kept_activations", world=context, **job)
         wanted = saved_bytes(SMALL, options.tokens, context, mode, 4).total
         found.append({"context": context, "mode": mode, "measured_bytes": max(results), "formula_bytes": wanted})
     ranks.close()

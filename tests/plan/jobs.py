@@ -142,24 +142,3 @@ def refit(cfg: ModelConfig, parallel: ParallelConfig) -> dict:
         "heard": dict(heard.bytes),
         "axes": {axis: tuple(dist.get_process_group_ranks(g)) for axis, g in groups.items()},
     }
-
-
-def kept_activations(cfg: ModelConfig, parallel: ParallelConfig, tokens: int, recompute: bool = False) -> int:
-    """Bytes that autograd keeps of one row of this rank's pass, float32, without the head and the loss."""
-    cfg = replace(cfg, recompute="full" if recompute else "none", max_position=tokens)
-    model = build(cfg, parallel, head=Head("score"))
-    model.module.requires_grad_(True).train()
-    row = torch.randint(1, cfg.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
-    packing, stream = model._stream(TrainBatch(row, torch.tensor([tokens]), torch.ones(1, tokens)))
-    parameters = {p.untyped_storage().data_ptr() for p in model.module.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if x.is_floating_point() and storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        model.module(row.view(-1)[packing.source][None], packing.positions[None], None, packed_seq_params=stream)
-    return sum(kept.values())

@@ -142,12 +142,11 @@ def test_activations_are_what_autograd_keeps(ranks, cfg, layout, recompute):
         whole = activation_bytes(replace(job, recompute=False), job.policy, 0)
         wanted -= whole / cfg.num_layers * 0.97
     kept = ranks.run(
-        "tests.plan.jobs:kept_activations",
+        "benchmarks.context_memory:kept_activations",
         world=parallel.tensor,
-        cfg=cfg,
+        cfg=replace(cfg, recompute="full" if recompute else "none", max_position=tokens),
         parallel=parallel,
         tokens=tokens,
-        recompute=recompute,
     )
     assert max(kept) == pytest.approx(wanted, rel=0.15)
 
