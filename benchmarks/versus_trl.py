@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="versus-") as root, console.status("") as status:
         for work in works(options, Path(root)):
             Path(work.folder).mkdir(exist_ok=True)
-            build(work, {"model"})
+            build(work)
             python = peer_python(options.peers.resolve(), VERSIONS.get(work.stage, VERSION))
             try:
                 results[work.key] = compare(work, python, options.warmup, options.steps, status.update)

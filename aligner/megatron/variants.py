@@ -13,29 +13,23 @@ from torch import Tensor
 from aligner.megatron.attention import GatedMLP, RMSNorm, StreamAttention
 
 
-class NormedAttention(StreamAttention):
-    """Its output is normalised before it is added to the residual stream."""
+class _NormedOutput:
+    """Before a module's class: its output is normalised before it is added to the residual stream."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.post_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        out, bias = super().forward(*args, **kwargs)
+        out, bias = super().forward(*args, **kwargs)  # type: ignore[misc]
         return self.post_layernorm(out), bias
 
 
-class NormedMLP(GatedMLP):
-    """Its output is normalised before it is added to the residual stream."""
+class NormedAttention(_NormedOutput, StreamAttention):
+    pass
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
-        super().__init__(config, *args, **kwargs)
-        self.post_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        out, bias = super().forward(*args, **kwargs)
-        return self.post_layernorm(out), bias
-
+class NormedMLP(_NormedOutput, GatedMLP):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         """Megatron's asks the global process groups which ranks have copies of the norm."""
         norm = make_sharded_tensors_for_checkpoint(

@@ -6,7 +6,6 @@ python peer.py WORK.json
 from __future__ import annotations
 
 import sys
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -38,8 +37,7 @@ class Forced(LogitsProcessor):
 
 def force(model: torch.nn.Module, work: Work) -> None:
     """`model.generate` with forced lengths; a rollout may come in several calls."""
-    generate, seen = model.generate, count(0)
-    rows_done = 0
+    generate, rows_done = model.generate, 0
 
     def forced(*args, input_ids, **kwargs):
         nonlocal rows_done
@@ -47,7 +45,6 @@ def force(model: torch.nn.Module, work: Work) -> None:
         rows_done += len(input_ids)
         rows = slice(first, first + len(input_ids))
         processor = LogitsProcessorList([Forced(work, call, input_ids.shape[1], rows)])
-        next(seen)
         return generate(*args, input_ids=input_ids, logits_processor=processor, **kwargs)
 
     model.generate = forced

@@ -97,11 +97,11 @@ def rewarded(samples: list) -> list[float]:
     return [score(sample.response) for sample in samples]
 
 
-def build(work: Work, parts: set[str]) -> None:
-    """Write those of model, reward, rows that are not there."""
+def build(work: Work) -> None:
+    """Write the rows, and the models where they are not there yet."""
     folder = Path(work.folder)
     size = SIZES[work.size]
-    if "model" in parts and not (folder / "model" / "config.json").exists():
+    if not (folder / "model" / "config.json").exists():
         _models(folder, size, work)
     rng = random.Random(work.seed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,20 +36,20 @@ class Waiting:
 
 
 @dataclass
-class Pool:
+class Pool(ABC):
     """Where further prompts come from while a generation runs; see `fleet.Queues`."""
 
     longest: int  # of its prompts, in tokens
     prompts: int  # about as many will be taken
     rows: int
 
+    @abstractmethod
     def wants(self, active: int, slots: int) -> bool:
         """Whether to take more, with `active` rows running and no prompt waiting."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self) -> list[tuple[Sequence[int], Sequence[int]]] | None:
         """Prompts with the seeds of their samples; None if there will never be more."""
-        raise NotImplementedError
 
 
 @dataclass
