@@ -21,14 +21,18 @@ from aligner.refit.transfer import Refit, fail_together
 from aligner.types import ScalarMetrics
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # mean |logprob difference|, engine and trainer kernels differ
-POWER = 6.0  # the step must move the sentinel by this many noise widths before "nearer" means anything
+POWER = 5.0  # a verdict must be this many standard deviations of its noise away from what it would deny
 
 
 def staleness(engine: Tensor, current: Tensor, previous: Tensor, power: float = POWER) -> tuple[bool, float]:
     """Whether `engine` [N] is nearer to `previous` than to `current`, and how far along it came (0 stale, 1 current).
 
-    With d = current - previous, progress = <engine - previous, d> / |d|^2; nearer to previous means progress < 1/2. The
-    verdict is withheld (False) where |d| does not exceed the numeric noise between engine and trainer.
+    With d = current - previous, progress = <engine - previous, d> / |d|^2; nearer to previous means progress < 1/2.
+
+    d has the trainer's own rounding in it, twice, so an engine with current weights comes only to (1 + signal) / 2,
+    where signal = 1 - noise^2 / mean(d^2) and noise is the distance of engine and trainer with equal weights (both
+    round). Progress varies by sqrt(3) / 2 * noise / |d| around that. The verdict is withheld (False) where this is less
+    than `power` standard deviations from 1/2: a step smaller than the rounding says nothing.
     """
     step = (current - previous).double()
     squared = step.square().sum()
@@ -36,7 +40,8 @@ def staleness(engine: Tensor, current: Tensor, previous: Tensor, power: float = 
         return False, 1.0
     progress = float(((engine - previous).double() * step).sum() / squared)
     noise = min((engine - x).double().square().mean().sqrt() for x in (current, previous))
-    powerful = bool(squared.sqrt() > power * noise)
+    signal = 1 - noise.square() * len(step) / squared
+    powerful = bool(signal / 2 > power * 3**0.5 / 2 * noise / squared.sqrt())
     return powerful and progress < 0.5, progress
 
 

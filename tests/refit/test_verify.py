@@ -104,3 +104,23 @@ def test_a_resumed_run_keeps_its_sentinel(ranks):
     assert told["message"].startswith("refit failed on rank 0: sentinel: nearer to the previous weights")
     assert told["forgetful"]["refit/sentinel_progress"] == 1.0
     assert told["other"] is None and told["fresh"] is None
+
+
+def noisy(n, step, seed, stale):
+    """Logprobs of an engine and of the trainer now and before, each with rounding of its own of width 1."""
+    gen = torch.Generator().manual_seed(seed)
+    before, moved, *rounding = torch.randn(5, n, generator=gen)
+    now = before + step * moved
+    return (before if stale else now) + rounding[0], now + rounding[1], before + rounding[2]
+
+
+@pytest.mark.parametrize("step", [0.0, 0.3, 1.0, 2.0, 5.0])
+@pytest.mark.parametrize("n", [16, 200])
+def test_rounding_is_not_taken_for_stale_weights(n, step):
+    """A learning rate so small that bfloat16 weights hardly move must not stop a run."""
+    assert not any(staleness(*noisy(n, step, seed, stale=False))[0] for seed in range(2000))
+
+
+@pytest.mark.parametrize(("n", "step"), [(16, 6.0), (200, 3.0)])
+def test_a_step_beyond_the_rounding_gives_a_stale_engine_away(n, step):
+    assert sum(staleness(*noisy(n, step, seed, stale=True))[0] for seed in range(500)) > 450
