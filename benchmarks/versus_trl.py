@@ -1,12 +1,14 @@
 """aligner beside TRL on the CPU: whole steps of each stage, alternating, on the same weights, rows and lengths.
 
     python -m benchmarks.versus_trl [--only grpo,sft] [--sizes 3m,30m] [--dtypes float32,bfloat16]
-                                    [--prompts 64,256] [--steps 5] [--json FILE]
+                                    [--prompts 64,256] [--steps 5] [--minutes 40] [--json FILE]
 
 TRL is installed into an environment of its own under --peers, from which torch and transformers are the ones in use
 here. A ratio is TRL's seconds over ours of two neighbouring steps (sft: of seconds per token, as the packed rows
 differ); the table has their median. Memory is the largest resident set of each side's process. Exits 1 if a comparison
-could not be made. Steps before the first measured one (--warmup) are not counted.
+could not be made. Steps before the first measured one (--warmup) are not counted. A comparison takes fewer steps, but
+at least one, when its share of what is left of --minutes is over. bfloat16 is left out for all but the smallest size
+where the CPU has no instructions for it: TRL's steps take minutes there.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 import venv
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -37,7 +41,7 @@ STAGES = ("grpo", "generate", "sft", "rm", "ppo")
 VERSIONS = {"ppo": "1.12.0"}  # the last with PPO
 VERSION = "1.16.0"
 ACCELERATE = "1.12.0"
-LONG_PROMPTS = ("grpo", "generate", "ppo")  # the stages for which the prompt's length is varied
+LONG_PROMPTS = ("grpo", "generate")  # the stages for which the prompt's length is varied
 
 
 @dataclass
@@ -107,8 +111,11 @@ def peer_python(peers: Path, version: str) -> Path:
     return python
 
 
-def compare(work: Work, python: Path, warmup: int, steps: int, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Alternate the two sides' steps; which goes first alternates too."""
+def compare(
+    work: Work, python: Path, warmup: int, steps: int, seconds: float, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Alternate the two sides' steps, in about so many `seconds`; which goes first alternates too."""
+    began = time.monotonic()
     folder = Path(work.folder)
     path = folder / "work.json"
     work.write(path)
@@ -118,16 +125,20 @@ def compare(work: Work, python: Path, warmup: int, steps: int, tell: Callable[[s
     taken: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
     try:
         for n in range(warmup + steps):
+            round_began = time.monotonic()
             for side in sides if n % 2 else sides[::-1]:
                 told = side.step()
                 if n >= warmup:
                     taken[side.name].append(told)
             tell(f"{work.key}: {n + 1}/{warmup + steps}")
+            now = time.monotonic()
+            if n >= warmup and 2 * now - round_began - began > seconds:  # another round would end too late
+                break
     finally:
         for side in sides:
             side.end()
-    seconds = {name: [t["seconds"] / t.get("tokens", 1) for t in told] for name, told in taken.items()}
-    ratios = [b / a for a, b in zip(seconds["ours"], seconds["peer"], strict=True)]
+    each = {name: [t["seconds"] / t.get("tokens", 1) for t in told] for name, told in taken.items()}
+    ratios = [b / a for a, b in zip(each["ours"], each["peer"], strict=True)]
     peak = {name: max(t["peak_bytes"] for t in told) for name, told in taken.items()}
     return {
         "ratio": statistics.median(ratios),
@@ -141,9 +152,12 @@ def compare(work: Work, python: Path, warmup: int, steps: int, tell: Callable[[s
 
 def works(options: argparse.Namespace, root: Path) -> list[Work]:
     found = []
-    for size in options.sizes.split(","):
-        for stage in options.only.split(","):
-            for dtype in options.dtypes.split(","):
+    smallest, *_ = sizes = options.sizes.split(",")
+    for size in sizes:
+        for dtype in options.dtypes.split(","):
+            if dtype == "bfloat16" and size != smallest and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+                continue
+            for stage in options.only.split(","):
                 for prompt in map(int, options.prompts.split(",") if stage in LONG_PROMPTS else ["64"]):
                     folder = str(root / size)
                     found.append(
@@ -171,7 +185,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompts", default="64,256", help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=128, help="longest response")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=40, help="for all comparisons")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--peers", type=Path, default=Path("runs/benchmarks/peers"))
     parser.add_argument("--json", type=Path)
@@ -182,12 +197,15 @@ def main(arguments: list[str] | None = None) -> int:
     results: dict[str, dict[str, Any]] = {}
     console = Console()
     with tempfile.TemporaryDirectory(prefix="versus-") as root, console.status("") as status:
-        for work in works(options, Path(root)):
+        todo = works(options, Path(root))
+        end = time.monotonic() + 60 * options.minutes
+        for n, work in enumerate(todo):
             Path(work.folder).mkdir(exist_ok=True)
             build(work)
             python = peer_python(options.peers.resolve(), VERSIONS.get(work.stage, VERSION))
             try:
-                results[work.key] = compare(work, python, options.warmup, options.steps, status.update)
+                share = (end - time.monotonic()) / (len(todo) - n)
+                results[work.key] = compare(work, python, options.warmup, options.steps, share, status.update)
             except RuntimeError as error:
                 results[work.key] = {"error": str(error)}
                 console.print(f"[red]{work.key}[/]: {error}", markup=True)

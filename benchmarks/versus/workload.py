@@ -29,7 +29,7 @@ class Size:
 
 SIZES = {
     "3m": Size(5, 192, 512, 6, 2, 4096),
-    "30m": Size(8, 512, 1408, 8, 4, 8192),
+    "30m": Size(8, 512, 1408, 8, 4, 8192, samples=64),
     "120m": Size(12, 768, 2048, 12, 4, 32768, samples=16),
 }
 
@@ -53,7 +53,8 @@ class Work:
 
     @property
     def samples(self) -> int:
-        return SIZES[self.size].samples
+        """Of a rollout. PPO goes four times over them, with two models."""
+        return SIZES[self.size].samples // (4 if self.stage == "ppo" else 1)
 
     @property
     def key(self) -> str:
