@@ -39,6 +39,7 @@ from aligner.engines.quantized import QuantizedEngine, has_modelopt, make_quanti
 from aligner.engines.recorded import FOLDER as ANSWERS
 from aligner.engines.recorded import RecordedEngine, RecordingEngine
 from aligner.engines.trtllm import TrtllmEngine, require_package
+from aligner.engines.trtllm_engine import TrtllmBuiltEngine
 from aligner.errors import AlignerError, ConfigError, EngineError, MemoryLimitError, MismatchError, RewardError
 from aligner.megatron.checkpoint import load_model
 from aligner.megatron.checkpoint_files import complete_checkpoints
@@ -78,6 +79,7 @@ from aligner.run.watchdog import Watchdog
 from aligner.types import SamplingParams, TrainBatch
 
 SENTINEL_PROMPTS, SENTINEL_TOKENS = 8, 64
+_TRTLLM = {engine.name: engine for engine in (TrtllmEngine, TrtllmBuiltEngine)}
 
 
 @dataclass
@@ -114,8 +116,8 @@ class Job:
 
 def start(cfg: Config, env: RankEnv) -> Job:
     """Join the other ranks, find the model and its tokenizer, and check what only they can tell."""
-    if cfg.engine.name == "trtllm":
-        require_package(cfg.engine.trtllm.python)
+    if cfg.engine.name in _TRTLLM:
+        require_package(cfg.engine.trtllm.python, cfg.engine.name)
     if cfg.cluster.threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cfg.cluster.threads or max(1, (os.cpu_count() or 1) // env.local_world_size))
     if env.world_size > 1:
@@ -268,7 +270,7 @@ def _engine(job: Job, model: ModelConfig) -> RolloutEngine:
 def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
     name = job.cfg.engine.dtype
     dtype = job.dtype if name == "auto" else resolve_dtype(name)
-    if job.cfg.engine.name == "trtllm":
+    if job.cfg.engine.name in _TRTLLM:
         return _trtllm_engine(job, model, dtype)
     if job.cfg.engine.name == "recorded":
         return RecordedEngine(model, job.cfg.engine.answers, dtype=dtype)
@@ -290,7 +292,7 @@ def _trtllm_engine(job: Job, model: ModelConfig, dtype: torch.dtype) -> TrtllmEn
     cfg, tokenizer = job.cfg, job.tokenizer
     response = max(cfg.sampling.max_response_tokens, cfg.eval.max_response_tokens)
     with raised_together(EngineError):
-        engine = TrtllmEngine(
+        engine = _TRTLLM[cfg.engine.name](
             model,
             cfg.engine,
             device=job.device,

@@ -13,6 +13,8 @@ from aligner.config.memory import MemoryConfig
 from aligner.config.moe import MOE_FAMILIES, MoeConfig, check_moe_family
 from aligner.config.quantization import KINDS, settle
 from aligner.config.trtllm import ONE_RANK, TrtllmConfig
+from aligner.config.trtllm_engine import NAME as TRTLLM_ENGINE
+from aligner.config.trtllm_engine import check_engine
 from aligner.config.watchdog import WatchdogConfig
 from aligner.errors import ConfigError
 
@@ -411,7 +413,9 @@ class AlgorithmConfig:
 
 @dataclass
 class EngineConfig:
-    name: str = "native"  # native, trtllm, recorded (from `answers`, or from debug.train_only, which sets this)
+    name: str = (
+        "native"  # native, trtllm, trtllm_engine, recorded (from `answers`, or from debug.train_only, which sets this)
+    )
     tensor_parallel: int = 1  # ranks of one replica
     kv_cache_bytes: int = 1 << 30  # of a rank
     max_batch: int = 512  # rows decoded together
@@ -421,7 +425,7 @@ class EngineConfig:
     trtllm: TrtllmConfig = field(default_factory=TrtllmConfig)
 
     def __post_init__(self) -> None:
-        _one_of("engine.name", self.name, ("native", "trtllm", "recorded"))
+        _one_of("engine.name", self.name, ("native", "trtllm", TRTLLM_ENGINE, "recorded"))
         _one_of("engine.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _one_of("engine.quantization", self.quantization, KINDS)
         _at_least("engine.kv_cache_bytes", self.kv_cache_bytes, 1)
@@ -429,6 +433,8 @@ class EngineConfig:
         _at_least("engine.tensor_parallel", self.tensor_parallel, 1)
         if self.tensor_parallel != 1 and self.name == "trtllm":
             raise ConfigError("engine.tensor_parallel", self.tensor_parallel, ONE_RANK)
+        if self.name == TRTLLM_ENGINE:
+            check_engine(self)
 
 
 @dataclass

@@ -15,6 +15,8 @@ from aligner.config.schema import (
     ParallelConfig,
     RewardFunctionConfig,
 )
+from aligner.config.trtllm_engine import NAME as TRTLLM_ENGINE
+from aligner.config.trtllm_engine import check_run
 from aligner.errors import ConfigError, LayoutError
 
 
@@ -157,6 +159,8 @@ def _layout(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def _engine(cfg: Config, model: ModelConfig) -> None:
+    if cfg.engine.name == TRTLLM_ENGINE and cfg.stage.name in ROLLOUT_STAGES:
+        check_run(cfg, model)
     ranks = cfg.engine.tensor_parallel
     ffn = "moe.ffn_hidden_size" if model.moe.num_experts else "ffn_hidden_size"
     sizes = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}

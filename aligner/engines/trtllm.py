@@ -25,32 +25,31 @@ from torch import Tensor
 
 from aligner.config.schema import EngineConfig, ModelConfig
 from aligner.engines.base import UpdateLedger
-from aligner.engines.trtllm_api import version_row
+from aligner.engines.trtllm_api import Version, version_row
 from aligner.engines.trtllm_buckets import BucketWriter, MemoryFile, share
 from aligner.engines.trtllm_child import SINGLE_PROCESS
 from aligner.engines.trtllm_process import Channel, Child, clean_environment, interpreter, spawn
 from aligner.engines.trtllm_sampling import RESCORE, is_cut, logprob_source
-from aligner.engines.trtllm_worker import KV_CACHE, WEIGHTS, Settings
+from aligner.engines.trtllm_worker_base import KV_CACHE, PYTORCH, WEIGHTS, Row, Settings
 from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
 from aligner.models.families import expected_hf_shapes
 from aligner.models.hf_config import hf_config
 from aligner.types import STOP, Generations, Progress, SamplingParams
 
 Decode = Callable[[list[int]], str]
-_BLOCK = 32  # tokens of a block of TensorRT-LLM's KV cache
 _CHILD = "aligner.engines.trtllm_child"
 
 
 Start = Callable[[torch.device, Sequence[int], str], tuple[Child, Any]]
 
 
-def require_package(python: str = "") -> None:
+def require_package(python: str = "", name: str = "trtllm") -> None:
     """Raises MissingExtraError where TensorRT-LLM is not installed, ConfigError where there is no such `python`; what
     that one has the child will tell."""
     if python:
         interpreter(python, {})
     elif importlib.util.find_spec("tensorrt_llm") is None:
-        raise MissingExtraError("tensorrt_llm", "trtllm", "engine.name=trtllm")
+        raise MissingExtraError("tensorrt_llm", "trtllm", f"engine.name={name}")
 
 
 def start_child(device: torch.device, fds: Sequence[int], python: str) -> tuple[Child, Any]:
@@ -67,6 +66,10 @@ class TrtllmEngine:
     """`RolloutEngine`. `max_seq_len`: prompt + response tokens where `engine.trtllm.max_seq_len` is 0; `bucket_bytes`
     bounds the transfer buffer (or the largest tensor does); `decode` is needed for stop strings only."""
 
+    name, backend = "trtllm", PYTORCH
+    block = 32  # tokens of a block of the KV cache
+    find_row = staticmethod(version_row)
+
     def __init__(
         self,
         model: ModelConfig,
@@ -81,7 +84,7 @@ class TrtllmEngine:
         decode: Decode | None = None,
         start: Start = start_child,
     ):
-        require_package(config.trtllm.python)
+        require_package(config.trtllm.python, self.name)
         self.cfg, self.config, self.options = model, config, config.trtllm
         self.device, self.dtype, self.pad_id, self._decode = torch.device(device), dtype, pad_id, decode
         self.max_seq_len = min(self.options.max_seq_len or max_seq_len or model.max_position, model.max_position)
@@ -103,8 +106,8 @@ class TrtllmEngine:
         except BaseException:
             self._finalizer()
             raise
-        self.version, self.partial_loads = found["version"], found["partial"]
-        self.row = version_row(self.version)
+        self.version, self.partial_loads, self._score_rows = found["version"], found["partial"], found["score_rows"]
+        self.row: Version = self.find_row(self.version)
 
     def _settings(self, buffer: Tensor) -> Settings:
         name = str(self.dtype).removeprefix("torch.")
@@ -126,6 +129,7 @@ class TrtllmEngine:
             cuda=share(buffer) if self._file is None else None,
             fd=-1 if self._file is None else self._file.fd,
             size=buffer.numel(),
+            backend=self.backend,
         )
 
     def _call(
@@ -222,18 +226,19 @@ class TrtllmEngine:
         if rows is None:
             raise EngineError("the requests were aborted")
         rows = [self._cut(row, sampling) for row in rows]
-        return self._result(
-            [self._scored(p, row, sampling) for (p, _), row in zip(requests, rows, strict=True)], sampling
-        )
+        return self._result(self._scored([p for p, _ in requests], rows, sampling), sampling)
 
-    def _scored(self, prompt: list[int], row: tuple, sampling: SamplingParams) -> tuple:
-        """(tokens, logprobs, reason, logprobs of the full distribution): by a second forward where the sampler gave
-        none that can be used."""
-        tokens, logprobs, reason = row
-        if logprobs is not None and logprob_source(sampling, self.row) != RESCORE:
-            return tokens, logprobs, reason, logprobs
-        full, cut = self._scores([*prompt, *tokens], len(prompt), sampling)
-        return tokens, cut, reason, full
+    def _scored(self, prompts: list[list[int]], rows: list[Row], sampling: SamplingParams) -> list[Row]:
+        """With all logprobs: by a second forward where the sampler gave none that can be used."""
+        usable = logprob_source(sampling, self.row) != RESCORE
+        lacking = [i for i, (_, cut, _, full) in enumerate(rows) if full is None and not (usable and cut is not None)]
+        scores = self._scores([([*prompts[i], *rows[i][0]], len(prompts[i])) for i in lacking], sampling)
+        found = dict(zip(lacking, scores, strict=True))
+        out = []
+        for i, (tokens, cut, reason, full) in enumerate(rows):
+            full, cut = found.get(i, (cut if full is None else full, cut))
+            out.append((tokens, cut, reason, full))
+        return out
 
     def _check_room(self, longest: int, sampling: SamplingParams) -> None:
         row = longest + sampling.max_response_tokens
@@ -244,28 +249,28 @@ class TrtllmEngine:
             expected = f"at least {row} (prompt + response tokens)"
             raise ConfigError("engine.trtllm.max_seq_len", self.max_seq_len, expected)
         position = 2 * self.cfg.num_layers * self.cfg.num_kv_heads * self.cfg.kv_channels * self.dtype.itemsize
-        needed = -(-row // _BLOCK) * _BLOCK * position
+        needed = -(-row // self.block) * self.block * position
         if needed > self.config.kv_cache_bytes:
             expected = f"at least {needed} bytes for one row of {row} tokens"
             raise ConfigError("engine.kv_cache_bytes", self.config.kv_cache_bytes, expected)
 
-    def _cut(self, row: tuple, sampling: SamplingParams) -> tuple:
+    def _cut(self, row: Row, sampling: SamplingParams) -> Row:
         """The row up to the token that completes its first stop string."""
 
         def stopped(count: int) -> bool:
             text = self._decode(tokens[:count])
             return any(s in text for s in sampling.stop)
 
-        tokens, logprobs, _ = row
+        tokens, logprobs, _, full = row
         if not sampling.stop or not stopped(len(tokens)):
             return row
         low, high = 1, len(tokens)  # more tokens never take a string away
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if stopped(middle) else (middle + 1, high)
-        return tokens[:low], None if logprobs is None else logprobs[:low], STOP
+        return tokens[:low], None if logprobs is None else logprobs[:low], STOP, None if full is None else full[:low]
 
-    def _result(self, rows: list[tuple], sampling: SamplingParams) -> Generations:
+    def _result(self, rows: list[Row], sampling: SamplingParams) -> Generations:
         shape = len(rows), max((len(row[0]) for row in rows), default=0)
         tokens, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
         full = torch.zeros(shape) if is_cut(sampling) else None
@@ -281,17 +286,24 @@ class TrtllmEngine:
     # ---- scoring
 
     def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
-        """See `RolloutEngine.logprobs`. Row by row, from context logits: meant for the few rows of the sentinel."""
+        """See `RolloutEngine.logprobs`. Slow: meant for the few rows of the sentinel."""
         self._ledger.require()
         out = torch.zeros(tokens.shape, dtype=torch.float32)
         sampling = replace(SamplingParams(1), temperature=temperature)
-        for i, (row, n) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True)):
-            if n > 1:
-                out[i, 1:n] = torch.tensor(self._scores(row[:n], 1, sampling)[0])
+        wanted = [i for i, n in enumerate(lengths.tolist()) if n > 1]
+        rows = [(tokens[i, : int(lengths[i])].tolist(), 1) for i in wanted]
+        for i, (full, _) in zip(wanted, self._scores(rows, sampling), strict=True):
+            out[i, 1 : len(full) + 1] = torch.tensor(full)
         return out
 
-    def _scores(self, tokens: list[int], first: int, sampling: SamplingParams) -> tuple[list[float], list[float]]:
-        return self._call("score", tokens, first, sampling)
+    def _scores(
+        self, rows: list[tuple[list[int], int]], sampling: SamplingParams
+    ) -> list[tuple[list[float], list[float]]]:
+        """As many rows in a call as the worker takes together: a call has its time-out."""
+        n, found = self._score_rows, []
+        for i in range(0, len(rows), n):
+            found += self._call("score", rows[i : i + n], sampling)
+        return found
 
 
 def _release(channel: Channel, file: MemoryFile | None, folder: tempfile.TemporaryDirectory) -> None:

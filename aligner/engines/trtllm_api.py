@@ -18,7 +18,9 @@ import importlib
 import inspect
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from inspect import isclass
 from typing import Any
 
 from aligner.errors import ConfigError
@@ -81,7 +83,7 @@ class Version:
     prefix: str
     symbols: tuple[str, ...]
     arguments: dict[str, tuple[str, ...]]  # symbol -> names it must accept
-    sleep_argument: str
+    sleep_argument: str = ""
     processed_logprobs: bool = False  # SamplingParams.logprobs_mode
     request_seeds: bool = False  # SamplingParams.seed decides a sample, whatever runs beside it
     min_p: bool = False
@@ -128,17 +130,21 @@ NOT_RUN = (
 
 def version_row(version: str) -> Version:
     """The row of an installed version. Raises ConfigError for one that is not in the table or is refused."""
-    row = find_row(version)
-    known = ", ".join(v.prefix for v in VERSIONS if not v.refused)
+    return require_row(version, VERSIONS, "trtllm")
+
+
+def require_row(version: str, table: Sequence[Version], name: str) -> Version:
+    row = find_row(version, table)
+    known = ", ".join(v.prefix for v in table if not v.refused)
     if row is None:
-        raise ConfigError("engine.name", "trtllm", f"TensorRT-LLM {known}", f"Installed is {version}.")
+        raise ConfigError("engine.name", name, f"TensorRT-LLM {known}", f"Installed is {version}.")
     if row.refused:
-        raise ConfigError("engine.name", "trtllm", f"TensorRT-LLM {known}", f"Of {version} {row.refused}.")
+        raise ConfigError("engine.name", name, f"TensorRT-LLM {known}", f"Of {version} {row.refused}.")
     return row
 
 
-def find_row(version: str) -> Version | None:
-    return next((v for v in VERSIONS if version.split("+")[0].startswith(v.prefix + ".")), None)
+def find_row(version: str, table: Sequence[Version] = VERSIONS) -> Version | None:
+    return next((v for v in table if version.split("+")[0].startswith(v.prefix + ".")), None)
 
 
 @dataclass
@@ -150,7 +156,7 @@ class Findings:
     refused: str = ""
     present: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    not_run: list[str] = field(default_factory=lambda: list(NOT_RUN))
+    not_run: list[str] = field(default_factory=list)
     error: str = ""  # why the package could not be imported
 
 
@@ -164,23 +170,29 @@ def resolve(symbol: str) -> Any:
 
 
 def accepted(thing: Any) -> set[str]:
-    """Names a callable, a dataclass or a pydantic model takes."""
+    """Names a callable, a dataclass or a pydantic model takes, or has as properties."""
     fields = getattr(thing, "model_fields", None)
-    return set(fields) if fields is not None else set(inspect.signature(thing).parameters)
+    if fields is not None:
+        return set(fields)
+    properties = (
+        {name for name, value in vars(thing).items() if isinstance(value, property)} if isclass(thing) else set()
+    )
+    return set(inspect.signature(thing).parameters) | properties
 
 
-def compare() -> Findings:
-    """Imports tensorrt_llm: run it in a process of its own, without the launcher's variables."""
-    found = Findings()
+def compare(table: Sequence[Version] = VERSIONS, not_run: Sequence[str] = NOT_RUN) -> Findings:
+    """Imports tensorrt_llm: run it in a process of its own, without the launcher's variables. A version that is not in
+    the table is compared with the last row that is not refused."""
+    found = Findings(not_run=list(not_run))
     try:
         import tensorrt_llm
     except Exception as error:  # a broken CUDA or MPI underneath raises anything; it is the finding
         found.error = f"{type(error).__name__}: {error}"
         return found
     found.version = tensorrt_llm.__version__
-    row = find_row(found.version)
+    row = find_row(found.version, table)
     found.row = row.prefix if row else ""
-    row = row or VERSIONS[-1]
+    row = row or [v for v in table if not v.refused][-1]
     found.refused = row.refused
     for symbol in row.symbols:
         try:

@@ -10,11 +10,13 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+from aligner.engines.trtllm_engine_worker import EngineWorker
 from aligner.engines.trtllm_worker import Worker
+from aligner.engines.trtllm_worker_base import PYTORCH, TENSORRT, BaseWorker, Settings
 from aligner.errors import ConfigError, EngineError, RefitError
 
 SINGLE_PROCESS = {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
@@ -63,6 +65,9 @@ class Abort:
             return
 
 
+WORKERS: dict[str, Callable[[Settings], BaseWorker]] = {PYTORCH: Worker, TENSORRT: EngineWorker}
+
+
 def serve(connection: Connection) -> None:
     """The first call is `start(settings)`. Returns when told to close, or when the trainer is gone."""
     worker, abort = None, Abort(connection)
@@ -80,7 +85,7 @@ def serve(connection: Connection) -> None:
             continue
         try:
             if name == "start":
-                worker = Worker(*arguments)
+                worker = WORKERS[arguments[0].backend](*arguments)
                 answer = worker.describe()
             elif name == "generate":
                 answer = worker.generate(*arguments, lambda n: connection.send(("progress", n)), abort)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from aligner.engines.trtllm_api import Version
 from aligner.errors import ConfigError
 from aligner.types import SamplingParams
 
 NO_END_ID = -1  # never generated: the stop tokens end a response, and then belong to it
+TOP_K_MAX = 1024  # of the sampling kernels of the TensorRT engine's runtime
 RESCORE, RAW, PROCESSED = "rescore", "raw", "processed"
 
 
@@ -19,24 +23,60 @@ def sampling_arguments(sampling: SamplingParams, row: Version, pad_id: int) -> d
     if sampling.min_p and not row.min_p:
         expected = f"0 with TensorRT-LLM {row.prefix}, whose default sampler ignores it"
         raise ConfigError("sampling.min_p", sampling.min_p, expected, "1.4 and engine.name=native know it.")
-    greedy = sampling.temperature == 0
-    found = {
+    found = _distribution(sampling) | {
         "end_id": NO_END_ID,
         "pad_id": pad_id,
         "max_tokens": sampling.max_response_tokens,
         "stop_token_ids": list(sampling.stop_token_ids) or None,
         "include_stop_str_in_output": True,  # of stop tokens too: without it they are cut off
-        "temperature": 1.0 if greedy else sampling.temperature,
-        "top_k": 1 if greedy else sampling.top_k,  # 0: off
-        "top_p": 1.0 if greedy else sampling.top_p,
         "logprobs": 1,  # some versions know 0 or 1 only; some give the likeliest token and not the sampled one
         "detokenize": False,
     }
-    if sampling.min_p and not greedy:
+    if sampling.min_p and sampling.temperature:
         found["min_p"] = sampling.min_p
     if logprob_source(sampling, row) == PROCESSED:
         found["logprobs_mode"] = "PROCESSED"  # the child turns it into the package's own constant
     return found
+
+
+def _distribution(sampling: SamplingParams) -> dict[str, Any]:
+    """What both runtimes call by the same names. 0 turns top-k off."""
+    if sampling.temperature == 0:
+        return {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
+    return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+
+
+def runner_arguments(sampling: SamplingParams, seeds: Sequence[int]) -> dict[str, Any]:
+    """Keyword arguments of `tensorrt_llm.runtime.SamplingConfig` for one row per seed; its own defaults are greedy
+    (`top_k=1`, `top_p=0`), 20 tokens, one seed for all. Raises ConfigError on what its kernels would clip.
+
+    No end id, as above: here it also fills what comes after the end. With one, `min_length` (1 by default) masks the
+    logit of that id, which for an id that is none lies outside the row: so 0."""
+    if sampling.top_k > TOP_K_MAX:
+        expected = f"at most {TOP_K_MAX} with engine.name=trtllm_engine, whose kernels go no further"
+        raise ConfigError("sampling.top_k", sampling.top_k, expected)
+    return _distribution(sampling) | {
+        "end_id": NO_END_ID,
+        "pad_id": NO_END_ID,
+        "max_new_tokens": sampling.max_response_tokens,
+        "min_p": sampling.min_p if sampling.temperature else 0.0,
+        "random_seed": torch.tensor(list(seeds), dtype=torch.int64),
+        "min_length": 0,
+        "num_beams": 1,
+        "use_beam_hyps": False,
+        "stop_words_list": _stop_words(sampling.stop_token_ids, len(seeds)),
+        "output_sequence_lengths": True,
+        "return_dict": True,
+    }
+
+
+def _stop_words(tokens: Sequence[int], rows: int) -> Any:
+    """int32 [rows, 2, n] (numpy: a list would need a tokenizer): the words' tokens one after another, and where each
+    word ends. Every word here is one token."""
+    if not tokens:
+        return None
+    words = torch.tensor([list(tokens), list(range(1, len(tokens) + 1))], dtype=torch.int32)
+    return words.expand(rows, -1, -1).contiguous().numpy()
 
 
 def is_cut(sampling: SamplingParams) -> bool:

@@ -6,56 +6,20 @@ can be reached under MPI.
 
 from __future__ import annotations
 
-import gc
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from aligner.engines.native.sampler import cut_logits
 from aligner.engines.trtllm_api import Version, version_row
-from aligner.engines.trtllm_buckets import MemoryFile, Slot, open_shared
 from aligner.engines.trtllm_sampling import NO_END_ID, RAW, logprob_source, sampling_arguments
-from aligner.errors import ConfigError, EngineError, RefitError
-from aligner.ops.checksum import tensor_checksum
+from aligner.engines.trtllm_worker_base import KV_CACHE, WEIGHTS, Abort, BaseWorker, Progress, Row, Settings
+from aligner.errors import ConfigError, EngineError
 from aligner.types import LENGTH, STOP, SamplingParams
 
 _REASONS = {"stop": STOP, "length": LENGTH}
-KV_CACHE, WEIGHTS = "kv_cache", "model_weights"  # TensorRT-LLM's tags of those memories
-Progress = Callable[[int], None]
-
-
-class Abort(Protocol):
-    """Lets requests go when it is asked to, while they run."""
-
-    asked: bool
-
-    def watching(self, futures: list) -> AbstractContextManager[None]: ...
-
-
-@dataclass
-class Settings:
-    """Everything a child needs to know; sent once."""
-
-    folder: str  # holds config.json and nothing else
-    vocab_size: int
-    dtype: str
-    max_seq_len: int
-    max_batch: int
-    kv_cache_bytes: int
-    sleep: bool
-    sleep_weights: bool
-    prefix_reuse: bool
-    cuda_graphs: bool
-    pad_id: int
-    checksums: bool
-    cuda: Any = None  # handle of the trainer's buffer, or:
-    fd: int = -1  # descriptor of a `MemoryFile` of `size` bytes
-    size: int = 0
 
 
 def engine_arguments(settings: Settings, row: Version) -> dict[str, Any]:
@@ -72,7 +36,7 @@ def engine_arguments(settings: Settings, row: Version) -> dict[str, Any]:
         "max_input_len": settings.max_seq_len,  # its default, 1024, refuses longer prompts
         "max_seq_len": settings.max_seq_len,
         "max_batch_size": settings.max_batch,
-        "max_num_tokens": max(8192, settings.max_seq_len),
+        "max_num_tokens": settings.max_num_tokens,
         "kv_cache_config": KvCacheConfig(
             enable_block_reuse=settings.prefix_reuse, max_gpu_total_bytes=settings.kv_cache_bytes
         ),
@@ -101,13 +65,13 @@ def _sleep_value(row: Version, weights: bool, graphs: bool) -> Any:
     return SleepConfig(restore_modes=modes)
 
 
-class Worker:
-    """One method per call. `whole`: the engine holds one complete set of weights."""
+class Worker(BaseWorker):
+    """One method per call."""
 
     def __init__(self, settings: Settings):
         import tensorrt_llm
 
-        self.settings, self.api = settings, tensorrt_llm
+        self.api = tensorrt_llm
         self.row = version_row(tensorrt_llm.__version__)
         self.llm = tensorrt_llm.LLM(**engine_arguments(settings, self.row))
         executor = getattr(self.llm, "_executor", None)
@@ -120,18 +84,11 @@ class Worker:
         self.model = self.executor.model_engine.model
         self.loader = self.executor.model_engine.model_loader
         self.partial = "allow_partial_loading" in inspect.signature(self.model.load_weights).parameters
-        self.whole = False
         self._collected: dict[str, Tensor] = {}
-        self._checksums: dict[str, int] = {}
-        self.buffer = self._buffer()
-
-    def _buffer(self) -> Tensor:
-        if self.settings.cuda is not None:
-            return open_shared(self.settings.cuda, torch.cuda.current_device())
-        return MemoryFile(self.settings.size, self.settings.fd).tensor()
+        super().__init__(settings)
 
     def describe(self) -> dict[str, Any]:
-        return {"version": self.api.__version__, "partial": self.partial}
+        return {"version": self.api.__version__, "partial": self.partial, "score_rows": 1}
 
     # ---- weights
 
@@ -147,17 +104,11 @@ class Worker:
         with self.executor.control_action():
             self._each_module("pre_reload_weights")
 
-    def bucket(self, slots: list[Slot]) -> int:
-        """Its number of tensors, once they are no longer needed in the buffer."""
-        tensors = {slot.name: slot.view(self.buffer) for slot in slots}
-        if self.settings.checksums:
-            self._checksums |= {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+    def take(self, tensors: dict[str, Tensor]) -> None:
         if self.partial:
             self._reload(tensors, allow_partial_loading=True)
         else:  # this model loads all its weights or none
             self._collected |= {name: tensor.clone() for name, tensor in tensors.items()}
-        self._synchronize()
-        return len(slots)
 
     def _reload(self, tensors: dict[str, Tensor], allow_partial_loading: bool) -> None:
         with self.executor.control_action():
@@ -173,23 +124,6 @@ class Worker:
             self._synchronize()
             self._give_back()
         self.whole = True
-
-    def checksums(self) -> dict[str, int]:
-        return self._checksums
-
-    def _synchronize(self) -> None:
-        if self.buffer.is_cuda:
-            torch.cuda.synchronize()
-
-    def _give_back(self) -> None:
-        """What this process has freed, to the trainer, which shares the device."""
-        gc.collect()
-        if self.buffer.is_cuda:
-            torch.cuda.empty_cache()
-
-    def _require(self) -> None:
-        if not self.whole:
-            raise RefitError("the engine holds no complete weights: an update was begun and has not been finished")
 
     # ---- memory
 
@@ -217,9 +151,9 @@ class Worker:
 
     def generate(
         self, requests: list[tuple[list[int], int]], sampling: SamplingParams, progress: Progress, aborted: Abort
-    ) -> list[tuple[list[int], list[float] | None, int]] | None:
-        """(tokens, logprobs, finish reason) per (prompt, seed); None if it was aborted. Logprobs are None where the
-        sampler's are not the ones wanted, or are not of the sampled tokens."""
+    ) -> list[Row] | None:
+        """A row per (prompt, seed); None if it was aborted. Logprobs are None where the sampler's are not the ones
+        wanted, or are not of the sampled tokens."""
         self._require()
         arguments = sampling_arguments(sampling, self.row, self.settings.pad_id)
         if "logprobs_mode" in arguments:
@@ -243,24 +177,27 @@ class Worker:
 
         return LogprobMode.PROCESSED
 
-    def _row(self, output: Any, with_logprobs: bool) -> tuple[list[int], list[float] | None, int]:
+    def _row(self, output: Any, with_logprobs: bool) -> Row:
         tokens = list(output.token_ids)
         if output.finish_reason not in _REASONS:
             raise EngineError(f"a request ended with finish_reason={output.finish_reason!r}: expected stop or length")
-        beyond = [t for t in tokens if not 0 <= t < self.settings.vocab_size]
-        if beyond:
-            raise EngineError(f"token {beyond[0]} was generated: the vocabulary has {self.settings.vocab_size}")
+        self._in_vocabulary(tokens)
         found = None
         if with_logprobs:
             if len(output.logprobs or ()) != len(tokens):
                 raise EngineError(f"{len(tokens)} tokens came with {len(output.logprobs or ())} logprobs")
             found = _logprobs(output.logprobs, tokens)
-        return tokens, found, _REASONS[output.finish_reason]
+        return tokens, found, _REASONS[output.finish_reason], None
 
-    def score(self, tokens: list[int], first: int, sampling: SamplingParams) -> tuple[list[float], list[float]]:
-        """Logprobs of tokens[first:] given those before, of the tempered full distribution and of the one that
-        `sampling` samples from."""
+    def score(
+        self, rows: list[tuple[list[int], int]], sampling: SamplingParams
+    ) -> list[tuple[list[float], list[float]]]:
+        """Per (tokens, first): logprobs of tokens[first:] given those before, of the tempered full distribution and of
+        the one that `sampling` samples from."""
         self._require()
+        return [self._score(tokens, first, sampling) for tokens, first in rows]
+
+    def _score(self, tokens: list[int], first: int, sampling: SamplingParams) -> tuple[list[float], list[float]]:
         with self.executor.control_action():
             self.executor.reset_prefix_cache()  # reused positions come without logits
         params = self.api.SamplingParams(

@@ -45,10 +45,10 @@ def checks(cfg: Config, env: RankEnv) -> Iterator[Check]:
     yield from _torch(env)
     yield _megatron()
     yield from _extras()
-    if cfg.engine.name == "trtllm":
+    if cfg.engine.name.startswith("trtllm"):
         from aligner.tools.doctor_trtllm import trtllm_checks
 
-        yield from (Check(*found) for found in trtllm_checks(cfg.engine.trtllm))
+        yield from (Check(*found) for found in trtllm_checks(cfg.engine.trtllm, cfg.engine.name))
     yield _run_dir(cfg)
     yield _data(cfg)
     yield _tokenizer(cfg)

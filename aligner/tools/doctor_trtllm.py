@@ -1,51 +1,54 @@
-"""The doctor's rows about TensorRT-LLM: what of the table in `engines/trtllm_api` is installed, missing, not run."""
+"""The doctor's rows about TensorRT-LLM: what of the engine's table is installed, missing, not run."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from aligner.config.trtllm import TrtllmConfig
+from aligner.engines import trtllm_api, trtllm_engine_api
 from aligner.engines.trtllm import require_package
-from aligner.engines.trtllm_api import NOT_RUN, VERSIONS, Findings
+from aligner.engines.trtllm_api import Findings, Version
 from aligner.engines.trtllm_process import clean_environment, interpreter
 from aligner.errors import AlignerError
 
 Row = tuple[str, str, str]  # check, status, detail
+TABLES = {"trtllm": trtllm_api, "trtllm_engine": trtllm_engine_api}
 
 
-def trtllm_checks(options: TrtllmConfig) -> Iterator[Row]:
+def trtllm_checks(options: TrtllmConfig, name: str = "trtllm") -> Iterator[Row]:
+    table = TABLES[name]
     try:
-        require_package(options.python)
+        require_package(options.python, name)
     except AlignerError as error:
         yield "trtllm", "fail", str(error)
-        yield "trtllm not run", "warn", "\n".join(("comparing the installed package with the table", *NOT_RUN))
+        yield "trtllm not run", "warn", "\n".join(("comparing the installed package with the table", *table.NOT_RUN))
         return
-    found, error = _compare(options)
+    found, error = _compare(options, table.__name__)
     if found is None or found.error:
         yield "trtllm", "fail", error if found is None else f"cannot be imported: {found.error}"
         return
-    yield _version(found)
+    yield _version(found, table.VERSIONS)
     yield "trtllm present", "ok", "\n".join(found.present) or "nothing"
     yield "trtllm missing", "fail" if found.missing else "ok", "\n".join(found.missing) or "nothing"
     yield "trtllm not run", "warn", "\n".join(found.not_run)
 
 
-def _version(found: Findings) -> Row:
-    known = ", ".join(v.prefix for v in VERSIONS if not v.refused)
+def _version(found: Findings, versions: Sequence[Version]) -> Row:
+    known = [v.prefix for v in versions if not v.refused]
     if found.refused:
         return "trtllm", "fail", f"{found.version}: {found.refused}"
     if not found.row:
-        return "trtllm", "fail", f"{found.version} is not in the table ({known}); compared with {VERSIONS[-1].prefix}"
+        return "trtllm", "fail", f"{found.version} is not in the table ({', '.join(known)}); compared with {known[-1]}"
     return "trtllm", "ok", f"{found.version}, compared with the table's {found.row}"
 
 
-def _compare(options: TrtllmConfig) -> tuple[Findings | None, str]:
+def _compare(options: TrtllmConfig, module: str) -> tuple[Findings | None, str]:
     """In a process of its own: the package takes hold of MPI and the GPU when it is imported."""
     executable, environ = interpreter(options.python, clean_environment(os.environ, {}))
-    command, timeout_s = [executable, "-m", "aligner.engines.trtllm_api"], options.start_timeout_s
+    command, timeout_s = [executable, "-m", module], options.start_timeout_s
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:

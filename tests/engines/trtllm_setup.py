@@ -1,4 +1,5 @@
-"""A `TrtllmEngine` over the strict fake: in a process of its own, or in a thread of this one, which starts sooner."""
+"""Both TensorRT-LLM engines over the strict fake: in a process of its own, or in a thread of this one, which starts
+sooner."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from aligner.config.schema import EngineConfig
 from aligner.config.trtllm import TrtllmConfig
 from aligner.engines import trtllm_child
 from aligner.engines.trtllm import TrtllmEngine
+from aligner.engines.trtllm_engine import TrtllmBuiltEngine
 
 FAKE = Path(__file__).parent / "fake_trtllm"
 ROOT = Path(__file__).parents[2]
@@ -54,15 +56,17 @@ def use_fake(monkeypatch, **settings: str) -> None:
 
 
 def forget_fake() -> None:
-    for name in [n for n in sys.modules if n.partition(".")[0] == "tensorrt_llm"]:
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("tensorrt_llm", "tensorrt")]:
         del sys.modules[name]
 
 
-def make_engine(cfg, decode=None, *, process=False, dtype=torch.float32, bucket_bytes=2048, checksums=True, **config):
+def make_engine(cfg, decode=None, *, kind=TrtllmEngine, process=False, bucket_bytes=2048, **config):
     options = {k: config.pop(k) for k in list(config) if k in TrtllmConfig.__dataclass_fields__}
-    settings = EngineConfig(name="trtllm", trtllm=TrtllmConfig(**options), **config)
+    more = {k: config.pop(k) for k in ("checksums",) if k in config}
+    dtype = config.pop("dtype", torch.float32)
+    settings = EngineConfig(name=kind.name, trtllm=TrtllmConfig(**options), **config)
     start = {} if process else {"start": start_thread}
-    return TrtllmEngine(
+    return kind(
         cfg,
         settings,
         device="cpu",
@@ -70,9 +74,15 @@ def make_engine(cfg, decode=None, *, process=False, dtype=torch.float32, bucket_
         pad_id=0,
         decode=decode,
         bucket_bytes=bucket_bytes,
-        checksums=checksums,
+        **more,
         **start,
     )
+
+
+def make_built(cfg, decode=None, **config):
+    """One that is built, of `engine=trtllm_engine`."""
+    config = {"prefix_reuse": False, "cuda_graphs": False} | config
+    return make_engine(cfg, decode, kind=TrtllmBuiltEngine, **config)
 
 
 def other_python(folder: Path) -> Path:

@@ -1,8 +1,10 @@
-"""A strict stand-in for TensorRT-LLM's PyTorch backend, for tests: refuses what the real one refuses.
+"""A strict stand-in for TensorRT-LLM, for tests: refuses what the real one refuses. Its PyTorch backend is here; the
+TensorRT engine path of versions up to 1.2 (builder, models, plugin, runtime, and `tensorrt` beside this package)
+computes with tests/engines/trtllm_oracle.py and has settings of its own: see tensorrt/__init__.py.
 
-It computes with this project's native engine on the CPU, but loads, finalises, caches prefixes and releases memory the
-way the package does, so that a caller that gets the order wrong gets wrong tokens or an error. Settings, from the
-environment: FAKE_TRTLLM_VERSION; FAKE_TRTLLM_LOG, a file that gets one line per call; FAKE_TRTLLM_CRASH and
+The backend computes with this project's native engine on the CPU, but loads, finalises, caches prefixes and releases
+memory the way the package does, so that a caller that gets the order wrong gets wrong tokens or an error. Settings,
+from the environment: FAKE_TRTLLM_VERSION; FAKE_TRTLLM_LOG, a file that gets one line per call; FAKE_TRTLLM_CRASH and
 FAKE_TRTLLM_RAISE and FAKE_TRTLLM_HANG, the name of the call (with `:n`, the n-th) at which the process dies, raises or
 stops; FAKE_TRTLLM_WHOLE, whose models cannot load partially; FAKE_TRTLLM_STALE,
 whose models keep the first weights that they were given.

@@ -39,6 +39,6 @@ class _Base:
             raise ValueError(f"max_tokens must be positive, got {self.max_tokens}")
 
 
-_old = os.environ.get("FAKE_TRTLLM_VERSION", "1.4.0rc1").startswith(("1.1.", "1.2."))
+_old = os.environ.get("FAKE_TRTLLM_VERSION", "1.4.0rc1").startswith(("1.0.", "1.1.", "1.2."))
 _new: list[Any] = [] if _old else [("logprobs_mode", LogprobMode, LogprobMode.RAW)]
 SamplingParams = make_dataclass("SamplingParams", _new, bases=(_Base,), kw_only=True)

@@ -3,7 +3,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-OLD = os.environ.get("FAKE_TRTLLM_VERSION", "1.4.0rc1").startswith(("1.1.", "1.2."))
+OLD = os.environ.get("FAKE_TRTLLM_VERSION", "1.4.0rc1").startswith(("1.0.", "1.1.", "1.2."))
 
 
 class ExecutorMemoryType(str, Enum):  # noqa: UP042

@@ -1,0 +1,28 @@
+"""TensorRT-LLM's TensorRT engines (up to 1.2) as a rollout engine: `trtllm.TrtllmEngine` with another worker.
+
+trainer's rank                                child (trtllm_child, trtllm_engine_worker)
+TrtllmBuiltEngine  -- start(config.json) ---> from_hugging_face, build, ModelRunner.from_engine: in memory
+   begin_update, buckets, finish_update ----> Refitter: names compared, staged by layout, refit_cuda_engine
+   generate, logprobs ----------------------> rows decoded together, a seed each; logprobs taken step by step
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aligner.config.trtllm_engine import NAME, check_window
+from aligner.engines.trtllm import TrtllmEngine
+from aligner.engines.trtllm_engine_api import version_row
+from aligner.engines.trtllm_worker_base import TENSORRT, Settings
+
+
+class TrtllmBuiltEngine(TrtllmEngine):
+    """`RolloutEngine`. See `TrtllmEngine`; the time the build takes is part of `engine.trtllm.start_timeout_s`."""
+
+    name, backend = NAME, TENSORRT
+    block = 1  # its KV cache is not paged
+    find_row = staticmethod(version_row)
+
+    def _settings(self, buffer: Any) -> Settings:
+        check_window(self.cfg, self.max_seq_len)
+        return super()._settings(buffer)

@@ -1,0 +1,76 @@
+"""What happens at each step of TensorRT-LLM's Python runtime: logprobs are taken, a token may be prescribed.
+
+The runtime calls a logits processor before it picks tokens and a stopping criterion after it. Its own logprobs are not
+used: what they are of depends on the sampler's kernel. Both are plain callables here; nothing of the package is needed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aligner.engines.native.sampler import cut_logits, cuts
+from aligner.engines.trtllm_worker_base import Abort
+from aligner.types import SamplingParams
+
+_NEVER = -1e30
+
+
+class Watch:
+    """A logits processor that takes logprobs of the picked tokens: of the distribution that `sampling` samples from,
+    and of the whole tempered one. `lengths`: of the prompts."""
+
+    def __init__(self, lengths: list[int], sampling: SamplingParams, vocab_size: int):
+        self.lengths, self.sampling, self.vocab_size = lengths, sampling, vocab_size
+        self._logits: Tensor | None = None  # of the step whose tokens are not known yet
+        self._full: list[Tensor] = []
+        self._cut: list[Tensor] = []
+
+    def __call__(self, step: int, ids: Tensor, scores: Tensor) -> Tensor:
+        """ids int [n, T], prompts and the tokens so far, right-padded; scores [n, V], returned as the object it is: the
+        engine writes the next step's into it, whatever is returned."""
+        if step:
+            self._note(ids, step - 1)
+        self._logits = scores[:, : self.vocab_size].float().clone()  # the sampler overwrites it
+        return scores
+
+    def _note(self, ids: Tensor, step: int) -> None:
+        at = torch.tensor(self.lengths, device=ids.device)[:, None] + step
+        # a row that has ended goes on with an id that is none
+        picked = ids.gather(1, at.clamp(max=ids.shape[1] - 1)).long().clamp(0, self.vocab_size - 1)
+        logits = self._logits / (self.sampling.temperature or 1.0)
+        chosen = logits.gather(1, picked)[:, 0]
+        self._full.append(chosen - logits.logsumexp(-1))
+        if cuts(self.sampling):
+            kept = cut_logits(logits, self.sampling)
+            self._cut.append(kept.gather(1, picked)[:, 0] - kept.logsumexp(-1))
+
+    def logprobs(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """float32 [n, steps] twice: of the sampled-from distribution, of the full one. `ids` as at the end."""
+        self._note(ids, len(self._full))
+        full = torch.stack(self._full, dim=1).cpu()
+        return (torch.stack(self._cut, dim=1).cpu() if self._cut else full), full
+
+
+class Prescribed(Watch):
+    """Makes the engine pick `wanted` int64 [n, steps], whatever it holds likely."""
+
+    def __init__(self, lengths: list[int], wanted: Tensor, sampling: SamplingParams, vocab_size: int):
+        super().__init__(lengths, sampling, vocab_size)
+        self.wanted = wanted
+
+    def __call__(self, step: int, ids: Tensor, scores: Tensor) -> Tensor:
+        super().__call__(step, ids, scores)
+        scores.fill_(_NEVER)
+        scores.scatter_(1, self.wanted[:, step, None].to(scores.device), 0.0)
+        return scores
+
+
+class Aborted:
+    """A stopping criterion that ends the rows in hand when the trainer asks for it."""
+
+    def __init__(self, aborted: Abort):
+        self.aborted = aborted
+
+    def __call__(self, step: int, ids: Tensor, scores: Tensor) -> bool:
+        return self.aborted.asked

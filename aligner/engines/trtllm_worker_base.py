@@ -1,0 +1,106 @@
+"""What the workers of both kinds of TensorRT-LLM engine share: the buffer of the transfer, and when weights count."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from aligner.engines.trtllm_buckets import MemoryFile, Slot, open_shared
+from aligner.errors import EngineError, RefitError
+from aligner.ops.checksum import tensor_checksum
+
+PYTORCH, TENSORRT = "pytorch", "tensorrt"  # Settings.backend
+KV_CACHE, WEIGHTS = "kv_cache", "model_weights"  # TensorRT-LLM's tags of those memories
+Progress = Callable[[int], None]
+Row = tuple[list[int], list[float] | None, int, list[float] | None]
+"""Tokens, logprobs (None where the engine gave none that can be used), finish reason, and logprobs of the whole
+tempered distribution where the worker computes them."""
+
+
+class Abort(Protocol):
+    """Lets requests go when it is asked to, while they run."""
+
+    asked: bool
+
+    def watching(self, futures: list) -> AbstractContextManager[None]: ...
+
+
+@dataclass
+class Settings:
+    """Everything a child needs to know; sent once."""
+
+    folder: str  # holds config.json and nothing else
+    vocab_size: int
+    dtype: str
+    max_seq_len: int
+    max_batch: int
+    kv_cache_bytes: int
+    sleep: bool
+    sleep_weights: bool
+    prefix_reuse: bool
+    cuda_graphs: bool
+    pad_id: int
+    checksums: bool
+    cuda: Any = None  # handle of the trainer's buffer, or:
+    fd: int = -1  # descriptor of a `MemoryFile` of `size` bytes
+    size: int = 0
+    backend: str = PYTORCH
+
+    @property
+    def max_num_tokens(self) -> int:
+        """In one forward."""
+        return max(8192, self.max_seq_len, self.max_batch)
+
+
+class BaseWorker:
+    """`whole`: the engine holds one complete set of weights."""
+
+    def __init__(self, settings: Settings):
+        self.settings, self.whole = settings, False
+        self._checksums: dict[str, int] = {}
+        self.buffer = self._buffer()
+
+    def _buffer(self) -> Tensor:
+        if self.settings.cuda is not None:
+            return open_shared(self.settings.cuda, torch.cuda.current_device())
+        return MemoryFile(self.settings.size, self.settings.fd).tensor()
+
+    def bucket(self, slots: list[Slot]) -> int:
+        """Its number of tensors, once they are no longer needed in the buffer."""
+        tensors = {slot.name: slot.view(self.buffer) for slot in slots}
+        if self.settings.checksums:
+            self._checksums |= {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+        self.take(tensors)
+        self._synchronize()
+        return len(slots)
+
+    def take(self, tensors: dict[str, Tensor]) -> None:
+        raise NotImplementedError
+
+    def checksums(self) -> dict[str, int]:
+        return self._checksums
+
+    def _synchronize(self) -> None:
+        if self.buffer.is_cuda:
+            torch.cuda.synchronize()
+
+    def _give_back(self) -> None:
+        """What this process has freed, to the trainer, which shares the device."""
+        gc.collect()
+        if self.buffer.is_cuda:
+            torch.cuda.empty_cache()
+
+    def _require(self) -> None:
+        if not self.whole:
+            raise RefitError("the engine holds no complete weights: an update was begun and has not been finished")
+
+    def _in_vocabulary(self, tokens: list[int]) -> None:
+        beyond = [t for t in tokens if not 0 <= t < self.settings.vocab_size]
+        if beyond:
+            raise EngineError(f"token {beyond[0]} was generated: the vocabulary has {self.settings.vocab_size}")

@@ -1,0 +1,3 @@
+from types import SimpleNamespace
+
+logger = SimpleNamespace(trt_logger="trt logger")

@@ -1,0 +1,85 @@
+"""The layout of TensorRT-LLM's parameters, against an independent forward from them and against a fresh loop."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.engines.trtllm_layout import layout
+from aligner.models.families import FAMILIES, expected_hf_shapes, family_table
+from aligner.models.hf_config import hf_config
+from tests.tiny import hf_weights
+
+sys.path.insert(0, str(Path(__file__).parent))
+from contract import MODELS, reference
+from trtllm_oracle import forward
+
+SERVED = ("llama", "llama3", "qwen2", "qwen3", "mistral")
+
+
+def placed(cfg, tensors: dict) -> dict:
+    """Each parameter of the layout, filled part by part; every entry once."""
+    out = {}
+    for target in layout(cfg).values():
+        out[target.name] = torch.full(target.shape, float("nan"), dtype=torch.float64)
+        for part in target.parts:
+            assert out[target.name][part.start : part.stop].isnan().all()
+            out[target.name][part.start : part.stop] = tensors[part.source]
+        assert not out[target.name].isnan().any()
+    return out
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_independent_forward_of_the_named_parameters_equals_transformers(name, tied):
+    """From Megatron's canonical tensors, by their Hugging Face names, to TensorRT-LLM's."""
+    cfg = replace(MODELS[name], tie_embeddings=tied, attention=MODELS["llama"].attention)
+    raw = json.loads(json.dumps(hf_config(cfg, bos_token_id=None, eos_token_id=None, pad_token_id=None)))
+    model = reference(cfg).double()
+    weights = placed(cfg, hf_weights(model))
+    tokens = torch.randint(0, cfg.vocab_size, (3, 17), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        wanted = model(tokens).logits
+    found = forward(weights, raw, tokens)
+    assert found.dtype is torch.float64
+    # transformers keeps rotary tables and norms in float32
+    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    assert wanted.abs().max() > 1
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_every_tensor_of_the_family_table_has_a_place(name):
+    cfg = MODELS[name]
+    sources = {hf for spec in family_table(cfg) for hf in spec.hf}
+    targets = layout(cfg).values()
+    assert {part.source for target in targets for part in target.parts} == sources
+    numbers = {name: torch.Size(shape).numel() for name, shape in expected_hf_shapes(cfg).items()}
+    held = sum(torch.Size(t.shape).numel() for t in targets)
+    assert held == sum(numbers.values()) + cfg.tie_embeddings * numbers["model.embed_tokens.weight"]
+
+
+def test_the_halves_of_the_mlp_by_name():
+    """GatedMLP applies the activation to fc: named the other way round, the forward would still run."""
+    targets = layout(MODELS["llama"])
+    at = "transformer.layers.1.mlp."
+    assert [p.source for p in targets[at + "fc.weight"].parts] == ["model.layers.1.mlp.gate_proj.weight"]
+    assert [p.source for p in targets[at + "gate.weight"].parts] == ["model.layers.1.mlp.up_proj.weight"]
+    qkv = targets["transformer.layers.1.attention.qkv.weight"]
+    assert [(p.source.split(".")[-2], p.start, p.stop) for p in qkv.parts] == [
+        ("q_proj", 0, 32),
+        ("k_proj", 32, 48),
+        ("v_proj", 48, 64),
+    ]
+
+
+def test_families_with_other_rows_have_no_layout():
+    from aligner.config.trtllm_engine import FAMILIES as SERVING
+    from aligner.config.trtllm_engine import REFUSED
+
+    assert set(SERVING) | set(REFUSED) == set(FAMILIES) and not set(SERVING) & set(REFUSED)
+    for name in ("qwen3_moe", "mixtral", "gemma3"):
+        with pytest.raises(KeyError):
+            layout(MODELS[name])
