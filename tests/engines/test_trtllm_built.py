@@ -11,6 +11,7 @@ from aligner.config.attention import AttentionConfig
 from aligner.engines.trtllm_steps import Watch
 from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
 from aligner.ops.checksum import tensor_checksum
+from aligner.refit.verify import staleness
 from aligner.types import STOP, SamplingParams
 from tests.tiny import hf_weights
 
@@ -124,6 +125,23 @@ def test_a_failed_refit_poisons_until_a_whole_one(monkeypatch, setting, value, t
     monkeypatch.delenv(f"FAKE_TRTLLM_{setting.upper()}")
     out = fill(engine, model, 3).generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(4))
     check_logprobs(model, PROMPTS, 1, out)
+
+
+def test_a_refit_without_effect_shows_in_the_logprobs(monkeypatch):
+    """Every call has returned True, the checksums are those of what was delivered; the sentinel asks for logprobs."""
+    old, new = reference(LLAMA), reference(LLAMA, 1)
+    engine = fill(make_built(LLAMA), old)
+    monkeypatch.setenv("FAKE_TRTLLM_STALE", "1")
+    fill(engine, new, 2)
+    assert dict(engine.checksums()) == {n: tensor_checksum(t) for n, t in hf_weights(new).items()}
+    tokens = torch.randint(0, 53, (3, 12), generator=torch.Generator().manual_seed(5))
+    found = engine.logprobs(tokens, torch.full((3,), 12))[:, 1:]
+    with torch.no_grad():
+        before, current = (
+            m(tokens[:, :-1]).logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0] for m in (old, new)
+        )
+    assert torch.allclose(found, before, atol=1e-4)
+    assert staleness(found.flatten(), current.flatten(), before.flatten())[0]
 
 
 def test_an_update_that_was_abandoned_leaves_nothing_behind():

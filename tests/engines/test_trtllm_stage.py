@@ -1,4 +1,4 @@
-"""Whole GRPO runs with `engine=trtllm` over the fake in its own process: chosen by config, refitted and verified."""
+"""Whole GRPO runs with TensorRT-LLM over the fake in its own process: chosen by config, refitted and verified."""
 
 import json
 import sys
@@ -54,6 +54,18 @@ def test_a_run_equals_that_of_the_native_engine(grpo, monkeypatch, tmp_path):
     assert len(updates) == 3
 
 
+def test_a_built_engine_serves_a_run(grpo, monkeypatch, tmp_path):
+    """Another sampler: other responses than the native engine's, the same numbers for them as the trainer's."""
+    use_fake(monkeypatch, version="1.2.1", log=str(tmp_path / "log"))
+    found = grpo("built", "trtllm_engine", "run.deterministic=false", "run.steps=2")
+    records = stages.records(found)
+    assert [r["refit/version"] for r in records] == [0, 1]
+    assert all(r["refit/sentinel_error"] < 1e-4 and r["mismatch/logprob_abs_max"] < 1e-3 for r in records)
+    assert abs(records[1]["refit/sentinel_progress"] - 1) < 2e-2
+    calls = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
+    assert calls.count("build") == 1 and calls.count("refit_cuda_engine") == 2
+
+
 def test_stale_weights_stop_the_run(grpo, monkeypatch):
     """The package reports success and has every tensor; what it computes with is old."""
     use_fake(monkeypatch, stale="1")
@@ -76,6 +88,12 @@ def test_what_a_version_cannot_do_is_refused_before_training(grpo, monkeypatch):
     use_fake(monkeypatch, version="1.3.0rc24")
     with pytest.raises(ConfigError, match=r"run.deterministic=True.*1\.3\.0rc24"):
         grpo("run", "trtllm")
+
+
+def test_what_a_built_engine_does_not_serve_is_refused_before_training(grpo, monkeypatch):
+    use_fake(monkeypatch, version="1.2.1")
+    with pytest.raises(ConfigError, match=r"run.deterministic=True: expected false with engine.name=trtllm_engine"):
+        grpo("run", "trtllm_engine")
 
 
 def test_without_the_package_one_line_names_the_extra(tiny_data, tiny_runs, tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""`aligner doctor engine=trtllm`: the table against what is installed."""
+"""`aligner doctor engine=trtllm` and `engine=trtllm_engine`: their tables against what is installed."""
 
 import ast
 import sys
@@ -9,15 +9,22 @@ import pytest
 from aligner.cluster.env import RankEnv
 from aligner.config.resolve import compose
 from aligner.config.trtllm import TrtllmConfig
-from aligner.engines import trtllm_api, trtllm_worker
-from aligner.engines.trtllm_sampling import sampling_arguments
+from aligner.engines import (
+    trtllm_api,
+    trtllm_engine_api,
+    trtllm_engine_build,
+    trtllm_engine_worker,
+    trtllm_worker,
+)
+from aligner.engines.trtllm_sampling import runner_arguments, sampling_arguments
 from aligner.errors import ConfigError
 from aligner.tools import doctor
 from aligner.tools.doctor_trtllm import trtllm_checks
 from aligner.types import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from trtllm_setup import forget_fake, other_python, use_fake
+from contract import LLAMA, fill, reference
+from trtllm_setup import forget_fake, make_built, other_python, use_fake
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +33,9 @@ def no_fake_left():
     forget_fake()
 
 
-def rows(**options) -> dict[str, tuple[str, list[str]]]:
+def rows(name="trtllm", **options) -> dict[str, tuple[str, list[str]]]:
     options = TrtllmConfig(start_timeout_s=60, **options)
-    return {name: (status, detail.splitlines()) for name, status, detail in trtllm_checks(options)}
+    return {check: (status, detail.splitlines()) for check, status, detail in trtllm_checks(options, name)}
 
 
 def test_present_missing_and_not_run(monkeypatch, tmp_path):
@@ -82,6 +89,85 @@ def test_what_is_missing_fails(monkeypatch):
         reload,
         *(f"{reload}({name})" for name in names),
     }
+
+
+def test_the_table_of_built_engines_has_all_that_the_child_uses(monkeypatch):
+    use_fake(monkeypatch, version="1.2.1")
+    row = trtllm_engine_api.version_row("1.2.1")
+    sources = [Path(module.__file__).read_text() for module in (trtllm_engine_worker, trtllm_engine_build)]
+    nodes = [node for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    nodes = [node for node in nodes if node.module.startswith("tensorrt_llm")]
+    imported = {f"{node.module}:{name.name}" for node in nodes for name in node.names}
+    known = (*row.symbols, *row.arguments)
+    assert len(imported) == 8 and not {s for s in imported if not any(k.startswith(s) for k in known)}
+    given = runner_arguments(SamplingParams(4, temperature=0.7, min_p=0.1, stop_token_ids=(3,)), [1, 2])
+    assert set(given) == set(row.arguments["tensorrt_llm.runtime:SamplingConfig"])
+
+
+def test_the_calls_give_what_the_table_lists(monkeypatch, tmp_path):
+    """By what the fake was given."""
+    use_fake(monkeypatch, version="1.2.1")
+    import tensorrt_llm.builder
+    import tensorrt_llm.runtime
+
+    given = {}
+
+    def spy(name, wrapped):
+        def call(*arguments, **kwargs):
+            given.setdefault(name, set()).update(kwargs)
+            return wrapped(*arguments, **kwargs)
+
+        return call
+
+    runner, config = tensorrt_llm.runtime.ModelRunner, tensorrt_llm.builder.BuildConfig
+    monkeypatch.setattr(runner, "generate", spy("tensorrt_llm.runtime:ModelRunner.generate", runner.generate))
+    wrapped = spy("tensorrt_llm.runtime:ModelRunner.from_engine", runner.from_engine)
+    monkeypatch.setattr(runner, "from_engine", wrapped)
+    monkeypatch.setattr(tensorrt_llm.builder, "BuildConfig", spy("tensorrt_llm.builder:BuildConfig", config))
+    engine = fill(make_built(LLAMA), reference(LLAMA))
+    engine.generate([[1]], [[0]], SamplingParams(2))
+    row = trtllm_engine_api.version_row("1.2.1")
+    assert given == {name: set(row.arguments[name]) for name in given} and len(given) == 3
+
+
+def test_built_engines_present_missing_and_not_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("FAKE_TRTLLM_VERSION", "1.2.1")
+    found = rows(name="trtllm_engine", python=str(other_python(tmp_path)))
+    assert found["trtllm"] == ("ok", ["1.2.1, compared with the table's 1.2"])
+    assert found["trtllm missing"] == ("ok", ["nothing"])
+    present = found["trtllm present"][1]
+    assert {"tensorrt:Refitter.refit_cuda_engine", "tensorrt_llm.plugin:PluginConfig(use_fused_mlp)"} <= set(present)
+    assert found["trtllm not run"] == ("warn", list(trtllm_engine_api.NOT_RUN))
+
+
+def test_built_engines_are_refused_where_the_builder_is_gone(monkeypatch, tmp_path):
+    monkeypatch.setenv("FAKE_TRTLLM_VERSION", "1.4.0rc1")
+    found = rows(name="trtllm_engine", python=str(other_python(tmp_path)))
+    assert found["trtllm"][0] == "fail" and "engine=trtllm runs on it" in found["trtllm"][1][0]
+
+
+def test_a_part_of_the_builder_that_is_missing_fails(monkeypatch):
+    use_fake(monkeypatch, version="1.2.1")
+    import tensorrt
+    import tensorrt_llm.plugin
+
+    monkeypatch.delattr(tensorrt.Refitter, "get_missing_weights")
+    monkeypatch.delitem(tensorrt_llm.plugin.PluginConfig.model_fields, "use_fused_mlp")
+    found = trtllm_api.compare(trtllm_engine_api.VERSIONS, trtllm_engine_api.NOT_RUN)
+    missing = {"tensorrt:Refitter.get_missing_weights", "tensorrt_llm.plugin:PluginConfig(use_fused_mlp)"}
+    assert set(found.missing) == missing
+
+
+def test_properties_of_older_configs_count():
+    class PluginConfig:
+        def __init__(self, dtype="float16"):
+            self._use_fused_mlp = True
+
+        @property
+        def use_fused_mlp(self):
+            return self._use_fused_mlp
+
+    assert trtllm_api.accepted(PluginConfig) == {"dtype", "use_fused_mlp"}
 
 
 @pytest.mark.parametrize("version", ["1.1.0", "1.2.1", "1.3.0rc24", "1.4.0rc1", "1.13.0"])
