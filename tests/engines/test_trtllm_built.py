@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from aligner.config.attention import AttentionConfig
+from aligner.engines.trtllm_engine_worker import EngineWorker
 from aligner.engines.trtllm_steps import Watch
+from aligner.engines.trtllm_worker_base import Settings
 from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
 from aligner.ops.checksum import tensor_checksum
 from aligner.refit.verify import staleness
@@ -198,6 +200,14 @@ def test_rows_are_taken_together_as_far_as_they_have_room(monkeypatch, tmp_path)
     pairs = zip(prompts, seeds_for(prompts), strict=True)
     alone = [responses(engine.generate([p], [s], SamplingParams(10)))[0] for p, s in pairs]
     assert responses(whole) == alone
+
+
+def test_the_prompts_of_a_chunk_go_through_one_forward():
+    worker = EngineWorker.__new__(EngineWorker)
+    worker.cfg, sizes = LLAMA, (53, "float32", 4096, 8, 1 << 40)
+    worker.settings = Settings("", *sizes, True, False, False, False, 0, True)
+    assert worker.settings.max_num_tokens == 8192
+    assert list(worker._chunks([3000] * 5 + [10] * 4, 9)) == [range(2), range(2, 4), range(4, 9)]
 
 
 def test_a_row_that_ends_early_beside_others():

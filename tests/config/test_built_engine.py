@@ -1,0 +1,54 @@
+"""`engine.name=trtllm_engine`: what it does not serve is refused from the config, before any GPU is touched."""
+
+from dataclasses import replace
+
+import pytest
+
+from aligner.config.attention import AttentionConfig
+from aligner.config.moe import MoeConfig
+from aligner.config.resolve import compose
+from aligner.config.validate import validate_model
+from aligner.errors import ConfigError
+from tests import tiny
+
+LLAMA = replace(tiny.LLAMA, max_position=4096)
+GRPO = ["stage=grpo", "engine=trtllm_engine", "data.max_prompt_tokens=40", "sampling.max_response_tokens=60"]
+GRPO += ["eval.max_response_tokens=20"]
+
+
+def refused(model, *more: str) -> str:
+    cfg = compose([*GRPO, "run.deterministic=false", *more])
+    with pytest.raises(ConfigError) as caught:
+        validate_model(cfg, model)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_families():
+    moe = replace(LLAMA, family="mixtral", moe=MoeConfig(4, 2, 48))
+    assert "model.family='mixtral': expected one of llama, mistral, qwen2, qwen3" in refused(moe)
+    gemma = replace(LLAMA, family="gemma3_text", qk_norm=True, attention=AttentionConfig(window=4))
+    assert "engine=trtllm and engine=native serve it" in refused(gemma)
+    for served in (LLAMA, replace(LLAMA, family="qwen2", qkv_bias=True), replace(LLAMA, family="qwen3", qk_norm=True)):
+        validate_model(compose([*GRPO, "run.deterministic=false"]), served)
+
+
+def test_windows_that_would_matter():
+    mistral = replace(LLAMA, family="mistral", attention=AttentionConfig(window=100))
+    validate_model(compose([*GRPO, "run.deterministic=false"]), mistral)
+    assert "model.attention.window=100: expected at least 101" in refused(mistral, "sampling.max_response_tokens=61")
+    assert "model.attention.window=100: expected at least 120" in refused(mistral, "engine.trtllm.max_seq_len=120")
+
+
+def test_runs_and_options():
+    with pytest.raises(ConfigError, match=r"run.deterministic=True: expected false.*picks kernels by timing"):
+        validate_model(compose([*GRPO, "run.deterministic=true"]), LLAMA)
+    for option, text in (
+        ("engine.tensor_parallel=2", "engine.tensor_parallel=2: expected 1 with engine.name=trtllm_engine"),
+        ("engine.trtllm.cuda_graphs=true", "engine.trtllm.cuda_graphs=True: expected false"),
+        ("engine.trtllm.sleep_weights=true", "engine.trtllm.sleep_weights=True: expected false"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            compose([*GRPO, option])
+    # a stage without an engine asks nothing of it
+    validate_model(compose(["stage=sft", "engine=trtllm_engine", "run.deterministic=true"]), LLAMA)
