@@ -163,7 +163,7 @@ class UpdateLedger:
         missing = [name for name in self.expected if name not in self._seen and name not in wrong]
         faults = ({"missing": missing} if missing else {}) | self._faults
         if faults:
-            told = "; ".join(f"{kind}: {_some(names)}" for kind, names in faults.items())
+            told = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items())
             raise RefitError(f"update to weight version {pending} is not usable: {told}")
         if commit is not None:
             commit()
@@ -181,6 +181,7 @@ class UpdateLedger:
             )
 
 
-def _some(names: list[str], limit: int = 8) -> str:
+def listed(names: Sequence[str], limit: int = 8) -> str:
+    """For a message: the first of them, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from aligner.engines.base import listed
 from aligner.engines.trtllm_layout import Target
 from aligner.engines.trtllm_worker_base import Settings
 from aligner.errors import EngineError
@@ -106,6 +107,5 @@ def _same_parameters(parameters: Mapping[str, Any], targets: Mapping[str, Target
         if found.get(name) != wanted.get(name)
     ]
     if wrong:
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise EngineError(f"TensorRT-LLM's model has other parameters: {', '.join(wrong[:8])}{more}")
+        raise EngineError(f"TensorRT-LLM's model has other parameters: {listed(wrong)}")
     return constants

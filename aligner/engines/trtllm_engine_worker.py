@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.engines.base import listed
 from aligner.engines.trtllm_engine_api import version_row
 from aligner.engines.trtllm_engine_build import build_runner
 from aligner.engines.trtllm_layout import Part, Target, layout
@@ -66,7 +67,7 @@ class EngineWorker(BaseWorker):
         missing, extra = sorted(set(self.layout) - found), sorted(found - set(self.layout))
         if missing or extra:
             self.refitter = None
-            told = [f"{word} {_some(names)}" for word, names in (("lacks", missing), ("also", extra)) if names]
+            told = [f"{word} {listed(names)}" for word, names in (("lacks", missing), ("also", extra)) if names]
             raise RefitError(
                 f"the engine's parameters are not those of model.family={self.cfg.family}: {what} {len(found)}, "
                 f"{len(self.layout)} are delivered; {'; '.join(told)}"
@@ -99,7 +100,7 @@ class EngineWorker(BaseWorker):
         refitter, self.refitter = self.refitter, None
         missing = refitter.get_missing_weights()
         if missing:
-            raise RefitError(f"TensorRT has combined parameters and lacks {_some(sorted(missing))}")
+            raise RefitError(f"TensorRT has combined parameters and lacks {listed(sorted(missing))}")
         self._synchronize()
         if not refitter.refit_cuda_engine():
             raise RefitError("refit_cuda_engine failed: what the engine holds is unknown")
@@ -139,7 +140,9 @@ class EngineWorker(BaseWorker):
     def _chunks(self, lengths: list[int], new: int) -> Iterator[range]:
         """Neighbouring rows whose keys and values (for the longest row of them) and prompt tokens have room."""
         cfg = self.cfg
-        position = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.kv_channels * self.staged_itemsize
+        position = (
+            2 * cfg.num_layers * cfg.num_kv_heads * cfg.kv_channels * getattr(torch, self.settings.dtype).itemsize
+        )
         start = longest = tokens = 0
         for i, n in enumerate(lengths):
             longest, tokens, rows = max(longest, n), tokens + n, i + 1 - start
@@ -149,10 +152,6 @@ class EngineWorker(BaseWorker):
                 start, longest, tokens = i, n, n
         if lengths:
             yield range(start, len(lengths))
-
-    @property
-    def staged_itemsize(self) -> int:
-        return getattr(torch, self.settings.dtype).itemsize
 
     def _decode(
         self, prompts: list[list[int]], seeds: Iterable[int], sampling: SamplingParams, aborted: Abort
@@ -222,8 +221,3 @@ class EngineWorker(BaseWorker):
 
     def close(self) -> None:
         del self.runner, self.engine, self.refitter
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
