@@ -138,6 +138,7 @@ class TrainBatch(TensorBatch):
     values: Tensor | None = None
     token_weights: Tensor | None = None  # factors of the policy loss; denominators do not know them
     rollout_logprobs: Tensor | None = None  # by the engine (dppo)
+    response_mask: Tensor | None = None  # set where old_logprobs are None: those the update finds are to be compared
     chosen: Tensor | None = None  # float32 [B, T] 1 on tokens chosen by covariance (clip_cov, kl_cov)
     row_keys: Tensor | None = None  # int64 [B] >= 0, a hash of rollout, epoch and sample, for random choices
     labels: Tensor | None = None  # float32 [B] or [B, K]: reward-model margins or attribute scores

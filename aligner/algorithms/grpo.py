@@ -8,7 +8,9 @@ from __future__ import annotations
 from aligner.algorithms.advantages import group_advantages
 from aligner.algorithms.first_step import FirstStepChecks
 from aligner.algorithms.losses import policy_loss
+from aligner.config.passes import old_logprobs_in_update
 from aligner.config.schema import Config
+from aligner.ops.mismatch import finish_mismatch
 from aligner.ops.seeds import derive
 from aligner.roles.policy import Policy, Reference
 from aligner.rollout.balance import Balancer
@@ -34,13 +36,15 @@ def grpo(
     limit = cfg.sampling.max_response_tokens
     checks = FirstStepChecks(cfg.debug.first_step_checks)
     balancer = Balancer(policy.model.cfg, group, cfg.batch.balance)
+    find_old = not old_logprobs_in_update(cfg)
     for step in run.steps():
         rollout, metrics, scores = rollouts.next(step)
         if cfg.debug.shuffle_rewards:
             shuffle_within_groups(rollout, scores, derive(cfg.seed, step))
 
         with run.timers("logprobs"):
-            rollout.old_logprobs = policy.logprobs(rollout)
+            if find_old:
+                rollout.old_logprobs = policy.logprobs(rollout)
             if reference:
                 rollout.ref_logprobs = reference.logprobs(rollout)
 
@@ -49,7 +53,8 @@ def grpo(
             set_token_rewards(rollout, cfg.algorithm, kl.coef, limit)
             rollout.advantages = group_advantages(rollout, scores, cfg, group)
             metrics |= rollout_metrics(rollout, scores, group)
-            check_mismatch(metrics, rollout, cfg.mismatch)
+            if find_old:
+                check_mismatch(metrics, rollout, cfg.mismatch)
             checks.before_update(rollout, policy, reference)
 
         stats = []
@@ -60,7 +65,9 @@ def grpo(
                     stats.append(policy.update(minibatch, loss))
                 checks.after_update(stats[-1], policy.model.dtype)
 
-        metrics |= average(stats) | balancer.metrics() | {"kl/coef": kl.coef}
+        metrics |= finish_mismatch(average(stats)) | balancer.metrics() | {"kl/coef": kl.coef}
+        if not find_old:
+            check_mismatch(metrics, rollout, cfg.mismatch)
         if reference:
             kl.update(metrics[kl.metric], samples)
         shown = sample_rows(rollout, cfg.logging.samples_shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from aligner.ops.policy_loss import POLICY_LOSSES
 from aligner.ops.reward_loss import bradley_terry, regression
 from aligner.ops.value_loss import clipped_value_loss
 from aligner.roles.policy import TokenOutputs
+from aligner.rollout.statistics import trainer_sums
 from aligner.types import LossOutput, TrainBatch
 
 
@@ -40,6 +42,9 @@ def policy_loss(
 ) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
     """The configured policy loss, plus KL in the loss and minus the entropy bonus where configured.
 
+    Without old_logprobs those of this pass are the old ones: the ratio is 1, its gradient is not, and the metrics that
+    compare them with the engine's and the reference's come from here.
+
     What is of the whole minibatch, over all ranks of `group`, is computed here, before it is cut into micro-batches:
     the denominator, and for clip_cov and kl_cov the tokens, which are noted in `minibatch.chosen`.
     """
@@ -50,6 +55,10 @@ def policy_loss(
 
     def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:
         mask = batch.loss_mask
+        means, maxima = {}, {}
+        if batch.old_logprobs is None:
+            batch = replace(batch, old_logprobs=out.logprobs.detach())
+            means, maxima = trainer_sums(batch, batch.old_logprobs)
         term = POLICY_LOSSES[cfg.policy_loss](out.logprobs, batch, cfg)
         # engine against trainer: weighs tokens, and the denominators do not know it
         weighed = term.per_token if batch.token_weights is None else term.per_token * batch.token_weights
@@ -61,7 +70,8 @@ def policy_loss(
             value = value + kl_coef * mean(kl, mask)
         if cfg.entropy_coef:
             value = value - cfg.entropy_coef * mean(out.entropy, mask)
-        return LossOutput(value, _policy_means(out, term, batch), {"policy/ratio_max": (term.ratio * mask).max()})
+        maxima |= {"policy/ratio_max": (term.ratio * mask).max()}
+        return LossOutput(value, means | _policy_means(out, term, batch), maxima)
 
     return loss
 

@@ -350,6 +350,7 @@ class AlgorithmConfig:
     group_eps: float = 1e-6  # beside the group's std: grpo, gdpo, pass_at_k. TRL: 1e-4, OpenRLHF: 1e-9
     pass_at_k_std: bool = False  # divide by the group's std
     policy_loss: str = "ppo"  # POLICY_LOSSES
+    old_logprobs: str = "auto"  # auto: by the update's own forward pass where that is enough; recompute: by another
     aggregation: str = "token_mean"
     clip_low: float = 0.2  # of the ratio; gspo: of the sequence's, 3e-4; gmpo: of the log-ratio, 0.4
     clip_high: float = 0.2
@@ -374,6 +375,7 @@ class AlgorithmConfig:
         _one_of("algorithm.advantage", self.advantage, ("gae", *GROUP_BASELINES, *OTHER_BASELINES))
         _at_least("algorithm.group_eps", self.group_eps, 0)
         _one_of("algorithm.policy_loss", self.policy_loss, POLICY_LOSSES)
+        _one_of("algorithm.old_logprobs", self.old_logprobs, ("auto", "recompute"))
         _one_of(
             "algorithm.aggregation",
             self.aggregation,

@@ -317,7 +317,8 @@ class ShardedModel:
 
 
 def reduce_outputs(outputs: list[LossOutput], group: dist.ProcessGroup) -> ScalarMetrics:
-    """Means as sum of numerators over sum of denominators, maxima by max, over micro-batches and `group`."""
+    """Means as sum of numerators over sum of denominators (0/0 is NaN), maxima by max, over micro-batches and
+    `group`."""
     means, maxima = list(outputs[0].means), list(outputs[0].maxima)
     rows = [
         [out.loss.detach().float()] + [part.detach().float() for n in means for part in out.means[n]] for out in outputs
@@ -335,7 +336,7 @@ def reduce_outputs(outputs: list[LossOutput], group: dist.ProcessGroup) -> Scala
     values = sums.tolist()  # the one host-device sync of an optimizer step
     result = {"loss": values[0]}
     for i, name in enumerate(means):
-        result[name] = values[1 + 2 * i] / values[2 + 2 * i] if values[2 + 2 * i] else 0.0
+        result[name] = values[1 + 2 * i] / values[2 + 2 * i] if values[2 + 2 * i] else math.nan
     if tops is not None:
         result |= dict(zip(maxima, tops.tolist(), strict=True))
     return result

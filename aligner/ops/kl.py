@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0  # |log ratio| before exp; e^20 is still far from the limits of float32
@@ -34,6 +35,22 @@ def _plain(d: Tensor, estimator: str) -> Tensor:
     assert estimator == "k3", f"KL estimator {estimator!r}"
     d = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return ((-d).expm1() + d).clamp(-K3_LIMIT, K3_LIMIT)
+
+
+@torch.no_grad()
+def reference_kl_sums(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Numerators and denominators (`LossOutput.means`) of KL(policy || reference) over the tokens in mask, all [B, T]:
+    `kl/ref_k1` and `kl/ref_k3` by token; by sequence with tokens the mean and the sum of k1 over its tokens."""
+    on = mask.bool()
+    d = torch.where(on, (logprobs.double() - ref_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), 0.0)
+    k3 = torch.where(on, torch.exp(-d) - 1 + d, 0.0)
+    tokens, rows = on.sum(1), on.any(1).sum()
+    return {
+        "kl/ref_k1": (d.sum(), tokens.sum()),
+        "kl/ref_k3": (k3.sum(), tokens.sum()),
+        "kl/ref_k1_sequence_mean": ((d.sum(1) / tokens.clamp_min(1)).sum(), rows),
+        "kl/ref_k1_sequence_sum": (d.sum(), rows),
+    }
 
 
 def adapt_kl_coef(coef: float, kl: float, target: float, samples: int, horizon: int) -> float:

@@ -22,7 +22,6 @@ def mismatch_sums(
     rollout_logprobs: Tensor,
     mask: Tensor,
     current_logprobs: Tensor | None = None,
-    sampled_logprobs: Tensor | None = None,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """(means, maxima) as in `LossOutput`: sum numerators and denominators over ranks and divide, take the maxima, then
     `finish_mismatch`.
@@ -35,9 +34,7 @@ def mismatch_sums(
 
     old_logprobs are by the trainer with the weights the engine had. Where the policy is ahead of those,
     `current_logprobs` are its own: `staleness/logprob_abs_mean` and `staleness/kl` (k3 of KL(old || current)) keep that
-    apart from the mismatch; None says it is not ahead. `sampled_logprobs`: the engine's, of the distribution that was
-    sampled from where top-p, top-k or min-p cut; `mismatch/cut_logprob_mean` = mean of those minus the full ones, that
-    is -log of the probability kept.
+    apart from the mismatch; None says it is not ahead.
     """
     on = mask.bool()
     old, rollout = old_logprobs.float(), rollout_logprobs.float()
@@ -57,10 +54,17 @@ def mismatch_sums(
         "staleness/kl": total(kl_estimate(old, current, "k3")),
     }
     means |= {f"mismatch/moment_{k}": total(x) for k, x in zip(MOMENTS, (p, q, p * p, q * q, p * q), strict=True)}
-    if sampled_logprobs is not None:
-        means["mismatch/cut_logprob_mean"] = total(sampled_logprobs.float() - rollout)
     biggest = size.max() if size.numel() else torch.zeros((), device=size.device)
     return means, {"mismatch/logprob_abs_max": biggest}
+
+
+@torch.no_grad()
+def cut_sums(rollout_logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """`mismatch/cut_logprob_mean`: of the engine's logprobs in the distribution that was sampled from, where top-p,
+    top-k or min-p cut, minus those in the full one; that is -log of the probability kept. All [B, T]."""
+    on = mask.bool()
+    kept = torch.where(on, sampled_logprobs.double() - rollout_logprobs.double(), 0.0)
+    return {"mismatch/cut_logprob_mean": (kept.sum(), on.sum().double())}
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from math import ceil
 from pathlib import Path
 
 from aligner.config.attention import AttentionConfig
+from aligner.config.passes import old_logprobs_in_update
 from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig
 from aligner.config.validate import evaluation_functions, minibatch_samples
 from aligner.errors import ConfigError
@@ -85,6 +86,7 @@ class Job:
     logits_bytes: float = 1 << 30
     bucket_bytes: float = 256 << 20
     offload: tuple[str, ...] = ()  # memory.offload
+    old_in_update: bool = False  # `config.passes.old_logprobs_in_update`
     sleeps: bool = True  # the KV cache is given back while others work
 
     @property
@@ -191,6 +193,7 @@ def job_of(
         logits_bytes=b.logits_bytes,
         bucket_bytes=cfg.refit.bucket_bytes,
         offload=tuple(cfg.memory.offload),
+        old_in_update=old_logprobs_in_update(cfg),
         sleeps=cfg.memory.sleep != "never",
     )
 

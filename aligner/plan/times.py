@@ -226,7 +226,9 @@ def plan_times(job: Job, device: Device, assumed: Assumptions) -> dict[str, Phas
         scorers = [part for part in job.parts if part.name == "reward"]
         if scorers:
             phases["score"] = forward_phase(job, scorers, machine)
-        phases["logprobs"] = forward_phase(job, [p for p in job.parts if p.name != "reward"], machine)
+        asked = [p for p in job.parts if p.name != "reward" and not (p is job.policy and job.old_in_update)]
+        if asked:
+            phases["logprobs"] = forward_phase(job, asked, machine)
     if any(part.trained for part in job.parts):
         phases["update"] = update_phase(job, machine)
     return phases

@@ -103,6 +103,7 @@ def minibatches(
             values=part.values,
             token_weights=part.token_weights,
             rollout_logprobs=part.rollout_logprobs,
+            response_mask=part.response_mask if part.old_logprobs is None else None,
             row_keys=keys[rows],
         )
         yield balancer(mine)
@@ -126,13 +127,13 @@ def sample_rows(rollout: RolloutBatch, n: int) -> list[SampleRow]:
 
 
 def average(stats: Sequence[ScalarMetrics]) -> ScalarMetrics:
-    """Metrics of several minibatches as one: the mean, or the largest of those named `*_max`."""
-    if not stats:
-        return {}
-    return {
-        name: max(s[name] for s in stats) if name.endswith("_max") else sum(s[name] for s in stats) / len(stats)
-        for name in stats[0]
-    }
+    """Metrics of several minibatches as one: the mean of those that have one (not NaN), or the largest of those named
+    `*_max`."""
+    found = {}
+    for name in stats[0] if stats else ():
+        values = [s[name] for s in stats if not math.isnan(s[name])] or [math.nan]
+        found[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return found
 
 
 def total_tokens(rollout: RolloutBatch, group: dist.ProcessGroup) -> float:

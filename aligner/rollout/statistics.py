@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.ops.advantages import count_degenerate
-from aligner.ops.mismatch import correction_sums, finish_mismatch, mismatch_sums
+from aligner.ops.kl import reference_kl_sums
+from aligner.ops.mismatch import correction_sums, cut_sums, finish_mismatch, mismatch_sums
 from aligner.ops.value_loss import explained_variance, explained_variance_sums
 from aligner.rewards.composite import Scores, finish_metrics
-from aligner.types import RolloutBatch, ScalarMetrics
+from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
 
 
 def reduce_metrics(
@@ -36,21 +37,21 @@ def reduce_metrics(
 def rollout_metrics(rollout: RolloutBatch, scores: Scores, group: dist.ProcessGroup) -> ScalarMetrics:
     """reward/*, response/*, advantage/*, mismatch/* and, with a reference, kl/ref_* of a whole rollout.
 
-    Needs old_logprobs and loss_mask to be set; advantage/* only where there are advantages.
+    Needs loss_mask to be set. advantage/* only where there are advantages; mismatch/* of the trainer and kl/ref_* only
+    where there are old_logprobs, else the policy's update has them.
     """
     count, tokens = float(len(rollout.lengths)), rollout.response_mask.sum(1)
     degenerate, groups = count_degenerate(rollout.rewards.nan_to_num(), rollout.group, rollout.valid)
-    assert rollout.old_logprobs is not None and rollout.loss_mask is not None
+    assert rollout.loss_mask is not None
     on = rollout.loss_mask.bool()
     n = float(on.sum())
-    means, maxima = mismatch_sums(
-        rollout.old_logprobs,
-        rollout.rollout_logprobs,
-        rollout.response_mask,
-        sampled_logprobs=rollout.sampled_logprobs,
-    )
+    means, maxima = {}, {}
+    if rollout.old_logprobs is not None:
+        means, maxima = trainer_sums(rollout, rollout.old_logprobs)
+    if rollout.sampled_logprobs is not None:
+        means |= cut_sums(rollout.rollout_logprobs, rollout.sampled_logprobs, rollout.response_mask)
     means |= correction_sums(rollout.response_mask, rollout.token_weights, rollout.rejected)
-    means = dict(means) | scores.metric_sums()
+    means |= scores.metric_sums()
     if len(rollout.lengths) > groups:  # with one sample for each prompt nothing is compared, so nothing degenerate
         means["reward/degenerate_groups"] = (degenerate, groups)
     means |= {
@@ -61,24 +62,18 @@ def rollout_metrics(rollout: RolloutBatch, scores: Scores, group: dist.ProcessGr
     if rollout.advantages is not None:
         advantage = rollout.advantages.double()[on]
         means |= {"advantage/mean": (advantage.sum(), n), "advantage/mean_square": (advantage.square().sum(), n)}
-    if rollout.ref_logprobs is not None:
-        means |= _kl_sums(rollout.old_logprobs - rollout.ref_logprobs, on)
     maxima = {name: float(v) for name, v in maxima.items()} | scores.metric_maxima()
     maxima["response/tokens_max"] = float(tokens.max()) if len(tokens) else 0.0
     return finish_mismatch(finish_metrics(reduce_metrics(means, maxima, group)))
 
 
-def _kl_sums(d: Tensor, on: Tensor) -> dict[str, tuple[float, float]]:
-    """Means over tokens of k1 and k3, and over sequences of k1's mean and sum over their tokens."""
-    d = torch.where(on, d.double().clamp(-20, 20), 0.0)
-    k3 = torch.where(on, torch.exp(-d) - 1 + d, 0.0)
-    tokens, n, rows = on.sum(1), float(on.sum()), float(on.any(1).sum())
-    return {
-        "kl/ref_k1": (float(d.sum()), n),
-        "kl/ref_k3": (float(k3.sum()), n),
-        "kl/ref_k1_sequence_mean": (float((d.sum(1) / tokens.clamp_min(1)).sum()), rows),
-        "kl/ref_k1_sequence_sum": (float(d.sum()), rows),
-    }
+def trainer_sums(batch: RolloutBatch | TrainBatch, old_logprobs: Tensor) -> tuple[dict, dict]:
+    """(means, maxima) as in `LossOutput` of what the policy's logprobs before the update say: mismatch/* and, with a
+    reference, kl/ref_*."""
+    means, maxima = mismatch_sums(old_logprobs, batch.rollout_logprobs, batch.response_mask)
+    if batch.ref_logprobs is not None:
+        means |= reference_kl_sums(old_logprobs, batch.ref_logprobs, batch.loss_mask)
+    return means, maxima
 
 
 def value_metrics(rollout: RolloutBatch, group: dist.ProcessGroup) -> ScalarMetrics:

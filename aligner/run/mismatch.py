@@ -18,6 +18,8 @@ def correct_mismatch(rollout: RolloutBatch, config: MismatchConfig) -> None:
     """Apply `mismatch.correction`: set `token_weights` (TIS, IcePop), or `rejected` and make those samples invalid
     (geometric mask, veto). After the logprobs and before token rewards and advantages: a rejected sample may be part
     of no baseline, std, loss or denominator."""
+    if config.methods == ["none"]:
+        return
     assert rollout.old_logprobs is not None
     log_ratio, mask = rollout.old_logprobs - rollout.rollout_logprobs, rollout.response_mask
     for name in config.methods:
