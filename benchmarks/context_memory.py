@@ -9,7 +9,6 @@ the formula; then applies the formula to one row of 131,072 tokens in the 8B sha
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +85,7 @@ def main(arguments: list[str]) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from benchmarks.common import write_json
     from tests.ranks import Ranks
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.context_memory", description=__doc__.splitlines()[0])
@@ -115,8 +115,7 @@ def main(arguments: list[str]) -> int:
         other = f"{two.total / 2**30:.1f}" if EIGHT_B.num_kv_heads % context == 0 else "heads do not divide"
         table.add_row(str(context), f"{one.total / 2**30:.1f}", f"{one.gathered / 2**30:.1f}", other)
     Console(width=110).print(table)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, {"rows": found})
     return 0
 
 

@@ -11,8 +11,6 @@ into the budget are left out and named; so are shapes that `aligner plan` says t
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import time
@@ -30,6 +28,7 @@ from aligner.plan.job import Engine, Job, Part, Rows
 from aligner.plan.memory import plan_memory
 from aligner.plan.prediction import predict
 from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, kv_bytes, parameters
+from benchmarks.common import Copy, Products, median_seconds, seconds, write_json
 
 if TYPE_CHECKING:  # the other one imports Megatron, which takes seconds
     from aligner.types import TrainBatch
@@ -116,36 +115,14 @@ class Report:
     left_out: list[str] = field(default_factory=list)
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def seconds(action: Callable[[], object], device: torch.device) -> float:
-    wait(device)
-    start = time.perf_counter()
-    action()
-    wait(device)
-    return time.perf_counter() - start
-
-
-def median_seconds(action: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """After one run that warms caches and buffers."""
-    action()
-    return statistics.median(seconds(action, device) for _ in range(repeats))
-
-
 def measure_machine(device: torch.device, small: bool) -> Machine:
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads"
     sheet = next((d for key, d in DEVICES.items() if key in name.lower()), None)
     n, size = (256, 1 << 20) if small else (8192, 4 << 30)
-    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    products = median_seconds(lambda: a @ b, device, 10)
-    copies = median_seconds(lambda: target.copy_(source), device, 10)
-    return Machine(device, name, sheet, 2 * size / copies, 2 * n**3 / products)
+    products, copy = Products([(n, n, n)], torch.bfloat16, device), Copy(2 * size, device)
+    matrix_rate = products.operations / median_seconds(products, device, 10)
+    return Machine(device, name, sheet, copy.moved / median_seconds(copy, device, 10), matrix_rate)
 
 
 def job_for(cfg: ModelConfig, size: Size, micro_tokens: int, element: int) -> Job:
@@ -345,11 +322,8 @@ def main(arguments: list[str]) -> int:
         missed += show(name, reports[name])
         torch.cuda.empty_cache()
     print(f"goals missed: {', '.join(missed) or 'none'}")
-    if options.json:
-        about = {"torch": torch.__version__, "python": platform.python_version(), "device": machine.name}
-        about |= {"matrix_rate": machine.matrix_rate, "copy_rate": machine.copy_rate}
-        found = {name: vars(report) for name, report in reports.items()}
-        options.json.write_text(json.dumps({"about": about, "shapes": found}, indent=1) + "\n", encoding="utf-8")
+    rates = {"matrix_rate": machine.matrix_rate, "copy_rate": machine.copy_rate}
+    write_json(options.json, {"shapes": {name: vars(report) for name, report in reports.items()}}, **rates)
     return int(any(report.left_out for report in reports.values()))
 
 

@@ -12,7 +12,6 @@ rates measured between its steps. Rates are then what can be reached, so predict
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from aligner.plan.job import Engine, Job, Part, Rows
 from aligner.plan.prediction import predict
 from aligner.plan.shapes import Grid
 from aligner.plan.times import plan_times
+from benchmarks.common import write_json
 
 GRAPHS = {"launches": False, "padded": False, "resident": False, "kv_bytes": 30e9}
 
@@ -147,6 +147,7 @@ def here(rounds: int = 5) -> list[dict]:
 
     from aligner.megatron.groups import init_distributed
     from benchmarks import gpu
+    from benchmarks.common import Copy, Products, seconds
     from benchmarks.gpu_bench import Bench
 
     torch.set_num_threads(1)
@@ -155,14 +156,10 @@ def here(rounds: int = 5) -> list[dict]:
     bench = Bench(HERE, size, size.micro_tokens[0], machine, torch.float32)
     job = gpu.job_for(HERE, size, size.micro_tokens[0], 4)
     best = Assumptions(matrix=1, experts=1, memory_bandwidth=1, link=1, message_s=0, layer_s=0)
-    x, w = torch.randn(768, 384), torch.randn(1152, 384)
-    source = torch.zeros(1 << 26, dtype=torch.uint8)
-    target = torch.empty_like(source)
+    products, copies = Products([(768, 1152, 384)] * 20, torch.float32, machine.device), Copy(1 << 29, machine.device)
 
     def rates() -> tuple[float, float]:
-        products = gpu.seconds(lambda: [torch.nn.functional.linear(x, w) for _ in range(20)], machine.device)
-        copies = gpu.seconds(lambda: [target.copy_(source) for _ in range(4)], machine.device)
-        return 20 * 2 * 768 * 384 * 1152 / products, 4 * 2 * len(source) / copies
+        return products.operations / seconds(products, machine.device), copies.moved / seconds(copies, machine.device)
 
     measured: dict[str, list[tuple[float, float]]] = {}
     for number in range(rounds + 1):
@@ -195,16 +192,14 @@ def main(arguments: list[str]) -> int:
         print(f"{'phase':<12}{'measured s':>12}{'formula s':>12}{'measured over formula':>24}")
         for row in rows:
             print(f"{row['phase']:<12}{row['measured_s']:12.3f}{row['predicted_s']:12.3f}{row['ratio']:24.2f}")
-        if options.json:
-            options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, {"rows": rows})
         return 0
     found = [compare(case) for case in published()]
     print(f"{'case':<24}{'published s':>12}{'predicted s':>12}{'error':>8}   phases")
     for row in found:
         phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["phases_s"].items())
         print(f"{row['case']:<24}{row['published_s']:12.1f}{row['predicted_s']:12.1f}{row['error']:8.0%}   {phases}")
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, {"rows": found})
     return 0
 
 

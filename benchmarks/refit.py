@@ -11,7 +11,6 @@ refit in which every rank holds what its engine needs takes more than twice the 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -110,6 +109,7 @@ def main(arguments: list[str]) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from benchmarks.common import write_json
     from tests.ranks import Ranks
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.refit", description=__doc__.splitlines()[0])
@@ -134,8 +134,7 @@ def main(arguments: list[str]) -> int:
         cells = [f"{r['bytes'] / 1e6:.1f}", f"{r['wire_bytes'] / 1e6:.1f}", f"{1e3 * r['seconds']:.1f}"]
         table.add_row(r["model"], r["layouts"], *cells, f"{r['gb_per_s']:.2f}", f"{r['ratio']:.2f}{mark}")
     Console(width=110).print(table)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, {"rows": found})
     return int(any(r["same"] and r["ratio"] > LIMIT for r in found))
 
 

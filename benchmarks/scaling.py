@@ -11,8 +11,6 @@ one step, measured and by the formulas of `aligner plan`.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import time
@@ -90,6 +88,7 @@ def formula_bytes(parallel: ParallelConfig, world: int, stage: int) -> float:
 
 
 def main(arguments: list[str]) -> int:
+    from benchmarks.common import write_json
     from tests.ranks import Ranks
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__.splitlines()[0])
@@ -126,11 +125,7 @@ def main(arguments: list[str]) -> int:
             f"{row['case']:<16}{row['cpu_s']:8.3f}{row['cpu_ratio']:15.2f}{row['wall_s']:8.3f}"
             f"{row['bytes'] / 2**20:12.2f}{row['formula_bytes'] / 2**20:9.2f}{error}"
         )
-    if options.json:
-        import torch
-
-        about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
-        options.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, {"rows": rows})
     return 0
 
 

@@ -10,8 +10,6 @@ model's own layers; operations are 6 x parameters of the matrices x tokens (atte
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import time
@@ -27,6 +25,8 @@ from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import random_source
 from aligner.roles.policy import Policy
 from aligner.types import TrainBatch
+from benchmarks.common import Products, write_json
+from benchmarks.common import seconds as seconds_of
 
 # name -> model, rows, longest row
 SHAPES = {
@@ -57,15 +57,6 @@ def rows(vocab_size: int, count: int, longest: int) -> TrainBatch:
     return TrainBatch(tokens * (torch.arange(longest)[None] < lengths[:, None]), lengths, mask)
 
 
-def matrix_rate(shapes: list[tuple[int, int]], tokens: int) -> float:
-    """Operations per second of x W^T over the layers' own shapes."""
-    pairs = [(torch.randn(tokens, k), torch.randn(n, k)) for n, k in shapes]
-    start = time.perf_counter()
-    for x, w in pairs:
-        torch.nn.functional.linear(x, w)
-    return sum(2 * tokens * n * k for n, k in shapes) / (time.perf_counter() - start)
-
-
 def measure(name: str, steps: int) -> dict:
     cfg, count, longest = SHAPES[name]
     batch = BatchConfig(micro_batch_samples=count)
@@ -76,16 +67,17 @@ def measure(name: str, steps: int) -> dict:
     policy, data = Policy(model, batch), rows(cfg.vocab_size, count, longest)
     shapes = [tuple(p.shape) for n, p in model.module.named_parameters() if p.dim() == 2]
     tokens = int(data.lengths.sum())
-    operations = 6 * tokens * sum(n * k for n, k in shapes)
+    products = Products([(tokens, n, k) for n, k in shapes], torch.float32, model.device)
     seconds, rates = [], []
     for step in range(steps + 2):
         start = time.perf_counter()
         policy.update(data, sft_loss(data, layout.pgs.dp))
-        took, rate = time.perf_counter() - start, matrix_rate(shapes, tokens)
+        took = time.perf_counter() - start
+        rate = products.operations / seconds_of(products, model.device)
         if step >= 2:  # the first steps make buffers
             seconds.append(took)
             rates.append(rate)
-    shares = [operations / rate / took for took, rate in zip(seconds, rates, strict=True)]
+    shares = [3 * products.operations / rate / took for took, rate in zip(seconds, rates, strict=True)]
     return {
         "shape": name,
         "parameters": sum(p.numel() for p in model.module.parameters()),
@@ -111,9 +103,7 @@ def main(arguments: list[str]) -> int:
             f"{row['seconds']:.3f} s = {row['tokens_per_s']:.0f} tokens/s, {100 * row['share_of_matrix_rate']:.0f} % "
             f"of the matrix-product rate ({row['matrix_gflops']:.0f} GFLOP/s)"
         )
-    if options.json:
-        about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.processor()}
-        options.json.write_text(json.dumps({"about": about, "rows": found}, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, {"rows": found})
     return 0
 
 

@@ -53,10 +53,15 @@ class Rows:
     prompt_longest: int
     response_mean: float
     response_longest: int
+    seen: float = 0.0  # tokens that a token sees on average; 0: half of a row of mean length
 
     @property
     def mean(self) -> float:
         return self.prompt_mean + self.response_mean
+
+    @property
+    def context(self) -> float:
+        return self.seen or self.mean / 2
 
     @property
     def longest(self) -> int:

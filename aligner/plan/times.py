@@ -85,7 +85,7 @@ def micro_batch_seconds(job: Job, part: Part, stage: int, tokens: float, backwar
     parts."""
     grid, m = job.grid, part.shape
     own = tokens / grid.context / grid.tensor
-    layers = m.num_layers / grid.pipeline * machine.layer_seconds(m, own, job.rows.mean / 2)
+    layers = m.num_layers / grid.pipeline * machine.layer_seconds(m, own, job.rows.context)
     total = layers * ((4 if job.recompute else 3) if backward else 1)
     if stage == grid.pipeline - 1:
         logits = 12 * tokens / grid.context * m.vocab_size / grid.tensor
@@ -119,9 +119,14 @@ def forward_phase(job: Job, parts: Iterable[Part], machine: Machine) -> Phase:
     return phase
 
 
+def adam_bytes(element: int) -> int:
+    """For one parameter Adam reads its weight, gradient and two moments in float32 and writes all but the gradient; in
+    bfloat16 it writes the rounded weight too."""
+    return 28 + (element if element < 4 else 0)
+
+
 def update_phase(job: Job, machine: Machine) -> Phase:
-    """All optimizer steps of a step. Adam reads 5 and writes 4 numbers (four moments and main weights in float32, the
-    gradient, the weight) for each parameter whose state the rank holds: 30 bytes."""
+    """All optimizer steps of a step, Adam's traffic for each parameter whose state the rank holds."""
     phase, steps = Phase(), job.minibatches * job.epochs
     count, tokens = job.micro_batches()
     for part in job.parts:
@@ -131,7 +136,8 @@ def update_phase(job: Job, machine: Machine) -> Phase:
         _pipeline(one, job, part, machine, count, tokens, backward=True)
         _communicate(one, step_calls(job, part, 0), job, machine)
         state = rank_parameters(part.shape, job.grid, 0, part.head, part.outputs)
-        one.add("optimizer", 30 * optimizer_share(state, job.grid, part.distributed) / machine.bandwidth)
+        share = optimizer_share(state, job.grid, part.distributed)
+        one.add("optimizer", adam_bytes(job.element) * share / machine.bandwidth)
         for name, seconds in one.parts.items():
             phase.add(name, steps * seconds)
         for axis, size in one.wire_bytes.items():

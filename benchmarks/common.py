@@ -1,0 +1,122 @@
+"""What the benchmarks share: the machine and versions they tell, a clock, and rates of matrix products and copies."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("aligner", "torch", "megatron-core", "transformers")
+
+
+def about(**more: Any) -> dict[str, Any]:
+    """Versions and machine, as they stand in every JSON file."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # a benchmark run from a checkout that is not installed
+            versions[name] = "not installed"
+    machine = {
+        "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "cores": len(os.sched_getaffinity(0)),
+        "cache_bytes": cache_bytes(),
+        "load": os.getloadavg()[0],
+    }
+    if torch.cuda.is_available():
+        machine["device"] = torch.cuda.get_device_name()
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"date": date, "versions": versions, "machine": machine, "threads": torch.get_num_threads(), **more}
+
+
+def write_json(path: Path | None, parts: dict[str, Any], **more: Any) -> None:
+    """`parts` beside `about`, if a path was asked for."""
+    if path is not None:
+        path.write_text(json.dumps({"about": about(**more), **parts}, indent=1) + "\n", encoding="utf-8")
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def cache_bytes() -> int:
+    """Of the processor's last cache; 0 where the system does not tell."""
+    units, found = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}, [0]
+    for size in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = size.read_text().strip()
+        found.append(int(text.rstrip("KMG")) * units.get(text[-1], 1))
+    return max(found)
+
+
+# ---- clocks
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(action: Callable[[], object], device: torch.device) -> float:
+    wait(device)
+    start = time.perf_counter()
+    action()
+    wait(device)
+    return time.perf_counter() - start
+
+
+def busy_seconds(action: Callable[[], object], device: torch.device) -> float:
+    """As `seconds`, but CPU seconds where one thread computes on a CPU: other programs then do not count."""
+    if device.type != "cpu" or torch.get_num_threads() > 1:
+        return seconds(action, device)
+    start = time.process_time()
+    action()
+    return time.process_time() - start
+
+
+def median_seconds(action: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """After one run that warms caches and buffers."""
+    action()
+    return statistics.median(seconds(action, device) for _ in range(repeats))
+
+
+# ---- rates: things to time, which know what they did
+
+
+class Products:
+    """x [m, k] W^T for each (m, n, k) of `shapes`: what linear layers do. `operations` of one call."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: torch.device):
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device=device).to(dtype)
+
+        self.operations = sum(2.0 * m * n * k for m, n, k in shapes)
+        self._sets = [(random(m, k), random(n, k).t(), random(m, n)) for m, n, k in shapes]
+
+    def __call__(self) -> None:
+        for x, w, out in self._sets:
+            torch.mm(x, w, out=out)
+
+
+class Copy:
+    """A flat copy that reads and writes `moved` bytes in all."""
+
+    def __init__(self, moved: float, device: torch.device):
+        self.moved = 8 * max(1, int(moved) // 8)
+        self._source = torch.ones(self.moved // 8, dtype=torch.float32, device=device)
+        self._target = torch.zeros_like(self._source)
+
+    def __call__(self) -> None:
+        self._target.copy_(self._source)

@@ -1,0 +1,236 @@
+"""The phases of a step as things to time, and their floors by the formulas of `aligner plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from aligner.config.schema import BatchConfig, ModelConfig
+from aligner.megatron.model import cpu_has_bf16
+from aligner.plan.devices import Assumptions, Device
+from aligner.plan.job import Engine, Job, Part, Rows
+from aligner.plan.shapes import Grid, decode_weight_bytes, kv_bytes, parameters
+from aligner.plan.times import (
+    Machine,
+    adam_bytes,
+    decode_step,
+    forward_phase,
+    generate_phase,
+    refit_phase,
+    update_phase,
+)
+from aligner.types import TrainBatch
+from benchmarks import gpu
+from benchmarks.common import Copy, Products, busy_seconds
+from benchmarks.gpu_bench import Bench
+from benchmarks.versus.workload import SIZES, long_tailed
+
+PHASES = ("prefill", "decode", "logprobs", "update", "refit")
+BEST = Assumptions(matrix=1, experts=1, memory_bandwidth=1, link=1, message_s=0, layer_s=0)
+SQUARE = 768  # of the product that is taken for the machine's best
+LARGEST_COPY = 1 << 29  # bytes moved; beyond every cache
+
+
+@dataclass(frozen=True)
+class Work:
+    """Generation: `prompts` x `group` rows of one length. Training: `sequences` rows with responses of up to four times
+    as many tokens, long-tailed, their mean about as many."""
+
+    cfg: ModelConfig
+    prompts: int = 16
+    group: int = 8
+    prompt_tokens: int = 64
+    response_tokens: int = 32
+    sequences: int = 64
+    micro_tokens: int = 2048
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.group
+
+
+def model_of(name: str) -> ModelConfig:
+    size = SIZES[name]
+    return ModelConfig(
+        num_layers=size.layers,
+        hidden_size=size.hidden,
+        ffn_hidden_size=size.ffn,
+        num_heads=size.heads,
+        num_kv_heads=size.kv_heads,
+        vocab_size=size.vocab,
+    )
+
+
+WORKS = {
+    "quickstart": Work(
+        ModelConfig(vocab_size=91), 128, 16, prompt_tokens=8, response_tokens=6, sequences=512, micro_tokens=4096
+    ),
+    "3m": Work(model_of("3m")),
+    "30m": Work(model_of("30m"), sequences=24),
+    "check": Work(gpu.SHAPES["check"], 3, 2, 20, 4, sequences=4, micro_tokens=256),
+}
+
+
+def training_rows(work: Work) -> TrainBatch:
+    responses = torch.tensor(long_tailed(work.sequences, 4 * work.response_tokens, 0))
+    lengths = work.prompt_tokens + responses
+    width = int(lengths.max())
+    generator = torch.Generator().manual_seed(1)
+    place = torch.arange(width)[None]
+    real = place < lengths[:, None]
+    mask = (real & (place >= work.prompt_tokens)).float()
+    tokens = torch.randint(1, work.cfg.vocab_size, (work.sequences, width), generator=generator) * real
+    advantages = torch.randn(work.sequences, 1, generator=generator) * mask
+    return TrainBatch(tokens, lengths, mask, -torch.ones_like(mask) * mask, advantages=advantages)
+
+
+def jobs(work: Work, element: int) -> tuple[Job, Job]:
+    """(of generation, of training) in the words of `aligner plan`."""
+    w, part = work, Part("policy", work.cfg, trained=True, distributed=False)
+    engine = Engine(1, element, w.rows, 1 << 40, launches=False)
+    made = Rows(w.rows, w.prompts, w.prompt_tokens, w.prompt_tokens, w.response_tokens, w.response_tokens)
+    lengths = training_rows(w).lengths.double()
+    mean, seen = float(lengths.mean()), float((lengths * (lengths + 1)).sum() / lengths.sum() / 2)
+    trained = Rows(
+        w.sequences,
+        w.sequences,
+        w.prompt_tokens,
+        w.prompt_tokens,
+        mean - w.prompt_tokens,
+        int(lengths.max()) - w.prompt_tokens,
+        seen,
+    )
+    job = Job("grpo", (part,), Grid(), made, engine, element=element, micro_tokens=w.micro_tokens, logits_bytes=8 << 30)
+    return job, replace(job, rows=trained)
+
+
+def machine_of(products_rate: float, copy_rate: float) -> Machine:
+    return Machine(Device("here", products_rate, 1e15, copy_rate, 1.0, 1.0), BEST, 1)
+
+
+def floor_s(phase: str, work: Work, element: int, products_rate: float, copy_rate: float) -> float:
+    """By the formulas of `aligner plan`. Decode: all steps but the first token's, which prefill gives."""
+    machine = machine_of(products_rate, copy_rate)
+    generation, training = jobs(work, element)
+    if phase == "prefill":
+        return generate_phase(generation, machine).parts["prefill"]
+    if phase == "decode":
+        reach = range(work.prompt_tokens + 1, work.prompt_tokens + work.response_tokens)
+        return sum(decode_step(generation, machine, work.rows, context)[0] for context in reach)
+    if phase == "logprobs":
+        return forward_phase(training, training.parts, machine).seconds
+    if phase == "update":
+        return update_phase(training, machine).seconds
+    return refit_phase(generation, machine).seconds
+
+
+def moved_bytes(phase: str, work: Work, element: int) -> float:
+    """That the phase's formula counts at a time; products alone bound the phases that are not here."""
+    cfg = work.cfg
+    if phase == "decode":
+        reach = work.prompt_tokens + work.response_tokens // 2
+        return decode_weight_bytes(cfg, work.rows, element) + work.rows * reach * kv_bytes(cfg, element)
+    return {"update": adam_bytes(element), "refit": 2 * element}.get(phase, 0) * float(parameters(cfg))
+
+
+def own_shapes(phase: str, work: Work) -> list[list[tuple[int, int, int]]]:
+    """(m, n, k) of the products of one layer, and of the head, as the phase has them."""
+    rows = {"prefill": work.prompts * work.prompt_tokens, "decode": work.rows}.get(phase, work.micro_tokens)
+    cfg = work.cfg
+    h, f, a, k = (
+        cfg.hidden_size,
+        cfg.ffn_hidden_size,
+        cfg.num_heads * cfg.kv_channels,
+        cfg.num_kv_heads * cfg.kv_channels,
+    )
+    layer, head = [(a + 2 * k, h), (h, a), (2 * f, h), (h, f)], [(cfg.vocab_size, h)]
+    found = [[(rows, *matrix) for matrix in part] for part in (layer, head)]
+    if phase == "update":  # the gradients of the input and of the weight too
+        found = [[s for m, n, k in part for s in ((m, n, k), (m, k, n), (n, k, m))] for part in found]
+    return found
+
+
+class OwnShapes:
+    """The rate of a phase's products at its own shapes: a layer as often as there are layers, and the head."""
+
+    def __init__(self, phase: str, work: Work, dtype: torch.dtype, device: torch.device):
+        layer, head = (Products(shapes, dtype, device) for shapes in own_shapes(phase, work))
+        self.parts = [(work.cfg.num_layers, layer), (int(phase != "prefill"), head)]
+
+    def rate(self, device: torch.device) -> float:
+        took = sum(times * busy_seconds(part, device) for times, part in self.parts if times)
+        return sum(times * part.operations for times, part in self.parts) / took
+
+
+class Subject:
+    """What is timed: a bench of `benchmarks/gpu_bench.py`, its phases as actions, and the rates beside them."""
+
+    def __init__(self, work: Work, dtype: torch.dtype, device: torch.device):
+        self.work, self.device, self.element = work, device, dtype.itemsize
+        longest = work.prompt_tokens + 4 * work.response_tokens
+        size = gpu.Size(
+            work.prompts,
+            work.group,
+            work.prompt_tokens,
+            work.response_tokens,
+            batches=(work.rows,),
+            micro_tokens=(work.micro_tokens,),
+            kv_bytes=2 * work.rows * longest * kv_bytes(work.cfg, self.element),
+        )
+        machine = gpu.Machine(device, str(device), None, 1.0, 1.0)
+        self.bench = Bench(work.cfg, size, work.micro_tokens, machine, dtype)
+        self.bench.policy.batch = replace(self.bench.batch, logprob_tokens=BatchConfig().logprob_tokens)
+        self.bench.refit()  # an engine without weights does not generate
+        self.rows = training_rows(work)
+        # where bfloat16 has no units, its best products are those of float32 (the results of bfloat16 fit in)
+        kind = torch.float32 if device.type == "cpu" and not cpu_has_bf16() else dtype
+        self.square = Products([(SQUARE, SQUARE, SQUARE)], kind, device)
+        self.products = {p: OwnShapes(p, work, kind, device) for p in PHASES if p != "refit"}
+        self.copies = {p: Copy(self._copied(p), device) for p in PHASES if moved_bytes(p, work, self.element)}
+
+    def _copied(self, phase: str) -> float:
+        moved = moved_bytes(phase, self.work, self.element)
+        return moved if phase == "refit" else min(moved, LARGEST_COPY)
+
+    def action(self, phase: str) -> Callable[[], object]:
+        work, bench = self.work, self.bench
+        return {
+            "prefill": partial(bench.generate, work.rows, 1),
+            "decode": partial(bench.generate, work.rows, work.response_tokens),
+            "logprobs": lambda: bench.policy.logprobs(self.rows),
+            "update": lambda: bench.update(self.rows),
+            "refit": bench.refit,
+        }[phase]
+
+    def rates(self, phase: str) -> tuple[float, float, float]:
+        """(best products, products of the phase's shapes, copies): operations and bytes per second."""
+        square = self.square.operations / busy_seconds(self.square, self.device)
+        own = self.products[phase].rate(self.device) if phase in self.products else square
+        copy = self.copies.get(phase)
+        copied = copy.moved / busy_seconds(copy, self.device) if copy else float("inf")
+        return max(square, own), own, copied
+
+    def repeat(self) -> dict[str, dict[str, float]]:
+        """Every phase once, between measurements of the rates."""
+        found: dict[str, dict[str, float]] = {}
+        for phase in PHASES:
+            before = self.rates(phase)
+            took = busy_seconds(self.action(phase), self.device)
+            best, own, copied = ((a + b) / 2 for a, b in zip(before, self.rates(phase), strict=True))
+            if phase == "decode":  # the generation less its first token
+                took = max(took - found["prefill"]["seconds"], 1e-9)
+            bound = partial(floor_s, phase, self.work, self.element)
+            found[phase] = {
+                "seconds": took,
+                "floor_s": bound(best, copied),
+                "products_s": bound(best, float("inf")),
+                "memory_s": bound(float("inf"), copied),
+                "own_shapes_s": bound(own, float("inf")),
+                "matrix_gflops": best / 1e9,
+                "own_gflops": own / 1e9,
+                "copy_gb_s": copied / 1e9,
+            }
+        return found

@@ -1,0 +1,107 @@
+"""The floors: formulas against torch's own counts, and the benchmark on a tiny shape."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from aligner.plan.shapes import head_operations, layer_operations, parameters
+from benchmarks import floors
+from benchmarks.floor_phases import PHASES, WORKS, floor_s, moved_bytes, own_shapes, training_rows
+
+INF = float("inf")
+WORK = WORKS["check"]
+
+
+@pytest.mark.multirank
+def test_operations_are_those_that_torch_counts(ranks):
+    (counted,) = ranks.run("tests.benchmarks.floor_jobs:operations", name="check")
+    lengths = training_rows(WORK).lengths
+    made, trained = WORK.prompts * WORK.prompt_tokens, int(lengths.sum())
+    steps = WORK.rows * (WORK.response_tokens - 1)
+    cfg = WORK.cfg
+
+    def linear(layers: int, head: int) -> float:
+        return cfg.num_layers * layer_operations(cfg, layers, 0) + head_operations(cfg, head)
+
+    # one position of every prompt goes through the head; the training passes leave no token out
+    assert counted["prefill"]["linear"] == linear(made, WORK.prompts)
+    assert counted["decode"]["linear"] == linear(steps, steps)
+    assert counted["logprobs"]["linear"] == linear(trained, trained)
+    assert counted["update"]["linear"] == 3 * linear(trained, trained)
+    assert not counted["refit"]
+    for phase in ("prefill", "decode", "logprobs", "update"):
+        floor = floor_s(phase, WORK, 4, 1.0, INF)  # seconds at one operation a second
+        head = head_operations(cfg, WORK.prompts) if phase == "prefill" else 0
+        attention = floor - counted[phase]["linear"] + head
+        # causal attention is half of what is computed in full, and padding to the longest row comes on top
+        most = 1.0 if phase == "decode" else 3.0
+        assert attention > 0 and 1.0 <= counted[phase]["attention"] / attention <= most + 1e-9, phase
+
+
+@pytest.mark.multirank
+def test_bytes_are_those_of_the_engine(ranks):
+    (stored,) = ranks.run("tests.benchmarks.floor_jobs:stored", name="check")
+    steps, first = WORK.response_tokens - 1, WORK.prompt_tokens + 1
+    positions = WORK.rows * sum(range(first, first + steps))
+    assert floor_s("decode", WORK, 4, INF, 1.0) == steps * stored["weights"] + positions * stored["position"]
+    assert floor_s("refit", WORK, 4, INF, 1.0) == 2 * stored["refit"] == moved_bytes("refit", WORK, 4)
+
+
+def test_floors_scale_with_rates_and_sizes():
+    twice = replace(WORK, cfg=replace(WORK.cfg, num_layers=2 * WORK.cfg.num_layers))
+    for phase in ("prefill", "logprobs"):  # products alone
+        one, head = floor_s(phase, WORK, 4, 1.0, 1.0), 0.0
+        if phase == "logprobs":
+            head = head_operations(WORK.cfg, int(training_rows(WORK).lengths.sum()))
+        assert floor_s(phase, WORK, 4, 2.0, 1.0) == pytest.approx(one / 2) and floor_s(phase, WORK, 4, INF, 1.0) == 0
+        assert floor_s(phase, twice, 4, 1.0, 1.0) == pytest.approx(2 * (one - head) + head)
+    slow, fast = floor_s("decode", WORK, 4, 1.0, INF), floor_s("decode", WORK, 4, INF, 1.0)
+    assert floor_s("decode", WORK, 4, 1.0, 1.0) == pytest.approx(max(slow, fast))
+    assert floor_s("decode", WORK, 2, INF, 1.0) == fast / 2
+    products, optimizer = floor_s("update", WORK, 4, 1.0, INF), floor_s("update", WORK, 4, INF, 1.0)
+    assert floor_s("update", WORK, 4, 1.0, 1.0) == pytest.approx(products + optimizer)
+    # float32: weight, gradient and two moments read, all but the gradient written
+    assert optimizer == 4 * (4 + 3) * parameters(WORK.cfg) == moved_bytes("update", WORK, 4)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "logprobs", "update"])
+def test_own_shapes_are_all_products_of_a_pass(phase):
+    layer, head = (sum(2.0 * m * n * k for m, n, k in part) for part in own_shapes(phase, WORK))
+    tokens = own_shapes(phase, WORK)[0][0][0]
+    times = 3 if phase == "update" else 1
+    assert layer == times * layer_operations(WORK.cfg, tokens, 0)
+    assert head == times * head_operations(WORK.cfg, tokens)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_phase_is_measured(ranks, dtype):
+    (rows,) = ranks.run("tests.benchmarks.floor_jobs:rows", name="check", dtype=dtype)
+    assert [row["phase"] for row in rows] == list(PHASES)
+    for row in rows:
+        assert 0 < row["floor_s"] < INF and 0 < row["seconds"] < 30 and 0 < row["ratio"] <= 1.5, row
+        assert row["matrix_gflops"] >= row["own_gflops"] > 0 and row["bound"] in ("products", "memory")
+    refit = rows[-1]
+    assert refit["bytes"] == parameters(WORK.cfg) * (4 if dtype == "float32" else 2)
+    assert refit["x_copy"] > 0 and refit["judged"] is False  # it is within every cache
+
+
+def row(model: str, judged: bool, x_copy: float) -> dict:
+    numbers = dict.fromkeys(("seconds", "floor_s", "ratio", "own_shapes", "matrix_gflops", "own_gflops"), 0.5)
+    found = {"model": model, "dtype": "float32", "phase": "refit", "bound": "memory", "copy_gb_s": None} | numbers
+    return found | {"bytes": 120e6, "judged": judged, "x_copy": x_copy}
+
+
+@pytest.mark.parametrize(("judged", "x_copy", "code"), [(True, 2.5, 1), (True, 1.9, 0), (False, 2.5, 0)])
+def test_a_slow_refit_beyond_the_cache_fails(monkeypatch, tmp_path, capsys, judged, x_copy, code):
+    monkeypatch.setattr(floors, "measure", lambda name, *unused: [row(name, judged, x_copy)])
+    monkeypatch.setattr("aligner.megatron.groups.init_distributed", lambda *unused: floors.torch.device("cpu"))
+    path = tmp_path / "floors.json"
+    assert floors.main(["--models", "30m", "--json", str(path)]) == code
+    out = capsys.readouterr().out
+    assert ("30m: a refit of 120 MB takes 2.50 x a plain copy: above 2" in out) == bool(code)
+    found = json.loads(path.read_text())
+    assert found["rows"][0]["model"] == "30m" and found["about"]["clock"] and found["about"]["repeats"] == 7
+    assert found["about"]["versions"].keys() >= {"python", "torch", "megatron-core"}
+    assert found["about"]["machine"].keys() >= {"processor", "cores", "cache_bytes", "load"}
