@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from aligner.config.schema import BatchConfig, ModelConfig
-from aligner.megatron.model import cpu_has_bf16
+from aligner.ops.wide_products import widened
 from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import Engine, Job, Part, Rows
 from aligner.plan.shapes import Grid, decode_weight_bytes, kv_bytes, parameters
@@ -186,7 +186,7 @@ class Subject:
         self.bench.refit()  # an engine without weights does not generate
         self.rows = training_rows(work)
         # where bfloat16 has no units, its best products are those of float32 (the results of bfloat16 fit in)
-        kind = torch.float32 if device.type == "cpu" and not cpu_has_bf16() else dtype
+        kind = torch.float32 if widened(device, dtype) else dtype
         self.square = Products([(SQUARE, SQUARE, SQUARE)], kind, device)
         self.products = {p: OwnShapes(p, work, kind, device) for p in PHASES if p != "refit"}
         self.copies = {p: Copy(self._copied(p), device) for p in PHASES if moved_bytes(p, work, self.element)}

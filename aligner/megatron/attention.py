@@ -28,6 +28,7 @@ from aligner.config.attention import AttentionConfig
 from aligner.megatron import kernels
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.ops.packing import Packing, Segment
+from aligner.ops.wide_products import widened
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,10 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scale: fl
     rows = segment.rows
     q = query.view(rows, segment.q_width, *query.shape[1:]).transpose(1, 2)
     k, v = (x.view(rows, segment.k_width, *x.shape[1:]).transpose(1, 2) for x in (key, value))
-    mask = segment.mask
+    mask, dtype = segment.mask, q.dtype
+    if widened(q.device, dtype):  # the fused kernel has products of its own
+        q, k, v = q.float(), k.float(), v.float()
+        mask = None if mask is None else mask.float()
     if mask is None and segment.q_width != segment.k_width:
         from torch.nn.attention.bias import causal_lower_right  # imports the compiler: a second of every start
 
@@ -129,7 +133,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scale: fl
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], scale=scale
     )
-    return out.transpose(1, 2)
+    return out.to(dtype).transpose(1, 2)
 
 
 class GatedMLP(MLP):

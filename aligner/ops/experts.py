@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from aligner.ops.wide_products import product_into
+
 
 class Routing(NamedTuple):
     probs: Tensor  # float32 [N, E], sums to 1
@@ -107,7 +109,7 @@ class _GroupedLinear(torch.autograd.Function):
         out = x.new_empty(len(x), weight.shape[1])
         for part, w, y in zip(x.split(sizes), weight, out.split(sizes), strict=True):
             if len(part):
-                torch.mm(part, w.t(), out=y)
+                product_into(y, part, w.t())
         return out
 
     @staticmethod
@@ -119,8 +121,8 @@ class _GroupedLinear(torch.autograd.Function):
         parts = (t.split(ctx.sizes) for t in (x, grad, d_x))
         for w, d_w, part, g, d_part in zip(weight, d_weight, *parts, strict=True):
             if len(part):
-                torch.mm(g, w, out=d_part)
-                torch.mm(g.t(), part, out=d_w)
+                product_into(d_part, g, w)
+                product_into(d_w, g.t(), part)
         return d_x, d_weight, None
 
 

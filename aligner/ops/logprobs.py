@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from aligner.ops.reduce import max_over, sum_over
 
+IN_CACHE = 1 << 19  # logits of a chunk on a CPU
+
 
 def token_logprobs(
     logits: Tensor,
@@ -31,7 +33,8 @@ def token_logprobs(
 
     logits [N, V_local], targets int64 [N] -> [N], [N]: the caller has shifted, row n predicts targets[n]. Rank r of
     `group` holds the columns [r * V_local, (r+1) * V_local) of the vocabulary; columns at or beyond `vocab_size` are
-    padding: they have probability 0 and get gradient 0. `chunk_tokens` bounds the rows that exist in float32 at a time.
+    padding: they have probability 0 and get gradient 0. `chunk_tokens` bounds the rows that exist in float32 at a time;
+    on a CPU they are fewer where nothing is exchanged, so that one pass over a chunk finds it in the cache of the last.
     Results are float32 (float64 for float64 logits) and equal on all ranks of `group`; each rank must pass the same
     gradient back, and gets that of its own columns.
 
@@ -44,7 +47,8 @@ def token_logprobs(
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     width = logits.shape[-1]
     assert ranks * width >= vocab_size, f"{ranks} shards of {width} columns hold less than vocab_size={vocab_size}"
-    if targets.device.type == "cpu" and targets.numel():  # on a GPU this check would wait for the device
+    on_cpu = targets.device.type == "cpu"
+    if on_cpu and targets.numel():  # on a GPU this check would wait for the device
         low, high = targets.aminmax()
         assert low >= 0 and high < vocab_size, f"token ids in [{low}, {high}], vocab_size={vocab_size}"
     offset = rank * width
@@ -53,7 +57,7 @@ def token_logprobs(
         offset=offset,
         columns=min(max(vocab_size - offset, 0), width),
         temperature=temperature,
-        step=max(1, chunk_tokens),
+        step=max(1, min(chunk_tokens, IN_CACHE // max(1, width))) if ranks == 1 and on_cpu else max(1, chunk_tokens),
         dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
     )
     return _TokenLogprobs.apply(logits, targets, shard, entropy)

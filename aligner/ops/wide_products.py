@@ -29,6 +29,24 @@ def widen_bfloat16_products() -> torch.library.Library | None:
     return library
 
 
+@functools.cache
+def _slow_here() -> bool:
+    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def widened(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of such tensors are better made in float32."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and _slow_here()
+
+
+def product_into(out: Tensor, a: Tensor, b: Tensor, base: Tensor | None = None) -> Tensor:
+    """out = a b, plus `base` [m, n] or [n], rounded once: instead of the `out=` variants. Without autograd."""
+    if widened(a.device, a.dtype):
+        wide = a.float(), b.float()
+        return out.copy_(torch.mm(*wide) if base is None else torch.addmm(base.float(), *wide))
+    return torch.mm(a, b, out=out) if base is None else torch.addmm(base, a, b, out=out)
+
+
 # The `out=` variant of each operation is another kernel, which stays torch's: other types end there.
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
+from aligner.ops import wide_products
 from benchmarks.floor_phases import PHASES, WORKS, Subject
 from benchmarks.floors import measure
 
@@ -67,6 +70,51 @@ def stored(name: str) -> dict[str, float]:
         "position": cache.nbytes / cache.shape[2] / cache.shape[4],
         "refit": told["refit/bytes"],
     }
+    timed.bench.close()
+    return found
+
+
+REPLACED = (  # by `ops/wide_products.py`
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.addmm_.default,
+    aten.baddbmm.default,
+    aten.baddbmm_.default,
+)
+SLOW = (
+    aten.mm,
+    aten.bmm,
+    aten.addmm,
+    aten.addmm_,
+    aten.baddbmm,
+    aten.baddbmm_,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+
+
+class SlowKernels(TorchDispatchMode):
+    """Calls of torch's own products in bfloat16."""
+
+    def __enter__(self):
+        self.seen: set[str] = set()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in SLOW and func not in REPLACED and args[1].dtype is torch.bfloat16:
+            self.seen.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def slow_products(name: str) -> dict[str, list[str]]:
+    """phase -> torch's own products in bfloat16, if the processor had no instructions for it."""
+    found = {}
+    with patch.object(wide_products, "_slow_here", lambda: True):
+        timed = Subject(WORKS[name], torch.bfloat16, torch.device("cpu"))
+        for phase in PHASES:
+            with SlowKernels() as heard:
+                timed.action(phase)()
+            found[phase] = sorted(heard.seen)
     timed.bench.close()
     return found
 

@@ -235,3 +235,8 @@ def test_attention_in_parts_and_both_ways(monkeypatch):
         monkeypatch.setattr(attention, "_SHORT", short)
         got = attention.decode_attention(q, k, v, mask, scratch)
         assert torch.allclose(got.view(9, 4, 8), wanted, atol=1e-5)
+    scratch = Scratch(torch.device("cpu"), torch.bfloat16)
+    for short in (16, 0):
+        monkeypatch.setattr(attention, "_SHORT_BF16", short)
+        got = attention.decode_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, scratch)
+        assert torch.allclose(got.view(9, 4, 8).float(), wanted, atol=0.05)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from aligner.engines.native.scratch import Scratch
 
-_SHORT = 16  # positions up to which products and sums beat thousands of tiny matrix products on CPU (measured)
+# positions up to which products and sums beat thousands of tiny matrix products on CPU (measured)
+_SHORT, _SHORT_BF16 = 16, 32
 _PRODUCT_ELEMENTS = 1 << 23  # of the intermediate product; more rows are done in parts
 
 
@@ -36,9 +37,12 @@ def decode_attention(
     n, heads, d = q.shape
     groups, length = k.shape[1], k.shape[2]
     q, scale = q.unflatten(1, (groups, heads // groups)), scale or d**-0.5
-    # bfloat16 has no fast tiny matrix product on CPUs without AMX, and is never slower this way elsewhere
-    if q.device.type == "cpu" and (length < _SHORT or q.dtype is torch.bfloat16):
+    on_cpu, half = q.device.type == "cpu", q.dtype is torch.bfloat16
+    if on_cpu and length < (_SHORT_BF16 if half else _SHORT):
         return _by_products(q, k, v, mask, scale, scratch)
+    if on_cpu and half:  # tiny products in bfloat16 are slow: the query heads of a group are its positions instead
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype), scale=scale)
+        return out.reshape(n, heads * d)
     scores = torch.add(mask, torch.matmul(q, k.transpose(2, 3)).float(), alpha=scale)
     return torch.matmul(scores.softmax(-1).to(v.dtype), v).view(n, heads * d)
 

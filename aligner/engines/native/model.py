@@ -22,7 +22,7 @@ from aligner.models.rope import inverse_frequencies
 from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.experts import combine, expand, grouped_linear, route, sort_pairs
 from aligner.ops.reduce import sum_halves
-from aligner.ops.wide_products import widen_bfloat16_products
+from aligner.ops.wide_products import product_into, widen_bfloat16_products
 
 # rows of `norms`: before attention, before the MLP, and in some families behind either
 NORMS = ("input_layernorm", "pre_mlp_layernorm", "self_attention.post_layernorm", "mlp.post_layernorm")
@@ -235,17 +235,14 @@ class NativeModel:
         qkv = self.scratch.take("qkv", len(x), self.qkv.shape[1])
         for layer in range(self.cfg.num_layers):
             y = self._norm(x, self.norms[layer, 0])
-            if self.qkv_bias is None:
-                torch.mm(y, self.qkv[layer].t(), out=qkv)
-            else:
-                torch.addmm(self.qkv_bias[layer], y, self.qkv[layer].t(), out=qkv)
+            product_into(qkv, y, self.qkv[layer].t(), None if self.qkv_bias is None else self.qkv_bias[layer])
             heads = qkv.view(len(x), -1, self.head_dim)
             self._norm_and_rotate(layer, heads[:, : self.rotated], rope[-1 if self.local[layer] else 0])
             self._add(x, attend(layer, heads), self.out[layer], layer, 2)
             y = self._norm(x, self.norms[layer, 1])
             if self.router is None:
                 hidden = self.scratch.take("gate_up", len(x), self.gate_up.shape[1])
-                gate, up = torch.mm(y, self.gate_up[layer].t(), out=hidden).chunk(2, dim=1)
+                gate, up = product_into(hidden, y, self.gate_up[layer].t()).chunk(2, dim=1)
                 self._add(x, self._gate(gate).mul_(up), self.down[layer], layer, 3)
             else:
                 x += self.peers.add(self._mix(layer, y))
