@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -16,17 +17,14 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("aligner", "torch", "megatron-core", "transformers")
+PACKAGES = ("torch", "megatron-core", "transformers")
+ROOT = Path(__file__).parents[1]
 
 
 def about(**more: Any) -> dict[str, Any]:
     """Versions and machine, as they stand in every JSON file."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # a benchmark run from a checkout that is not installed
-            versions[name] = "not installed"
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    versions |= {"python": platform.python_version(), "commit": commit()}
     machine = {
         "processor": processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -44,6 +42,15 @@ def write_json(path: Path | None, parts: dict[str, Any], **more: Any) -> None:
     """`parts` beside `about`, if a path was asked for."""
     if path is not None:
         path.write_text(json.dumps({"about": about(**more), **parts}, indent=1) + "\n", encoding="utf-8")
+
+
+def commit() -> str:
+    """Of the checkout; empty where there is none."""
+    try:
+        command = ["git", "describe", "--always", "--dirty"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def processor() -> str:

@@ -51,13 +51,15 @@ def token_logprobs(
     if on_cpu and targets.numel():  # on a GPU this check would wait for the device
         low, high = targets.aminmax()
         assert low >= 0 and high < vocab_size, f"token ids in [{low}, {high}], vocab_size={vocab_size}"
+    if on_cpu and ranks == 1:
+        chunk_tokens = min(chunk_tokens, IN_CACHE // max(1, width))
     offset = rank * width
     shard = _Shard(
         group=group if ranks > 1 else None,
         offset=offset,
         columns=min(max(vocab_size - offset, 0), width),
         temperature=temperature,
-        step=max(1, min(chunk_tokens, IN_CACHE // max(1, width))) if ranks == 1 and on_cpu else max(1, chunk_tokens),
+        step=max(1, chunk_tokens),
         dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
     )
     return _TokenLogprobs.apply(logits, targets, shard, entropy)

@@ -110,5 +110,5 @@ def test_a_slow_refit_beyond_the_cache_fails(monkeypatch, tmp_path, capsys, judg
     assert ("30m: a refit of 120 MB takes 2.50 x a plain copy: above 2" in out) == bool(code)
     found = json.loads(path.read_text())
     assert found["rows"][0]["model"] == "30m" and found["about"]["clock"] and found["about"]["repeats"] == 7
-    assert found["about"]["versions"].keys() >= {"python", "torch", "megatron-core"}
+    assert found["about"]["versions"].keys() >= {"python", "torch", "megatron-core", "commit"}
     assert found["about"]["machine"].keys() >= {"processor", "cores", "cache_bytes", "load"}

@@ -146,3 +146,9 @@ def test_rows_that_begin_alike_are_computed_once(rows, multiple):
 def test_rows_with_nothing_in_common_are_left_as_they_are():
     tokens = torch.arange(60).view(6, 10)
     assert pack(torch.full((6,), 10), 10, share=tokens).outputs is None
+
+
+def test_attention_pads_little():
+    lengths = torch.randint(16, 2001, (300,), generator=torch.Generator().manual_seed(0))
+    padded = sum(segment.rows * segment.q_width**2 for segment in pack(lengths, 2000).segments)
+    assert 1 <= padded / int((lengths**2).sum()) < 1.6
