@@ -34,7 +34,9 @@ from aligner.data.readers import read_rows
 from aligner.data.stream import IndexStream
 from aligner.data.tokenizer import stop_token_ids
 from aligner.engines.base import RolloutEngine
+from aligner.engines.bridge import Bridge
 from aligner.engines.native.fleet import FleetEngine
+from aligner.engines.native.remote import RemoteEngine
 from aligner.engines.quantized import QuantizedEngine, has_modelopt, make_quantizer
 from aligner.engines.recorded import FOLDER as ANSWERS
 from aligner.engines.recorded import RecordedEngine, RecordingEngine
@@ -43,7 +45,14 @@ from aligner.engines.trtllm_engine import TrtllmBuiltEngine
 from aligner.errors import AlignerError, ConfigError, EngineError, MemoryLimitError, MismatchError, RewardError
 from aligner.megatron.checkpoint import load_model
 from aligner.megatron.checkpoint_files import complete_checkpoints
-from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, neighbours
+from aligner.megatron.groups import (
+    Layout,
+    build_layout,
+    init_distributed,
+    leave_distributed,
+    neighbours,
+    split_world,
+)
 from aligner.megatron.model import Head, resolve_dtype
 from aligner.megatron.offload import ModelMemory
 from aligner.megatron.train import ShardedModel
@@ -51,7 +60,9 @@ from aligner.models.safetensors_io import open_hf
 from aligner.ops.balance import row_costs
 from aligner.ops.seeds import derive
 from aligner.refit.export import export_hf
-from aligner.refit.transfer import Refit
+from aligner.refit.plan import EngineGrid, TrainerGrid
+from aligner.refit.serve import Server
+from aligner.refit.transfer import Refit, planned
 from aligner.refit.verify import POWER, Verifier
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
@@ -89,8 +100,9 @@ class Job:
     cfg: Config
     env: RankEnv
     device: torch.device
-    layout: Layout
+    layout: Layout | None  # None on a rank that only generates
     initial: InitialModel
+    bridge: Bridge | None = None  # to the ranks that only generate, or from them
     boundary: Boundary = field(default_factory=Boundary)
     watchdog: Watchdog = field(init=False)
     timers: Timers = field(default_factory=Timers)
@@ -123,6 +135,7 @@ def start(cfg: Config, env: RankEnv) -> Job:
     if env.world_size > 1:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = env.master_addr, str(env.master_port)
     device = init_distributed(env.rank, env.world_size, env.local_rank, cfg.cluster.backend, cfg.cluster.timeout_s)
+    bridge = Bridge(*split_world(cfg.engine.ranks), env.world_size - cfg.engine.ranks) if cfg.engine.ranks else None
     torch.manual_seed(derive(cfg.seed, "torch"))
     if cfg.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
@@ -130,7 +143,8 @@ def start(cfg: Config, env: RankEnv) -> Job:
         torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
     initial = resolve(cfg.model, cfg.model.init, cfg.seed)
     validate_model(cfg, initial.config)
-    return Job(cfg, env, device, build_layout(cfg.parallel), initial)
+    generates = bridge is not None and bridge.generates
+    return Job(cfg, env, device, None if generates else build_layout(cfg.parallel), initial, bridge)
 
 
 def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> int:
@@ -147,23 +161,37 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
     if env.rank == 0:
         job.boundary.deadline.end_s = allocation_end(cfg.cluster)
     job.watchdog.start()
+    well = False
     try:
+        if job.layout is None:
+            return _serve(job)
         {"sft": _sft, "rm": _rm, "grpo": _grpo, "ppo": _ppo}[cfg.stage.name](job)
         if env.rank == 0:
             (run_dir / DONE).write_text(f"{cfg.stage.name}\n", encoding="utf-8")
+        well = True
     except StopRequested as stopped:
         job.say(stopped)
-    except AlignerError:
+        well = True
+    except AlignerError as error:
+        _tell(job, error)
         raise
     except Exception as error:
+        _tell(job, error)
         job.watchdog.ask_for_stacks(repr(error))
         raise
     finally:
         job.watchdog.stop()
         if job.engine is not None:
             job.engine.close()
+        if job.bridge is not None:
+            job.bridge.dismiss(well)
         leave_distributed()
     return 0
+
+
+def _tell(job: Job, error: Exception) -> None:
+    if job.bridge is not None:
+        job.bridge.tell(error)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -267,13 +295,24 @@ def _engine(job: Job, model: ModelConfig) -> RolloutEngine:
     return engine
 
 
-def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
+def _engine_dtype(job: Job) -> torch.dtype:
     name = job.cfg.engine.dtype
-    dtype = job.dtype if name == "auto" else resolve_dtype(name)
+    return job.dtype if name == "auto" else resolve_dtype(name)
+
+
+def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
+    dtype = _engine_dtype(job)
+    if job.bridge is not None:
+        job.bridge.on_signal = job.boundary.signals.note
+        return RemoteEngine(job.bridge, job.cfg.engine.tensor_parallel, dtype)
     if job.cfg.engine.name in _TRTLLM:
         return _trtllm_engine(job, model, dtype)
     if job.cfg.engine.name == "recorded":
         return RecordedEngine(model, job.cfg.engine.answers, dtype=dtype)
+    return _native_engine(job, model, dtype)
+
+
+def _native_engine(job: Job, model: ModelConfig, dtype: torch.dtype) -> FleetEngine:
     tokenizer = job.tokenizer
     engine = FleetEngine(
         model,
@@ -286,6 +325,26 @@ def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
     )
     engine.steal = not job.cfg.run.deterministic
     return engine
+
+
+def _serve(job: Job) -> int:
+    """On a rank that only generates: do what the trainer's ranks order, to their end; returns the exit code."""
+    cfg, bridge, model = job.cfg, job.bridge, job.initial.config
+    assert bridge is not None
+    bridge.signal = lambda: job.boundary.signals.received
+    dtype = _engine_dtype(job)
+    job.engine = engine = _native_engine(job, model, dtype)
+    p = cfg.parallel
+    data = bridge.trainers // p.model_size
+    trainer = TrainerGrid(model.num_layers, p.tensor, p.pipeline, p.context, data, p.expert)
+    engines = EngineGrid(bridge.engines, cfg.engine.tensor_parallel)
+    plan = partial(planned, trainer, engines, model, (job.dtype, dtype), job.device, cfg.refit, bridge.group)
+    memory = PhaseMemory(cfg.memory, job.device, {}, engine, cfg.engine.kv_cache_bytes)
+    job.timers.on_phase = job.watchdog.phase
+    check_memory = lambda: memory.check(memory.take(alone=True))  # noqa: E731
+    well = Server(bridge, engine, plan, cfg.refit, job.timers, memory.phase, check_memory)()
+    bridge.leave(well)
+    return 0 if well else 1
 
 
 def _trtllm_engine(job: Job, model: ModelConfig, dtype: torch.dtype) -> TrtllmEngine:
@@ -403,7 +462,8 @@ def _run(job: Job, models: dict[str, ShardedModel], state: dict[str, Any], evalu
     run.timers = job.timers
     run.timers.on_phase = job.watchdog.phase
     memories = {role: ModelMemory(model, cfg.memory.pin) for role, model in job.models.items()}
-    run.memory = PhaseMemory(cfg.memory, job.device, memories, job.engine, cfg.engine.kv_cache_bytes)
+    here = None if isinstance(job.engine, RemoteEngine) else job.engine
+    run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.kv_cache_bytes)
     run.timers.around = run.memory.phase
     return run
 

@@ -25,5 +25,9 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def note(self, number: int) -> None:
+        """As if it had come to this process."""
         self.received = self.received or number
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.note(number)

@@ -419,6 +419,7 @@ class EngineConfig:
         "native"  # native, trtllm, trtllm_engine, recorded (from `answers`, or from debug.train_only, which sets this)
     )
     tensor_parallel: int = 1  # ranks of one replica
+    ranks: int = 0  # so many last ranks of the job only generate; 0: engines stand on the trainer's ranks
     kv_cache_bytes: int = 1 << 30  # of a rank
     max_batch: int = 512  # rows decoded together
     dtype: str = "auto"  # auto: the trainer's compute dtype
@@ -433,6 +434,7 @@ class EngineConfig:
         _at_least("engine.kv_cache_bytes", self.kv_cache_bytes, 1)
         _at_least("engine.max_batch", self.max_batch, 1)
         _at_least("engine.tensor_parallel", self.tensor_parallel, 1)
+        _at_least("engine.ranks", self.ranks, 0)
         if self.tensor_parallel != 1 and self.name == "trtllm":
             raise ConfigError("engine.tensor_parallel", self.tensor_parallel, ONE_RANK)
         if self.name == TRTLLM_ENGINE:

@@ -24,9 +24,8 @@ def validate(cfg: Config, world_size: int) -> None:
     """Raise ConfigError (LayoutError for what does not divide by the ranks) for the first thing that cannot work."""
     _paths(cfg)
     _without_effect(cfg)
-    _ranks(cfg.parallel, world_size)
-    if world_size % cfg.engine.tensor_parallel:
-        raise LayoutError("engine.tensor_parallel", cfg.engine.tensor_parallel, f"a divisor of the {world_size} ranks")
+    _engine_ranks(cfg, world_size)
+    _ranks(cfg, world_size)
     validate_model(cfg, cfg.model)
     if cfg.stage.name in ROLLOUT_STAGES:
         _algorithm(cfg)
@@ -40,7 +39,7 @@ def validate(cfg: Config, world_size: int) -> None:
 
 def validate_layout(cfg: Config, world_size: int) -> None:
     """The part of `validate` that asks whether sizes divide; needs no files."""
-    _ranks(cfg.parallel, world_size)
+    _ranks(cfg, world_size)
     validate_model(cfg, cfg.model)
     if cfg.stage.name in ROLLOUT_STAGES:
         _rollout_batch(cfg, world_size)
@@ -60,7 +59,7 @@ def validate_model(cfg: Config, model: ModelConfig, scorer: bool = False) -> Non
 
 
 def data_parallel(cfg: Config, world_size: int) -> int:
-    return world_size // cfg.parallel.model_size
+    return (world_size - cfg.engine.ranks) // cfg.parallel.model_size
 
 
 def minibatch_samples(cfg: Config) -> int:
@@ -132,11 +131,34 @@ def _without_effect(cfg: Config) -> None:
         raise ConfigError("eval.generate", True, "false with debug.train_only: no engine is there to answer data.eval")
 
 
-def _ranks(parallel: ParallelConfig, world_size: int) -> None:
-    size = parallel.model_size
+def _engine_ranks(cfg: Config, world_size: int) -> None:
+    """Those with engines: a replica has `engine.tensor_parallel` of them."""
+    ranks, width = cfg.engine.ranks, cfg.engine.tensor_parallel
+    among = f"engine.ranks={ranks}" if ranks else f"the {world_size} ranks"
+    if ranks >= world_size:
+        raise LayoutError("engine.ranks", ranks, f"less than the {world_size} ranks of the job: the others train")
+    if (ranks or world_size) % width:
+        raise LayoutError("engine.tensor_parallel", width, f"a divisor of {among}")
+    if not ranks:
+        return
+    if cfg.stage.name not in ROLLOUT_STAGES:
+        raise ConfigError("engine.ranks", ranks, f"0 for stage {cfg.stage.name}: {', '.join(ROLLOUT_STAGES)} generate")
+    if cfg.engine.name != "native":
+        expected = f"native with {among}: others stand on the trainer's ranks"
+        raise ConfigError("engine.name", cfg.engine.name, expected)
+    if cfg.engine.quantization != "none":
+        expected = f"none with {among}: whole tensors are quantised, and those ranks get shards"
+        raise ConfigError("engine.quantization", cfg.engine.quantization, expected)
+    if cfg.debug.record_answers:
+        raise ConfigError("debug.record_answers", True, f"false with {among}")
+
+
+def _ranks(cfg: Config, world_size: int) -> None:
+    parallel, size, world_size = cfg.parallel, cfg.parallel.model_size, world_size - cfg.engine.ranks
     if world_size % size:
         product = f"parallel.tensor*pipeline*context={parallel.tensor}*{parallel.pipeline}*{parallel.context}"
-        raise LayoutError("world size", world_size, f"a multiple of {product}={size}", "Change --ranks or the layout.")
+        name = "world size less engine.ranks" if cfg.engine.ranks else "world size"
+        raise LayoutError(name, world_size, f"a multiple of {product}={size}", "Change --ranks or the layout.")
     rest = world_size // (parallel.tensor * parallel.pipeline)
     if rest % parallel.expert:
         expected = f"a divisor of the {rest} data- and context-parallel ranks, which share the experts"

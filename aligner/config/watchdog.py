@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 from aligner.errors import ConfigError
 
+IDLE = "idle"  # a rank that only generates waits for the trainer's ranks, which have limits of their own
+
 
 @dataclass
 class WatchdogConfig:
@@ -30,6 +32,8 @@ class WatchdogConfig:
 
     def limit(self, phase: str) -> tuple[str, float]:
         """(key, seconds) of a phase, by its name in the metrics."""
+        if phase == IDLE:
+            return "", 0.0
         name = f"{phase.partition('/')[0]}_s"
         name = name if hasattr(self, name) else "other_s"
         return f"cluster.watchdog.{name}", getattr(self, name)

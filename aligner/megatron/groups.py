@@ -88,6 +88,20 @@ def init_distributed(rank: int, world_size: int, local_rank: int, backend: str, 
     return device
 
 
+def split_world(last: int) -> tuple[dist.ProcessGroup, dist.Store]:
+    """Two worlds out of one: the `last` ranks, and those before them. What speaks to "the world" (the default group)
+    means its own from here on; in both, ranks are counted from 0. Returns the group and the store of all. Collective.
+
+    `new_group` makes a group of all ranks that a default group of fewer cannot have, so the world comes first and is
+    then replaced; torch has no public function for that.
+    """
+    everyone, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
+    first = everyone.size() - last
+    worlds = [dist.new_group(list(range(first))), dist.new_group(list(range(first, everyone.size())))]
+    dist.distributed_c10d._update_default_pg(worlds[everyone.rank() >= first])
+    return everyone, store
+
+
 def leave_distributed() -> None:
     """Undo `init_distributed`, so that this process may run another stage."""
     _groups.clear()

@@ -28,10 +28,11 @@ def sum_halves(halves: Tensor, group: dist.ProcessGroup | None = None) -> list[i
     return [(low + (high << 32)) & ((1 << 64) - 1) for low, high in halves.tolist()]
 
 
-def first_cause(cause: str) -> tuple[int, str] | None:
-    """(rank, text) of the lowest rank of the world whose `cause` is not empty, on every rank; None if all are."""
+def first_cause(cause: str, group: dist.ProcessGroup | None = None) -> tuple[int, str] | None:
+    """(rank, text) of the lowest rank (of the world if no `group` is given) whose `cause` is not empty, on every rank;
+    None if all are."""
     causes = [cause]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        causes = [""] * dist.get_world_size()
-        dist.all_gather_object(causes, cause)
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        causes = [""] * dist.get_world_size(group)
+        dist.all_gather_object(causes, cause, group=group)
     return next(((rank, text) for rank, text in enumerate(causes) if text), None)

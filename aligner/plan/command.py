@@ -19,6 +19,9 @@ from aligner.plan.sweep import sweep
 
 def main(args: argparse.Namespace, cfg: Config) -> int:
     """Raises ConfigError for what does not divide, MemoryPlanError for what does not fit."""
+    if cfg.engine.ranks:
+        expected = "0: memory and times are predicted for engines on the trainer's ranks only"
+        raise ConfigError("engine.ranks", cfg.engine.ranks, expected)
     if args.gpus < 1 or args.gpus_per_node < 1:
         raise ConfigError("--gpus", min(args.gpus, args.gpus_per_node), "a number >= 1")
     device, shape = find_device(args.device), shape_at(cfg.model, cfg.model.init)

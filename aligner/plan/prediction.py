@@ -90,7 +90,10 @@ def predict(job: Job, device: Device, assumed: Assumptions = Assumptions()) -> P
 
 
 def check(cfg: Config, gpus: int, gpu: str, gpus_per_node: int, key: str) -> None:
-    """MemoryPlanError if the config cannot fit so many GPUs of the device `gpu`, whose name `key` gave."""
+    """MemoryPlanError if the config cannot fit so many GPUs of the device `gpu`, whose name `key` gave. Engines on
+    ranks of their own (engine.ranks) are not predicted: nothing is refused then."""
     device = find_device(gpu, key)
+    if cfg.engine.ranks:
+        return
     job = job_of(cfg, gpus, gpus_per_node=gpus_per_node)
     refuse(job, device, plan_memory(job, device, Assumptions()))

@@ -112,6 +112,13 @@ class Plan:
             if send is not None or receive is not None:
                 yield send, receive
 
+    def largest_share_bytes(self) -> int:
+        """The most that any rank receives."""
+        shares: dict[int, int] = defaultdict(int)
+        for message in (m for messages in self.rounds for m in messages):
+            shares[message.target] += message.bytes
+        return max(shares.values(), default=0)
+
     def bytes_between_ranks(self) -> int:
         return sum(message.bytes for messages in self.rounds for message in messages)
 

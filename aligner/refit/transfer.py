@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.schema import RefitConfig
+from aligner.config.schema import ModelConfig, RefitConfig
 from aligner.engines.base import PlacingEngine, RolloutEngine
+from aligner.engines.bridge import Bridge
+from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import RefitError
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import EMBEDDING, gather_weights, local_parameters
@@ -115,40 +117,42 @@ class Refit:
         self._parameters = local_parameters(model.module)
         self.exchange: Exchange | None = None
         self.stream: WeightStream | None = None
-        if isinstance(engine, PlacingEngine):
+        self._bridge = engine.bridge if isinstance(engine, RemoteEngine) else None
+        self._group = None if self._bridge is None else self._bridge.group  # of all ranks with weights
+        if isinstance(engine, PlacingEngine | RemoteEngine):
             self.exchange = self._plan(engine)
         else:
             self.stream = WeightStream(model, config.bucket_bytes)
 
-    def _plan(self, engine: PlacingEngine) -> Exchange:
-        """Engines stand on the trainer's ranks, neighbours sharing one."""
+    def _plan(self, engine: PlacingEngine | RemoteEngine) -> Exchange:
+        """Engines stand on the trainer's ranks or on those after them, neighbours sharing one."""
         model, layout = self.model, self.model.layout
+        if self._bridge is not None:
+            self._bridge.order("plan")
         trainer = trainer_grid(model)
-        engines = EngineGrid(tuple(range(dist.get_world_size())), engine.tensor_parallel)
-        tensors = hf_tensors(model.cfg)
-        wire = min(model.dtype, self.engine.dtype, key=lambda dtype: dtype.itemsize)
-        plan = plan_refit(trainer, engines, tensors, wire.itemsize, self.config.bucket_bytes)
-        exchange = Exchange(plan, dist.get_rank(), model.device, wire, self.config.timeout_s)
+        ranks = tuple(range(dist.get_world_size())) if self._bridge is None else self._bridge.engines
+        engines, dtypes = EngineGrid(ranks, engine.tensor_parallel), (model.dtype, self.engine.dtype)
+        exchange = planned(trainer, engines, model.cfg, dtypes, model.device, self.config, self._group)
         named, cause = self._parameters, ""
-        held = {t.spec.canonical for t in tensors if layout.pp_rank in trainer.stages(t)}
+        held = {t.spec.canonical for t in exchange.plan.tensors if layout.pp_rank in trainer.stages(t)}
         if not held <= set(named):
             cause = (
                 f"the trainer's stage {layout.pp_rank} lacks {sorted(held - set(named))[:3]}, which the plan expects"
             )
-        fail_together(cause)
+        fail_together(cause, self._group)
         return exchange
 
     def __call__(self, again: bool = False) -> ScalarMetrics:
         """`again`: also if the engines hold this version already (for measurements)."""
         start, self._cause = time.perf_counter(), ""
-        with telling_the_others():
+        with telling_the_others(self._bridge):
             moved, wired = (0, 0) if self._current() and not again else self._transfer()
             seconds = time.perf_counter() - start
             if seconds > self.config.timeout_s and not self._cause:
                 self._cause = f"it took {seconds:.1f} s, more than refit.timeout_s={self.config.timeout_s:g}"
-            failed = any_rank(bool(self._cause), self.model.device, self.config.timeout_s)
+            failed = any_rank(bool(self._cause), self.model.device, self.config.timeout_s, self._group)
         if failed:
-            fail_together(self._cause)
+            fail_together(self._cause, self._group)
         self._held = self.model.step_count
         return {
             "refit/seconds": seconds,
@@ -164,9 +168,12 @@ class Refit:
         return self.model.step_count == self._held == self.engine.weight_version
 
     def _transfer(self) -> tuple[int, int]:
-        """Bytes that were written into this rank's engine, and how many of them came from other ranks."""
+        """Bytes that were written into this rank's engine (if it has none: the fullest rank's with one), and how many
+        of them came from other ranks."""
         version, self._held = self.model.step_count, -1
         self._hold = self.skip and self.engine.weight_version >= 0
+        if isinstance(self.engine, RemoteEngine):
+            self.engine.order_update(version, self._hold)
         self._ask(self.engine.begin_update, version)
         moved = self._placed() if self.exchange is not None else self._streamed()
         self._ask(self.engine.finish_update)
@@ -174,13 +181,16 @@ class Refit:
 
     def _placed(self) -> tuple[int, int]:
         exchange, parameters = self.exchange, self._parameters
-        assert exchange is not None and isinstance(self.engine, PlacingEngine)
+        assert exchange is not None
+        engine = self.engine if isinstance(self.engine, PlacingEngine) else None
         if self.config.verify == "checksum":
             self.checksums = self._trainer_checksums(exchange, parameters)
         if self._hold:
             return 0, 0
-        exchange(parameters, self.engine, self._cause)
+        exchange(parameters, engine, self._cause)
         self._cause = exchange.cause
+        if engine is None:
+            return (exchange.plan.largest_share_bytes(),) * 2
         return exchange.copied_bytes + exchange.received_bytes, exchange.received_bytes
 
     def _trainer_checksums(self, exchange: Exchange, parameters: Mapping[str, Tensor]) -> dict[str, int]:
@@ -221,35 +231,54 @@ def trainer_grid(model: ShardedModel) -> TrainerGrid:
     return TrainerGrid(model.cfg.num_layers, *shape)
 
 
-def any_rank(flag: bool, device: torch.device, timeout_s: float) -> bool:
+def planned(
+    trainer: TrainerGrid,
+    engines: EngineGrid,
+    model: ModelConfig,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+    config: RefitConfig,
+    group: dist.ProcessGroup | None = None,
+) -> Exchange:
+    """This rank's part of the plan. `dtypes`: of trainer and engine; the smaller one travels."""
+    wire = min(dtypes, key=lambda dtype: dtype.itemsize)
+    plan = plan_refit(trainer, engines, hf_tensors(model), wire.itemsize, config.bucket_bytes)
+    rank = dist.get_rank() if group is None else group.rank()
+    if group is not None:
+        any_rank(False, device, config.timeout_s, group)  # NCCL wants all ranks in a group's first call
+    return Exchange(plan, rank, device, wire, config.timeout_s, group)
+
+
+def any_rank(flag: bool, device: torch.device, timeout_s: float, group: dist.ProcessGroup | None = None) -> bool:
     """Whether `flag` is true on any rank. Raises RefitError if one does not answer in time. Collective."""
-    if dist.get_world_size() == 1:
+    if dist.get_world_size(group) == 1:
         return flag
-    told = torch.tensor(int(flag), device=device)
+    told, limit = torch.tensor(int(flag), device=device), datetime.timedelta(seconds=timeout_s)
     try:
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, async_op=True).wait(datetime.timedelta(seconds=timeout_s))
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(limit)
     except RuntimeError as error:  # of torch.distributed
         raise RefitError(f"not all ranks answered within {timeout_s:g} s: {str(error).splitlines()[0]}") from error
     return bool(told)
 
 
 @contextmanager
-def telling_the_others() -> Iterator[None]:
+def telling_the_others(bridge: Bridge | None = None) -> Iterator[None]:
     """What is raised here is written down for the ranks that will wait for this one in vain: what they then raise tells
     the first cause."""
     try:
         yield
     except BaseException as error:
-        told = f"refit failed on rank {dist.get_rank()}: {error}"
+        told = f"refit failed on rank {dist.get_rank() if bridge is None else bridge.rank}: {error}"
         with suppress(RuntimeError):  # the store lives on rank 0, which may be gone
-            told = dist.distributed_c10d._get_default_store().compare_set(CAUSE_KEY, "", told).decode()
+            store = dist.distributed_c10d._get_default_store() if bridge is None else bridge.store
+            told = store.compare_set(CAUSE_KEY, "", told).decode()
         if isinstance(error, RefitError):
             raise RefitError(told) from error
         raise
 
 
-def fail_together(cause: str) -> None:
+def fail_together(cause: str, group: dist.ProcessGroup | None = None) -> None:
     """Raise RefitError on every rank if any rank has a cause; the lowest rank's cause is the message. Collective."""
-    first = first_cause(cause)
+    first = first_cause(cause, group)
     if first is not None:
         raise RefitError(f"refit failed on rank {first[0]}: {first[1]}")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aligner.config.schema import RefitConfig
 from aligner.engines.base import RolloutEngine
+from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import EngineError
 from aligner.refit.transfer import Refit, fail_together
 from aligner.types import ScalarMetrics
@@ -75,9 +76,9 @@ class Verifier:
         mask = torch.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
         mask[:, 0] = False
         current = self.trainer_logprobs(self.tokens, self.lengths).cpu()[mask]  # type: ignore[operator]
-        found, cause = current, ""
+        views, cause = [current], ""
         try:
-            found = engine.logprobs(self.tokens, self.lengths).cpu()[mask]
+            views = [logprobs.cpu()[mask] for logprobs in self._logprobs(engine)]
         except EngineError as error:
             cause = str(error)
         fail_together(cause)
@@ -89,18 +90,25 @@ class Verifier:
             wrong = [name for name, value in self.refit.checksums.items() if held.get(name) != value]
             if wrong:
                 causes.append(f"checksum of {len(wrong)} tensors differs, first {wrong[0]}")
-        error = float((found - current).abs().mean())
+        error = max(float((found - current).abs().mean()) for found in views)
         coarser = max(TOLERANCE[dtype] for dtype in (engine.dtype, self.refit.model.dtype))
         tolerance = config.tolerance or coarser
         if not error <= tolerance:
             causes.append(f"sentinel: mean |logprob difference| {error:.3g} > refit.tolerance {tolerance:.3g}")
         progress = 1.0
         if self.previous is not None:
-            stale, progress = staleness(found, current, self.previous, self.power)
-            if stale:
+            verdicts = [staleness(found, current, self.previous, self.power) for found in views]
+            progress = min(found for _, found in verdicts)
+            if any(stale for stale, _ in verdicts):
                 causes.append(
                     f"sentinel: nearer to the previous weights than to the current ones (progress {progress:.2f})"
                 )
         self.previous = current
         fail_together("; ".join(causes))
         return {"refit/sentinel_error": error, "refit/sentinel_progress": progress}
+
+    def _logprobs(self, engine: RolloutEngine) -> list[Tensor]:
+        """Of this rank's engine, or of all replicas if they are on other ranks."""
+        if isinstance(engine, RemoteEngine):
+            return engine.logprobs_of_replicas(self.tokens, self.lengths)
+        return [engine.logprobs(self.tokens, self.lengths)]

@@ -190,11 +190,11 @@ class PhaseMemory:
             least["engine cache (engine.kv_cache_bytes)"] = self.kv_cache_bytes
         return {name: n for name, n in least.items() if n}
 
-    def take(self) -> ScalarMetrics:
-        """`memory/<phase>_peak_bytes`, the largest of all ranks, and what was moved by this one, since the last
-        take."""
+    def take(self, alone: bool = False) -> ScalarMetrics:
+        """`memory/<phase>_peak_bytes`, the largest of all ranks (or of this one `alone`), and what was moved by this
+        one, since the last take."""
         peaks = torch.tensor([self._peaks.get(phase, 0) for phase in METERED], dtype=torch.int64, device=self.device)
-        if dist.get_world_size() > 1:
+        if dist.get_world_size() > 1 and not alone:
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
         found = {f"memory/{p}_peak_bytes": float(n) for p, n in zip(METERED, peaks.tolist(), strict=True) if n}
         if self.config.offload:

@@ -6,6 +6,7 @@
     return    samples to the ranks that asked
 
 A sample depends on its prompt and its seed, so who generates it changes nothing but the rounding of other batch sizes.
+Every rank has an engine and asks, or the last ranks of a job have the engines and the others ask (`remote.py`).
 """
 
 from __future__ import annotations
@@ -117,6 +118,64 @@ class Queues(Pool):
         return f"aligner/generate/{call}/{replica}"
 
 
+@dataclass(frozen=True)
+class Fleet:
+    """Who asks and who generates: of `group` (None: the world) the ranks from `first` on have engines, of `width` ranks
+    each. With `first` 0 every rank asks, else those before it."""
+
+    width: int
+    first: int = 0
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size() if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if self.group is None else self.group.rank()
+
+    @property
+    def replicas(self) -> int:
+        return (self.size - self.first) // self.width
+
+    def home(self, rank: int) -> int:
+        """The replica that a rank's requests go to if that is even enough."""
+        return rank * self.replicas // self.first if self.first else rank // self.width
+
+    def gather(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[Request]:
+        """All ranks' requests on every rank. Collective, as `deliver` is."""
+        own: list[tuple] = [(list(p), list(s)) for p, s in zip(prompts, seeds, strict=True)]
+        everyone: list[list[tuple]] = [[] for _ in range(self.size)]
+        dist.all_gather_object(everyone, own, group=self.group)
+        return [Request(home, i, p, s) for home, found in enumerate(everyone) for i, (p, s) in enumerate(found)]
+
+    def deliver(
+        self, mine: list[Request], generations: Generations, wanted: list[int], cut: bool, moved: bool = True
+    ) -> Generations:
+        """Samples of `mine` (request-major) to the ranks that asked; this rank's, in the order of its requests, which
+        have `wanted` samples each. Not `moved`: every rank has its own already."""
+        rank, width, longest = self.rank, self.width, torch.tensor(generations.tokens.shape[1])
+        if moved:
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.group)
+        table = _pack(mine, generations, int(longest))
+        homes = torch.tensor([r.home for r in mine for _ in r.seeds], dtype=torch.int64)
+        if moved:
+            # of a replica's ranks, all of which have the samples, one sends; to itself if it asks
+            lead = self.first + (rank - self.first) // width * width
+            here = (homes >= lead) & (homes < lead + width)
+            sends = torch.where(here, homes, lead + homes % width) == rank
+            table = _exchange(table[sends], homes[sends], self)
+        else:
+            table = table[homes == rank]
+        starts = torch.tensor([0, *wanted], dtype=torch.int64).cumsum(0)
+        order = starts[table[:, 0]] + table[:, 1]
+        assert len(order) == int(starts[-1]), f"{len(order)} samples came back of {int(starts[-1])}"
+        out = torch.empty_like(table)
+        out[order] = table
+        return _unpack(out, cut, generations.weight_version)
+
+
 class FleetEngine(NativeEngine):
     """This rank's native engine, whose `generate` every rank of the world calls together, each with requests of its
     own. `steal`: whether replicas take work from each other while they generate."""
@@ -133,28 +192,29 @@ class FleetEngine(NativeEngine):
         progress: Progress | None = None,
     ) -> Generations:
         """See `RolloutEngine.generate`; raises what it raises, on every rank."""
-        world, width = dist.get_world_size(), self.tensor_parallel
-        if world == 1:
+        if dist.get_world_size() == 1:
             return super().generate(prompts, seeds, sampling, progress)
-        requests = self._gather(prompts, seeds)
+        fleet = Fleet(self.tensor_parallel)
+        mine, generations, moved = self.work(fleet, fleet.gather(prompts, seeds), sampling, progress)
+        return fleet.deliver(mine, generations, [len(s) for s in seeds], cuts(sampling), moved)
+
+    def work(
+        self, fleet: Fleet, requests: list[Request], sampling: SamplingParams, progress: Progress | None = None
+    ) -> tuple[list[Request], Generations, bool]:
+        """This replica's part of all requests, its samples, and whether any rank's are generated elsewhere. Collective
+        over the ranks with engines, which are the world."""
         costs = expected_costs(requests, sampling.max_response_tokens, self.model.cfg)
-        parts = assign(costs, [r.home // width for r in requests], world // width)
-        replica = dist.get_rank() // width
+        homes = [fleet.home(r.home) for r in requests]
+        parts = assign(costs, homes, fleet.replicas)
         self.stolen = 0
-        if self.steal and len(parts) > 1:
+        shared = self.steal and len(parts) > 1
+        if shared:
             mine, generations = self._shared(requests, costs, parts, sampling, progress)
         else:
-            mine = [requests[i] for i in parts[replica]]
+            mine = [requests[i] for i in parts[dist.get_rank() // self.tensor_parallel]]
             generations = super().generate([r.prompt for r in mine], [r.seeds for r in mine], sampling, progress)
-        moved = self.steal and len(parts) > 1
-        moved |= any(requests[i].home // width != r for r, part in enumerate(parts) for i in part)
-        return self._return(mine, generations, [len(s) for s in seeds], cuts(sampling), moved)
-
-    def _gather(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[Request]:
-        own: list[tuple] = [(list(p), list(s)) for p, s in zip(prompts, seeds, strict=True)]
-        everyone: list[list[tuple]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, own)
-        return [Request(home, i, p, s) for home, found in enumerate(everyone) for i, (p, s) in enumerate(found)]
+        moved = fleet.first > 0 or shared or any(homes[i] != r for r, part in enumerate(parts) for i in part)
+        return mine, generations, moved
 
     def _shared(
         self,
@@ -187,30 +247,6 @@ class FleetEngine(NativeEngine):
         generations = super().generate([], [], sampling, progress, queues)
         self.stolen = queues.stolen
         return queues.taken, generations
-
-    def _return(
-        self, mine: list[Request], generations: Generations, wanted: list[int], cut: bool, moved: bool
-    ) -> Generations:
-        """Samples of `mine` (request-major) to the ranks that asked; this rank's, in the order of its requests, which
-        have `wanted` samples each."""
-        rank, width, world = dist.get_rank(), self.tensor_parallel, dist.get_world_size()
-        longest = torch.tensor(generations.tokens.shape[1])
-        if moved:
-            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-        table = _pack(mine, generations, int(longest))
-        homes = torch.tensor([r.home for r in mine for _ in r.seeds], dtype=torch.int64)
-        if moved:
-            # of a replica's ranks, all of which have the samples, one sends; to itself if it asks
-            sends = torch.where(homes // width == rank // width, homes, rank // width * width + homes % width) == rank
-            table = _exchange(table[sends], homes[sends], world)
-        else:
-            table = table[homes == rank]
-        starts = torch.tensor([0, *wanted], dtype=torch.int64).cumsum(0)
-        order = starts[table[:, 0]] + table[:, 1]
-        assert len(order) == int(starts[-1]), f"{len(order)} samples came back of {int(starts[-1])}"
-        out = torch.empty_like(table)
-        out[order] = table
-        return _unpack(out, cut, generations.weight_version)
 
 
 def _chunks(queue: list[Request], rows: int) -> list[list[Request]]:
@@ -245,13 +281,20 @@ def _unpack(table: Tensor, cut: bool, version: int) -> Generations:
     return Generations(tokens, lengths.clone(), floats[0], reasons.clone(), version, full)
 
 
-def _exchange(table: Tensor, homes: Tensor, world: int) -> Tensor:
+def nothing(cut: bool, version: int) -> Generations:
+    """Of a rank without an engine."""
+    none = torch.zeros(0, 0)
+    long = torch.zeros(0, dtype=torch.int64)
+    return Generations(none.long(), long, none, long.clone(), version, none.clone() if cut else None)
+
+
+def _exchange(table: Tensor, homes: Tensor, fleet: Fleet) -> Tensor:
     """Rows to the ranks `homes`; what comes, by sending rank."""
-    counts = torch.bincount(homes, minlength=world)
-    matrix = [torch.empty_like(counts) for _ in range(world)]
-    dist.all_gather(matrix, counts)
-    received = [int(row[dist.get_rank()]) for row in matrix]
+    counts = torch.bincount(homes, minlength=fleet.size)
+    matrix = [torch.empty_like(counts) for _ in range(fleet.size)]
+    dist.all_gather(matrix, counts, group=fleet.group)
+    received = [int(row[fleet.rank]) for row in matrix]
     out = table.new_empty(sum(received), table.shape[1])
     source = table.index_select(0, homes.argsort(stable=True)).contiguous()
-    dist.all_to_all_single(out, source, received, counts.tolist())
+    dist.all_to_all_single(out, source, received, counts.tolist(), group=fleet.group)
     return out

@@ -1,0 +1,87 @@
+"""The native engines of other ranks, as a rank of the trainer sees them: every call is one of all trainer's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from aligner.engines.bridge import Answer, Bridge
+from aligner.engines.native.fleet import Fleet, nothing
+from aligner.engines.native.sampler import cuts
+from aligner.errors import RefitError
+from aligner.types import Generations, Progress, SamplingParams
+
+
+class RemoteEngine:
+    """`RolloutEngine` on the last ranks of the job, `tensor_parallel` to a replica. Weights come by the refit's plan
+    (`order_update`), never as whole tensors."""
+
+    def __init__(self, bridge: Bridge, tensor_parallel: int, dtype: torch.dtype):
+        self.bridge, self.tensor_parallel, self.dtype = bridge, tensor_parallel, dtype
+        self.fleet = Fleet(tensor_parallel, bridge.trainers, bridge.group)
+        self.weight_version = -1
+
+    # --- weights
+
+    def order_update(self, version: int, hold: bool) -> None:
+        """The engines take part in a refit from now on. With `hold` they keep what they have (a test hook)."""
+        self.bridge.order("refit", version, hold)
+        if not hold:
+            self._pending, self.weight_version = version, -1
+
+    def begin_update(self, version: int) -> None:
+        assert version == self._pending, f"version {version} begins, {self._pending} was ordered"
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        raise RefitError("engines on other ranks take their weights by the plan, shard by shard")
+
+    def finish_update(self) -> None:
+        self.weight_version = self._pending  # as far as is known: the next answer tells
+
+    def checksums(self) -> Mapping[str, int]:
+        """Those of the first replica; -1 where another one disagrees."""
+        self.bridge.order("checksums")
+        first, *others = [answer.value for answer in self._answers()]
+        return {name: value if all(o.get(name) == value for o in others) else -1 for name, value in first.items()}
+
+    # --- generation
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        progress: Progress | None = None,
+    ) -> Generations:
+        """See `RolloutEngine.generate`; raises what it raises on any rank, on every rank. Without `progress`."""
+        self.bridge.order("generate", sampling)
+        with self.bridge.contact():
+            self.fleet.gather(prompts, seeds)
+        self._answers()
+        with self.bridge.contact():
+            cut = cuts(sampling)
+            return self.fleet.deliver([], nothing(cut, self.weight_version), [len(s) for s in seeds], cut)
+
+    def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
+        """See `RolloutEngine.logprobs`: of the first replica, and of the same rows on every rank."""
+        return self.logprobs_of_replicas(tokens, lengths, temperature)[0]
+
+    def logprobs_of_replicas(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> list[Tensor]:
+        self.bridge.order("logprobs", tokens, lengths, temperature)
+        return [answer.value for answer in self._answers()[:: self.tensor_parallel]]
+
+    def _answers(self) -> list[Answer]:
+        found = self.bridge.answers()
+        versions = {answer.version for answer in found}
+        self.weight_version = versions.pop() if len(versions) == 1 else -1
+        return found
+
+    # --- memory: their ranks have no one to share it with
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...

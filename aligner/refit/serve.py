@@ -1,0 +1,119 @@
+"""A rank that only generates: it does what the trainer's ranks order (`engines/bridge.py`), one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+from torch import Tensor
+
+from aligner.config.schema import RefitConfig
+from aligner.engines.bridge import DISMISS, Bridge
+from aligner.engines.native.fleet import Fleet, FleetEngine, Request
+from aligner.engines.native.sampler import cuts
+from aligner.errors import RefitError
+from aligner.refit.exchange import Exchange
+from aligner.refit.transfer import any_rank, fail_together, telling_the_others
+from aligner.types import Generations, SamplingParams
+
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+class Server:
+    """`phase`, `memory`: what each order and the work in it run in, named as the trainer's phases. `settle` is called
+    after each generation. What is raised by the engine, `memory` or `settle` is the trainer's ranks' to raise."""
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        engine: FleetEngine,
+        plan: Callable[[], Exchange],
+        config: RefitConfig,
+        phase: Phase,
+        memory: Phase,
+        settle: Callable[[], None],
+    ):
+        self.bridge, self.engine, self.plan, self.config = bridge, engine, plan, config
+        self.phase, self.memory, self.settle = phase, memory, settle
+        self.fleet = Fleet(engine.tensor_parallel, bridge.trainers, bridge.group)
+
+    def __call__(self) -> bool:
+        """Serve until the dismissal; whether the trainer's ranks ended well. Raises EngineError when they are lost."""
+        orders: Mapping[str, Callable[..., None]] = {
+            "plan": self._plan,
+            "refit": self._refit,
+            "logprobs": self._logprobs,
+            "checksums": self._checksums,
+            "generate": self._generate,
+        }
+        while True:
+            with self.phase("idle"):
+                name, arguments = self.bridge.next_order()
+            if name == DISMISS:
+                return arguments[0]
+            orders[name](*arguments)
+
+    def _plan(self) -> None:
+        """The trainer's ranks tell whether they hold what the plan expects."""
+        with self.phase("refit"):
+            self.exchange = self.plan()
+            with suppress(RefitError), self.bridge.contact():
+                fail_together("", self.bridge.group)
+
+    def _refit(self, version: int, hold: bool) -> None:
+        """The other half of `Refit`. A failure that all know of is the trainer's to act upon."""
+        group, cause = self.bridge.group, ""
+        with self.phase("refit"), self.memory("refit"):
+            with telling_the_others(self.bridge):
+                if not hold:
+                    cause = self._load(version)
+                failed = any_rank(bool(cause), self.exchange.device, self.config.timeout_s, group)
+            if failed:
+                with suppress(RefitError):
+                    fail_together(cause, group)
+
+    def _load(self, version: int) -> str:
+        """What went wrong, if anything did. Raises RefitError where the trainer's ranks cannot be reached."""
+        self.engine.begin_update(version)
+        self.exchange({}, self.engine)
+        if self.exchange.cause:
+            return self.exchange.cause
+        try:
+            self.engine.finish_update()
+        except RefitError as error:
+            return str(error)
+        return ""
+
+    def _logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float) -> None:
+        self._verify(lambda: self.engine.logprobs(tokens, lengths, temperature))
+
+    def _checksums(self) -> None:
+        self._verify(self.engine.checksums)
+
+    def _verify(self, work: Callable[[], Any]) -> None:
+        def within() -> Any:
+            with self.memory("refit"), self.memory("verify"):
+                return work()
+
+        with self.phase("refit"):
+            self.bridge.answer(within, self._version)
+
+    def _generate(self, sampling: SamplingParams) -> None:
+        done: list[tuple[list[Request], Generations, bool]] = []
+        with self.phase("generate"):
+            with self.bridge.contact():
+                requests = self.fleet.gather([], [])
+
+            def work() -> None:
+                with self.memory("generate"):
+                    done.append(self.engine.work(self.fleet, requests, sampling))
+                self.settle()
+
+            if self.bridge.answer(work, self._version):
+                mine, generations, _ = done[0]
+                with self.bridge.contact():
+                    self.fleet.deliver(mine, generations, [], cuts(sampling))
+
+    def _version(self) -> int:
+        return self.engine.weight_version
