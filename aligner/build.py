@@ -338,8 +338,9 @@ def _serve(job: Job) -> int:
     data = bridge.trainers // p.model_size
     trainer = TrainerGrid(model.num_layers, p.tensor, p.pipeline, p.context, data, p.expert)
     engines = EngineGrid(bridge.engines, cfg.engine.tensor_parallel)
-    plan = partial(planned, trainer, engines, model, (job.dtype, dtype), job.device, cfg.refit, bridge.group)
+    plan = partial(planned, trainer, engines, model, (job.dtype, dtype), job.device, cfg.refit, bridge)
     memory = PhaseMemory(cfg.memory, job.device, {}, engine, cfg.engine.kv_cache_bytes)
+    memory.rank = bridge.rank
     job.timers.on_phase = job.watchdog.phase
     check_memory = lambda: memory.check(memory.take(alone=True))  # noqa: E731
     well = Server(bridge, engine, plan, cfg.refit, job.timers, memory.phase, check_memory)()

@@ -14,10 +14,16 @@ import argparse
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aligner.config.schema import EngineConfig, ModelConfig, ParallelConfig, RefitConfig
+
+if TYPE_CHECKING:
+    from aligner.engines.bridge import Bridge
 
 LIMIT = 2.0  # x the plain copy, where each rank already holds what its engine needs
 # 3 MB are copied within the processor's cache in 0.2 ms, less than 38 tensors take to be named: not of the default
@@ -34,6 +40,7 @@ class Pair:
     trainer: ParallelConfig
     engine_tensor: int
     same: bool  # each rank holds what its engine needs
+    apart: int = 0  # so many last ranks only have engines
 
 
 PAIRS = {
@@ -44,6 +51,7 @@ PAIRS = {
     "tp2 to 2 x tp1": Pair(2, ParallelConfig(tensor=2), 1, False),
     "pp2 to 2 x tp1": Pair(2, ParallelConfig(pipeline=2), 1, False),
     "pp2 to 1 x tp2": Pair(2, ParallelConfig(pipeline=2), 2, False),
+    "one rank to another": Pair(2, ParallelConfig(), 1, False, apart=1),
 }
 
 
@@ -54,24 +62,34 @@ def model_of(size: str) -> ModelConfig:
     )
 
 
-def measure(size: str, name: str, repeats: int, bucket_bytes: int) -> dict:
-    """On every rank of the pair's world: bytes of this rank's engine, and (refit seconds, copy seconds) by repeat."""
+def measure(size: str, name: str, repeats: int, bucket_bytes: int) -> dict | None:
+    """On every rank of the pair's world: bytes of this rank's engine, and (refit seconds, copy seconds) by repeat; None
+    on a rank that only has an engine."""
     import torch
     import torch.distributed as dist
 
+    from aligner.engines.bridge import Bridge
     from aligner.engines.native.engine import NativeEngine
-    from aligner.megatron.groups import build_layout, neighbours
+    from aligner.engines.native.remote import RemoteEngine
+    from aligner.megatron.groups import build_layout, neighbours, split_world
     from aligner.megatron.model import Head
     from aligner.megatron.train import ShardedModel
     from aligner.megatron.weights import random_source
     from aligner.refit.transfer import Refit, any_rank
 
     cfg, device, pair = model_of(size), torch.device("cpu"), PAIRS[name]
+    config = RefitConfig(bucket_bytes=bucket_bytes)
+    bridge = Bridge(*split_world(pair.apart), pair.world - pair.apart) if pair.apart else None
+    if bridge is not None and bridge.generates:
+        return serve(cfg, bridge, pair, config)
     layout = build_layout(pair.trainer)
     model = ShardedModel(cfg, layout, Head(), torch.float32, device, random_source(cfg, 0))
-    group = neighbours(pair.engine_tensor)
-    engine = NativeEngine(cfg, EngineConfig(), device=device, dtype=torch.float32, pad_id=0, group=group)
-    refit = Refit(model, engine, RefitConfig(bucket_bytes=bucket_bytes))
+    if bridge is not None:
+        engine = RemoteEngine(bridge, pair.engine_tensor, torch.float32)
+    else:
+        group = neighbours(pair.engine_tensor)
+        engine = NativeEngine(cfg, EngineConfig(), device=device, dtype=torch.float32, pad_id=0, group=group)
+    refit = Refit(model, engine, config)
     told = refit()
     source = torch.ones(int(told["refit/bytes"]) // 4)
     target, times = torch.zeros_like(source), []
@@ -83,10 +101,32 @@ def measure(size: str, name: str, repeats: int, bucket_bytes: int) -> dict:
             action()
             found.append(time.perf_counter() - start)
         times.append(tuple(found))
+    if bridge is not None:
+        bridge.dismiss(True)
     return {"bytes": told["refit/bytes"], "wire_bytes": told["refit/wire_bytes"], "times": times[1:]}
 
 
-def row(size: str, name: str, results: list[dict]) -> dict:
+def serve(cfg: ModelConfig, bridge: Bridge, pair: Pair, config: RefitConfig) -> None:
+    """The part of a rank that only has an engine."""
+    import torch
+
+    from aligner.engines.native.fleet import FleetEngine
+    from aligner.megatron.groups import neighbours
+    from aligner.refit.plan import EngineGrid, TrainerGrid
+    from aligner.refit.serve import Server
+    from aligner.refit.transfer import planned
+
+    device, dtype, p, group = torch.device("cpu"), torch.float32, pair.trainer, neighbours(pair.engine_tensor)
+    engine = FleetEngine(cfg, EngineConfig(), device=device, dtype=dtype, pad_id=0, group=group)
+    trainer = TrainerGrid(cfg.num_layers, p.tensor, p.pipeline, p.context, bridge.trainers // p.model_size, p.expert)
+    engines, none = EngineGrid(bridge.engines, pair.engine_tensor), lambda name: nullcontext()
+    plan = partial(planned, trainer, engines, cfg, (dtype, dtype), device, config, bridge)
+    Server(bridge, engine, plan, config, none, none, lambda: None)()
+    bridge.leave(True)
+
+
+def row(size: str, name: str, results: list[dict | None]) -> dict:
+    results = [result for result in results if result is not None]
     repeats = list(zip(*(result["times"] for result in results), strict=True))
     refits = [max(seconds for seconds, _ in ranks) for ranks in repeats]
     copies = [max(seconds for _, seconds in ranks) for ranks in repeats]

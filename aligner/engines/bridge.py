@@ -9,7 +9,6 @@ A rank that cannot go on writes down why (`tell`); those that then wait for it i
 
 from __future__ import annotations
 
-import datetime
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -90,10 +89,12 @@ class Bridge:
         """The last order, without an answer: the others may be gone already."""
         if self.rank != 0:
             return
+        deadline = time.monotonic() + (LAST_WORDS_S if well else 1.0)
         with suppress(EngineError, RuntimeError):
             self.order(DISMISS, well)
-            limit = datetime.timedelta(seconds=LAST_WORDS_S if well else 1.0)
-            self.store.wait([_left(rank) for rank in self.engines], limit)  # the store ends with this process
+            # the store ends with this process
+            while not self.store.check([_left(rank) for rank in self.engines]) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
 
     # --- the side of those that generate
 

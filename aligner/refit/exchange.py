@@ -131,7 +131,10 @@ class Exchange:
                 self._arrive(*before, engine)
         except RuntimeError as error:  # of torch.distributed: a peer is gone or too late
             told = str(error).splitlines()[0]
-            raise RefitError(self.cause or f"weights did not arrive within {self.timeout_s:g} s: {told}") from error
+            peers = {m.target for m, _ in self._steps if m} | {m.source for _, m in self._steps if m}
+            one_of = ", ".join(map(str, sorted(peers)))
+            lost = f"a rank (one of {one_of}) has ended, or does not answer within refit.timeout_s={self.timeout_s:g}"
+            raise RefitError(self.cause or f"weights did not arrive: {lost} ({told})") from error
 
     def _make_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
         if not self._buffers:

@@ -132,7 +132,7 @@ class Refit:
         trainer = trainer_grid(model)
         ranks = tuple(range(dist.get_world_size())) if self._bridge is None else self._bridge.engines
         engines, dtypes = EngineGrid(ranks, engine.tensor_parallel), (model.dtype, self.engine.dtype)
-        exchange = planned(trainer, engines, model.cfg, dtypes, model.device, self.config, self._group)
+        exchange = planned(trainer, engines, model.cfg, dtypes, model.device, self.config, self._bridge)
         named, cause = self._parameters, ""
         held = {t.spec.canonical for t in exchange.plan.tensors if layout.pp_rank in trainer.stages(t)}
         if not held <= set(named):
@@ -145,14 +145,16 @@ class Refit:
     def __call__(self, again: bool = False) -> ScalarMetrics:
         """`again`: also if the engines hold this version already (for measurements)."""
         start, self._cause = time.perf_counter(), ""
+        current = self._current() and not again
+        group = None if current else self._group  # engines elsewhere are not asked where nothing is to be done
         with telling_the_others(self._bridge):
-            moved, wired = (0, 0) if self._current() and not again else self._transfer()
+            moved, wired = (0, 0) if current else self._transfer()
             seconds = time.perf_counter() - start
             if seconds > self.config.timeout_s and not self._cause:
                 self._cause = f"it took {seconds:.1f} s, more than refit.timeout_s={self.config.timeout_s:g}"
-            failed = any_rank(bool(self._cause), self.model.device, self.config.timeout_s, self._group)
+            failed = any_rank(bool(self._cause), self.model.device, self.config.timeout_s, group)
         if failed:
-            fail_together(self._cause, self._group)
+            fail_together(self._cause, group)
         self._held = self.model.step_count
         return {
             "refit/seconds": seconds,
@@ -238,15 +240,16 @@ def planned(
     dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
     config: RefitConfig,
-    group: dist.ProcessGroup | None = None,
+    bridge: Bridge | None = None,
 ) -> Exchange:
     """This rank's part of the plan. `dtypes`: of trainer and engine; the smaller one travels."""
     wire = min(dtypes, key=lambda dtype: dtype.itemsize)
     plan = plan_refit(trainer, engines, hf_tensors(model), wire.itemsize, config.bucket_bytes)
-    rank = dist.get_rank() if group is None else group.rank()
-    if group is not None:
-        any_rank(False, device, config.timeout_s, group)  # NCCL wants all ranks in a group's first call
-    return Exchange(plan, rank, device, wire, config.timeout_s, group)
+    if bridge is None:
+        return Exchange(plan, dist.get_rank(), device, wire, config.timeout_s)
+    with bridge.contact():
+        dist.all_reduce(torch.zeros(1, device=device), group=bridge.group)  # NCCL wants all in a group's first call
+    return Exchange(plan, bridge.rank, device, wire, config.timeout_s, bridge.group)
 
 
 def any_rank(flag: bool, device: torch.device, timeout_s: float, group: dist.ProcessGroup | None = None) -> bool:

@@ -84,6 +84,7 @@ class PhaseMemory:
         tight = device.type == "cuda" or bool(config.offload) or any(map(config.limit.of, METERED))
         self.sleeps = config.sleep == "always" or (config.sleep == "auto" and tight)
         self.awake = True
+        self.rank: int | None = None  # of this process, where it is not the world's
         self.now = ""  # the innermost phase with a rule that was entered last
         self._open: list[str] = []  # those that run
         self._meter = PeakMeter(device)
@@ -223,10 +224,11 @@ class PhaseMemory:
         which = leaf if leaf in KEYS else outer
         hint = f"lower {KEYS[which]}" if which in KEYS else "use a smaller model"
         left = [kind for kind in KINDS if kind not in self.config.offload]
-        if left:
+        rank = dist.get_rank() if self.rank is None else self.rank
+        if left and self.models:
             hint += f", or add {', '.join(left)} to memory.offload"
         return (
-            f"out of memory in phase {leaf}{f' of {outer}' if outer != leaf else ''} on rank {dist.get_rank()} "
+            f"out of memory in phase {leaf}{f' of {outer}' if outer != leaf else ''} on rank {rank} "
             f"({self.device}, {key}, engine.kv_cache_bytes={self.kv_cache_bytes}). Held: {_listed(self.held_bytes())}. "
             f"To fit, {hint}. It said: {str(error).splitlines()[0][:300]}"
         )

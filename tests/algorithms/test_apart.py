@@ -1,5 +1,12 @@
 """Engines on ranks of their own (engine.ranks): the numbers are those of engines on the trainer's ranks."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 from tests import stages
@@ -34,6 +41,7 @@ def test_one_trainer_and_one_engine_are_one_rank(ranks, tiny_data, tmp_path):
 def test_two_trainers(ranks, tiny_data, tmp_path, layout, engines, width):
     """As with engines on the trainer's ranks, but for the rounding of other batches."""
     parallel = [f"parallel.{layout}=2"] if layout else []
+    parallel.append("run.steps=2")
     own = [f"engine.ranks={engines}", f"engine.tensor_parallel={width}"]
     together = train(ranks, tiny_data, tmp_path / "together", 2, *parallel)
     apart = train(ranks, tiny_data, tmp_path / "apart", 2 + engines, *parallel, *own)
@@ -48,3 +56,44 @@ def test_two_trainers(ranks, tiny_data, tmp_path, layout, engines, width):
         assert two["refit/wire_bytes"] == two["refit/bytes"] == pytest.approx(one["refit/bytes"] / width, rel=0.1)
     left, right = stages.weights(together), stages.weights(apart)
     assert all((left[name] - right[name]).abs().max() < 1e-4 for name in left)
+
+
+def test_a_run_that_was_cut_off_goes_on_bit_by_bit(ranks, tiny_data, tmp_path):
+    """Engines keep nothing: the first refit after the restart (for step 4: the rollout of 3 is stored) brings the
+    weights."""
+    settings = ["engine.ranks=1", "checkpoint.every=2", "run.steps=4"]
+    whole = train(ranks, tiny_data, tmp_path / "whole", 2, *settings)
+    arguments = stages.overrides("grpo", tiny_data, tmp_path / "cut", "run.export=true", *settings)
+    cut = ranks.run("tests.algorithms.apart_jobs:cut_in_update", world=2, arguments=arguments, step=3)
+    assert cut == [True, False] and stages.checkpoints(tmp_path / "cut") == [2]
+    assert ranks.run(STAGE, world=2, arguments=arguments) == [0, 0]
+    assert stages.differences(whole, tmp_path / "cut") == [] and stages.same_weights(whole, tmp_path / "cut")
+
+
+def test_an_engine_that_fails_ends_the_run_with_its_cause(ranks, tiny_data, tmp_path):
+    """The trainer's ranks save the last whole step first."""
+    settings = ["run.steps=3", "engine.ranks=1", "checkpoint.every=9"]
+    arguments = stages.overrides("grpo", tiny_data, tmp_path / "run", *settings)
+    told = ranks.run("tests.algorithms.apart_jobs:refuses", world=2, arguments=arguments, at=2)
+    assert told == ["EngineError: on rank 1: no answer from the device", "1"]
+    assert stages.checkpoints(tmp_path / "run") == [1]
+
+
+def test_a_killed_engine_ends_the_job_which_then_goes_on(ranks, tiny_data, tmp_path):
+    """`launch` names the rank that was killed, soon; the second start comes to its end."""
+    run_dir = tmp_path / "run"
+    settings = stages.overrides("grpo", tiny_data, run_dir, "engine.ranks=1", "checkpoint.every=2", "run.steps=9999")
+    command = [sys.executable, "-m", "aligner", "launch", "--ranks", "2", *settings]
+    job = subprocess.Popen(command, cwd=stages.ROOT, stderr=subprocess.PIPE, text=True)
+    while job.poll() is None and not stages.checkpoints(run_dir):
+        time.sleep(0.1)
+    _, engine = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    os.kill(int(engine), signal.SIGKILL)
+    started = time.monotonic()
+    _, told = job.communicate(timeout=60)
+    assert job.returncode == 137 and time.monotonic() - started < 15
+    assert "rank 1 of 2 failed first (signal SIGKILL)" in told
+    again = stages.overrides(
+        "grpo", tiny_data, run_dir, "engine.ranks=1", f"run.steps={stages.checkpoints(run_dir)[-1] + 1}"
+    )
+    assert ranks.run(STAGE, world=2, arguments=again) == [0, 0] and (run_dir / "DONE").exists()
