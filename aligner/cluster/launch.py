@@ -128,8 +128,9 @@ def _watch(ranks: list[_Rank], received: list[int]) -> _Rank | None:
             return None
         time.sleep(POLL_S)
     exited_first = next(r for r in ranks if r.process.returncode)
-    if exited_first.process.returncode == -signal.SIGKILL:
-        return exited_first  # it could not say anything: what others say is that they have lost it
+    killed = next((r for r in ranks if r.process.returncode == -signal.SIGKILL), None)
+    if killed is not None:
+        return killed  # it could not say anything: what others say is that they have lost it
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline and any(r.process.poll() is None for r in ranks):
         time.sleep(POLL_S)

@@ -25,8 +25,10 @@ def train(ranks, data, folder, world, *more):
 
 
 def test_one_trainer_and_one_engine_are_one_rank(ranks, tiny_data, tmp_path):
-    """Rewards, responses, losses, sentinel and weights, bit by bit."""
+    """Rewards, responses, losses, sentinel, evaluation and weights, bit by bit. After an evaluation the engine holds
+    the weights of the next rollout already."""
     more = ["algorithm.kl.coef=0.01", "refit.verify=checksum", "sampling.top_p=0.9"]
+    more += ["run.eval_every=1", f"data.eval={tiny_data / 'eval.jsonl'}"]
     together = train(ranks, tiny_data, tmp_path / "together", 1, *more)
     apart = train(ranks, tiny_data, tmp_path / "apart", 2, "engine.ranks=1", *more)
     assert stages.differences(together, apart) == []

@@ -99,6 +99,16 @@ def test_death_by_signal_is_128_plus_its_number(tmp_path, capfd):
     assert "SIGKILL" in capfd.readouterr().err
 
 
+def test_a_killed_rank_counts_not_those_that_have_lost_it(tmp_path, capfd, monkeypatch):
+    code = (
+        "from aligner.cluster import failure\nif rank == 1:\n  os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(0.2)\nfailure.record('lost connection to rank 1', 1)\nsys.exit(1)"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
+    assert run(code, 3, tmp_path) == 137
+    assert "rank 1 of 3 failed first (signal SIGKILL)" in capfd.readouterr().err
+
+
 def test_a_request_to_stop_waits_for_a_rank_that_does_not_listen_yet(tmp_path, monkeypatch):
     monkeypatch.setattr("aligner.cluster.launch.ASK_AGAIN_S", 0.2)
     up, heard = tmp_path / "up", tmp_path / "heard"

@@ -47,6 +47,14 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("grpo", ["engine.tensor_parallel=2"], 1, "engine.tensor_parallel"),
         ("grpo", ["engine.tensor_parallel=2", "model.num_kv_heads=1"], 2, "model.num_kv_heads"),
         ("grpo", ["engine.tensor_parallel=0"], 2, "engine.tensor_parallel"),
+        ("grpo", ["engine.ranks=2"], 2, "engine.ranks"),
+        ("grpo", ["engine.ranks=1", "engine.tensor_parallel=2"], 3, "engine.tensor_parallel"),
+        ("grpo", ["engine.ranks=1", "parallel.tensor=2"], 2, "world size less engine.ranks"),
+        ("grpo", ["engine.ranks=1", "batch.prompts=15"], 3, "batch.prompts"),
+        ("grpo", ["engine.ranks=1", "engine.name=trtllm"], 2, "engine.name"),
+        ("grpo", ["engine.ranks=1", "engine.quantization=int8"], 2, "engine.quantization"),
+        ("grpo", ["engine.ranks=1", "debug.record_answers=true"], 2, "debug.record_answers"),
+        ("sft", ["engine.ranks=1"], 2, "engine.ranks"),
         ("sft", ["data.train=/nowhere/a.jsonl"], 1, "data.train"),
         ("sft", ["data.eval=/nowhere/a.jsonl"], 1, "data.eval"),
         ("sft", ["model.init=/nowhere/model"], 1, "model.init"),
@@ -115,6 +123,7 @@ def test_arithmetic_is_printed_with_numbers(make):
         batch_arithmetic(make("sft", "parallel=tp2"), 4)
         == "32 sequences = 2 micro-batches x 8 micro_batch_samples x 2 dp"
     )
+    assert batch_arithmetic(make("grpo", "engine.ranks=2"), 4).endswith("x 2 dp")
     assert "at most 512 micro_batch_tokens x 1 dp" in batch_arithmetic(make("rm", "batch.micro_batch_tokens=512"), 1)
 
 
