@@ -90,7 +90,7 @@ class Verifier:
             wrong = [name for name, value in self.refit.checksums.items() if held.get(name) != value]
             if wrong:
                 causes.append(f"checksum of {len(wrong)} tensors differs, first {wrong[0]}")
-        error = max(float((found - current).abs().mean()) for found in views)
+        error = float(torch.stack([(found - current).abs().mean() for found in views]).max())  # NaN if one is
         coarser = max(TOLERANCE[dtype] for dtype in (engine.dtype, self.refit.model.dtype))
         tolerance = config.tolerance or coarser
         if not error <= tolerance:
