@@ -33,6 +33,7 @@ if __name__ == "__main__":  # before torch
 import torch
 
 import aligner.build
+import aligner.builders.stages
 import aligner.run.checkpoints
 from aligner.cluster.env import RankEnv
 from aligner.config.freeze import freeze
@@ -71,7 +72,7 @@ POINTS: dict[str, tuple[object, str]] = {
     "an epoch": (IndexStream, "take"),
     "an evaluation": (Run, "_evaluate"),
     "a step": (Run, "finish"),
-    "the export": (aligner.build, "export_hf"),
+    "the export": (aligner.builders.stages, "export_hf"),
 }
 WAIT_S = 5.0  # for the other ranks of a killed one, before they are killed too, as a launcher would
 

@@ -18,6 +18,7 @@ LEVELS = [
     {"roles", "run"},
     {"rollout"},
     {"algorithms"},
+    {"builders"},
     {"build", "tools"},
     {"__main__"},
 ]

@@ -59,12 +59,10 @@ def test_a_refilled_rollout_and_its_greedy_rewards_are_recorded(tiny_data, tiny_
 
 
 def test_training_on_a_recording_needs_neither_prompts_nor_rewards(tiny_data, tiny_runs, tmp_path, monkeypatch):
-    import aligner.build
-
     more = [f"model.init={tiny_runs['sft']}", "run.steps=1"]
     original = stages.stage("grpo", tiny_data, tmp_path / "original", *more, "debug.record=1")
-    for name in ("_engine", "_prompts", "_rewards"):
-        monkeypatch.setattr(aligner.build, name, None)
+    for name in ("engines._engine", "stages.make_prompts", "stages.make_rewards"):
+        monkeypatch.setattr(f"aligner.builders.{name}", None)
     more += [f"debug.train_only={original}", "data.train=''", "reward.functions=[]"]
     assert stages.same_weights(original, stages.stage("grpo", tiny_data, tmp_path / "replay", *more))
 
@@ -126,19 +124,20 @@ def test_a_checkpoint_of_a_replay_is_no_start_for_generating(tiny_data, tiny_run
 
 @pytest.mark.parametrize("stage", ["grpo", "ppo"])
 def test_rollouts_only(tiny_data, tiny_runs, tmp_path, monkeypatch, stage):
-    import aligner.build
+    from aligner.builders.parts import make_model
 
-    built, build = [], aligner.build._model
+    built = []
 
     def spy(job, initial, head, optim, steps):
         built.append(optim)
-        return build(job, initial, head, optim, steps)
+        return make_model(job, initial, head, optim, steps)
 
     more = [f"model.init={tiny_runs['sft']}", "run.steps=2", "run.samples_every=1", "logging.samples_shown=2"]
     more += ["algorithm.kl.coef=0.1"]
     more += [f"reward.model={tiny_runs['rm']}"] if stage == "ppo" else []
     trained = stages.stage(stage, tiny_data, tmp_path / "trained", *more, "debug.record=1", *NOT_SAVED)
-    monkeypatch.setattr(aligner.build, "_model", spy)
+    for module in ("parts", "stages"):
+        monkeypatch.setattr(f"aligner.builders.{module}.make_model", spy)
     run = stages.stage(stage, tiny_data, tmp_path / "run", *more, "debug.rollout_only=true")
     assert built == [None] * (2 if stage == "ppo" else 1)  # the policy and what scores, without optimizers
     assert sorted(p.name for p in (run / FOLDER).iterdir()) == [f"step-0000000{i}.safetensors" for i in (1, 2)]
@@ -187,11 +186,10 @@ def test_a_policy_that_is_not_itself(tiny_data, tmp_path, monkeypatch):
 def test_a_reference_of_other_weights(tiny_data, tiny_runs, tmp_path, monkeypatch):
     import dataclasses
 
-    import aligner.build
+    from aligner.builders.parts import make_reference
 
-    build = aligner.build._reference
-    other = lambda job: build(dataclasses.replace(job, initial=dataclasses.replace(job.initial, seed=1)))  # noqa: E731
-    monkeypatch.setattr(aligner.build, "_reference", other)
+    other = lambda job: make_reference(dataclasses.replace(job, initial=dataclasses.replace(job.initial, seed=1)))  # noqa: E731
+    monkeypatch.setattr("aligner.builders.stages.make_reference", other)
     with pytest.raises(
         AlignerError, match="logprobs of reference and policy, which start from the same weights, differ"
     ):

@@ -32,15 +32,15 @@ def deaf(monkeypatch):
 
 
 def injected(monkeypatch, what: str) -> list[str]:
-    import aligner.build
+    import aligner.builders.engines
 
     deaf(monkeypatch)
     if what == "stale weights":
         return ["debug.skip_refit=true"]
     if what == "rope base":
-        build = aligner.build._engine
+        build = aligner.builders.engines._engine
         wrong = lambda job, model: build(job, dataclasses.replace(model, rope_base=50.0))  # noqa: E731
-        monkeypatch.setattr(aligner.build, "_engine", wrong)
+        monkeypatch.setattr(aligner.builders.engines, "_engine", wrong)
         return []
     return ["engine.dtype=bfloat16"] if what == "bfloat16" else []
 

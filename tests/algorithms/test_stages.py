@@ -61,11 +61,13 @@ def runs(tiny_data, tiny_runs, tmp_path_factory):
 
 def stop_before_training(monkeypatch, recipe: str) -> dict:
     """Build the stage; in place of its recipe run `told["check"]` on what the recipe would get."""
-    import aligner.build
+    import aligner.builders.stages
 
     told: dict = {}
-    monkeypatch.setattr(aligner.build, recipe, lambda *arguments: told.update(result=told["check"](*arguments)))
-    monkeypatch.setattr(aligner.build, "_finish", lambda *arguments: None)
+    monkeypatch.setattr(
+        aligner.builders.stages, recipe, lambda *arguments: told.update(result=told["check"](*arguments))
+    )
+    monkeypatch.setattr(aligner.builders.stages, "_finish", lambda *arguments: None)
     return told
 
 
@@ -116,18 +118,18 @@ def test_no_alarm_of_group_rewards_where_there_are_no_groups(runs):
 def test_transformers_computes_the_trainers_logits(tiny_data, tiny_runs, tmp_path, monkeypatch, stage):
     from transformers import AutoModelForCausalLM
 
-    import aligner.build
+    import aligner.builders.stages
     from tests.megatron.jobs import plain_logits
 
     told = {}
-    finish = aligner.build._finish
+    finish = aligner.builders.stages._finish
     tokens = torch.randint(5, 261, (5, 20), generator=torch.Generator().manual_seed(0))
 
     def spy(job, run, model, extra=None):
         told["logits"] = plain_logits(model, tokens, torch.full((5,), 20))
         finish(job, run, model, extra)
 
-    monkeypatch.setattr(aligner.build, "_finish", spy)
+    monkeypatch.setattr(aligner.builders.stages, "_finish", spy)
     run = stages.stage(stage, tiny_data, tmp_path / "run", "run.steps=3", f"model.init={tiny_runs['sft']}")
     model = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
     with torch.no_grad():
@@ -213,12 +215,10 @@ def test_regression_learns_two_attributes(tiny_data, tiny_runs, tmp_path):
 
 
 def test_without_kl_no_reference_is_loaded(tiny_data, tmp_path, monkeypatch):
-    import aligner.build
-
     def refuse(*arguments):
         raise AssertionError("a reference was built")
 
-    monkeypatch.setattr(aligner.build, "Reference", refuse)
+    monkeypatch.setattr("aligner.builders.parts.Reference", refuse)
     more = ["run.steps=1", "checkpoint.final=false", "run.export=false"]
     run = stages.stage("grpo", tiny_data, tmp_path / "off", "algorithm.kl.coef=0", *more)
     assert "kl/ref_k1" not in stages.records(run)[0]

@@ -1,0 +1,206 @@
+"""From a frozen config to a job and its parts: models in their roles, data, rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from aligner.cluster.env import RankEnv
+from aligner.config.schema import ROLLOUT_STAGES, Config, OptimConfig
+from aligner.config.validate import minibatch_samples, validate_model
+from aligner.data.batches import BatchSource
+from aligner.data.dataset import PromptDataset
+from aligner.data.formats import prompt_rows
+from aligner.data.readers import read_rows
+from aligner.data.stream import IndexStream
+from aligner.data.tokenizer import stop_token_ids
+from aligner.engines.base import RolloutEngine
+from aligner.engines.bridge import Bridge
+from aligner.engines.trtllm import TrtllmEngine, require_package
+from aligner.engines.trtllm_engine import TrtllmBuiltEngine
+from aligner.errors import ConfigError
+from aligner.megatron.checkpoint import load_model
+from aligner.megatron.groups import (
+    Layout,
+    build_layout,
+    init_distributed,
+    split_world,
+)
+from aligner.megatron.model import Head, resolve_dtype
+from aligner.megatron.train import ShardedModel
+from aligner.ops.balance import row_costs
+from aligner.ops.seeds import derive
+from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.functions import load_function
+from aligner.roles.critic import Critic
+from aligner.roles.initial import InitialModel, resolve
+from aligner.roles.policy import Policy, Reference
+from aligner.roles.reward_model import RewardModel
+from aligner.run.stop import Boundary
+from aligner.run.timers import Timers
+from aligner.run.watchdog import Watchdog
+from aligner.types import SamplingParams, TrainBatch
+
+TRTLLM_ENGINES = {engine.name: engine for engine in (TrtllmEngine, TrtllmBuiltEngine)}
+
+
+@dataclass
+class Job:
+    """What every stage needs: the config, this rank, and the policy-to-be with its layout and tokenizer."""
+
+    cfg: Config
+    env: RankEnv
+    device: torch.device
+    layout: Layout | None  # None on a rank that only generates
+    initial: InitialModel
+    bridge: Bridge | None = None  # to the ranks that only generate, or from them
+    boundary: Boundary = field(default_factory=Boundary)
+    watchdog: Watchdog = field(init=False)
+    timers: Timers = field(default_factory=Timers)
+    models: dict[str, ShardedModel] = field(default_factory=dict)  # by role, for the memory's turns
+    engine: RolloutEngine | None = None
+
+    def __post_init__(self) -> None:
+        cfg, env = self.cfg, self.env
+        self.watchdog = Watchdog(cfg.cluster.watchdog, Path(cfg.run.dir), env.rank, env.world_size)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.initial.tokenizer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return resolve_dtype(self.cfg.model.dtype)
+
+    def say(self, text: object) -> None:
+        if self.env.rank == 0:
+            print(text, flush=True)
+
+
+def start(cfg: Config, env: RankEnv) -> Job:
+    """Join the other ranks, find the model and its tokenizer, and check what only they can tell."""
+    if cfg.engine.name in TRTLLM_ENGINES:
+        require_package(cfg.engine.trtllm.python, cfg.engine.name)
+    if cfg.cluster.threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cfg.cluster.threads or max(1, (os.cpu_count() or 1) // env.local_world_size))
+    if env.world_size > 1:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = env.master_addr, str(env.master_port)
+    device = init_distributed(env.rank, env.world_size, env.local_rank, cfg.cluster.backend, cfg.cluster.timeout_s)
+    bridge = Bridge(*split_world(cfg.engine.ranks), env.world_size - cfg.engine.ranks) if cfg.engine.ranks else None
+    torch.manual_seed(derive(cfg.seed, "torch"))
+    if cfg.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        # on CUDA torch calls the engine's cumulative sums nondeterministic, and would refuse them
+        torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
+    initial = resolve(cfg.model, cfg.model.init, cfg.seed)
+    validate_model(cfg, initial.config)
+    generates = bridge is not None and bridge.generates
+    return Job(cfg, env, device, None if generates else build_layout(cfg.parallel), initial, bridge)
+
+
+def make_model(job: Job, initial: InitialModel, head: Head, optim: OptimConfig | None, steps: int) -> ShardedModel:
+    """With `optim` a model to train for `steps` optimizer steps, else a frozen one."""
+    batch, source = job.cfg.batch, initial.source(head)
+    rows = {"packed": batch.packing, "share": batch.share_prompts}
+    model = ShardedModel(initial.config, job.layout, head, job.dtype, job.device, source, optim, steps, **rows)
+    if initial.checkpoint is not None:
+        same_head = initial.checkpoint.name == ("model" if head.kind == "score" else "policy")
+        load_model(model, initial.checkpoint, with_optimizer=False, with_head=same_head)
+    return model
+
+
+def make_policy(job: Job, steps: int, hits: bool = False) -> Policy:
+    optim = None if job.cfg.debug.rollout_only else job.cfg.optim
+    model = job.models["policy"] = make_model(job, job.initial, Head(), optim, steps)
+    temperature = job.cfg.sampling.temperature if job.cfg.stage.name in ROLLOUT_STAGES else 1.0
+    return Policy(model, job.cfg.batch, temperature, entropy=not hits, hits=hits)
+
+
+def make_reference(job: Job) -> Reference | None:
+    if job.cfg.algorithm.kl.coef == 0:
+        return None
+    model = job.models["reference"] = make_model(job, job.initial, Head(), None, 0)
+    return Reference(model, job.cfg.batch, job.cfg.sampling.temperature)
+
+
+def _scorer(job: Job, path: str, key: str) -> InitialModel:
+    """The shape and weights of a reward model; it must share the policy's tokenizer."""
+    like = dataclasses.replace(job.cfg.model, tokenizer="")
+    initial = resolve(like, path, job.cfg.seed, key=key)
+    validate_model(job.cfg, initial.config, scorer=True)
+    if initial.tokenizer.get_vocab() != job.tokenizer.get_vocab():
+        raise ConfigError(key, path, "a model with the policy's tokenizer: scores are read from the same token ids")
+    return initial
+
+
+def make_reward_model(job: Job) -> RewardModel | None:
+    if not job.cfg.reward.model or job.cfg.debug.train_only:  # recordings come with their scores
+        return None
+    initial = _scorer(job, job.cfg.reward.model, "reward.model")
+    model = job.models["reward"] = make_model(job, initial, Head("score"), None, 0)
+    return RewardModel(model, job.cfg.batch, *_centring(job, initial))
+
+
+def _centring(job: Job, initial: InitialModel) -> tuple[float, float]:
+    """(bias, scale) of a reward model's scores."""
+    extra = initial.extra
+    return extra.get("bias", 0.0), extra.get("std", 1.0) if job.cfg.reward.model_standardize else 1.0
+
+
+def make_prompts(job: Job, path: str, key: str) -> PromptDataset:
+    dataset = PromptDataset(prompt_rows(read_rows(path, key), job.cfg.data), job.tokenizer, job.cfg.data, key)
+    job.say(dataset.report)
+    return dataset
+
+
+def make_stream(job: Job, size: int, batch: int) -> IndexStream:
+    return IndexStream(size, derive(job.cfg.seed, "order"), job.cfg.data.shuffle, batch)
+
+
+def make_batches(job: Job, dataset: Any, collate: Callable[[Any, int], TrainBatch]) -> BatchSource:
+    stream = make_stream(job, len(dataset), job.cfg.batch.sequences)
+    cost = partial(row_costs, model=job.initial.config)
+    return BatchSource(dataset, stream, collate, job.tokenizer.pad_token_id, job.layout.dp_rank, job.layout.data, cost)
+
+
+def _sum_over_data_ranks(job: Job, values: list[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64, device=job.device)
+    dist.all_reduce(total, group=job.layout.pgs.dp)
+    return total.tolist()
+
+
+def make_rewards(job: Job, model: RewardModel | None) -> RewardPipeline:
+    found: list[tuple[Any, float]] = [
+        (load_function(function, i), function.weight) for i, function in enumerate(job.cfg.reward.functions)
+    ]
+    if model is not None:
+        found.append((model, job.cfg.reward.model_weight))
+    return RewardPipeline(found, job.cfg.reward, reduce=partial(_sum_over_data_ranks, job))
+
+
+def make_sampling(job: Job, temperature: float, limit: int, plain: bool = False) -> SamplingParams:
+    s = job.cfg.sampling
+    cut = {} if plain else {"top_p": s.top_p, "top_k": s.top_k, "min_p": s.min_p}
+    return SamplingParams(limit, temperature, stop_token_ids=stop_token_ids(job.tokenizer), stop=tuple(s.stop), **cut)
+
+
+def optimizer_steps(job: Job) -> int:
+    samples = job.cfg.batch.prompts * job.cfg.batch.group
+    return job.cfg.run.steps * job.cfg.batch.epochs * (samples // minibatch_samples(job.cfg))
+
+
+def make_critic(job: Job, steps: int) -> Critic:
+    """From `critic.init`, by default the reward model; it then speaks in the reward model's centred, scaled scores."""
+    path = job.cfg.critic.init or job.cfg.reward.model
+    initial = _scorer(job, path, "critic.init" if job.cfg.critic.init else "reward.model")
+    model = job.models["critic"] = make_model(job, initial, Head("score"), job.cfg.critic.optim, steps)
+    bias, scale = _centring(job, initial) if path == job.cfg.reward.model else (0.0, 1.0)
+    return Critic(model, job.cfg.batch, bias, scale)
