@@ -28,6 +28,7 @@ INSTALL = [
 ]
 EXTRAS = {
     "trtllm": ["tensorrt-llm>=1.2"],
+    "trtllm_engine": ["tensorrt-llm>=1.0,<1.3"],
     "te": ["transformer-engine[pytorch]>=2.6"],
     "modelopt": ["nvidia-modelopt>=0.33"],
     "mpi": ["mpi4py>=4.0"],

@@ -89,9 +89,10 @@ class LayoutError(ConfigError):
 
 
 class MissingExtraError(AlignerError):
-    """An optional dependency is not installed."""
+    """A package is not installed; `extra` brings it, "" if it is no optional one."""
 
     exit_code = 2
 
     def __init__(self, package: str, extra: str, why: str):
-        super().__init__(f"{why} needs `{package}`: pip install 'aligner[{extra}]'")
+        wanted = f"'aligner[{extra}]'" if extra else package
+        super().__init__(f"{why} needs `{package}`: pip install {wanted}")

@@ -49,7 +49,7 @@ def require_package(python: str = "", name: str = "trtllm") -> None:
     if python:
         interpreter(python, {})
     elif importlib.util.find_spec("tensorrt_llm") is None:
-        raise MissingExtraError("tensorrt_llm", "trtllm", f"engine.name={name}")
+        raise MissingExtraError("tensorrt_llm", name, f"engine.name={name}")
 
 
 def start_child(device: torch.device, fds: Sequence[int], python: str) -> tuple[Child, Any]:

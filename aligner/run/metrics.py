@@ -155,7 +155,7 @@ def _start_wandb(run_dir: Path, config: LoggingConfig, full_config: dict[str, An
     try:
         import wandb
     except ModuleNotFoundError as cause:
-        raise MissingExtraError("wandb", "wandb", f"logging.wandb.mode={wandb_config.mode}") from cause
+        raise MissingExtraError("wandb", "", f"logging.wandb.mode={wandb_config.mode}") from cause
     run_dir.mkdir(parents=True, exist_ok=True)
     id_file, aside = run_dir / "wandb_id", run_dir / ".wandb_id.tmp"
     if not id_file.exists():

@@ -158,5 +158,5 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
 
 def test_wandb_that_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingExtraError, match=r"logging\.wandb\.mode=offline needs `wandb`"):
+    with pytest.raises(MissingExtraError, match=r"logging\.wandb\.mode=offline needs `wandb`: pip install wandb$"):
         logger(tmp_path, LoggingConfig(wandb=WandbConfig(mode="offline")))
