@@ -28,12 +28,7 @@ from aligner.engines.trtllm import TrtllmEngine, require_package
 from aligner.engines.trtllm_engine import TrtllmBuiltEngine
 from aligner.errors import ConfigError
 from aligner.megatron.checkpoint import load_model
-from aligner.megatron.groups import (
-    Layout,
-    build_layout,
-    init_distributed,
-    split_world,
-)
+from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
 from aligner.megatron.model import Head, resolve_dtype
 from aligner.megatron.train import ShardedModel
 from aligner.ops.balance import row_costs
@@ -86,7 +81,8 @@ class Job:
 
 
 def start(cfg: Config, env: RankEnv) -> Job:
-    """Join the other ranks, find the model and its tokenizer, and check what only they can tell."""
+    """Join the other ranks, find the model and its tokenizer, and check what only they can tell. Who gets a job leaves
+    the others when it is done."""
     if cfg.engine.name in TRTLLM_ENGINES:
         require_package(cfg.engine.trtllm.python, cfg.engine.name)
     if cfg.cluster.threads or "OMP_NUM_THREADS" not in os.environ:
@@ -94,6 +90,14 @@ def start(cfg: Config, env: RankEnv) -> Job:
     if env.world_size > 1:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = env.master_addr, str(env.master_port)
     device = init_distributed(env.rank, env.world_size, env.local_rank, cfg.cluster.backend, cfg.cluster.timeout_s)
+    try:
+        return _joined(cfg, env, device)
+    except BaseException:
+        leave_distributed()
+        raise
+
+
+def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:
     bridge = Bridge(*split_world(cfg.engine.ranks), env.world_size - cfg.engine.ranks) if cfg.engine.ranks else None
     torch.manual_seed(derive(cfg.seed, "torch"))
     if cfg.run.deterministic:
