@@ -1,8 +1,5 @@
 """Logprobs before the update from its own forward pass: the same run as with a pass for them, on every layout."""
 
-import subprocess
-import sys
-
 import pytest
 
 from aligner.config.passes import old_logprobs_in_update
@@ -56,10 +53,9 @@ def test_the_run_is_the_same_without_the_pass(tiny_data, tiny_runs, tmp_path, mo
     assert len(asked) == 3 and set(asked) == {Reference}
 
 
-@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", ["data", "parallel.pipeline=2", "parallel.tensor=2", "parallel.context=2"])
-def test_on_two_ranks(layout, tiny_data, tiny_runs, tmp_path):
+def test_on_two_ranks(ranks, layout, tiny_data, tiny_runs, tmp_path):
     runs = []
     for way in ("recompute", "auto"):
         own = [
@@ -68,9 +64,7 @@ def test_on_two_ranks(layout, tiny_data, tiny_runs, tmp_path):
             *([] if layout == "data" else [layout]),
         ]
         settings = stages.overrides("grpo", tiny_data, tmp_path / way, *SETTINGS, "batch.micro_batch_samples=4", *own)
-        command = [sys.executable, "-m", "aligner", "launch", "--ranks", "2", *settings]
-        done = subprocess.run(command, cwd=stages.ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert ranks.run("tests.run.jobs:run_stage", world=2, arguments=settings) == [0, 0]
         runs.append(tmp_path / way)
     same(*runs)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import aligner.build
+import aligner.builders.parts
 from aligner.cluster.env import RankEnv
 from aligner.cluster.signals import StopSignals
 from aligner.config.freeze import freeze
@@ -38,11 +39,15 @@ def run_stage(arguments: list[str], signals: StopSignals | None = None) -> int:
     if dist.get_rank() == 0:
         freeze(cfg, cfg.run.dir)
     dist.barrier()
-    leave, aligner.build.leave_distributed = aligner.build.leave_distributed, lambda: None
+    homes = (aligner.build, aligner.builders.parts)
+    leave = aligner.build.leave_distributed
+    for home in homes:
+        home.leave_distributed = lambda: None
     try:
         return aligner.build.run_stage(cfg, RankEnv(dist.get_rank(), dist.get_rank(), world, world), signals)
     finally:
-        aligner.build.leave_distributed = leave
+        for home in homes:
+            home.leave_distributed = leave
         torch.use_deterministic_algorithms(False)
 
 
