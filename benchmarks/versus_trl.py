@@ -34,6 +34,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from aligner.ops.wide_products import widened
 from benchmarks.versus.workload import SIZES, Work, build
 
 HERE = Path(__file__).parent
@@ -155,7 +156,7 @@ def works(options: argparse.Namespace, root: Path) -> list[Work]:
     smallest, *_ = sizes = options.sizes.split(",")
     for size in sizes:
         for dtype in options.dtypes.split(","):
-            if dtype == "bfloat16" and size != smallest and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            if dtype == "bfloat16" and size != smallest and widened(torch.device("cpu"), torch.bfloat16):
                 continue
             for stage in options.only.split(","):
                 for prompt in map(int, options.prompts.split(",") if stage in LONG_PROMPTS else ["64"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Settings:
         return max(8192, self.max_seq_len, self.max_batch)
 
 
-class BaseWorker:
+class BaseWorker(ABC):
     """`whole`: the engine holds one complete set of weights."""
 
     def __init__(self, settings: Settings):
@@ -80,8 +81,9 @@ class BaseWorker:
         self._synchronize()
         return len(slots)
 
+    @abstractmethod
     def take(self, tensors: dict[str, Tensor]) -> None:
-        raise NotImplementedError
+        """The tensors of one bucket, views of the buffer."""
 
     def checksums(self) -> dict[str, int]:
         return self._checksums

@@ -18,7 +18,7 @@ from torch import Tensor
 def widen_bfloat16_products() -> torch.library.Library | None:
     """Let this process' `mm`, `bmm`, `addmm` and `baddbmm` of bfloat16 tensors on the CPU compute in float32, for
     good. None, and nothing done, where the CPU has instructions for bfloat16."""
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not _slow_here():
         return None
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in (("mm", _product(torch.mm)), ("bmm", _product(torch.bmm))):

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from aligner.config.schema import RefitConfig
+from aligner.config.watchdog import IDLE
 from aligner.engines.bridge import DISMISS, Bridge
 from aligner.engines.native.fleet import Fleet, FleetEngine, Request
 from aligner.engines.native.sampler import cuts
@@ -48,7 +49,7 @@ class Server:
             "generate": self._generate,
         }
         while True:
-            with self.phase("idle"):
+            with self.phase(IDLE):
                 name, arguments = self.bridge.next_order()
             if name == DISMISS:
                 return arguments[0]
