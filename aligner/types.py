@@ -142,6 +142,7 @@ class TrainBatch(TensorBatch):
     chosen: Tensor | None = None  # float32 [B, T] 1 on tokens chosen by covariance (clip_cov, kl_cov)
     row_keys: Tensor | None = None  # int64 [B] >= 0, a hash of rollout, epoch and sample, for random choices
     labels: Tensor | None = None  # float32 [B] or [B, K]: reward-model margins or attribute scores
+    wanted: Tensor | None = None  # bool [B, T] tokens whose output is read; None: all
     packing: Any = None  # ops.packing.Packing: where its tokens stand in the model's stream, once a model has it
 
 

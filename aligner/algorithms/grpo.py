@@ -44,9 +44,9 @@ def grpo(
 
         with run.timers("logprobs"):
             if find_old:
-                rollout.old_logprobs = policy.logprobs(rollout)
+                rollout.old_logprobs = policy.logprobs(rollout, rollout.response_mask)
             if reference:
-                rollout.ref_logprobs = reference.logprobs(rollout)
+                rollout.ref_logprobs = reference.logprobs(rollout, rollout.response_mask)
 
         with run.timers("advantages"):
             correct_mismatch(rollout, cfg.mismatch)

@@ -37,10 +37,10 @@ def ppo(
         rollout, metrics, scores = rollouts.next(step)
 
         with run.timers("logprobs"):
-            rollout.old_logprobs = policy.logprobs(rollout)
+            rollout.old_logprobs = policy.logprobs(rollout, rollout.response_mask)
             if reference:
-                rollout.ref_logprobs = reference.logprobs(rollout)
-            rollout.values = critic.values(rollout)
+                rollout.ref_logprobs = reference.logprobs(rollout, rollout.response_mask)
+            rollout.values = critic.values(rollout, rollout.response_mask)
 
         with run.timers("advantages"):
             correct_mismatch(rollout, cfg.mismatch)

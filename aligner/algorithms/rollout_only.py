@@ -19,7 +19,7 @@ def rollout_only(run: Run, rollouts: Rollouts, policy: Policy, cfg: Config) -> N
     for step in run.steps():
         rollout, metrics, scores = rollouts.next(step)
         with run.timers("logprobs"):
-            rollout.old_logprobs = policy.logprobs(rollout)
+            rollout.old_logprobs = policy.logprobs(rollout, rollout.response_mask)
         correct_mismatch(rollout, cfg.mismatch)
         set_token_rewards(rollout, cfg.algorithm, 0.0, cfg.sampling.max_response_tokens)
         metrics |= rollout_metrics(rollout, scores, group)

@@ -12,6 +12,7 @@ arXiv:2309.14509).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from aligner.config.attention import AttentionConfig
 from aligner.megatron import kernels
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
-from aligner.ops.packing import Packing, Segment
+from aligner.ops.packing import Final, Packing, Segment
 from aligner.ops.wide_products import widened
 
 
@@ -45,11 +46,13 @@ class Stream:
 
 
 class StreamAttention(SelfAttention):
-    """hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> [N, 1, H]."""
+    """hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> [N, 1, H]; of the last layer with a `Final` [K,
+    1, H] and, where Megatron has a bias, which of the N these are: for `add_residual`."""
 
     def __init__(self, config: TransformerConfig, *args: Any, shape: AttentionConfig, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.is_local = shape.is_local(self.layer_number - 1)
+        self.is_last = self.layer_number == config.num_layers
         self.scale = shape.query_scale_dim**-0.5 if shape.query_scale_dim else None
 
     def forward(
@@ -57,8 +60,13 @@ class StreamAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         stream = packed_seq_params.local if self.is_local else packed_seq_params
         query, key, value = self._heads(hidden_states, stream)
-        context = attend(query, key, value, stream, self.scale)
-        return self.linear_proj(context.reshape(len(context), 1, -1))
+        final = stream.packing.final if self.is_last else None
+        if final is None:
+            context = attend(query, key, value, stream, self.scale)
+        else:
+            context = _segments(kernels.collect(query, final.kept), key, value, final, self.scale)
+        out, _ = self.linear_proj(context.reshape(len(context), 1, -1))
+        return out, None if final is None else final.kept
 
     def _heads(self, hidden: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor]:
         mixed, _ = self.linear_qkv(hidden)
@@ -71,6 +79,16 @@ class StreamAttention(SelfAttention):
         key = self.k_layernorm(key.reshape(len(mixed), -1, d))
         turned = (kernels.rotate(x, stream.cos, stream.sin) for x in (query, key))
         return *turned, value.reshape(len(mixed), -1, d)
+
+
+def add_residual(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+    """In place of Megatron's bias-dropout-add after attention; there is neither."""
+
+    def add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        x, kept = output
+        return x + (residual if kept is None else kernels.collect(residual, kept))
+
+    return add
 
 
 class NoCoreAttention(torch.nn.Module):
@@ -96,8 +114,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, stream: Stream, scale: flo
     return out.view(-1, heads, query.shape[2])
 
 
-def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None) -> Tensor:
-    """Attention of each segment in its padded shape; the queries may be fewer than the keys (other ranks have them)."""
+def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing | Final, scale: float | None) -> Tensor:
+    """Attention of each segment in its padded shape; the queries may be fewer than the keys (other ranks have them, or
+    nobody reads them)."""
     n, heads, d = query.shape
     if packing.q_index is None:
         return _sdpa(query, key, value, packing.segments[0], scale).reshape(n, heads, d)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError
-from aligner.megatron.attention import GatedMLP, NoCoreAttention, RMSNorm, StreamAttention
+from aligner.megatron.attention import GatedMLP, NoCoreAttention, RMSNorm, StreamAttention, add_residual
 from aligner.megatron.groups import Layout
 from aligner.megatron.kernels import gelu_tanh
 from aligner.megatron.moe import ExpertLayer, StreamLayer
@@ -132,6 +132,7 @@ def layer_spec(cfg: ModelConfig, config: TransformerConfig, layout: Layout) -> M
     submodules.self_attention.params["shape"] = cfg.attention
     attention = submodules.self_attention.submodules
     attention.core_attention = NoCoreAttention
+    submodules.self_attn_bda = add_residual
     dense = NormedMLP if post_norms else GatedMLP
     submodules.mlp = experts or partial(dense.as_mlp_submodule, **submodules.mlp.keywords)
     if cfg.qk_norm:

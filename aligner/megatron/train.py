@@ -34,6 +34,7 @@ from aligner.megatron.model import Head, build_model, uses_transformer_engine
 from aligner.megatron.optimizer_fixes import mend
 from aligner.megatron.weights import WeightSource, load_weights
 from aligner.models.rope import inverse_frequencies
+from aligner.ops.narrow import narrowed, without_unread
 from aligner.ops.packing import Packing, pack
 from aligner.ops.reduce import max_over
 from aligner.ops.schedules import lr_at
@@ -96,6 +97,9 @@ class ShardedModel:
         else:
             self.wrapped = self._wrap(optim)
             self.optimizer = self._build_optimizer(optim)
+        # experts are balanced by every token, and the other layouts have a row on several ranks
+        elsewhere = layout.context > 1 or layout.sequence or uses_transformer_engine(cfg)
+        self._narrows = not (elsewhere or cfg.moe.num_experts)
         self._schedule = get_forward_backward_func(pp_size=layout.pipeline, vp_size=None)
 
     @property
@@ -148,6 +152,10 @@ class ShardedModel:
             over_heads=layout.over_heads,
             share=batch.tokens if self.share and not uses_transformer_engine(self.cfg) else None,
         )
+        if batch.wanted is not None and layout.is_last_stage:
+            packing = without_unread(packing, batch.wanted)
+            if self._narrows:
+                packing = narrowed(packing, batch.wanted)
         near = windowed(packing, self.cfg.attention.window) if self.cfg.attention.window else None
         packing = packing.to(self.device, self.dtype)
         times = packing.times() if self.cfg.moe.num_experts else None
@@ -171,10 +179,11 @@ class ShardedModel:
         self, hidden: Tensor, batch: TrainBatch, read: Callable[[Tensor, Tensor], Tensor], budget_bytes: int
     ) -> Tensor:
         """`read(logits [n, V_local], targets [n]) -> [n, ...]` of all predictions, as [B, T, ...] on every context rank
-        (index t: of tokens[t]). No more logits, with the softmax and the gradient made of them, than `budget_bytes`
-        exist at a time: they are made in parts, and if more than one, again in backward.
+        (index t: of tokens[t]; 0 where the token before it is not `wanted`). No more logits, with the softmax and the
+        gradient made of them, than `budget_bytes` exist at a time: they are made in parts, and if more than one, again
+        in backward.
 
-        hidden [N, H] of the last stage (a 1/TP share with sequence parallelism).
+        hidden [N, H] of the last stage (a 1/TP share with sequence parallelism; [K, H] with a `Final`).
         """
         module, tp = self.module, self.layout.pgs.tp
         tied = module.share_embeddings_and_output_weights

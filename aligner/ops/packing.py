@@ -30,11 +30,23 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Final:
+    """The tokens of a stream whose outputs are read, K of its N: the last layer computes these alone, against the keys
+    of all (`ops/narrow.py`)."""
+
+    kept: Tensor  # int64 [K], in the stream
+    segments: list[Segment]
+    q_index: Tensor  # int64 [sum of rows * q_width], into the kept ones
+    out_index: Tensor  # int64 [K]
+
+
+@dataclass(frozen=True)
 class Packing:
     """The stream of one rank. N tokens, of which some are padding; B x T is the micro-batch.
 
     A grid is int64 [B * T]: for each cell of the micro-batch the row of what was computed that belongs there, or one
-    past the last row where there is nothing (padding, another rank's).
+    past the last row where there is nothing (padding, another rank's). With `final` a stream's outputs are of the kept
+    tokens, and `here`, `before` and `outputs` number those.
     """
 
     rows: int  # B
@@ -53,6 +65,7 @@ class Packing:
     # queries of all segments in one gather, and back; None where the stream already is the one segment
     q_index: Tensor | None  # int64 [sum of rows * q_width]
     out_index: Tensor | None  # int64 [N]
+    final: Final | None = None
 
     @property
     def tokens(self) -> int:
@@ -78,8 +91,13 @@ class Packing:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Packing:
         """On `device`, with masks to add to scores of `dtype` (0 or -inf): made once here, not in every layer."""
-        segments = [s if s.mask is None else replace(s, mask=_additive(s.mask, dtype)) for s in self.segments]
-        return _move(replace(self, segments=[_move(s, device) for s in segments]), device)
+        final = None if self.final is None else _to(self.final, device, dtype)
+        return _to(replace(self, final=final), device, dtype)
+
+
+def _to(spans, device: torch.device, dtype: torch.dtype):
+    segments = [s if s.mask is None else replace(s, mask=_additive(s.mask, dtype)) for s in spans.segments]
+    return _move(replace(spans, segments=[_move(s, device) for s in segments]), device)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,7 +201,7 @@ def _segments(places: _Places, rank: int, over_heads: bool):
 SMALL_MASK = 1 << 22  # cells of a mask that is cheap to have: one for all layers of a micro-batch
 
 
-def _length_classes(lengths: Tensor) -> list[Tensor]:
+def length_classes(lengths: Tensor) -> list[Tensor]:
     """Row numbers by length class, three classes to a doubling: attention computes less than 1.6 times what rows of
     one length would need."""
     classes = (3 * torch.log2(lengths.clamp_min(16).double())).ceil()
@@ -197,7 +215,7 @@ def _whole_rows(places: _Places) -> tuple[list[Segment], Tensor | None, Tensor |
         return [Segment(len(lengths), int(lengths[0]), int(lengths[0]), None, None)], None, None
     segments, indices, cells = [], [], torch.empty(places.size * places.context, dtype=torch.int64)
     done = 0
-    for rows in _length_classes(lengths):
+    for rows in length_classes(lengths):
         width = int(lengths[rows].max())
         position = torch.arange(width).expand(len(rows), width)
         real = position < lengths[rows, None]
@@ -213,7 +231,7 @@ def _halves(places: _Places, rank: int) -> tuple[list[Segment], Tensor, Tensor]:
     """This rank's two chunks of each row as queries, each against the row from its beginning as keys."""
     segments, indices, cells = [], [], torch.empty(places.size, dtype=torch.int64)
     done = 0
-    for rows in _length_classes(places.chunk):
+    for rows in length_classes(places.chunk):
         chunk = places.chunk[rows, None]
         for half, which in enumerate((rank, 2 * places.context - 1 - rank)):
             q_width, k_width = int(chunk.max()), (which + 1) * int(chunk.max())
@@ -296,7 +314,7 @@ def _pack_shared(lengths: Tensor, width: int, multiple: int, leader: Tensor, sha
     done = 0
     for followers in (False, True):
         chosen = ((shared > 0) == followers).nonzero().flatten()
-        for inside in _length_classes(own[chosen]) if len(chosen) else []:
+        for inside in length_classes(own[chosen]) if len(chosen) else []:
             rows = chosen[inside]
             q_width = int(own[rows].max())
             query = torch.arange(q_width).expand(len(rows), q_width)

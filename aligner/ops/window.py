@@ -13,7 +13,10 @@ from aligner.ops.packing import Packing, Segment
 def windowed(packing: Packing, window: int) -> Packing:
     """The same stream, before `Packing.to`, for a layer with this window. Costs a mask of q_width x k_width for each
     segment with longer rows, for each of its rows if they start at different positions."""
-    return replace(packing, segments=[_windowed(segment, window) for segment in packing.segments])
+    final = packing.final
+    if final is not None:
+        final = replace(final, segments=[_windowed(segment, window) for segment in final.segments])
+    return replace(packing, segments=[_windowed(segment, window) for segment in packing.segments], final=final)
 
 
 def _windowed(segment: Segment, window: int) -> Segment:

@@ -92,9 +92,10 @@ def forward_rows(
     batch: BatchConfig,
     read: Callable[[Tensor, TrainBatch], Tensor],
     columns: int = 0,
+    wanted: Tensor | None = None,
 ) -> Tensor:
     """`read(head output, micro-batch) -> [b, t]` over all rows without gradient, back in row order as float32 [B,
-    T] ([B, columns] if told), the columns a micro-batch lacks being 0.
+    T] ([B, columns] if told), the columns a micro-batch lacks being 0. `wanted`: see TrainBatch.
 
     Every rank that shares the rows gets the result. Data-parallel ranks may pass different numbers of rows, also none;
     if the model `exchanges`, all of them call this.
@@ -105,7 +106,7 @@ def forward_rows(
             model.forward([], read)
         return torch.zeros(0, width)
     parts = split(rows.lengths, batch, batch.logprob_tokens)
-    all_rows = TrainBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=torch.zeros(count, 0))
+    all_rows = TrainBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=torch.zeros(count, 0), wanted=wanted)
     outputs = model.forward([all_rows.select(part) for part in parts], read)
     result = torch.zeros(count, width, dtype=torch.float32, device=model.device)
     for part, output in zip(parts, outputs, strict=False):

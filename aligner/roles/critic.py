@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from aligner.config.schema import BatchConfig
 from aligner.megatron.train import ShardedModel
+from aligner.ops.narrow import predicting
 from aligner.roles.batching import forward_rows, micro_batches
 from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch
 
@@ -29,11 +30,14 @@ class Critic:
         """values[:, t] = head(hidden[:, t-1]): the state BEFORE tokens[t]. output [N, 1] -> [B, T], index 0 is 0."""
         return self.model.to_rows((output[:, 0].float() - self.bias) / self.scale, batch.packing, shift=True)
 
-    def values(self, rollout: RolloutBatch) -> Tensor:
-        """float32 [B, T] on the CPU of every rank: the value of the state before each token."""
-        return forward_rows(self.model, rollout, self.batch, self._values)
+    def values(self, rows: RolloutBatch | TrainBatch, mask: Tensor | None = None) -> Tensor:
+        """float32 [B, T] on the CPU of every rank: the value of the state before each token in `mask` [B, T], the rest
+        may be 0; None: before every token."""
+        wanted = None if mask is None else predicting(mask)
+        return forward_rows(self.model, rows, self.batch, self._values, wanted=wanted)
 
     def update(self, minibatch: TrainBatch, loss: ValueLoss) -> ScalarMetrics:
+        minibatch = replace(minibatch, wanted=predicting(minibatch.loss_mask))
         parts = micro_batches(minibatch, self.batch, group=self.model.layout.pgs.dp)
         stats = self.model.step(parts, lambda output, batch: loss(self._values(output, batch), batch))
         own = ("loss", "grad_norm", "lr", "moe/balance", "moe/aux_loss", "moe/dropped")  # not the policy's

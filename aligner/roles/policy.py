@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from aligner.config.schema import BatchConfig
 from aligner.megatron.train import ShardedModel
 from aligner.ops.accuracy import greedy_hits
 from aligner.ops.logprobs import token_logprobs
+from aligner.ops.narrow import predicting
 from aligner.roles.batching import batch_metrics, forward_rows, micro_batches
 from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch
 
@@ -53,9 +54,13 @@ class Policy:
         logprobs, *others = self.model.over_logits(hidden, batch, read, self.batch.logits_bytes).unbind(-1)
         return TokenOutputs(logprobs, others.pop(0) if entropy else None, others.pop(0) if hits else None)
 
-    def logprobs(self, rows: RolloutBatch | TrainBatch) -> Tensor:
-        """float32 [B, T] logprobs of every token under the current weights, on the CPU of every rank; index 0 is 0."""
-        return forward_rows(self.model, rows, self.batch, lambda hidden, b: self._outputs(hidden, b, False, False)[0])
+    def logprobs(self, rows: RolloutBatch | TrainBatch, mask: Tensor | None = None) -> Tensor:
+        """float32 [B, T] logprobs under the current weights, on the CPU of every rank: of the tokens in `mask` [B, T],
+        the rest may be 0; None: of every token. Index 0 is 0."""
+        wanted = None if mask is None else predicting(mask)
+        return forward_rows(
+            self.model, rows, self.batch, lambda hidden, b: self._outputs(hidden, b, False, False)[0], wanted=wanted
+        )
 
     def update(self, minibatch: TrainBatch, loss: PolicyLoss) -> ScalarMetrics:
         """One optimizer step over this rank's rows of a minibatch."""
@@ -63,6 +68,8 @@ class Policy:
         def from_hidden(hidden: Tensor, batch: TrainBatch) -> LossOutput:
             return loss(self._outputs(hidden, batch, self.entropy, self.hits), batch)
 
+        mask = minibatch.loss_mask if minibatch.response_mask is None else minibatch.response_mask
+        minibatch = replace(minibatch, wanted=predicting(mask))
         parts = micro_batches(minibatch, self.batch, group=self.model.layout.pgs.dp)
         stats = self.model.step(parts, from_hidden)
         return {f"policy/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()} | (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aligner.config.schema import BatchConfig
 from aligner.megatron.train import ShardedModel
+from aligner.ops.narrow import last_tokens
 from aligner.roles.batching import batch_metrics, forward_rows, micro_batches
 from aligner.types import LossOutput, RolloutBatch, Sample, ScalarMetrics, TrainBatch
 
@@ -43,6 +44,7 @@ class RewardModel:
             self.batch,
             lambda out, b: last_token_scores(self.model, out, b),
             columns=self.model.head.outputs,
+            wanted=last_tokens(rows.lengths, rows.tokens.shape[1]),
         )
 
     def scores(self, rows: RolloutBatch | TrainBatch) -> Tensor:
@@ -62,6 +64,7 @@ class RewardModel:
 
     def update(self, minibatch: TrainBatch, loss: ScoreLoss, unit: int) -> ScalarMetrics:
         """One optimizer step; `unit` consecutive rows (2: the pair) stay in one micro-batch."""
+        minibatch = replace(minibatch, wanted=last_tokens(minibatch.lengths, minibatch.tokens.shape[1]))
         parts = micro_batches(minibatch, self.batch, unit, self.model.layout.pgs.dp)
         stats = self.model.step(
             parts,

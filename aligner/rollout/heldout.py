@@ -34,7 +34,7 @@ def held_out_loss(policy: Policy, dataset: SftDataset, limit: int) -> ScalarMetr
     total, count = 0.0, 0.0
     if items:
         batch = collate_sft(items, 0)
-        total = -float((policy.logprobs(batch) * batch.loss_mask).sum())
+        total = -float((policy.logprobs(batch, batch.loss_mask) * batch.loss_mask).sum())
         count = float(batch.loss_mask.sum())
     return reduce_metrics({"eval/loss": (total, count)}, {}, policy.model.layout.pgs.dp)
 

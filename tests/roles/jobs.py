@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
@@ -13,7 +15,7 @@ from aligner.roles.policy import Policy, Reference
 from aligner.roles.reward_model import RewardModel
 from aligner.types import LossOutput, Prompt, Sample, TrainBatch
 from tests.megatron.jobs import ONE, build, from_folder, shares, weights
-from tests.tiny import ADAM, batch
+from tests.tiny import ADAM, SGD, batch
 
 
 def policy_logprobs(
@@ -58,8 +60,7 @@ def policy_update(cfg: ModelConfig, parallel: ParallelConfig) -> dict:
     mine, before = shares(model, full), weights(model)
 
     def loss(out, b):
-        real = (torch.arange(b.tokens.shape[1])[None] < b.lengths[:, None]).float()
-        real[:, 0] = 0
+        real = b.loss_mask
         gap = ((out.logprobs - b.old_logprobs).abs() * real).max()
         assert out.entropy.shape == out.hits.shape == out.logprobs.shape == b.tokens.shape
         value = -(out.logprobs * b.loss_mask).sum() / full.loss_mask.sum()
@@ -113,3 +114,39 @@ def no_rows(cfg: ModelConfig, parallel: ParallelConfig = ONE) -> list[int]:
 def micro_batch_sizes(shares: list[TrainBatch], budget: int) -> list[list[int]]:
     parts = micro_batches(shares[dist.get_rank()], BatchConfig(micro_batch_tokens=budget), group=dist.group.WORLD)
     return [part.lengths.tolist() for part in parts]
+
+
+def read_or_all(cfg: ModelConfig, parallel: ParallelConfig, head: Head, bc: BatchConfig, narrow: bool) -> dict:
+    """An update that reads responses only (a score head of one output: values; of two: last tokens), and logprobs or
+    values before it, with what nobody reads left out or (`narrow` false) computed."""
+    model = build(cfg, parallel, SGD, head, packed=bc.packing, share=bc.share_prompts)
+    streams, make = [], model._stream
+
+    def stream(b: TrainBatch):
+        streams.append(make(b if narrow else replace(b, wanted=None)))
+        return streams[-1]
+
+    model._stream = stream
+    full = batch(cfg, width=40)
+    full.tokens[:, :12] = full.tokens[0, :12]  # a prompt
+    full.lengths.clamp_(min=13)
+    full.loss_mask = ((torch.arange(40) >= 12) & (torch.arange(40) < full.lengths[:, None])).float()
+    full.tokens.clamp_(min=1)
+    mine = shares(model, full)
+    if head.kind == "lm":
+        role = Policy(model, bc)
+        before = role.logprobs(full, full.loss_mask) * full.loss_mask
+        role.update(mine, lambda out, b: LossOutput(-(out.logprobs * b.loss_mask).sum() / full.loss_mask.sum()))
+    elif head.outputs == 1:
+        role = Critic(model, bc)
+        before = role.values(full, full.loss_mask) * full.loss_mask
+        total = full.loss_mask.sum()
+        role.update(mine, lambda v, b: LossOutput(0.01 * ((v - 1).square() * b.loss_mask).sum() / total))
+    else:
+        role = RewardModel(model, bc)
+        before = role.raw_scores(full)
+        role.update(mine, lambda s, b: LossOutput(0.01 * (s - 1).square().sum() / len(full.lengths)), unit=1)
+    packings = [packing for packing, _ in streams]
+    kept = sum(p.tokens if p.final is None else len(p.final.kept) for p in packings)
+    pairs = sum(len(p.targets) for p in packings)
+    return {"before": before, "weights": weights(model), "kept": kept, "pairs": pairs}

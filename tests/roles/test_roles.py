@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from aligner.config.schema import BatchConfig, ParallelConfig
-from tests.tiny import LLAMA, MODELS, batch, transformers_model, write_folder
+from aligner.megatron.model import Head
+from tests.tiny import LLAMA, MODELS, MOE, WINDOWS, batch, relative, transformers_model, write_folder
 
 pytestmark = pytest.mark.multirank
 
@@ -108,3 +109,36 @@ def test_pairs_stay_together_and_separate(ranks, world, parallel, bc):
     for got in ranks.run("tests.roles.jobs:reward_update", world=world, cfg=cfg, parallel=parallel, bc=bc):
         losses = [s["rm/loss"] for s in got["stats"]]
         assert losses[-1] < losses[0]
+
+
+HEADS = {"policy": Head(), "critic": Head("score"), "reward model": Head("score", 2)}
+WHOLE = replace(LLAMA, tie_embeddings=False)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(
+    "cfg, world, parallel, bc, skips_layer",
+    [
+        (WHOLE, 1, ParallelConfig(), BatchConfig(), True),
+        (WHOLE, 1, ParallelConfig(), BatchConfig(share_prompts=False), True),
+        (WHOLE, 1, ParallelConfig(), BatchConfig(packing=False), True),
+        (replace(WHOLE, recompute="full"), 1, ParallelConfig(), BatchConfig(), True),
+        (replace(WINDOWS["gemma3"], num_layers=3, tie_embeddings=False), 1, ParallelConfig(), BatchConfig(), True),
+        (WHOLE, 2, ParallelConfig(tensor=2), BatchConfig(), True),
+        (WHOLE, 2, ParallelConfig(pipeline=2), BatchConfig(micro_batch_samples=2), True),
+        (WHOLE, 2, ParallelConfig(tensor=2, sequence=True), BatchConfig(), False),
+        (WHOLE, 2, ParallelConfig(context=2), BatchConfig(), False),
+        (replace(MOE, tie_embeddings=False), 1, ParallelConfig(), BatchConfig(), False),
+    ],
+    ids=["shared", "packed", "padded", "recompute", "windows", "tp2", "pp2", "sequence", "cp2", "experts"],
+)
+def test_leaving_out_what_nobody_reads_changes_nothing(ranks, head, cfg, world, parallel, bc, skips_layer):
+    job = {"cfg": cfg, "parallel": parallel, "head": HEADS[head], "bc": bc}
+    fewer, every = (ranks.run("tests.roles.jobs:read_or_all", world=world, **job, narrow=n) for n in (True, False))
+    for a, b in zip(fewer, every, strict=True):
+        assert relative(a["before"], b["before"]) <= 1e-5
+        for name, wanted in b["weights"].items():
+            assert relative(a["weights"][name], wanted) <= 1e-5, name
+    assert (fewer[-1]["kept"] < 0.9 * every[-1]["kept"]) == skips_layer  # on the last stage
+    if head == "policy":
+        assert fewer[-1]["pairs"] < 0.9 * every[-1]["pairs"]
