@@ -2,7 +2,7 @@
 # Lint, format check and tests. What this machine lacks is skipped and listed at the end.
 #   --fast   leaves out the tests marked slow
 #   --all    installs Slurm and MPI with apt-get if they are missing, and fails where a test is skipped for lack of them
-# Other arguments go to pytest.
+# Other arguments go to pytest. Without any, workers share the files: as many as there are cores, at most 4.
 set -euo pipefail
 
 # shellcheck source=launchers/env.sh
@@ -30,6 +30,8 @@ install_slurm() {
 }
 
 arguments=()
+workers=$(nproc)
+((workers <= 4)) || workers=4
 for argument in "$@"; do
     case "$argument" in
         --fast) arguments+=(-m "not slow") ;;
@@ -37,9 +39,17 @@ for argument in "$@"; do
             install_slurm
             export ALIGNER_TEST_ALL=1
             ;;
-        *) arguments+=("$argument") ;;
+        *)
+            arguments+=("$argument")
+            workers=1
+            ;;
     esac
 done
+
+if ((workers > 1)); then
+    arguments+=(-n "$workers" --dist loadfile --no-loadscope-reorder)
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) / workers))}"
+fi
 
 ruff check .
 ruff format --check .

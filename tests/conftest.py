@@ -5,6 +5,12 @@ import pytest
 from tests.ranks import Ranks
 
 
+def pytest_collection_modifyitems(config, items):
+    """Workers of xdist take whole files in this order: the one that takes longest comes first."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path.name != "test_quickstart.py")
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """The session's pool of rank processes (see tests/ranks.py); nothing starts before its first job."""

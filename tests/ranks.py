@@ -29,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 5.0  # after the first failure: time for the other ranks to tell theirs
-COLLECTIVE_TIMEOUT_S = 60.0
+COLLECTIVE_TIMEOUT_S = 120.0
 
 
 class RankError(AssertionError):
@@ -62,7 +62,7 @@ class Ranks:
         for _, theirs in pairs:
             theirs.close()
 
-    def run(self, target: str, world: int = 1, timeout_s: float = 150.0, **kwargs: Any) -> list[Any]:
+    def run(self, target: str, world: int = 1, timeout_s: float = 300.0, **kwargs: Any) -> list[Any]:
         """`target` ("module:function") with `kwargs` on `world` ranks; their results, by rank."""
         assert 1 <= world <= self.size, world
         if self._process is None:
