@@ -424,6 +424,7 @@ class EngineConfig:
     max_batch: int = 512  # rows decoded together
     dtype: str = "auto"  # auto: the trainer's compute dtype
     quantization: str = "none"  # none, int8, fp8: of the layers' matrices, at every refit
+    cuda_graphs: bool = False  # native, on CUDA: launch a decode step's kernels at once
     answers: str = ""  # engine.name=recorded: a folder that debug.record_answers wrote
     trtllm: TrtllmConfig = field(default_factory=TrtllmConfig)
 
@@ -437,6 +438,9 @@ class EngineConfig:
         _at_least("engine.ranks", self.ranks, 0)
         if self.tensor_parallel != 1 and self.name == "trtllm":
             raise ConfigError("engine.tensor_parallel", self.tensor_parallel, ONE_RANK)
+        if self.cuda_graphs and (self.name != "native" or self.tensor_parallel != 1):
+            expected = "false unless engine.name=native and engine.tensor_parallel=1"
+            raise ConfigError("engine.cuda_graphs", True, expected)
         if self.name == TRTLLM_ENGINE:
             check_engine(self)
 

@@ -183,6 +183,8 @@ def _layout(model: ModelConfig, parallel: ParallelConfig) -> None:
 def _engine(cfg: Config, model: ModelConfig) -> None:
     if cfg.engine.name == TRTLLM_ENGINE and cfg.stage.name in ROLLOUT_STAGES:
         check_run(cfg, model)
+    if cfg.engine.cuda_graphs and model.moe.num_experts:
+        raise ConfigError("engine.cuda_graphs", True, "false with experts: how many rows one gets is not known ahead")
     ranks = cfg.engine.tensor_parallel
     ffn = "moe.ffn_hidden_size" if model.moe.num_experts else "ffn_hidden_size"
     sizes = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}

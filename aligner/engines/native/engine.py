@@ -1,7 +1,7 @@
 """The native engine: continuous batching over a slot cache, one readable step.
 
-step:  admit   waiting prompts are prefilled, each once, and their keys and values copied to their rows' slots
-       decode  one token for every row that was already running: slots [0, n)
+step:  decode  logits for every row that is running: slots [0, n)
+       admit   waiting prompts are prefilled, each once, and their keys and values copied to their rows' slots
        sample  one token for every row, new and old
        settle  write the tokens down, let finished rows leave, move the last rows into the gaps
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 from aligner.config.schema import EngineConfig, ModelConfig
 from aligner.engines.base import UpdateLedger
 from aligner.engines.native.cache import SlotCache
+from aligner.engines.native.graphs import CudaRecorder, DecodeGraphs
 from aligner.engines.native.model import NativeModel
 from aligner.engines.native.peers import Peers
 from aligner.engines.native.schedule import Batch, Plan, Pool, plan_generation
@@ -62,6 +63,9 @@ class NativeEngine:
         self.peers = Peers(group)
         self.model = NativeModel(model, self.device, dtype, self.peers)
         self.cache = SlotCache(model.num_layers, self.model.groups, model.kv_channels, self.device, dtype)
+        if config.cuda_graphs and self.device.type != "cuda":
+            raise ConfigError("engine.cuda_graphs", True, f"false on device {self.device.type}")
+        self.graphs = DecodeGraphs(self.model, CudaRecorder()) if config.cuda_graphs else None
         self.stats = EngineStats()
         self._ledger = UpdateLedger(self.model.shapes)
         self._asleep = False
@@ -111,6 +115,8 @@ class NativeEngine:
 
     def sleep(self) -> None:
         self._asleep = True
+        if self.graphs is not None:
+            self.graphs.clear()
         self.cache.release()
         self.model.scratch.clear()
         self._staged_logits = self._staged_logits.new_empty(0)
@@ -172,12 +178,12 @@ class NativeEngine:
 
     def step(self, plan: Plan, batch: Batch, sampling: SamplingParams) -> None:
         """One token for every running row; see the top of this file."""
-        running = batch.active
-        logits = self._admit(plan, batch)
+        running, logits = batch.active, []
         if running:
-            tokens, positions = batch.inputs(running)
-            logits.insert(0, self.model.decode(tokens, positions, self.cache, batch.longest(running)))
+            decode = self.model.decode if self.graphs is None else self.graphs.decode
+            logits = [decode(*batch.inputs(running), self.cache, batch.longest(running))]
             self.stats.decoded_rows += running
+        logits += self._admit(plan, batch)  # not before: graphs write to free slots
         batch.sample(logits[0] if len(logits) == 1 else torch.cat(logits), sampling)
         self.stats.steps += 1
         stopped = self._stop_strings(batch, sampling)

@@ -72,6 +72,7 @@ class NativeModel:
         assert self.views.keys() == self.shapes.keys(), self.views.keys() ^ self.shapes.keys()
         self.scratch = Scratch(device, dtype)
         self._rope = torch.empty(0, device=device)
+        self._embedding_scale = float(torch.tensor(hidden**0.5).to(dtype))  # rounded as the trainer does
         self._head_kind = torch.tensor([0] * self.heads + [1] * self.groups, device=device)
 
     def _hf_views(self) -> dict[str, Tensor]:
@@ -163,13 +164,17 @@ class NativeModel:
     def rotations(self, positions: Tensor, longest: int) -> Tensor:
         """complex64 [K, M, 1, d/2] for positions int64 [M] below `longest`: of all layers, or of global and of local
         ones."""
+        self.reach(longest)
+        return self._rope[:, positions, None]
+
+    def reach(self, longest: int) -> None:
+        """Make the table of rotations long enough for positions below `longest`."""
         if self._rope.dim() == 1 or self._rope.shape[1] < longest:
             longest = max(longest, 2 * self._rope.shape[1] if self._rope.dim() > 1 else 0)
             kinds = (False, True) if self.cfg.attention.local_rope_base else (False,)
             frequencies = torch.stack([inverse_frequencies(self.cfg, local) for local in kinds])
             angles = torch.arange(longest).float()[:, None] * frequencies[:, None]
             self._rope = torch.polar(torch.ones_like(angles), angles).to(self.device)
-        return self._rope[:, positions, None]
 
     def _near(self, query: Tensor, keys: int) -> Tensor | None:
         """bool [M, keys]: what queries at positions int64 [M] see in local layers; None: all up to their own."""
@@ -231,7 +236,7 @@ class NativeModel:
         """tokens int64 [M] -> [M, hidden] after the final norm. Large intermediates live in scratch buffers."""
         x = self._embed(tokens)
         if self.family.scaled_embeddings:
-            x *= float(torch.tensor(self.cfg.hidden_size**0.5).to(self.dtype))  # rounded as the trainer does
+            x *= self._embedding_scale
         qkv = self.scratch.take("qkv", len(x), self.qkv.shape[1])
         for layer in range(self.cfg.num_layers):
             y = self._norm(x, self.norms[layer, 0])

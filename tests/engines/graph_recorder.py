@@ -1,0 +1,61 @@
+"""A CUDA graph's stand-in on the CPU, as strict as the real one about what it replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+# what asks the device for a number, or has shapes that depend on data: a capture fails there
+SYNCHRONISING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh", "is_nonzero", "equal")
+
+
+class CaptureError(AssertionError):
+    pass
+
+
+class _Tape(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple, dict, Any]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        masks = name in ("index", "index_put_") and any(
+            isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1] if i is not None
+        )
+        if masks or name.lstrip("_") in {n.lstrip("_") for n in SYNCHRONISING}:
+            raise CaptureError(f"{function} cannot be captured")
+        out = function(*args, **(kwargs or {}))
+        self.calls.append((function, args, kwargs or {}, out))
+        return out
+
+
+class CpuRecorder:
+    """`Record`: a replay runs the recorded operations on the recorded tensors, and puts every result where the
+    recorded one lay. What Python did between them happened once."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        tape = _Tape()
+        with tape:
+            out = step()
+        self.recorded += 1
+        for *_, result in tape.calls:  # a capture computes nothing
+            tree_map_only(Tensor, lambda t: t.fill_(float("nan")) if t.is_floating_point() and t is out else t, result)
+
+        def replay() -> None:
+            self.replayed += 1
+            for function, args, kwargs, result in tape.calls:
+                again = function(*args, **kwargs)
+                for old, new in zip(tree_flatten(result)[0], tree_flatten(again)[0], strict=True):
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+        return replay, out
