@@ -42,10 +42,10 @@ def test_the_run_is_the_same_without_the_pass(tiny_data, tiny_runs, tmp_path, mo
     recomputed = stages.stage("grpo", tiny_data, tmp_path / "a", *settings, "algorithm.old_logprobs=recompute")
     logprobs, asked = Policy.logprobs, []
 
-    def counted(self, rows):
+    def counted(self, rows, mask=None):
         if isinstance(rows, RolloutBatch):  # the sentinel asks too
             asked.append(type(self))
-        return logprobs(self, rows)
+        return logprobs(self, rows, mask)
 
     monkeypatch.setattr(Policy, "logprobs", counted)
     found = stages.stage("grpo", tiny_data, tmp_path / "b", *settings)

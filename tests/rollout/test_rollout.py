@@ -495,7 +495,7 @@ def test_held_out_loss_counts_the_answers_tokens(world):
         def model(self):
             return self
 
-        def logprobs(self, batch):
+        def logprobs(self, batch, mask):
             return -batch.tokens.float()
 
     Peers.dp = property(lambda self: world)
