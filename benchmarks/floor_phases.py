@@ -12,6 +12,7 @@ from aligner.config.schema import BatchConfig, ModelConfig
 from aligner.ops.wide_products import widened
 from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import Engine, Job, Part, Rows
+from aligner.plan.reads import reads
 from aligner.plan.shapes import Grid, decode_weight_bytes, kv_bytes, parameters
 from aligner.plan.times import (
     Machine,
@@ -93,7 +94,10 @@ def jobs(work: Work, element: int) -> tuple[Job, Job]:
     engine = Engine(1, element, w.rows, 1 << 40, launches=False)
     made = Rows(w.rows, w.prompts, w.prompt_tokens, w.prompt_tokens, w.response_tokens, w.response_tokens)
     lengths = training_rows(w).lengths.double()
-    mean, seen = float(lengths.mean()), float((lengths * (lengths + 1)).sum() / lengths.sum() / 2)
+    mean, responses = float(lengths.mean()), float((lengths - w.prompt_tokens).sum())
+    seen = float((lengths * (lengths + 1)).sum() / lengths.sum() / 2)
+    # the token before the first of a response sees the prompt, the one before the last all but that
+    read_seen = float((lengths * (lengths - 1) - w.prompt_tokens * (w.prompt_tokens - 1)).sum() / responses / 2)
     trained = Rows(
         w.sequences,
         w.sequences,
@@ -102,6 +106,7 @@ def jobs(work: Work, element: int) -> tuple[Job, Job]:
         mean - w.prompt_tokens,
         int(lengths.max()) - w.prompt_tokens,
         seen,
+        read_seen,
     )
     job = Job("grpo", (part,), Grid(), made, engine, element=element, micro_tokens=w.micro_tokens, logits_bytes=8 << 30)
     return job, replace(job, rows=trained)
@@ -136,32 +141,36 @@ def moved_bytes(phase: str, work: Work, element: int) -> float:
     return {"update": adam_bytes(element), "refit": 2 * element}.get(phase, 0) * float(parameters(cfg))
 
 
-def own_shapes(phase: str, work: Work) -> list[list[tuple[int, int, int]]]:
-    """(m, n, k) of the products of one layer, and of the head, as the phase has them."""
+def own_shapes(phase: str, work: Work) -> list[tuple[int, list[tuple[int, int, int]]]]:
+    """(how often, (m, n, k) of its products): of each layer but the last one, of that, and of the head."""
     rows = {"prefill": work.prompts * work.prompt_tokens, "decode": work.rows}.get(phase, work.micro_tokens)
-    cfg = work.cfg
+    cfg, kept = work.cfg, rows
+    if phase in ("logprobs", "update"):  # in the last layer and the head, of what is read
+        training = jobs(work, 4)[1]
+        kept = round(reads(training, training.policy, rows).kept)
     h, f, a, k = (
         cfg.hidden_size,
         cfg.ffn_hidden_size,
         cfg.num_heads * cfg.kv_channels,
         cfg.num_kv_heads * cfg.kv_channels,
     )
-    layer, head = [(a + 2 * k, h), (h, a), (2 * f, h), (h, f)], [(cfg.vocab_size, h)]
-    found = [[(rows, *matrix) for matrix in part] for part in (layer, head)]
+    mixed, rest = (a + 2 * k, h), [(h, a), (2 * f, h), (h, f)]
+    layer = [(rows, *mixed), *((rows, *matrix) for matrix in rest)]
+    last = [(rows, *mixed), *((kept, *matrix) for matrix in rest)]
+    found = [(cfg.num_layers - 1, layer), (1, last), (int(phase != "prefill"), [(kept, cfg.vocab_size, h)])]
     if phase == "update":  # the gradients of the input and of the weight too
-        found = [[s for m, n, k in part for s in ((m, n, k), (m, k, n), (n, k, m))] for part in found]
+        found = [(times, [s for m, n, k in part for s in ((m, n, k), (m, k, n), (n, k, m))]) for times, part in found]
     return found
 
 
 class OwnShapes:
-    """The rate of a phase's products at its own shapes: a layer as often as there are layers, and the head."""
+    """The rate of a phase's products at its own shapes, each as often as it is there."""
 
     def __init__(self, phase: str, work: Work, dtype: torch.dtype, device: torch.device):
-        layer, head = (Products(shapes, dtype, device) for shapes in own_shapes(phase, work))
-        self.parts = [(work.cfg.num_layers, layer), (int(phase != "prefill"), head)]
+        self.parts = [(times, Products(shapes, dtype, device)) for times, shapes in own_shapes(phase, work) if times]
 
     def rate(self, device: torch.device) -> float:
-        took = sum(times * busy_seconds(part, device) for times, part in self.parts if times)
+        took = sum(times * busy_seconds(part, device) for times, part in self.parts)
         return sum(times * part.operations for times, part in self.parts) / took
 
 
@@ -200,7 +209,7 @@ class Subject:
         return {
             "prefill": partial(bench.generate, work.rows, 1),
             "decode": partial(bench.generate, work.rows, work.response_tokens),
-            "logprobs": lambda: bench.policy.logprobs(self.rows),
+            "logprobs": lambda: bench.policy.logprobs(self.rows, self.rows.loss_mask),
             "update": lambda: bench.update(self.rows),
             "refit": bench.refit,
         }[phase]

@@ -64,9 +64,9 @@ SHAPES = {
 # figure -> (goal, what it is a share of)
 GOALS = {
     "generate.256.of_bound": (0.60, "bytes of weights and cache / the memory's bandwidth"),
-    "train.mfu": (0.47, "6 N operations a token / the device's peak, recomputation off"),
+    "train.mfu": (0.47, "6 N operations a token, all of them read / the device's peak, recomputation off"),
     "refit.of_copy": (0.50, "a plain copy of the same bytes"),
-    "grpo.rl_mfu": (0.30, "12 N operations a token of the step / the device's peak"),
+    "grpo.rl_mfu": (0.30, "12 N operations a token of the step, by convention / the device's peak"),
 }
 
 
@@ -193,8 +193,10 @@ def measure_generate(bench: Bench, report: Report) -> None:
 
 
 def measure_training(bench: Bench, report: Report) -> TrainBatch:
+    """Logprobs and updates that read every token, so that each costs what MFU counts, 2 N and 6 N operations; a run
+    reads responses alone and does less (`measure_grpo`)."""
     device, size, peak = bench.machine.device, bench.size, bench.machine.peak
-    rows = bench.rows(bench.generate(size.prompts * size.group, size.response_tokens))
+    rows = bench.rows(bench.generate(size.prompts * size.group, size.response_tokens), every=True)
     tokens, n = int(rows.lengths.sum()), active_parameters(bench.cfg)
     took = median_seconds(lambda: bench.policy.logprobs(rows), device, max(1, size.repeats - 1))
     report.figures["logprobs.tokens_per_s"], report.figures["logprobs.mfu"] = (
@@ -207,8 +209,9 @@ def measure_training(bench: Bench, report: Report) -> TrainBatch:
 
 
 def measure_grpo(bench: Bench, report: Report) -> None:
-    """refit, generate, logprobs, update; rewards are free here. RL-MFU counts 12 N operations a token by convention:
-    2 to generate, 2 for logprobs, 2 for a reference's (there is none here), 6 to update."""
+    """refit, generate, logprobs, update, as a run does them: logits and the last layer for responses alone; rewards are
+    free here. RL-MFU counts 12 N operations for every token of the step by convention, whatever of them is made: 2 to
+    generate, 2 for logprobs, 2 for a reference's (there is none here), 6 to update."""
     device, size = bench.machine.device, bench.size
     parts: dict[str, float] = {}
 
@@ -219,7 +222,7 @@ def measure_grpo(bench: Bench, report: Report) -> None:
 
     timed("refit", bench.refit)
     rows = bench.rows(timed("generate", lambda: bench.generate(size.prompts * size.group, size.response_tokens)))
-    rows.old_logprobs = timed("logprobs", lambda: bench.policy.logprobs(rows))
+    rows.old_logprobs = timed("logprobs", lambda: bench.policy.logprobs(rows, rows.loss_mask))
     timed("update", lambda: bench.update(rows))
     took, tokens = sum(parts.values()), int(rows.lengths.sum())
     report.figures |= {f"grpo.{name}_s": s for name, s in parts.items()}

@@ -50,7 +50,7 @@ class Bench:
             micro_batch_tokens=micro_tokens,
             logprob_tokens=max(micro_tokens, size.row),
             logits_bytes=8 << 30,
-            share_prompts=False,  # every token is computed, so that operations a token mean what they say
+            share_prompts=False,  # every token is computed, so that operations a token mean what they say: see `rows`
         )
         generator = torch.Generator(device).manual_seed(0)
 
@@ -75,11 +75,13 @@ class Bench:
         seeds = [[1000 * i + j for j in range(group)] for i in range(len(prompts))]
         return self.engine.generate(prompts, seeds, SamplingParams(limit))
 
-    def rows(self, generations: Generations) -> TrainBatch:
+    def rows(self, generations: Generations, every: bool = False) -> TrainBatch:
+        """Rows that are read as a run reads them, the responses alone; with `every`, prompts too, so that no token's
+        logits or last layer are left out."""
         group = len(generations.tokens) // self.size.prompts
         tokens = torch.cat([self.prompts.repeat_interleave(group, 0), generations.tokens], 1)
         mask = torch.zeros(tokens.shape)
-        mask[:, self.size.prompt_tokens :] = 1
+        mask[:, 1 if every else self.size.prompt_tokens :] = 1
         advantages = torch.randn(len(tokens), 1, generator=torch.Generator().manual_seed(2)) * mask
         old = torch.zeros(tokens.shape)
         old[:, self.size.prompt_tokens :] = generations.logprobs

@@ -80,7 +80,7 @@ def formula_bytes(parallel: ParallelConfig, world: int, stage: int) -> float:
     over_heads = p.context_mode == "alltoall"
     grid = Grid(p.tensor, p.pipeline, p.context, p.expert, world // p.model_size, p.sequence, over_heads)
     part = Part("policy", SHAPE, trained=True)
-    rows = Rows(ROWS, ROWS, WIDTH / 2, WIDTH // 2, WIDTH / 2, WIDTH // 2)
+    rows = Rows(ROWS, ROWS, 1, 1, WIDTH - 1, WIDTH - 1)  # the loss is of every token but the first
     job = Job("sft", (part,), grid, rows, None, element=4, micro_rows=MICRO)
     count, tokens = job.micro_batches()
     calls = pass_calls(job, part, stage, tokens, backward=True) * count + step_calls(job, part, stage)

@@ -54,6 +54,7 @@ class Rows:
     response_mean: float
     response_longest: int
     seen: float = 0.0  # tokens that a token sees on average; 0: half of a row of mean length
+    read_seen: float = 0.0  # likewise a token whose output is read; 0: as of a row of mean length
 
     @property
     def mean(self) -> float:

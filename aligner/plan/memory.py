@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from aligner.errors import AlignerError
 from aligner.plan.devices import GIB, Assumptions, Device
 from aligner.plan.job import PREFILL_TOKENS, Job, Part
+from aligner.plan.reads import most_read
 from aligner.plan.shapes import Count, Grid, parameters, rank_parameters
 
 SAMPLED_LOGITS = 1 << 26  # float64 cumulative sums of the native sampler at a time
@@ -104,7 +105,8 @@ def layer_activations(part: Part, grid: Grid) -> tuple[float, float]:
 
 def activation_bytes(job: Job, part: Part, stage: int) -> float:
     """Of the micro-batches that stage `stage` of a 1F1B pipeline holds at a time, min(micro-batches, stages - stage).
-    With recomputation each layer keeps its input alone, and one layer at a time the rest."""
+    With recomputation each layer keeps its input alone, and one layer at a time the rest. The last layer counts like
+    the others: rows may be almost all response."""
     grid, m = job.grid, part.shape
     count, tokens = job.micro_batches(worst=True)
     own, share = tokens / grid.context, grid.tensor if grid.sequence else 1
@@ -118,7 +120,7 @@ def activation_bytes(job: Job, part: Part, stage: int) -> float:
 
 
 def logits_bytes(job: Job, part: Part, tokens: float) -> float:
-    """Three float32 numbers for each logit of a part of at most `batch.logits_bytes`."""
+    """Three float32 numbers for each logit of a part of at most `batch.logits_bytes`; `tokens` that are read."""
     if part.head != "lm":
         return 0.0
     return min(12 * tokens * part.shape.vocab_size / job.grid.tensor, job.logits_bytes)
@@ -188,17 +190,20 @@ def _stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
         found["refit"] = _models(job, stage, ("policy",)) | stays | {"buckets": job.bucket_bytes + 2 * largest}
     if job.rollout:
         tokens = max(job.logprob_tokens, job.rows.longest) / job.grid.context
-        logits = max((logits_bytes(job, part, tokens) for part in job.parts), default=0.0) if last else 0.0
+        most = most_read(job, tokens, job.rows.count / job.grid.data)
+        logits = max((logits_bytes(job, part, most) for part in job.parts), default=0.0) if last else 0.0
         forward = max(_forward_bytes(job, part) for part in job.parts)
         read = _models(job, stage, ("policy", "critic", "reference"))
         found["logprobs"] = read | stays | {"forward": forward, "logits": logits}
     trained = [part for part in job.parts if part.trained]
     if trained:
         _, tokens = job.micro_batches(worst=True)
+        rows = job.rows.count / job.minibatches / job.grid.data
+        most = most_read(job, tokens / job.grid.context, rows if job.micro_tokens else min(rows, job.micro_rows))
         base, updates = _models(job, stage, ("policy", "critic"), trains=True) | stays, []
         for part in trained:
             count = rank_parameters(part.shape, job.grid, stage, part.head, part.outputs)
-            logits = logits_bytes(job, part, tokens / job.grid.context) if last else 0.0
+            logits = logits_bytes(job, part, most) if last else 0.0
             backward = {"activations": activation_bytes(job, part, stage), "logits": logits}
             # torch's Adam makes one float32 number for each parameter whose state it holds (the denominators)
             step = {"step": 4 * optimizer_share(count, job.grid, part.distributed)}

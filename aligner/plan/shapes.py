@@ -88,11 +88,15 @@ def parameters(m: ModelConfig, head: str = "lm", outputs: int = 1) -> int:
     return rank_parameters(m, Grid(), 0, head, outputs).total
 
 
-def layer_operations(m: ModelConfig, tokens: float, context: float) -> float:
+def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float | None = None) -> float:
     """Of one layer's forward pass over `tokens` that see `context` tokens each on average (causal: half the row):
-    2 x matrix elements, and 4 A x context for scores and their sum over values. Without experts' own: see below."""
-    a, _ = _widths(m)
-    return tokens * (2 * (sum(layer_matrices(m)) + m.moe.num_experts * m.hidden_size) + 4 * a * context)
+    2 x matrix elements, and 4 A x context for scores and their sum over values. Without experts' own: see below.
+    `kept`: of the other tokens queries, keys and values alone are made, 2 H (A + 2K); `context` is of the kept ones."""
+    a, k = _widths(m)
+    kept = tokens if kept is None else kept
+    mixed = m.hidden_size * (a + 2 * k)
+    rest = sum(layer_matrices(m)) + m.moe.num_experts * m.hidden_size - mixed
+    return 2 * tokens * mixed + kept * (2 * rest + 4 * a * context)
 
 
 def expert_operations(m: ModelConfig, tokens: float) -> float:
@@ -100,8 +104,9 @@ def expert_operations(m: ModelConfig, tokens: float) -> float:
     return 6.0 * tokens * m.moe.top_k * m.hidden_size * m.expert_ffn if m.moe.num_experts else 0.0
 
 
-def head_operations(m: ModelConfig, tokens: float, head: str = "lm") -> float:
-    return 2.0 * tokens * m.hidden_size * (m.vocab_size if head == "lm" else 1)
+def head_operations(m: ModelConfig, tokens: float, head: str = "lm", outputs: int = 1, tensor: int = 1) -> float:
+    """On one tensor rank: its part of the padded vocabulary, or a scalar head, which is whole on each."""
+    return 2.0 * tokens * m.hidden_size * (-(-m.vocab_size // tensor) if head == "lm" else outputs)
 
 
 def active_parameters(m: ModelConfig) -> int:

@@ -13,9 +13,9 @@ from aligner.config.schema import ModelConfig
 from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import Job, Part
 from aligner.plan.memory import optimizer_share
+from aligner.plan.reads import reads
 from aligner.plan.shapes import (
     Grid,
-    active_parameters,
     decode_weight_bytes,
     expert_operations,
     head_operations,
@@ -54,10 +54,10 @@ class Machine:
     def rate(self) -> float:
         return self.device.flops * self.assumed.matrix
 
-    def layer_seconds(self, m: ModelConfig, tokens: float, context: float) -> float:
-        """Of one layer's forward products."""
+    def layer_seconds(self, m: ModelConfig, tokens: float, context: float, kept: float | None = None) -> float:
+        """Of one layer's forward products; `kept`: see `layer_operations`."""
         experts = expert_operations(m, tokens) / (self.device.flops * self.assumed.experts)
-        return layer_operations(m, tokens, context) / self.rate + experts
+        return layer_operations(m, tokens, context, kept) / self.rate + experts
 
     @property
     def bandwidth(self) -> float:
@@ -82,15 +82,20 @@ def _communicate(phase: Phase, calls: Iterable[Call], job: Job, machine: Machine
 
 def micro_batch_seconds(job: Job, part: Part, stage: int, tokens: float, backward: bool, machine: Machine) -> float:
     """Products of one rank: forward 1, backward 2, recomputed layers 1 more, likewise a head whose logits come in
-    parts."""
-    grid, m = job.grid, part.shape
-    own = tokens / grid.context / grid.tensor
-    layers = m.num_layers / grid.pipeline * machine.layer_seconds(m, own, job.rows.context)
-    total = layers * ((4 if job.recompute else 3) if backward else 1)
-    if stage == grid.pipeline - 1:
-        logits = 12 * tokens / grid.context * m.vocab_size / grid.tensor
-        again = 4 if part.head == "lm" and logits > job.logits_bytes else 3
-        total += head_operations(m, own, part.head) * (again if backward else 1) / machine.rate
+    parts. Without those of outputs that nobody reads."""
+    grid, m, read = job.grid, part.shape, reads(job, part, tokens)
+    own, share = tokens / grid.context / grid.tensor, 1 / grid.context / grid.tensor
+    layer = machine.layer_seconds(m, own, job.rows.context)
+    total, last = m.num_layers / grid.pipeline * layer, stage == grid.pipeline - 1
+    if last:
+        total += machine.layer_seconds(m, own, read.context, read.kept * share) - layer
+    total *= (4 if job.recompute else 3) if backward else 1
+    if last:
+        language = part.head == "lm"
+        asked = (read.pairs if language else read.kept) / grid.context
+        again = 4 if language and 12 * asked * m.vocab_size / grid.tensor > job.logits_bytes else 3
+        head = head_operations(m, asked, part.head, part.outputs, grid.tensor)
+        total += head * (again if backward else 1) / machine.rate
     return total
 
 
@@ -241,10 +246,17 @@ def plan_times(job: Job, device: Device, assumed: Assumptions) -> dict[str, Phas
 
 
 def update_mfu(job: Job, device: Device, update: Phase) -> float:
-    """6 N operations a token, without attention's and without what is computed again, over the peak."""
-    operations = sum(
-        6.0 * (active_parameters(p.shape) - (0 if p.head == "lm" else p.shape.hidden_size * p.shape.vocab_size))
-        for p in job.parts
-        if p.trained
-    )
-    return operations * job.rows.tokens * job.epochs / (update.seconds * job.grid.gpus * device.flops)
+    """Operations that are made over the peak: 6 N a token less those of outputs that nobody reads, without attention's
+    and without what is computed again."""
+    count, tokens = job.micro_batches()
+    real = tokens if job.packing else tokens * job.rows.mean / job.rows.longest
+    forward = 0.0
+    for part in job.parts:
+        if part.trained:
+            m, read = part.shape, reads(job, part, tokens)
+            kept = min(read.kept, real)
+            forward += (m.num_layers - 1) * layer_operations(m, real, 0) + layer_operations(m, real, 0, kept)
+            forward += m.num_layers * expert_operations(m, real)
+            forward += head_operations(m, read.pairs if part.head == "lm" else kept, part.head)
+    passes = count * job.minibatches * job.epochs * job.grid.data
+    return 3 * forward * passes / (update.seconds * job.grid.gpus * device.flops)

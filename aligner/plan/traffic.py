@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from aligner.plan.job import Job, Part
+from aligner.plan.reads import reads
 from aligner.plan.shapes import Grid, layer_norms, rank_parameters
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
@@ -64,12 +65,12 @@ def within(calls: Iterable[Call], grid: Grid) -> list[Call]:
     return [call for call in calls if axis_size(grid, call.axis) > 1 and call.size]
 
 
-def layer_forward(part: Part, grid: Grid, tokens: float, element: int) -> Iterator[Call]:
-    """One layer, `tokens` of all context-parallel ranks. Tensor parallelism: the outputs of attention and MLP are
-    summed (Megatron-LM, arXiv:1909.08053); with sequence parallelism scattered, and their inputs gathered
-    (arXiv:2205.05198)."""
+def layer_forward(part: Part, grid: Grid, tokens: float, kept: float, element: int) -> Iterator[Call]:
+    """One layer, `tokens` of all context-parallel ranks, `kept` of them whole (`plan.reads`). Tensor parallelism: the
+    outputs of attention and MLP are summed (Megatron-LM, arXiv:1909.08053); with sequence parallelism scattered, and
+    their inputs gathered (arXiv:2205.05198)."""
     m, own = part.shape, tokens / grid.context
-    hidden = own * m.hidden_size * element
+    hidden = kept / grid.context * m.hidden_size * element
     if grid.sequence:
         yield Call("tp", "all_gather", 2 * hidden, 2)
         yield Call("tp", "reduce_scatter", 2 * hidden, 2)
@@ -79,7 +80,7 @@ def layer_forward(part: Part, grid: Grid, tokens: float, element: int) -> Iterat
     yield from _experts(part, grid, own, element)
 
 
-def layer_backward(part: Part, grid: Grid, tokens: float, element: int) -> Iterator[Call]:
+def layer_backward(part: Part, grid: Grid, tokens: float, kept: float, element: int) -> Iterator[Call]:
     """The gradients of the same; with sequence parallelism the inputs of the two column-parallel products are gathered
     a second time for the gradients of their weights (experts keep theirs)."""
     m, own = part.shape, tokens / grid.context
@@ -89,7 +90,7 @@ def layer_backward(part: Part, grid: Grid, tokens: float, element: int) -> Itera
         yield Call("tp", "all_gather", (2 + again) * hidden, 2 + again)
         yield Call("tp", "reduce_scatter", 2 * hidden, 2)
     else:
-        yield Call("tp", "all_reduce", 2 * hidden, 2)
+        yield Call("tp", "all_reduce", hidden + kept / grid.context * m.hidden_size * element, 2)
     if m.moe.num_experts:
         yield Call("tp", "all_reduce", m.moe.num_experts * m.hidden_size * element)  # of the router's weight
     yield from _context(part, grid, tokens, element, backward=True)
@@ -112,27 +113,33 @@ def _experts(part: Part, grid: Grid, own: float, element: int) -> Iterator[Call]
         yield Call("ep", "all_to_all", 2 * own * m.moe.top_k * m.hidden_size * element, 2)
 
 
+def _sum(layers: Iterable[Iterable[Call]]) -> list[Call]:
+    """The calls of layers that make the same ones, of whatever sizes."""
+    every = zip(*layers, strict=True)
+    return [Call(c[0].axis, c[0].op, sum(x.size for x in c), sum(x.count for x in c)) for c in every]
+
+
 def pass_calls(job: Job, part: Part, stage: int, tokens: float, backward: bool) -> list[Call]:
     """One micro-batch of `tokens` through stage `stage`: forward, and with `backward` that too."""
     grid, m, e = job.grid, part.shape, job.element
     own, layers, last = tokens / grid.context, m.num_layers // grid.pipeline, stage == grid.pipeline - 1
     hidden = own * m.hidden_size * e
-    calls: list[Call] = []
-    forward = list(layer_forward(part, grid, tokens, e))
-    times = layers * (2 if backward and job.recompute else 1)
-    calls += [Call(c.axis, c.op, c.size * times, c.count * times) for c in forward]
+    read, kept = reads(job, part, tokens), [tokens] * layers
+    if last:
+        kept[-1] = read.kept
+    calls = _sum(layer_forward(part, grid, tokens, k, e) for k in kept * (2 if backward and job.recompute else 1))
     if backward:
-        calls += [Call(c.axis, c.op, c.size * layers, c.count * layers) for c in layer_backward(part, grid, tokens, e)]
+        calls += _sum(layer_backward(part, grid, tokens, k, e) for k in kept)
     if stage == 0:
         calls.append(Call("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden))
         if backward and grid.sequence:
             calls.append(Call("tp", "all_gather", hidden))
     if last:
-        calls += _head(part, grid, hidden, backward)
-        # of every token logprob and, where one is trained, entropy: a maximum and sums over shares of the vocabulary
+        calls += _head(part, grid, read.kept / grid.context * m.hidden_size * e, backward)
+        # of what is read logprob and, where one is trained, entropy: a maximum and sums over shares of the vocabulary
         numbers = 2 if backward else 1
         if part.head == "lm":
-            calls.append(Call("tp", "all_reduce", 4 * own * (2 + numbers), 2))
+            calls.append(Call("tp", "all_reduce", 4 * read.pairs / grid.context * (2 + numbers), 2))
         calls.append(Call("cp", "all_reduce", 4 * tokens * (numbers if part.head == "lm" else 1)))
     else:
         calls.append(Call("pp", "send", hidden / (grid.tensor if grid.sequence else 1)))
@@ -167,6 +174,8 @@ def step_calls(job: Job, part: Part, stage: int) -> list[Call]:
     if grid.sequence:
         norms = layer_norms(m) * (m.num_layers // grid.pipeline) + m.hidden_size * (stage == grid.pipeline - 1)
         calls.append(Call("tp", "all_reduce", 4.0 * norms))
+    elif m.qk_norm:  # of which every tensor rank sees its own heads' part
+        calls.append(Call("tp", "all_reduce", 8.0 * m.kv_channels * (m.num_layers // grid.pipeline)))
     if m.tie_embeddings and part.head == "lm" and stage in (0, grid.pipeline - 1):
         calls.append(Call("ends", "all_reduce", 4.0 * -(-m.vocab_size // grid.tensor) * m.hidden_size))
     return within(calls, grid)

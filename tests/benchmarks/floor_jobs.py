@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
 from aligner.ops import wide_products
 from benchmarks.floor_phases import PHASES, WORKS, Subject
 from benchmarks.floors import measure
+from tests.operations import counted
 
 aten = torch.ops.aten
-MATRIX = ("mm", "addmm", "addmm_")  # linear layers; the rest are products of attention
-
-
-def addmm_in_place(self_shape, a_shape, b_shape, out_shape=None, **kwargs) -> int:
-    return mm_flop(a_shape, b_shape)
-
-
-def attention_forward(query, key, *unused, out_shape=None, **options) -> int:
-    """Scores and their sum over values, in full."""
-    return 4 * math.prod(query) * key[-2]
-
-
-def attention_backward(grad, query, key, *unused, out_shape=None, **options) -> int:
-    """Two products for each of the forward pass; what a kernel computes again is not counted."""
-    return 2 * attention_forward(query, key)
-
-
-MORE = {
-    aten.addmm_: addmm_in_place,
-    aten._scaled_dot_product_flash_attention_for_cpu: attention_forward,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
-}
 
 
 def subject(name: str) -> Subject:
@@ -47,12 +23,7 @@ def operations(name: str) -> dict[str, dict[str, float]]:
     """phase -> {"linear", "attention"}: what torch's own counter sees. Decode is a generation less its first token."""
     timed, found = subject(name), {}
     for phase in PHASES:
-        with FlopCounterMode(display=False, custom_mapping=MORE) as counter:
-            timed.action(phase)()
-        seen: Counter[str] = Counter()
-        for op, count in counter.get_flop_counts().get("Global", {}).items():
-            seen["linear" if str(op).removeprefix("aten.") in MATRIX else "attention"] += count
-        found[phase] = dict(seen)
+        found[phase] = counted(timed.action(phase))
     for part, count in found["prefill"].items():
         found["decode"][part] -= count
     timed.bench.close()

@@ -16,24 +16,32 @@ WORK = WORKS["check"]
 @pytest.mark.multirank
 def test_operations_are_those_that_torch_counts(ranks):
     (counted,) = ranks.run("tests.benchmarks.floor_jobs:operations", name="check")
-    lengths = training_rows(WORK).lengths
-    made, trained = WORK.prompts * WORK.prompt_tokens, int(lengths.sum())
+    rows = training_rows(WORK)
+    made, trained, read = WORK.prompts * WORK.prompt_tokens, int(rows.lengths.sum()), int(rows.loss_mask.sum())
+    assert read < 0.5 * trained
     steps = WORK.rows * (WORK.response_tokens - 1)
     cfg = WORK.cfg
 
-    def linear(layers: int, head: int) -> float:
-        return cfg.num_layers * layer_operations(cfg, layers, 0) + head_operations(cfg, head)
+    def linear(layers: int, head: int, last: int) -> float:
+        most = (cfg.num_layers - 1) * layer_operations(cfg, layers, 0)
+        return most + layer_operations(cfg, layers, 0, last) + head_operations(cfg, head)
 
-    # one position of every prompt goes through the head; the training passes leave no token out
-    assert counted["prefill"]["linear"] == linear(made, WORK.prompts)
-    assert counted["decode"]["linear"] == linear(steps, steps)
-    assert counted["logprobs"]["linear"] == linear(trained, trained)
-    assert counted["update"]["linear"] == 3 * linear(trained, trained)
+    # one position of every prompt goes through the head; the training passes leave out what is not of a response
+    assert counted["prefill"]["linear"] == linear(made, WORK.prompts, made)
+    assert counted["decode"]["linear"] == linear(steps, steps, steps)
+    assert counted["logprobs"]["linear"] == linear(trained, read, read)
+    assert counted["update"]["linear"] == 3 * linear(trained, read, read)
     assert not counted["refit"]
     for phase in ("prefill", "decode", "logprobs", "update"):
         floor = floor_s(phase, WORK, 4, 1.0, INF)  # seconds at one operation a second
         head = head_operations(cfg, WORK.prompts) if phase == "prefill" else 0
         attention = floor - counted[phase]["linear"] + head
+        if phase in ("logprobs", "update"):  # of whole rows, and in the last layer of what is read
+            seen, unread = float((rows.lengths * (rows.lengths + 1)).sum() / 2), WORK.prompt_tokens
+            last = float((rows.lengths * (rows.lengths - 1) - unread * (unread - 1)).sum() / 2)
+            pairs = (cfg.num_layers - 1) * seen + last
+            wanted = 4 * cfg.num_heads * cfg.kv_channels * pairs * (3 if phase == "update" else 1)
+            assert attention == pytest.approx(wanted)
         # causal attention is half of what is computed in full, and padding to the longest row comes on top
         most = 1.0 if phase == "decode" else 3.0
         assert attention > 0 and 1.0 <= counted[phase]["attention"] / attention <= most + 1e-9, phase
@@ -49,13 +57,13 @@ def test_bytes_are_those_of_the_engine(ranks):
 
 
 def test_floors_scale_with_rates_and_sizes():
-    twice = replace(WORK, cfg=replace(WORK.cfg, num_layers=2 * WORK.cfg.num_layers))
+    deeper = [replace(WORK, cfg=replace(WORK.cfg, num_layers=n * WORK.cfg.num_layers)) for n in (1, 2, 3)]
     for phase in ("prefill", "logprobs"):  # products alone
-        one, head = floor_s(phase, WORK, 4, 1.0, 1.0), 0.0
-        if phase == "logprobs":
-            head = head_operations(WORK.cfg, int(training_rows(WORK).lengths.sum()))
+        one, two, three = (floor_s(phase, work, 4, 1.0, 1.0) for work in deeper)
         assert floor_s(phase, WORK, 4, 2.0, 1.0) == pytest.approx(one / 2) and floor_s(phase, WORK, 4, INF, 1.0) == 0
-        assert floor_s(phase, twice, 4, 1.0, 1.0) == pytest.approx(2 * (one - head) + head)
+        assert three - two == pytest.approx(two - one)
+        # the layers that logprobs gain are whole, unlike the last one; they have a head too
+        assert two == pytest.approx(2 * one) if phase == "prefill" else two != pytest.approx(2 * one)
     slow, fast = floor_s("decode", WORK, 4, 1.0, INF), floor_s("decode", WORK, 4, INF, 1.0)
     assert floor_s("decode", WORK, 4, 1.0, 1.0) == pytest.approx(max(slow, fast))
     assert floor_s("decode", WORK, 2, INF, 1.0) == fast / 2
@@ -67,11 +75,17 @@ def test_floors_scale_with_rates_and_sizes():
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "logprobs", "update"])
 def test_own_shapes_are_all_products_of_a_pass(phase):
-    layer, head = (sum(2.0 * m * n * k for m, n, k in part) for part in own_shapes(phase, WORK))
-    tokens = own_shapes(phase, WORK)[0][0][0]
+    found = own_shapes(phase, WORK)
+    layer, last, head = (sum(2.0 * m * n * k for m, n, k in part) for _, part in found)
+    layers, one, heads = (often for often, _ in found)
+    assert (layers, one, heads) == (WORK.cfg.num_layers - 1, 1, int(phase != "prefill"))
+    tokens, trains = found[0][1][0][0], phase in ("logprobs", "update")
+    rows = training_rows(WORK)
+    read = round(tokens * float(rows.loss_mask.sum() / rows.lengths.sum())) if trains else tokens
     times = 3 if phase == "update" else 1
     assert layer == times * layer_operations(WORK.cfg, tokens, 0)
-    assert head == times * head_operations(WORK.cfg, tokens)
+    assert last == times * layer_operations(WORK.cfg, tokens, 0, read)
+    assert head == times * head_operations(WORK.cfg, read)
 
 
 @pytest.mark.multirank

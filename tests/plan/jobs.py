@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,12 @@ from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, Paralle
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.refit.transfer import WeightStream
+from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy
-from aligner.types import TrainBatch
-from tests.megatron.jobs import build, nll_loss
+from aligner.roles.reward_model import RewardModel
+from aligner.types import LossOutput, TrainBatch
+from tests.megatron.jobs import build
+from tests.operations import counted
 from tests.tiny import ADAM
 
 SMALLEST = 256  # bytes: shapes, losses, norms and counts are not counted
@@ -63,12 +67,13 @@ class Listener(TorchDispatchMode):
             self.bytes["send" if word == "send" else ranks, word] += size
 
 
-def rows(cfg: ModelConfig, model: ShardedModel) -> TrainBatch:
-    """This data-parallel rank's rows, all of one length: what a micro-batch holds is known."""
+def rows(cfg: ModelConfig, model: ShardedModel, prompt: int) -> TrainBatch:
+    """This data-parallel rank's rows, all of one length: what a micro-batch holds is known. The loss reads what comes
+    after `prompt` tokens."""
     g = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, cfg.vocab_size, (ROWS, WIDTH), generator=g)
     mask = torch.ones(ROWS, WIDTH)
-    mask[:, 0] = 0
+    mask[:, :prompt] = 0
     full = TrainBatch(tokens, torch.full((ROWS,), WIDTH), mask, labels=torch.randn(ROWS, generator=g))
     return full.select(torch.arange(ROWS).chunk(model.layout.data)[model.layout.dp_rank])
 
@@ -81,18 +86,31 @@ def step(
     dtype: torch.dtype = torch.bfloat16,
     micro_rows: int = 4,
     recompute: bool = False,
+    prompt: int = 1,
+    logits_bytes: int = 1 << 30,
+    critic: bool = False,
 ) -> dict:
-    """One optimizer step: bytes of buffers and optimizer state, and of collectives by axis."""
+    """One pass without gradient and one optimizer step: operations of both, and of the step bytes of buffers and
+    optimizer state, and of collectives by axis. With `outputs` of a reward model, or of a critic."""
     cfg = replace(cfg, recompute="full" if recompute else "none")
     model = build(cfg, parallel, optim, Head("score", outputs) if outputs else Head(), dtype)
-    mine, layout = rows(cfg, model), model.layout
+    mine, layout = rows(cfg, model, prompt), model.layout
+    batch = BatchConfig(micro_batch_samples=micro_rows, logits_bytes=logits_bytes)
+    if critic:
+        role = Critic(model, batch)
+        forward = partial(role.values, mine, mine.loss_mask)
+        update = partial(role.update, mine, lambda values, b: LossOutput(((values - 1).square() * b.loss_mask).mean()))
+    elif outputs:
+        role = RewardModel(model, batch)
+        forward = partial(role.raw_scores, mine)
+        update = partial(role.update, mine, lambda scores, b: LossOutput((scores - 1).square().mean()), unit=1)
+    else:
+        role = Policy(model, batch)
+        forward = partial(role.logprobs, mine, mine.loss_mask)
+        update = partial(role.update, mine, sft_loss(mine, layout.pgs.dp))
+    operations = {"forward": counted(forward)}
     with Listener() as heard:
-        if outputs:
-            model.step(
-                [mine.select(part) for part in torch.arange(len(mine.lengths)).split(micro_rows)], nll_loss(model, mine)
-            )
-        else:
-            Policy(model, BatchConfig(micro_batch_samples=micro_rows)).update(mine, sft_loss(mine, layout.pgs.dp))
+        operations["update"] = counted(update)
     buffers = [*model.wrapped.buffers, *model.wrapped.expert_parallel_buffers]
     pgs = layout.pgs
     groups = {
@@ -106,6 +124,7 @@ def step(
     }
     return {
         "stage": layout.pp_rank,
+        "operations": operations,
         "parameters": sum(p.numel() for p in model.module.parameters()),
         "weights": sum(p.numel() * p.element_size() for p in model.module.parameters()),
         "gradients": sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers),

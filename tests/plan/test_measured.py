@@ -1,4 +1,5 @@
-"""The calculator's bytes are those of Megatron's ranks: parameters, buffers, optimizer, collectives, activations."""
+"""The calculator's bytes are those of Megatron's ranks: parameters, buffers, optimizer, collectives, activations; and
+its operations those that torch counts."""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,9 +8,12 @@ import pytest
 import torch
 
 from aligner.config.schema import ModelConfig, OptimConfig, ParallelConfig
+from aligner.plan import reads
+from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import Job, Part, Rows
 from aligner.plan.memory import activation_bytes, gradient_bytes, optimizer_bytes, weight_bytes
 from aligner.plan.shapes import Grid, rank_parameters
+from aligner.plan.times import Machine, micro_batch_seconds
 from aligner.plan.traffic import pass_calls, refit_calls, step_calls
 from tests.plan.jobs import ROWS, WIDTH
 from tests.tiny import ADAM, LLAMA, MIXTRAL, MODELS, MOE
@@ -33,6 +37,18 @@ CASES = {
     "experts, tp2, sequence": (MOE, {"tensor": 2, **SEQ}, 2, {}),
     "score, tp2, dp2": (LLAMA, {"tensor": 2, **SEQ}, 4, {"outputs": 3}),
     "tp2 pp2": (UNTIED, {"tensor": 2, "pipeline": 2, **SEQ}, 4, {}),
+    # what nobody reads is left out: prompts of 2/3 of the tokens, and of a row all but the last token
+    "responses": (LLAMA, {}, 1, {"prompt": 16}),
+    "responses, logits in parts": (LLAMA, {}, 1, {"prompt": 16, "logits_bytes": 12 * 101 * 24}),
+    "responses, recompute": (UNTIED, {}, 1, {"prompt": 16, "recompute": True, "logits_bytes": 12 * 101 * 40}),
+    "responses, tp2": (MODELS["qwen3"], {"tensor": 2}, 2, {"prompt": 16, "micro_rows": 8}),
+    "responses, tp2, sequence": (LLAMA, {"tensor": 2, **SEQ}, 2, {"prompt": 16, "micro_rows": 8}),
+    "responses, pp2": (UNTIED, {"pipeline": 2}, 2, {"prompt": 16}),
+    "responses, cp2": (LLAMA, {"context": 2}, 2, {"prompt": 16}),
+    "responses, experts": (MOE, {}, 1, {"prompt": 16}),
+    "critic, tp2": (LLAMA, {"tensor": 2}, 2, {"prompt": 16, "outputs": 1, "critic": True}),
+    "reward model, tp2": (LLAMA, {"tensor": 2}, 2, {"outputs": 2}),
+    "reward model, pp2": (MODELS["qwen2"], {"pipeline": 2}, 2, {"outputs": 1}),
 }
 
 
@@ -43,12 +59,38 @@ def grid_of(parallel: ParallelConfig, world: int) -> Grid:
 
 
 def job_of(cfg: ModelConfig, grid: Grid, options: dict) -> Job:
-    outputs, optim = options.get("outputs", 0), options.get("optim", ADAM)
+    outputs, optim, prompt = options.get("outputs", 0), options.get("optim", ADAM), options.get("prompt", 1)
     part = Part("policy", cfg, "score" if outputs else "lm", True, max(1, outputs), optim.distributed)
-    element = 4 if options.get("dtype") is torch.float32 else 2
-    rows = Rows(ROWS, ROWS, WIDTH / 2, WIDTH // 2, WIDTH / 2, WIDTH // 2)
-    recompute = options.get("recompute", False)
-    return Job("sft", (part,), grid, rows, None, element=element, micro_rows=4, recompute=recompute)
+    scored = outputs and not options.get("critic")
+    # torch counts attention in full: every query sees the whole row, or up to the token before the last one
+    seen = (WIDTH, WIDTH if scored else WIDTH - 1)
+    return Job(
+        "rm" if scored else "ppo" if outputs else "sft",
+        (part,),
+        grid,
+        Rows(ROWS, ROWS, prompt, prompt, WIDTH - prompt, WIDTH - prompt, *seen),
+        None,
+        element=4 if options.get("dtype") is torch.float32 else 2,
+        micro_rows=options.get("micro_rows", 4),
+        recompute=options.get("recompute", False),
+        logits_bytes=options.get("logits_bytes", 1 << 30),
+    )
+
+
+# with a rate of one a second
+COUNTING = Machine(Device("seconds are operations", 1.0, 1.0, 1.0, 1.0, 1.0), Assumptions(matrix=1, experts=1), 1)
+
+
+def operations(job: Job, stage: int) -> dict[tuple[str, str], float]:
+    """By phase and kind, as `tests.operations` tells them: of all rows in one pass, and of an optimizer step."""
+    found, (number, tokens) = {}, job.micro_batches()
+    alone = replace(job, rows=replace(job.rows, seen=1e-9, read_seen=1e-9))  # without attention
+    for phase, often, size, backward in (("forward", 1, number * tokens, False), ("update", number, tokens, True)):
+        whole, linear = (
+            often * micro_batch_seconds(j, job.policy, stage, size, backward, COUNTING) for j in (job, alone)
+        )
+        found |= {(phase, "linear"): linear, (phase, "attention"): whole - linear}
+    return found
 
 
 def by_group(calls: list, axes: dict) -> Counter:
@@ -60,7 +102,7 @@ def by_group(calls: list, axes: dict) -> Counter:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_of_real_ranks_has_the_bytes_of_the_formulas(ranks, case):
+def test_a_step_of_real_ranks_has_the_bytes_and_operations_of_the_formulas(ranks, case):
     cfg, layout, world, options = CASES[case]
     parallel = ParallelConfig(**layout)
     grid = grid_of(parallel, world)
@@ -68,6 +110,7 @@ def test_a_step_of_real_ranks_has_the_bytes_of_the_formulas(ranks, case):
     (part,) = job.parts
     results = ranks.run("tests.plan.jobs:step", world=world, cfg=cfg, parallel=parallel, **options)
     state, wanted_state, all_heard, all_wanted = 0, 0.0, Counter(), Counter()
+    counted, wanted_operations = Counter(), Counter()
     for found in results:
         count = rank_parameters(cfg, grid, found["stage"], part.head, part.outputs)
         assert found["parameters"] == count.total
@@ -81,8 +124,17 @@ def test_a_step_of_real_ranks_has_the_bytes_of_the_formulas(ranks, case):
         number, tokens = job.micro_batches()
         calls = pass_calls(job, part, found["stage"], tokens, backward=True) * number
         calls += step_calls(job, part, found["stage"])
+        counted += Counter({(p, kind): n for p, kinds in found["operations"].items() for kind, n in kinds.items()})
+        wanted_operations += Counter(operations(job, found["stage"]))
         all_heard += Counter(found["heard"])
         all_wanted += by_group(calls, found["axes"])
+    assert counted.keys() == wanted_operations.keys()
+    for key, wanted in wanted_operations.items():
+        experts, gathered = cfg.moe.num_experts, grid.context > 1 and not grid.over_heads
+        if key[1] == "attention" and (experts or gathered):
+            continue  # with it go the weighted sums of experts' outputs; of gathered keys each half of a row sees fewer
+        # of a router every tensor rank has the whole, and its loss has a product too
+        assert counted[key] == pytest.approx(wanted, rel=0.03 if experts else 1e-9), key
     assert state == wanted_state  # shares of ranks differ by some parameters, their sum does not
     assert all_heard.keys() == all_wanted.keys()
     whole = [axes[axis] for axes in (found["axes"] for found in results) for axis in ("dp", "edp")]
@@ -149,6 +201,12 @@ def test_activations_are_what_autograd_keeps(ranks, cfg, layout, recompute):
         tokens=tokens,
     )
     assert max(kept) == pytest.approx(wanted, rel=0.15)
+
+
+def test_the_limits_of_leaving_out_are_those_of_the_trainer():
+    from aligner.ops import narrow
+
+    assert (reads.WORTH, reads.LARGEST_MASK) == (narrow.WORTH, narrow.LARGEST_MASK)
 
 
 def test_optimizer_config_default_is_distributed():

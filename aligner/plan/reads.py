@@ -1,0 +1,38 @@
+"""What the trainer leaves out because nobody reads it, in numbers: logits that no loss asks for, and in the last layer
+all but keys and values for the tokens of a row before the first and after the last one that is read (`ops/narrow.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aligner.plan.job import Job, Part
+
+LARGEST_MASK, WORTH = 1 << 26, 0.9  # as in `ops/narrow.py`, which imports torch
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Of the tokens of a micro-batch, over context-parallel ranks."""
+
+    pairs: float  # whose output is read, and logits made
+    kept: float  # that the last layer computes whole
+    context: float  # tokens that one of the kept sees on average
+
+
+def reads(job: Job, part: Part, tokens: float) -> Reads:
+    """Of each row a reward model reads the last token, every other model the token before each one of the response.
+    Counted as without TransformerEngine, whose attention computes every token."""
+    rows, grid = job.rows, job.grid
+    last = part.name == "reward" or job.stage == "rm"
+    each = 1.0 if last else rows.response_mean
+    pairs = tokens * each / (rows.mean if job.packing else rows.longest)
+    elsewhere = grid.context > 1 or grid.sequence or part.shape.moe.num_experts
+    if elsewhere or pairs > WORTH * tokens or pairs * rows.mean > LARGEST_MASK:
+        return Reads(pairs, tokens, rows.context)
+    return Reads(pairs, pairs, rows.read_seen or (rows.mean if last else rows.prompt_mean + each / 2))
+
+
+def most_read(job: Job, tokens: float, rows: float) -> float:
+    """Among `tokens` of `rows` rows, of whatever lengths."""
+    return min(tokens, rows * job.rows.response_longest)
