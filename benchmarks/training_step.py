@@ -4,7 +4,8 @@
 
 Rows of ragged lengths (uniform between half of the longest and the longest), one micro-batch, float32, one rank, the
 threads torch has. The rate of matrix products is measured between the steps of the same run, on the shapes of the
-model's own layers; operations are 6 x parameters of the matrices x tokens (attention's scores not counted).
+model's own layers; operations are 6 x parameters of the matrices x tokens (attention's scores not counted), of the
+head's x tokens that predict one. The loss reads all tokens but the first of each row, so that no layer leaves any out.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from aligner.megatron.groups import build_layout, init_distributed
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import random_source
+from aligner.ops.narrow import WORTH
 from aligner.roles.policy import Policy
 from aligner.types import TrainBatch
 from benchmarks.common import Products, write_json
@@ -67,7 +69,10 @@ def measure(name: str, steps: int) -> dict:
     policy, data = Policy(model, batch), rows(cfg.vocab_size, count, longest)
     shapes = [tuple(p.shape) for n, p in model.module.named_parameters() if p.dim() == 2]
     tokens = int(data.lengths.sum())
-    products = Products([(tokens, n, k) for n, k in shapes], torch.float32, model.device)
+    read = int(data.loss_mask.sum())
+    assert read > WORTH * tokens, f"{read} of {tokens} tokens are read: the last layer would leave some out"
+    counts = {cfg.vocab_size: read}
+    products = Products([(counts.get(n, tokens), n, k) for n, k in shapes], torch.float32, model.device)
     seconds, rates = [], []
     for step in range(steps + 2):
         start = time.perf_counter()

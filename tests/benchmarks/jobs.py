@@ -129,14 +129,14 @@ def stepper(packed: bool, rows: TrainBatch, share: bool = False, micro: int = 8)
 
 
 def packing() -> float:
-    """A step of padded rows over one of packed rows."""
+    """A step of padded rows over one of packed rows. Neither makes logits or the last layer's outputs of padding."""
     rows = ragged(16, 128)
     return ratio(stepper(False, rows), stepper(True, rows))
 
 
 def sharing() -> float:
     """A step over 4 prompts x 4 responses, 96 + 16 tokens, that computes every prompt four times, over one that does
-    not."""
+    not. Neither makes logits or the last layer's outputs of prompts."""
     tokens = prompts(16, 112)
     tokens[:, :96] = tokens[::4, :96].repeat_interleave(4, 0)
     mask = torch.zeros(16, 112)
@@ -146,7 +146,8 @@ def sharing() -> float:
 
 
 def training() -> float:
-    """transformers' step, AdamW and all, over ours: rows of one length, so that nothing is won by packing."""
+    """transformers' step, AdamW and all, over ours: rows of one length, so that nothing is won by packing, whose loss
+    reads every token, so that nothing is left out."""
     theirs = hugging_face(SHAPE).train()
     tensors = hf_weights(theirs)
     model = sharded(SHAPE, OptimConfig(lr=1e-4), source=lambda spec: from_hf(spec, tensors, SHAPE))
