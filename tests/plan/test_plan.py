@@ -117,6 +117,25 @@ def test_the_kv_cache_is_cut_as_the_engine_cuts_it():
         assert slots == plan.slots and held == (plan.slots * plan.positions + plan.chunk_tokens) * token <= budget
 
 
+def test_what_nobody_reads_costs_nothing():
+    """As many tokens of which fewer are responses: fewer logits, and less of the last layer where it is narrowed."""
+    model = shape("llama3_8b")
+    long = grpo(model, Grid(data=8), micro_tokens=0, micro_rows=2, logits_bytes=1e15)
+    assert plan_memory(long, H100, Assumptions()).phases["update"]["logits"] == 12 * 2 * 2048 * model.vocab_size
+    short = replace(long, rows=replace(long.rows, prompt_mean=512, response_mean=128))
+    found = {}
+    for name, context in (("narrowed", 1), ("whole", 2)):
+        a, b = (replace(job, grid=Grid(context=context, data=8)) for job in (long, short))
+        first, second = (plan_times(job, H100, Assumptions(message_s=0))["update"] for job in (a, b))
+        found[name] = 1 - second.parts["products"] / first.parts["products"]
+        # the share of the peak is of what is made, not of 6 N for every token
+        assert update_mfu(b, H100, second) == pytest.approx(update_mfu(a, H100, first), rel=0.02)
+    logits = 0.6 * model.hidden_size * model.vocab_size / active_parameters(model)  # 4 of 5 tokens to 1 of 5
+    layer = 0.6 / model.num_layers * (1 - logits)  # of which a tenth makes queries, keys and values
+    assert found["whole"] == pytest.approx(logits, rel=0.1)
+    assert found["narrowed"] == pytest.approx(logits + 0.9 * layer, rel=0.1) and found["narrowed"] > found["whole"]
+
+
 def test_a_step_gets_faster_with_more_of_everything():
     model = shape("llama3_8b")
     job = grpo(model, Grid(data=8))
