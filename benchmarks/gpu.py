@@ -177,19 +177,33 @@ def measure_refit(bench: Bench, report: Report) -> None:
 
 
 def measure_generate(bench: Bench, report: Report) -> None:
+    """Decode steps launched kernel by kernel and, on CUDA, as graphs; what follows keeps the faster way."""
+    for rows in bench.size.batches:
+        _generate(bench, report, rows, "")
+    if bench.machine.device.type != "cuda":
+        return
+    report.figures["generate.waits_per_step"] = waits_in_decode(bench)
+    bench.use_graphs(True)
+    try:
+        for rows in bench.size.batches:
+            _generate(bench, report, rows, ".graphs")
+    except RuntimeError as error:
+        report.left_out.append(f"decode as CUDA graphs: {error}")
+    most = max(bench.size.batches)
+    plain, graphs = (report.figures.get(f"generate.{most}{way}.tokens_per_s", 0.0) for way in ("", ".graphs"))
+    bench.use_graphs(graphs > plain)
+
+
+def _generate(bench: Bench, report: Report, rows: int, way: str) -> None:
     device, size = bench.machine.device, bench.size
-    for rows in size.batches:
-        bench.generate(rows, 2)  # buffers
-        first = statistics.median(
-            seconds(lambda rows=rows: bench.generate(rows, 1), device) for _ in range(size.repeats)
-        )
-        took = seconds(lambda rows=rows: bench.generate(rows, size.response_tokens), device)
-        decode = max(took - first, 1e-9)
-        report.figures[f"generate.{rows}.tokens_per_s"] = rows * size.response_tokens / took
-        report.figures[f"generate.{rows}.of_bound"] = decode_bound_s(bench, rows, bench.machine.bandwidth) / decode
-        report.figures[f"prefill.{rows}.s"] = first
-    if device.type == "cuda":
-        report.figures["generate.waits_per_step"] = waits_in_decode(bench)
+    for _ in range(2 if way else 1):  # buffers; a graph is recorded the second time
+        bench.generate(rows, size.response_tokens if way else 2)
+    first = statistics.median(seconds(lambda: bench.generate(rows, 1), device) for _ in range(size.repeats))
+    took = seconds(lambda: bench.generate(rows, size.response_tokens), device)
+    decode = max(took - first, 1e-9)
+    report.figures[f"generate.{rows}{way}.tokens_per_s"] = rows * size.response_tokens / took
+    report.figures[f"generate.{rows}{way}.of_bound"] = decode_bound_s(bench, rows, bench.machine.bandwidth) / decode
+    report.figures[f"prefill.{rows}{way}.s"] = first
 
 
 def measure_training(bench: Bench, report: Report) -> TrainBatch:

@@ -19,6 +19,7 @@ from aligner.config.schema import (
     RefitConfig,
 )
 from aligner.engines.native.engine import NativeEngine
+from aligner.engines.native.graphs import CudaRecorder, DecodeGraphs
 from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
@@ -67,6 +68,9 @@ class Bench:
         self.refit = partial(Refit(model, self.engine, RefitConfig()), again=True)
         g = torch.Generator().manual_seed(1)
         self.prompts = torch.randint(1, cfg.vocab_size, (size.prompts, size.prompt_tokens), generator=g)
+
+    def use_graphs(self, wanted: bool) -> None:
+        self.engine.graphs = DecodeGraphs(self.engine.model, CudaRecorder()) if wanted else None
 
     def generate(self, rows: int, limit: int) -> Generations:
         """`rows` samples of equal length: no token stops a response."""

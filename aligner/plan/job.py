@@ -177,7 +177,7 @@ def job_of(
             e.max_batch,
             float(e.kv_cache_bytes),
             padded=native,
-            launches=native,
+            launches=native and not cfg.engine.cuda_graphs,
         )
         if gpus % engine.tensor:
             raise ConfigError("engine.tensor_parallel", engine.tensor, f"a divisor of the {gpus} GPUs")

@@ -45,8 +45,9 @@ def test_graphs_serve_later_rollouts_and_other_weights(max_batch):
     for seed in range(3):
         for e in (engine, other):
             fill(e, reference(LLAMA, seed=seed))
-        seeds = [[s + seed for s in row] for row in seeds_for(PROMPTS, 4)]
-        got, wanted = (e.generate(PROMPTS, seeds, sampling) for e in (engine, other))
+        prompts = [[*p, *([5] * seed)] for p in PROMPTS]  # the longest row is another each time
+        seeds = [[s + seed for s in row] for row in seeds_for(prompts, 4)]
+        got, wanted = (e.generate(prompts, seeds, sampling) for e in (engine, other))
         assert responses(got) == responses(wanted)
         assert (got.logprobs - wanted.logprobs).abs().max() <= 1e-5
     recorder = engine.graphs._record
@@ -57,7 +58,7 @@ def test_sleep_forgets_graphs_and_another_cache_makes_others():
     engine = fill(make_engine(LLAMA), reference(LLAMA))
     wanted = responses(engine.generate(PROMPTS, seeds_for(PROMPTS, 2), SamplingParams(12)))
     recorder, before = engine.graphs._record, engine.graphs._record.recorded
-    engine.generate(PROMPTS, seeds_for(PROMPTS, 2), SamplingParams(60))  # slots of another length
+    engine.generate(PROMPTS, seeds_for(PROMPTS, 2), SamplingParams(200))  # slots of another length
     assert recorder.recorded > before
     engine.sleep()
     assert not engine.graphs._graphs

@@ -18,7 +18,7 @@ from torch import Tensor
 from aligner.config.schema import EngineConfig, ModelConfig
 from aligner.engines.base import UpdateLedger
 from aligner.engines.native.cache import SlotCache
-from aligner.engines.native.graphs import CudaRecorder, DecodeGraphs
+from aligner.engines.native.graphs import REACH, CudaRecorder, DecodeGraphs
 from aligner.engines.native.model import NativeModel
 from aligner.engines.native.peers import Peers
 from aligner.engines.native.schedule import Batch, Plan, Pool, plan_generation
@@ -153,11 +153,11 @@ class NativeEngine:
         assert not self._asleep, "generate() on a sleeping engine: wake() it first"
         if sampling.stop and self._decode is None:
             raise ConfigError("sampling.stop", sampling.stop, "no stop strings: this engine was given no decoder")
-        plan = plan_generation(prompts, seeds, sampling, self.config, self.cache.token_bytes, pool)
-        row = plan.positions + 1  # the last token is never fed back, but the trainer sees it
-        if row > self.model.cfg.max_position:
+        unit = 1 if self.graphs is None else REACH  # graphs are of one shape of the cache
+        plan = plan_generation(prompts, seeds, sampling, self.config, self.cache.token_bytes, pool, unit)
+        if plan.longest > self.model.cfg.max_position:
             raise ConfigError(
-                "model.max_position", self.model.cfg.max_position, f"at least {row} (prompt + response tokens)"
+                "model.max_position", self.model.cfg.max_position, f"at least {plan.longest} (prompt + response tokens)"
             )
         self.stats = EngineStats()
         batch = Batch(plan, sampling, self.device)  # its output tensors must not be inference tensors

@@ -56,7 +56,8 @@ class Pool(ABC):
 class Plan:
     rows: int  # samples in all
     slots: int
-    positions: int  # of a slot
+    longest: int  # tokens of a prompt and its response at most
+    positions: int  # of a slot: the last token is never fed back
     chunk_tokens: int
     waiting: deque[Waiting]  # longest first: a chunk has little padding, and long rows do not come last
     staged: deque[Waiting]
@@ -108,14 +109,16 @@ def plan_generation(
     config: EngineConfig,
     token_bytes: int,
     pool: Pool | None = None,
+    unit: int = 1,
 ) -> Plan:
-    """Slots and prefill size within `engine.kv_cache_bytes`. `token_bytes`: keys and values of one position."""
+    """Slots and prefill size within `engine.kv_cache_bytes`. `token_bytes`: keys and values of one position. A slot's
+    positions are a multiple of `unit` if the budget allows it."""
     assert len(prompts) == len(seeds), f"{len(prompts)} prompts, but seeds for {len(seeds)}"
     waiting, rows = _queue(prompts, seeds)
     longest, expected, count = waiting[0].length if waiting else 1, rows, len(waiting)
     if pool is not None:
         longest, expected, count = max(longest, pool.longest), max(rows, pool.rows), max(count, pool.prompts)
-    positions = longest + sampling.max_response_tokens - 1  # the last token is never fed back
+    positions = longest + sampling.max_response_tokens - 1
     budget = config.kv_cache_bytes // token_bytes
     if positions + longest > budget:
         raise ConfigError(
@@ -124,10 +127,11 @@ def plan_generation(
             f"at least {(positions + longest) * token_bytes} bytes for one row of {longest} prompt tokens and "
             f"{sampling.max_response_tokens} response tokens in phase generate",
         )
+    row, positions = positions + 1, min(-(-positions // unit) * unit, budget - longest)
     prompt_tokens = longest * count  # padded
     chunk = max(longest, min(_PREFILL_TOKENS, budget // 4, budget - positions, prompt_tokens))
     slots = max(1, min(config.max_batch, expected, (budget - chunk) // positions))
-    return Plan(rows, slots, positions, chunk, waiting, deque(), pool)
+    return Plan(rows, slots, row, positions, chunk, waiting, deque(), pool)
 
 
 def _queue(
