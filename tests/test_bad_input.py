@@ -209,6 +209,13 @@ CASES = {
         2,
         ["`samplin.temperature`", "Did you mean `sampling.temperature`"],
     ),
+    "kernel without a GPU": (
+        "sft",
+        ["model.varlen_attention=true"],
+        ConfigError,
+        2,
+        ["model.varlen_attention=True", "CUDA"],
+    ),
     "wrong type": ("sft", ["run.steps=many"], ConfigError, 2, ["run.steps='many'", "integer"]),
     "out of range": ("sft", ["optim.lr=-1"], ConfigError, 2, ["optim.lr=-1", "a number > 0"]),
     "not a choice": (

@@ -29,7 +29,7 @@ from aligner.engines.trtllm_engine import TrtllmBuiltEngine
 from aligner.errors import ConfigError
 from aligner.megatron.checkpoint import load_model
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
-from aligner.megatron.model import Head, resolve_dtype
+from aligner.megatron.model import Head, check_kernels, resolve_dtype
 from aligner.megatron.train import ShardedModel
 from aligner.ops.balance import row_costs
 from aligner.ops.seeds import derive
@@ -106,6 +106,7 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:
         torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
     initial = resolve(cfg.model, cfg.model.init, cfg.seed)
     validate_model(cfg, initial.config)
+    check_kernels(initial.config, resolve_dtype(cfg.model.dtype), device)
     generates = bridge is not None and bridge.generates
     return Job(cfg, env, device, None if generates else build_layout(cfg.parallel), initial, bridge)
 

@@ -115,6 +115,7 @@ class ModelConfig:
     tokenizer: str = ""  # a Hugging Face tokenizer folder; empty: the one in `model.init`
     dtype: str = "auto"  # auto, float32, bfloat16
     recompute: str = "none"  # none, full (recompute every layer's activations in backward)
+    varlen_attention: bool = False  # on CUDA: attention of rows of any length in one call, without padding and masks
 
     def __post_init__(self) -> None:
         _one_of("model.family", self.family, ("llama", "qwen2", "qwen3", *WINDOW_FAMILIES, *MOE_FAMILIES))

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from aligner.config.attention import AttentionConfig
-from aligner.megatron import kernels
+from aligner.megatron import kernels, varlen
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.ops.packing import Final, Packing, Segment
 from aligner.ops.wide_products import widened
@@ -115,8 +115,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, stream: Stream, scale: flo
 
 
 def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing | Final, scale: float | None) -> Tensor:
-    """Attention of each segment in its padded shape; the queries may be fewer than the keys (other ranks have them, or
-    nobody reads them)."""
+    """Attention of each segment in its padded shape, or of all rows as they are (`ops/ragged.py`). The queries may be
+    fewer than the keys (other ranks have them, or nobody reads them)."""
+    if packing.ragged is not None:
+        return varlen.attend(query, key, value, packing.ragged, scale)
     n, heads, d = query.shape
     if packing.q_index is None:
         return _sdpa(query, key, value, packing.segments[0], scale).reshape(n, heads, d)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError
+from aligner.megatron import varlen
 from aligner.megatron.attention import GatedMLP, NoCoreAttention, RMSNorm, StreamAttention, add_residual
 from aligner.megatron.groups import Layout
 from aligner.megatron.kernels import gelu_tanh
@@ -204,12 +205,22 @@ def check_layout(cfg: ModelConfig, layout: Layout) -> None:
         )
 
 
+def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ConfigError where the config asks for what this machine, or this model, cannot have."""
+    if not cfg.varlen_attention:
+        return
+    if uses_transformer_engine(cfg):
+        raise ConfigError("model.varlen_attention", True, "false where TransformerEngine is installed: its own is used")
+    varlen.check(cfg, dtype, device)
+
+
 def build_model(
     cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> StageModel:
     """This rank's stage of the model, weights not yet set. `cfg.vocab_size` must be known."""
     assert cfg.vocab_size > 0, "model.vocab_size must be resolved from the tokenizer first"
     check_layout(cfg, layout)
+    check_kernels(cfg, dtype, device)
     if widened(device, dtype):
         widen_bfloat16_products()
     model_parallel_cuda_manual_seed(

@@ -36,6 +36,7 @@ from aligner.megatron.weights import WeightSource, load_weights
 from aligner.models.rope import inverse_frequencies
 from aligner.ops.narrow import narrowed, without_unread
 from aligner.ops.packing import Packing, pack
+from aligner.ops.ragged import by_rows
 from aligner.ops.reduce import max_over
 from aligner.ops.schedules import lr_at
 from aligner.ops.window import windowed
@@ -141,7 +142,7 @@ class ShardedModel:
 
     def _stream(self, batch: TrainBatch) -> tuple[Packing, Stream | PackedSeqParams]:
         """The stream of a micro-batch, and what attention must know of it."""
-        layout, width = self.layout, batch.tokens.shape[1]
+        layout, width, masks = self.layout, batch.tokens.shape[1], not self.cfg.varlen_attention
         packing = pack(
             batch.lengths,
             width,
@@ -151,11 +152,14 @@ class ShardedModel:
             multiple=layout.tensor if layout.sequence else 1,
             over_heads=layout.over_heads,
             share=batch.tokens if self.share and not uses_transformer_engine(self.cfg) else None,
+            masks=masks,
         )
         if batch.wanted is not None and layout.is_last_stage:
             packing = without_unread(packing, batch.wanted)
             if self._narrows:
-                packing = narrowed(packing, batch.wanted)
+                packing = narrowed(packing, batch.wanted, masks)
+        if not masks:
+            packing = by_rows(packing)
         near = windowed(packing, self.cfg.attention.window) if self.cfg.attention.window else None
         packing = packing.to(self.device, self.dtype)
         times = packing.times() if self.cfg.moe.num_experts else None

@@ -47,9 +47,9 @@ def _renumber(grid: Tensor, keep: Tensor) -> Tensor:
     return torch.cat([(keep.cumsum(0) - 1).where(keep, count), count])[grid]
 
 
-def narrowed(packing: Packing, wanted: Tensor) -> Packing:
+def narrowed(packing: Packing, wanted: Tensor, masks: bool = True) -> Packing:
     """What `without_unread` gave, with a `Final`: of each row the tokens from the first wanted one to the last one. Not
-    where that would save little. Only for whole rows: without context parallelism."""
+    where that would save little. Only for whole rows: without context parallelism. `masks`: `pack`'s."""
     size, own = packing.tokens, packing.lengths
     read = torch.zeros(size + 1, dtype=torch.bool)
     read[packing.here[wanted.flatten()]] = True
@@ -70,7 +70,7 @@ def narrowed(packing: Packing, wanted: Tensor) -> Packing:
         begin, queries = first[rows], (last - first + 1)[rows]
         start = packing.positions[begin]
         q_width, k_width = int(queries.max()), int((start + queries).max())
-        if len(rows) * q_width * k_width > LARGEST_MASK:
+        if masks and len(rows) * q_width * k_width > LARGEST_MASK:
             return packing
         query, key = torch.arange(q_width).expand(len(rows), q_width), torch.arange(k_width)
         real = query < queries[:, None]
@@ -78,7 +78,7 @@ def narrowed(packing: Packing, wanted: Tensor) -> Packing:
         out_index[index[real.flatten()]] = done + real.flatten().nonzero().flatten()
         keys = cells[rows, :k_width]
         keys = keys.where(keys < size, begin[:, None]).flatten()  # past a row's end, which no query sees
-        seen = key <= (start[:, None] + query)[:, None, :, None]
+        seen = key <= (start[:, None] + query)[:, None, :, None] if masks else None
         segments.append(Segment(len(rows), q_width, k_width, keys, seen, start))
         q_index.append(index)
         done += len(index)

@@ -11,9 +11,13 @@ Losses never see the stream. `to_rows` puts what was computed for each token bac
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from aligner.ops.ragged import Ragged
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,9 @@ class Final:
 
     kept: Tensor  # int64 [K], in the stream
     segments: list[Segment]
-    q_index: Tensor  # int64 [sum of rows * q_width], into the kept ones
-    out_index: Tensor  # int64 [K]
+    q_index: Tensor | None  # int64 [sum of rows * q_width], into the kept ones
+    out_index: Tensor | None  # int64 [K]
+    ragged: Ragged | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ class Packing:
     q_index: Tensor | None  # int64 [sum of rows * q_width]
     out_index: Tensor | None  # int64 [N]
     final: Final | None = None
+    ragged: Ragged | None = None  # in place of the segments (`ragged.by_rows`)
 
     @property
     def tokens(self) -> int:
@@ -96,8 +102,9 @@ class Packing:
 
 
 def _to(spans, device: torch.device, dtype: torch.dtype):
+    ragged = None if spans.ragged is None else _move(spans.ragged, device)
     segments = [s if s.mask is None else replace(s, mask=_additive(s.mask, dtype)) for s in spans.segments]
-    return _move(replace(spans, segments=[_move(s, device) for s in segments]), device)
+    return _move(replace(spans, segments=[_move(s, device) for s in segments], ragged=ragged), device)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,6 +126,7 @@ def pack(
     multiple: int = 1,
     over_heads: bool = False,
     share: Tensor | None = None,
+    masks: bool = True,
 ) -> Packing:
     """Lay rows of `lengths` (int64 [B], on the CPU; each 1 .. width) end to end for context rank `rank` of `context`.
 
@@ -126,12 +134,13 @@ def pack(
     `padded` every row is padded to `width`. `over_heads`: attention sees the tokens of all context ranks (and a share
     of the heads), so its segments are whole rows. `share`: the tokens [B, T] (on the CPU); a row that begins like a
     row before it (a group's samples: with their prompt) then has only the rest of its tokens in the stream. Results are
-    the same, for less work. Not with padding or context parallelism.
+    the same, for less work. Not with padding or context parallelism. Without `masks` segments are good for
+    `ops/ragged.py` alone, and rows may be as long as they like.
     """
     if share is not None and not padded and context == 1:
-        shared = shared_beginnings(share, lengths)
+        shared = shared_beginnings(share, lengths, masks)
         if shared is not None:
-            return _pack_shared(lengths, width, multiple, *shared)
+            return _pack_shared(lengths, width, multiple, *shared, masks)
     chunks = 2 * context if context > 1 else 1
     full = torch.full_like(lengths, width) if padded else lengths
     chunk = -(-full // chunks)  # tokens of a chunk, by row
@@ -155,7 +164,7 @@ def pack(
     before = torch.full_like(here, size)
     before[(origin + positions + 1)[~last]] = torch.arange(size)[~last]
     source = torch.where(real, origin + positions, origin)
-    segments, q_index, out_index = _segments(_Places(chunk, start, context, size), rank, over_heads)
+    segments, q_index, out_index = _segments(_Places(chunk, start, context, size), rank, over_heads, masks)
     return Packing(
         rows=len(lengths),
         width=width,
@@ -193,9 +202,9 @@ class _Places:
         return owner * self.size + start + torch.where(low, 0, chunk) + inside
 
 
-def _segments(places: _Places, rank: int, over_heads: bool):
+def _segments(places: _Places, rank: int, over_heads: bool, masks: bool):
     whole = places.context == 1 or over_heads
-    return _whole_rows(places) if whole else _halves(places, rank)
+    return _whole_rows(places) if whole else _halves(places, rank, masks)
 
 
 SMALL_MASK = 1 << 22  # cells of a mask that is cheap to have: one for all layers of a micro-batch
@@ -227,7 +236,7 @@ def _whole_rows(places: _Places) -> tuple[list[Segment], Tensor | None, Tensor |
     return segments, torch.cat(indices), cells
 
 
-def _halves(places: _Places, rank: int) -> tuple[list[Segment], Tensor, Tensor]:
+def _halves(places: _Places, rank: int, masks: bool) -> tuple[list[Segment], Tensor, Tensor]:
     """This rank's two chunks of each row as queries, each against the row from its beginning as keys."""
     segments, indices, cells = [], [], torch.empty(places.size, dtype=torch.int64)
     done = 0
@@ -242,7 +251,7 @@ def _halves(places: _Places, rank: int) -> tuple[list[Segment], Tensor, Tensor]:
             key = torch.arange(k_width).expand(len(rows), k_width)
             # rows of one length can do without a mask in memory: at 128k tokens it would be the largest tensor of all
             unmasked = int(chunk.min()) == int(chunk.max()) and len(rows) * q_width * k_width > SMALL_MASK
-            seen = None if unmasked else key[:, None, None, :] <= (which * chunk + query)[:, None, :, None]
+            seen = None if unmasked or not masks else key[:, None, None, :] <= (which * chunk + query)[:, None, :, None]
             k_index = places.of(rows, key.where(key < (which + 1) * chunk, 0)).flatten()
             first = which * places.chunk[rows]
             segments.append(Segment(len(rows), q_width, k_width, k_index, seen, first))
@@ -258,7 +267,7 @@ SHORTEST = 4  # tokens that are worth sharing
 LARGEST_MASK = 1 << 28  # of a segment: its queries see the shared beginning and their own row, which a mask must say
 
 
-def shared_beginnings(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor] | None:
+def shared_beginnings(tokens: Tensor, lengths: Tensor, masks: bool) -> tuple[Tensor, Tensor] | None:
     """(leader, shared), int64 [B] each: row i begins with the first shared[i] tokens of row leader[i] <= i (itself: 0).
 
     A row follows the leader of the row before it if it has at least SHORTEST tokens and a quarter of its length in
@@ -279,10 +288,10 @@ def shared_beginnings(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor] 
     if 10 * int(shared.sum()) < int(lengths.sum()):
         return None
     longest, own = int(lengths.max()), int((lengths - shared).max())
-    return (leader, shared) if count * longest * own <= LARGEST_MASK else None
+    return (leader, shared) if not masks or count * longest * own <= LARGEST_MASK else None
 
 
-def _pack_shared(lengths: Tensor, width: int, multiple: int, leader: Tensor, shared: Tensor) -> Packing:
+def _pack_shared(lengths: Tensor, width: int, multiple: int, leader: Tensor, shared: Tensor, masks: bool) -> Packing:
     own = lengths - shared
     own[-1] += -int(own.sum()) % multiple
     start = own.cumsum(0) - own
@@ -324,7 +333,9 @@ def _pack_shared(lengths: Tensor, width: int, multiple: int, leader: Tensor, sha
             k_width = int((shared + own)[rows].max())
             key = torch.arange(k_width).expand(len(rows), k_width)
             k_index = place(rows, key.where(key < (shared + own)[rows, None], 0)).flatten()
-            seen = key[:, None, None, :] <= (shared[rows, None] + query)[:, None, :, None] if followers else None
+            seen = None
+            if followers and masks:
+                seen = key[:, None, None, :] <= (shared[rows, None] + query)[:, None, :, None]
             segments.append(Segment(len(rows), q_width, k_width, k_index, seen, shared[rows] if followers else None))
             q_index.append(index)
             done += len(index)

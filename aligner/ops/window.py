@@ -14,9 +14,12 @@ def windowed(packing: Packing, window: int) -> Packing:
     """The same stream, before `Packing.to`, for a layer with this window. Costs a mask of q_width x k_width for each
     segment with longer rows, for each of its rows if they start at different positions."""
     final = packing.final
-    if final is not None:
-        final = replace(final, segments=[_windowed(segment, window) for segment in final.segments])
-    return replace(packing, segments=[_windowed(segment, window) for segment in packing.segments], final=final)
+    return replace(_near(packing, window), final=None if final is None else _near(final, window))
+
+
+def _near(spans, window: int):
+    ragged = None if spans.ragged is None else replace(spans.ragged, window=window)
+    return replace(spans, segments=[_windowed(segment, window) for segment in spans.segments], ragged=ragged)
 
 
 def _windowed(segment: Segment, window: int) -> Segment:

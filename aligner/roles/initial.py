@@ -24,7 +24,7 @@ from aligner.models.slices import HfSource
 from aligner.refit.export import read_extra
 
 # what a run decides, whatever folder the weights come from
-_OF_THE_RUN = ("dtype", "recompute", "tokenizer", "init")
+_OF_THE_RUN = ("dtype", "recompute", "varlen_attention", "tokenizer", "init")
 SOURCE = "source"  # what `aligner import` puts beside the checkpoint: the small files of the imported folder
 _MOE_OF_THE_RUN = ("aux_coef", "aux_over")
 

@@ -14,6 +14,7 @@ from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy, Reference
 from aligner.roles.reward_model import RewardModel
 from aligner.types import LossOutput, Prompt, Sample, TrainBatch
+from tests import varlen_stand_in
 from tests.megatron.jobs import ONE, build, from_folder, shares, weights
 from tests.tiny import ADAM, SGD, batch
 
@@ -150,3 +151,10 @@ def read_or_all(cfg: ModelConfig, parallel: ParallelConfig, head: Head, bc: Batc
     kept = sum(p.tokens if p.final is None else len(p.final.kept) for p in packings)
     pairs = sum(len(p.targets) for p in packings)
     return {"before": before, "weights": weights(model), "kept": kept, "pairs": pairs}
+
+
+def with_varlen(cfg: ModelConfig, **job) -> dict:
+    """`read_or_all` with `model.varlen_attention`, on its stand-in."""
+    with varlen_stand_in.in_place() as calls:
+        found = read_or_all(replace(cfg, varlen_attention=True), narrow=True, **job)
+    return found | {"calls": len(calls)}

@@ -142,3 +142,29 @@ def test_leaving_out_what_nobody_reads_changes_nothing(ranks, head, cfg, world, 
     assert (fewer[-1]["kept"] < 0.9 * every[-1]["kept"]) == skips_layer  # on the last stage
     if head == "policy":
         assert fewer[-1]["pairs"] < 0.9 * every[-1]["pairs"]
+
+
+@pytest.mark.parametrize(
+    "head, cfg, world, parallel, bc",
+    [
+        ("policy", WHOLE, 1, ParallelConfig(), BatchConfig()),
+        ("critic", WHOLE, 1, ParallelConfig(), BatchConfig(share_prompts=False)),
+        ("reward model", WHOLE, 1, ParallelConfig(), BatchConfig(packing=False)),
+        ("policy", replace(WHOLE, recompute="full"), 1, ParallelConfig(), BatchConfig()),
+        ("policy", replace(WINDOWS["gemma3"], num_layers=3), 1, ParallelConfig(), BatchConfig()),
+        ("policy", MODELS["qwen3"], 2, ParallelConfig(tensor=2, sequence=True), BatchConfig()),
+        ("policy", WHOLE, 2, ParallelConfig(pipeline=2), BatchConfig(micro_batch_samples=2)),
+        ("policy", WINDOWS["mistral"], 2, ParallelConfig(context=2), BatchConfig()),
+        ("policy", WHOLE, 2, ParallelConfig(context=2, context_mode="alltoall"), BatchConfig()),
+        ("policy", MOE, 1, ParallelConfig(), BatchConfig()),
+    ],
+    ids=["shared", "packed", "padded", "recompute", "windows", "sequence", "pp2", "cp2", "alltoall", "experts"],
+)
+def test_attention_of_rows_of_any_length_changes_nothing(ranks, head, cfg, world, parallel, bc):
+    job = {"cfg": cfg, "parallel": parallel, "head": HEADS[head], "bc": bc}
+    plain = ranks.run("tests.roles.jobs:read_or_all", world=world, **job, narrow=True)
+    for a, b in zip(ranks.run("tests.roles.jobs:with_varlen", world=world, **job), plain, strict=True):
+        assert a["calls"] >= cfg.num_layers / parallel.pipeline and a["kept"] == b["kept"]
+        assert relative(a["before"], b["before"]) <= 1e-5
+        for name, wanted in b["weights"].items():
+            assert relative(a["weights"][name], wanted) <= 1e-5, name

@@ -1,0 +1,160 @@
+"""Attention of rows of any length in one call against attention by padded segments."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.attention.varlen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aligner.errors import ConfigError
+from aligner.megatron import attention, model, varlen
+from aligner.ops import narrow, packing
+from aligner.ops.narrow import narrowed, without_unread
+from aligner.ops.packing import pack
+from aligner.ops.ragged import by_rows
+from aligner.ops.window import windowed
+from tests import varlen_stand_in
+from tests.tiny import LLAMA
+
+CASES = st.fixed_dictionaries(
+    {
+        # tokens that rows have in common, and their own
+        "rows": st.lists(st.tuples(st.sampled_from([0, 6, 15]), st.integers(1, 20)), min_size=1, max_size=6),
+        "how": st.sampled_from(["packed", "padded", "shared", "gathered", "over heads"]),
+        "context": st.sampled_from([2, 3]),
+        "multiple": st.sampled_from([1, 2, 3]),
+        "window": st.sampled_from([0, 1, 4, 11, 64]),
+        "reads": st.sampled_from(["all", "responses", "last"]),
+        "kv_heads": st.sampled_from([1, 2, 4]),
+        "scale": st.sampled_from([None, 0.3]),
+    }
+)
+
+
+def layouts(case, masks: bool):
+    """The micro-batch as each rank has it, and which of its tokens are read."""
+    begin, own = torch.tensor(case["rows"]).T
+    lengths = begin + own
+    width = int(lengths.max()) + 1
+    column = torch.arange(width)
+    tokens = torch.where(column < begin[:, None], 7, 8 + torch.arange(len(lengths))[:, None])
+    options = {"multiple": case["multiple"], "masks": masks, "padded": case["how"] == "padded"}
+    if case["how"] in ("gathered", "over heads"):
+        options |= {"context": case["context"], "over_heads": case["how"] == "over heads"}
+    options |= {"share": tokens} if case["how"] == "shared" else {}
+    first = {"all": 0, "responses": begin[:, None], "last": lengths[:, None] - 1}[case["reads"]]
+    wanted = (column >= first) & (column < lengths[:, None])
+    for rank in range(options.get("context", 1)):
+        p = pack(lengths, width, rank=rank, **options)
+        if case["reads"] != "all" and "context" not in options:
+            p = narrowed(without_unread(p, wanted), wanted, masks)
+        yield p
+
+
+def inputs(p, case):
+    """Queries, keys and values of the stream, or of all ranks' streams."""
+    everywhere = p.tokens * (case["context"] if case["how"] in ("gathered", "over heads") else 1)
+    queries = everywhere if case["how"] == "over heads" else p.tokens
+    g = torch.Generator().manual_seed(len(p.source))
+    sizes = [(queries, 4), (everywhere, case["kv_heads"]), (everywhere, case["kv_heads"])]
+    return [torch.randn(*size, 8, generator=g, dtype=torch.float64, requires_grad=True) for size in sizes]
+
+
+def outputs(p, case, q, k, v):
+    """Attention of the stream and, where there is one, of its `Final`, and the gradients of their sum."""
+    p = windowed(p, case["window"]) if case["window"] else p
+    p = p.to(torch.device("cpu"), torch.float64)
+    found = [attention._segments(q, k, v, p, case["scale"])]
+    if p.final is not None:
+        found.append(attention._segments(q[p.final.kept], k, v, p.final, case["scale"]))
+    weights = [torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape) for out in found]
+    return [*found, *torch.autograd.grad([(o * w).sum() for o, w in zip(found, weights, strict=True)], (q, k, v))]
+
+
+@settings(deadline=None, max_examples=80)
+@given(CASES)
+def test_rows_of_any_length_equal_padded_segments(case):
+    for plain, bare in zip(layouts(case, masks=True), layouts(case, masks=False), strict=True):
+        assert all(s.mask is None for part in (bare, bare.final) if part for s in part.segments)
+        rows, tensors = by_rows(bare), inputs(plain, case)
+        with varlen_stand_in.in_place() as calls:
+            got = outputs(rows, case, *tensors)
+        read = [] if plain.final is None else [len(plain.final.kept)]
+        assert calls == [len(tensors[0]), *read]  # not one padded query
+        for a, b in zip(got, outputs(plain, case, *tensors), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("how", ["packed", "shared", "gathered", "over heads"])
+def test_the_real_operator_takes_what_it_is_given(how):
+    """Forward and backward without numbers: torch's own checks of arguments and shapes."""
+    rows = [(15, 5), (15, 19), (15, 2), (0, 20)]
+    case = {"rows": rows, "how": how, "context": 2, "multiple": 1, "reads": "responses", "kv_heads": 2, "scale": 0.3}
+    meta = torch.device("meta")
+    for p in layouts(case, masks=False):
+        p = windowed(by_rows(p), 4).to(meta, torch.bfloat16)
+        tensors = [x.detach().to(meta, torch.bfloat16).requires_grad_() for x in inputs(p, case)]
+        out = varlen.attend(*tensors, p.ragged, case["scale"])
+        gradients = torch.autograd.grad(out.float().sum(), tensors)
+        assert [x.shape for x in (out, *gradients)] == [tensors[0].shape, *(t.shape for t in tensors)]
+
+
+@pytest.mark.parametrize("how", ["packed", "padded", "shared", "gathered"])
+def test_nothing_is_moved_where_rows_lie_in_order(how):
+    case = {"rows": [(15, 5), (15, 19), (15, 2), (0, 20)], "how": how, "context": 2, "multiple": 1, "reads": "all"}
+    for p in layouts(case, masks=False):
+        rows = by_rows(p).ragged
+        assert rows.order is None and (rows.k_index is None) == (how in ("packed", "padded"))
+
+
+def test_without_masks_rows_may_be_long(monkeypatch):
+    for module in (packing, narrow):
+        monkeypatch.setattr(module, "LARGEST_MASK", 50)
+    case = {"rows": [(15, 5)] * 3, "how": "shared", "multiple": 1, "reads": "last"}
+    ((with_masks,), (without,)) = (layouts(case, masks) for masks in (True, False))
+    assert with_masks.final is None and with_masks.tokens == 60
+    assert without.final is not None and without.tokens == 30
+
+
+CPU, HALF = torch.device("cpu"), torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "changes, dtype, gpu, says",
+    [
+        ({}, HALF, None, "needs a CUDA device, and this is cpu"),
+        ({}, HALF, (7, 5), "compute capability 8.0, and this GPU has 7.5"),
+        ({}, torch.float32, (9, 0), "the model is float32 (model.dtype)"),
+        ({"head_dim": 12}, HALF, (9, 0), "these have 12"),
+        ({"head_dim": 512}, HALF, (9, 0), "up to 256 numbers, and these have 512"),
+        ({}, HALF, (9, 0), None),
+        ({}, torch.float16, (8, 0), None),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(monkeypatch, changes, dtype, gpu, says):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
+    device = torch.device("cuda") if gpu else CPU
+    model.check_kernels(replace(LLAMA, **changes), dtype, device)  # not asked for
+    cfg = replace(LLAMA, varlen_attention=True, **changes)
+    if says is None:
+        model.check_kernels(cfg, dtype, device)
+        return
+    with pytest.raises(ConfigError) as caught:
+        model.check_kernels(cfg, dtype, device)
+    assert "model.varlen_attention=True: expected false" in str(caught.value) and says in str(caught.value)
+
+
+def test_another_torch_and_transformer_engine_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cfg, device = replace(LLAMA, varlen_attention=True), torch.device("cuda")
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", lambda query, scale, window_size: None)
+    with pytest.raises(ConfigError, match=r"torch .* lacks enable_gqa"):
+        model.check_kernels(cfg, HALF, device)
+    monkeypatch.setitem(__import__("sys").modules, "torch.nn.attention.varlen", None)
+    with pytest.raises(ConfigError, match=r"torch .* has no torch\.nn\.attention\.varlen"):
+        varlen.check(cfg, HALF, device)
+    monkeypatch.setattr(model, "has_transformer_engine", lambda: True)
+    with pytest.raises(ConfigError, match=r"varlen_attention.*TransformerEngine"):
+        model.check_kernels(cfg, HALF, device)
