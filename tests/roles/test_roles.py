@@ -7,6 +7,7 @@ import torch
 
 from aligner.config.schema import BatchConfig, ParallelConfig
 from aligner.megatron.model import Head
+from aligner.roles.initial import shape_of
 from tests.tiny import LLAMA, MODELS, MOE, WINDOWS, batch, relative, transformers_model, write_folder
 
 pytestmark = pytest.mark.multirank
@@ -142,6 +143,10 @@ def test_leaving_out_what_nobody_reads_changes_nothing(ranks, head, cfg, world, 
     assert (fewer[-1]["kept"] < 0.9 * every[-1]["kept"]) == skips_layer  # on the last stage
     if head == "policy":
         assert fewer[-1]["pairs"] < 0.9 * every[-1]["pairs"]
+
+
+def test_rows_of_any_length_are_a_choice_of_the_run():
+    assert shape_of(replace(LLAMA, varlen_attention=True)) == shape_of(LLAMA)  # the identity of a checkpoint
 
 
 @pytest.mark.parametrize(
