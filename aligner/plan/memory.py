@@ -21,7 +21,6 @@ ITEMS = {
     "weights": ("weights", "parallel.tensor, parallel.pipeline, parallel.expert"),
     "gradients": ("float32 gradients", "parallel.tensor, parallel.pipeline, parallel.expert"),
     "optimizer": ("optimizer state", "more GPUs, parallel.tensor, parallel.pipeline"),
-    "step": ("temporaries of the optimizer", "more GPUs, parallel.tensor, parallel.pipeline"),
     "activations": ("activations", "batch.micro_batch_tokens or micro_batch_samples, parallel.context"),
     "logits": ("logits", "batch.logits_bytes, parallel.tensor"),
     "engine weights": ("the engine's weights", "engine.tensor_parallel, engine.dtype"),
@@ -202,12 +201,9 @@ def _stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
         most = most_read(job, tokens / job.grid.context, rows if job.micro_tokens else min(rows, job.micro_rows))
         base, updates = _models(job, stage, ("policy", "critic"), trains=True) | stays, []
         for part in trained:
-            count = rank_parameters(part.shape, job.grid, stage, part.head, part.outputs)
             logits = logits_bytes(job, part, most) if last else 0.0
             backward = {"activations": activation_bytes(job, part, stage), "logits": logits}
-            # torch's Adam makes one float32 number for each parameter whose state it holds (the denominators)
-            step = {"step": 4 * optimizer_share(count, job.grid, part.distributed)}
-            updates += [base | backward, base | step]
+            updates.append(base | backward)  # Adam is fused and needs nothing beside, clipping one tensor at a time
         found["update"] = max(updates, key=lambda items: sum(items.values()))
     return found
 
@@ -223,7 +219,7 @@ def _keys(job: Job, phase: str, item: str) -> str:
         first.append(f"memory.offload=[{item}]")
     if item == "kv cache" and phase != "generate":
         first.append("memory.sleep=auto")
-    if item in ("optimizer", "step") and not all(part.distributed for part in job.parts):
+    if item == "optimizer" and not all(part.distributed for part in job.parts):
         first.append("optim.distributed=true")
     return ", ".join([*first, ITEMS[item][1]])
 
