@@ -206,20 +206,30 @@ def _generate(bench: Bench, report: Report, rows: int, way: str) -> None:
     report.figures[f"prefill.{rows}{way}.s"] = first
 
 
-def measure_training(bench: Bench, report: Report) -> TrainBatch:
+def measure_training(bench: Bench, report: Report) -> None:
     """Logprobs and updates that read every token, so that each costs what MFU counts, 2 N and 6 N operations; a run
-    reads responses alone and does less (`measure_grpo`)."""
+    reads responses alone and does less (`measure_grpo`). With attention by segments and, on CUDA, by rows of any length
+    (`model.varlen_attention`); what follows keeps the faster way."""
+    rows = bench.rows(bench.generate(bench.size.prompts * bench.size.group, bench.size.response_tokens), every=True)
+    _train(bench, report, rows, "")
+    if bench.machine.device.type != "cuda":
+        return
+    bench.use_varlen(True)
+    try:
+        _train(bench, report, rows, ".varlen")
+    except RuntimeError as error:
+        report.left_out.append(f"model.varlen_attention: {error}")
+    bench.use_varlen(report.figures.get("train.varlen.mfu", 0.0) > report.figures["train.mfu"])
+
+
+def _train(bench: Bench, report: Report, rows: TrainBatch, way: str) -> None:
     device, size, peak = bench.machine.device, bench.size, bench.machine.peak
-    rows = bench.rows(bench.generate(size.prompts * size.group, size.response_tokens), every=True)
     tokens, n = int(rows.lengths.sum()), active_parameters(bench.cfg)
-    took = median_seconds(lambda: bench.policy.logprobs(rows), device, max(1, size.repeats - 1))
-    report.figures["logprobs.tokens_per_s"], report.figures["logprobs.mfu"] = (
-        tokens / took,
-        2 * n * tokens / took / peak,
-    )
-    took = median_seconds(lambda: bench.update(rows), device, max(1, size.repeats - 1))
-    report.figures["train.tokens_per_s"], report.figures["train.mfu"] = tokens / took, 6 * n * tokens / took / peak
-    return rows
+    actions = {"logprobs": (2, lambda: bench.policy.logprobs(rows)), "train": (6, lambda: bench.update(rows))}
+    for name, (operations, action) in actions.items():
+        took = median_seconds(action, device, max(1, size.repeats - 1))
+        report.figures[f"{name}{way}.tokens_per_s"] = tokens / took
+        report.figures[f"{name}{way}.mfu"] = operations * n * tokens / took / peak
 
 
 def measure_grpo(bench: Bench, report: Report) -> None:

@@ -72,6 +72,10 @@ class Bench:
     def use_graphs(self, wanted: bool) -> None:
         self.engine.graphs = DecodeGraphs(self.engine.model, CudaRecorder()) if wanted else None
 
+    def use_varlen(self, wanted: bool) -> None:
+        model = self.policy.model
+        model.cfg = replace(model.cfg, varlen_attention=wanted)
+
     def generate(self, rows: int, limit: int) -> Generations:
         """`rows` samples of equal length: no token stops a response."""
         group = max(1, rows // self.size.prompts)
