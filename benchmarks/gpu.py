@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aligner.config.schema import ModelConfig
+from aligner.errors import AlignerError
 from aligner.plan.devices import DEVICES, Assumptions, Device
 from aligner.plan.job import Engine, Job, Part, Rows
 from aligner.plan.memory import plan_memory
@@ -196,8 +197,9 @@ def measure_generate(bench: Bench, report: Report) -> None:
 
 def _generate(bench: Bench, report: Report, rows: int, way: str) -> None:
     device, size = bench.machine.device, bench.size
-    for _ in range(2 if way else 1):  # buffers; a graph is recorded the second time
-        bench.generate(rows, size.response_tokens if way else 2)
+    bench.generate(
+        rows, size.response_tokens if way else 2
+    )  # buffers; graphs, which the second step of a shape records
     first = statistics.median(seconds(lambda: bench.generate(rows, 1), device) for _ in range(size.repeats))
     took = seconds(lambda: bench.generate(rows, size.response_tokens), device)
     decode = max(took - first, 1e-9)
@@ -209,17 +211,22 @@ def _generate(bench: Bench, report: Report, rows: int, way: str) -> None:
 def measure_training(bench: Bench, report: Report) -> None:
     """Logprobs and updates that read every token, so that each costs what MFU counts, 2 N and 6 N operations; a run
     reads responses alone and does less (`measure_grpo`). With attention by segments and, on CUDA, by rows of any length
-    (`model.varlen_attention`); what follows keeps the faster way."""
-    rows = bench.rows(bench.generate(bench.size.prompts * bench.size.group, bench.size.response_tokens), every=True)
+    (`model.varlen_attention`); what follows keeps the way that is faster on its rows, of which responses are read."""
+    device, size = bench.machine.device, bench.size
+    generations = bench.generate(size.prompts * size.group, size.response_tokens)
+    rows, read = bench.rows(generations, every=True), bench.rows(generations)
     _train(bench, report, rows, "")
-    if bench.machine.device.type != "cuda":
+    if device.type != "cuda":
         return
-    bench.use_varlen(True)
+    segments = median_seconds(lambda: bench.update(read), device, 1)
     try:
+        bench.use_varlen(True)
         _train(bench, report, rows, ".varlen")
-    except RuntimeError as error:
+        faster = median_seconds(lambda: bench.update(read), device, 1) < segments
+    except (RuntimeError, AlignerError) as error:
         report.left_out.append(f"model.varlen_attention: {error}")
-    bench.use_varlen(report.figures.get("train.varlen.mfu", 0.0) > report.figures["train.mfu"])
+        faster = False
+    bench.use_varlen(faster)
 
 
 def _train(bench: Bench, report: Report, rows: TrainBatch, way: str) -> None:

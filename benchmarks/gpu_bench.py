@@ -21,7 +21,7 @@ from aligner.config.schema import (
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.graphs import CudaRecorder, DecodeGraphs
 from aligner.megatron.groups import build_layout
-from aligner.megatron.model import Head
+from aligner.megatron.model import Head, check_kernels
 from aligner.megatron.train import ShardedModel
 from aligner.models.families import ParamSpec
 from aligner.refit.transfer import Refit
@@ -73,8 +73,11 @@ class Bench:
         self.engine.graphs = DecodeGraphs(self.engine.model, CudaRecorder()) if wanted else None
 
     def use_varlen(self, wanted: bool) -> None:
+        """Raises ConfigError where the device cannot."""
         model = self.policy.model
-        model.cfg = replace(model.cfg, varlen_attention=wanted)
+        cfg = replace(model.cfg, varlen_attention=wanted)
+        check_kernels(cfg, model.dtype, model.device)
+        model.cfg = cfg
 
     def generate(self, rows: int, limit: int) -> Generations:
         """`rows` samples of equal length: no token stops a response."""

@@ -106,8 +106,9 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:
         torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
     initial = resolve(cfg.model, cfg.model.init, cfg.seed)
     validate_model(cfg, initial.config)
-    check_kernels(initial.config, resolve_dtype(cfg.model.dtype), device)
     generates = bridge is not None and bridge.generates
+    if not generates:
+        check_kernels(initial.config, resolve_dtype(cfg.model.dtype), device)
     return Job(cfg, env, device, None if generates else build_layout(cfg.parallel), initial, bridge)
 
 

@@ -151,9 +151,10 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scale: fl
         from torch.nn.attention.bias import causal_lower_right  # imports the compiler: a second of every start
 
         mask = causal_lower_right(segment.q_width, segment.k_width)
-    out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], scale=scale
-    )
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and mask is not None and q.device.type == "cuda":  # there no fused kernel takes both
+        k, v, grouped = *(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)), False
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=scale)
     return out.to(dtype).transpose(1, 2)
 
 

@@ -1,7 +1,6 @@
-"""What Megatron-Core 0.19's distributed optimizer gets wrong when it is saved and loaded, set right from outside, and
-torch's Adam in one pass over memory.
-
-Each fix names the case that needs it; `tests/megatron/test_sharded_checkpoint.py` fails without any of them.
+"""What Megatron-Core 0.19's distributed optimizer gets wrong when it is saved and loaded, set right from outside: each
+fix names the case that needs it, and `tests/megatron/test_sharded_checkpoint.py` fails without any of them. And, which
+is no fix, torch's Adam in one pass over memory.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ from aligner.megatron.weights import WeightSource, load_weights
 from aligner.models.rope import inverse_frequencies
 from aligner.ops.narrow import narrowed, without_unread
 from aligner.ops.packing import Packing, pack
-from aligner.ops.ragged import by_rows
 from aligner.ops.reduce import max_over
 from aligner.ops.schedules import lr_at
 from aligner.ops.window import windowed
@@ -98,7 +97,8 @@ class ShardedModel:
         else:
             self.wrapped = self._wrap(optim)
             self.optimizer = self._build_optimizer(optim)
-        # experts are balanced by every token, and the other layouts have a row on several ranks
+        # experts are balanced by every token, TransformerEngine's attention knows no fewer queries than keys, and in
+        # the other layouts a row is on several ranks
         elsewhere = layout.context > 1 or layout.sequence or uses_transformer_engine(cfg)
         self._narrows = not (elsewhere or cfg.moe.num_experts)
         self._schedule = get_forward_backward_func(pp_size=layout.pipeline, vp_size=None)
@@ -142,7 +142,7 @@ class ShardedModel:
 
     def _stream(self, batch: TrainBatch) -> tuple[Packing, Stream | PackedSeqParams]:
         """The stream of a micro-batch, and what attention must know of it."""
-        layout, width, masks = self.layout, batch.tokens.shape[1], not self.cfg.varlen_attention
+        layout, width = self.layout, batch.tokens.shape[1]
         packing = pack(
             batch.lengths,
             width,
@@ -152,14 +152,12 @@ class ShardedModel:
             multiple=layout.tensor if layout.sequence else 1,
             over_heads=layout.over_heads,
             share=batch.tokens if self.share and not uses_transformer_engine(self.cfg) else None,
-            masks=masks,
+            ragged=self.cfg.varlen_attention,
         )
         if batch.wanted is not None and layout.is_last_stage:
             packing = without_unread(packing, batch.wanted)
             if self._narrows:
-                packing = narrowed(packing, batch.wanted, masks)
-        if not masks:
-            packing = by_rows(packing)
+                packing = narrowed(packing, batch.wanted)
         near = windowed(packing, self.cfg.attention.window) if self.cfg.attention.window else None
         packing = packing.to(self.device, self.dtype)
         times = packing.times() if self.cfg.moe.num_experts else None

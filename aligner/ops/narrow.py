@@ -1,5 +1,6 @@
-"""What nobody reads is not computed: logits that no loss asks for, and in the last layer, where a token's output is not
-read (a prompt's; for a reward model all but the last of a row), everything but its keys and values."""
+"""What nobody reads is not computed: logits that no loss asks for; and in the last layer, for the tokens of a row
+before the first and after the last one that is read (a prompt; for a reward model all but the last token), everything
+behind the product that makes queries, keys and values."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from aligner.ops.packing import Final, Packing, Segment, length_classes
+from aligner.ops.packing import SMALL_MASK, Final, Packing, Segment, length_classes
+from aligner.ops.ragged import in_rows
 
-LARGEST_MASK = 1 << 26  # cells of a segment's mask: beyond, the last layer computes every token
+LAST_LAYER_MASK = 1 << 26  # cells of a segment's mask: beyond, the last layer computes every token
 WORTH = 0.9  # if a larger share of the tokens is read, the last layer computes every token
 
 
@@ -47,9 +49,9 @@ def _renumber(grid: Tensor, keep: Tensor) -> Tensor:
     return torch.cat([(keep.cumsum(0) - 1).where(keep, count), count])[grid]
 
 
-def narrowed(packing: Packing, wanted: Tensor, masks: bool = True) -> Packing:
+def narrowed(packing: Packing, wanted: Tensor) -> Packing:
     """What `without_unread` gave, with a `Final`: of each row the tokens from the first wanted one to the last one. Not
-    where that would save little. Only for whole rows: without context parallelism. `masks`: `pack`'s."""
+    where that would save little. Only for whole rows: without context parallelism."""
     size, own = packing.tokens, packing.lengths
     read = torch.zeros(size + 1, dtype=torch.bool)
     read[packing.here[wanted.flatten()]] = True
@@ -65,12 +67,15 @@ def narrowed(packing: Packing, wanted: Tensor, masks: bool = True) -> Packing:
     cells = packing.here.view(packing.rows, packing.width)
     some = (last >= first).nonzero().flatten()
     segments, q_index, out_index, done = [], [], torch.empty_like(kept), 0
-    for inside in length_classes((last - first + 1)[some]):
+    count, starts = last - first + 1, packing.positions[first.clamp_max(size - 1)]
+    for inside in length_classes(count[some], (starts + count)[some]):
         rows = some[inside]
-        begin, queries = first[rows], (last - first + 1)[rows]
-        start = packing.positions[begin]
+        begin, queries, start = first[rows], count[rows], starts[rows]
         q_width, k_width = int(queries.max()), int((start + queries).max())
-        if masks and len(rows) * q_width * k_width > LARGEST_MASK:
+        mask_cells = len(rows) * q_width * k_width
+        alike = int(queries.min()) == q_width and int(start.min()) == int(start.max())
+        masked = packing.ragged is None and not (alike and mask_cells > SMALL_MASK)
+        if masked and mask_cells > LAST_LAYER_MASK:
             return packing
         query, key = torch.arange(q_width).expand(len(rows), q_width), torch.arange(k_width)
         real = query < queries[:, None]
@@ -78,14 +83,15 @@ def narrowed(packing: Packing, wanted: Tensor, masks: bool = True) -> Packing:
         out_index[index[real.flatten()]] = done + real.flatten().nonzero().flatten()
         keys = cells[rows, :k_width]
         keys = keys.where(keys < size, begin[:, None]).flatten()  # past a row's end, which no query sees
-        seen = key <= (start[:, None] + query)[:, None, :, None] if masks else None
+        seen = key <= (start[:, None] + query)[:, None, :, None] if masked else None
         segments.append(Segment(len(rows), q_width, k_width, keys, seen, start))
         q_index.append(index)
         done += len(index)
+    final = Final(kept, segments, torch.cat(q_index), out_index)
     return replace(
         packing,
         here=_renumber(packing.here, keep),
         before=_renumber(packing.before, keep),
-        outputs=number[packing.outputs],
-        final=Final(kept, segments, torch.cat(q_index), out_index),
+        outputs=number[packing.outputs].clamp_min(0),  # the one pair of a head that reads no pairs may not be kept
+        final=final if packing.ragged is None else in_rows(final),
     )

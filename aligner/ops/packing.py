@@ -11,13 +11,11 @@ Losses never see the stream. `to_rows` puts what was computed for each token bac
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from aligner.ops.ragged import Ragged
+from aligner.ops.ragged import Ragged, in_rows
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Packing:
     q_index: Tensor | None  # int64 [sum of rows * q_width]
     out_index: Tensor | None  # int64 [N]
     final: Final | None = None
-    ragged: Ragged | None = None  # in place of the segments (`ragged.by_rows`)
+    ragged: Ragged | None = None  # in place of the segments (`ragged.in_rows`)
 
     @property
     def tokens(self) -> int:
@@ -126,7 +124,7 @@ def pack(
     multiple: int = 1,
     over_heads: bool = False,
     share: Tensor | None = None,
-    masks: bool = True,
+    ragged: bool = False,
 ) -> Packing:
     """Lay rows of `lengths` (int64 [B], on the CPU; each 1 .. width) end to end for context rank `rank` of `context`.
 
@@ -134,13 +132,22 @@ def pack(
     `padded` every row is padded to `width`. `over_heads`: attention sees the tokens of all context ranks (and a share
     of the heads), so its segments are whole rows. `share`: the tokens [B, T] (on the CPU); a row that begins like a
     row before it (a group's samples: with their prompt) then has only the rest of its tokens in the stream. Results are
-    the same, for less work. Not with padding or context parallelism. Without `masks` segments are good for
-    `ops/ragged.py` alone, and rows may be as long as they like.
+    the same, for less work. Not with padding or context parallelism. `ragged`: rows in place of segments
+    (`ops/ragged.py`), without masks and so as long as they like.
     """
+    shared, masks = None, not ragged
     if share is not None and not padded and context == 1:
         shared = shared_beginnings(share, lengths, masks)
-        if shared is not None:
-            return _pack_shared(lengths, width, multiple, *shared, masks)
+    if shared is not None:
+        packing = _pack_shared(lengths, width, multiple, *shared, masks)
+    else:
+        packing = _pack_rows(lengths, width, padded, context, rank, multiple, over_heads, masks)
+    return in_rows(packing) if ragged else packing
+
+
+def _pack_rows(
+    lengths: Tensor, width: int, padded: bool, context: int, rank: int, multiple: int, over_heads: bool, masks: bool
+) -> Packing:
     chunks = 2 * context if context > 1 else 1
     full = torch.full_like(lengths, width) if padded else lengths
     chunk = -(-full // chunks)  # tokens of a chunk, by row
@@ -210,11 +217,12 @@ def _segments(places: _Places, rank: int, over_heads: bool, masks: bool):
 SMALL_MASK = 1 << 22  # cells of a mask that is cheap to have: one for all layers of a micro-batch
 
 
-def length_classes(lengths: Tensor) -> list[Tensor]:
+def length_classes(*lengths: Tensor) -> list[Tensor]:
     """Row numbers by length class, three classes to a doubling: attention computes less than 1.6 times what rows of
-    one length would need."""
-    classes = (3 * torch.log2(lengths.clamp_min(16).double())).ceil()
-    return [(classes == c).nonzero().flatten() for c in classes.unique()]
+    one length would need. Of several lengths (of a row's queries, of its keys) by all of them."""
+    classes = (3 * torch.log2(torch.stack(lengths).clamp_min(16).double())).ceil()
+    _, number = classes.unique(dim=1, return_inverse=True)
+    return [(number == n).nonzero().flatten() for n in range(int(number.max()) + 1)]
 
 
 def _whole_rows(places: _Places) -> tuple[list[Segment], Tensor | None, Tensor | None]:
@@ -264,7 +272,7 @@ def _halves(places: _Places, rank: int, masks: bool) -> tuple[list[Segment], Ten
 
 
 SHORTEST = 4  # tokens that are worth sharing
-LARGEST_MASK = 1 << 28  # of a segment: its queries see the shared beginning and their own row, which a mask must say
+SHARED_MASK = 1 << 28  # of a segment: its queries see the shared beginning and their own row, which a mask must say
 
 
 def shared_beginnings(tokens: Tensor, lengths: Tensor, masks: bool) -> tuple[Tensor, Tensor] | None:
@@ -288,7 +296,7 @@ def shared_beginnings(tokens: Tensor, lengths: Tensor, masks: bool) -> tuple[Ten
     if 10 * int(shared.sum()) < int(lengths.sum()):
         return None
     longest, own = int(lengths.max()), int((lengths - shared).max())
-    return (leader, shared) if not masks or count * longest * own <= LARGEST_MASK else None
+    return (leader, shared) if not masks or count * longest * own <= SHARED_MASK else None
 
 
 def _pack_shared(lengths: Tensor, width: int, multiple: int, leader: Tensor, shared: Tensor, masks: bool) -> Packing:
@@ -323,7 +331,7 @@ def _pack_shared(lengths: Tensor, width: int, multiple: int, leader: Tensor, sha
     done = 0
     for followers in (False, True):
         chosen = ((shared > 0) == followers).nonzero().flatten()
-        for inside in length_classes(own[chosen]) if len(chosen) else []:
+        for inside in length_classes(own[chosen], (shared + own)[chosen]) if len(chosen) else []:
             rows = chosen[inside]
             q_width = int(own[rows].max())
             query = torch.arange(q_width).expand(len(rows), q_width)

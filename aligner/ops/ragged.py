@@ -4,11 +4,13 @@ ends, and not one padded cell (FlashAttention-2, arXiv:2307.08691, as `torch.nn.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from aligner.ops.packing import Final, Packing
+if TYPE_CHECKING:
+    from aligner.ops.packing import Final, Packing
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,8 @@ class Ragged:
         return (self.window - 1 if 0 < self.window < self.max_k else -1), 0
 
 
-def by_rows(packing: Packing) -> Packing:
-    """The same stream with its rows in place of segments, before `Packing.to`; made without masks."""
-    final = packing.final
-    return replace(_by_rows(packing), final=None if final is None else _by_rows(final))
-
-
-def _by_rows(spans):
+def in_rows(spans):
+    """A `Packing` (before its `to`) or `Final` with its rows in place of its segments."""
     return replace(spans, segments=[], q_index=None, out_index=None, ragged=_rows(spans))
 
 

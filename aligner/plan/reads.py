@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from aligner.plan.job import Job, Part
 
-LARGEST_MASK, WORTH = 1 << 26, 0.9  # as in `ops/narrow.py`, which imports torch
+LAST_LAYER_MASK, WORTH = 1 << 26, 0.9  # as in `ops/narrow.py`, which imports torch
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ def reads(job: Job, part: Part, tokens: float) -> Reads:
     each = 1.0 if last else rows.response_mean
     pairs = tokens * each / (rows.mean if job.packing else rows.longest)
     elsewhere = grid.context > 1 or grid.sequence or part.shape.moe.num_experts
-    if elsewhere or pairs > WORTH * tokens or pairs * rows.mean > LARGEST_MASK:
+    too_large = not part.shape.varlen_attention and pairs * rows.mean > LAST_LAYER_MASK
+    if elsewhere or pairs > WORTH * tokens or too_large:
         return Reads(pairs, tokens, rows.context)
     return Reads(pairs, pairs, rows.read_seen or (rows.mean if last else rows.prompt_mean + each / 2))
 

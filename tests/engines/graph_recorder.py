@@ -1,4 +1,5 @@
-"""A CUDA graph's stand-in on the CPU, as strict as the real one about what it replays."""
+"""A CUDA graph's stand-in on the CPU: as strict as the real one about what it replays and what cannot be captured. It
+keeps all memory that was used alive, so it cannot see what a real graph would find freed."""
 
 from __future__ import annotations
 
@@ -8,10 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten
 
 # what asks the device for a number, or has shapes that depend on data: a capture fails there
-SYNCHRONISING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh", "is_nonzero", "equal")
+SYNCHRONISING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "repeat_interleave",
+    "bincount",
+    "lift_fresh",
+    "equal",
+)
 
 
 class CaptureError(AssertionError):
@@ -28,7 +38,7 @@ class _Tape(TorchDispatchMode):
         masks = name in ("index", "index_put_") and any(
             isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1] if i is not None
         )
-        if masks or name.lstrip("_") in {n.lstrip("_") for n in SYNCHRONISING}:
+        if masks or name in SYNCHRONISING:
             raise CaptureError(f"{function} cannot be captured")
         out = function(*args, **(kwargs or {}))
         self.calls.append((function, args, kwargs or {}, out))
@@ -36,19 +46,21 @@ class _Tape(TorchDispatchMode):
 
 
 class CpuRecorder:
-    """`Record`: a replay runs the recorded operations on the recorded tensors, and puts every result where the
+    """`Recorder`: a replay runs the recorded operations on the recorded tensors, and puts every result where the
     recorded one lay. What Python did between them happened once."""
 
     def __init__(self) -> None:
-        self.recorded = self.replayed = 0
+        self.recorded = self.replayed = self.forgotten = 0
 
-    def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        tape = _Tape()
-        with tape:
-            out = step()
+    def forget(self) -> None:
+        self.forgotten += 1
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        with _Tape() as tape:
+            step()
         self.recorded += 1
-        for *_, result in tape.calls:  # a capture computes nothing
-            tree_map_only(Tensor, lambda t: t.fill_(float("nan")) if t.is_floating_point() and t is out else t, result)
+        target = tape.calls[-1][3]
+        target.fill_(float("nan"))  # a capture computes nothing
 
         def replay() -> None:
             self.replayed += 1
@@ -58,4 +70,4 @@ class CpuRecorder:
                     if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
-        return replay, out
+        return replay

@@ -13,7 +13,6 @@ from aligner.megatron import attention, model, varlen
 from aligner.ops import narrow, packing
 from aligner.ops.narrow import narrowed, without_unread
 from aligner.ops.packing import pack
-from aligner.ops.ragged import by_rows
 from aligner.ops.window import windowed
 from tests import varlen_stand_in
 from tests.tiny import LLAMA
@@ -33,14 +32,14 @@ CASES = st.fixed_dictionaries(
 )
 
 
-def layouts(case, masks: bool):
+def layouts(case, ragged: bool):
     """The micro-batch as each rank has it, and which of its tokens are read."""
     begin, own = torch.tensor(case["rows"]).T
     lengths = begin + own
     width = int(lengths.max()) + 1
     column = torch.arange(width)
     tokens = torch.where(column < begin[:, None], 7, 8 + torch.arange(len(lengths))[:, None])
-    options = {"multiple": case["multiple"], "masks": masks, "padded": case["how"] == "padded"}
+    options = {"multiple": case["multiple"], "ragged": ragged, "padded": case["how"] == "padded"}
     if case["how"] in ("gathered", "over heads"):
         options |= {"context": case["context"], "over_heads": case["how"] == "over heads"}
     options |= {"share": tokens} if case["how"] == "shared" else {}
@@ -49,7 +48,7 @@ def layouts(case, masks: bool):
     for rank in range(options.get("context", 1)):
         p = pack(lengths, width, rank=rank, **options)
         if case["reads"] != "all" and "context" not in options:
-            p = narrowed(without_unread(p, wanted), wanted, masks)
+            p = narrowed(without_unread(p, wanted), wanted)
         yield p
 
 
@@ -76,9 +75,9 @@ def outputs(p, case, q, k, v):
 @settings(deadline=None, max_examples=80)
 @given(CASES)
 def test_rows_of_any_length_equal_padded_segments(case):
-    for plain, bare in zip(layouts(case, masks=True), layouts(case, masks=False), strict=True):
-        assert all(s.mask is None for part in (bare, bare.final) if part for s in part.segments)
-        rows, tensors = by_rows(bare), inputs(plain, case)
+    for plain, rows in zip(layouts(case, ragged=False), layouts(case, ragged=True), strict=True):
+        assert not any(part.segments for part in (rows, rows.final) if part)
+        tensors = inputs(plain, case)
         with varlen_stand_in.in_place() as calls:
             got = outputs(rows, case, *tensors)
         read = [] if plain.final is None else [len(plain.final.kept)]
@@ -93,8 +92,8 @@ def test_the_real_operator_takes_what_it_is_given(how):
     rows = [(15, 5), (15, 19), (15, 2), (0, 20)]
     case = {"rows": rows, "how": how, "context": 2, "multiple": 1, "reads": "responses", "kv_heads": 2, "scale": 0.3}
     meta = torch.device("meta")
-    for p in layouts(case, masks=False):
-        p = windowed(by_rows(p), 4).to(meta, torch.bfloat16)
+    for p in layouts(case, ragged=True):
+        p = windowed(p, 4).to(meta, torch.bfloat16)
         tensors = [x.detach().to(meta, torch.bfloat16).requires_grad_() for x in inputs(p, case)]
         out = varlen.attend(*tensors, p.ragged, case["scale"])
         gradients = torch.autograd.grad(out.float().sum(), tensors)
@@ -104,16 +103,16 @@ def test_the_real_operator_takes_what_it_is_given(how):
 @pytest.mark.parametrize("how", ["packed", "padded", "shared", "gathered"])
 def test_nothing_is_moved_where_rows_lie_in_order(how):
     case = {"rows": [(15, 5), (15, 19), (15, 2), (0, 20)], "how": how, "context": 2, "multiple": 1, "reads": "all"}
-    for p in layouts(case, masks=False):
-        rows = by_rows(p).ragged
+    for p in layouts(case, ragged=True):
+        rows = p.ragged
         assert rows.order is None and (rows.k_index is None) == (how in ("packed", "padded"))
 
 
 def test_without_masks_rows_may_be_long(monkeypatch):
-    for module in (packing, narrow):
-        monkeypatch.setattr(module, "LARGEST_MASK", 50)
-    case = {"rows": [(15, 5)] * 3, "how": "shared", "multiple": 1, "reads": "last"}
-    ((with_masks,), (without,)) = (layouts(case, masks) for masks in (True, False))
+    monkeypatch.setattr(packing, "SHARED_MASK", 30)
+    monkeypatch.setattr(narrow, "LAST_LAYER_MASK", 30)
+    case = {"rows": [(15, 5), (15, 6), (15, 4)], "how": "shared", "multiple": 1, "reads": "last"}
+    ((with_masks,), (without,)) = (layouts(case, ragged) for ragged in (False, True))
     assert with_masks.final is None and with_masks.tokens == 60
     assert without.final is not None and without.tokens == 30
 

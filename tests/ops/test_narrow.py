@@ -95,8 +95,26 @@ def test_where_nothing_is_read_one_token_stays():
     assert len(narrow.final.kept) == len(narrow.targets) == len(narrow.outputs) == 1
 
 
-@pytest.mark.parametrize("length, narrows", [(4000, True), (20000, False)])
-def test_a_mask_that_would_be_large_is_not_made(length, narrows):
-    lengths = torch.tensor([length])
-    wanted = torch.arange(length)[None] >= length // 2
-    assert (narrowed(without_unread(pack(lengths, length), wanted), wanted).final is not None) == narrows
+@pytest.mark.parametrize(
+    "begin, lengths, narrows, masked",
+    [
+        ([2000, 1990], [4000, 3990], True, True),
+        ([9000, 8990], [18000, 17980], False, False),
+        ([9000, 9000], [18000, 18000], True, False),  # rows that are alike need none
+    ],
+)
+def test_a_mask_that_would_be_large_is_not_made(begin, lengths, narrows, masked):
+    begin, lengths = torch.tensor(begin), torch.tensor(lengths)
+    column = torch.arange(int(lengths.max()))
+    wanted = (column >= begin[:, None]) & (column < lengths[:, None])
+    final = narrowed(without_unread(pack(lengths, len(column)), wanted), wanted).final
+    assert (final is not None) == narrows
+    assert not narrows or [s.mask is not None for s in final.segments] == [masked]
+
+
+def test_a_long_row_widens_no_short_ones():
+    """A reward model has one query a row, whatever its length."""
+    lengths = torch.tensor([100] * 81 + [8192])
+    wanted = last_tokens(lengths, 8192)
+    final = narrowed(without_unread(pack(lengths, 8192), wanted), wanted).final
+    assert sum(s.rows * s.k_width for s in final.segments) <= 1.6 * int(lengths.sum())

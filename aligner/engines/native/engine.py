@@ -128,6 +128,7 @@ class NativeEngine:
         """See `MeasuredEngine`."""
         storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in self.model.views.values()}
         scratch = self.model.scratch.held_bytes + self._staged_logits.nbytes
+        scratch += self.graphs.held_bytes if self.graphs is not None else 0
         weights = sum(storage.nbytes() for storage in storages.values())
         return {"weights": weights, "cache": self.cache.held_bytes, "scratch": scratch}
 
@@ -155,9 +156,11 @@ class NativeEngine:
             raise ConfigError("sampling.stop", sampling.stop, "no stop strings: this engine was given no decoder")
         unit = 1 if self.graphs is None else REACH  # graphs are of one shape of the cache
         plan = plan_generation(prompts, seeds, sampling, self.config, self.cache.token_bytes, pool, unit)
-        if plan.longest > self.model.cfg.max_position:
+        if plan.row_tokens > self.model.cfg.max_position:
             raise ConfigError(
-                "model.max_position", self.model.cfg.max_position, f"at least {plan.longest} (prompt + response tokens)"
+                "model.max_position",
+                self.model.cfg.max_position,
+                f"at least {plan.row_tokens} (prompt + response tokens)",
             )
         self.stats = EngineStats()
         batch = Batch(plan, sampling, self.device)  # its output tensors must not be inference tensors

@@ -8,7 +8,7 @@ is recorded; both have the rounded shapes, so that a run that is resumed, whose 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from aligner.engines.native.model import NativeModel
 from aligner.engines.native.scratch import Scratch
 
 REACH = 128  # positions: the mask hides what lies beyond a row, attention reads it all the same
-Step = Callable[[], Tensor]
-Record = Callable[[Step], tuple[Callable[[], None], Tensor]]  # -> (replay, the tensor that a replay fills)
 
 
 def rounded_rows(rows: int, slots: int) -> int:
@@ -29,65 +27,78 @@ def rounded_rows(rows: int, slots: int) -> int:
     return min(slots, -(-rows // unit) * unit)
 
 
+class Recorder(Protocol):
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        """What replays the step's operations on the memory that they use now."""
+        ...
+
+    def forget(self) -> None:
+        """All that was recorded is gone."""
+        ...
+
+
 class CudaRecorder:
-    """All graphs share one pool of memory: they run one after the other, and each result is used before the next."""
+    """Graphs share one pool of memory for their intermediates: they run one after the other, and leave their result
+    elsewhere."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self.forget()
 
-    def __call__(self, step: Step) -> tuple[Callable[[], None], Tensor]:
-        graph, side, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads may allocate
-            out = step()
-            graph.capture_end()
-        current.wait_stream(side)
-        return graph.replay, out
+    def forget(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph, and cannot be taken up again
 
-
-@dataclass
-class _Graph:
-    replay: Callable[[], None] | None = None  # None: ran once
-    logits: Tensor | None = None
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # other threads may allocate
+            step()
+        return graph.replay
 
 
 class DecodeGraphs:
     """`NativeModel.decode` for rows in slots [0, n), for caches with free slots behind them: those are written to."""
 
-    def __init__(self, model: NativeModel, record: Record):
+    def __init__(self, model: NativeModel, record: Recorder):
         self.model, self._record = model, record
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[tuple[int, int], Callable[[], None] | None] = {}  # None: ran once
         self._place: tuple = ()
         self._inputs = torch.empty(0, dtype=torch.int64)
+        self._logits = torch.empty(0)  # float32 [slots, V], of the last step
+
+    @property
+    def held_bytes(self) -> int:
+        """Without what graphs keep for their intermediates, which the device's allocator knows."""
+        return self._inputs.nbytes + self._logits.nbytes
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache, longest: int) -> Tensor:
         """See `NativeModel.decode`; the result lives until the next call."""
         slots, capacity = cache.kv.shape[2], cache.kv.shape[4]
-        place = cache.kv.data_ptr(), cache.kv.shape
+        self.model.extend_rotations(capacity)
+        place = cache.kv.data_ptr(), cache.kv.shape, self.model.rotations_at
         if self._place != place:
             self.clear()
-            self._place, self._inputs = place, torch.zeros(2, slots, dtype=torch.int64, device=tokens.device)
-            self.model.reach(capacity)
+            self._place, device = place, tokens.device
+            self._inputs = torch.zeros(2, slots, dtype=torch.int64, device=device)
+            self._logits = torch.empty(slots, self.model.cfg.vocab_size, device=device)
         n, rows = len(tokens), rounded_rows(len(tokens), slots)
         self._inputs[0, :n].copy_(tokens)
         self._inputs[1, :n].copy_(positions)
         self._inputs[:, n:rows] = 0  # token 0 at position 0 of a free slot
         reach = min(capacity, -(-longest // REACH) * REACH)
 
-        def step() -> Tensor:
-            return self.model.decode(self._inputs[0, :rows], self._inputs[1, :rows], cache, reach)
+        def step() -> None:
+            logits = self.model.decode(self._inputs[0, :rows], self._inputs[1, :rows], cache, reach)
+            self._logits[:rows].copy_(logits)
 
-        graph = self._graphs.get((rows, reach))
-        if graph is None:
-            self._graphs[rows, reach] = _Graph()
-            return step()[:n]
-        if graph.replay is None:
-            graph.replay, graph.logits = self._recorded(step)
-        graph.replay()
-        return graph.logits[:n]
+        key = rows, reach
+        if key not in self._graphs:
+            self._graphs[key] = None
+            step()
+        else:
+            replay = self._graphs[key] = self._graphs[key] or self._recorded(step)
+            replay()
+        return self._logits[:n]
 
-    def _recorded(self, step: Step) -> tuple[Callable[[], None], Tensor]:
+    def _recorded(self, step: Callable[[], None]) -> Callable[[], None]:
         """With intermediates in the graphs' own memory: those of other calls are replaced when they must grow."""
         scratch, self.model.scratch = self.model.scratch, Scratch(self.model.device, self.model.dtype)
         try:
@@ -98,4 +109,5 @@ class DecodeGraphs:
     def clear(self) -> None:
         """Forget all graphs: after this the cache and the weights may go."""
         self._graphs.clear()
-        self._place = ()
+        self._record.forget()
+        self._place, self._inputs, self._logits = (), self._inputs.new_empty(0), self._logits.new_empty(0)

@@ -164,10 +164,15 @@ class NativeModel:
     def rotations(self, positions: Tensor, longest: int) -> Tensor:
         """complex64 [K, M, 1, d/2] for positions int64 [M] below `longest`: of all layers, or of global and of local
         ones."""
-        self.reach(longest)
+        self.extend_rotations(longest)
         return self._rope[:, positions, None]
 
-    def reach(self, longest: int) -> None:
+    @property
+    def rotations_at(self) -> int:
+        """The address of their table."""
+        return self._rope.data_ptr()
+
+    def extend_rotations(self, longest: int) -> None:
         """Make the table of rotations long enough for positions below `longest`."""
         if self._rope.dim() == 1 or self._rope.shape[1] < longest:
             longest = max(longest, 2 * self._rope.shape[1] if self._rope.dim() > 1 else 0)

@@ -56,7 +56,7 @@ class Pool(ABC):
 class Plan:
     rows: int  # samples in all
     slots: int
-    longest: int  # tokens of a prompt and its response at most
+    row_tokens: int  # of a prompt and its response at most
     positions: int  # of a slot: the last token is never fed back
     chunk_tokens: int
     waiting: deque[Waiting]  # longest first: a chunk has little padding, and long rows do not come last
