@@ -54,7 +54,7 @@ class Work:
     @property
     def samples(self) -> int:
         """Of a rollout. PPO goes four times over them, with two models."""
-        return SIZES[self.size].samples // (4 if self.stage == "ppo" else 1)
+        return SIZES[self.size].samples // (2 if self.stage == "ppo" else 1)
 
     @property
     def key(self) -> str:
