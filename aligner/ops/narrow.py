@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from aligner.ops.packing import SMALL_MASK, Final, Packing, Segment, length_classes
+from aligner.ops.packing import SMALL_MASK, Final, Packing, Segment, assign_cells, length_classes
 from aligner.ops.ragged import in_rows
 
 LAST_LAYER_MASK = 1 << 26  # cells of a segment's mask: beyond, the last layer computes every token
@@ -79,8 +79,7 @@ def narrowed(packing: Packing, wanted: Tensor) -> Packing:
             return packing
         query, key = torch.arange(q_width).expand(len(rows), q_width), torch.arange(k_width)
         real = query < queries[:, None]
-        index = (number[begin, None] + query.where(real, 0)).flatten()
-        out_index[index[real.flatten()]] = done + real.flatten().nonzero().flatten()
+        index = assign_cells(out_index, number[begin, None] + query.where(real, 0), real, done)
         keys = cells[rows, :k_width]
         keys = keys.where(keys < size, begin[:, None]).flatten()  # past a row's end, which no query sees
         seen = key <= (start[:, None] + query)[:, None, :, None] if masked else None

@@ -225,6 +225,14 @@ def length_classes(*lengths: Tensor) -> list[Tensor]:
     return [(number == n).nonzero().flatten() for n in range(int(number.max()) + 1)]
 
 
+def assign_cells(out_index: Tensor, index: Tensor, real: Tensor, done: int) -> Tensor:
+    """Write to `out_index` where attention puts each query: those of a segment, `index` [rows, q_width], come to the
+    cells from `done` on, as far as they are `real` and not padding. Returns the flat index."""
+    index, cells = index.flatten(), real.flatten().nonzero().flatten()
+    out_index[index[cells]] = done + cells
+    return index
+
+
 def _whole_rows(places: _Places) -> tuple[list[Segment], Tensor | None, Tensor | None]:
     """Segments of whole rows, queries and keys in the same places; indices into the streams of all ranks."""
     lengths = places.chunk * (2 * places.context if places.context > 1 else 1)
@@ -236,8 +244,7 @@ def _whole_rows(places: _Places) -> tuple[list[Segment], Tensor | None, Tensor |
         width = int(lengths[rows].max())
         position = torch.arange(width).expand(len(rows), width)
         real = position < lengths[rows, None]
-        index = places.of(rows, position.where(real, 0)).flatten()
-        cells[index[real.flatten()]] = done + real.flatten().nonzero().flatten()
+        index = assign_cells(cells, places.of(rows, position.where(real, 0)), real, done)
         segments.append(Segment(len(rows), width, width, None, None))
         indices.append(index)
         done += len(index)
@@ -254,8 +261,7 @@ def _halves(places: _Places, rank: int, masks: bool) -> tuple[list[Segment], Ten
             q_width, k_width = int(chunk.max()), (which + 1) * int(chunk.max())
             query = torch.arange(q_width).expand(len(rows), q_width)
             real = query < chunk
-            index = (places.start[rows, None] + half * chunk + query.where(real, 0)).flatten()
-            cells[index[real.flatten()]] = done + real.flatten().nonzero().flatten()
+            index = assign_cells(cells, places.start[rows, None] + half * chunk + query.where(real, 0), real, done)
             key = torch.arange(k_width).expand(len(rows), k_width)
             # rows of one length can do without a mask in memory: at 128k tokens it would be the largest tensor of all
             unmasked = int(chunk.min()) == int(chunk.max()) and len(rows) * q_width * k_width > SMALL_MASK
@@ -336,8 +342,7 @@ def _pack_shared(lengths: Tensor, width: int, multiple: int, leader: Tensor, sha
             q_width = int(own[rows].max())
             query = torch.arange(q_width).expand(len(rows), q_width)
             mine = query < own[rows, None]
-            index = (start[rows, None] + query.where(mine, 0)).flatten()
-            out_index[index[mine.flatten()]] = done + mine.flatten().nonzero().flatten()
+            index = assign_cells(out_index, start[rows, None] + query.where(mine, 0), mine, done)
             k_width = int((shared + own)[rows].max())
             key = torch.arange(k_width).expand(len(rows), k_width)
             k_index = place(rows, key.where(key < (shared + own)[rows, None], 0)).flatten()

@@ -170,14 +170,14 @@ def job_of(
     if not cfg.debug.train_only and (rollout or evaluation_functions(cfg)):
         size = 4 if cfg.engine.dtype == "float32" else 2 if cfg.engine.dtype == "bfloat16" else element
         e = cfg.engine
-        native = e.name == "native"  # no graphs, and every row reads the cache up to the longest one
+        native = e.name == "native"  # every row reads the cache up to the longest one
         engine = Engine(
             engine_tensor or e.tensor_parallel,
             size,
             e.max_batch,
             float(e.kv_cache_bytes),
             padded=native,
-            launches=native and not cfg.engine.cuda_graphs,
+            launches=native and not e.cuda_graphs,
         )
         if gpus % engine.tensor:
             raise ConfigError("engine.tensor_parallel", engine.tensor, f"a divisor of the {gpus} GPUs")

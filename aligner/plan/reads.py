@@ -1,5 +1,6 @@
 """What the trainer leaves out because nobody reads it, in numbers: logits that no loss asks for, and in the last layer
-all but keys and values for the tokens of a row before the first and after the last one that is read (`ops/narrow.py`).
+all but queries, keys and values for the tokens of a row before the first and after the last one that is read
+(`ops/narrow.py`).
 """
 
 from __future__ import annotations
