@@ -19,6 +19,7 @@ INSTALL = [
     "PyYAML>=6.0",
     "jinja2>=3.1",
     "psutil>=6.0",
+    "threadpoolctl>=3.5",
     "rich>=14.0",
     "tqdm>=4.66",
     "tensorboard>=2.18",

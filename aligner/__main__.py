@@ -163,6 +163,7 @@ def _frozen_path(args: argparse.Namespace, cfg: Config) -> Path:
 def _run(args: argparse.Namespace) -> int:
     from aligner.cluster.mpi import join
     from aligner.cluster.signals import StopSignals
+    from aligner.cluster.threads import reserve
     from aligner.config.validate import batch_arithmetic, validate
 
     world = join()
@@ -178,6 +179,7 @@ def _run(args: argparse.Namespace) -> int:
     if env.rank == 0:
         print(batch_arithmetic(cfg, env.world_size), flush=True)
         _frozen_path(args, cfg)
+    reserve()
     with StopSignals(cfg.cluster.signal) as signals:  # before torch's seconds of imports
         from aligner.build import run_stage
 

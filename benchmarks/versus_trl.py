@@ -121,7 +121,8 @@ def compare(
     folder = Path(work.folder)
     path = folder / "work.json"
     work.write(path)
-    ours = [sys.executable, "-W", "ignore", "-m", "benchmarks.versus.ours", str(path)]
+    start = "from aligner.cluster.threads import reserve; reserve(); from benchmarks.versus.ours import main; main()"
+    ours = [sys.executable, "-W", "ignore", "-c", start, str(path)]  # as `aligner run` starts
     peer = [str(python), "-W", "ignore", str(HERE / "versus" / "peer.py"), str(path)]
     sides = [Side.start("ours", ours, folder, work.threads), Side.start("peer", peer, folder, work.threads)]
     taken: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.cluster.env import RankEnv
+from aligner.cluster.threads import use as use_threads
 from aligner.config.schema import ROLLOUT_STAGES, Config, OptimConfig
 from aligner.config.validate import minibatch_samples, validate_model
 from aligner.data.batches import BatchSource
@@ -85,8 +86,7 @@ def start(cfg: Config, env: RankEnv) -> Job:
     the others when it is done."""
     if cfg.engine.name in TRTLLM_ENGINES:
         require_package(cfg.engine.trtllm.python, cfg.engine.name)
-    if cfg.cluster.threads or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(cfg.cluster.threads or max(1, (os.cpu_count() or 1) // env.local_world_size))
+    use_threads(cfg.cluster.threads, env.local_world_size)
     if env.world_size > 1:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = env.master_addr, str(env.master_port)
     device = init_distributed(env.rank, env.world_size, env.local_rank, cfg.cluster.backend, cfg.cluster.timeout_s)

@@ -1,6 +1,6 @@
 """aligner's side: the stages as `python -m aligner run` runs them, stopped at every step boundary.
 
-python -m benchmarks.versus.ours WORK.json
+Started by `benchmarks.versus_trl`, with the path of a WORK.json.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from aligner.build import run_stage
 from aligner.cluster.env import RankEnv
+from aligner.cluster.threads import use
 from aligner.config.resolve import compose
 from aligner.config.schema import EngineConfig
 from aligner.config.validate import validate
@@ -114,12 +115,8 @@ def generate(work: Work, gate: Gate) -> None:
 
 def main() -> None:
     work, gate = Work.read(Path(sys.argv[1])), Gate()
-    torch.set_num_threads(work.threads)
+    use(work.threads, 1)
     try:
         (generate if work.stage == "generate" else train)(work, gate)
     except Over:
         return
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,44 @@
+"""Which threads compute with more than one core: the main one, and no other.
+
+When a process has more OpenMP threads than cores, libgomp has them sleep after every operation instead of waiting for
+the next one, and waking takes longer than a small operation. Any thread in which torch computes becomes such a team of
+its own: gloo's, when they copy gathered parameters, or a reward function's. `reserve` keeps these to one core each,
+`use` gives the main thread its cores.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+VARIABLE = "OMP_NUM_THREADS"
+
+_given: int | None = None  # what the environment said before `reserve`
+_reserved = False
+
+
+def reserve() -> None:
+    """Start threads with one core from now on, in this process and its children. Does nothing once torch is imported,
+    which reads the environment only then."""
+    global _given, _reserved
+    if _reserved or "torch" in sys.modules:
+        return
+    first = os.environ.get(VARIABLE, "").split(",")[0].strip()
+    _given = int(first) if first.isdecimal() and int(first) else None
+    os.environ[VARIABLE], _reserved = "1", True
+
+
+def use(threads: int, local_ranks: int) -> None:
+    """Compute with `threads` cores in the calling thread; 0: as many as OMP_NUM_THREADS said, or this rank's share."""
+    import torch
+
+    if not _reserved and not threads and VARIABLE in os.environ:
+        return
+    threads = threads or _given or max(1, len(os.sched_getaffinity(0)) // local_ranks)
+    if not _reserved:
+        torch.set_num_threads(threads)  # of every thread
+        return
+    from threadpoolctl import ThreadpoolController
+
+    torch.get_num_threads()  # torch's own start sets this thread's number, once
+    ThreadpoolController().select(user_api="openmp").limit(limits=threads)

@@ -1,0 +1,68 @@
+"""Cores of the main thread and of the others, each case in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+SEEN = """
+import json, os, threading
+from aligner.cluster import threads
+{before}
+import torch, torch.distributed as dist
+threads.use({wanted}, {ranks})
+other = []
+thread = threading.Thread(target=lambda: other.append(torch.get_num_threads()))
+thread.start(), thread.join()
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+count = lambda: len(os.listdir("/proc/self/task"))
+torch.ones(1 << 20).mul(2)  # the main thread's team
+dist.all_reduce(torch.ones(8))
+started, gathered = count(), torch.zeros(1 << 20)
+for _ in range(8):  # each of gloo's threads gets some; what is gathered together is copied there
+    with dist._coalescing_manager(async_ops=True) as work:
+        dist.all_gather_into_tensor(gathered, torch.ones(1 << 20))
+    work.wait()
+assert gathered.all()
+print(json.dumps([torch.get_num_threads(), other[0], count() - started, os.environ.get("OMP_NUM_THREADS")]))
+"""
+
+
+def seen(wanted: int = 0, ranks: int = 1, before: str = "threads.reserve()", given: str | None = None) -> list:
+    """Threads of the main thread, of another, teams that gloo's threads made, and what children will find."""
+    environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"} | {"PYTHONPATH": ROOT}
+    if given:
+        environment["OMP_NUM_THREADS"] = given
+    code = SEEN.format(before=before, wanted=wanted, ranks=ranks)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_only_the_main_thread_has_a_team():
+    assert seen(wanted=3) == [3, 1, 0, "1"]
+
+
+def test_torch_alone_gives_every_thread_a_team():
+    """What `reserve` is for: without it the threads of gloo make teams, and ours still has its number."""
+    main, other, teams, _ = seen(wanted=3, before="")
+    assert (main, other) == (3, 3) and teams >= 2
+
+
+def test_the_environment_and_then_the_cores_decide():
+    cores = len(os.sched_getaffinity(0))
+    assert seen(given="3")[:2] == [3, 1]
+    assert seen(given="3,2")[:2] == [3, 1]
+    assert seen(given="3", wanted=2)[:2] == [2, 1]
+    assert seen()[:2] == [cores, 1]
+    assert seen(ranks=cores)[0] == 1
+    assert seen(ranks=1000)[0] == 1
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_too_late_for_torch_changes_nothing_but_the_number(given):
+    main, other, _, told = seen(before="import torch; threads.reserve()", given=given)
+    assert main == other == (1 if given else len(os.sched_getaffinity(0))) and told == given
