@@ -536,6 +536,7 @@ class RewardConfig:
     model_standardize: bool = True  # divide the model's centred score by its std on its own training set
     timeout_s: float = 60.0
     workers: int = 4  # reward functions and chunks of samples scored at the same time
+    overlap: bool = True  # score samples while others are generated, where a function takes them one by one
     clip: float = 0.0  # |reward| limit after normalisation; 0: off
     normalize: bool = False  # subtract the running mean, divide by the running std
 

@@ -73,6 +73,18 @@ class MeasuredEngine(Protocol):
         ...
 
 
+Finished = Callable[[int, int, list[int], bool], None]
+
+
+@runtime_checkable
+class TellingEngine(Protocol):
+    """An engine that tells of samples while it generates others."""
+
+    finished: Finished | None
+    """Where set, `generate` calls it with (prompt, sample, tokens, whether it stopped by itself) as samples end: of the
+    prompts and seeds that this rank gave it, perhaps not of all. In the caller's thread, so it should be short."""
+
+
 @runtime_checkable
 class PlacingEngine(Protocol):
     """A `RolloutEngine` whose weights others may write in place, part by part, between begin_update and

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from aligner.rewards.workers import DaemonPool
 from aligner.types import Prompt, Sample
 
 Component = list[float | None]
+Early = dict[str, Future]  # a sample's scores by the functions that have begun already
 
 
 @dataclass
@@ -83,6 +84,10 @@ def finish_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return finished
 
 
+def _per_sample(reward: Reward) -> bool:
+    return getattr(reward, "per_sample", False)
+
+
 class RewardPipeline:
     """Scores the samples of this rank. `reduce` sums a list of floats over data-parallel ranks (normalisation)."""
 
@@ -118,9 +123,26 @@ class RewardPipeline:
         ]
         return PendingScores(self, samples, update=False, models=False).components()
 
-    def functions(self, samples: Sequence[Sample]) -> dict[str, Component]:
-        """The components of all functions, without models: what one rank can score of its own share."""
-        return PendingScores(self, list(samples), update=False, models=False).components()
+    def functions(self, samples: Sequence[Sample], early: Mapping[int, Early] | None = None) -> dict[str, Component]:
+        """The components of all functions, without models: what one rank can score of its own share. `early`: what
+        `score_early` returned for some of the samples, by their place."""
+        return PendingScores(self, list(samples), update=False, models=False, early=early or {}).components()
+
+    @property
+    def scores_early(self) -> bool:
+        return self.config.overlap and any(map(_per_sample, self.rewards_of_threads))
+
+    def score_early(self, sample: Sample) -> Early:
+        """Start the functions that score each sample for itself, while other samples are still generated."""
+        return {
+            reward.name: self._pool.submit(lambda reward=reward: check_scores(reward.name, reward([sample]), [sample]))
+            for reward in self.rewards_of_threads
+            if _per_sample(reward)
+        }
+
+    @property
+    def rewards_of_threads(self) -> list[Reward]:
+        return [reward for reward, _ in self.rewards if not getattr(reward, "main_thread", False)]
 
     def models(self, samples: Sequence[Sample]) -> dict[str, Component]:
         """The components of the models. Collective over the ranks that share each model; all pass the same samples."""
@@ -162,16 +184,27 @@ class RewardPipeline:
 class PendingScores:
     """A batch that is being scored. `done()` never blocks; `result()` waits and may run collectives."""
 
-    def __init__(self, pipeline: RewardPipeline, samples: list[Sample], update: bool, models: bool = True):
+    def __init__(
+        self,
+        pipeline: RewardPipeline,
+        samples: list[Sample],
+        update: bool,
+        models: bool = True,
+        early: Mapping[int, Early] | None = None,
+    ):
         self._pipeline, self._samples, self._update = pipeline, samples, update
         self._started = threading.Event()
         self._start_s = 0.0
         self._models = [r for r, _ in pipeline.rewards if getattr(r, "main_thread", False)] if models else []
-        self._jobs: dict[Future, tuple[Reward, slice]] = {}
-        for reward, _ in pipeline.rewards:
-            if not getattr(reward, "main_thread", False):
-                for part in self._chunks(reward):
-                    self._jobs[pipeline._pool.submit(self._run, reward, part)] = (reward, part)
+        self._jobs: dict[Future, tuple[Reward, list[int]]] = {}  # and the places of its samples
+        begun = early or {}
+        if begun:
+            self._start()  # those have had time already: now the limit is of what is left
+        for reward in pipeline.rewards_of_threads:
+            ahead = {place: found[reward.name] for place, found in begun.items() if reward.name in found}
+            self._jobs |= {job: (reward, [place]) for place, job in ahead.items()}
+            for part in self._chunks(reward, [i for i in range(len(samples)) if i not in ahead]):
+                self._jobs[pipeline._pool.submit(self._run, reward, part)] = (reward, part)
 
     def done(self) -> bool:
         return all(job.done() for job in self._jobs)
@@ -186,21 +219,27 @@ class PendingScores:
             reward.name: check_scores(reward.name, reward(self._samples), self._samples) for reward in self._models
         }
         self._wait()
-        for job, (reward, part) in self._jobs.items():
-            scored.setdefault(reward.name, [None] * len(self._samples))[part] = job.result()
+        for job, (reward, places) in self._jobs.items():
+            component = scored.setdefault(reward.name, [None] * len(self._samples))
+            for place, value in zip(places, job.result(), strict=True):
+                component[place] = value
         return scored
 
-    def _chunks(self, reward: Reward) -> list[slice]:
-        count = len(self._samples)
-        parts = self._pipeline.config.workers if getattr(reward, "per_sample", False) else 1
-        size = max(1, -(-count // parts))
-        return [slice(start, min(start + size, count)) for start in range(0, count, size)] or [slice(0, 0)]
+    def _chunks(self, reward: Reward, places: list[int]) -> list[list[int]]:
+        if not places:
+            return [] if self._samples else [[]]  # of no samples at all: the function is named all the same
+        parts = self._pipeline.config.workers if _per_sample(reward) else 1
+        size = -(-len(places) // parts)
+        return [places[start : start + size] for start in range(0, len(places), size)]
 
-    def _run(self, reward: Reward, part: slice) -> Component:
+    def _start(self) -> None:
         if not self._started.is_set():
             self._start_s = time.monotonic()
             self._started.set()
-        samples = self._samples[part]
+
+    def _run(self, reward: Reward, places: list[int]) -> Component:
+        self._start()
+        samples = [self._samples[place] for place in places]
         return check_scores(reward.name, reward(samples), samples)
 
     def _wait(self) -> None:
@@ -222,7 +261,7 @@ class PendingScores:
         names = ", ".join(f"`{name}`" for name in dict.fromkeys(reward.name for reward, _ in pending))
         counts: dict[str, int] = {}
         for reward, part in pending:
-            counts[reward.name] = counts.get(reward.name, 0) + part.stop - part.start
+            counts[reward.name] = counts.get(reward.name, 0) + len(part)
         raise RewardError(
             f"reward {names} still running with {max(counts.values())} of {len(self._samples)} samples pending: "
             f"expected all scores within reward.timeout_s={limit_s:g}"

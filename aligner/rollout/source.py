@@ -18,7 +18,8 @@ from torch import Tensor
 from aligner.config.schema import AlgorithmConfig, BatchConfig
 from aligner.data.dataset import PromptDataset
 from aligner.data.stream import IndexStream
-from aligner.engines.base import RolloutEngine
+from aligner.data.tokenizer import decode_responses
+from aligner.engines.base import RolloutEngine, TellingEngine
 from aligner.errors import AlignerError, EngineError, RewardError
 from aligner.megatron.groups import Layout
 from aligner.ops.reduce import first_cause
@@ -26,7 +27,7 @@ from aligner.ops.seeds import request_seed
 from aligner.ops.shaping import shaped_rewards
 from aligner.refit.transfer import Refit
 from aligner.refit.verify import Verifier
-from aligner.rewards.composite import Component, RewardPipeline, Scores
+from aligner.rewards.composite import Component, Early, RewardPipeline, Scores
 from aligner.rollout.collate import collate, join_generations, make_samples
 from aligner.rollout.groups import Groups, Refill, Request, Requests, join_groups
 from aligner.run.timers import Timers
@@ -116,9 +117,10 @@ class RolloutSource:
             [request_seed(self.seed, step, prompt.id, request.first + i) for i in range(self.batch.group)]
             for prompt, request in zip(prompts, mine, strict=True)
         ]
-        generations = self._generate(prompts, seeds, self.sampling)
+        early: dict[int, Early] = {}
+        generations = self._generate(prompts, seeds, self.sampling, early if self.rewards.scores_early else None)
         groups = Groups([request.slot for request in mine], prompts, generations)
-        groups.components = self._score(self._samples(groups))
+        groups.components = self._score(self._samples(groups), self.batch.group, early)
         return groups
 
     def _filtered(self, step: int) -> tuple[Groups, ScalarMetrics]:
@@ -138,7 +140,7 @@ class RolloutSource:
         greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         generations = self._generate(groups.prompts, [[0]] * len(groups.prompts), greedy)
         samples = make_samples(self.tokenizer, groups.prompts, generations, 1)
-        scores = self.rewards.combine(self._score(samples), len(samples), update=False)
+        scores = self.rewards.combine(self._score(samples, 1), len(samples), update=False)
         rewards, finished = torch.tensor(scores.total, dtype=torch.float32), generations.finish_reason == STOP
         limit = self.sampling.max_response_tokens
         return shaped_rewards(rewards, generations.lengths, finished, self.algorithm.overlong, limit)
@@ -146,12 +148,19 @@ class RolloutSource:
     def _samples(self, groups: Groups) -> list[Sample]:
         return make_samples(self.tokenizer, groups.prompts, groups.generations, self.batch.group)
 
-    def _generate(self, prompts: list[Prompt], seeds: list[list[int]], sampling: SamplingParams) -> Generations:
-        """Each tensor, context and pipeline peer generates for its share of the prompts."""
+    def _generate(
+        self,
+        prompts: list[Prompt],
+        seeds: list[list[int]],
+        sampling: SamplingParams,
+        early: dict[int, Early] | None = None,
+    ) -> Generations:
+        """Each tensor, context and pipeline peer generates for its share of the prompts. Into `early` go scores that
+        were begun meanwhile, by the place of the sample among this peer's."""
         peers = self.layout.peers
         part = share(len(prompts), peers.size(), peers.rank())
         with self.timers("generate"):
-            with raised_together(EngineError):
+            with raised_together(EngineError), self._scoring(prompts[part], early):
                 generations = self.engine.generate([prompt.tokens for prompt in prompts[part]], seeds[part], sampling)
             if peers.size() > 1:
                 parts: list[Generations | None] = [None] * peers.size()
@@ -159,13 +168,32 @@ class RolloutSource:
                 generations = join_generations([part for part in parts if part is not None])
         return generations
 
-    def _score(self, samples: list[Sample]) -> dict[str, Component]:
-        """Reward functions run on one share per peer; models on all samples, by all peers."""
+    @contextmanager
+    def _scoring(self, prompts: list[Prompt], early: dict[int, Early] | None) -> Iterator[None]:
+        """Samples that end while the engine generates for `prompts` are scored at once, if it tells."""
+        if early is None or not isinstance(self.engine, TellingEngine):
+            yield
+            return
+
+        def finished(number: int, index: int, tokens: list[int], stopped: bool) -> None:
+            (text,) = decode_responses(self.tokenizer, torch.tensor([tokens]), [len(tokens)])  # type: ignore[arg-type]
+            sample = Sample(prompts[number], index, text, tuple(tokens), stopped, self.engine.weight_version)
+            early[number * self.batch.group + index] = self.rewards.score_early(sample)
+
+        self.engine.finished = finished
+        try:
+            yield
+        finally:
+            self.engine.finished = None
+
+    def _score(self, samples: list[Sample], group: int, early: dict[int, Early] | None = None) -> dict[str, Component]:
+        """Reward functions run on one share per peer, of the prompts that it generated for; models on all samples, by
+        all peers. `group` samples a prompt; `early`: see `_generate`."""
         peers = self.layout.peers
-        part = share(len(samples), peers.size(), peers.rank())
+        mine = share(len(samples) // group, peers.size(), peers.rank())
         with self.timers("score"):
             with raised_together():
-                components = self.rewards.functions(samples[part])
+                components = self.rewards.functions(samples[mine.start * group : mine.stop * group], early)
             if peers.size() > 1:
                 gathered: list[dict | None] = [None] * peers.size()
                 dist.all_gather_object(gathered, components, group=peers)

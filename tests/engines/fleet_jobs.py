@@ -46,9 +46,12 @@ def generate(
             decode = engine.model.decode
             engine.model.decode = lambda *a, decode=decode: (time.sleep(late), decode(*a))[1]
         prompts, seeds = requests[rank]
-        outs = [engine.generate(prompts, seeds, sampling) for sampling in samplings]
+        ended: list[list] = []
+        engine.finished = lambda *about, ended=ended: ended[-1].append(about)
+        outs = [(ended.append([]), engine.generate(prompts, seeds, sampling))[1] for sampling in samplings]
         told[name] = {
             "outs": outs,
+            "ended": ended,
             "scored": engine.logprobs(*scored),
             "checksums": engine.checksums(),
             "stolen": engine.stolen,

@@ -14,7 +14,7 @@ from aligner.engines.native import NativeEngine
 from aligner.engines.native.fleet import ENOUGH, assign
 from aligner.errors import LayoutError
 from aligner.ops.balance import balance
-from aligner.types import SamplingParams
+from aligner.types import STOP, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent))
 from contract import LLAMA, MODELS, PROMPTS, fill, hf_weights, reference, responses, seeds_for
@@ -45,6 +45,19 @@ def scored():
     return tokens, torch.tensor([12, 5, 1, 9])
 
 
+def all_told(found, seeds):
+    """What a rank heard while it generated are its own samples, none twice; the share of them."""
+    rows = [(prompt, sample) for prompt, own in enumerate(seeds) for sample in range(len(own))]
+    heard = 0
+    for out, ended in zip(found["outs"], found["ended"], strict=True):
+        stopped = (out.finish_reason == STOP).tolist()
+        known = dict(zip(rows, zip(responses(out), stopped, strict=True), strict=True))
+        for prompt, sample, tokens, reason in ended:
+            assert known.pop((prompt, sample)) == (tokens, reason)
+        heard += len(ended)
+    return heard / max(1, len(rows) * len(found["outs"]))
+
+
 def same(found, wanted, rows=slice(None), atol=1e-5):
     """Equal tokens; logprobs within `atol` of rows `rows` of `wanted`. Where a cut of the distribution is renormalised,
     a token at its very edge may be in or out: then those of the full distribution are compared."""
@@ -68,6 +81,7 @@ def test_two_ranks_are_one_engine(ranks, scored):
         outs, logprobs, engine = alone(MODELS[name], model, PROMPTS, seeds, SAMPLINGS, scored)
         for rank, rows in enumerate((slice(0, 4), slice(4, 10))):
             found = told[rank][name]
+            assert all_told(found, requests[rank][1]) == 1
             for out, wanted in zip(found["outs"], outs, strict=True):
                 same(out, wanted, rows)
                 assert out.weight_version == 3
@@ -91,6 +105,8 @@ def test_replicas_answer_what_each_rank_asks(ranks, scored, world, width, steal)
     for rank, asked in enumerate(requests):
         for sampling, found in zip(SAMPLINGS, told[rank]["llama"]["outs"], strict=False):
             same(found, engine.generate(*asked, sampling), atol=3e-5)  # one rank in other batches: 1.0e-5
+    assert 0 < all_told(told[0]["llama"], requests[0][1]) < 1  # the others' engines generated some
+    assert [all_told(told[rank]["llama"], asked[1]) for rank, asked in enumerate(requests)]
     rows = [found["llama"]["rows"] for found in told]
     assert min(rows) > 0, "every replica had a part of it"
 

@@ -14,7 +14,7 @@ from aligner.engines.native import NativeEngine
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.sampler import cut_logits, sample, uniforms
 from aligner.engines.native.scratch import Scratch
-from aligner.types import SamplingParams
+from aligner.types import STOP, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent))
 from contract import LLAMA, MODELS, PROMPTS, EngineContract, fill, reference, responses, seeds_for
@@ -43,6 +43,26 @@ def test_no_finished_row_is_decoded_and_each_prompt_is_prefilled_once(max_batch)
     assert engine.stats.decoded_rows == int((out.lengths - 1).sum())
     assert engine.stats.prefilled_prompts == len(PROMPTS)
     assert engine.stats.steps <= (15 if max_batch == 512 else out.lengths.sum())
+
+
+@pytest.mark.parametrize("max_batch", [5, 512])
+def test_samples_are_told_as_they_end(max_batch):
+    """Each once, as it is returned, those that end first before the others."""
+    engine, told = fill(make_engine(LLAMA, max_batch=max_batch), reference(LLAMA)), []
+    steps = engine.stats.steps
+    engine.finished = lambda *about: told.append((*about, engine.stats.steps))
+    seeds = [[7 * i + j for j in range(1 + i)] for i in range(len(PROMPTS))]
+    out = engine.generate(PROMPTS, seeds, SamplingParams(15, stop_token_ids=(3, 11, 20, 30)))
+    rows = [(prompt, sample) for prompt, own in enumerate(seeds) for sample in range(len(own))]
+    reasons = (out.finish_reason == STOP).tolist()
+    assert len(set(reasons)) == 2
+    wanted = [(*row, tokens, reason) for row, tokens, reason in zip(rows, responses(out), reasons, strict=True)]
+    assert sorted(about[:4] for about in told) == sorted(wanted)
+    when = [about[4] for about in told]
+    assert when == sorted(when) and len(set(when)) > 4 and when[0] < engine.stats.steps > steps
+    engine.finished = None
+    engine.generate(PROMPTS, seeds, SamplingParams(3))
+    assert len(told) == len(rows)
 
 
 def test_small_budgets_give_the_same_tokens():

@@ -107,6 +107,59 @@ def test_per_sample_functions_are_cut_into_chunks_others_are_not():
     assert sorted(sizes["parts"]) == [1, 3, 3]
 
 
+def per_sample(function, name: str = "each") -> FunctionReward:
+    function.per_sample = True
+    return custom(function, name)
+
+
+def test_scores_that_were_begun_early_are_not_asked_for_again():
+    asked: dict[str, list] = {"each": [], "whole": []}
+
+    def each(samples):
+        asked["each"].append([s.response for s in samples])
+        return [s.prompt.fields["v"] for s in samples]
+
+    def whole(samples):
+        asked["whole"].append([s.response for s in samples])
+        return [10.0 * s.prompt.fields["v"] for s in samples]
+
+    found, rewards = samples(range(6)), pipeline([(custom(whole, "whole"), 1.0), (per_sample(each), 1.0)], workers=1)
+    early = {place: rewards.score_early(found[place]) for place in (4, 1)}
+    components = rewards.functions(found, early)
+    assert components == rewards.functions(found)
+    assert components == {"whole": [10.0 * v for v in range(6)], "each": list(range(6))}
+    assert asked["each"] == [["4"], ["1"], ["0", "2", "3", "5"], [str(v) for v in range(6)]]
+    assert asked["whole"] == [[str(v) for v in range(6)]] * 2
+    every = {place: rewards.score_early(sample) for place, sample in enumerate(found)}
+    assert rewards.functions(found, every) == components
+
+
+def test_only_functions_of_single_samples_begin_early():
+    whole, each = custom(lambda samples: [0.0], "whole"), per_sample(lambda samples: [0.0])
+    assert not pipeline([(whole, 1.0)]).scores_early and pipeline([(whole, 1.0), (each, 1.0)]).scores_early
+    assert not pipeline([(each, 1.0)], overlap=False).scores_early
+
+
+def test_what_goes_wrong_early_is_told_with_the_batch():
+    release = threading.Event()
+
+    def each(samples):
+        if samples[0].prompt.fields["v"] == 2:
+            raise KeyError("gone")
+        release.wait(20)
+        return [0.0]
+
+    found = samples(range(3))
+    rewards = pipeline([(per_sample(each), 1.0)], timeout_s=0.2, workers=3)
+    broken = {2: rewards.score_early(found[2])}
+    with pytest.raises(RewardError, match=r"`each`.*sample 0, response '2'.*KeyError"):
+        rewards.functions(found, broken)
+    slow = {place: rewards.score_early(found[place]) for place in (0, 1)}
+    with pytest.raises(RewardError, match=r"`each` still running with 2 of 2 samples pending.*reward\.timeout_s=0\.2"):
+        rewards.functions(found[:2], slow)
+    release.set()
+
+
 def test_a_model_runs_in_the_callers_thread():
     class Model:
         name, main_thread = "model", True

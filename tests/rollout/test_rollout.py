@@ -1,6 +1,7 @@
 """From prompts to a training batch: collation, request seeds, shares, minibatches, statistics, evaluation."""
 
 import math
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -22,6 +23,7 @@ from aligner.data.dataset import PreferenceItem, ScoredItem, SftItem
 from aligner.errors import ConfigError
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.functions import FunctionReward
 from aligner.rollout.collate import collate, join_generations, make_samples
 from aligner.rollout.evaluate import Evaluator, judge
 from aligner.rollout.groups import Requests
@@ -213,9 +215,10 @@ def requests(ranks: int, tensor: int, monkeypatch) -> list[tuple]:
             engine, batch = Recorder(), BatchConfig(prompts=8, group=2)
             stream, layout = IndexStream(3, 5, True, 8), Peers(rank, ranks, peer, tensor)
             source = RolloutSource(
-                engine, None, None, make_prompts(3), stream, None, Words(), SamplingParams(5), batch, layout, seed=4
-            )
-            monkeypatch.setattr(source, "_score", lambda samples: {})
+                engine, None, None, make_prompts(3), stream, RewardPipeline([], RewardConfig()), Words(),
+                SamplingParams(5), batch, layout, seed=4,
+            )  # fmt: skip
+            monkeypatch.setattr(source, "_score", lambda *about: {})
             groups = source._groups(3, Requests(2)(range(8), stream.next().tolist()))
             assert len(groups.prompts) == 8 // ranks and groups.slots == list(range(8))[share(8, ranks, rank)]
             found += engine.requests
@@ -227,6 +230,55 @@ def test_requests_do_not_depend_on_the_layout(monkeypatch):
     seeds = [seed for _, row in alone for seed in row]
     assert len(alone) == 8 and len(set(seeds)) == 16
     assert requests(2, 1, monkeypatch) == requests(1, 3, monkeypatch) == requests(2, 2, monkeypatch) == alone
+
+
+class Telling(Recorder):
+    """An engine that tells of every other sample before it returns all."""
+
+    finished, weight_version = None, 7
+
+    def generate(self, prompts, seeds, sampling, progress=None):
+        out, group = super().generate(prompts, seeds, sampling) or make_generations(sum(map(len, seeds))), len(seeds[0])
+        for row in range(0, len(out.tokens), 2):
+            tokens = out.tokens[row, : out.lengths[row]].tolist()
+            if self.finished is not None:
+                self.finished(*divmod(row, group), tokens, bool(out.finish_reason[row] == STOP))
+        self.scored_before_return = self.wait()
+        return out
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("engine", [Telling, Recorder])
+def test_samples_are_scored_while_others_are_generated(overlap, engine, world):
+    """A function of single samples sees those that the engine tells of before `generate` returns; the scores are
+    those of all samples at once."""
+    seen, engine = [], engine()
+
+    def letters(samples):
+        seen.extend(samples)
+        return [float(len(s.response)) + s.index / 10 + s.prompt.id for s in samples]
+
+    def wait():
+        deadline = time.monotonic() + 20
+        while overlap and len(seen) < 4 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return len(seen)
+
+    letters.per_sample = True
+    engine.wait = wait
+    rewards = RewardPipeline(
+        [(FunctionReward(letters, "letters", {}, "key"), 1.0)], RewardConfig(workers=2, overlap=overlap)
+    )
+    source = RolloutSource(
+        engine, None, None, make_prompts(3), None, rewards, Words(), SamplingParams(5),
+        BatchConfig(prompts=4, group=2), Peers(0, 1), seed=4,
+    )  # fmt: skip
+    groups = source._groups(3, Requests(2)(range(4), [2, 0, 1, 2]))
+    samples, early = source._samples(groups), overlap and isinstance(engine, Telling)
+    if isinstance(engine, Telling):
+        assert engine.scored_before_return == (4 if early else 0) and engine.finished is None
+    assert len(seen) == 8 and sorted(map(repr, seen)) == sorted(map(repr, samples))
+    assert groups.components == {"letters": letters(samples)}
 
 
 # --- rewards, minibatches, the KL coefficient

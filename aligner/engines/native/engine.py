@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.schema import EngineConfig, ModelConfig
-from aligner.engines.base import UpdateLedger
+from aligner.engines.base import Finished, UpdateLedger
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.graphs import REACH, CudaRecorder, DecodeGraphs
 from aligner.engines.native.model import NativeModel
@@ -67,6 +67,7 @@ class NativeEngine:
             raise ConfigError("engine.cuda_graphs", True, f"false on device {self.device.type}")
         self.graphs = DecodeGraphs(self.model, CudaRecorder()) if config.cuda_graphs else None
         self.stats = EngineStats()
+        self.finished: Finished | None = None  # see `TellingEngine`
         self._ledger = UpdateLedger(self.model.shapes)
         self._asleep = False
         self._staged_logits = torch.empty(0, device=self.device)  # float32 [staged prompts, V] of their first token
@@ -146,10 +147,12 @@ class NativeEngine:
         sampling: SamplingParams,
         progress: Progress | None = None,
         pool: Pool | None = None,
+        asked: Sequence[tuple[int, int] | None] | None = None,
     ) -> Generations:
         """See `RolloutEngine.generate`; samples of prompts that come from `pool` follow, in the order in which they are
-        taken. Raises ConfigError `engine.kv_cache_bytes` if the longest row can never fit,
-        `model.max_position` if it is longer than the model's positions, `sampling.stop` without a `decode`."""
+        taken. `asked`: which (prompt, sample) a row is to `finished`, None if it is of another rank. Raises ConfigError
+        `engine.kv_cache_bytes` if the longest row can never fit, `model.max_position` if it is longer than the model's
+        positions, `sampling.stop` without a `decode`."""
         self._ledger.require()
         assert not self._asleep, "generate() on a sleeping engine: wake() it first"
         if sampling.stop and self._decode is None:
@@ -163,6 +166,8 @@ class NativeEngine:
                 f"at least {plan.row_tokens} (prompt + response tokens)",
             )
         self.stats = EngineStats()
+        if asked is None:
+            asked = [(prompt, sample) for prompt, own in enumerate(seeds) for sample in range(len(own))]
         batch = Batch(plan, sampling, self.device)  # its output tensors must not be inference tensors
         with torch.inference_mode():
             self.cache.resize(plan.slots, plan.positions, plan.chunk_tokens, self.config.kv_cache_bytes)
@@ -171,7 +176,14 @@ class NativeEngine:
                 self.step(plan, batch, sampling)
                 if progress and batch.finished != before:
                     progress(batch.finished, plan.rows)
+                if self.finished is not None and batch.finished != before:
+                    self._tell(batch, asked)
         return batch.result(self.weight_version)
+
+    def _tell(self, batch: Batch, asked: Sequence[tuple[int, int] | None]) -> None:
+        for row, tokens, stopped in batch.ended():
+            if (whose := asked[row]) is not None:
+                self.finished(*whose, tokens, stopped)  # type: ignore[misc]
 
     def _goes_on(self, plan: Plan, batch: Batch) -> bool:
         with torch.inference_mode(False):

@@ -70,7 +70,9 @@ class Queues(Pool):
     store: Any  # torch.distributed.Store, shared by all ranks
     call: int  # of `generate`: each has counters of its own
     group: dist.ProcessGroup | None  # of the replica's ranks: its first one takes, all get the same
+    rank: int  # that asks
     taken: list[Request] = field(default_factory=list)
+    asked: list[tuple[int, int] | None] = field(default_factory=list)  # of each row taken: see `NativeEngine.generate`
     stolen: int = 0
     own_left: bool = True
 
@@ -90,6 +92,7 @@ class Queues(Pool):
         self.stolen += victim != self.replica
         chunk = self.chunks[victim][number]
         self.taken += chunk
+        self.asked += _asked(chunk, self.rank)
         return [(request.prompt, request.seeds) for request in chunk]
 
     def _claim(self) -> tuple[int, int] | None:
@@ -209,15 +212,17 @@ class FleetEngine(NativeEngine):
         self.stolen = 0
         shared = self.steal and len(parts) > 1
         if shared:
-            mine, generations = self._shared(requests, costs, parts, sampling, progress)
+            mine, generations = self._shared(fleet.rank, requests, costs, parts, sampling, progress)
         else:
             mine = [requests[i] for i in parts[dist.get_rank() // self.tensor_parallel]]
-            generations = super().generate([r.prompt for r in mine], [r.seeds for r in mine], sampling, progress)
+            prompts, seeds = [r.prompt for r in mine], [r.seeds for r in mine]
+            generations = super().generate(prompts, seeds, sampling, progress, asked=_asked(mine, fleet.rank))
         moved = fleet.first > 0 or shared or any(homes[i] != r for r, part in enumerate(parts) for i in part)
         return mine, generations, moved
 
     def _shared(
         self,
+        rank: int,
         requests: list[Request],
         costs: list[float],
         parts: list[list[int]],
@@ -241,12 +246,18 @@ class FleetEngine(NativeEngine):
             store=dist.distributed_c10d._get_default_store(),
             call=self._calls,
             group=self.peers.group,
+            rank=rank,
         )
         if dist.get_rank() == 0:
             queues.forget_last()
-        generations = super().generate([], [], sampling, progress, queues)
+        generations = super().generate([], [], sampling, progress, queues, queues.asked)
         self.stolen = queues.stolen
         return queues.taken, generations
+
+
+def _asked(requests: Sequence[Request], rank: int) -> list[tuple[int, int] | None]:
+    """(number of the request, sample) of each of their rows that `rank` asked for, None of the others."""
+    return [(r.number, i) if r.home == rank else None for r in requests for i in range(len(r.seeds))]
 
 
 def _chunks(queue: list[Request], rows: int) -> list[list[Request]]:

@@ -162,6 +162,7 @@ class Batch:
         self._full = torch.zeros_like(self._logprobs) if cuts(sampling) else None
         self._lengths = torch.zeros(plan.rows, dtype=torch.int64, device=device)
         self._reasons = torch.full_like(self._lengths, LENGTH)
+        self._ended = self._lengths[:0]  # rows that left in the last `settle`
 
     def add(self, prompt: Waiting, first: int, count: int) -> None:
         """Samples [first, first + count) of the prompt take the next slots; their first token is sampled next."""
@@ -230,6 +231,7 @@ class Batch:
         self._lengths[state[ROW]] = state[COUNT]
         flags = done.cpu()
         left = self.active - int(flags.sum())
+        self._ended = state[ROW][done] if left < self.active else self._ended[:0]
         if left == self.active:
             return []
         self.finished += self.active - left
@@ -242,6 +244,15 @@ class Batch:
         gaps, movers = gaps.to(self.state.device), movers.to(self.state.device)
         self.state[:, gaps] = self.state[:, movers]
         return [(movers, gaps)]
+
+    def ended(self) -> Iterator[tuple[int, list[int], bool]]:
+        """(row, tokens, whether it stopped by itself) of the rows that left in the last `settle`, on the host."""
+        rows = self._ended
+        lengths, reasons = self._lengths[rows].tolist(), self._reasons[rows].tolist()
+        for row, tokens, length, reason in zip(
+            rows.tolist(), self._tokens[rows].tolist(), lengths, reasons, strict=True
+        ):
+            yield row, tokens[:length], reason == STOP
 
     def result(self, version: int) -> Generations:
         """CPU tensors, rows cut to the longest response."""
