@@ -97,6 +97,11 @@ class Side:
         self.process.wait()
 
 
+def ours(work: Path) -> list[str]:
+    start = "from aligner.cluster.threads import reserve; reserve(); from benchmarks.versus.ours import main; main()"
+    return [sys.executable, "-W", "ignore", "-c", start, str(work)]  # reserve() first, as `aligner run` does
+
+
 def peer_python(peers: Path, version: str) -> Path:
     """The Python of an environment with that TRL. Its other packages are this environment's, so both sides run the
     same torch and transformers."""
@@ -121,10 +126,8 @@ def compare(
     folder = Path(work.folder)
     path = folder / "work.json"
     work.write(path)
-    start = "from aligner.cluster.threads import reserve; reserve(); from benchmarks.versus.ours import main; main()"
-    ours = [sys.executable, "-W", "ignore", "-c", start, str(path)]  # as `aligner run` starts
     peer = [str(python), "-W", "ignore", str(HERE / "versus" / "peer.py"), str(path)]
-    sides = [Side.start("ours", ours, folder, work.threads), Side.start("peer", peer, folder, work.threads)]
+    sides = [Side.start("ours", ours(path), folder, work.threads), Side.start("peer", peer, folder, work.threads)]
     taken: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
     try:
         for n in range(warmup + steps):
