@@ -10,6 +10,9 @@ def vowels(samples):
     return [sum(c in "aeiouAEIOU" for c in s.response[:4]) / 4 for s in samples]
 
 
+vowels.per_sample = True  # so runs score while they generate
+
+
 def probe(samples) -> bool:
     """Whether this is the call with two samples before training."""
     return [s.response for s in samples] == ["0", "probe"]
