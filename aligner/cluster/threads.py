@@ -34,7 +34,8 @@ def use(threads: int, local_ranks: int) -> None:
 
     if not _reserved and not threads and VARIABLE in os.environ:
         return
-    threads = threads or _given or max(1, len(os.sched_getaffinity(0)) // local_ranks)
+    share = max(1, (os.cpu_count() or 1) // local_ranks)
+    threads = threads or _given or min(share, len(os.sched_getaffinity(0)))  # a launcher may bind each rank
     if not _reserved:
         torch.set_num_threads(threads)  # of every thread
         return
