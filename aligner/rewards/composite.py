@@ -126,7 +126,7 @@ class RewardPipeline:
     def functions(self, samples: Sequence[Sample], early: Mapping[int, Early] | None = None) -> dict[str, Component]:
         """The components of all functions, without models: what one rank can score of its own share. `early`: what
         `score_early` returned for some of the samples, by their place."""
-        return PendingScores(self, list(samples), update=False, models=False, early=early or {}).components()
+        return PendingScores(self, list(samples), update=False, models=False, early=early).components()
 
     @property
     def scores_early(self) -> bool:
@@ -195,7 +195,7 @@ class PendingScores:
         self._pipeline, self._samples, self._update = pipeline, samples, update
         self._started = threading.Event()
         self._start_s = 0.0
-        self._models = [r for r, _ in pipeline.rewards if getattr(r, "main_thread", False)] if models else []
+        self._models = models
         self._jobs: dict[Future, tuple[Reward, list[int]]] = {}  # and the places of its samples
         begun = early or {}
         if begun:
@@ -215,9 +215,7 @@ class PendingScores:
         return self._pipeline.combine(self.components(), len(self._samples), self._update)
 
     def components(self) -> dict[str, Component]:
-        scored = {
-            reward.name: check_scores(reward.name, reward(self._samples), self._samples) for reward in self._models
-        }
+        scored = self._pipeline.models(self._samples) if self._models else {}
         self._wait()
         for job, (reward, places) in self._jobs.items():
             component = scored.setdefault(reward.name, [None] * len(self._samples))

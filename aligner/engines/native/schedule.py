@@ -231,9 +231,10 @@ class Batch:
         self._lengths[state[ROW]] = state[COUNT]
         flags = done.cpu()
         left = self.active - int(flags.sum())
-        self._ended = state[ROW][done] if left < self.active else self._ended[:0]
         if left == self.active:
+            self._ended = self._ended[:0]
             return []
+        self._ended = state[ROW, flags.nonzero().squeeze(1).to(state.device)]  # `done` as index would synchronise again
         self.finished += self.active - left
         gaps = flags[:left].nonzero().squeeze(1)
         movers = (~flags[left:]).nonzero().squeeze(1) + left
