@@ -9,15 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from aligner.algorithms.losses import policy_loss
-from aligner.config.schema import (
-    AlgorithmConfig,
-    BatchConfig,
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    RefitConfig,
-)
+from aligner.config.algorithm import AlgorithmConfig
+from aligner.config.engine import EngineConfig, RefitConfig
+from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.graphs import CudaRecorder, DecodeGraphs
 from aligner.megatron.groups import build_layout

@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aligner.config.schema import EngineConfig, ModelConfig, ParallelConfig, RefitConfig
+from aligner.config.engine import EngineConfig, RefitConfig
+from aligner.config.schema import ModelConfig, ParallelConfig
 
 if TYPE_CHECKING:
     from aligner.engines.bridge import Bridge

@@ -10,14 +10,8 @@ from pathlib import Path
 import torch
 
 from aligner.algorithms.losses import policy_loss, preference_loss, sft_loss, value_loss
-from aligner.config.schema import (
-    AlgorithmConfig,
-    BatchConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    RewardLossConfig,
-)
+from aligner.config.algorithm import AlgorithmConfig, RewardLossConfig
+from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from aligner.megatron import moe
 from aligner.megatron.model import Head
 from aligner.ops import advantages

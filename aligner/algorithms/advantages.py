@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.schema import WHITENED, AlgorithmConfig, Config, RewardConfig
+from aligner.config.algorithm import WHITENED, AlgorithmConfig
+from aligner.config.rewards import RewardConfig
+from aligner.config.schema import Config
 from aligner.errors import ConfigError
 from aligner.ops import advantages as ops
 from aligner.ops.token_advantages import broadcast, gae, return_to_go, whiten

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.schema import AlgorithmConfig
+from aligner.config.algorithm import AlgorithmConfig
 from aligner.ops.aggregate import aggregate, denominator
 from aligner.ops.covariance import choose_random, choose_top, covariance, token_keys
 from aligner.ops.kl import kl_estimate

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from aligner.algorithms.first_step import FirstStepChecks, zero_head_loss
 from aligner.algorithms.losses import attribute_loss, preference_loss
-from aligner.config.schema import AlgorithmConfig
+from aligner.config.algorithm import AlgorithmConfig
 from aligner.data.batches import BatchSource
 from aligner.roles.reward_model import RewardModel
 from aligner.run.loop import Run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aligner.config.checks import at_least
 from aligner.errors import ConfigError
 
 WINDOW_FAMILIES = ("mistral", "gemma3_text")
@@ -20,8 +21,7 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         for name in ("window", "global_every", "local_rope_base", "query_scale_dim"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"model.attention.{name}", getattr(self, name), "a number >= 0")
+            at_least(f"model.attention.{name}", getattr(self, name), 0)
 
     def is_local(self, layer: int) -> bool:
         """Of layer 0, 1, ..."""

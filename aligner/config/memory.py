@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from aligner.config.checks import at_least, one_of
 from aligner.errors import ConfigError
 
 OFFLOADS = ("gradients", "optimizer", "weights")
@@ -24,8 +25,7 @@ class MemoryLimitConfig:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            if getattr(self, f.name) < 0:
-                raise ConfigError(f"memory.limit.{f.name}", getattr(self, f.name), "a number of bytes >= 0")
+            at_least(f"memory.limit.{f.name}", getattr(self, f.name), 0)
 
     def of(self, phase: str) -> int:
         return getattr(self, f"{phase}_bytes", 0)
@@ -45,7 +45,5 @@ class MemoryConfig:
         for name in self.offload:
             if name not in OFFLOADS:
                 raise ConfigError("memory.offload", name, f"a list of {', '.join(OFFLOADS)}")
-        if self.sleep not in ("auto", "always", "never"):
-            raise ConfigError("memory.sleep", self.sleep, "one of auto, always, never")
-        if self.on_excess not in ("stop", "warn"):
-            raise ConfigError("memory.on_excess", self.on_excess, "one of stop, warn")
+        one_of("memory.sleep", self.sleep, ("auto", "always", "never"))
+        one_of("memory.on_excess", self.on_excess, ("stop", "warn"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aligner.config.checks import at_least, one_of
 from aligner.errors import ConfigError
 
 MOE_FAMILIES = ("qwen3_moe", "mixtral")
@@ -22,10 +23,8 @@ class MoeConfig:
 
     def __post_init__(self) -> None:
         for key, low in (("num_experts", 0), ("top_k", 1), ("ffn_hidden_size", 0), ("aux_coef", 0)):
-            if not getattr(self, key) >= low:
-                raise ConfigError(f"model.moe.{key}", getattr(self, key), f"a number >= {low}")
-        if self.aux_over not in ("minibatch", "micro_batch"):
-            raise ConfigError("model.moe.aux_over", self.aux_over, "one of minibatch, micro_batch")
+            at_least(f"model.moe.{key}", getattr(self, key), low)
+        one_of("model.moe.aux_over", self.aux_over, ("minibatch", "micro_batch"))
         if self.num_experts and self.top_k > self.num_experts:
             expected = f"at most model.moe.num_experts={self.num_experts}"
             raise ConfigError("model.moe.top_k", self.top_k, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aligner.config.checks import above, at_least
 from aligner.errors import ConfigError
 
 # why, and what would lift it
@@ -28,9 +29,7 @@ class TrtllmConfig:
 
     def __post_init__(self) -> None:
         for name in ("start_timeout_s", "call_timeout_s", "generate_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"engine.trtllm.{name}", getattr(self, name), "a number > 0")
+            above(f"engine.trtllm.{name}", getattr(self, name), 0)
         if self.sleep_weights and not self.sleep:
             raise ConfigError("engine.trtllm.sleep_weights", True, "false with engine.trtllm.sleep=false")
-        if self.max_seq_len < 0:
-            raise ConfigError("engine.trtllm.max_seq_len", self.max_seq_len, "a number >= 0")
+        at_least("engine.trtllm.max_seq_len", self.max_seq_len, 0)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
-    from aligner.config.schema import Config, EngineConfig, ModelConfig
+    from aligner.config.engine import EngineConfig
+    from aligner.config.schema import Config, ModelConfig
 
 NAME = "trtllm_engine"
 # those whose class in TensorRT-LLM was read, parameter by parameter

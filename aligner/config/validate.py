@@ -5,16 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from aligner.config.schema import (
-    GROUP_BASELINES,
-    OTHER_BASELINES,
-    ROLLOUT_STAGES,
-    WEIGHING,
-    Config,
-    ModelConfig,
-    ParallelConfig,
-    RewardFunctionConfig,
-)
+from aligner.config.algorithm import GROUP_BASELINES, OTHER_BASELINES
+from aligner.config.mismatch import WEIGHING
+from aligner.config.rewards import RewardFunctionConfig
+from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig, ParallelConfig
 from aligner.config.trtllm_engine import NAME as TRTLLM_ENGINE
 from aligner.config.trtllm_engine import check_run
 from aligner.errors import ConfigError, LayoutError

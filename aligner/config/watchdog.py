@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from aligner.errors import ConfigError
+from aligner.config.checks import at_least
 
 IDLE = "idle"  # a rank that only generates waits for the trainer's ranks, which have limits of their own
 
@@ -26,9 +26,7 @@ class WatchdogConfig:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value = getattr(self, f.name)
-            if not value >= 0:
-                raise ConfigError(f"cluster.watchdog.{f.name}", value, "a number >= 0")
+            at_least(f"cluster.watchdog.{f.name}", getattr(self, f.name), 0)
 
     def limit(self, phase: str) -> tuple[str, float]:
         """(key, seconds) of a phase, by its name in the metrics."""

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.config.schema import EngineConfig, ModelConfig
+from aligner.config.engine import EngineConfig
+from aligner.config.schema import ModelConfig
 from aligner.engines.base import UpdateLedger
 from aligner.engines.trtllm_api import Version, version_row
 from aligner.engines.trtllm_buckets import BucketWriter, MemoryFile, share

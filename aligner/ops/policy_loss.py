@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aligner.config.schema import AlgorithmConfig
+from aligner.config.algorithm import AlgorithmConfig
 from aligner.ops.policy_term import PolicyTerm, log_ratio
 from aligner.ops.sequence_loss import gmpo, gspo
 from aligner.types import TrainBatch

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from aligner.config.schema import RefitConfig
+from aligner.config.engine import RefitConfig
 from aligner.config.watchdog import IDLE
 from aligner.engines.bridge import DISMISS, Bridge
 from aligner.engines.native.fleet import Fleet, FleetEngine, Request

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from aligner.config.schema import RewardFunctionConfig
+from aligner.config.rewards import RewardFunctionConfig
 from aligner.errors import AlignerError, RewardError
 from aligner.rewards.base import Reward, check_scores, describe
 from aligner.types import Sample

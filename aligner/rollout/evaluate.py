@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from aligner.config.schema import EvalConfig
+from aligner.config.rewards import EvalConfig
 from aligner.data.dataset import PromptDataset
 from aligner.engines.base import RolloutEngine
 from aligner.errors import EngineError

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.schema import AlgorithmConfig, BatchConfig, KLConfig
+from aligner.config.algorithm import AlgorithmConfig, KLConfig
+from aligner.config.schema import BatchConfig
 from aligner.ops.kl import adapt_kl_coef, kl_estimate
 from aligner.ops.seeds import derive, scatter
 from aligner.ops.shaping import shaped_rewards

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.schema import AlgorithmConfig, BatchConfig
+from aligner.config.algorithm import AlgorithmConfig
+from aligner.config.schema import BatchConfig
 from aligner.data.dataset import PromptDataset
 from aligner.data.stream import IndexStream
 from aligner.data.tokenizer import decode_responses

@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from aligner.config.schema import MismatchConfig
+from aligner.config.mismatch import MismatchConfig
 from aligner.errors import MismatchError
 from aligner.ops.mismatch import REJECTIONS, WEIGHTS
 from aligner.types import RolloutBatch, ScalarMetrics

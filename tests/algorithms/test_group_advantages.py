@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from aligner.algorithms.advantages import critic_advantages, group_advantages, reward_components
-from aligner.config import schema
-from aligner.config.schema import AlgorithmConfig, Config, KLConfig, OverlongConfig, RewardConfig, RewardFunctionConfig
+from aligner.config.algorithm import GROUP_BASELINES, OTHER_BASELINES, AlgorithmConfig, KLConfig, OverlongConfig
+from aligner.config.rewards import RewardConfig, RewardFunctionConfig
+from aligner.config.schema import Config
 from aligner.errors import ConfigError
 from aligner.rewards.composite import Scores
 from aligner.rollout.prepare import set_token_rewards
@@ -18,7 +19,7 @@ from aligner.types import RolloutBatch
 B, T, GROUP = 12, 7, 4  # group 0 is degenerate; in group 2 one sample is left
 REWARDS = [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 2.0, math.nan, 5.0, math.nan, math.nan, math.nan]
 SECOND = [0.5, 0.5, 0.5, 0.5, None, 3.0, 1.0, None, 1.0, None, None, None]
-ESTIMATORS = (*schema.GROUP_BASELINES, *schema.OTHER_BASELINES)
+ESTIMATORS = (*GROUP_BASELINES, *OTHER_BASELINES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,7 +76,7 @@ def test_what_must_be_exactly_zero(name, whiten):
     assert got.dtype == torch.float32 and got.shape == (B, T) and got.isfinite().all()
     assert (got[rollout.response_mask == 0] == 0).all() and (got[~rollout.valid] == 0).all()
     assert got[4:7].abs().sum() > 0
-    if name in schema.GROUP_BASELINES:
+    if name in GROUP_BASELINES:
         assert (got[:4] == 0).all() and (got[8:] == 0).all()
     elif name == "remax":  # compares with another response: groups play no part; no greedy score, no gradient
         assert (got[:4][rollout.response_mask[:4] > 0] != 0).all() and (got[8] == 0).all()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.algorithms.losses import attribute_loss, policy_loss, preference_loss, sft_loss, value_loss
-from aligner.config.schema import AlgorithmConfig, CovConfig, KLConfig, RewardLossConfig
+from aligner.config.algorithm import AlgorithmConfig, CovConfig, KLConfig, RewardLossConfig
 from aligner.ops.covariance import choose_random, choose_top, covariance, token_keys
 from aligner.roles.policy import TokenOutputs
 from aligner.types import TrainBatch

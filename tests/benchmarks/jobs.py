@@ -12,7 +12,8 @@ import torch
 import transformers
 
 from aligner.algorithms.losses import sft_loss
-from aligner.config.schema import BatchConfig, EngineConfig, ModelConfig, OptimConfig, ParallelConfig, RefitConfig
+from aligner.config.engine import EngineConfig, RefitConfig
+from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from aligner.engines.native.engine import NativeEngine
 from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head

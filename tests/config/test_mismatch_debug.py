@@ -2,8 +2,8 @@
 
 import pytest
 
+from aligner.config.mismatch import MISMATCH_BOUNDS, MismatchConfig
 from aligner.config.resolve import compose
-from aligner.config.schema import MISMATCH_BOUNDS, MismatchConfig
 from aligner.config.validate import validate
 from aligner.errors import ConfigError
 

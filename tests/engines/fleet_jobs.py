@@ -7,7 +7,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from aligner.config.schema import EngineConfig, ModelConfig
+from aligner.config.engine import EngineConfig
+from aligner.config.schema import ModelConfig
 from aligner.engines.native.fleet import FleetEngine
 from aligner.megatron.groups import neighbours
 from aligner.types import SamplingParams

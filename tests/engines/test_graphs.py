@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from aligner.config.engine import EngineConfig
 from aligner.config.resolve import compose
-from aligner.config.schema import EngineConfig
 from aligner.config.validate import validate_model
 from aligner.engines.native import NativeEngine
 from aligner.engines.native.graphs import DecodeGraphs, rounded_rows

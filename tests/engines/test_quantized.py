@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.config.schema import EngineConfig
+from aligner.config.engine import EngineConfig
 from aligner.engines.base import MeasuredEngine
 from aligner.engines.native import NativeEngine
 from aligner.engines.quantized import MATRIX, QuantizedEngine, has_modelopt, make_quantizer, quantize_rows

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from aligner.config.schema import EngineConfig
+from aligner.config.engine import EngineConfig
 from aligner.config.trtllm import TrtllmConfig
 from aligner.engines import trtllm_child
 from aligner.engines.trtllm import TrtllmEngine

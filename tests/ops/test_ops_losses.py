@@ -8,8 +8,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from aligner.config import schema
-from aligner.config.schema import AlgorithmConfig, CovConfig, DppoConfig, SapoConfig
+from aligner.config import algorithm
+from aligner.config.algorithm import AlgorithmConfig, CovConfig, DppoConfig, SapoConfig
 from aligner.ops.aggregate import AGGREGATIONS, aggregate, denominator
 from aligner.ops.policy_loss import POLICY_LOSSES, ppo, reinforce
 from aligner.ops.reward_loss import bradley_terry, regression
@@ -225,7 +225,7 @@ def test_log_ratios_are_clamped_before_exp(name):
 
 
 def test_every_policy_loss_can_be_configured_and_every_one_is_tested():
-    assert set(POLICY_LOSSES) == set(schema.POLICY_LOSSES) == {cfg.policy_loss for _, cfg in POLICY_CASES.values()}
+    assert set(POLICY_LOSSES) == set(algorithm.POLICY_LOSSES) == {cfg.policy_loss for _, cfg in POLICY_CASES.values()}
     lp, a = torch.randn(2, 3), torch.randn(2, 3)
     assert torch.equal(reinforce(lp, a).per_token, -a * lp)
 

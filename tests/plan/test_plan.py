@@ -101,7 +101,7 @@ def test_activations_by_mode():
 
 
 def test_the_kv_cache_is_cut_as_the_engine_cuts_it():
-    from aligner.config.schema import EngineConfig
+    from aligner.config.engine import EngineConfig
     from aligner.engines.native.schedule import plan_generation
     from aligner.plan.shapes import kv_bytes
     from aligner.types import SamplingParams

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aligner.config.schema import BatchConfig, EngineConfig, ModelConfig, OptimConfig, ParallelConfig, RefitConfig
+from aligner.config.engine import EngineConfig, RefitConfig
+from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.load import engine_from_folder
 from aligner.errors import RefitError

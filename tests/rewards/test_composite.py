@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.schema import RewardConfig
+from aligner.config.rewards import RewardConfig
 from aligner.errors import ConfigError, RewardError
 from aligner.rewards.composite import RewardPipeline, finish_metrics
 from aligner.rewards.functions import FunctionReward

@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aligner.config.schema import AlgorithmConfig, BatchConfig, OverlongConfig, RewardConfig
+from aligner.config.algorithm import AlgorithmConfig, OverlongConfig
+from aligner.config.rewards import RewardConfig
+from aligner.config.schema import BatchConfig
 from aligner.data.stream import IndexStream
 from aligner.errors import RewardError
 from aligner.ops.seeds import request_seed

@@ -10,15 +10,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.schema import (
-    AlgorithmConfig,
-    BatchConfig,
-    EvalConfig,
-    KLConfig,
-    KLControllerConfig,
-    OverlongConfig,
-    RewardConfig,
-)
+from aligner.config.algorithm import AlgorithmConfig, KLConfig, KLControllerConfig, OverlongConfig
+from aligner.config.rewards import EvalConfig, RewardConfig
+from aligner.config.schema import BatchConfig
 from aligner.data.dataset import PreferenceItem, ScoredItem, SftItem
 from aligner.errors import ConfigError
 from aligner.ops.seeds import request_seed

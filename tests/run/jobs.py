@@ -16,8 +16,8 @@ import aligner.builders.parts
 from aligner.cluster.env import RankEnv
 from aligner.cluster.signals import StopSignals
 from aligner.config.freeze import freeze
+from aligner.config.mismatch import MismatchConfig
 from aligner.config.resolve import compose
-from aligner.config.schema import MismatchConfig
 from aligner.config.validate import validate
 from aligner.errors import MismatchError
 from aligner.megatron.checkpoint import ModelSave

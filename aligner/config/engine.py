@@ -1,0 +1,60 @@
+"""The sections `engine` and `refit`: what generates, and how it gets the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aligner.config.checks import above, at_least, one_of
+from aligner.config.quantization import KINDS
+from aligner.config.trtllm import ONE_RANK, TrtllmConfig
+from aligner.config.trtllm_engine import NAME as TRTLLM_ENGINE
+from aligner.config.trtllm_engine import check_engine
+from aligner.errors import ConfigError
+
+
+@dataclass
+class EngineConfig:
+    name: str = (
+        "native"  # native, trtllm, trtllm_engine, recorded (from `answers`, or from debug.train_only, which sets this)
+    )
+    tensor_parallel: int = 1  # ranks of one replica
+    ranks: int = 0  # so many last ranks of the job only generate; 0: engines stand on the trainer's ranks
+    kv_cache_bytes: int = 1 << 30  # of a rank
+    max_batch: int = 512  # rows decoded together
+    dtype: str = "auto"  # auto: the trainer's compute dtype
+    quantization: str = "none"  # none, int8, fp8: of the layers' matrices, at every refit
+    cuda_graphs: bool = False  # native, on CUDA: launch a decode step's kernels at once
+    answers: str = ""  # engine.name=recorded: a folder that debug.record_answers wrote
+    trtllm: TrtllmConfig = field(default_factory=TrtllmConfig)
+
+    def __post_init__(self) -> None:
+        one_of("engine.name", self.name, ("native", "trtllm", TRTLLM_ENGINE, "recorded"))
+        one_of("engine.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        one_of("engine.quantization", self.quantization, KINDS)
+        at_least("engine.kv_cache_bytes", self.kv_cache_bytes, 1)
+        at_least("engine.max_batch", self.max_batch, 1)
+        at_least("engine.tensor_parallel", self.tensor_parallel, 1)
+        at_least("engine.ranks", self.ranks, 0)
+        if self.tensor_parallel != 1 and self.name == "trtllm":
+            raise ConfigError("engine.tensor_parallel", self.tensor_parallel, ONE_RANK)
+        if self.cuda_graphs and (self.name != "native" or self.tensor_parallel != 1):
+            expected = "false unless engine.name=native and engine.tensor_parallel=1"
+            raise ConfigError("engine.cuda_graphs", True, expected)
+        if self.name == TRTLLM_ENGINE:
+            check_engine(self)
+
+
+@dataclass
+class RefitConfig:
+    bucket_bytes: int = 256 << 20  # of one message between ranks
+    verify: str = "sentinel"  # sentinel, checksum (sentinel and a hash of every tensor on both sides)
+    timeout_s: float = 600.0
+    tolerance: float = (
+        0.0  # mean |logprob difference| allowed on the sentinel; 0: by dtype (1e-3 float32, 5e-2 bfloat16)
+    )
+
+    def __post_init__(self) -> None:
+        at_least("refit.bucket_bytes", self.bucket_bytes, 1)
+        one_of("refit.verify", self.verify, ("sentinel", "checksum"))
+        above("refit.timeout_s", self.timeout_s, 0)
+        at_least("refit.tolerance", self.tolerance, 0)
