@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lint, format check and tests. What this machine lacks is skipped and listed at the end.
-#   --fast   leaves out the tests marked slow
+#   --fast   leaves out the tests marked slow, and most cases of those marked few
 #   --all    installs Slurm and MPI with apt-get if they are missing, and fails where a test is skipped for lack of them
 # Other arguments go to pytest. Without any, workers share the files: as many as there are cores, at most 4.
 set -euo pipefail

@@ -1,12 +1,26 @@
 """Fixtures of all tests."""
 
+from collections import defaultdict
+
 import pytest
 
 from tests.ranks import Ranks
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Workers of xdist take whole files in this order: the one that takes longest comes first."""
+    """Marks `slow` what `few` leaves out. Workers of xdist take whole files in this order: the one that takes longest
+    comes first."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few"):
+            cases[item.path, item.originalname].append(item)
+    for found in cases.values():
+        (count,) = found[0].get_closest_marker("few").args
+        kept = {round(i * (len(found) - 1) / max(1, count - 1)) for i in range(count)}  # spread, from first to last
+        for i, item in enumerate(found):
+            if i not in kept:
+                item.add_marker("slow")
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.path.name != "test_quickstart.py")
 

@@ -378,6 +378,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in files if "logs" not in p.parts}
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input(name, places, earlier, refuse, tiny_data, tmp_path):
     stage, change, kind, code, parts = CASES[name]

@@ -24,6 +24,7 @@ def differing(original, replay) -> list:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", ["grpo", "ppo"])
 def test_a_replay_gives_the_weights_of_the_original(tiny_data, tiny_runs, tmp_path, stage):
     more = [f"model.init={tiny_runs['sft']}", "run.steps=3", "algorithm.kl.coef=0.05", "batch.epochs=2"]
@@ -67,6 +68,7 @@ def test_training_on_a_recording_needs_neither_prompts_nor_rewards(tiny_data, ti
     assert stages.same_weights(original, stages.stage("grpo", tiny_data, tmp_path / "replay", *more))
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_one_recording_for_any_number_of_ranks(tiny_data, tiny_runs, tmp_path, ranks):
     more = [f"model.init={tiny_runs['sft']}", "run.steps=2", "checkpoint.final=false", "batch.minibatch_samples=16"]

@@ -53,6 +53,7 @@ def test_the_run_is_the_same_without_the_pass(tiny_data, tiny_runs, tmp_path, mo
     assert len(asked) == 3 and set(asked) == {Reference}
 
 
+@pytest.mark.few(1)
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", ["data", "parallel.pipeline=2", "parallel.tensor=2", "parallel.context=2"])
 def test_on_two_ranks(ranks, layout, tiny_data, tiny_runs, tmp_path):

@@ -52,6 +52,7 @@ def test_torch_alone_gives_every_thread_a_team():
     assert (main, other) == (3, 3) and teams >= 2
 
 
+@pytest.mark.slow
 def test_the_environment_and_then_the_cores_decide():
     cores = len(os.sched_getaffinity(0))
     assert seen(given="3")[:2] == [3, 1]

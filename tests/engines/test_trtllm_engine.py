@@ -111,6 +111,7 @@ def test_a_failed_finish_does_not_count(monkeypatch):
         engine.generate([[1]], [[0]], SamplingParams(1))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc24", "1.4.0rc1"])
 @pytest.mark.parametrize(
     "sampling",

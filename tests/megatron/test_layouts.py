@@ -73,6 +73,7 @@ def check(got, base, optim):
         assert relative(got["weights"][name], value, update) <= (2e-5 if optim is SGD else 1e-3), name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", ["one", "tp2-sequence", "pp2", "cp2", "cp2-heads", "cp2-tp2-sequence"])
 def test_padded_rows_learn_the_same(ranks, alone, layout):
     world, parallel = {"one": (1, DP), **LAYOUTS}[layout]
@@ -82,6 +83,7 @@ def test_padded_rows_learn_the_same(ranks, alone, layout):
         check(got, alone(name, SGD), SGD)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("optim", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS_AND_HEADS)
@@ -91,6 +93,7 @@ def test_layouts_learn_the_same(ranks, alone, name, layout, optim):
     check(got, alone(name, optim), optim)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name, layout",
     [
@@ -118,6 +121,7 @@ def test_the_plain_optimizer_learns_the_same(ranks, alone, layout):
     check(got, alone("qwen3-tied", SGD), SGD)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "bc",
     [
@@ -144,6 +148,7 @@ def test_recompute_learns_the_same(ranks, alone, layout):
     check(train(ranks, world, cfg, parallel=parallel, optim=SGD, bc=BASE), base, SGD)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bfloat16_learns_nearly_the_same(ranks, alone, layout):
     world, parallel = LAYOUTS[layout]

@@ -83,6 +83,7 @@ def test_the_experts_groups(ranks, layout, rank, wanted):
     assert ranks.run("tests.megatron.moe_jobs:group_ranks", world=world, parallel=parallel)[rank] == wanted
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("layout", "coef"),
     [*((name, 0.1) for name in LAYOUTS), *((name, 0.0) for name in ("ep2", "ep2-tp2-sequence", "ep2-pp2", "ep2-cp2"))],
@@ -94,6 +95,7 @@ def test_layouts_learn_the_same(ranks, alone, layout, coef):
     check(train(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(cfg, SGD), SGD)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("layout", "distributed"), [("ep2", True), ("ep2-tp2-sequence", True), ("ep2-dp4", True), ("ep2-tp2", False)]
 )
@@ -115,6 +117,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("bc", BATCHES)
 @pytest.mark.parametrize("layout", ["one", "ep2", "cp2"])
 def test_micro_batches_learn_the_same(ranks, alone, bc, layout):

@@ -20,6 +20,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(t, b[n]) for n, t in a.items())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "world, parallel, dtype, optim",
     [
@@ -46,6 +47,7 @@ def test_the_same_layout_goes_on_bit_by_bit(ranks, tmp_path, world, parallel, dt
     assert same(out["after_resumed"], out["after"]) and not same(out["after"], out["saved"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_other_layouts_load_the_same_state(ranks, tmp_path, tied):
     cfg = replace(LLAMA, tie_embeddings=tied)
@@ -64,6 +66,7 @@ def test_other_layouts_load_the_same_state(ranks, tmp_path, tied):
             assert torch.allclose(out["after_resumed"][name], value, atol=2e-6), (parallel, name)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("optim", [OPTIM, PLAIN], ids=["sharded", "plain"])
 @pytest.mark.parametrize("world, parallel", [(1, DP), (2, TP), (2, PP), (2, DP)])
 def test_float32_score_heads_on_bfloat16_bodies(ranks, tmp_path, world, parallel, optim):

@@ -101,6 +101,7 @@ def by_group(calls: list, axes: dict) -> Counter:
     return found
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_of_real_ranks_has_the_bytes_and_operations_of_the_formulas(ranks, case):
     cfg, layout, world, options = CASES[case]

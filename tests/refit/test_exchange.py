@@ -64,6 +64,7 @@ def test_a_fault_on_one_rank_stops_all(ranks, fault, text):
     assert first == second and first.startswith("refit failed on rank 1: ") and text in first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raises", "hangs"])
 def test_a_rank_that_never_comes_is_not_waited_for(ranks, how):
     """Within refit.timeout_s, and with the cause if the rank told one."""

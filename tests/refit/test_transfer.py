@@ -50,6 +50,7 @@ def check_stream(results, wanted, bucket_bytes):
                 assert tensor.shape == wanted[name].shape and torch.equal(tensor, wanted[name]), name
 
 
+@pytest.mark.few(4)
 @pytest.mark.multirank
 @pytest.mark.parametrize("bucket_bytes", [1, 7777, 1 << 30])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -75,6 +76,7 @@ def test_score_heads_and_bfloat16(ranks, layout):
     check_stream(scores, full_weights(LLAMA, "score", 3), 5000)
 
 
+@pytest.mark.few(4)
 @pytest.mark.multirank
 @pytest.mark.parametrize("moment", ["begin", "second bucket", "finish"])
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])

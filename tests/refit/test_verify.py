@@ -49,6 +49,7 @@ def test_the_verdict_is_withheld_without_power(logprobs):
     assert staleness(current + noise, current, current) == (False, 1.0)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "world, parallel, dtype, name",
     [

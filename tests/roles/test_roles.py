@@ -116,6 +116,7 @@ HEADS = {"policy": Head(), "critic": Head("score"), "reward model": Head("score"
 WHOLE = replace(LLAMA, tie_embeddings=False)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize(
     "cfg, world, parallel, bc, skips_layer",
@@ -149,6 +150,7 @@ def test_rows_of_any_length_are_a_choice_of_the_run():
     assert shape_of(replace(LLAMA, varlen_attention=True)) == shape_of(LLAMA)  # the identity of a checkpoint
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "head, cfg, world, parallel, bc",
     [

@@ -86,6 +86,7 @@ def test_it_holds_the_step_at_which_it_began(tiny_data, tiny_runs, tmp_path, slo
     assert stages.same_weights(run, plain) and stages.differences(run, plain) == []
 
 
+@pytest.mark.slow
 def test_a_kill_while_it_is_written_leaves_the_one_before(tiny_data, tmp_path, slow_writer, after_step, capsys):
     go, began = slow_writer
     plain = stages.stage("sft", tiny_data, tmp_path / "plain", *MORE)
@@ -107,6 +108,7 @@ def test_a_kill_while_it_is_written_leaves_the_one_before(tiny_data, tmp_path, s
     assert not list((run / "checkpoints").glob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_stops_the_run_and_touches_nothing(tiny_data, tmp_path, monkeypatch):
     run, write = tmp_path / "run", ModelSave.write
 
@@ -126,6 +128,7 @@ def test_a_write_that_fails_stops_the_run_and_touches_nothing(tiny_data, tmp_pat
     assert stages.same_weights(run, plain) and stages.differences(run, plain) == []
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_it_waits_for_the_slowest_rank(ranks, tiny_data, tmp_path):
     """Rank 1 still writes step 2 while step 3 runs: no rank takes it for a checkpoint before rank 1 is done."""

@@ -76,6 +76,7 @@ def stored(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "pending_rollouts").glob("*"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", MORE)
 def test_a_rollout_outlives_a_kill_in_its_step(tiny_data, tmp_path, arguments, interrupt, generated, case):
     """Killed in step 4; the checkpoint is of step 2. Steps 3 and 4 are not generated again, and nothing differs."""
@@ -110,6 +111,7 @@ def test_a_damaged_one_is_told_and_generated_again(tiny_data, tmp_path, argument
     assert stages.same_weights(run, whole) and stages.differences(run, whole) == []
 
 
+@pytest.mark.slow
 def test_those_of_another_config_are_not_used(tiny_data, tmp_path, arguments, interrupt, generated):
     more, cut = arguments("grpo"), tmp_path / "cut"
     interrupt("grpo", cut, 4, more)

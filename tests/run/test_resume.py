@@ -80,6 +80,7 @@ def interrupt(monkeypatch, tiny_data, tiny_runs, tmp_path):
     return go
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", stages.STAGES)
 def test_a_resumed_run_is_the_uninterrupted_one(tiny_data, tiny_runs, straight, interrupt, stage):
     """Cut one step behind the checkpoint: that step is done twice and recorded once."""
@@ -166,6 +167,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     tiny_data, tiny_runs, straight, tmp_path, capsys, damage

@@ -54,6 +54,7 @@ def convert(ranks, what, source, target, world=1, error="", **options):
     return told
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, head, world, parallel",
     [
@@ -98,6 +99,7 @@ def test_any_layout_in_and_out(ranks, tmp_path, name, head, world, parallel):
     assert checked.returncode == 0 and checked.stdout.count("OK") == len(list(out.glob("*.safetensors"))) > 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", ["import", "export"])
 def test_an_interrupted_conversion_goes_on(ranks, folder, tmp_path, what):
     source = folder
@@ -127,6 +129,7 @@ def test_an_interrupted_conversion_goes_on(ranks, folder, tmp_path, what):
     convert(ranks, what, source, target, error="a folder that does not exist yet")
 
 
+@pytest.mark.slow
 def test_damage_is_found(ranks, folder, tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     convert(ranks, "import", folder, run)
@@ -143,6 +146,7 @@ def test_damage_is_found(ranks, folder, tmp_path):
     convert(ranks, "export", run, tmp_path / "third", part="critic", error="--part='critic': expected one of policy")
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_a_piece(tmp_path):
     """90 MB of weights, of which no tensor has more than 3 MB."""
     code = "from tests.tools.jobs import memory_of_a_round_trip as f; import sys; f(sys.argv[1])"
