@@ -31,7 +31,7 @@ from aligner.megatron.kernels import gelu_tanh
 from aligner.megatron.moe import ExpertLayer, StreamLayer
 from aligner.megatron.variants import NormedAttention, NormedMLP, scale_embeddings
 from aligner.models.families import FAMILIES
-from aligner.ops.wide_products import widen_bfloat16_products, widened
+from aligner.ops.wide_products import use_fast_products
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_pytorch_tanh": gelu_tanh}
 
@@ -221,8 +221,7 @@ def build_model(
     assert cfg.vocab_size > 0, "model.vocab_size must be resolved from the tokenizer first"
     check_layout(cfg, layout)
     check_kernels(cfg, dtype, device)
-    if widened(device, dtype):
-        widen_bfloat16_products()
+    use_fast_products(device, dtype)
     model_parallel_cuda_manual_seed(
         seed, tp_rank=layout.tp_rank, ep_rank=0, etp_rank=layout.tp_rank, force_reset_rng=True
     )

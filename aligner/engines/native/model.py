@@ -22,7 +22,7 @@ from aligner.models.rope import inverse_frequencies
 from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.experts import combine, expand, grouped_linear, route, sort_pairs
 from aligner.ops.reduce import sum_halves
-from aligner.ops.wide_products import product_into, widen_bfloat16_products, widened
+from aligner.ops.wide_products import product_into, use_fast_products
 
 # rows of `norms`: before attention, before the MLP, and in some families behind either
 NORMS = ("input_layernorm", "pre_mlp_layernorm", "self_attention.post_layernorm", "mlp.post_layernorm")
@@ -32,8 +32,7 @@ Attend = Callable[[int, Tensor], Tensor]  # (layer, rotated qkv [M, heads, d]) -
 class NativeModel:
     def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, peers: Peers | None = None):
         self.cfg, self.device, self.dtype, self.peers = cfg, device, dtype, peers or Peers(None)
-        if widened(device, dtype):
-            widen_bfloat16_products()
+        use_fast_products(device, dtype)
         share = self.peers.size  # of heads, FFN rows and vocabulary a rank has 1 / share
         self.heads, self.groups, self.head_dim = cfg.num_heads // share, cfg.num_kv_heads // share, cfg.kv_channels
         self.rotated = self.heads + self.groups  # query and key heads
