@@ -56,6 +56,7 @@ class EvalConfig:
         at_least("eval.prompts", self.prompts, 0)
         at_least("eval.temperature", self.temperature, 0)
         at_least("eval.samples", self.samples, 1)
+        at_least("eval.max_response_tokens", self.max_response_tokens, 0)
         if self.samples > 1 and self.temperature == 0:
             raise ConfigError(
                 "eval.temperature", 0, f"a number > 0 with eval.samples={self.samples}: greedy answers are equal"

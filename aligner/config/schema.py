@@ -1,4 +1,5 @@
-"""The typed config: every key, its type, its default, and the check of its value. Imports no torch.
+"""The typed config: every key, its type, its default, and the check of its value, here or in the files of the larger
+sections beside this one. Imports no torch.
 
 Values are checked where they are born (`__post_init__`); what needs several sections is in `validate.py`.
 """

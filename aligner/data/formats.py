@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aligner.config.schema import DataConfig
@@ -102,8 +102,9 @@ def scored_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, attributes:
 
 
 def prompt_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[PromptRow]:
-    """Rows to generate from; all other columns stay in `fields`. Of `messages`, a last assistant turn is cut off."""
-    found = []
+    """Rows to generate from; all other columns stay in `fields`, None where only other rows have one. Of `messages`, a
+    last assistant turn is cut off."""
+    found, columns = [], {}
     for kind, where, row in _prepared(rows, data, ("prompt", "prompt_completion", "preference", "messages")):
         if kind == "messages":
             prompt = _messages(row["messages"], "messages", where)
@@ -112,8 +113,10 @@ def prompt_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[Pro
             prompt = _text(row.get("prompt"), "prompt", where)
         if isinstance(prompt, list) and (not prompt or prompt[-1]["role"] == "assistant"):
             raise DataError(f"{where}: expected `prompt` to end with a user turn (data.columns)")
-        found.append(PromptRow(prompt, {k: v for k, v in row.items() if k != "prompt"}, where))
-    return found
+        fields = {name: value for name, value in row.items() if name != "prompt"}
+        columns |= dict.fromkeys(fields)
+        found.append(PromptRow(prompt, fields, where))
+    return [replace(row, fields={**columns, **row.fields}) for row in found]
 
 
 def _prepared(

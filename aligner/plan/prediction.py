@@ -79,7 +79,7 @@ class Prediction:
         lines += [
             "",
             f"step {self.step_s:.1f} s, {self.tokens_per_gpu_s:.0f} tokens/s/GPU, update at {100 * self.mfu:.0f} % of "
-            "the peak (6 N)",
+            "the peak (operations made)",
             f"memory {memory.peak_bytes / GIB:.1f} of {memory.limit_bytes / GIB:.1f} GiB in {memory.peak}",
         ]
         return "\n".join(lines)

@@ -184,6 +184,10 @@ class RolloutSource:
         self.engine.finished = finished
         try:
             yield
+        except BaseException:  # nobody will read them
+            for score in (score for begun in early.values() for score in begun.values()):
+                score.cancel()
+            raise
         finally:
             self.engine.finished = None
 

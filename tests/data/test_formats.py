@@ -81,6 +81,11 @@ def test_prompts_from_each_format():
         prompt_rows([{"prompt": USER + GOOD}], DataConfig())
 
 
+def test_a_column_that_only_other_prompts_have_is_none():
+    found = prompt_rows([{"prompt": "p", "answer": 4}, {"prompt": "q", "tests": ["t"]}], DataConfig())
+    assert [row.fields for row in found] == [{"answer": 4, "tests": None}, {"answer": None, "tests": ["t"]}]
+
+
 @pytest.mark.parametrize("read", [sft_rows, preference_rows, prompt_rows, lambda r, d: scored_rows(r, d, ["x"])])
 def test_wrong_columns_list_what_was_found_and_expected(tmp_path, read):
     (tmp_path / "x.jsonl").write_text(json.dumps({"question": "q", "reply": "r"}) + "\n")

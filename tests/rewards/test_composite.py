@@ -187,7 +187,7 @@ def test_timeout_names_function_pending_samples_and_key():
 
 def test_a_hanging_function_does_not_keep_the_process():
     program = (
-        "import time\nfrom aligner.config.schema import RewardConfig\nfrom aligner.rewards.composite import *\n"
+        "import time\nfrom aligner.config.rewards import RewardConfig\nfrom aligner.rewards.composite import *\n"
         "from aligner.rewards.functions import FunctionReward\n"
         "hang = FunctionReward(lambda samples: time.sleep(600), 'hang', {}, 'k')\n"
         "sample = Sample(Prompt(0, (1,), ''), 0, '', (1,), True)\n"
