@@ -21,8 +21,10 @@ aligner_die() {
 # The Python of this shell; ranks may have another one, in a container.
 aligner_python() {
     if [[ -z "${ALIGNER_PYTHON:-}" ]]; then
+        local threads="${OMP_NUM_THREADS:-}"
         # shellcheck source=launchers/env.sh
         source "$ALIGNER_ROOT/launchers/env.sh"
+        [[ -n "$threads" ]] || unset OMP_NUM_THREADS # of one process alone on this node; ranks have their own share
         ALIGNER_PYTHON="$ALIGNER_ROOT/.venv/bin/python"
     fi
     export PYTHONPATH="$ALIGNER_ROOT${PYTHONPATH:+:$PYTHONPATH}"

@@ -285,7 +285,7 @@ class LoggingConfig:
 class ClusterConfig:
     backend: str = "auto"  # auto, gloo, nccl
     timeout_s: float = 1800.0  # of collectives
-    threads: int = 0  # OMP threads per rank; 0: cores / local ranks
+    threads: int = 0  # of a rank's main thread; 0: OMP_NUM_THREADS, else cores / local ranks
     signal: str = "USR1"  # besides TERM: save at the next step boundary and stop
     time_limit_s: float = (
         0.0  # stop in time for this, counted from the start of the process; 0: only Slurm's end counts

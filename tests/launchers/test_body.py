@@ -58,6 +58,19 @@ def launch(stage, *arguments, **environ):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("given", ["", "3"])
+def test_the_threads_of_one_process_are_not_those_of_ranks(tmp_path, given):
+    (tmp_path / "launchers").mkdir()
+    (tmp_path / "launchers/env.sh").write_text('export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"\n')
+    said = (
+        f'source {ROOT}/launchers/body.sh; ALIGNER_ROOT={tmp_path}; aligner_python; echo "${{OMP_NUM_THREADS:-none}}"'
+    )
+    environ = {k: v for k, v in os.environ.items() if k not in ("ALIGNER_PYTHON", "OMP_NUM_THREADS")}
+    environ |= {"OMP_NUM_THREADS": given} if given else {}
+    done = subprocess.run(["bash", "-c", said], env=environ, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split()[-1] == (given or "none")
+
+
 @pytest.mark.parametrize("stage", ["sft", "rm"])
 def test_a_launcher_runs_without_a_scheduler(place, stage):
     code, said = launch(stage, "--ranks", "2", "data.train=train.jsonl")

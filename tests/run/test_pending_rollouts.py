@@ -131,6 +131,9 @@ def test_the_key_knows_what_rollouts_depend_on(tiny_data, tmp_path):
         "checkpoint.every=7",
         "run.name=x",
         "logging.wandb.project=y",
+        "reward.workers=2",
+        "reward.timeout_s=7",
+        "reward.overlap=false",
     ]
     assert {key(text) for text in same} == {key()}
     other = [
