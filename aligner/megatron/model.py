@@ -31,7 +31,7 @@ from aligner.megatron.kernels import gelu_tanh
 from aligner.megatron.moe import ExpertLayer, StreamLayer
 from aligner.megatron.variants import NormedAttention, NormedMLP, scale_embeddings
 from aligner.models.families import FAMILIES
-from aligner.ops.wide_products import use_fast_products
+from aligner.ops.products import use_fast_products
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_pytorch_tanh": gelu_tanh}
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.ops.wide_products import product_into
+from aligner.ops.products import product_into
 
 
 class Routing(NamedTuple):

@@ -62,6 +62,14 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
 
 
+def add_product(out: Tensor, base: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
+    """out = beta base + alpha a b, by oneDNN where it is worth while. `out` may be `base` [m, n] or [n]."""
+    product = onednn_product(a, b) if beta == alpha == 1 else None
+    if product is None:
+        return torch.addmm(base, a, b, beta=beta, alpha=alpha, out=out)
+    return torch.add(product, base, out=out)
+
+
 # The `out=` variant of each operation is another kernel, which stays torch's: the rest ends there.
 
 
@@ -71,14 +79,8 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _addmm(base: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = onednn_product(a, b) if beta == alpha == 1 else None
-    if product is None:
-        return torch.addmm(base, a, b, beta=beta, alpha=alpha, out=a.new_empty(a.shape[0], b.shape[1]))
-    return product.add_(base)
+    return add_product(a.new_empty(a.shape[0], b.shape[1]), base, a, b, beta, alpha)
 
 
 def _addmm_(base: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = onednn_product(a, b) if beta == alpha == 1 else None
-    if product is None:
-        return torch.addmm(base, a, b, beta=beta, alpha=alpha, out=base)
-    return base.add_(product)
+    return add_product(base, base, a, b, beta, alpha)

@@ -13,8 +13,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aligner.ops.onednn_products import onednn_product, use_onednn_products
-
 
 @functools.cache
 def widen_bfloat16_products() -> torch.library.Library | None:
@@ -39,25 +37,6 @@ def _slow_here() -> bool:
 def widened(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products of such tensors are better made in float32."""
     return dtype == torch.bfloat16 and device.type == "cpu" and _slow_here()
-
-
-def use_fast_products(device: torch.device, dtype: torch.dtype) -> None:
-    """Let this process' matrix products of such tensors be made the fastest way that it has."""
-    if widened(device, dtype):
-        widen_bfloat16_products()
-    elif device.type == "cpu" and dtype == torch.float32:
-        use_onednn_products()
-
-
-def product_into(out: Tensor, a: Tensor, b: Tensor, base: Tensor | None = None) -> Tensor:
-    """out = a b, plus `base` [m, n] or [n], rounded once: instead of the `out=` variants. Without autograd."""
-    if widened(a.device, a.dtype):
-        wide = a.float(), b.float()
-        return out.copy_(torch.mm(*wide) if base is None else torch.addmm(base.float(), *wide))
-    product = onednn_product(a, b)
-    if product is not None:
-        return out.copy_(product) if base is None else torch.add(product, base, out=out)
-    return torch.mm(a, b, out=out) if base is None else torch.addmm(base, a, b, out=out)
 
 
 # The `out=` variant of each operation is another kernel, which stays torch's: other types end there.

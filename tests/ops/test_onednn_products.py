@@ -6,7 +6,7 @@ import torch
 
 from aligner.ops import onednn_products
 from aligner.ops.onednn_products import SMALLEST, _addmm, _addmm_, _mm, onednn_product
-from aligner.ops.wide_products import product_into
+from aligner.ops.products import product_into
 
 M, K, N = 131, 190, 210  # more than SMALLEST multiplications
 WAYS = {

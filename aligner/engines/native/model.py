@@ -21,8 +21,8 @@ from aligner.models.families import FAMILIES, expected_hf_shapes, family_table
 from aligner.models.rope import inverse_frequencies
 from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.experts import combine, expand, grouped_linear, route, sort_pairs
+from aligner.ops.products import product_into, use_fast_products
 from aligner.ops.reduce import sum_halves
-from aligner.ops.wide_products import product_into, use_fast_products
 
 # rows of `norms`: before attention, before the MLP, and in some families behind either
 NORMS = ("input_layernorm", "pre_mlp_layernorm", "self_attention.post_layernorm", "mlp.post_layernorm")
