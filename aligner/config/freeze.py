@@ -97,8 +97,10 @@ def config_hash(cfg: Config) -> str:
 
 # what may change between two starts of a run without its rollouts becoming those of another
 _NOT_OF_ROLLOUTS = ("parallel", "cluster", "checkpoint", "logging", "debug", "eval", "refit", "memory")
-_NOT_OF_BATCHES = ("micro_batch_samples", "micro_batch_tokens", "packing", "share_prompts", "balance")
-_NOT_OF_SCORES = ("workers", "timeout_s", "overlap")
+_NOT_OF_ROLLOUTS_IN = {
+    "batch": ("micro_batch_samples", "micro_batch_tokens", "packing", "share_prompts", "balance"),
+    "reward": ("workers", "timeout_s", "overlap"),
+}
 
 
 def rollout_key(cfg: Config) -> str:
@@ -109,10 +111,9 @@ def rollout_key(cfg: Config) -> str:
     for name in _NOT_OF_ROLLOUTS:
         del data[name]
     data["run"] = {"steps": cfg.run.steps}
-    for name in _NOT_OF_BATCHES:
-        del data["batch"][name]
-    for name in _NOT_OF_SCORES:
-        del data["reward"][name]
+    for section, names in _NOT_OF_ROLLOUTS_IN.items():
+        for name in names:
+            del data[section][name]
     files = (Path(function.path.rpartition(":")[0]).expanduser() for function in cfg.reward.functions)
     code = b"".join(file.read_bytes() for file in files if file.is_file())
     text = json.dumps(_canonical(data), sort_keys=True, separators=(",", ":"), ensure_ascii=True)

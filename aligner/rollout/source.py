@@ -185,8 +185,9 @@ class RolloutSource:
         try:
             yield
         except BaseException:  # nobody will read them
-            for score in (score for begun in early.values() for score in begun.values()):
-                score.cancel()
+            for begun in early.values():
+                for score in begun.values():
+                    score.cancel()
             raise
         finally:
             self.engine.finished = None

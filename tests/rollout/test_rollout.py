@@ -1,6 +1,7 @@
 """From prompts to a training batch: collation, request seeds, shares, minibatches, statistics, evaluation."""
 
 import math
+import threading
 import time
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from aligner.config.algorithm import AlgorithmConfig, KLConfig, KLControllerConf
 from aligner.config.rewards import EvalConfig, RewardConfig
 from aligner.config.schema import BatchConfig
 from aligner.data.dataset import PreferenceItem, ScoredItem, SftItem
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, EngineError
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import FunctionReward
@@ -273,6 +274,36 @@ def test_samples_are_scored_while_others_are_generated(overlap, engine, world):
         assert engine.scored_before_return == (4 if early else 0) and engine.finished is None
     assert len(seen) == 8 and sorted(map(repr, seen)) == sorted(map(repr, samples))
     assert groups.components == {"letters": letters(samples)}
+
+
+def test_what_was_begun_for_a_generation_that_failed_is_not_scored(world):
+    """The sample in a worker's hands is finished, the others are never asked for."""
+    seen, go = [], threading.Event()
+
+    def slow(samples):
+        seen.extend(samples)
+        assert go.wait(60)
+        return [0.0] * len(samples)
+
+    def fail():
+        deadline = time.monotonic() + 60
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.001)
+        raise EngineError("out of memory")
+
+    slow.per_sample = True
+    engine = Telling()
+    engine.wait = fail
+    rewards = RewardPipeline([(FunctionReward(slow, "slow", {}, "key"), 1.0)], RewardConfig(workers=1))
+    source = RolloutSource(
+        engine, None, None, make_prompts(3), None, rewards, Words(), SamplingParams(5),
+        BatchConfig(prompts=4, group=2), Peers(0, 1), seed=4,
+    )  # fmt: skip
+    with pytest.raises(EngineError, match="out of memory"):
+        source._groups(3, Requests(2)(range(4), [2, 0, 1, 2]))
+    go.set()
+    rewards.score_early(seen[0])["slow"].result(60)  # the one worker has come to what was asked for last
+    assert len(seen) == 2 and engine.finished is None
 
 
 # --- rewards, minibatches, the KL coefficient
