@@ -56,12 +56,20 @@ def truncate_jsonl(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [record for record in read_jsonl(path) if record["step"] <= step]
-    aside = path.with_suffix(".aside")
     try:
-        aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        os.replace(aside, path)
+        _replace(path, kept)
     except OSError as cause:
         raise unwritable(path, cause) from cause
+
+
+def _replace(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """The file's content becomes these records: at any moment, also of a power cut, the old ones or the new ones."""
+    aside = path.with_suffix(".aside")
+    with aside.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
 
 
 def unwritable(path: Path, cause: OSError) -> WriteError:
@@ -72,11 +80,15 @@ class MetricsLogger:
     """One record per step: {"step", "wall_time" (seconds since the epoch), <metric>: number or null}.
 
     Steps do not go back; a second `log` of the same step joins its record. Call `resume_at` before the first `log`.
+
+    To join, the record is cut off and written again. What will stand there lies in `metrics.joined.jsonl` first, so
+    that neither a kill nor a full disk in between loses the record; `resume_at` puts it back.
     """
 
     def __init__(self, run_dir: str | Path, config: LoggingConfig, config_for_wandb: dict[str, Any], rank: int):
         self.run_dir, self.config, self.rank = Path(run_dir), config, rank
         self._path = self.run_dir / "metrics.jsonl"
+        self._joined = self.run_dir / "metrics.joined.jsonl"
         self._last: dict[str, Any] = {}
         self._offset = 0  # where the last record begins
         self._purge_step: int | None = None
@@ -90,6 +102,7 @@ class MetricsLogger:
         """
         if self.rank:
             return
+        self._mend()
         truncate_jsonl(self._path, step)
         records = read_jsonl(self._path)
         if records:
@@ -125,16 +138,31 @@ class MetricsLogger:
         record = {"step": step, "wall_time": round(time.time(), 3), **metrics}
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            if step == last:
+                record = {**self._last, **record}
+                _replace(self._joined, [record])
+                self._cut()
             with self._path.open("ab") as file:
-                if step == last:
-                    record = {**self._last, **record}
-                    file.truncate(self._offset)
-                else:
-                    self._offset = os.fstat(file.fileno()).st_size
+                self._offset = os.fstat(file.fileno()).st_size
                 file.write(json.dumps(record).encode() + b"\n")
         except OSError as cause:
             raise unwritable(self._path, cause) from cause
         self._last = record
+
+    def _cut(self) -> None:
+        """Drop the last record, to be written again."""
+        os.truncate(self._path, self._offset)
+
+    def _mend(self) -> None:
+        """Put back the record that was cut off and never written."""
+        joined, records = read_jsonl(self._joined), read_jsonl(self._path)
+        last = records[-1]["step"] if records else -1
+        try:
+            if joined and joined[-1]["step"] > last:
+                _replace(self._path, [*records, joined[-1]])
+            self._joined.unlink(missing_ok=True)  # of these steps, which may be done again
+        except OSError as cause:
+            raise unwritable(self._path, cause) from cause
 
     def _writer(self) -> Any:
         if self._tensorboard is None:

@@ -74,6 +74,41 @@ def test_resume_drops_later_records_and_a_torn_line(tmp_path):
     assert found[3]["eval/loss"] == 1.0
 
 
+@pytest.mark.parametrize("moment", ["cut off", "half written", "disk full"])
+def test_a_record_that_is_joined_outlives_a_kill(tmp_path, monkeypatch, moment):
+    """Between its cut and its writing; the checkpoint of step 2 is there by then."""
+    log = logger(tmp_path)
+    for step in (1, 2):
+        log.log(step, {"a": step})
+
+    class PowerCutError(Exception):
+        pass
+
+    cut = MetricsLogger._cut
+
+    def and_no_more(self):
+        if moment == "disk full":
+            raise OSError(28, "No space left on device")
+        cut(self)
+        if moment == "half written":
+            with (tmp_path / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 2, "wall')
+        raise PowerCutError
+
+    monkeypatch.setattr(MetricsLogger, "_cut", and_no_more)
+    with pytest.raises((PowerCutError, AlignerError)):
+        log.log(2, {"time/save_s": 0.5})
+    monkeypatch.undo()
+    again = logger(tmp_path)
+    again.resume_at(2)
+    again.log(3, {"a": 3})
+    found = records(tmp_path)
+    assert [(r["step"], r["a"]) for r in found] == [(1, 1), (2, 2), (3, 3)]
+    assert found[1].get("time/save_s") == (None if moment == "disk full" else 0.5)
+    again.resume_at(1)  # an older checkpoint after all: what was joined then does not come back
+    assert [r["step"] for r in records(tmp_path)] == [1]
+
+
 def test_a_fresh_start_forgets_everything(tmp_path):
     logger(tmp_path).log(0, {"a": 1})
     log = logger(tmp_path)
