@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, StrictH
 from torch.distributed.checkpoint.api import CheckpointException
 
 from aligner.errors import CheckpointError
-from aligner.megatron.optimizer_fixes import after_load, give_state
+from aligner.megatron.optimizer_fixes import after_load, give_state, with_settings_of
 from aligner.megatron.train import ShardedModel
 
 
@@ -120,6 +120,7 @@ def save_model(model: ShardedModel, folder: Path) -> None:
 
 def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, with_head: bool = True) -> None:
     """Load what `save_model` wrote, on any layout; without its head, for a model that has another one. Collective.
+    Learning rates, weight decay, betas and eps stay those of the model's own config.
 
     Raises CheckpointError naming the folder.
     """
@@ -143,7 +144,7 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
         raise CheckpointError(f"cannot load checkpoint {folder}: {_first_failure(error)}") from error
     model.module.load_state_dict(loaded["model"], strict=False)
     if with_optimizer:
-        model.optimizer.load_state_dict(loaded["optimizer"])
+        model.optimizer.load_state_dict(with_settings_of(model.optimizer, loaded["optimizer"]))
         after_load(model.optimizer)
         model.step_count = int(loaded["step_count"])
     elif model.optimizer is not None:

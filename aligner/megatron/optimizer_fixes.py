@@ -45,6 +45,18 @@ def after_load(optimizer: MegatronOptimizer) -> None:
             state["step"] = state["step"].to(param.device, torch.float32, copy=True)
 
 
+def with_settings_of(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> dict[Any, Any]:
+    """A loaded state with this optimizer's own learning rates, weight decay, betas and eps: a run may go on with
+    others, by which Megatron would not even find the parameter groups, as it looks for them by their settings."""
+    parts = _parts(optimizer)
+    states = [state] if len(parts) == 1 else [state[i] for i in range(len(parts))]
+    for part, loaded in zip(parts, states, strict=True):
+        groups = loaded.get("optimizer", loaded)["param_groups"]
+        for there, here in zip(groups, part.optimizer.param_groups, strict=True):
+            there.update({name: value for name, value in here.items() if name not in ("params", "step")})
+    return state
+
+
 def _fuse(optimizer: MegatronOptimizer) -> None:
     """torch's Adam in one pass over weights, gradients and moments, not in ten (3.5 times faster on a CPU); Adam of
     TransformerEngine and Apex, which Megatron takes where it finds them, is fused anyway."""

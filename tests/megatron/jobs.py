@@ -196,6 +196,21 @@ def load_and_step(
     return out | {"resumed": model.step(parts, nll_loss(model, full)), "after_resumed": weights(model)}
 
 
+def load_with_settings(folder: Path, other: OptimConfig, optim: OptimConfig, **kwargs) -> dict:
+    """A step after a save, with settings changed in place; and after a load into a model that was built with them."""
+    first, full = build(LLAMA, optim=optim, **kwargs), batch(LLAMA)
+    parts = micro_batches(full, BatchConfig())
+    first.step(parts, nll_loss(first, full))
+    save_model(first, folder)
+    second = build(LLAMA, optim=other, source=wild_source(LLAMA, seed=7), **kwargs)
+    load_model(second, folder)
+    first.optim = other
+    for group in first.optimizer.param_groups:
+        group.update(betas=tuple(other.betas), eps=other.eps)
+    went_on, resumed = (model.step(parts, nll_loss(model, full)) for model in (first, second))
+    return {"went_on": went_on, "resumed": resumed, "after": weights(first), "after_resumed": weights(second)}
+
+
 def load_weights_only(folder: Path, cfg: ModelConfig = LLAMA, frozen: bool = True, **kwargs) -> dict:
     """As a reference does (frozen), or as a stage that starts from another's weights does."""
     model = build(cfg, ONE, None if frozen else kwargs.pop("optim", ADAM), source=wild_source(cfg, seed=9), **kwargs)

@@ -81,6 +81,20 @@ def test_float32_score_heads_on_bfloat16_bodies(ranks, tmp_path, world, parallel
     assert same(alone["loaded"], out["loaded"]) and alone["version"] == 0
 
 
+CHANGES = [{"lr": 2e-3}, {"min_lr": 1e-5}, {"weight_decay": 0.5}, {"betas": [0.5, 0.6]}, {"eps": 1e-3}]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optim", [replace(OPTIM, schedule="cosine"), PLAIN], ids=["sharded", "plain"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
+def test_the_configs_settings_count_not_the_checkpoints(ranks, tmp_path, optim, dtype, change):
+    other = replace(optim, **change)
+    job = {"optim": optim, "dtype": dtype}
+    out = ranks.run("tests.megatron.jobs:load_with_settings", folder=tmp_path / "c", other=other, **job)[0]
+    assert out["resumed"] == out["went_on"] and same(out["after_resumed"], out["after"])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_alone_start_a_new_optimizer(ranks, tmp_path, dtype):
     """The optimizer's float32 copies are those of the loaded weights, not of the ones before."""
