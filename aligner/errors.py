@@ -14,6 +14,16 @@ class AlignerError(Exception):
     exit_code = 1
     transient = False
 
+    def __reduce__(self):
+        """Ranks tell each other their errors by pickle, which would call a class with the message alone."""
+        return _again, (type(self), self.args, self.__dict__)
+
+
+def _again(kind: type[AlignerError], args: tuple[Any, ...], state: dict[str, Any]) -> AlignerError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
 
 class ConfigError(AlignerError):
     """A config value is wrong. Raised before any training; nothing has been written but the message."""

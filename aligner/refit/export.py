@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from aligner.errors import CheckpointError
+from aligner.errors import WriteError
 from aligner.megatron.train import ShardedModel
 from aligner.models.carried import carried_config, carry
 from aligner.models.hf_config import hf_config
@@ -24,7 +24,7 @@ def export_hf(
     """Weights, config.json and tokenizer, loadable with `from_pretrained`; with the generation config, the model card
     and unknown keys of config.json of `origin`. Collective; rank 0 writes.
 
-    Raises CheckpointError on every rank if the folder cannot be written.
+    Raises WriteError on every rank if the folder cannot be written.
     """
     stream = WeightStream(model, bucket_bytes=256 << 20)
     error = ""
@@ -59,7 +59,7 @@ def export_hf(
     told = [error]
     dist.broadcast_object_list(told, src=0)
     if told[0]:
-        raise CheckpointError(told[0])
+        raise WriteError(told[0])
     return folder
 
 

@@ -58,7 +58,8 @@ class FunctionReward:
             return []
         try:
             values = self._call(samples)
-        except Exception as cause:  # the user's code may raise anything; it is named, chained and never swallowed
+        except BaseException as cause:  # the user's code may raise anything, SystemExit included (code that a model
+            # wrote and a reward runs); it is named, chained and never swallowed
             raise self._trace(samples, cause) from cause
         return check_scores(self.name, values, samples)
 
@@ -78,13 +79,13 @@ class FunctionReward:
             return table
         return {name: column for name, column in table.items() if name in self._parameters}
 
-    def _trace(self, samples: Sequence[Sample], cause: Exception) -> RewardError:
+    def _trace(self, samples: Sequence[Sample], cause: BaseException) -> RewardError:
         """Score the samples one by one until one raises alone; then that is the culprit."""
         where = f"a batch of {len(samples)} samples (each scored alone, none raises)"
         for sample in samples:
             try:
                 self._call([sample])
-            except Exception as alone:
+            except BaseException as alone:
                 where, cause = describe(sample), alone
                 break
         text = str(cause) if isinstance(cause, AlignerError) else f"{type(cause).__name__}: {cause}"
@@ -121,7 +122,7 @@ def load_function(config: RewardFunctionConfig, index: int = 0) -> Reward:
         )
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as cause:  # importing runs the user's code, which may raise anything
+    except BaseException as cause:  # importing runs the user's code, which may raise anything, or call sys.exit
         raise RewardError(
             f"{key}.path={config.path!r}: expected an importable function, "
             f"but importing {place} raised {type(cause).__name__}: {cause}"

@@ -156,3 +156,22 @@ def test_numbers_of_other_kinds_are_accepted():
     for values in (torch.tensor([1.0, 2.0]), numpy.array([1, 2]), (True, 2), [numpy.float32(1), torch.tensor(2)]):
         assert check_scores("x", values, rows) == [1.0, 2.0]
     assert check_scores("x", [None, 1], rows) == [None, 1.0]
+
+
+@pytest.mark.parametrize("leaves", [SystemExit(0), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_a_function_that_wants_to_leave_the_program_is_an_error(leaves):
+    """Code that a model wrote calls sys.exit: that may end neither the run nor this thread in silence."""
+
+    def runs_code(samples):
+        if any(s.response == "exit" for s in samples):
+            raise leaves
+        return [0.0] * len(samples)
+
+    with pytest.raises(RewardError, match=rf"`mine` .*prompt 11, .*'exit': {type(leaves).__name__}"):
+        reward(runs_code)(samples("fine", "exit"))
+
+
+def test_a_file_that_leaves_the_program_is_an_error(tmp_path):
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(5)\n")
+    with pytest.raises(RewardError, match=r"reward\.functions\[0\]\.path=.*importing .* raised SystemExit: 5"):
+        load_function(RewardFunctionConfig(path=f"{tmp_path / 'leaves.py'}:f"))

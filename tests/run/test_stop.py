@@ -1,5 +1,6 @@
 """Asked to stop, a run saves at the next step boundary on all ranks, says so, and later goes on as if it had not."""
 
+import errno
 import json
 import os
 import signal
@@ -173,3 +174,16 @@ def test_a_requeued_job_continues(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     stages.stage("sft", tiny_data, run, "run.steps=4", "run.resume=never")
     assert [r["step"] for r in stages.records(run)] == [1, 2, 3, 4] and not list(run.glob("checkpoints.old-*"))
+
+
+def test_a_full_disk_at_the_export_may_be_helped(tiny_data, tmp_path, monkeypatch):
+    def full(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("aligner.refit.export.write_hf", full)
+        with pytest.raises(WriteError, match="No space left") as told:
+            stages.stage("sft", tiny_data, tmp_path / "run", "run.steps=1", "run.export=true")
+    assert told.value.transient
+    stages.stage("sft", tiny_data, tmp_path / "run", "run.steps=1", "run.export=true")
+    assert (tmp_path / "run/DONE").exists() and (tmp_path / "run/hf/model.safetensors").exists()
