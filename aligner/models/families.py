@@ -60,6 +60,7 @@ class Family:
     default_head_dim: int = 0  # what a config.json without head_dim means; 0: hidden_size / num_attention_heads
     default_tied: bool = False  # what one without tie_word_embeddings means
     default_window: int = 0  # what one without sliding_window means
+    defaults: tuple[tuple[str, Any], ...] = ()  # what one without other keys means, where not DEFAULTS
     score_architecture: str = ""  # prefix in `architectures` of a sequence classifier; empty: `architecture`
     activation_key: str = "hidden_act"  # what config.json calls the activation
     activation: str = "silu"  # of the gate; config.json's word for it
@@ -160,11 +161,21 @@ _WITH_POST_NORMS = tuple(row for row in _COMMON if "pre_mlp_layernorm" not in ro
 _LM_HEAD = ParamSpec("output_layer.weight", ("lm_head.weight",), "copy", 0, ("vocab", "hidden"), "vocab", padded=True)
 _SCORE_HEAD = ParamSpec("output_layer.weight", ("score.weight",), "copy", None, ("labels", "hidden"))
 
+# what config.json means to transformers where it lacks a key; families differ in some of them
+DEFAULTS = {
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "initializer_range": 0.02,
+}
+_LONG = ("max_position_embeddings", 4096 * 32)
 _NO_BIAS = (("attention_bias", False), ("mlp_bias", False))
 _NO_WINDOW = (("use_sliding_window", False),)
 FAMILIES = {
-    "llama": Family("llama", "Llama", _COMMON + _MLP, constants=_NO_BIAS),
-    "mistral": Family("mistral", "Mistral", _COMMON + _MLP, default_window=4096),
+    "llama": Family(
+        "llama", "Llama", _COMMON + _MLP, constants=_NO_BIAS, defaults=(("max_position_embeddings", 2048),)
+    ),
+    "mistral": Family("mistral", "Mistral", _COMMON + _MLP, default_window=4096, defaults=(_LONG,)),
     "qwen2": Family("qwen2", "Qwen2", _COMMON + _MLP + _QKV_BIAS, qkv_bias=True, constants=_NO_WINDOW),
     "qwen3": Family(
         "qwen3", "Qwen3", _COMMON + _MLP + _QK_NORM, qk_norm=True, constants=_NO_WINDOW, default_head_dim=128
@@ -183,6 +194,7 @@ FAMILIES = {
         default_head_dim=256,
         default_tied=True,
         default_window=4096,
+        defaults=(_LONG, ("rope_theta", 1e6)),
         score_architecture="Gemma3Text",
         activation_key="hidden_activation",
         activation="gelu_pytorch_tanh",
@@ -205,6 +217,7 @@ FAMILIES = {
         _COMMON + _experts("block_sparse_moe", "w1", "w3", "w2"),
         moe=MoeKeys("num_local_experts", "intermediate_size"),
         constants=(("sliding_window", None),),
+        defaults=(_LONG, ("rope_theta", 1e6), ("rms_norm_eps", 1e-5)),
     ),
 }
 

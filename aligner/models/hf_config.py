@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,12 @@ from aligner.config.attention import AttentionConfig
 from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig, RopeScalingConfig
 from aligner.errors import CheckpointError, ConfigError
-from aligner.models.families import FAMILIES, Family, check_family
+from aligner.foreign import Record, read_record
+from aligner.models.families import DEFAULTS, FAMILIES, Family, check_family
+
+# beyond them a damaged digit would end in a search for memory instead of a message
+MOST_LAYERS, MOST_HEADS, MOST_CHANNELS, MOST_EXPERTS = 10_000, 65_536, 1 << 28, 4096
+NOTHING = Record({}, "config.json", CheckpointError)
 
 
 def hf_config(
@@ -103,110 +108,122 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"model.init={str(folder)!r}: expected a Hugging Face folder, but it has no config.json")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from None
+    raw = read_record(path, CheckpointError)
     family = _family_of(raw, path)
-    missing = [k for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size") if k not in raw]
-    if missing or "num_attention_heads" not in raw:
-        raise CheckpointError(f"{path}: no value for {', '.join(missing or ['num_attention_heads'])}")
-    base, scaling = _rope_in(raw, path, 1e6 if family.local_layers else 1e4)
+    raw.need("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
+    default = {**DEFAULTS, **dict(family.defaults)}
+    base, scaling = _rope_in(raw, path, default["rope_theta"])
+    heads = raw.integer("num_attention_heads", low=1, high=MOST_HEADS)
     return ModelConfig(
         family=family.model_type,
-        num_layers=raw["num_hidden_layers"],
-        hidden_size=raw["hidden_size"],
-        ffn_hidden_size=raw["intermediate_size"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        head_dim=raw.get("head_dim") or family.default_head_dim,
-        vocab_size=raw["vocab_size"],
+        num_layers=raw.integer("num_hidden_layers", low=1, high=MOST_LAYERS),
+        hidden_size=raw.integer("hidden_size", low=1, high=MOST_CHANNELS),
+        ffn_hidden_size=raw.integer("intermediate_size", low=1, high=MOST_CHANNELS),
+        num_heads=heads,
+        num_kv_heads=raw.integer("num_key_value_heads", heads, low=1, high=heads),
+        head_dim=raw.integer("head_dim", family.default_head_dim, low=1, high=MOST_CHANNELS),
+        vocab_size=raw.integer("vocab_size", low=1, high=MOST_CHANNELS),
         rope_base=base,
         rope_scaling=scaling,
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
-        max_position=raw.get("max_position_embeddings", 4096),
-        tie_embeddings=raw.get("tie_word_embeddings", family.default_tied),
+        norm_eps=raw.number("rms_norm_eps", default["rms_norm_eps"], above=0),
+        max_position=raw.integer("max_position_embeddings", default["max_position_embeddings"], low=1),
+        tie_embeddings=raw.flag("tie_word_embeddings", family.default_tied),
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
         attention=_attention_in(raw, family, path),
-        moe=_experts_in(raw, family, path),
-        init_std=raw.get("initializer_range", 0.02),
+        moe=_experts_in(raw, family),
+        init_std=raw.number("initializer_range", default["initializer_range"], above=0),
         init=str(folder),
     )
 
 
-def _attention_in(raw: dict[str, Any], family: Family, path: Path) -> AttentionConfig:
+def _attention_in(raw: Record, family: Family, path: Path) -> AttentionConfig:
     if not family.default_window:
         return AttentionConfig()
-    window = raw.get("sliding_window", family.default_window) or 0
+    # null is no window; the default is that of files which do not speak of it
+    window = raw.integer("sliding_window", 0) if "sliding_window" in raw.fields else family.default_window
     if not family.local_layers:
         return AttentionConfig(window)
-    layers = raw["num_hidden_layers"]
-    every = raw.get("sliding_window_pattern", 6)
-    kinds = raw.get("layer_types") or ["full" if (i + 1) % every == 0 else "sliding" for i in range(layers)]
+    layers = raw.integer("num_hidden_layers")
+    every = raw.integer("sliding_window_pattern", 6, low=1)
+    kinds = raw.texts("layer_types", ["full" if (i + 1) % every == 0 else "sliding" for i in range(layers)])
     full = [i + 1 for i, kind in enumerate(kinds) if kind.startswith("full")]
     every = full[0] if full else 0
     if full != list(range(every, layers + 1, every) if every else []) or len(kinds) != layers:
         raise ConfigError("model.init", str(path.parent), "every n-th layer global", f"layer_types: {kinds}.")
-    local = (raw.get("rope_parameters") or {}).get("sliding_attention") or {}
-    if local.get("rope_type", "default") != "default":
-        raise ConfigError("model.init", str(path.parent), "rope_type default in local layers", f"It has {local!r}.")
-    base = local.get("rope_theta", raw.get("rope_local_base_freq", 10000.0))
-    return AttentionConfig(window, every, float(base), raw.get("query_pre_attn_scalar", 256))
+    base = raw.number("rope_local_base_freq", 10000.0, above=0)
+    local = raw.record("rope_parameters", NOTHING).record("sliding_attention", NOTHING)
+    if local.text("rope_type", "default") != "default":
+        raise ConfigError(
+            "model.init", str(path.parent), "rope_type default in local layers", f"It has {local.fields!r}."
+        )
+    base = local.number("rope_theta", base, above=0)
+    return AttentionConfig(window, every, base, raw.integer("query_pre_attn_scalar", 256, low=1))
 
 
 def is_known(folder: Path) -> bool:
     """Whether the model in a Hugging Face folder is of a family that has a table; also if config.json cannot tell."""
-    path = folder / "config.json"
     try:
-        kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError):
+        kind = read_record(folder / "config.json", CheckpointError).text("model_type")
+    except CheckpointError:
         return True
     return kind in FAMILIES
 
 
-def _experts_in(raw: dict[str, Any], family: Family, path: Path) -> MoeConfig:
+def _experts_in(raw: Record, family: Family) -> MoeConfig:
     """Without the coefficient of the auxiliary loss, which a run decides."""
     if family.moe is None:
         return MoeConfig()
-    if "num_local_experts" in raw:  # what transformers 5 writes for every family
-        raw = {"num_experts": raw["num_local_experts"]} | raw
-    names = ["num_experts", "top_k", "ffn_hidden_size", *(["norm_topk_prob"] if family.moe.norm_topk_prob else [])]
-    keys = {name: getattr(family.moe, name) for name in names}
-    missing = [key for key in keys.values() if key not in raw]
-    if missing:
-        raise CheckpointError(f"{path}: no value for {', '.join(missing)}")
-    return MoeConfig(**{name: raw[key] for name, key in keys.items()})
+    keys = family.moe
+    # transformers 5 writes num_local_experts for every family
+    count = keys.num_experts if keys.num_experts in raw else "num_local_experts"
+    if count not in raw:
+        raw.need(keys.num_experts)
+    found = MoeConfig(
+        raw.integer(count, low=1, high=MOST_EXPERTS),
+        raw.integer(keys.top_k, low=1),
+        raw.integer(keys.ffn_hidden_size, low=1, high=MOST_CHANNELS),
+    )
+    return replace(found, norm_topk_prob=raw.flag(keys.norm_topk_prob)) if keys.norm_topk_prob else found
 
 
-def _family_of(raw: dict[str, Any], path: Path) -> Family:
+def _family_of(raw: Record, path: Path) -> Family:
     known = ", ".join(FAMILIES)
-    kind = raw.get("model_type")
+    kind = raw.text("model_type", None)
     if kind not in FAMILIES:
         hint = f"Its model_type is {kind!r}; `aligner import` converts others where Megatron-Bridge is installed."
         raise ConfigError("model.init", str(path.parent), f"model_type {known}", hint)
     wrong: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
     wrong |= {FAMILIES[kind].activation_key: FAMILIES[kind].activation} | dict(FAMILIES[kind].constants)
     for key, wanted in wrong.items():
-        if raw.get(key) not in (None, wanted):
+        if raw.fields.get(key) not in (None, wanted):
             raise ConfigError(
-                "model.init", str(path.parent), f"{key}={wanted!r} in config.json", f"It has {raw[key]!r}."
+                "model.init", str(path.parent), f"{key}={wanted!r} in config.json", f"It has {raw.fields[key]!r}."
             )
     return FAMILIES[kind]
 
 
-def _rope_in(raw: dict[str, Any], path: Path, default_base: float) -> tuple[float, RopeScalingConfig]:
-    rope = {"rope_theta": raw.get("rope_theta", default_base)} | (raw.get("rope_scaling") or {})
-    parameters = raw.get("rope_parameters") or {}
-    rope |= parameters.get("full_attention", parameters)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _rope_in(raw: Record, path: Path, default_base: float) -> tuple[float, RopeScalingConfig]:
+    """transformers 4 has rope_theta and rope_scaling, transformers 5 both in rope_parameters; where there are both, all
+    must agree."""
+    new = raw.record("rope_parameters", NOTHING)
+    new = new.record("full_attention") if "full_attention" in new else new
+    found: dict[str, Any] = {}
+    beside = Record({"rope_theta": raw.fields.get("rope_theta")}, raw.where, raw.error)
+    for place in (new, raw.record("rope_scaling", NOTHING), beside):
+        for key in place:
+            if key in place and found.setdefault(key, place.fields[key]) != place.fields[key]:
+                place.refuse(key, f"{found[key]!r}, as another place of the file says")
+    rope = Record(found, raw.where, raw.error, "rope_parameters.")
+    base = rope.number("rope_theta", default_base, above=0)
+    kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
-        return float(rope["rope_theta"]), RopeScalingConfig()
+        return base, RopeScalingConfig()
     if kind != "llama3":
         raise ConfigError("model.init", str(path.parent), "rope_type default or llama3", f"It has {kind!r}.")
-    return float(rope["rope_theta"]), RopeScalingConfig(
-        float(rope["factor"]),
-        float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]),
-        int(rope["original_max_position_embeddings"]),
+    return base, RopeScalingConfig(
+        rope.number("factor", above=0),
+        rope.number("low_freq_factor", above=0),
+        rope.number("high_freq_factor", above=0),
+        rope.integer("original_max_position_embeddings", low=1),
     )

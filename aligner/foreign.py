@@ -1,0 +1,218 @@
+"""JSON that others wrote, or an earlier run: read with types, so that damage is an error of one line.
+
+A reader asks a `Record` for what it needs by name and kind. What is absent, of another kind or out of range is told
+with the file, the place in it, the value and what was expected. Nothing in such a file is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from aligner.errors import AlignerError
+
+MAX_BYTES = 256 << 20  # of a file that is read whole; the index of the largest models has some megabytes
+MAX_DEPTH = 100  # deeper ones end the interpreter's recursion where they are copied or written again
+REQUIRED: Any = object()  # the default of a value that must be there
+_SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
+
+Error = type[AlignerError]
+
+
+def parse_json(text: str | bytes, where: str, error: Error, *, line: int = 0, nan: bool = False) -> Any:
+    """`where` names the file; `line` is that of `text` in it, 0 for a whole file. `nan`: NaN and infinities may occur.
+
+    Raises `error` also for keys that come twice, half surrogate pairs, and nesting deeper than MAX_DEPTH.
+    """
+    place = f"{where}:{line}" if line else where
+    numbers: dict[str, Any] = {} if nan else {"parse_constant": _no_constant, "parse_float": _finite}
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+        value = json.loads(text, object_pairs_hook=_unique, **numbers)
+    except json.JSONDecodeError as cause:
+        at = place if line else f"{where}:{cause.lineno}"
+        raise error(f"{at}: not valid JSON ({cause.msg} at character {cause.colno}: {_shown(cause)})") from None
+    except RecursionError:
+        raise error(f"{place}: expected JSON nested at most {MAX_DEPTH} deep") from None
+    except ValueError as cause:  # not UTF-8, or of the hooks
+        raise error(f"{place}: not valid JSON ({cause})") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise error(f"{place}: expected JSON nested at most {MAX_DEPTH} deep")
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as cause:
+            half = cause.object[cause.start]
+            raise error(f"{place}: expected Unicode text, found {half!r}, one half of a surrogate pair") from None
+    return value
+
+
+def read_json(path: Path, error: Error, *, nan: bool = False) -> Any:
+    """The value in a file. Raises `error` naming it."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise error(f"{path}: {size} bytes: expected a JSON file of at most {MAX_BYTES} bytes")
+        data = path.read_bytes()
+    except OSError as cause:
+        raise error(f"cannot read {path}: {cause.strerror}") from None
+    return parse_json(data, str(path), error, nan=nan)
+
+
+def read_record(path: Path, error: Error, *, nan: bool = False) -> Record:
+    """The JSON object in a file. Raises `error` naming it."""
+    return record(read_json(path, error, nan=nan), str(path), error)
+
+
+def record(value: Any, where: str, error: Error) -> Record:
+    """Raises `error` if the value is no JSON object."""
+    if not isinstance(value, dict):
+        raise error(f"{where}: expected a JSON object, found {_short(value)}")
+    return Record(value, where, error)
+
+
+class Record:
+    """The fields of a JSON object. A null is an absent value. Methods raise `error` naming `where` and the field; those
+    with a default give it where the value is absent."""
+
+    def __init__(self, fields: dict[str, Any], where: str, error: Error, prefix: str = ""):
+        self.fields, self.where, self.error, self.prefix = fields, where, error, prefix
+
+    def __contains__(self, key: str) -> bool:
+        return self.fields.get(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.fields)
+
+    def refuse(self, key: str, expected: str) -> NoReturn:
+        value = _short(self.fields.get(key))
+        raise self.error(f"{self.where}: {self.prefix}{key}={value}: expected {expected}")
+
+    def need(self, *keys: str) -> None:
+        missing = [self.prefix + key for key in keys if key not in self]
+        if missing:
+            raise self.error(f"{self.where}: no value for {', '.join(missing)}")
+
+    def integer(self, key: str, default: Any = REQUIRED, low: int = 0, high: int = 2**63 - 1) -> Any:
+        value = self._value(key, default)
+        if value is not default and not (_is_integer(value) and low <= value <= high):
+            self.refuse(key, f"an integer {_bounds(low, high)}")
+        return value
+
+    def number(self, key: str, default: Any = REQUIRED, above: float = -math.inf) -> Any:
+        """A finite float."""
+        value = self._value(key, default)
+        if value is default:
+            return default
+        if not _is_number(value) or not value > above:
+            self.refuse(key, "a finite number" + (f" > {above:g}" if above > -math.inf else ""))
+        return float(value)
+
+    def text(self, key: str, default: Any = REQUIRED) -> Any:
+        return self._typed(key, default, str, "a string")
+
+    def flag(self, key: str, default: Any = REQUIRED) -> Any:
+        return self._typed(key, default, bool, "true or false")
+
+    def list(self, key: str, default: Any = REQUIRED) -> Any:
+        return self._typed(key, default, list, "a list")
+
+    def integers(self, key: str, default: Any = REQUIRED, low: int = 0) -> Any:
+        value = self.list(key, default)
+        if value is not default and not all(_is_integer(item) and item >= low for item in value):
+            self.refuse(key, f"a list of integers >= {low}")
+        return value
+
+    def texts(self, key: str, default: Any = REQUIRED) -> Any:
+        value = self.list(key, default)
+        if value is not default and not all(isinstance(item, str) for item in value):
+            self.refuse(key, "a list of strings")
+        return value
+
+    def record(self, key: str, default: Any = REQUIRED) -> Any:
+        """The JSON object below `key`, as a Record."""
+        value = self._typed(key, default, dict, "a JSON object")
+        return value if value is default else Record(value, self.where, self.error, f"{self.prefix}{key}.")
+
+    def text_map(self, key: str, default: Any = REQUIRED) -> Any:
+        """dict of strings."""
+        value = self._typed(key, default, dict, "a JSON object of strings")
+        if value is not default and not all(isinstance(item, str) for item in value.values()):
+            self.refuse(key, "a JSON object of strings")
+        return value
+
+    def _typed(self, key: str, default: Any, kind: type, expected: str) -> Any:
+        value = self._value(key, default)
+        if value is not default and not isinstance(value, kind):
+            self.refuse(key, expected)
+        return value
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.fields.get(key)
+        if value is None:
+            if default is REQUIRED:
+                self.need(key)
+            return default
+        return value
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def _bounds(low: int, high: int) -> str:
+    return f">= {low}" if high == 2**63 - 1 else f"from {low} to {high}"
+
+
+def _short(value: Any) -> str:
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _shown(cause: json.JSONDecodeError) -> str:
+    return repr(cause.doc[max(0, cause.pos - 20) : cause.pos + 20])
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} comes twice")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is beyond all numbers")
+    return value
+
+
+def _depth(value: Any) -> int:
+    """Of lists and objects inside each other. Without recursion."""
+    deepest, waiting = 0, [(value, 1)]
+    while waiting:
+        item, depth = waiting.pop()
+        if isinstance(item, dict | list):
+            deepest = max(deepest, depth)
+            inner = item.values() if isinstance(item, dict) else item
+            waiting += [(x, depth + 1) for x in inner]
+    return deepest

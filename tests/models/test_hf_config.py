@@ -1,0 +1,86 @@
+"""What config.json says, against transformers' reading of it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import transformers
+
+from aligner.errors import CheckpointError
+from aligner.models.families import FAMILIES
+from aligner.models.hf_config import config_from_hf, hf_config
+from tests.tiny import MIXTRAL, MODELS, MOE, WINDOWS
+
+CASES = {**MODELS, **WINDOWS, "moe": MOE, "mixtral": MIXTRAL}
+KEPT = ("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+KEPT += ("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "num_experts_per_tok")
+KEPT += ("moe_intermediate_size", "norm_topk_prob")
+
+
+def written(folder, cfg, **change):
+    raw = hf_config(cfg, bos_token_id=1, eos_token_id=2, pad_token_id=0) | change
+    (folder / "config.json").write_text(json.dumps(raw))
+    return raw
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
+    raw = written(tmp_path, CASES[case])
+    (tmp_path / "config.json").write_text(json.dumps({key: raw[key] for key in KEPT if key in raw}))
+    ours, theirs = config_from_hf(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    rope = theirs.rope_parameters
+    assert ours.rope_base == rope.get("full_attention", rope)["rope_theta"]
+    assert ours.norm_eps == theirs.rms_norm_eps and ours.init_std == theirs.initializer_range
+    assert ours.max_position == theirs.max_position_embeddings
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+    assert ours.kv_channels == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    if case in WINDOWS:
+        assert ours.attention.window == theirs.sliding_window
+    if "gemma" in case:
+        kinds = [
+            "sliding_attention" if ours.attention.is_local(i) else "full_attention" for i in range(ours.num_layers)
+        ]
+        assert kinds == theirs.layer_types
+        assert ours.attention.local_rope_base == rope["sliding_attention"]["rope_theta"]
+        assert ours.attention.query_scale_dim == theirs.query_pre_attn_scalar
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_written_is_read(case, tmp_path):
+    written(tmp_path, CASES[case])
+    cfg = CASES[case]
+    moe = replace(cfg.moe, norm_topk_prob=True)
+    assert config_from_hf(tmp_path) == replace(cfg, head_dim=cfg.kv_channels, moe=moe, init=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"hidden_size": "56"}, "hidden_size='56': expected an integer from 1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: expected an integer from 1 to 10000"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0: expected"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0: expected a finite number > 0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false': expected true or false"),
+        ({"rope_theta": 5e5}, "rope_theta=500000.0: expected 10000.0, as another place of the file says"),
+        ({"rope_parameters": []}, "rope_parameters=[]: expected a JSON object"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8}, "rope_parameters": None},
+            "no value for rope_parameters.",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told(change, words, tmp_path):
+    written(tmp_path, MODELS["llama"], **change)
+    with pytest.raises(CheckpointError) as caught:
+        config_from_hf(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value) and words in str(caught.value)
+
+
+def test_config_json_that_is_no_object(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config.json: expected a JSON object, found \[\]"):
+        config_from_hf(tmp_path)
+
+
+def test_every_family_has_a_case():
+    assert {cfg.family for cfg in CASES.values()} == set(FAMILIES)
