@@ -128,6 +128,12 @@ class Record:
             self.refuse(key, f"a list of integers >= {low}")
         return value
 
+    def numbers(self, key: str, default: Any = REQUIRED) -> Any:
+        value = self.list(key, default)
+        if value is not default and not all(_is_number(item) for item in value):
+            self.refuse(key, "a list of finite numbers")
+        return value if value is default else [float(item) for item in value]
+
     def texts(self, key: str, default: Any = REQUIRED) -> Any:
         value = self.list(key, default)
         if value is not default and not all(isinstance(item, str) for item in value):

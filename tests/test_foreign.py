@@ -67,6 +67,7 @@ FIELDS = {"n": 3, "x": 2.5, "t": "word", "yes": True, "list": [1, 2], "words": [
         (lambda r: r.flag("n"), "n=3: expected true or false"),
         (lambda r: r.integers("words"), "expected a list of integers >= 0"),
         (lambda r: r.texts("list"), "expected a list of strings"),
+        (lambda r: r.numbers("words"), "expected a list of finite numbers"),
         (lambda r: r.record("list"), "expected a JSON object"),
         (lambda r: r.text_map("in"), "expected a JSON object of strings"),
         (lambda r: r.record("in").record("side").integer("deep"), "in.side.deep=-1: expected"),

@@ -52,6 +52,23 @@ WINDOWS = {
         attention=AttentionConfig(window=6, global_every=2, local_rope_base=100.0, query_scale_dim=10),
     ),
 }
+# families and features of the table that share nothing but a test each: all of them against transformers
+MORE = {
+    "yarn": replace(
+        LLAMA,
+        rope_scaling=RopeScalingConfig(4.0, original_max_position=64, type="yarn", mscale=0.5, mscale_all_dim=1.0),
+    ),
+    "longrope": replace(
+        LLAMA,
+        rope_scaling=RopeScalingConfig(
+            8.0,
+            original_max_position=16,
+            type="longrope",
+            short_factor=[1.0, 1.1, 1.2, 1.3],
+            long_factor=[1.0, 2.0, 4.0, 7.0],
+        ),
+    ),
+}
 MOE = replace(MODELS["qwen3"], family="qwen3_moe", moe=MoeConfig(4, top_k=2, ffn_hidden_size=24))
 MIXTRAL = replace(LLAMA, family="mixtral", ffn_hidden_size=40, moe=MoeConfig(6, top_k=3, ffn_hidden_size=40))
 ADAM = OptimConfig(lr=1e-3)

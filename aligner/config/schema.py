@@ -17,6 +17,7 @@ from aligner.config.mismatch import MismatchConfig
 from aligner.config.moe import MOE_FAMILIES, MoeConfig, check_moe_family
 from aligner.config.quantization import settle
 from aligner.config.rewards import EvalConfig, RewardConfig
+from aligner.config.rope import RopeScalingConfig, check_rope
 from aligner.config.watchdog import WatchdogConfig
 from aligner.errors import ConfigError
 
@@ -56,16 +57,6 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         one_of("stage.name", self.name, STAGES)
-
-
-@dataclass
-class RopeScalingConfig:
-    """Llama-3.1 style scaling of the rotary base; factor 1 is none."""
-
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
 
 
 @dataclass
@@ -111,6 +102,7 @@ class ModelConfig:
             raise ConfigError(
                 "model.hidden_size", self.hidden_size, f"a multiple of model.num_heads={self.num_heads}, or head_dim"
             )
+        check_rope(self.rope_scaling, self.kv_channels)
 
     @property
     def kv_channels(self) -> int:

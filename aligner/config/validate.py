@@ -8,6 +8,7 @@ from pathlib import Path
 from aligner.config.algorithm import GROUP_BASELINES, OTHER_BASELINES
 from aligner.config.mismatch import WEIGHING
 from aligner.config.rewards import RewardFunctionConfig
+from aligner.config.rope import longest_row
 from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig, ParallelConfig
 from aligner.config.trtllm_engine import NAME as TRTLLM_ENGINE
 from aligner.config.trtllm_engine import check_run
@@ -205,9 +206,10 @@ def _experts(cfg: Config, model: ModelConfig, scorer: bool) -> None:
 
 
 def _lengths(cfg: Config, model: ModelConfig) -> None:
-    limit = model.max_position
+    limit = longest_row(model.rope_scaling, model.max_position)
+    of = "model.max_position" if limit == model.max_position else "model.rope_scaling.original_max_position"
     if cfg.data.max_tokens > limit:
-        raise ConfigError("data.max_tokens", cfg.data.max_tokens, f"at most model.max_position={limit}")
+        raise ConfigError("data.max_tokens", cfg.data.max_tokens, f"at most {of}={limit}")
     prompt, responses = cfg.data.max_prompt_tokens, {}
     if cfg.stage.name in ROLLOUT_STAGES or (evaluation_functions(cfg) and not cfg.eval.max_response_tokens):
         responses["sampling.max_response_tokens"] = cfg.sampling.max_response_tokens
@@ -215,7 +217,7 @@ def _lengths(cfg: Config, model: ModelConfig) -> None:
         responses["eval.max_response_tokens"] = cfg.eval.max_response_tokens
     for key, response in responses.items():
         if prompt + response > limit:
-            expected = f"at most model.max_position={limit} less data.max_prompt_tokens={prompt}"
+            expected = f"at most {of}={limit} less data.max_prompt_tokens={prompt}"
             raise ConfigError(key, response, expected)
 
 

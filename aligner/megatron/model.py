@@ -51,8 +51,10 @@ def has_transformer_engine() -> bool:
 
 
 def uses_transformer_engine(cfg: ModelConfig) -> bool:
-    """Windows, norms and gates that its modules, or this file's use of them, do not know run on modules of our own."""
-    return has_transformer_engine() and not (FAMILIES[cfg.family].own_modules or cfg.attention.window)
+    """What its modules, or this file's use of them, do not know runs on modules of our own: windows, norms, gates, and
+    rotary embeddings other than Llama's."""
+    own = FAMILIES[cfg.family].own_modules or cfg.attention.window or cfg.rope_scaling.type != "llama3"
+    return has_transformer_engine() and not own
 
 
 def resolve_dtype(name: str) -> torch.dtype:

@@ -33,7 +33,7 @@ from aligner.megatron.load import ExpertLoad
 from aligner.megatron.model import Head, build_model, uses_transformer_engine
 from aligner.megatron.optimizer_fixes import mend
 from aligner.megatron.weights import WeightSource, load_weights
-from aligner.models.rope import inverse_frequencies
+from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.ops.narrow import narrowed, without_unread
 from aligner.ops.packing import Packing, pack
 from aligner.ops.reduce import max_over
@@ -84,8 +84,7 @@ class ShardedModel:
         load_weights(self.module, cfg, layout, head, source)
         self.optim, self.total_steps, self.packed, self.share = optim, total_steps, packed, share
         self.load = ExpertLoad(self.module, cfg.moe, layout)
-        self._frequencies = inverse_frequencies(cfg).to(device)
-        self._local_frequencies = inverse_frequencies(cfg, local=True).to(device)
+        self._frequencies = {local: inverse_frequencies(cfg, local).to(device) for local in (False, True)}
         # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can
         mixed = head.kind == "score" and dtype == torch.bfloat16
         self._distributed = optim is not None and (optim.distributed or mixed)
@@ -168,12 +167,13 @@ class ShardedModel:
             return packing, CountedPackedSeqParams(qkv_format="thd", **sizes, times=times)
         local = None
         if near is not None:
-            local = self._rotated(near.to(self.device, self.dtype), self._local_frequencies, times)
-        return packing, replace(self._rotated(packing, self._frequencies, times), local=local)
+            local = self._rotated(near.to(self.device, self.dtype), True, times)
+        return packing, replace(self._rotated(packing, False, times), local=local)
 
-    def _rotated(self, packing: Packing, frequencies: Tensor, times: Tensor | None) -> Stream:
-        angles = packing.positions[:, None].float() * frequencies
-        cos, sin = (f(angles).to(self.dtype)[:, None] for f in (torch.cos, torch.sin))
+    def _rotated(self, packing: Packing, local: bool, times: Tensor | None) -> Stream:
+        angles = packing.positions[:, None].float() * self._frequencies[local]
+        scale = attention_factor(self.cfg, local)
+        cos, sin = ((f(angles) * scale).to(self.dtype)[:, None] for f in (torch.cos, torch.sin))
         group = self.layout.pgs.cp if self.layout.context > 1 else None
         return Stream(packing, cos, sin, group, self.layout.over_heads, times)
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from aligner.config.attention import AttentionConfig
 from aligner.config.moe import MoeConfig
-from aligner.config.schema import ModelConfig, RopeScalingConfig
+from aligner.config.schema import ModelConfig
 from aligner.errors import CheckpointError, ConfigError
 from aligner.foreign import Record, read_record
 from aligner.models.families import DEFAULTS, FAMILIES, Family, check_family
+from aligner.models.hf_rope import NOTHING, rope_in, scaling_out
 
 # beyond them a damaged digit would end in a search for memory instead of a message
 MOST_LAYERS, MOST_HEADS, MOST_CHANNELS, MOST_EXPERTS = 10_000, 65_536, 1 << 28, 4096
-NOTHING = Record({}, "config.json", CheckpointError)
 
 
 def hf_config(
@@ -66,7 +66,7 @@ def hf_config(
     if head != "lm":  # transformers derives num_labels from the label maps
         out["id2label"] = {str(i): f"LABEL_{i}" for i in range(num_labels)}
         out["label2id"] = {f"LABEL_{i}": i for i in range(num_labels)}
-    scaling = _scaling_out(cfg.rope_scaling)
+    scaling = scaling_out(cfg.rope_scaling)
     # transformers 4 reads the first two keys, transformers 5 the third
     out |= {"rope_theta": cfg.rope_base, "rope_scaling": scaling}
     out["rope_parameters"] = {"rope_type": "default", "rope_theta": cfg.rope_base} | (scaling or {})
@@ -88,18 +88,6 @@ def _attention_out(cfg: ModelConfig, family: Family, rope: dict[str, Any]) -> di
     return out
 
 
-def _scaling_out(scaling: RopeScalingConfig) -> dict[str, Any] | None:
-    if scaling.factor == 1.0:
-        return None
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position,
-    }
-
-
 def config_from_hf(folder: str | Path) -> ModelConfig:
     """The shape of the model in a Hugging Face folder, with `init` set to the folder.
 
@@ -112,7 +100,8 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     family = _family_of(raw, path)
     raw.need("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
     default = {**DEFAULTS, **dict(family.defaults)}
-    base, scaling = _rope_in(raw, path, default["rope_theta"])
+    max_position = raw.integer("max_position_embeddings", default["max_position_embeddings"], low=1)
+    base, scaling = rope_in(raw, path, default["rope_theta"], max_position)
     heads = raw.integer("num_attention_heads", low=1, high=MOST_HEADS)
     return ModelConfig(
         family=family.model_type,
@@ -126,7 +115,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
         rope_base=base,
         rope_scaling=scaling,
         norm_eps=raw.number("rms_norm_eps", default["rms_norm_eps"], above=0),
-        max_position=raw.integer("max_position_embeddings", default["max_position_embeddings"], low=1),
+        max_position=max_position,
         tie_embeddings=raw.flag("tie_word_embeddings", family.default_tied),
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
@@ -201,29 +190,3 @@ def _family_of(raw: Record, path: Path) -> Family:
                 "model.init", str(path.parent), f"{key}={wanted!r} in config.json", f"It has {raw.fields[key]!r}."
             )
     return FAMILIES[kind]
-
-
-def _rope_in(raw: Record, path: Path, default_base: float) -> tuple[float, RopeScalingConfig]:
-    """transformers 4 has rope_theta and rope_scaling, transformers 5 both in rope_parameters; where there are both, all
-    must agree."""
-    new = raw.record("rope_parameters", NOTHING)
-    new = new.record("full_attention") if "full_attention" in new else new
-    found: dict[str, Any] = {}
-    beside = Record({"rope_theta": raw.fields.get("rope_theta")}, raw.where, raw.error)
-    for place in (new, raw.record("rope_scaling", NOTHING), beside):
-        for key in place:
-            if key in place and found.setdefault(key, place.fields[key]) != place.fields[key]:
-                place.refuse(key, f"{found[key]!r}, as another place of the file says")
-    rope = Record(found, raw.where, raw.error, "rope_parameters.")
-    base = rope.number("rope_theta", default_base, above=0)
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind == "default":
-        return base, RopeScalingConfig()
-    if kind != "llama3":
-        raise ConfigError("model.init", str(path.parent), "rope_type default or llama3", f"It has {kind!r}.")
-    return base, RopeScalingConfig(
-        rope.number("factor", above=0),
-        rope.number("low_freq_factor", above=0),
-        rope.number("high_freq_factor", above=0),
-        rope.integer("original_max_position_embeddings", low=1),
-    )

@@ -12,6 +12,7 @@ import torch
 from aligner.config.attention import AttentionConfig
 from aligner.config.freeze import load_frozen
 from aligner.config.moe import MoeConfig
+from aligner.config.rope import RopeScalingConfig
 from aligner.config.schema import ModelConfig
 from aligner.data.tokenizer import check_vocab, load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
@@ -27,6 +28,8 @@ from aligner.refit.export import read_extra
 _OF_THE_RUN = ("dtype", "recompute", "varlen_attention", "tokenizer", "init")
 SOURCE = "source"  # what `aligner import` puts beside the checkpoint: the small files of the imported folder
 _MOE_OF_THE_RUN = ("aux_coef", "aux_over")
+# what the identity of every checkpoint has; the rest where it is not the default, so that old ones stay what they are
+_ROPE_OF_OLD = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position")
 
 
 @dataclass
@@ -80,7 +83,7 @@ def _from_checkpoint(cfg: ModelConfig, path: Path, seed: int, key: str) -> Initi
         raise ConfigError(key, str(path), expected) from None
     identity = read_state(checkpoint)["identity"]
     fields = dict(identity["model"])
-    fields["rope_scaling"] = type(cfg.rope_scaling)(**fields["rope_scaling"])
+    fields["rope_scaling"] = RopeScalingConfig(**fields["rope_scaling"])
     fields["attention"] = AttentionConfig(**fields.get("attention", {}))
     fields["moe"] = MoeConfig(**fields.get("moe", {}))
     config = _for_run(ModelConfig(**fields), cfg)
@@ -104,7 +107,8 @@ def _small_files(init: Path) -> Path:
 def _for_run(shape: ModelConfig, cfg: ModelConfig) -> ModelConfig:
     """A shape found in a folder, with what the run decides."""
     moe = dataclasses.replace(shape.moe, **{name: getattr(cfg.moe, name) for name in _MOE_OF_THE_RUN})
-    return dataclasses.replace(shape, moe=moe, **{name: getattr(cfg, name) for name in _OF_THE_RUN})
+    rope = dataclasses.replace(shape.rope_scaling, factors=cfg.rope_scaling.factors)
+    return dataclasses.replace(shape, moe=moe, rope_scaling=rope, **{n: getattr(cfg, n) for n in _OF_THE_RUN})
 
 
 def _with_tokenizer(model: InitialModel, folder: str) -> InitialModel:
@@ -119,7 +123,12 @@ def _with_tokenizer(model: InitialModel, folder: str) -> InitialModel:
 def shape_of(cfg: ModelConfig) -> dict[str, Any]:
     """The fields that make two models' weights exchangeable: the identity of a checkpoint."""
     shape = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in (*_OF_THE_RUN, "init_std")}
-    attention, moe = shape.pop("attention"), shape.pop("moe")
+    attention, moe, plain = shape.pop("attention"), shape.pop("moe"), dataclasses.asdict(RopeScalingConfig())
+    shape["rope_scaling"] = {
+        name: value
+        for name, value in shape["rope_scaling"].items()
+        if name in _ROPE_OF_OLD or (value != plain[name] and name != "factors")
+    }
     if cfg.attention != AttentionConfig():
         shape["attention"] = attention
     if cfg.moe.num_experts:  # the identity of a dense model is what it was before there were others

@@ -15,9 +15,10 @@ from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.sampler import cut_logits, sample, uniforms
 from aligner.engines.native.scratch import Scratch
 from aligner.types import STOP, SamplingParams
+from tests.tiny import MORE
 
 sys.path.insert(0, str(Path(__file__).parent))
-from contract import LLAMA, MODELS, PROMPTS, EngineContract, fill, reference, responses, seeds_for
+from contract import LLAMA, MODELS, PROMPTS, EngineContract, check_logprobs, fill, reference, responses, seeds_for
 
 
 def make_engine(cfg, decode=None, dtype=torch.float32, device="cpu", **engine_config):
@@ -26,6 +27,19 @@ def make_engine(cfg, decode=None, dtype=torch.float32, device="cpu", **engine_co
 
 class TestNativeEngine(EngineContract):
     make_engine = staticmethod(make_engine)
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_families_equal_transformers(name):
+    """Greedy tokens and logprobs, of prompts longer than windows and original contexts."""
+    cfg = MORE[name]
+    model, prompts = reference(cfg), [[3 + (7 * i * i + j) % 97 for i in range(17 + 4 * j)] for j in range(3)]
+    engine = fill(make_engine(cfg), model)
+    out = engine.generate(prompts, seeds_for(prompts), SamplingParams(20, temperature=0))
+    for prompt, response in zip(prompts, responses(out), strict=True):
+        wanted = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert response == wanted[0, len(prompt) :].tolist()
+    check_logprobs(model, prompts, 1, out)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

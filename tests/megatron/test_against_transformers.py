@@ -12,6 +12,7 @@ from tests.tiny import (
     MIXTRAL,
     MODELS,
     MOE,
+    MORE,
     WINDOWS,
     batch,
     hf_weights,
@@ -21,7 +22,7 @@ from tests.tiny import (
 )
 
 pytestmark = pytest.mark.multirank
-MODELS = MODELS | WINDOWS | {"qwen3_moe": MOE, "mixtral": MIXTRAL}
+MODELS = MODELS | WINDOWS | MORE | {"qwen3_moe": MOE, "mixtral": MIXTRAL}
 
 
 @pytest.mark.parametrize("tied", [True, False])

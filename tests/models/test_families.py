@@ -15,7 +15,7 @@ from aligner.models.families import expected_hf_shapes, family_table, from_hf, m
 from aligner.models.hf_config import config_from_hf, hf_config
 from aligner.models.rope import inverse_frequencies
 from aligner.models.safetensors_io import INDEX, open_hf, write_hf
-from tests.tiny import hf_weights
+from tests.tiny import MORE, hf_weights
 
 SMALL = {
     "num_layers": 2,
@@ -42,7 +42,7 @@ FAMILIES = {
         **SMALL,
     ),
     "mixtral": ModelConfig(family="mixtral", moe=MoeConfig(3, 2, SMALL["ffn_hidden_size"]), **SMALL),
-}
+} | {name: replace(cfg, head_dim=cfg.kv_channels, num_kv_heads=4) for name, cfg in MORE.items()}
 CASES = [
     pytest.param(replace(c, tie_embeddings=t), id=f"{n}-tied{int(t)}")
     for n, c in FAMILIES.items()

@@ -18,7 +18,7 @@ from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.peers import Peers
 from aligner.engines.native.scratch import Scratch
 from aligner.models.families import FAMILIES, expected_hf_shapes, family_table
-from aligner.models.rope import inverse_frequencies
+from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.experts import combine, expand, grouped_linear, route, sort_pairs
 from aligner.ops.products import product_into, use_fast_products
@@ -178,7 +178,8 @@ class NativeModel:
             kinds = (False, True) if self.cfg.attention.local_rope_base else (False,)
             frequencies = torch.stack([inverse_frequencies(self.cfg, local) for local in kinds])
             angles = torch.arange(longest).float()[:, None] * frequencies[:, None]
-            self._rope = torch.polar(torch.ones_like(angles), angles).to(self.device)
+            scales = torch.tensor([attention_factor(self.cfg, local) for local in kinds])
+            self._rope = torch.polar(scales[:, None, None].expand_as(angles), angles).to(self.device)
 
     def _near(self, query: Tensor, keys: int) -> Tensor | None:
         """bool [M, keys]: what queries at positions int64 [M] see in local layers; None: all up to their own."""

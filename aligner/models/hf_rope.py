@@ -1,0 +1,92 @@
+"""Rotary embeddings between `ModelConfig` and config.json, where transformers 4 and 5 put them differently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from aligner.config.rope import ROPE_TYPES, RopeScalingConfig
+from aligner.errors import CheckpointError, ConfigError
+from aligner.foreign import Record
+
+NOTHING = Record({}, "config.json", CheckpointError)
+# our field -> config.json's, by type; fields at their default are left out where the type does not need them
+_NEEDED = {
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position": "original_max_position_embeddings",
+    },
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "yarn": {"factor": "factor", "original_max_position": "original_max_position_embeddings"},
+    "longrope": {
+        "short_factor": "short_factor",
+        "long_factor": "long_factor",
+        "factor": "factor",
+        "original_max_position": "original_max_position_embeddings",
+    },
+}
+_OPTIONAL = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("attention_factor",),
+}
+_OLD_NAMES = {"su": "longrope"}  # of Phi-3's first files
+
+
+def scaling_out(scaling: RopeScalingConfig) -> dict[str, Any] | None:
+    """config.json's `rope_scaling`, with what transformers 5 wants in `rope_parameters`; None for none."""
+    if not scaling.scales:
+        return None
+    out: dict[str, Any] = {"rope_type": scaling.type}
+    out |= {theirs: getattr(scaling, ours) for ours, theirs in _NEEDED[scaling.type].items()}
+    plain = RopeScalingConfig()
+    for name in _OPTIONAL.get(scaling.type, ()):
+        if getattr(scaling, name) != getattr(plain, name):
+            out[name] = getattr(scaling, name)
+    return out
+
+
+def rope_in(raw: Record, path: Path, default_base: float, max_position: int) -> tuple[float, RopeScalingConfig]:
+    """Base and scaling of the rotary embeddings, of the global layers where local ones have their own. transformers 4
+    has rope_theta and rope_scaling, transformers 5 both in rope_parameters; where there are both, all must agree."""
+    new = raw.record("rope_parameters", NOTHING)
+    new = new.record("full_attention") if "full_attention" in new else new
+    found: dict[str, Any] = {}
+    beside = {key: raw.fields.get(key) for key in ("rope_theta", "original_max_position_embeddings")}
+    for place in (new, raw.record("rope_scaling", NOTHING), Record(beside, raw.where, raw.error)):
+        for key in place:
+            if key in place and found.setdefault(key, place.fields[key]) != place.fields[key]:
+                place.refuse(key, f"{found[key]!r}, as another place of the file says")
+    rope = Record(found, raw.where, raw.error, "rope_parameters.")
+    base = rope.number("rope_theta", default_base, above=0)
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    kind = _OLD_NAMES.get(kind, kind)
+    if kind == "default":
+        return base, RopeScalingConfig()
+    if kind not in ROPE_TYPES:
+        expected = f"rope_type default, {', '.join(ROPE_TYPES)}"
+        raise ConfigError("model.init", str(path.parent), expected, f"It has {kind!r}.")
+    return base, _scaling_in(rope, kind, max_position)
+
+
+def _scaling_in(rope: Record, kind: str, max_position: int) -> RopeScalingConfig:
+    fields: dict[str, Any] = {"type": kind}
+    original = max_position
+    if "original_max_position" in _NEEDED[kind]:
+        original = rope.integer("original_max_position_embeddings", max_position, low=1)
+        fields["original_max_position"] = original
+    # Phi-3 and DeepSeek name the two lengths instead of a factor
+    given = None if original == max_position else max_position / original
+    fields["factor"] = rope.number("factor", above=0) if given is None else rope.number("factor", given, above=0)
+    for name in ("low_freq_factor", "high_freq_factor"):
+        if name in _NEEDED[kind]:
+            fields[name] = rope.number(name, above=0)
+    for name in ("short_factor", "long_factor"):
+        if name in _NEEDED[kind]:
+            fields[name] = rope.numbers(name)
+    for name in _OPTIONAL.get(kind, ()):
+        if name in rope:
+            fields[name] = rope.flag(name) if name == "truncate" else rope.number(name)
+    return RopeScalingConfig(**fields)
