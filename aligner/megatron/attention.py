@@ -147,15 +147,21 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scale: fl
     if widened(q.device, dtype):  # the fused kernel has products of its own
         q, k, v = q.float(), k.float(), v.float()
         mask = None if mask is None else mask.float()
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.device.type == "cuda" and not _flash_takes(q, mask):
+        k, v, grouped = *(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)), False
     if mask is None and segment.q_width != segment.k_width:
         from torch.nn.attention.bias import causal_lower_right  # imports the compiler: a second of every start
 
         mask = causal_lower_right(segment.q_width, segment.k_width)
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and mask is not None and q.device.type == "cuda":  # there no fused kernel takes both
-        k, v, grouped = *(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)), False
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=scale)
     return out.to(dtype).transpose(1, 2)
+
+
+def _flash_takes(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether flash attention does: on CUDA the only fused kernel for fewer heads of keys than of queries. The others
+    need them repeated, and backward keeps the copies."""
+    return mask is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
 
 
 class GatedMLP(MLP):

@@ -7,6 +7,7 @@ import datetime
 import gc
 import math
 import os
+import resource
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,9 @@ def init_distributed(rank: int, world_size: int, local_rank: int, backend: str, 
         torch.cuda.set_device(local_rank)
         device, name = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
     if not dist.is_initialized():
+        # Else gloo connects all ranks of every group as it is made: a rank of 1,024 is in a dozen, with 1,400 sockets
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        _raise_file_limit()
         timeout = datetime.timedelta(seconds=timeout_s)
         if world_size == 1 and "MASTER_ADDR" not in os.environ:
             dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -86,6 +90,13 @@ def init_distributed(rank: int, world_size: int, local_rank: int, backend: str, 
         # nothing else of the global parallel state is used.
         parallel_state._set_global_memory_buffer()
     return device
+
+
+def _raise_file_limit() -> None:
+    """Schedulers leave a soft limit of 1,024: rank 0 serves the store to all ranks, a socket for each, and an
+    all-to-all of CPU tensors connects all ranks of its group."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
 
 
 def split_world(last: int) -> tuple[dist.ProcessGroup, dist.Store]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -153,6 +155,32 @@ def layout_ranks(parallel: ParallelConfig) -> dict:
         "stages": (layout.is_first_stage, layout.is_last_stage, layout.last_stage_rank),
         "data": layout.data,
     }
+
+
+def sockets_of_layout(parallel: ParallelConfig) -> dict:
+    """Sizes of the new groups of a layout; sockets opened with them, and once each has done what CPU tensors do."""
+    known = _groups_of(groups.build_layout(ONE))  # and those of the job before are gone
+    dist.barrier()
+    before = _open_sockets()
+    layout = groups.build_layout(parallel)
+    new = [g for g in _groups_of(layout) if g not in known]
+    made = _open_sockets()
+    for group in new:
+        dist.all_gather_object([None] * group.size(), 0, group=group)
+        dist.broadcast_object_list([0], group_src=0, group=group)
+    return {"sizes": [g.size() for g in new], "made": made - before, "used": _open_sockets() - before}
+
+
+def _groups_of(layout: groups.Layout) -> set[dist.ProcessGroup]:
+    return {g for g in (*vars(layout.pgs).values(), layout.peers) if g is not None}
+
+
+def _open_sockets() -> int:
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(link.startswith("socket:") for link in links)
 
 
 def refused_layout(parallel: ParallelConfig) -> str:

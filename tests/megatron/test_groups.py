@@ -1,8 +1,13 @@
 """Process groups of four ranks against plain arithmetic."""
 
+import math
+
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aligner.config.schema import ParallelConfig
+from aligner.megatron import groups
 
 pytestmark = pytest.mark.multirank
 
@@ -36,3 +41,25 @@ def test_layouts_of_four_ranks(ranks, tensor, pipeline):
 def test_a_world_that_does_not_divide_is_refused(ranks):
     told = ranks.run("tests.megatron.jobs:refused_layout", world=4, parallel=ParallelConfig(tensor=3))
     assert all("critic.parallel" in text and "world size 4" in text for text in told)
+
+
+def test_groups_connect_when_they_speak(ranks):
+    """A socket to listen for each group, not one for each other rank in it."""
+    for told in ranks.run("tests.megatron.jobs:sockets_of_layout", world=4, parallel=ParallelConfig(tensor=2)):
+        assert told["sizes"] == [2, 2]
+        assert told["made"] == 2 and told["used"] == 2 + 2
+
+
+def test_a_rank_of_1024_opens_few_sockets():
+    """By count: what CPU tensors do is a ring (sums, gathers), a tree (what one rank tells the others) or, between
+    data-parallel ranks, an all-to-all. Rank 0 serves the store besides, and gathers what each rank has saved."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1023, world_size=1024)
+    try:
+        layout = groups.build_layout(ParallelConfig(tensor=8, pipeline=4, context=2, sequence=True))
+        sizes = {name: group.size() for name, group in vars(layout.pgs).items() if group is not None}
+        made = len({*vars(layout.pgs).values(), layout.peers} - {None})
+    finally:
+        dist.destroy_process_group()
+    ring = 2
+    spoken = (ring + math.log2(1024)) + ring + math.log2(sizes["pp"]) + (sizes["dp"] - 1)  # world, peers, pp, dp
+    assert sizes["dp"] == 16 and made + spoken <= 64
