@@ -24,6 +24,7 @@ class Prompt:
     tokens: tuple[int, ...]
     text: str  # what the model sees, special tokens included
     fields: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns: answer, entry, ...
+    messages: tuple[dict[str, Any], ...] | None = None  # the conversation it was rendered from; None: a plain text
 
 
 @dataclass(frozen=True)

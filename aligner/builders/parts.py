@@ -21,6 +21,7 @@ from aligner.data.batches import BatchSource
 from aligner.data.dataset import PromptDataset
 from aligner.data.formats import prompt_rows
 from aligner.data.readers import read_rows
+from aligner.data.shipped_templates import use_chat_template
 from aligner.data.stream import IndexStream
 from aligner.data.tokenizer import stop_token_ids
 from aligner.engines.base import RolloutEngine
@@ -105,6 +106,7 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:
         # on CUDA torch calls the engine's cumulative sums nondeterministic, and would refuse them
         torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
     initial = resolve(cfg.model, cfg.model.init, cfg.seed)
+    use_chat_template(initial.tokenizer, cfg.data)
     validate_model(cfg, initial.config)
     generates = bridge is not None and bridge.generates
     if not generates:

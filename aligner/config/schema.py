@@ -7,6 +7,7 @@ Values are checked where they are born (`__post_init__`); what needs several sec
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from aligner.config.algorithm import AlgorithmConfig
 from aligner.config.attention import WINDOW_FAMILIES, AttentionConfig, check_attention_family
@@ -23,6 +24,7 @@ from aligner.errors import ConfigError
 
 STAGES = ("sft", "rm", "grpo", "ppo")
 ROLLOUT_STAGES = ("grpo", "ppo")
+RENDERING = {"messages", "tools", "chat_template", "add_generation_prompt", "tokenize"}  # no template_arguments
 
 
 @dataclass
@@ -229,6 +231,8 @@ class DataConfig:
     overlong: str = "drop"  # drop, truncate
     shuffle: bool = True
     loss_on: str = "assistant"  # assistant, all
+    chat_template: str = "auto"  # auto: the tokenizer's (docs/data.md); a shipped one's name, or a file
+    template_arguments: dict[str, Any] = field(default_factory=dict)  # of the chat template: {enable_thinking: false}
 
     def __post_init__(self) -> None:
         one_of("data.format", self.format, ("auto", "messages", "prompt_completion", "preference", "prompt"))
@@ -236,6 +240,9 @@ class DataConfig:
         at_least("data.max_tokens", self.max_tokens, 2)
         one_of("data.overlong", self.overlong, ("drop", "truncate"))
         one_of("data.loss_on", self.loss_on, ("assistant", "all"))
+        for name in sorted(RENDERING & set(self.template_arguments)):
+            expected = "a variable of the chat template: this one is set for each rendering"
+            raise ConfigError(f"data.template_arguments.{name}", self.template_arguments[name], expected)
 
 
 @dataclass

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from aligner.config.schema import DataConfig
-from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow
-from aligner.data.templates import encode_answers, encode_prompts, encode_sft
+from aligner.data.chats import check_arguments, unread_tools
+from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow, Text
+from aligner.data.templates import encode_answers, encode_prompts, encode_sft, shipped_in_use
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
 from aligner.types import Prompt
@@ -51,12 +52,13 @@ class DataReport:
     kept: int = 0
     dropped: int = 0
     truncated: int = 0
+    notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         text = f"{self.key}: {self.rows} rows, {self.kept} kept"
         if self.dropped or self.truncated:
             text += f", {self.dropped} dropped and {self.truncated} truncated by {self.limit}"
-        return text
+        return "; ".join([text, *self.notes])
 
 
 class Ragged:
@@ -105,9 +107,16 @@ class SftDataset:
         limit, cut = data.max_tokens, data.overlong == "truncate"
         self.report = DataReport(key, f"data.max_tokens={limit}", rows=len(rows))
         self._tokens, self._mask = Ragged(np.int32), Ragged(np.uint8)
-        shortest = None
+        shortest, fix = None, data.chat_template == "auto"
+        _note(self.report, tokenizer, rows, [row.messages or row.prompt for row in rows], data)
+        name = shipped_in_use(tokenizer, rows) if fix and data.loss_on != "all" else None
+        if name is not None:
+            self.report.notes.append(
+                f"answers within a conversation are learned by the shipped chat template {name}, which keeps what the "
+                "tokenizer's removes later (data.chat_template)"
+            )
         for chunk in _chunks(rows):
-            for tokens, mask in encode_sft(tokenizer, chunk, data.loss_on):
+            for tokens, mask in encode_sft(tokenizer, chunk, data.loss_on, data.template_arguments, fix):
                 shortest = len(tokens) if shortest is None else min(shortest, len(tokens))
                 # a row whose answer is cut off entirely has nothing to learn
                 if _fits([tokens], limit, cut and any(mask[:limit]), self.report):
@@ -115,7 +124,7 @@ class SftDataset:
                     self._mask.append(mask[:limit])
             self._tokens.pack()
             self._mask.pack()
-        _check_left(self.report, shortest)
+        _check_left(self.report, shortest, cut)
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -145,10 +154,14 @@ class PreferenceDataset:
         self.report = DataReport(key, f"data.max_tokens={limit}", rows=len(rows))
         self._chosen, self._rejected = Ragged(np.int32), Ragged(np.int32)
         margins, shortest = [], None
+        _note(self.report, tokenizer, rows, [row.chosen for row in rows], data)
         for chunk in _chunks(rows):
             prompts, where = [row.prompt for row in chunk], [row.where for row in chunk]
             answers = [*(row.chosen for row in chunk), *(row.rejected for row in chunk)]
-            texts = encode_answers(tokenizer, prompts * 2, answers, where * 2, stop)  # a prompt twice, encoded once
+            tools = [row.tools for row in chunk] * 2
+            texts = encode_answers(  # a prompt twice, encoded once
+                tokenizer, prompts * 2, answers, where * 2, stop, tools, data.template_arguments
+            )
             for row, chosen, rejected in zip(chunk, texts, texts[len(chunk) :], strict=False):
                 longest = max(len(chosen), len(rejected))
                 shortest = longest if shortest is None else min(shortest, longest)
@@ -159,7 +172,7 @@ class PreferenceDataset:
             self._chosen.pack()
             self._rejected.pack()
         self._margins = np.asarray(margins, dtype=np.float32)
-        _check_left(self.report, shortest)
+        _check_left(self.report, shortest, cut)
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -188,9 +201,11 @@ class ScoredDataset:
         self.report = DataReport(key, f"data.max_tokens={limit}", rows=len(rows))
         self._tokens = Ragged(np.int32)
         scores, shortest = [], None
+        _note(self.report, tokenizer, rows, [row.completion for row in rows], data)
         for chunk in _chunks(rows):
             prompts, where = [row.prompt for row in chunk], [row.where for row in chunk]
-            texts = encode_answers(tokenizer, prompts, [row.completion for row in chunk], where, stop)
+            tools, answers = [row.tools for row in chunk], [row.completion for row in chunk]
+            texts = encode_answers(tokenizer, prompts, answers, where, stop, tools, data.template_arguments)
             for row, tokens in zip(chunk, texts, strict=True):
                 shortest = len(tokens) if shortest is None else min(shortest, len(tokens))
                 if _fits([tokens], limit, cut, self.report):
@@ -198,7 +213,7 @@ class ScoredDataset:
                     scores.append(row.scores)
             self._tokens.pack()
         self._scores = np.asarray(scores, dtype=np.float32)
-        _check_left(self.report, shortest)
+        _check_left(self.report, shortest, cut)
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -229,8 +244,10 @@ class PromptDataset:
         self.report = DataReport(key, f"data.max_prompt_tokens={limit}", rows=len(rows))
         self._prompts: list[Prompt] = []
         shortest = None
+        _note(self.report, tokenizer, rows, [row.prompt for row in rows], data)
         for first, chunk in zip(range(0, len(rows), CHUNK), _chunks(rows), strict=True):
-            ids = encode_prompts(tokenizer, [row.prompt for row in chunk], [row.where for row in chunk])
+            where, tools = [row.where for row in chunk], [row.tools for row in chunk]
+            ids = encode_prompts(tokenizer, [row.prompt for row in chunk], where, tools, data.template_arguments)
             texts = tokenizer.batch_decode([tokens[-limit:] for tokens in ids], skip_special_tokens=False)
             for number, (row, tokens, text) in enumerate(zip(chunk, ids, texts, strict=True), start=first):
                 if not tokens:
@@ -239,8 +256,9 @@ class PromptDataset:
                     )
                 shortest = len(tokens) if shortest is None else min(shortest, len(tokens))
                 if _fits([tokens], limit, cut, self.report):
-                    self._prompts.append(Prompt(number, tuple(tokens[-limit:]), text, row.fields))
-        _check_left(self.report, shortest)
+                    messages = None if isinstance(row.prompt, str) else tuple(row.prompt)
+                    self._prompts.append(Prompt(number, tuple(tokens[-limit:]), text, row.fields, messages))
+        _check_left(self.report, shortest, cut)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -258,6 +276,15 @@ def _chunks(rows: Sequence) -> Iterable[Sequence]:
     return (rows[i : i + CHUNK] for i in range(0, len(rows), CHUNK))
 
 
+def _note(report: DataReport, tokenizer: PreTrainedTokenizerBase, rows: Sequence, texts: list[Text], data: DataConfig):
+    """What to say of the rows' conversations; raises ConfigError for an argument that the chat template lacks."""
+    conversational = any(not isinstance(text, str) for text in texts)
+    if conversational:
+        check_arguments(tokenizer, data.template_arguments)
+        if unread_tools(tokenizer, [row.tools for row in rows]):
+            report.notes.append("the column `tools` has no effect: the chat template does not read it")
+
+
 def _fits(texts: Sequence[Sequence[int]], limit: int, cut: bool, report: DataReport) -> bool:
     """Count the row in the report; True if it is kept (cut to the limit where it is longer)."""
     long = any(len(text) > limit for text in texts)
@@ -268,12 +295,12 @@ def _fits(texts: Sequence[Sequence[int]], limit: int, cut: bool, report: DataRep
     return kept
 
 
-def _check_left(report: DataReport, shortest: int | None) -> None:
+def _check_left(report: DataReport, shortest: int | None, cut: bool) -> None:
     if not report.rows:
         raise DataError(f"{report.key}: expected at least one row, the dataset is empty")
     if not report.kept:
-        name = report.limit.partition("=")[0]
+        name, less = report.limit.partition("=")[0], "" if cut else ", or set data.overlong=truncate"
         raise DataError(
             f"{report.key}: expected rows within {report.limit}, found none: all {report.rows} rows were dropped, the "
-            f"shortest has {shortest} tokens. Raise {name}, or set data.overlong=truncate"
+            f"shortest has {shortest} tokens. Raise {name}{less}"
         )

@@ -1,10 +1,12 @@
 """Rows of a file -> typed rows of a stage. The conventional columns are `messages`; `prompt`, `completion`;
 `prompt`, `chosen`, `rejected`, `margin`; and `prompt` with any other fields. A text is a string, or a list of
-{role, content} messages. `data.columns` renames, `data.prompt_template` and `data.completion_template` build columns.
+{role, content} messages, whose `tools` are a further column. `data.columns` renames, `data.prompt_template` and
+`data.completion_template` build columns.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +17,7 @@ from aligner.errors import DataError
 
 Messages = list[dict[str, Any]]
 Text = str | Messages
+Tools = list[dict[str, Any]]  # JSON schemas of the functions a conversation may call
 
 NEEDS = {
     "messages": ("messages",),
@@ -32,6 +35,7 @@ class SftRow:
     prompt: Text = ""
     completion: Text = ""
     where: str = ""
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class PreferenceRow:
     rejected: Text
     margin: float | None = None
     where: str = ""
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class ScoredRow:
     completion: Text
     scores: tuple[float, ...]
     where: str = ""
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class PromptRow:
     prompt: Text
     fields: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
+    tools: Tools | None = None
 
 
 def sft_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[SftRow]:
@@ -65,10 +72,12 @@ def sft_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[SftRow
     found = []
     for kind, where, row in _prepared(rows, data, ("messages", "prompt_completion")):
         if kind == "messages":
-            found.append(SftRow(messages=_messages(row["messages"], "messages", where), where=where))
+            messages = _messages(row["messages"], "messages", where)
+            found.append(SftRow(messages=messages, where=where, tools=_tools(row, messages, where)))
         else:
             prompt, completion = _pair(row, "completion", where)
-            found.append(SftRow(prompt=prompt, completion=completion, where=where))
+            tools = _tools(row, prompt, where)
+            found.append(SftRow(prompt=prompt, completion=completion, where=where, tools=tools))
     return found
 
 
@@ -87,7 +96,7 @@ def preference_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, margin:
             prompt, rejected = _pair(row, "rejected", where)
         else:
             prompt, chosen, rejected = _shared_prompt(row, where)
-        found.append(PreferenceRow(prompt, chosen, rejected, value, where))
+        found.append(PreferenceRow(prompt, chosen, rejected, value, where, _tools(row, chosen, where)))
     return found
 
 
@@ -97,7 +106,7 @@ def scored_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, attributes:
     for _, where, row in _prepared(rows, data, ("prompt_completion",)):
         prompt, completion = _pair(row, "completion", where)
         scores = tuple(_number(row, name, where, "algorithm.reward_loss.attributes") for name in attributes)
-        found.append(ScoredRow(prompt, completion, scores, where))
+        found.append(ScoredRow(prompt, completion, scores, where, _tools(row, prompt, where)))
     return found
 
 
@@ -115,7 +124,7 @@ def prompt_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[Pro
             raise DataError(f"{where}: expected `prompt` to end with a user turn (data.columns)")
         fields = {name: value for name, value in row.items() if name != "prompt"}
         columns |= dict.fromkeys(fields)
-        found.append(PromptRow(prompt, fields, where))
+        found.append(PromptRow(prompt, fields, where, _tools(row, prompt, where)))
     return [replace(row, fields={**columns, **row.fields}) for row in found]
 
 
@@ -179,7 +188,23 @@ def _wrong_columns(where: str, row: Mapping[str, Any], usable: tuple[str, ...], 
     return (
         f"{where}: expected the columns {expected}, found {found}{lack}. "
         "Rename with data.columns={ours: theirs}, build them with data.prompt_template, or set data.format"
+        f"{_hint(row)}"
     )
+
+
+def _hint(row: Mapping[str, Any]) -> str:
+    """What to do with the columns of two widespread formats."""
+    if "conversations" in row:
+        return (
+            ". ShareGPT's turns have other keys than messages: convert each row to {messages: [{role: t['from'], "
+            "content: t['value']}, ...]}, human as user and gpt as assistant"
+        )
+    if {"instruction", "output"} <= set(row):
+        return (
+            ". For Alpaca's columns: data.columns={completion: output} "
+            "'data.prompt_template=\"{instruction}\\n{input}\\n\"'"
+        )
+    return ""
 
 
 def _pair(row: Mapping[str, Any], answer: str, where: str) -> tuple[Text, Text]:
@@ -220,6 +245,8 @@ def _messages(value: Any, name: str, where: str) -> Messages:
         kept = {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else {}
         if "tool_calls" in kept:
             kept.setdefault("content", "")
+        if isinstance(kept.get("content"), list):
+            kept["content"] = _joined(kept["content"], name, where)
         if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content"), str):
             raise DataError(
                 f"{where}: expected messages of `{name}` with the strings `role` and `content`, "
@@ -227,6 +254,36 @@ def _messages(value: Any, name: str, where: str) -> Messages:
             )
         found.append(kept)
     return found
+
+
+def _joined(parts: list[Any], name: str, where: str) -> str:
+    """The text of a content in OpenAI's parts, {type: text, text: ...} each."""
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise DataError(
+                f"{where}: expected a message of `{name}` to have a text as content, or a list of parts "
+                f"{{type: text, text: ...}}, found the part {str(part)[:120]} (data.columns)"
+            )
+    return "".join(part["text"] for part in parts)
+
+
+def _tools(row: Mapping[str, Any], text: Text, where: str) -> Tools | None:
+    """The column `tools` of a conversation: a list of JSON schemas, or its JSON text. Beside a plain text it is a
+    column like others."""
+    value = row.get("tools")
+    if isinstance(text, str) or value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = row["tools"]
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(
+            f"{where}: expected the column `tools` to be a list of JSON schemas, or its JSON text, found "
+            f"{str(value)[:80]!r} (data.columns)"
+        )
+    return value or None
 
 
 def _number(row: Mapping[str, Any], name: str, where: str, key: str = "algorithm.reward_loss.margin") -> float:

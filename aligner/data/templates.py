@@ -1,23 +1,24 @@
-"""Typed rows -> token ids with a loss mask, through the tokenizer's own chat template.
+"""Typed rows -> token ids with a loss mask, through the tokenizer's chat template.
 
 Special tokens are added once: a chat template writes its own; a plain text gets the tokenizer's BOS (if it adds one)
-in front of the prompt and EOS behind the completion.
+in front of the prompt and EOS behind the completion. `arguments` are the template's, data.template_arguments.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aligner.data.formats import Messages, SftRow, Text
+from aligner.data.chats import Chat, Options, marks_answers, render
+from aligner.data.formats import SftRow, Text, Tools
+from aligner.data.shipped_templates import shipped, shipped_template, training_template
 from aligner.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Ids = list[int]
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+NO_ARGUMENTS: Mapping[str, Any] = {}
 
 
 def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
@@ -31,24 +32,36 @@ def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     return [found[text] for text in texts]
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Text], where: Sequence[str]) -> list[Ids]:
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Text],
+    where: Sequence[str],
+    tools: Sequence[Tools | None] | None = None,
+    arguments: Options = NO_ARGUMENTS,
+) -> list[Ids]:
     """What the model generates from. A conversation is rendered with the opening of the assistant's turn."""
     ids: list[Ids] = [[] for _ in prompts]
+    tools = tools or [None] * len(prompts)
     plain = [i for i, p in enumerate(prompts) if isinstance(p, str)]
     chats = [i for i, p in enumerate(prompts) if not isinstance(p, str)]
     bos = _bos(tokenizer)
     for i, found in zip(plain, encode_plain(tokenizer, [prompts[i] for i in plain]), strict=True):
         ids[i] = _with_bos(found, bos)
-    rendered = _render(tokenizer, [prompts[i] for i in chats], [where[i] for i in chats], add_generation_prompt=True)
-    for i, found in zip(chats, rendered["input_ids"], strict=True):
+    opened = [Chat(prompts[i], where[i], tools[i]) for i in chats]
+    for i, found in zip(chats, _openings(tokenizer, opened, arguments), strict=True):
         ids[i] = found
     return ids
 
 
 def encode_sft(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow], loss_on: str = "assistant"
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[SftRow],
+    loss_on: str = "assistant",
+    arguments: Options = NO_ARGUMENTS,
+    fix: bool = True,
 ) -> list[tuple[Ids, Ids]]:
-    """(tokens, loss mask of 0 and 1, same length) of each row. `loss_on="all"`: every token but the first.
+    """(tokens, loss mask of 0 and 1, same length) of each row. `loss_on="all"`: every token but the first. `fix`: a
+    shipped template may take the place of the tokenizer's (`_encode_chats`).
 
     Plain: encode(prompt) + encode(completion) + [EOS], loss on completion and EOS. Conversations: loss on the assistant
     turns (of the completion, where there is a separate prompt). Raises DataError where a row has no token to learn.
@@ -62,7 +75,8 @@ def encode_sft(
     for i, prompt, answer in zip(plain, prompts, answers, strict=True):
         answer = _with_eos(answer, eos)
         out[i] = prompt + answer, [0] * len(prompt) + [1] * len(answer)
-    for i, found in zip(chats, _encode_chats(tokenizer, [rows[i] for i in chats], loss_on), strict=True):
+    encoded = _encode_chats(tokenizer, [rows[i] for i in chats], loss_on, arguments, fix)
+    for i, found in zip(chats, encoded, strict=True):
         out[i] = found
     for i, (tokens, mask) in enumerate(out):
         if loss_on == "all":
@@ -79,9 +93,12 @@ def encode_answers(
     answers: Sequence[Text],
     where: Sequence[str],
     stop_ids: Sequence[int],
+    tools: Sequence[Tools | None] | None = None,
+    arguments: Options = NO_ARGUMENTS,
 ) -> list[Ids]:
     """prompt + answer as a rollout would hold it: it ends with its stop token, where a reward model scores it."""
     out: list[Ids] = [[] for _ in prompts]
+    tools = tools or [None] * len(prompts)
     chats = [i for i, answer in enumerate(answers) if not isinstance(answer, str)]
     plain = sorted(set(range(len(prompts))) - set(chats))
     starts = encode_prompts(tokenizer, [prompts[i] for i in plain], [where[i] for i in plain])
@@ -89,11 +106,23 @@ def encode_answers(
     eos = tokenizer.eos_token_id
     for i, start, end in zip(plain, starts, ends, strict=True):
         out[i] = start + _with_eos(end, eos)
-    whole = [[*prompts[i], *answers[i]] for i in chats]
-    rendered = _render(tokenizer, whole, [where[i] for i in chats])
-    for i, ids in zip(chats, rendered["input_ids"], strict=True):
+    whole = [Chat([*prompts[i], *answers[i]], where[i], tools[i]) for i in chats]
+    for i, ids in zip(chats, render(tokenizer, whole, arguments)["input_ids"], strict=True):
         out[i] = _end_at_stop(tokenizer, ids, stop_ids)
     return out
+
+
+def shipped_in_use(tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow]) -> str | None:
+    """The shipped template by which `encode_sft` learns conversations with several answers, or None."""
+    chats = _chats([row for row in rows if row.messages is not None or not isinstance(row.prompt, str)])
+    if (
+        tokenizer.chat_template is None
+        or not chats
+        or marks_answers(tokenizer, chats[:1], {})
+        or not any(_several(chat) for chat in chats)
+    ):
+        return None
+    return training_template(tokenizer)
 
 
 def _end_at_stop(tokenizer: PreTrainedTokenizerBase, ids: Ids, stop_ids: Sequence[int]) -> Ids:
@@ -106,51 +135,72 @@ def _end_at_stop(tokenizer: PreTrainedTokenizerBase, ids: Ids, stop_ids: Sequenc
     return [*ids, tokenizer.eos_token_id]
 
 
-def _encode_chats(tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow], loss_on: str) -> list[tuple[Ids, Ids]]:
-    chats = [row.messages if row.messages is not None else [*row.prompt, *row.completion] for row in rows]
-    fixed = [0 if row.messages is not None else len(row.prompt) for row in rows]  # messages that get no loss
-    where = [row.where for row in rows]
-    if not chats:
-        return []
-    if loss_on == "all":
-        return [(ids, [0] * len(ids)) for ids in _render(tokenizer, chats, where)["input_ids"]]
-    if _has_generation(tokenizer, where):
-        found = _render(tokenizer, chats, where, return_assistant_tokens_mask=True)
-        pairs = list(zip(found["input_ids"], found["assistant_masks"], strict=True))
-        split = [i for i, n in enumerate(fixed) if n]
-        prompts = encode_prompts(tokenizer, [chats[i][: fixed[i]] for i in split], [where[i] for i in split])
-        for i, prompt in zip(split, prompts, strict=True):
-            ids, mask = pairs[i]
-            _check_prefix(tokenizer, prompt, ids, where[i], f"the prompt ({fixed[i]} messages)")
-            mask[: len(prompt)] = [0] * len(prompt)
-        return [(ids, list(mask)) for ids, mask in pairs]
-    return _by_prefixes(tokenizer, chats, fixed, where)
-
-
-def _by_prefixes(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Messages], fixed: Sequence[int], where: Sequence[str]
-) -> list[tuple[Ids, Ids]]:
-    """Assistant spans of a template without generation markers: what message k adds to the rendering before it."""
-    spans = [
-        (i, k)
-        for i, chat in enumerate(chats)
-        for k, message in enumerate(chat)
-        if k >= fixed[i] and message["role"] == "assistant"
+def _chats(rows: Sequence[SftRow]) -> list[Chat]:
+    return [
+        Chat(row.messages, row.where, row.tools)
+        if row.messages is not None
+        else Chat([*row.prompt, *row.completion], row.where, row.tools, len(row.prompt))
+        for row in rows
     ]
-    names = [where[i] for i, _ in spans]
-    whole = _render(tokenizer, chats, where)["input_ids"]
+
+
+def _openings(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options) -> list[Ids]:
+    return render(tokenizer, chats, options, add_generation_prompt=True)["input_ids"]
+
+
+def _several(chat: Chat) -> bool:
+    """Whether an answer is learned that the conversation goes on behind."""
+    return chat.answers != [] and chat.answers != [len(chat.messages) - 1]
+
+
+def _encode_chats(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow], loss_on: str, options: Options, fix: bool
+) -> list[tuple[Ids, Ids]]:
+    """With marks in the template by these, else by prefixes; but what a template without marks may forget, once the
+    conversation goes on, by the shipped template that renders as it does up to there."""
+    chats = _chats(rows)
+    if loss_on == "all":
+        return [(ids, [0] * len(ids)) for ids in render(tokenizer, chats, options)["input_ids"]]
+    if not chats or marks_answers(tokenizer, chats, options):
+        return _by_marks(tokenizer, chats, options)
+    several = [i for i, chat in enumerate(chats) if fix and _several(chat)]
+    name = training_template(tokenizer) if several else None
+    if name is None:
+        return _by_prefixes(tokenizer, chats, options)
+    fixed: Options = {**options, "chat_template": shipped_template(name)}
+    by = _by_marks if marks_answers(tokenizer, chats[:1], fixed) else _by_prefixes
+    found = dict(zip(several, by(tokenizer, [chats[i] for i in several], fixed), strict=True))
+    rest = [i for i in range(len(chats)) if i not in found]
+    found |= dict(zip(rest, _by_prefixes(tokenizer, [chats[i] for i in rest], options), strict=True))
+    return [found[i] for i in range(len(chats))]
+
+
+def _by_marks(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options) -> list[tuple[Ids, Ids]]:
+    found = render(tokenizer, chats, options, return_assistant_tokens_mask=True)
+    pairs = [(ids, list(mask)) for ids, mask in zip(found["input_ids"], found["assistant_masks"], strict=True)]
+    split = [i for i, chat in enumerate(chats) if chat.fixed]
+    prompts = _openings(tokenizer, [chats[i].head(chats[i].fixed) for i in split], options)
+    for i, prompt in zip(split, prompts, strict=True):
+        ids, mask = pairs[i]
+        _check_prefix(tokenizer, prompt, ids, chats[i].where, f"the prompt ({chats[i].fixed} messages)")
+        mask[: len(prompt)] = [0] * len(prompt)
+    return pairs
+
+
+def _by_prefixes(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options) -> list[tuple[Ids, Ids]]:
+    """Assistant spans of a template without generation markers: what message k adds to the rendering before it."""
+    spans = [(i, k) for i, chat in enumerate(chats) for k in chat.answers]
+    whole = render(tokenizer, chats, options)["input_ids"]
     # an assistant that opens the conversation has nothing before it: many templates refuse to render no messages
     opened = [(i, k) for i, k in spans if k]
-    before = _render(
-        tokenizer, [chats[i][:k] for i, k in opened], [where[i] for i, _ in opened], add_generation_prompt=True
-    )
-    starts = dict(zip(opened, before["input_ids"], strict=True))
-    after = _render(tokenizer, [chats[i][: k + 1] for i, k in spans], names)["input_ids"]
+    before = _openings(tokenizer, [chats[i].head(k) for i, k in opened], options)
+    starts = dict(zip(opened, before, strict=True))
+    after = render(tokenizer, [chats[i].head(k + 1) for i, k in spans], options)["input_ids"]
     masks = [[0] * len(ids) for ids in whole]
     for (i, k), end in zip(spans, after, strict=True):
-        start = starts.get((i, k), [])
-        _check_prefix(tokenizer, start, end, where[i], f"messages[:{k}] and the opening of the assistant's turn")
-        _check_prefix(tokenizer, end, whole[i], where[i], f"messages[:{k + 1}]")
+        start, where = starts.get((i, k), []), chats[i].where
+        _check_prefix(tokenizer, start, end, where, f"messages[:{k}] and the opening of the assistant's turn")
+        _check_prefix(tokenizer, end, whole[i], where, f"messages[:{k + 1}]")
         masks[i][len(start) : len(end)] = [1] * (len(end) - len(start))
     return list(zip(whole, masks, strict=True))
 
@@ -163,45 +213,10 @@ def _check_prefix(tokenizer: PreTrainedTokenizerBase, short: Ids, long: Ids, whe
     raise DataError(
         f"{where}: the chat template is not prefix-preserving: the tokens of {what} are not the start of the tokens of "
         f"the longer conversation. At token {at}: {tokenizer.decode(short[window])!r} became "
-        f"{tokenizer.decode(long[window])!r}. Fix: a tokenizer (model.tokenizer) whose chat template marks assistant "
-        "turns with {% generation %}, or keeps earlier turns as they are; or data.loss_on=all"
+        f"{tokenizer.decode(long[window])!r}. Fix: data.chat_template=FILE, one that marks assistant turns with "
+        f"{{% generation %}} or keeps earlier turns as they are (shipped: {', '.join(shipped())}), or such a "
+        "model.tokenizer; or data.loss_on=all"
     )
-
-
-def _has_generation(tokenizer: PreTrainedTokenizerBase, where: Sequence[str]) -> bool:
-    _need_template(tokenizer, where)
-    return bool(_GENERATION.search(tokenizer.get_chat_template())) and tokenizer.is_fast
-
-
-def _need_template(tokenizer: PreTrainedTokenizerBase, where: Sequence[str]) -> None:
-    if tokenizer.chat_template is None:
-        raise DataError(
-            f"{where[0]}: model.tokenizer={tokenizer.name_or_path!r}: expected a chat template because the data is "
-            "conversational, found none; add chat_template.jinja to the folder, or use plain strings"
-        )
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Messages], where: Sequence[str], **options: Any
-) -> dict[str, list]:
-    import jinja2
-
-    if not chats:
-        return {"input_ids": [], "assistant_masks": []}
-    _need_template(tokenizer, where)
-    options = {"tokenize": True, "return_dict": True, "tokenizer_kwargs": {"verbose": False}, **options}
-    try:
-        return tokenizer.apply_chat_template(list(chats), **options)
-    except jinja2.TemplateError as batch_error:
-        for chat, name in zip(chats, where, strict=True):
-            try:
-                tokenizer.apply_chat_template([chat], **options)
-            except jinja2.TemplateError as error:
-                raise DataError(
-                    f"{name}: the chat template of model.tokenizer={tokenizer.name_or_path!r} refuses the roles "
-                    f"{[m['role'] for m in chat]}: {error}"
-                ) from error
-        raise DataError(f"the chat template of model.tokenizer failed: {batch_error}") from batch_error
 
 
 def _bos(tokenizer: PreTrainedTokenizerBase) -> Ids:

@@ -10,9 +10,10 @@ and the function has one of two signatures, with `reward.functions[i].args` as f
     def f(samples, **args) -> list[float | None]                      # samples: list[aligner.types.Sample]
     def f(prompts, completions, **columns) -> list[float | None]      # the convention of TRL
 
-The second is used when the function has a parameter `completions`: prompts and completions are texts, and each other
-parameter is the dataset column of that name (a list, None where a row lacks it), `completion_ids` (token lists), or an
-entry of args. Only the columns it names are passed, or all of them if it takes **keywords.
+The second is used when the function has a parameter `completions`: prompts and completions are texts, or, where the
+row's prompt is a conversation, lists of messages (a completion is one of the assistant's); each other parameter is
+the dataset column of that name (a list, None where a row lacks it), `completion_ids` (token lists), or an entry of
+args. Only the columns it names are passed, or all of them if it takes **keywords.
 """
 
 from __future__ import annotations
@@ -72,8 +73,10 @@ class FunctionReward:
         table: dict[str, list] = {
             column: [s.prompt.fields.get(column) for s in samples] for s in samples for column in s.prompt.fields
         }
-        table["prompts"] = [s.prompt.text for s in samples]
-        table["completions"] = [s.response for s in samples]
+        table["prompts"] = [s.prompt.text if s.prompt.messages is None else list(s.prompt.messages) for s in samples]
+        table["completions"] = [
+            s.response if s.prompt.messages is None else [{"role": "assistant", "content": s.response}] for s in samples
+        ]
         table["completion_ids"] = [list(s.tokens) for s in samples]
         if any(p.kind is p.VAR_KEYWORD for p in self._parameters.values()):
             return table

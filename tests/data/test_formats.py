@@ -137,3 +137,35 @@ def test_nulls_that_parquet_adds_to_messages_are_ignored():
 def test_no_rows():
     with pytest.raises(DataError, match=r"empty"):
         prompt_rows([], DataConfig())
+
+
+def test_content_in_parts_is_joined_and_pictures_are_refused():
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "this?"}]
+    (row,) = sft_rows([{"messages": [{"role": "user", "content": parts}, *GOOD]}], DataConfig())
+    assert row.messages == [{"role": "user", "content": "What is this?"}, *GOOD]
+    parts.append({"type": "image_url", "image_url": {"url": "x"}})
+    with pytest.raises(DataError, match=r"row 1: expected a message of `messages` .*found the part.*image"):
+        sft_rows([{"messages": [{"role": "user", "content": parts}, *GOOD]}], DataConfig())
+
+
+def test_tools_are_schemas_or_their_json():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for value in (tools, json.dumps(tools)):
+        (row,) = sft_rows([{"messages": USER + GOOD, "tools": value}], DataConfig())
+        assert row.tools == tools
+        (prompt,) = prompt_rows([{"prompt": USER, "tools": value}], DataConfig())
+        assert prompt.tools == tools and prompt.fields["tools"] == value
+    assert sft_rows([{"messages": USER + GOOD, "tools": None}], DataConfig())[0].tools is None
+    assert prompt_rows([{"prompt": "plain", "tools": "a hammer"}], DataConfig())[0].tools is None
+    with pytest.raises(DataError, match=r"row 1: expected the column `tools` to be a list of JSON schemas"):
+        sft_rows([{"messages": USER + GOOD, "tools": "a hammer"}], DataConfig())
+
+
+def test_columns_of_two_widespread_formats_get_a_hint():
+    with pytest.raises(DataError, match=r"ShareGPT.*convert each row to \{messages: .*gpt as assistant"):
+        sft_rows([{"conversations": [{"from": "human", "value": "q"}]}], DataConfig())
+    row = {"instruction": "Add.", "input": "1 2", "output": "3"}
+    with pytest.raises(DataError, match=r"data.columns=\{completion: output\}"):
+        sft_rows([row], DataConfig())
+    data = DataConfig(columns={"completion": "output"}, prompt_template="{instruction}\n{input}\n")
+    assert sft_rows([row], data)[0].prompt == "Add.\n1 2\n"  # what the hint says works

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.data.stream import IndexStream
@@ -10,6 +10,7 @@ SIZES = st.integers(1, 40)
 
 
 @given(size=SIZES, batch=st.integers(1, 50), seed=st.integers(0, 9), shuffle=st.booleans())
+@settings(deadline=None)
 def test_each_epoch_visits_each_row_once(size, batch, seed, shuffle):
     stream = IndexStream(size, seed, shuffle, batch)
     rows = np.concatenate([stream.next() for _ in range(-(-3 * size // batch))])[: 3 * size]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,17 @@ def test_the_signature_with_completions_gets_columns():
         return [scale * (c == a) for c, a in zip(completions, answer, strict=True)]
 
     assert reward(f, scale=2.0)(samples("7", "77", answer="7", unused=1)) == [2.0, 0.0]
+
+
+def test_of_conversations_it_gets_messages():
+    (sample,) = samples("a")
+    sample = replace(sample, prompt=replace(sample.prompt, messages=({"role": "user", "content": "q"},)))
+
+    def f(prompts, completions):
+        assert prompts == [[{"role": "user", "content": "q"}]]
+        return [float(c[0]["content"] == "a" and c[0]["role"] == "assistant") for c in completions]
+
+    assert reward(f)([sample]) == [1.0]
 
 
 def test_keywords_get_all_columns_and_absent_ones_are_none():

@@ -1,0 +1,91 @@
+"""Chat templates: the one `data.chat_template` names, and the shipped ones, which mark what an assistant says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aligner.config.schema import DataConfig
+from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FOLDER = Path(__file__).with_name("chat_templates")
+# in place of templates that render an earlier part of a conversation in another way once it goes on
+FOR_TRAINING = ("qwen3", "phi3")
+
+_USER = [{"role": "user", "content": "a question"}]
+_SYSTEM = [{"role": "system", "content": "a system's words"}]
+_ANSWER = [{"role": "assistant", "content": "an answer"}]
+_THOUGHT = [{"role": "assistant", "content": "<think>\na thought\n</think>\n\nan answer"}]
+_CALL = [
+    {
+        "role": "assistant",
+        "content": "<think>\na thought\n</think>\n\n",
+        "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}],
+    }
+]
+_RESULT = [{"role": "tool", "content": "a result"}]
+_TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+# conversations that a template and the one for its training render alike: none goes on behind an answer to a user
+_PROBES: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
+    (_USER, {"add_generation_prompt": True}),
+    (_SYSTEM + _USER, {"add_generation_prompt": True}),
+    (_USER, {"add_generation_prompt": True, "enable_thinking": False}),
+    (_USER, {"add_generation_prompt": True, "tools": _TOOLS}),
+    (_SYSTEM + _USER + _ANSWER, {"tools": _TOOLS}),
+    (_USER + _ANSWER, {}),
+    (_USER + _THOUGHT, {}),
+    (_USER + _CALL, {}),
+    (_USER + _CALL + _RESULT + _RESULT, {"add_generation_prompt": True}),
+]
+
+
+def shipped() -> tuple[str, ...]:
+    """Names that `data.chat_template` may give."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.jinja")))
+
+
+def shipped_template(name: str) -> str:
+    return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def use_chat_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+    """Give the tokenizer the template that `data.chat_template` names: everything that renders a conversation uses it,
+    and it goes out with the model. Raises ConfigError for a name or file that does not exist."""
+    name = data.chat_template
+    if name == "auto":
+        return
+    if name in shipped():
+        tokenizer.chat_template = shipped_template(name)
+        return
+    try:
+        tokenizer.chat_template = Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        expected = f"auto, one of {', '.join(shipped())}, or a file with a Jinja template"
+        raise ConfigError("data.chat_template", name, expected, f"{error}.") from None
+
+
+def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The name of the shipped template that renders what the tokenizer's own does, as far as no conversation goes on
+    behind an answer; None where there is none."""
+    own = [_rendered(tokenizer, {}, *probe) for probe in _PROBES]
+    for name in FOR_TRAINING:
+        other = {"chat_template": shipped_template(name)}
+        if all(_rendered(tokenizer, other, *probe) == text for probe, text in zip(_PROBES, own, strict=True)):
+            return name
+    return None
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, template: Mapping[str, str], chat: list, options: Mapping[str, Any]
+) -> str | None:
+    """None where the template refuses the conversation, or cannot do what it needs."""
+    import jinja2
+
+    try:
+        return tokenizer.apply_chat_template(chat, tokenize=False, **template, **options)
+    except (jinja2.TemplateError, TypeError):  # TypeError: the template adds a text to what is none
+        return None
