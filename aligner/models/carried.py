@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
+
+from aligner.errors import CheckpointError
+from aligner.foreign import read_record
 
 GENERATION, CARD = "generation_config.json", "README.md"
 # beside what `save_pretrained` of a tokenizer writes
@@ -48,7 +50,7 @@ def carried_config(origin: Path | None, own: dict[str, Any]) -> dict[str, Any]:
     path = None if origin is None else origin / "config.json"
     if path is None or not path.is_file():
         return own
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = read_record(path, CheckpointError).fields
     if before.get("model_type") != own["model_type"]:
         return own
     before = {key: value for key, value in before.items() if key not in NOT_CARRIED}

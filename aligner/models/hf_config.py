@@ -14,6 +14,7 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.foreign import Record, read_record
 from aligner.models.families import DEFAULTS, FAMILIES, Family, check_family
 from aligner.models.hf_rope import NOTHING, rope_in, scaling_out
+from aligner.models.quantised import float8_block
 
 # beyond them a damaged digit would end in a search for memory instead of a message
 MOST_LAYERS, MOST_HEADS, MOST_CHANNELS, MOST_EXPERTS = 10_000, 65_536, 1 << 28, 4096
@@ -98,6 +99,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
         raise CheckpointError(f"model.init={str(folder)!r}: expected a Hugging Face folder, but it has no config.json")
     raw = read_record(path, CheckpointError)
     family = _family_of(raw, path)
+    float8_block(raw)  # refuses other quantisations before anyone misses a tensor
     raw.need("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
     default = {**DEFAULTS, **dict(family.defaults)}
     max_position = raw.integer("max_position_embeddings", default["max_position_embeddings"], low=1)

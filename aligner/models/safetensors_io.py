@@ -13,39 +13,90 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.errors import CheckpointError
+from aligner.foreign import read_record
+from aligner.models.quantised import SCALE, dequantised, float8_block
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class HfTensors(Mapping[str, Tensor]):
-    """Name -> tensor over the safetensors files of a folder; a tensor is read when it is asked for."""
+    """Name -> tensor over the safetensors files of a folder; a tensor is read when it is asked for.
 
-    def __init__(self, files: dict[str, Path]):
-        self._files = files
+    With `block`, tensors that have a scale beside them come dequantised, in float32, and scales are no entries.
+    """
+
+    def __init__(self, files: dict[str, Path], block: tuple[int, int] | None = None):
+        self.block = block
+        self._listed = files
+        scales = {name.removesuffix(SCALE) + "weight" for name in files if block and name.endswith("." + SCALE)}
+        self._scales = {name: f"{name}_scale_inv" for name in scales if name in files}
+        hidden = set(self._scales.values())
+        self._files = {name: path for name, path in files.items() if name not in hidden}
         self._open: dict[Path, Any] = {}
 
+    @property
+    def where(self) -> str:
+        """The folder, for messages."""
+        return str(next(iter(self._listed.values())).parent) if self._listed else "the folder"
+
     def __getitem__(self, name: str) -> Tensor:
-        return self._file(name).get_tensor(name)
+        whole = self._read(name, lambda file: file.get_tensor(name))
+        return whole if name not in self._scales else dequantised(name, whole, self._scale(name), self._block)
 
     def __contains__(self, name: object) -> bool:
         return name in self._files  # without reading it
 
     def part(self, name: str, axis: int, start: int, stop: int) -> Tensor:
-        """[start, stop) along `axis` (0 or 1); nothing else is read."""
-        whole = self._file(name).get_slice(name)
-        return whole[start:stop] if axis == 0 else whole[:, start:stop]
+        """[start, stop) along `axis` (0 or 1); nothing else is read but its scales."""
+
+        def cut(file: Any) -> Tensor:
+            whole = file.get_slice(name)
+            return whole[start:stop] if axis == 0 else whole[:, start:stop]
+
+        part = self._read(name, cut)
+        if name not in self._scales:
+            return part
+        first = (start, 0) if axis == 0 else (0, start)
+        return dequantised(name, part, self._scale(name), self._block, *first)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file(name).get_slice(name).get_shape())
+        return self._read(name, lambda file: tuple(file.get_slice(name).get_shape()))
+
+    def dtype(self, name: str) -> str:
+        """As safetensors calls it, of what is stored."""
+        return self._read(name, lambda file: file.get_slice(name).get_dtype())
+
+    def scale_shape(self, name: str) -> tuple[int, ...] | None:
+        return self.shape(self._scales[name]) if name in self._scales else None
 
     def itemsize(self, name: str) -> int:
-        """Bytes of an element."""
-        return {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}.get(self._file(name).get_slice(name).get_dtype(), 1)
+        """Bytes of an element as it is given."""
+        return 4 if name in self._scales else {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}.get(self.dtype(name), 1)
 
-    def _file(self, name: str) -> Any:
-        if name not in self._files:
+    def unlisted(self) -> list[str]:
+        """Tensors of the files that the index does not name. Opens every file."""
+        names = (name for path in self.paths() for name in self._file(path).keys())  # noqa: SIM118 (no mapping)
+        return [name for name in names if name not in self._listed]
+
+    @property
+    def _block(self) -> tuple[int, int]:
+        assert self.block is not None
+        return self.block
+
+    def _scale(self, name: str) -> Tensor:
+        scale = self._scales[name]
+        return self._read(scale, lambda file: file.get_tensor(scale))
+
+    def _read[T](self, name: str, work: Callable[[Any], T]) -> T:
+        if name not in self._listed:
             raise CheckpointError(f"the weights hold no tensor {name!r}")
-        path = self._files[name]
+        path = self._listed[name]
+        try:
+            return work(self._file(path))
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: {name} cannot be read ({error})") from None
+
+    def _file(self, path: Path) -> Any:
         if path not in self._open:
             self._open[path] = _open(path)
         return self._open[path]
@@ -55,7 +106,7 @@ class HfTensors(Mapping[str, Tensor]):
         self._open.clear()
 
     def paths(self) -> list[Path]:
-        return sorted(set(self._files.values()))
+        return sorted(set(self._listed.values()))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -72,18 +123,25 @@ def _open(path: Path):
 
 
 def open_hf(folder: str | Path) -> HfTensors:
-    """The tensors of a folder with `model.safetensors` or a sharded index. Raises CheckpointError."""
+    """The tensors of a folder with `model.safetensors` or a sharded index; what they are to be is not checked
+    (`models/account.py`). Raises CheckpointError, ConfigError for a quantisation that is not read."""
     folder = Path(folder)
-    if (folder / INDEX).is_file():
-        weights = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = {name: folder / file for name, file in weights.items()}
-        absent = sorted({p.name for p in files.values() if not p.is_file()})
-        if absent:
-            raise CheckpointError(f"{folder}: {INDEX} names files that are not there: {', '.join(absent)}")
-        return HfTensors(files)
-    if (folder / SINGLE).is_file():
-        return HfTensors(dict.fromkeys(_open(folder / SINGLE).keys(), folder / SINGLE))
-    raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}")
+    config, single, index = folder / "config.json", folder / SINGLE, folder / INDEX
+    block = float8_block(read_record(config, CheckpointError)) if config.is_file() else None
+    if single.is_file() and index.is_file():
+        raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found both: remove the one that is not meant")
+    if single.is_file():
+        return HfTensors(dict.fromkeys(_open(single).keys(), single), block)
+    if not index.is_file():
+        pickled = any(folder.glob("pytorch_model*.bin"))
+        hint = ". Pickled weights (*.bin) are not read: save them again as safetensors" if pickled else ""
+        raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}{hint}")
+    files = read_record(index, CheckpointError).text_map("weight_map")
+    absent = sorted({name for name in files.values() if Path(name).name != name or not (folder / name).is_file()})
+    if absent or not files:
+        told = ", ".join(map(repr, absent)) or "none"
+        raise CheckpointError(f"{folder}: {INDEX} names files that are not there: {told}")
+    return HfTensors({name: folder / file for name, file in files.items()}, block)
 
 
 def write_hf(

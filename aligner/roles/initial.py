@@ -19,6 +19,7 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.megatron.checkpoint_files import find_checkpoint, read_state
 from aligner.megatron.model import Head
 from aligner.megatron.weights import WeightSource, random_source
+from aligner.models.account import check_folder
 from aligner.models.hf_config import config_from_hf
 from aligner.models.safetensors_io import open_hf
 from aligner.models.slices import HfSource
@@ -45,11 +46,14 @@ class InitialModel:
     seed: int = 0
 
     def source(self, head: Head) -> WeightSource:
-        """Weights for a model with this head; a score head that the folder lacks starts at zero."""
+        """Weights for a model with this head; a score head that the folder lacks starts at zero. Raises CheckpointError
+        where the folder holds more or less than its config.json says."""
         random = random_source(self.config, self.seed)
         if self.folder is None:
             return random
-        return HfSource(open_hf(self.folder), self.config)
+        tensors = open_hf(self.folder)
+        check_folder(tensors, self.config, head.kind)
+        return HfSource(tensors, self.config)
 
     @property
     def extra(self) -> dict[str, Any]:

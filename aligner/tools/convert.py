@@ -30,6 +30,7 @@ from aligner.megatron.checkpoint_files import FORMAT, find_checkpoint, write_man
 from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, Plan, plan_of, write_index
 from aligner.megatron.groups import init_distributed, leave_distributed
 from aligner.megatron.model import Head
+from aligner.models.account import SCORE, check_folder
 from aligner.models.carried import TOKENIZER, carried_config, carry, carry_tokenizer
 from aligner.models.families import ParamSpec, family_table, hf_axis, to_hf
 from aligner.models.hf_config import config_from_hf, hf_config, is_known
@@ -51,7 +52,8 @@ def import_hf(source: Path, target: Path, env: RankEnv, *, tensor: int, file_byt
     """
     cfg = replace(config_from_hf(source), init=str(source.resolve()))
     tensors = open_hf(source)
-    head = Head("score", tensors.shape("score.weight")[0]) if "score.weight" in tensors else Head()
+    head = Head("score", tensors.shape(SCORE)[0]) if SCORE in tensors else Head()
+    check_folder(tensors, cfg, head.kind)
     table = family_table(cfg, head.kind, head.outputs)
     wanted = plan_of(cfg, head, torch.float32)
     where = wanted.places

@@ -8,6 +8,7 @@ import torch
 
 from aligner.config.engine import EngineConfig
 from aligner.engines.native.engine import Decode, NativeEngine
+from aligner.models.account import check_folder
 from aligner.models.hf_config import config_from_hf
 from aligner.models.safetensors_io import open_hf
 
@@ -22,9 +23,10 @@ def engine_from_folder(
     decode: Decode | None = None,
 ) -> NativeEngine:
     """Weight version 0. Raises CheckpointError or ConfigError if the folder holds no model of a known family."""
-    engine = NativeEngine(config_from_hf(folder), config, device=device, dtype=dtype, pad_id=pad_id, decode=decode)
-    tensors = open_hf(folder)
+    cfg, tensors = config_from_hf(folder), open_hf(folder)
+    names = check_folder(tensors, cfg)
+    engine = NativeEngine(cfg, config, device=device, dtype=dtype, pad_id=pad_id, decode=decode)
     engine.begin_update(0)
-    engine.update_weights((name, tensors[name]) for name in tensors)
+    engine.update_weights((name, tensors[name]) for name in names)
     engine.finish_update()
     return engine

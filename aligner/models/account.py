@@ -1,0 +1,98 @@
+"""What a Hugging Face folder holds against what its config.json announces: nothing in it is ignored in silence.
+
+The one rule for whoever reads such a folder: the trainer, `import`, and the native engine of `chat` and `eval`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from aligner.config.schema import ModelConfig
+from aligner.errors import CheckpointError
+from aligner.models.families import expected_hf_shapes
+from aligner.models.quantised import FLOAT8, grid
+from aligner.models.safetensors_io import HfTensors
+
+EMBEDDING, LM_HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+# buffers that old versions of transformers stored, and every version computes anew
+DISPENSABLE = (re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),)
+FLOATS = ("F64", "F32", "F16", "BF16")
+ROWS = 4096  # of tied embeddings that are compared at a time
+
+
+def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors that a model with this head ("lm" or "score") is made of, a score head only where
+    the folder has one.
+
+    Raises CheckpointError for tensors that are missing, unknown, of another shape or of a type that is no plain float;
+    for a head beside tied embeddings that differs from them; and for a reward model where a language model is wanted. A
+    reward model may start from a language model: the head of that one is not used.
+    """
+    announced = expected_hf_shapes(cfg)
+    body = {name: shape for name, shape in announced.items() if name != LM_HEAD}
+    if head == "lm" and SCORE in tensors:
+        raise CheckpointError(f"{tensors.where}: expected a language model, found {SCORE}: this is a reward model")
+    wanted = announced if head == "lm" else body
+    missing = [name for name in wanted if name not in tensors]
+    unknown = [n for n in tensors if n not in body and n not in (LM_HEAD, SCORE) and not _dispensable(n)]
+    unknown += tensors.unlisted()
+    if missing or unknown:
+        told = [f"lack {_first(missing)}"] * bool(missing) + [f"also hold {_first(unknown)}"] * bool(unknown)
+        ties = str(cfg.tie_embeddings).lower()
+        raise CheckpointError(
+            f"{tensors.where}: its weights {' and '.join(told)}, where config.json announces {cfg.family} with "
+            f"num_hidden_layers={cfg.num_layers}, tie_word_embeddings={ties}"
+        )
+    _check_types(tensors, wanted)
+    if cfg.tie_embeddings and LM_HEAD in tensors:
+        _check_tied(tensors)
+    if head == "score" and SCORE in tensors:
+        wanted = body | {SCORE: tensors.shape(SCORE)}
+    tensors.close()
+    return wanted
+
+
+def _check_types(tensors: HfTensors, wanted: dict[str, tuple[int, ...]]) -> None:
+    halves: dict[str, str] = {}
+    for name, shape in wanted.items():
+        if tensors.shape(name) != shape:
+            raise CheckpointError(
+                f"{tensors.where}: {name} has shape {tensors.shape(name)}, but the model config says {shape}"
+            )
+        kind, scale = tensors.dtype(name), tensors.scale_shape(name)
+        if kind == FLOAT8 and scale is not None and tensors.block is not None:
+            if scale != grid(shape, tensors.block):
+                expected = f"{grid(shape, tensors.block)} for blocks of {tensors.block}"
+                raise CheckpointError(f"{tensors.where}: {name}_scale_inv has shape {scale}: expected {expected}")
+        elif kind not in FLOATS or scale is not None:
+            beside = "a scale, but is no float8" if scale is not None else "no scale that config.json announces"
+            expected = f"{', '.join(FLOATS)}, or {FLOAT8} with a scale for each block (quantization_config)"
+            raise CheckpointError(f"{tensors.where}: {name} is {kind} with {beside}: expected {expected}")
+        halves.setdefault(kind, name)
+    if "F16" in halves and "BF16" in halves:
+        pair = f"{halves['F16']} is F16, {halves['BF16']} is BF16"
+        raise CheckpointError(f"{tensors.where}: {pair}: expected half-precision numbers of one kind")
+
+
+def _check_tied(tensors: HfTensors) -> None:
+    """transformers uses a stored head that differs, whatever config.json says; so which one is meant is not known."""
+    shape = tensors.shape(EMBEDDING)
+    same = tensors.shape(LM_HEAD) == shape
+    for row in range(0, shape[0] if same else 0, ROWS):
+        stop = min(shape[0], row + ROWS)
+        same = same and bool((tensors.part(LM_HEAD, 0, row, stop) == tensors.part(EMBEDDING, 0, row, stop)).all())
+    if not same:
+        raise CheckpointError(
+            f"{tensors.where}: {LM_HEAD} differs from {EMBEDDING}, although config.json says tie_word_embeddings=true: "
+            "set that to false to use both, or remove the head"
+        )
+
+
+def _dispensable(name: str) -> bool:
+    return any(pattern.fullmatch(name) for pattern in DISPENSABLE)
+
+
+def _first(names: Collection[str], limit: int = 3) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")

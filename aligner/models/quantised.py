@@ -1,0 +1,61 @@
+"""Folders of quantised weights: which of them are read, and the numbers in them.
+
+Float8 weights with a scale for each block (`Qwen3-*-FP8`): weight[i, j] * weight_scale_inv[i // rows, j // columns], in
+float32, where [rows, columns] is `weight_block_size`; blocks at the lower and right edge may be smaller.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from aligner.errors import CheckpointError, ConfigError
+from aligner.foreign import Record
+
+FLOAT8 = "F8_E4M3"  # as safetensors calls it
+SCALE = "weight_scale_inv"  # beside `weight`
+
+
+def float8_block(raw: Record) -> tuple[int, int] | None:
+    """The size of a block by config.json, None if nothing is quantised. Raises ConfigError for another quantisation."""
+    told = raw.record("quantization_config", None)
+    if told is None:
+        return None
+    wanted = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
+    optional = ("fmt", "activation_scheme", "scale_fmt")
+    other = {k: told.fields.get(k) for k, v in wanted.items() if told.fields.get(k, v if k in optional else None) != v}
+    if other or "weight_block_size" not in told:
+        found = ", ".join(f"{k}={v!r}" for k, v in (other or {"weight_block_size": None}).items())
+        expected = "weights that are not quantised, or float8 in blocks (quant_method fp8, weight_block_size)"
+        hint = f"Its quantization_config has {found}; start from the unquantised weights."
+        raise ConfigError("model.init", str(Path(raw.where).parent), expected, hint)
+    block = told.integers("weight_block_size", low=1)
+    if len(block) != 2:
+        told.refuse("weight_block_size", "two integers")
+    return block[0], block[1]
+
+
+def grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """The shape of the scales of a weight."""
+    return tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
+
+
+def dequantised(
+    name: str, part: Tensor, scales: Tensor, block: tuple[int, int], first_row: int = 0, first_column: int = 0
+) -> Tensor:
+    """float32 of a part [R, C] of a weight, which begins at that row and column of it. `scales` are those of the whole
+    weight; a row of blocks at a time is computed. Raises CheckpointError for a scale that is no positive number."""
+    scales = scales.float()
+    if not (scales.isfinite().all() and (scales > 0).all()):
+        raise CheckpointError(f"{name}_scale_inv: expected positive finite scales")
+    out = torch.empty(part.shape, dtype=torch.float32)
+    columns = (torch.arange(part.shape[1]) + first_column) // block[1]
+    row = 0
+    while row < len(part):
+        index = (first_row + row) // block[0]
+        stop = min(len(part), (index + 1) * block[0] - first_row)
+        torch.mul(part[row:stop].float(), scales[index, columns], out=out[row:stop])
+        row = stop
+    return out

@@ -1,0 +1,205 @@
+"""Whatever reads a folder accounts for every tensor in it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from aligner.config.engine import EngineConfig
+from aligner.engines.native.load import engine_from_folder
+from aligner.errors import AlignerError, CheckpointError, ConfigError
+from aligner.megatron.model import Head
+from aligner.models.account import check_folder
+from aligner.models.families import expected_hf_shapes, family_table, from_hf
+from aligner.models.hf_config import config_from_hf, hf_config
+from aligner.models.safetensors_io import INDEX, open_hf, write_hf
+from aligner.models.slices import Shard, read_shard
+from aligner.roles.initial import InitialModel
+from tests.tiny import MIXTRAL, MODELS, MOE, WINDOWS
+
+CASES = {**MODELS, **WINDOWS, "moe": MOE, "mixtral": MIXTRAL}
+Q, EMBEDDING, HEAD = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
+
+
+def weights(cfg, head="lm"):
+    g = torch.Generator().manual_seed(0)
+    shapes = expected_hf_shapes(cfg, head)
+    return {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+
+
+def folder_of(path, cfg, tensors, head="lm", shard_bytes=1 << 30, **change):
+    raw = hf_config(cfg, bos_token_id=None, eos_token_id=1, pad_token_id=0, head=head) | change
+    write_hf(path, tensors.items(), raw, shard_bytes)
+    return path
+
+
+def as_engine(folder):
+    return engine_from_folder(folder, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0)
+
+
+def as_trainer(folder, head="lm"):
+    return InitialModel(config_from_hf(folder), None, folder=folder).source(Head(head))
+
+
+def refused(read, *words):
+    with pytest.raises(AlignerError) as caught:
+        read()
+    text = str(caught.value)
+    assert isinstance(caught.value, CheckpointError | ConfigError), text
+    assert "\n" not in text and all(word in text for word in words), text
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_whole_folder_is_accepted(case, tmp_path):
+    for tied in (True, False):
+        cfg = replace(CASES[case], tie_embeddings=tied)
+        folder = folder_of(tmp_path / str(tied), cfg, weights(cfg), shard_bytes=1 << 14)
+        assert check_folder(open_hf(folder), cfg) == expected_hf_shapes(cfg)
+
+
+@pytest.mark.parametrize("read", [as_engine, as_trainer])
+def test_trainer_and_engine_refuse_what_config_json_does_not_announce(read, tmp_path):
+    cfg = MODELS["llama"]
+    whole = weights(cfg)
+    bias = {f"model.layers.{i}.self_attn.{x}_proj.bias": torch.zeros(32) for i in range(2) for x in "qkv"}
+    cases = {
+        "biases": (whole | bias, ("also hold", "q_proj.bias", "and 3 more")),
+        "missing": ({n: t for n, t in whole.items() if n != Q}, ("lack", Q)),
+        "layer": (whole | {n.replace("layers.1", "layers.2"): t.clone() for n, t in whole.items()}, ("layers.2.",)),
+        "shape": (whole | {Q: torch.zeros(16, 32)}, (Q, "(16, 32)", "(32, 32)")),
+        "integers": (whole | {Q: torch.zeros(32, 32, dtype=torch.int32)}, (Q, "I32", "F32")),
+        "float8": (whole | {Q: torch.zeros(32, 32).to(torch.float8_e4m3fn)}, (Q, "F8_E4M3", "quantization_config")),
+        "halves": (whole | {Q: whole[Q].half(), EMBEDDING: whole[EMBEDDING].bfloat16()}, ("F16", "BF16")),
+        "a head": (whole | {HEAD: torch.zeros(101, 32)}, (HEAD, EMBEDDING, "tie_word_embeddings")),
+        "another head": (whole | {HEAD: torch.zeros(100, 32)}, (HEAD, EMBEDDING, "tie_word_embeddings")),
+    }
+    for name, (tensors, words) in cases.items():
+        folder = folder_of(tmp_path / name, cfg, tensors)
+        refused(lambda folder=folder: read(folder), *words)
+
+
+@pytest.mark.parametrize("read", [as_engine, as_trainer])
+def test_a_copy_of_tied_embeddings_and_rotary_buffers_are_no_harm(read, tmp_path):
+    cfg = replace(MODELS["qwen3"], tie_embeddings=True)
+    whole = weights(cfg)
+    more = {HEAD: whole[EMBEDDING].clone(), "model.rotary_emb.inv_freq": torch.ones(8)}
+    more |= {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    read(folder_of(tmp_path / "hf", cfg, whole | more))
+
+
+def test_reward_models_and_language_models_are_told_apart(tmp_path):
+    cfg = replace(MODELS["llama"], tie_embeddings=False)
+    scorer = folder_of(tmp_path / "rm", cfg, weights(cfg, "score"), "score")
+    plain = folder_of(tmp_path / "lm", cfg, weights(cfg))
+    as_trainer(scorer, "score")
+    as_trainer(plain, "score")  # the head of the language model is not of use
+    for read in (as_engine, as_trainer):
+        refused(lambda read=read: read(scorer), "score.weight", "reward model")
+
+
+def test_an_index_is_held_against_its_files(tmp_path):
+    cfg = MODELS["llama"]
+    folder = folder_of(tmp_path / "hf", cfg, weights(cfg), shard_bytes=1 << 14)
+    path = folder / INDEX
+    index = json.loads(path.read_text())
+    files = index["weight_map"]
+    other = next(file for file in files.values() if file != files[Q])
+    cases = [
+        ({n: f for n, f in files.items() if n != Q}, (Q, "lack", "also hold")),
+        (files | {Q: other}, (Q,)),
+        (files | {Q: "absent.safetensors"}, ("absent.safetensors",)),
+        (files | {Q: f"../hf/{files[Q]}"}, ("../hf/",)),
+        (files | {Q: 3}, ("weight_map",)),
+        ({}, ("none",)),
+    ]
+    for changed, words in cases:
+        path.write_text(json.dumps(index | {"weight_map": changed}))
+        refused(lambda: as_trainer(folder), *words)
+    for text, word in (("{", "not valid JSON"), ("{}", "no value for weight_map"), ("[]", "expected a JSON object")):
+        path.write_text(text)
+        refused(lambda: as_trainer(folder), INDEX, word)
+    path.write_text(json.dumps(index))
+    as_trainer(folder)
+    save_file({"model.extra": torch.zeros(1)}, folder / "model.safetensors")
+    refused(lambda: as_trainer(folder), "found both")
+
+
+def quantised(tensor, block):
+    """Float8 and scales, as the Qwen3-*-FP8 folders have them: the largest number of a block becomes 448."""
+    rows, columns = (-(-n // b) for n, b in zip(tensor.shape, block, strict=True))
+    stored, scales = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
+    for i in range(rows):
+        for j in range(columns):
+            at = (slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1]))
+            scales[i, j] = tensor[at].abs().max() / 448
+            stored[at] = (tensor[at] / scales[i, j]).to(torch.float8_e4m3fn)
+    return stored, scales
+
+
+def float8_folder(path, cfg, block, **change):
+    """(folder, weight -> its numbers in float64)."""
+    stored, exact = {}, {}
+    for name, tensor in weights(cfg).items():
+        if name.endswith("_proj.weight"):
+            stored[name], scales = quantised(tensor, block)
+            stored[f"{name}_scale_inv"] = scales.bfloat16()
+            scales = scales.bfloat16().double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+            exact[name] = stored[name].double() * scales[: tensor.shape[0], : tensor.shape[1]]
+        else:
+            stored[name] = tensor.bfloat16()
+            exact[name] = stored[name].double()
+    told = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    return folder_of(path, cfg, stored, quantization_config=told | change), exact
+
+
+@pytest.mark.parametrize("case", ["qwen3", "moe"])
+def test_float8_blocks_are_dequantised(case, tmp_path):
+    """Of the whole tensors, of the shards of tensor ranks that cut through blocks, and in the engine."""
+    cfg, block = replace(CASES[case], hidden_size=40), (12, 16)  # no multiples of each other
+    folder, exact = float8_folder(tmp_path / "hf", cfg, block)
+    assert config_from_hf(folder).num_layers == cfg.num_layers
+    tensors = open_hf(folder)
+    assert check_folder(tensors, cfg).keys() == exact.keys() == set(tensors)
+    for name, wanted in exact.items():
+        assert torch.equal(tensors[name].double(), wanted.float().double()), name
+    plain = {name: t.float() for name, t in exact.items()}
+    for spec in family_table(cfg):
+        whole = from_hf(spec, plain, cfg)
+        if spec.tp_axis is not None and not spec.experts and spec.transform != "gate_up" and not spec.padded:
+            parts = [read_shard(spec, tensors, cfg, Shard(2, rank)) for rank in (0, 1)]
+            assert torch.equal(torch.cat(parts, spec.tp_axis), whole), spec.canonical
+        assert torch.equal(read_shard(spec, tensors, cfg), whole), spec.canonical
+    sums = as_engine(folder).checksums()
+    folder_of(tmp_path / "plain", cfg, plain)
+    assert sums == as_engine(tmp_path / "plain").checksums()
+
+
+def test_other_quantisations_are_refused_by_name(tmp_path):
+    cfg = MODELS["qwen3"]
+    folder, _ = float8_folder(tmp_path / "hf", cfg, (16, 16))
+    told = json.loads((folder / "config.json").read_text())
+    cases = [
+        ({"quant_method": "gptq", "bits": 4}, ("quant_method='gptq'",)),
+        ({"quant_method": "awq"}, ("quant_method='awq'",)),
+        ({"quant_method": "fp8", "fmt": "e4m3"}, ("weight_block_size=None",)),
+        ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [16, 16]}, ("fmt='e5m2'",)),
+        ({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [16, 16]}, ("static",)),
+        ({"quant_method": "fp8", "weight_block_size": [16]}, ("weight_block_size=[16]",)),
+        ({"quant_method": "fp8", "weight_block_size": [16, 0]}, ("weight_block_size=[16, 0]",)),
+        ({"quant_method": "fp8", "weight_block_size": [8, 16]}, ("scale_inv", "shape")),
+        ("fp8", ("quantization_config='fp8'",)),
+        (None, ("weight_scale_inv",)),
+    ]
+    for change, words in cases:
+        (folder / "config.json").write_text(json.dumps(told | {"quantization_config": change}))
+        refused(lambda: as_trainer(folder), *words)
+    (folder / "config.json").write_text(json.dumps(told))
+    as_trainer(folder)
+    tensors = open_hf(folder)
+    plain = {name: tensors._read(name, lambda file, name=name: file.get_tensor(name)) for name in tensors._listed}
+    plain[f"{Q}_scale_inv"][0, 0] = float("nan")
+    write_hf(folder, plain.items(), told)
+    with pytest.raises(CheckpointError, match=r"q_proj.weight_scale_inv: expected positive finite"):
+        open_hf(folder)[Q]
