@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
-import subprocess
+import signal
 import sys
 import time
 import traceback
@@ -18,6 +19,7 @@ from aligner.errors import NO_RESTART, AlignerError, ConfigError
 if TYPE_CHECKING:
     from aligner.config.schema import Config
 
+INTERRUPTED = 128 + signal.SIGINT
 COMMANDS = {
     "run": "run a stage in this process: one rank of a job, or alone",
     "launch": "run a stage as N ranks on this machine",
@@ -84,9 +86,10 @@ def _plan_arguments(sub: argparse.ArgumentParser) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, 1 for a failure, 2 for bad input, 130 when interrupted; in a batch job NO_RESTART for
-    what would fail again."""
+    what would fail again. Without `argv` that of this process, which ends then."""
     top = parser()
     args, rest = top.parse_known_args(argv)
+    args.last = argv is None
     flags = [text for text in rest if text.startswith("-")]
     if flags:
         top.error(f"unknown option: {' '.join(flags)}")
@@ -98,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         _say(error, code, traceback.format_exc() if os.environ.get("ALIGNER_TRACEBACK") == "1" else None)
         return code
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except Exception:  # recorded for the launcher, then Python reports it as ever
         from aligner.cluster import failure
 
@@ -180,12 +183,29 @@ def _run(args: argparse.Namespace) -> int:
         print(batch_arithmetic(cfg, env.world_size), flush=True)
         _frozen_path(args, cfg)
     reserve()
-    with StopSignals(cfg.cluster.signal) as signals:  # before torch's seconds of imports
+    with StopSignals(cfg.cluster.signal, args.last) as signals:  # before torch's seconds of imports
         from aligner.build import run_stage
 
-        code = run_stage(cfg, env, signals) or 0
-    world.leave(code == 0)
-    return code
+        try:
+            code = run_stage(cfg, env, signals) or 0
+        except SystemExit as cause:  # of a library, or of code that a dataset or a model brings
+            raise _left(cause) from cause
+        world.leave(code == 0)
+    return INTERRUPTED if env.launcher == "single" and _stopped_by_hand(cfg) else code
+
+
+def _left(cause: SystemExit) -> AlignerError:
+    place = traceback.extract_tb(cause.__traceback__)[-1]
+    where = f"{place.filename}:{place.lineno}"
+    return AlignerError(f"{where} left the run with sys.exit({cause.code!r}): expected a return, or an error")
+
+
+def _stopped_by_hand(cfg: Config) -> bool:
+    """Whether the run has saved and stopped for a Ctrl-C: no success, or a shell's loop over runs would go on."""
+    from aligner.run.contract import STOPPED
+
+    path = Path(cfg.run.dir) / STOPPED
+    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["reason"] == signal.SIGINT.name
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -193,6 +213,7 @@ def _launch(args: argparse.Namespace) -> int:
         return _multirun(args)
     from aligner.cluster.launch import launch
     from aligner.config.validate import validate
+    from aligner.run.contract import DONE, STOPPED
 
     cfg = _config(args)
     if _printed(args, cfg):
@@ -200,8 +221,10 @@ def _launch(args: argparse.Namespace) -> int:
     if args.ranks < 1:
         raise ConfigError("--ranks", args.ranks, "a number >= 1")
     validate(cfg, args.ranks)  # before processes start, so that the message comes once
-    path = _frozen_path(args, cfg)
-    return launch(path, args.ranks, Path(cfg.run.dir), threads=cfg.cluster.threads)
+    path, run_dir = _frozen_path(args, cfg), Path(cfg.run.dir)
+    proof = [run_dir / name for name in (DONE, STOPPED)]
+    code = launch(path, args.ranks, run_dir, threads=cfg.cluster.threads, proof=proof, last=args.last)
+    return INTERRUPTED if code == 0 and _stopped_by_hand(cfg) else code
 
 
 def _submit(args: argparse.Namespace) -> int:
@@ -223,6 +246,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _multirun(args: argparse.Namespace) -> int:
     """Every job as a child of this command line, in the folder <run.dir>/<number>_<what varies>."""
+    from aligner.cluster.launch import run_one
     from aligner.config.resolve import compose, quoted, sweep
 
     if args.frozen:
@@ -241,9 +265,10 @@ def _multirun(args: argparse.Namespace) -> int:
     rows = []
     for job, name, folder in zip(jobs, names, folders, strict=True):
         started = time.monotonic()
-        code = subprocess.run([*head, *job, f"run.dir={quoted(folder)}"]).returncode
+        code, received = run_one([*head, *job, f"run.dir={quoted(folder)}"])
+        code = code or (128 + received[0] if received else 0)
         rows.append((name, code, time.monotonic() - started, folder))
-        if code in (130, -2):
+        if received:
             break
     if not args.cfg:
         _show_jobs(rows, len(jobs))
@@ -336,7 +361,12 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 
 def entry() -> None:
     """The `aligner` command."""
-    sys.exit(main())
+    code = main()
+    if code == INTERRUPTED:  # as a shell expects it: what Ctrl-C has not ended makes its loops go on
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 
 ALIGNER_NO_RESTART=93
 ALIGNER_TRY_AGAIN=75
+ALIGNER_INTERRUPTED=130 # by Ctrl-C
 ALIGNER_SAME_STEP_LIMIT=3 # attempts in a row that may begin at one step
 
 aligner_say() {
@@ -168,19 +169,19 @@ aligner_ranks() {
     trap 'aligner_forward USR1' USR1
     trap 'aligner_forward USR2' USR2
     trap 'aligner_forward TERM' TERM
-    trap ':' INT # a terminal sends it to the ranks as well
+    trap 'ALIGNER_SIGNALLED=1' INT # a terminal sends it to the ranks as well: they save and stop
     if [[ -z "${SLURM_JOB_ID:-}" ]]; then
         aligner_start_here "$frozen"
     else
         aligner_start_slurm "$frozen"
     fi
     ALIGNER_CHILD=$!
-    local last=0
+    local last=127
     while true; do
         ALIGNER_SIGNALLED=0
         code=0
         wait "$ALIGNER_CHILD" || code=$?
-        ((code != 127)) || code=$last # waited for already
+        ((code != 127)) || code=$last # waited for already, when a signal came at the very end
         last=$code
         ((ALIGNER_SIGNALLED)) || break
     done
@@ -204,7 +205,7 @@ aligner_forward() {
 }
 
 aligner_start_here() {
-    (trap '' USR1 USR2 && exec "$ALIGNER_PYTHON" -m aligner launch --ranks "$ALIGNER_RANKS" --frozen "$1") &
+    (trap '' USR1 USR2 TERM && exec "$ALIGNER_PYTHON" -m aligner launch --ranks "$ALIGNER_RANKS" --frozen "$1") &
 }
 
 aligner_start_slurm() {
@@ -272,7 +273,7 @@ aligner_outcome() {
         aligner_say "done: $ALIGNER_RUN"
         return 0
     fi
-    if ((code == 0)) && [[ -f "$ALIGNER_RUN/STOPPED" ]]; then
+    if ((code == 0 || code == ALIGNER_INTERRUPTED)) && [[ -f "$ALIGNER_RUN/STOPPED" ]]; then
         aligner_record end stopped
         aligner_stopped
         return $?

@@ -175,6 +175,7 @@ def program(tmp_path, monkeypatch):
         "    from aligner.errors import AlignerError\n"
         "    if cfg.seed == 1 and env.rank == env.world_size - 1: raise AlignerError('seed one')\n"
         "    print('trained', cfg.run.dir, env.rank, env.world_size, flush=True)\n"
+        "    open(cfg.run.dir + '/DONE', 'w').close()\n"
         "fake.run_stage = run_stage\n"
         "sys.modules['aligner.build'] = fake\n"
     )

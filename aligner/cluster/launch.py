@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from types import FrameType
 
 from aligner.cluster import failure
 from aligner.cluster.env import LAUNCHED
-from aligner.cluster.signals import CHOICES
+from aligner.cluster.signals import AGAIN, CHOICES, catchable
 from aligner.errors import ConfigError
 
 POLL_S = 0.05
@@ -37,12 +37,23 @@ class _Rank:
     failure_file: Path
 
 
-def launch(cfg_path: Path, ranks: int, run_dir: Path, *, threads: int = 0, argv: Sequence[str] | None = None) -> int:
+def launch(
+    cfg_path: Path,
+    ranks: int,
+    run_dir: Path,
+    *,
+    threads: int = 0,
+    argv: Sequence[str] | None = None,
+    proof: Sequence[Path] = (),
+    last: bool = False,
+) -> int:
     """Run `python -m aligner run --frozen cfg_path` (or `argv`) as `ranks` processes; returns the exit code.
 
     `threads` is OMP_NUM_THREADS of each rank; 0 shares the cores out.
     Rank 0 writes to this terminal, the others to run_dir/logs/rank-0001.log and so on. The code is 0 if all ranks
-    ended well, else that of the rank that failed first (128 + n if signal n ended it).
+    ended well, else that of the rank that failed first (128 + n if signal n ended it). `proof`: ranks that listen to
+    requests to stop and write one of these files before they end well; without it, 0 is a failure. `last`: as of
+    StopSignals.
     """
     if ranks < 1:
         raise ConfigError("--ranks", ranks, "a number >= 1")
@@ -56,7 +67,9 @@ def launch(cfg_path: Path, ranks: int, run_dir: Path, *, threads: int = 0, argv:
         print(f"{ranks} ranks; the output of rank 1 and up is in {logs}/rank-*.log", file=sys.stderr, flush=True)
     with ExitStack() as files:
         started: list[_Rank] = []
-        with _signals_forwarded(started) as received:
+        requests = (*REQUESTS, signal.SIGTERM) if proof else REQUESTS
+        before = _marks(proof)
+        with signals_forwarded(lambda number: _ask(started, number), last) as received:
             try:
                 shared = {
                     **os.environ,
@@ -68,20 +81,35 @@ def launch(cfg_path: Path, ranks: int, run_dir: Path, *, threads: int = 0, argv:
                     LAUNCHED: "1",
                 }
                 for number in range(ranks):
-                    started.append(_start(number, command, shared, logs, files))
-                first = _watch(started, received)
+                    started.append(_start(number, command, shared, logs, files, requests))
+                first = _watch(started, received, requests, lambda: not proof or _new(proof, before))
+            except KeyboardInterrupt:  # the second Ctrl-C
+                _send(started, signal.SIGKILL)
+                raise
             finally:
                 _end(started)
     if first is None:
         return 0
-    if received:
-        print(f"stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
+    code = _exit_code(first)
+    if code - 128 in received:
+        print(f"stopped by {signal.Signals(code - 128).name}", file=sys.stderr)
     else:
         _explain(first, ranks)
-    return _exit_code(first)
+    return code
 
 
-def _start(number: int, command: list[str], shared: dict[str, str], logs: Path, files: ExitStack) -> _Rank:
+def _marks(proof: Sequence[Path]) -> list[tuple[int, int] | None]:
+    """What tells a file of this start from one of an earlier start."""
+    return [(path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None for path in proof]
+
+
+def _new(proof: Sequence[Path], before: list[tuple[int, int] | None]) -> bool:
+    return any(now and now != then for now, then in zip(_marks(proof), before, strict=True))
+
+
+def _start(
+    number: int, command: list[str], shared: dict[str, str], logs: Path, files: ExitStack, requests: Sequence[int]
+) -> _Rank:
     log = logs / f"rank-{number:04d}.log" if number else None
     failure_file = logs / f"failure-{number:04d}.json"
     failure_file.unlink(missing_ok=True)
@@ -94,15 +122,15 @@ def _start(number: int, command: list[str], shared: dict[str, str], logs: Path, 
         stderr=output,
         stdin=subprocess.DEVNULL,
         process_group=0,  # a Ctrl-C reaches the ranks once, through us, not a second time from the terminal
-        preexec_fn=_prepare_rank,
+        preexec_fn=lambda: _prepare_rank(requests),
     )
     return _Rank(number, process, log, failure_file)
 
 
-def _prepare_rank() -> None:
+def _prepare_rank(requests: Sequence[int]) -> None:
     """Ask Linux for SIGKILL when the launcher dies, so that killing it leaves no ranks behind: at SIGTERM they would
     first finish their step and save. A request to stop does not end a rank that does not listen yet: it is repeated."""
-    for number in REQUESTS:
+    for number in requests:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -113,19 +141,24 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _watch(ranks: list[_Rank], received: list[int]) -> _Rank | None:
+def _watch(
+    ranks: list[_Rank], received: list[int], requests: Sequence[int], proven: Callable[[], bool]
+) -> _Rank | None:
     """Wait for all ranks, or for the first failure; returns the rank that failed first."""
     asked = time.monotonic()
+    left: list[tuple[float, int]] = []  # when a rank was found to have ended well, though not `proven`
     while True:
         if time.monotonic() - asked > ASK_AGAIN_S:
             asked = time.monotonic()
-            for number in set(received).intersection(REQUESTS):
+            for number in set(received).intersection(requests):
                 _send(ranks, number)
         codes = [r.process.poll() for r in ranks]
+        if not left and 0 in codes and not proven():
+            left.append((time.time(), codes.index(0)))
         if any(codes):
             break
         if all(code == 0 for code in codes):
-            return None
+            return None if proven() else ranks[left[0][1]]
         time.sleep(POLL_S)
     exited_first = next(r for r in ranks if r.process.returncode)
     killed = next((r for r in ranks if r.process.returncode == -signal.SIGKILL), None)
@@ -135,6 +168,7 @@ def _watch(ranks: list[_Rank], received: list[int]) -> _Rank | None:
     while time.monotonic() < deadline and any(r.process.poll() is None for r in ranks):
         time.sleep(POLL_S)
     told = [(said.time_s, r.number) for r in ranks if (said := failure.read(r.failure_file))]
+    told += [] if proven() else left
     return ranks[min(told)[1]] if told else exited_first
 
 
@@ -157,24 +191,46 @@ def _exit_code(rank: _Rank) -> int:
     code, said = rank.process.returncode, failure.read(rank.failure_file)
     if code < 0 and said:
         return said.exit_code
-    return code if code >= 0 else 128 - code
+    return (code or 1) if code >= 0 else 128 - code
 
 
 def _explain(rank: _Rank, ranks: int) -> None:
     code = rank.process.returncode
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-    print(f"rank {rank.number} of {ranks} failed first ({how})", file=sys.stderr)
+    cause = f"rank {rank.number} of {ranks} failed first ({how})"
+    if code == 0:
+        cause += ": it left without DONE or STOPPED. A function of yours, or a library, ended the process (os._exit)"
     said = failure.read(rank.failure_file)
     if said is None:
         text = rank.log.read_text(errors="replace") if rank.log else ""
         lines = text.strip().splitlines()[-TAIL_LINES:]
     else:  # rank 0 has said it on this terminal
-        lines = said.text.strip().splitlines() if rank.number else []
+        lines = said.text.strip().splitlines()
+        cause += f": {lines[-1]}" if lines else ""
+        lines = lines if rank.number else []
     for line in lines:
         print(f"  | {line}", file=sys.stderr)
     if rank.log:
         print(f"log: {rank.log}", file=sys.stderr)
-    sys.stderr.flush()
+    print(cause, file=sys.stderr, flush=True)
+
+
+def run_one(command: Sequence[str]) -> tuple[int, list[int]]:
+    """The exit code of a command that gets the signals which came meanwhile, and these."""
+    child: list[subprocess.Popen] = []
+    with signals_forwarded(lambda number: [process.send_signal(number) for process in child]) as received:
+        child.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0))
+        try:
+            return child[0].wait(), received
+        except KeyboardInterrupt:  # the second Ctrl-C
+            child[0].kill()
+            raise
+
+
+def _ask(ranks: list[_Rank], number: int) -> None:
+    if number == signal.SIGINT:
+        os.write(2, AGAIN)
+    _send(ranks, number)
 
 
 def _send(ranks: list[_Rank], number: int) -> None:
@@ -184,9 +240,9 @@ def _send(ranks: list[_Rank], number: int) -> None:
 
 
 @contextmanager
-def _signals_forwarded(ranks: list[_Rank]) -> Iterator[list[int]]:
-    """Pass SIGINT, SIGTERM and the signals that ask for a stop on to every rank. They may take their time to save; a
-    second SIGINT ends them.
+def signals_forwarded(send: Callable[[int], None], last: bool = False) -> Iterator[list[int]]:
+    """Pass SIGINT, SIGTERM and the signals that ask for a stop on. Who gets them may take time to save; the second
+    SIGINT is a KeyboardInterrupt here. `last`: as of StopSignals.
 
     Yields the list of signals that came.
     """
@@ -196,12 +252,12 @@ def _signals_forwarded(ranks: list[_Rank]) -> Iterator[list[int]]:
         received.append(number)
         if received.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt
-        _send(ranks, number)
+        send(number)
 
     forwarded = (signal.SIGINT, signal.SIGTERM, *(signal.Signals[f"SIG{name}"] for name in CHOICES))
-    before = {number: signal.signal(number, forward) for number in forwarded}
+    before = {number: signal.signal(number, forward) for number in forwarded if catchable(number)}
     try:
         yield received
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if last and number != signal.SIGINT else handler)

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType
 
 CHOICES = ("USR1", "USR2", "HUP")  # of `cluster.signal`
+AGAIN = b"\nCtrl-C: saves and stops after this step; a second one ends it at once, unsaved\n"
+
+
+def catchable(number: int) -> bool:
+    """Not HUP where it is ignored: `nohup` promises that it stays so."""
+    return number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
 
 
 class StopSignals:
-    """While entered, in the main thread, the signal `name` and TERM (preemption, `scancel`) are noted in `received`
-    instead of ending the process. Only the first one counts."""
+    """While entered, in the main thread, the signal `name`, TERM (preemption, `scancel`) and the first INT (Ctrl-C) are
+    noted in `received` instead of ending the process. Only the first one counts. `last`: this process does nothing
+    more afterwards, so a request that comes too late is ignored, and its exit code stays what it is."""
 
-    def __init__(self, name: str = "USR1"):
+    def __init__(self, name: str = "USR1", last: bool = False):
         self.received = 0  # the number of the first signal
-        self._numbers = (signal.Signals[f"SIG{name}"], signal.SIGTERM)
+        self.last = last
+        self._numbers = (signal.Signals[f"SIG{name}"], signal.SIGTERM, signal.SIGINT)
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopSignals:
-        self._before = {number: signal.signal(number, self._note) for number in self._numbers}
+        self._before = {number: signal.signal(number, self._note) for number in self._numbers if catchable(number)}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            ignored = self.last and number != signal.SIGINT
+            signal.signal(number, signal.SIG_IGN if ignored else handler)  # type: ignore[arg-type]
 
     def note(self, number: int) -> None:
         """As if it had come to this process."""
@@ -31,3 +41,7 @@ class StopSignals:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.note(number)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)  # Python's own handler would wait for the end of a collective
+            if "RANK" not in os.environ:  # the launcher says it for its ranks
+                os.write(2, AGAIN)

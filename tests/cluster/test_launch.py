@@ -149,6 +149,78 @@ def test_signals_reach_every_rank(tmp_path, number, saves):
         assert process.returncode == 128 + number and f"stopped by {number.name}" in err
 
 
+SAVES = """
+def save(n, _):
+  signal.signal(n, signal.SIG_IGN)
+  time.sleep(0.3)
+  open({0!r}, 'w').close()
+  sys.exit(0)
+signal.signal({1}, save)
+"""
+
+
+def start(code: str, ranks: int, folder: Path, **options) -> subprocess.Popen:
+    """`launch` in a process of its own, whose ranks make the files up-RANK when they are there."""
+    code = code + f"open({str(folder)!r} + f'/up-{{rank}}', 'w').close()\ntime.sleep(60)"
+    parent = "from pathlib import Path\nfrom aligner.cluster.launch import launch\nimport sys\n"
+    parent += f"proof = [Path({str(folder / 'STOPPED')!r})]\n"
+    parent += (
+        f"sys.exit(launch(Path('x'), {ranks}, Path({str(folder)!r}), argv={child(code)!r}, proof=proof, last=True))"
+    )
+    command = [sys.executable, "-c", parent]
+    process = subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True, process_group=0, **options
+    )
+    deadline = time.monotonic() + 20
+    while len(list(folder.glob("up-*"))) < ranks and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return process
+
+
+def test_term_is_a_request_to_ranks_of_a_run_and_may_come_often(tmp_path):
+    process = start(SAVES.format(str(tmp_path / "STOPPED"), int(signal.SIGTERM)), 2, tmp_path)
+    while process.poll() is None:  # also while the launcher ends
+        process.terminate()
+        time.sleep(0.01)
+    assert process.returncode == 0 and (tmp_path / "STOPPED").exists(), process.stderr.read()
+
+
+def test_what_nohup_ignores_stays_ignored(tmp_path):
+    process = start(
+        SAVES.format(str(tmp_path / "STOPPED"), int(signal.SIGTERM)),
+        1,
+        tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    os.killpg(process.pid, signal.SIGHUP)
+    time.sleep(0.3)
+    process.terminate()
+    assert process.wait(20) == 0 and (tmp_path / "STOPPED").exists(), process.stderr.read()
+
+
+def test_the_second_ctrl_c_ends_all_at_once(tmp_path):
+    process = start("signal.signal(signal.SIGINT, signal.SIG_IGN)\nprint(os.getpid(), flush=True)\n", 1, tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert "a second one ends it at once" in process.stderr.readline() + process.stderr.readline()
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode != 0 and time.monotonic() - began < 4  # not after KILL_AFTER_S
+
+
+@pytest.mark.parametrize(
+    "rest", ["time.sleep(1)\nsys.exit(0)", "time.sleep(1)\nraise OSError('Connection closed by peer')"]
+)
+def test_a_rank_that_leaves_without_a_word_is_the_one_that_failed(tmp_path, capfd, rest):
+    proof = tmp_path / "DONE"
+    proof.touch()  # of an earlier start
+    code = f"if rank == 1:\n  os._exit(0)\n{rest}"
+    assert run(code, 2, tmp_path, proof=[proof]) == 1
+    assert "rank 1 of 2 failed first (exit code 0): it left without DONE or STOPPED" in capfd.readouterr().err
+    code = f"open({str(proof)!r}, 'w').close() if rank == 0 else time.sleep(0.2)"
+    assert run(code, 2, tmp_path, proof=[proof]) == 0
+
+
 def test_no_ranks_and_unwritable_folder_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="--ranks=0"):
         run("", 0, tmp_path)

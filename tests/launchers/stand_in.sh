@@ -10,13 +10,13 @@ esac
 if [[ -z "${LISTENS:-}" ]]; then # bash cannot trap what was ignored when it began
     touch "$(dirname "${*: -1}")/started"
     sleep "${LISTEN_AFTER_S:-0}"
-    LISTENS=1 exec env --default-signal=USR1 "$0" "$@"
+    LISTENS=1 exec env --default-signal=USR1,TERM,INT "$0" "$@"
 fi
 run="$(dirname "${*: -1}")"
 echo "rank $rank of ${ALIGNER_RANKS:-} attempt ${ALIGNER_ATTEMPT:-} node ${SLURMD_NODENAME:-} master ${MASTER_ADDR:-}"
 printf '%s\0' "$@" >"$run/argv.$rank"
 stop=0
-trap 'stop=1' USR1
+trap 'stop=1' USR1 TERM INT
 step=0
 [[ ! -f "$run/progress.json" ]] || step="$(sed 's/[^0-9]//g' "$run/progress.json")"
 [[ "$rank" != 0 ]] || rm -f "$run/DONE"

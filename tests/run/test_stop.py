@@ -42,18 +42,21 @@ def progress(run: Path) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_usr1_stops_two_ranks_at_a_step_boundary_and_they_go_on(ranks, tiny_data, tmp_path):
-    """The launcher gets the signal; the steps are too many to end by themselves. Then a run told only of the steps that
-    were done gives the same bits."""
+def test_term_stops_two_ranks_at_a_step_boundary_and_they_go_on(ranks, tiny_data, tmp_path):
+    """The launcher gets the signal, again and again until it has ended; the steps are too many to end by themselves.
+    Then a run told only of the steps that were done gives the same bits."""
     run, log = tmp_path / "run", tmp_path / "log"
     line = stages.overrides("sft", tiny_data, run, "run.steps=100000", "logging.progress=false")
     process = start(run, line, log)
     until(process, log, lambda: progress(run)["step"] >= 3)
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(60) == 0, log.read_text()
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        process.terminate()
+        time.sleep(0.05)
+    assert process.wait(1) == 0, log.read_text()
     step = progress(run)["step"]
     told = json.loads((run / "STOPPED").read_text())
-    assert (told["step"], told["reason"]) == (step, "SIGUSR1") and progress(run)["saved"] == step
+    assert (told["step"], told["reason"]) == (step, "SIGTERM") and progress(run)["saved"] == step
     assert stages.checkpoints(run) == [step] and not (run / "DONE").exists() and not (run / "hf").exists()
     line += [f"run.steps={step + 2}"]
     ranks.run("tests.run.jobs:run_stage", world=2, arguments=line)
@@ -131,6 +134,33 @@ def test_the_first_signal_counts_and_the_old_handlers_come_back():
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.received == signal.SIGUSR2
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+ENDS = """
+import os, signal, sys
+from aligner.cluster.signals import StopSignals
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with StopSignals("HUP", last=True) as signals:
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signals.received == 0  # nohup
+    os.kill(os.getpid(), signal.%s)
+    if sys.argv[1:]:
+        os.kill(os.getpid(), signal.%s)
+class Ends:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+ends = Ends()
+print(signals.received, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("name", "again", "code"), [("SIGTERM", True, 0), ("SIGINT", False, 0), ("SIGINT", True, -2)])
+def test_a_late_request_changes_no_exit_code_and_the_second_ctrl_c_ends_it(name, again, code):
+    """The object's end comes within Python's own, when its handlers are gone."""
+    command = [sys.executable, "-c", ENDS % (name, name), *(["x"] if again else [])]
+    done = subprocess.run(command, cwd=stages.ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ("" if code else f"{int(signal.Signals[name])}\n")
 
 
 def test_a_boundary_measures_the_longest_step(monkeypatch):
