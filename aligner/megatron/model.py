@@ -101,8 +101,6 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> 
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
-        variable_seq_lengths=layout.pipeline > 1,  # micro-batches are cut to their longest row
-        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
         batch_p2p_comm=False,
         perform_initialization=False,  # weights come from `init.py`, the same ones for every layout
         use_cpu_initialization=not torch.cuda.is_available(),

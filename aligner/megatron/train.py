@@ -19,7 +19,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +31,7 @@ from aligner.megatron.groups import Layout
 from aligner.megatron.load import ExpertLoad
 from aligner.megatron.model import Head, build_model, uses_transformer_engine
 from aligner.megatron.optimizer_fixes import mend
+from aligner.megatron.pipeline import Pipeline
 from aligner.megatron.weights import WeightSource, load_weights
 from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.ops.narrow import narrowed, without_unread
@@ -218,9 +218,8 @@ class ShardedModel:
 
     def _run(self, micro_batches: Sequence[TrainBatch], collect: Callable, forward_only: bool, non_loss: bool) -> list:
         def forward_step(iterator, model):
-            batch = next(iterator).trim()
-            packing, stream = self._stream(batch)
-            batch = replace(batch.to(self.device), packing=packing)
+            batch, stream = next(iterator)
+            packing = batch.packing
             tokens = batch.tokens.view(-1)[packing.source]
             language = self.head.kind == "lm"
             options = {"output_processor": last_hidden} if language else {}
@@ -229,7 +228,7 @@ class ShardedModel:
 
         arguments = {
             "forward_step_func": forward_step,
-            "data_iterator": iter(micro_batches),
+            "data_iterator": map(self._prepare, micro_batches),
             "model": [self.wrapped],
             "num_microbatches": len(micro_batches),
             "seq_length": micro_batches[0].tokens.shape[1],
@@ -239,8 +238,14 @@ class ShardedModel:
             "pg_collection": self.layout.pgs,
         }
         if self.layout.pipeline > 1:
-            arguments["p2p_communicator"] = P2PCommunicator(self.layout.pgs.pp, self.module.config)
+            pipeline = Pipeline(self.layout, self.module.config, arguments["data_iterator"])
+            arguments |= {"data_iterator": pipeline, "p2p_communicator": pipeline}
         return self._schedule(**arguments)
+
+    def _prepare(self, micro_batch: TrainBatch) -> tuple[TrainBatch, Stream | PackedSeqParams]:
+        batch = micro_batch.trim()
+        packing, stream = self._stream(batch)
+        return replace(batch.to(self.device), packing=packing), stream
 
     @torch.no_grad()
     def forward(
