@@ -16,30 +16,21 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, StrictHandling
+from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, StrictHandling, verify_integrity_manifest
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from aligner.errors import CheckpointError
-from aligner.megatron.optimizer_fixes import after_load, give_state, with_settings_of
+from aligner.megatron.optimizer_state import give_state, set_step
+from aligner.megatron.shards import optimizer_shards, weight_shards
 from aligner.megatron.train import ShardedModel
 
-
-def _metadata(model: ShardedModel) -> dict[str, Any]:
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": model.layout.pgs.dp_cp,
-    }
+MAIN = "param"  # the files' name for float32 copies of bfloat16 weights
+PLAIN_MAIN = "fp32_param"  # in files of earlier versions, if the optimizer was not distributed
 
 
-def _state(model: ShardedModel, is_loading: bool, with_optimizer: bool) -> dict[str, Any]:
-    metadata = _metadata(model)
-    state: dict[str, Any] = {"model": model.module.sharded_state_dict(metadata=metadata)}
-    if with_optimizer and model.optimizer is not None:
-        state["optimizer"] = model.optimizer.sharded_state_dict(
-            state["model"], is_loading=is_loading, metadata=metadata
-        )
-    return state
+def _weights(model: ShardedModel) -> dict[str, Any]:
+    return model.module.sharded_state_dict(metadata={"dp_cp_group": model.layout.pgs.dp_cp})
 
 
 class ModelSave:
@@ -57,10 +48,11 @@ class ModelSave:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
+        state: dict[str, Any] = {"model": _weights(model), "step_count": model.step_count}
         if model.optimizer is not None:
             give_state(model.optimizer)  # a policy that waits for its critic to warm up has not stepped yet
-        state = _state(model, is_loading=False, with_optimizer=True)
-        state["step_count"] = model.step_count
+            state["shards"] = optimizer_shards(state["model"], model.optimizer, MAIN)
+            state["model"] = weight_shards(state["model"], model.optimizer)
         # A plain queue spares the manager process that Megatron would spawn (20 s of imports on a laptop) for writers
         # in other processes; one for each save, so that a failed one leaves nothing behind.
         filesystem_async._results_queue = queue.Queue()
@@ -125,28 +117,25 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
     Raises CheckpointError naming the folder.
     """
     with_optimizer = with_optimizer and model.optimizer is not None
-    if with_optimizer:
-        give_state(model.optimizer)
-    state = _state(model, is_loading=True, with_optimizer=with_optimizer)
-    state["step_count"] = 0
-    if not with_head:
-        state["model"].pop("output_layer.weight", None)  # only the last pipeline stage has it
+    state: dict[str, Any] = {"model": _weights(model), "step_count": 0}
     try:
-        loaded = dist_checkpointing.load(
-            state,
-            str(folder),
-            strict=StrictHandling.ASSUME_OK_UNEXPECTED,
-            verify_integrity=True,
-        )
+        verify_integrity_manifest(str(folder))
+        if with_optimizer:
+            give_state(model.optimizer)
+            stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+            plain = any(key.startswith(f"optimizer.state.{PLAIN_MAIN}.") for key in stored)
+            state["shards"] = optimizer_shards(state["model"], model.optimizer, PLAIN_MAIN if plain else MAIN)
+        if not with_head:
+            state["model"].pop("output_layer.weight", None)  # only the last pipeline stage has it
+        loaded = dist_checkpointing.load(state, str(folder), strict=StrictHandling.ASSUME_OK_UNEXPECTED)
     except (OSError, RuntimeError, ValueError, KeyError, dist_checkpointing.core.CheckpointingException) as error:
         raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error
     except CheckpointException as error:  # a BaseException
         raise CheckpointError(f"cannot load checkpoint {folder}: {_first_failure(error)}") from error
     model.module.load_state_dict(loaded["model"], strict=False)
-    if with_optimizer:
-        model.optimizer.load_state_dict(with_settings_of(model.optimizer, loaded["optimizer"]))
-        after_load(model.optimizer)
+    if with_optimizer:  # whose shards have been read into their places
         model.step_count = int(loaded["step_count"])
+        set_step(model.optimizer, model.step_count)
     elif model.optimizer is not None:
         model.optimizer.reload_model_params()
 

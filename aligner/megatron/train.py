@@ -30,7 +30,7 @@ from aligner.megatron.collectives import sum_parts
 from aligner.megatron.groups import Layout
 from aligner.megatron.load import ExpertLoad
 from aligner.megatron.model import Head, build_model, uses_transformer_engine
-from aligner.megatron.optimizer_fixes import mend
+from aligner.megatron.optimizer_state import fuse
 from aligner.megatron.pipeline import Pipeline
 from aligner.megatron.weights import WeightSource, load_weights
 from aligner.models.rope import attention_factor, inverse_frequencies
@@ -136,7 +136,7 @@ class ShardedModel:
         optimizer = get_megatron_optimizer(
             config, [self.wrapped], use_gloo_process_groups=False, pg_collection=self.layout.pgs
         )
-        mend(optimizer)
+        fuse(optimizer)
         return optimizer
 
     def _stream(self, batch: TrainBatch) -> tuple[Packing, Stream | PackedSeqParams]:

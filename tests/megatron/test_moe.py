@@ -261,7 +261,7 @@ def test_forward_passes_of_different_lengths_meet(ranks, given):
         assert torch.allclose(out["logprobs"], wanted["logprobs"][:count, :width], atol=1e-5)
 
 
-CHAINS = {"sharded": ["one", "ep2-dp4", "ep2-pp2", "tp2"], "plain": ["one"]}
+CHAINS = {"sharded": ["one", "ep2-dp4", "ep2-pp2", "tp2"], "plain": ["one", "ep2-dp4", "ep2-pp2", "tp2"]}
 
 
 @pytest.mark.slow

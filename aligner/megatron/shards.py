@@ -1,0 +1,102 @@
+"""What of a model's checkpoint a rank writes, and reads: the numbers that its optimizer updates, as boxes of the
+tensors they belong to.
+
+The distributed optimizer (ZeRO-1) gives each data-parallel rank a range of numbers, which begins and ends anywhere in
+a parameter; that is itself a slice of a tensor, over tensor, expert and pipeline ranks. A range of a row-major tensor
+is a few boxes (of a matrix at most three: a part of a row, whole rows, a part of a row), and boxes with their offsets
+in the whole tensor are what torch's distributed checkpoints hold. So nothing is gathered, and ranks of any other layout
+find the numbers of their boxes by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from aligner.megatron.optimizer_state import Owned, is_distributed, owned
+
+Shape = tuple[int, ...]
+
+
+def boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """(offsets, sizes) of the fewest boxes that are, one after the other, the numbers [start, stop) of a row-major
+    tensor of this shape."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    inside = (0,) * (len(shape) - 1)
+    if start < first * row:
+        for offsets, sizes in boxes(shape[1:], start - (first - 1) * row, min(stop - (first - 1) * row, row)):
+            yield (first - 1, *offsets), (1, *sizes)
+    if first < last:
+        yield (first, *inside), (last - first, *shape[1:])
+    if first <= last and last * row < stop:
+        for offsets, sizes in boxes(shape[1:], 0, stop - last * row):
+            yield (last, *offsets), (1, *sizes)
+
+
+def optimizer_shards(state: dict[str, Any], optimizer: MegatronOptimizer, main: str) -> dict[str, ShardedTensor]:
+    """This rank's moments and float32 copies of weights, as views of them; the copies are called `main` in the file.
+    `state`: the model's, by name. Float32 weights are in the model's own state."""
+    items, found = _by_param(state), []
+    for own in owned(optimizer):
+        item = items[id(own.param)][1]
+        tensors = own.moments if own.param.dtype == own.main.dtype else {main: own.main, **own.moments}
+        for name, tensor in tensors.items():
+            found += _pieces(item, own, tensor, f"optimizer.state.{name}.")
+    return {str(i): piece for i, piece in enumerate(found)}
+
+
+def weight_shards(state: dict[str, Any], optimizer: MegatronOptimizer) -> dict[str, Any]:
+    """The model's state to be written: of parameters whose update data-parallel ranks share out, this rank's part."""
+    if not is_distributed(optimizer):
+        return state
+    items = _by_param(state)
+    found = {name: item for name, item in state.items() if not getattr(item.data, "requires_grad", False)}
+    for own in owned(optimizer):
+        name, item = items[id(own.param)]
+        mine = own.param.detach().view(-1)[own.start : own.start + own.main.numel()]
+        found |= {f"{name}/{i}": piece for i, piece in enumerate(_pieces(item, own, mine, ""))}
+    return found
+
+
+def _by_param(state: dict[str, Any]) -> dict[int, tuple[str, ShardedTensor | ShardedTensorFactory]]:
+    return {id(item.data): (name, item) for name, item in state.items()}
+
+
+def _pieces(
+    item: ShardedTensor | ShardedTensorFactory, own: Owned, tensor: Tensor, prefix: str
+) -> Iterator[ShardedTensor]:
+    """The boxes of what `own` has of a parameter, with the numbers of `tensor`, in the whole tensor that `item` says
+    it to be a slice of (or several slices, as gate and up are)."""
+    flat, start, stop = tensor.detach().view(-1), own.start, own.start + tensor.numel()
+    for leaf in nested_values(item.build()) if isinstance(item, ShardedTensorFactory) else [item]:
+        assert leaf.data.is_contiguous(), f"{leaf.key}: expected a range of its parameter"
+        begin = leaf.data.storage_offset() - own.param.storage_offset()
+        low, high = max(start, begin), min(stop, begin + leaf.data.numel())
+        before, place = (1,) * leaf.prepend_axis_num, low - start
+        for offsets, sizes in boxes(tuple(leaf.local_shape), low - begin, high - begin):
+            count, inside = prod(sizes), (0,) * len(before) + offsets
+            yield ShardedTensor(
+                key=prefix + leaf.key,
+                data=flat[place : place + count].view(before + sizes),
+                dtype=tensor.dtype,
+                local_shape=before + sizes,
+                global_shape=leaf.global_shape,
+                global_offset=tuple(a + b for a, b in zip(leaf.global_offset, inside, strict=True)),
+                axis_fragmentations=None,  # no regular grid
+                # copies over pipeline (tied embeddings) and tensor ranks; of data-parallel ones there is but this
+                replica_id=(*leaf.replica_id[:2], 0) if own.alone else leaf.replica_id,
+                allow_shape_mismatch=leaf.allow_shape_mismatch,
+            )
+            place += count
