@@ -34,6 +34,7 @@ from aligner.rewards.functions import load_function
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.evaluate import Evaluator
+from aligner.rollout.references import check_rows
 from aligner.rollout.source import raised_together
 from aligner.run.phases import PhaseMemory
 from aligner.types import TrainBatch
@@ -152,6 +153,7 @@ def make_evaluator(job: Job, refit: Refit, reward_model: RewardModel | None = No
         return None
     rewards = RewardPipeline([(load_function(f, i), f.weight) for i, f in enumerate(functions)], job.cfg.reward)
     prompts = make_prompts(job, job.cfg.data.eval, "data.eval")
+    check_rows(rewards, prompts, min(job.cfg.eval.prompts or len(prompts), len(prompts)), job.say)
     rewards.probe([prompts[0], prompts[len(prompts) - 1]])
     limit = job.cfg.eval.max_response_tokens or job.cfg.sampling.max_response_tokens
     return Evaluator(

@@ -54,6 +54,7 @@ from aligner.rollout.pending import FOLDER as PENDING
 from aligner.rollout.pending import PendingRollouts
 from aligner.rollout.prepare import KLController
 from aligner.rollout.record import FOLDER, Origin, Recorder
+from aligner.rollout.references import check_rows
 from aligner.rollout.replay import RecordedSource
 from aligner.rollout.source import Rollouts, RolloutSource
 from aligner.run.alarms import Alarms
@@ -202,6 +203,7 @@ def _rollouts(
         return RecordedSource.open(*where, lambda: model.step_count, job.say), {}, None
     rewards = make_rewards(job, reward_model)
     prompts = make_prompts(job, cfg.data.train, "data.train")
+    check_rows(rewards, prompts, len(prompts), job.say)
     rewards.probe([prompts[0], prompts[len(prompts) - 1]])
     refit = make_refit(job, policy.model)
     verifier = make_verifier(job, refit, policy, prompts)

@@ -243,6 +243,7 @@ class PromptDataset:
         limit, cut = data.max_prompt_tokens, data.overlong == "truncate"
         self.report = DataReport(key, f"data.max_prompt_tokens={limit}", rows=len(rows))
         self._prompts: list[Prompt] = []
+        self._where: list[str] = []
         shortest = None
         _note(self.report, tokenizer, rows, [row.prompt for row in rows], data)
         for first, chunk in zip(range(0, len(rows), CHUNK), _chunks(rows), strict=True):
@@ -258,6 +259,7 @@ class PromptDataset:
                 if _fits([tokens], limit, cut, self.report):
                     messages = None if isinstance(row.prompt, str) else tuple(row.prompt)
                     self._prompts.append(Prompt(number, tuple(tokens[-limit:]), text, row.fields, messages))
+                    self._where.append(row.where)
         _check_left(self.report, shortest, cut)
 
     def __len__(self) -> int:
@@ -265,6 +267,10 @@ class PromptDataset:
 
     def __getitem__(self, index: int) -> Prompt:
         return self._prompts[index]
+
+    def where(self, index: int) -> str:
+        """`file, row n` of a prompt."""
+        return self._where[index]
 
     @property
     def lengths(self) -> np.ndarray:

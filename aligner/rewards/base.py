@@ -3,12 +3,15 @@
 A reward scores a batch of samples: one number for each, or None where it does not apply (a math checker on a row
 without an answer). A component that is None is simply not part of that sample's sum.
 
-Two optional attributes of a reward object change how `RewardPipeline` runs it:
+Optional attributes of a reward object change how `RewardPipeline` runs it:
     per_sample   True: each sample is scored for itself, so the batch may be cut into chunks that run side by side, and
                  samples may be scored while others are still generated (reward.overlap)
                  (default: the reward sees the whole batch of this rank, group-major, and may compare samples)
     main_thread  True: run in the caller's thread, in order (a model whose forward uses collectives); such a reward
                  has no timeout of its own
+    late_score   of a function that limits the time of each sample itself: what is not ready at reward.timeout_s gets
+                 this score, and is counted (reward/<name>/late), instead of ending the run
+    unreadable   called with prompts before training: {place: why} of the rows that it cannot score
 """
 
 from __future__ import annotations

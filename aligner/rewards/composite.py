@@ -6,7 +6,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 
@@ -17,6 +17,8 @@ from aligner.rewards.normalizer import Reduce, RunningNormalizer
 from aligner.rewards.workers import DaemonPool
 from aligner.types import Prompt, Sample
 
+CHECKED = 256  # rows that a thread checks at a time
+SAY_EVERY_S = 10.0
 Component = list[float | None]
 Early = dict[str, Future]  # a sample's scores by the functions that have begun already
 
@@ -88,6 +90,10 @@ def _per_sample(reward: Reward) -> bool:
     return getattr(reward, "per_sample", False)
 
 
+def _late_score(reward: Reward) -> float | None:
+    return getattr(reward, "late_score", None)
+
+
 class RewardPipeline:
     """Scores the samples of this rank. `reduce` sums a list of floats over data-parallel ranks (normalisation)."""
 
@@ -98,6 +104,7 @@ class RewardPipeline:
                 raise ConfigError(f"reward.functions[{i}].name", name, "a name that no other reward function has")
         self.rewards, self.config, self.reduce = list(rewards), config, reduce
         self.normalizer = RunningNormalizer()
+        self._late = {r.name: [0.0, 0.0] for r in self.rewards_of_threads if _late_score(r) is not None}
         self._pool = DaemonPool(config.workers)
         weakref.finalize(self, self._pool.close)
 
@@ -121,7 +128,28 @@ class RewardPipeline:
             Sample(prompt, index, text, prompt.tokens[-1:], finished=True)
             for index, (prompt, text) in enumerate(zip(pair, ("0", "probe"), strict=True))
         ]
-        return PendingScores(self, samples, update=False, models=False).components()
+        components = PendingScores(self, samples, update=False, models=False).components()
+        self.take_late()
+        return components
+
+    def unreadable(self, prompts: Sequence[Prompt], say: Callable[[str], None] = lambda text: None) -> dict[int, str]:
+        """By place, why a function cannot score some of these rows; read in the pool, before training. `say` is told
+        now and then how far it is."""
+        parts = [range(start, min(start + CHECKED, len(prompts))) for start in range(0, len(prompts), CHECKED)]
+        jobs = {
+            self._pool.submit(reward.unreadable, [prompts[i] for i in part]): part
+            for reward in self.rewards_of_threads
+            if hasattr(reward, "unreadable")
+            for part in parts
+        }
+        found: dict[int, str] = {}
+        since = time.monotonic()
+        for number, (job, part) in enumerate(jobs.items()):
+            found |= {part[place]: why for place, why in job.result().items()}
+            if time.monotonic() - since > SAY_EVERY_S:
+                since = time.monotonic()
+                say(f"reading reference answers: {number + 1} of {len(jobs)} parts")
+        return found
 
     def functions(self, samples: Sequence[Sample], early: Mapping[int, Early] | None = None) -> dict[str, Component]:
         """The components of all functions, without models: what one rank can score of its own share. `early`: what
@@ -135,14 +163,29 @@ class RewardPipeline:
     def score_early(self, sample: Sample) -> Early:
         """Start the functions that score each sample for itself, while other samples are still generated."""
         return {
-            reward.name: self._pool.submit(lambda reward=reward: check_scores(reward.name, reward([sample]), [sample]))
+            reward.name: self._pool.submit(
+                lambda reward=reward: check_scores(reward.name, reward([sample]), [sample]),
+                last=_late_score(reward) is not None,
+            )
             for reward in self.rewards_of_threads
             if _per_sample(reward)
         }
 
+    def take_late(self) -> dict[str, tuple[float, float]]:
+        """reward/<name>/late -> (samples that were not scored in time, samples) of this rank since the last call, for
+        each function that has a score for them."""
+        taken = {f"reward/{name}/late": (late, count) for name, (late, count) in self._late.items()}
+        self._late = {name: [0.0, 0.0] for name in self._late}
+        return taken
+
     @property
     def rewards_of_threads(self) -> list[Reward]:
         return [reward for reward, _ in self.rewards if not getattr(reward, "main_thread", False)]
+
+    def count_late(self, reward: Reward, samples: int, late: bool) -> None:
+        if reward.name in self._late:
+            self._late[reward.name][0] += samples * late
+            self._late[reward.name][1] += samples
 
     def models(self, samples: Sequence[Sample]) -> dict[str, Component]:
         """The components of the models. Collective over the ranks that share each model; all pass the same samples."""
@@ -204,7 +247,8 @@ class PendingScores:
             ahead = {place: found[reward.name] for place, found in begun.items() if reward.name in found}
             self._jobs |= {job: (reward, [place]) for place, job in ahead.items()}
             for part in self._chunks(reward, [i for i in range(len(samples)) if i not in ahead]):
-                self._jobs[pipeline._pool.submit(self._run, reward, part)] = (reward, part)
+                job = pipeline._pool.submit(self._run, reward, part, last=_late_score(reward) is not None)
+                self._jobs[job] = (reward, part)
 
     def done(self) -> bool:
         return all(job.done() for job in self._jobs)
@@ -216,18 +260,20 @@ class PendingScores:
 
     def components(self) -> dict[str, Component]:
         scored = self._pipeline.models(self._samples) if self._models else {}
-        self._wait()
+        late = self._wait()
         for job, (reward, places) in self._jobs.items():
             component = scored.setdefault(reward.name, [None] * len(self._samples))
-            for place, value in zip(places, job.result(), strict=True):
+            values = [_late_score(reward)] * len(places) if job in late else job.result()
+            for place, value in zip(places, values, strict=True):
                 component[place] = value
+            self._pipeline.count_late(reward, len(places), job in late)
         return scored
 
     def _chunks(self, reward: Reward, places: list[int]) -> list[list[int]]:
         if not places:
             return [] if self._samples else [[]]  # of no samples at all: the function is named all the same
         parts = self._pipeline.config.workers if _per_sample(reward) else 1
-        size = -(-len(places) // parts)
+        size = 1 if _late_score(reward) is not None else -(-len(places) // parts)  # what is ready in time counts
         return [places[start : start + size] for start in range(0, len(places), size)]
 
     def _start(self) -> None:
@@ -240,30 +286,32 @@ class PendingScores:
         samples = [self._samples[place] for place in places]
         return check_scores(reward.name, reward(samples), samples)
 
-    def _wait(self) -> None:
+    def _wait(self) -> set[Future]:
+        """Returns the jobs that are late and have a score for that."""
         limit_s = self._pipeline.config.timeout_s
         if not self._jobs:
-            return
+            return set()
         # The clock starts with the first function, not at submit: a batch may queue behind an earlier one.
         begun = self._started.wait(limit_s)
         left_s = max(0.0, self._start_s + limit_s - time.monotonic()) if begun else 0.0
-        finished, _ = wait(self._jobs, left_s, return_when=FIRST_EXCEPTION)
+        finished, pending = wait(self._jobs, left_s, return_when=FIRST_EXCEPTION)
         for job in finished:
             if not job.cancelled() and job.exception() is not None:
                 self._cancel()
                 job.result()
-        pending = [where for job, where in self._jobs.items() if job not in finished]
-        if not pending:
-            return
-        self._cancel()
-        names = ", ".join(f"`{name}`" for name in dict.fromkeys(reward.name for reward, _ in pending))
+        if pending:
+            self._cancel()
         counts: dict[str, int] = {}
-        for reward, part in pending:
-            counts[reward.name] = counts.get(reward.name, 0) + len(part)
-        raise RewardError(
-            f"reward {names} still running with {max(counts.values())} of {len(self._samples)} samples pending: "
-            f"expected all scores within reward.timeout_s={limit_s:g}"
-        )
+        for reward, part in (self._jobs[job] for job in pending):
+            if _late_score(reward) is None:
+                counts[reward.name] = counts.get(reward.name, 0) + len(part)
+        if counts:
+            names = ", ".join(f"`{name}`" for name in counts)
+            raise RewardError(
+                f"reward {names} still running with {max(counts.values())} of {len(self._samples)} samples pending: "
+                f"expected all scores within reward.timeout_s={limit_s:g}"
+            )
+        return pending
 
     def _cancel(self) -> None:
         for job in self._jobs:

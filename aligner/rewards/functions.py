@@ -30,7 +30,7 @@ from typing import Any
 from aligner.config.rewards import RewardFunctionConfig
 from aligner.errors import AlignerError, RewardError
 from aligner.rewards.base import Reward, check_scores, describe
-from aligner.types import Sample
+from aligner.types import Prompt, Sample
 
 BUILT_IN = {
     "math": "aligner.rewards.verifiable:math",
@@ -49,6 +49,7 @@ class FunctionReward:
     def __init__(self, function: Callable, name: str, args: dict[str, Any], key: str):
         self.function, self.name, self.args, self.key = function, name, args, key
         self.per_sample = bool(getattr(function, "per_sample", False))
+        self.late_score: float | None = getattr(function, "late_score", None)
         self._parameters = inspect.signature(function).parameters
         self._columns = "completions" in self._parameters
         self._check_args()
@@ -63,6 +64,11 @@ class FunctionReward:
             # wrote and a reward runs); it is named, chained and never swallowed
             raise self._trace(samples, cause) from cause
         return check_scores(self.name, values, samples)
+
+    def unreadable(self, prompts: Sequence[Prompt]) -> dict[int, str]:
+        """By place, why this function cannot score some of these rows, if it has a way to tell."""
+        check = getattr(self.function, "unreadable", None)
+        return check(prompts, **self.args) if check is not None else {}
 
     def _call(self, samples: Sequence[Sample]) -> Any:
         if not self._columns:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +33,39 @@ def reference(prompt: Prompt, field: str) -> Any:
 def math(samples: Sequence[Sample], field: str = "answer", timeout_s: float = 5.0) -> list[float | None]:
     """1.0 where the response's final answer is mathematically equal to the row's, by math-verify; else 0.0.
 
-    Reference answers: numbers, LaTeX with or without dollars, `\\boxed{}`, or gsm8k solutions that end in `#### 42`.
-    Each thread that scores owns a helper process. A response that takes longer than `timeout_s` or kills the helper
-    scores 0.0: an answer that cannot be checked is not a right one.
+    Reference answers: numbers, with a unit or without, LaTeX with or without dollars, `\\boxed{}`, or gsm8k solutions
+    that end in `#### 42`. Each thread that scores owns a helper process. A response that takes longer than `timeout_s`
+    or kills the helper scores 0.0: an answer that cannot be checked is not a right one.
     """
-    return [_math_one(sample, reference(sample.prompt, field), timeout_s) for sample in samples]
+    golds = [reference(sample.prompt, field) for sample in samples]
+    return [
+        None if gold is None else _ask(gold, sample.response, timeout_s)
+        for gold, sample in zip(golds, samples, strict=True)
+    ]
+
+
+def unreadable(prompts: Sequence[Prompt], field: str = "answer", timeout_s: float = 5.0) -> dict[int, str]:
+    """By place, why the references of some of these rows cannot be read: no answer to them would score."""
+    found = {}
+    for place, gold in enumerate(reference(prompt, field) for prompt in prompts):
+        try:
+            if gold is not None and not _ask(gold, None, timeout_s):
+                found[place] = f"the reference answer {str(gold)[:200]!r} takes longer than {timeout_s:g} s to read"
+        except RewardError as cause:
+            found[place] = str(cause)
+    return found
 
 
 math.per_sample = True  # type: ignore[attr-defined]
+math.late_score = 0.0  # type: ignore[attr-defined]
+math.unreadable = unreadable  # type: ignore[attr-defined]
 
 
-def _math_one(sample: Sample, gold: Any, timeout_s: float) -> float | None:
-    if gold is None:
-        return None
+def _ask(gold: Any, response: str | None, timeout_s: float) -> float:
+    """What this thread's helper says of it; 0.0 where it takes too long, or too much."""
+    text = f"{Decimal(repr(gold)):f}" if isinstance(gold, float) else str(gold)  # 1e-05 would be 1 e - 5
     process = _helper()
-    request = {"gold": str(gold), "response": sample.response, "timeout_s": timeout_s}
+    request = {"gold": text, "response": response, "timeout_s": timeout_s}
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(json.dumps(request) + "\n")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable
@@ -14,23 +15,25 @@ from typing import Any
 
 class DaemonPool:
     def __init__(self, workers: int):
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._jobs: queue.PriorityQueue = queue.PriorityQueue()
+        self._number = itertools.count()
         self._threads = [threading.Thread(target=self._work, name=f"reward-{i}", daemon=True) for i in range(workers)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, function: Callable, *args: Any) -> Future:
+    def submit(self, function: Callable, *args: Any, last: bool = False) -> Future:
+        """In the order of calls. `last`: after all that is not, as many slow answers shall not keep others waiting."""
         future: Future = Future()
-        self._jobs.put((future, function, args))
+        self._jobs.put((last, next(self._number), (future, function, args)))
         return future
 
     def close(self) -> None:
         """Let the threads end after the jobs that are queued; does not wait for them."""
         for _ in self._threads:
-            self._jobs.put(None)
+            self._jobs.put((True, next(self._number), None))
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()[2]) is not None:
             future, function, args = job
             if not future.set_running_or_notify_cancel():
                 continue

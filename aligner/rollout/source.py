@@ -31,6 +31,7 @@ from aligner.refit.verify import Verifier
 from aligner.rewards.composite import Component, Early, RewardPipeline, Scores
 from aligner.rollout.collate import collate, join_generations, make_samples
 from aligner.rollout.groups import Groups, Refill, Request, Requests, join_groups
+from aligner.rollout.statistics import reduce_metrics
 from aligner.run.timers import Timers
 from aligner.types import STOP, Generations, Prompt, RolloutBatch, Sample, SamplingParams, ScalarMetrics
 
@@ -107,6 +108,8 @@ class RolloutSource:
             rollout.greedy_rewards = self._greedy_rewards(groups).repeat_interleave(self.batch.group)
         behind = float(self.refit.model.step_count - rollout.weight_version)  # 0 here; a queue will tell otherwise
         metrics |= {"staleness/mean": behind, "staleness/max": behind}
+        if late := self.rewards.take_late():
+            metrics |= reduce_metrics(late, {}, dist.group.WORLD)
         return rollout, metrics, scores
 
     def _groups(self, step: int, requests: Sequence[Request]) -> Groups:

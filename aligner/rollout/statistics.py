@@ -41,7 +41,8 @@ def rollout_metrics(rollout: RolloutBatch, scores: Scores, group: dist.ProcessGr
     where there are old_logprobs, else the policy's update has them.
     """
     count, tokens = float(len(rollout.lengths)), rollout.response_mask.sum(1)
-    degenerate, groups = count_degenerate(rollout.rewards.nan_to_num(), rollout.group, rollout.valid)
+    compared = rollout.rewards.nan_to_num() if rollout.token_rewards is None else rollout.token_rewards.sum(1)
+    degenerate, groups = count_degenerate(compared, rollout.group, rollout.valid)  # as advantages compare: shaped
     assert rollout.loss_mask is not None
     on = rollout.loss_mask.bool()
     n = float(on.sum())

@@ -17,6 +17,7 @@ from aligner.errors import ConfigError
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
 from aligner.rollout.evaluate import judge
+from aligner.rollout.references import refuse
 from aligner.run.sample_table import SampleRow, print_samples
 from aligner.tools.generate import Answerer, model_folder
 from aligner.types import SamplingParams, ScalarMetrics
@@ -44,10 +45,11 @@ def evaluate(cfg: Config) -> ScalarMetrics:
     )
     count = min(cfg.eval.prompts, len(dataset)) if cfg.eval.prompts else len(dataset)
     prompts = [dataset[i] for i in range(count)]
+    rewards = RewardPipeline([(load_function(f, i), f.weight) for i, f in enumerate(functions)], cfg.reward)
+    refuse(rewards.unreadable(prompts, print), dataset, count)
     limit = cfg.eval.max_response_tokens or cfg.sampling.max_response_tokens
     sampling = SamplingParams(limit, cfg.eval.temperature, stop=tuple(cfg.sampling.stop))
     samples = model.answer(prompts, cfg.eval.samples, sampling, cfg.seed)
-    rewards = RewardPipeline([(load_function(f, i), f.weight) for i, f in enumerate(functions)], cfg.reward)
     verdict = judge(samples, rewards, cfg.eval)
     metrics = {name: n / d if d else 0.0 for name, (n, d) in verdict.means.items()}
     rows = [

@@ -185,6 +185,54 @@ def test_timeout_names_function_pending_samples_and_key():
     release.set()
 
 
+def bounded(function, name: str = "bounded", late: float = 0.0) -> FunctionReward:
+    """Of a function that limits the time of each sample itself."""
+    function.late_score = late
+    return per_sample(function, name)
+
+
+def test_what_is_late_of_a_function_with_a_limit_of_its_own_gets_its_late_score_and_is_counted():
+    release = threading.Event()
+
+    def slow(samples):
+        if samples[0].prompt.fields["v"] % 2:
+            release.wait(20)
+        return [5.0 for _ in samples]
+
+    rewards = pipeline([(bounded(slow, late=-1.0), 1.0)], timeout_s=0.3, workers=4)
+    scores = rewards.score(samples([0, 1, 2, 3]))
+    assert scores.total == [5.0, -1.0, 5.0, -1.0]
+    assert rewards.take_late() == {"reward/bounded/late": (2.0, 4.0)}
+    early = {0: rewards.score_early(samples([1])[0])}
+    assert rewards.functions(samples([1, 2]), early) == {"bounded": [-1.0, 5.0]}
+    assert rewards.take_late() == {"reward/bounded/late": (1.0, 2.0)}
+    release.set()
+
+
+def test_slow_answers_keep_no_other_function_waiting():
+    """More of them than reward.timeout_s has room for, and asked for first: the other function is scored all the same,
+    where a queue in the order of calls would end the run."""
+
+    def slow(samples):
+        time.sleep(0.15)
+        return [1.0]
+
+    rewards = pipeline([(bounded(slow), 1.0), (column("v"), 1.0)], timeout_s=1.0, workers=1)
+    assert rewards.functions(samples(range(50)))["v"] == list(range(50))
+    assert rewards.take_late()["reward/bounded/late"][0] > 0
+
+
+def test_rows_that_cannot_be_scored_are_told_by_their_place():
+    def f(samples, odd=1):
+        return [0.0 for _ in samples]
+
+    f.unreadable = lambda prompts, odd=1: {i: f"{p.fields['v']}?" for i, p in enumerate(prompts) if p.id % 7 == odd}
+    rewards = pipeline([(FunctionReward(f, "f", {"odd": 3}, "key"), 1.0), (column("v"), 1.0)], workers=2)
+    prompts = [s.prompt for s in samples(range(1000))]
+    assert rewards.unreadable(prompts) == {i: f"{i}?" for i in range(3, 1000, 7)}
+    assert pipeline([(column("v"), 1.0)]).unreadable(prompts) == {}
+
+
 def test_a_hanging_function_does_not_keep_the_process():
     program = (
         "import time\nfrom aligner.config.rewards import RewardConfig\nfrom aligner.rewards.composite import *\n"

@@ -75,6 +75,20 @@ def test_math_refuses_a_reference_without_mathematics():
         loaded([sample("5", answer="???")])
 
 
+def test_math_tells_which_references_cannot_be_read():
+    golds = ["42", None, "???", "42 dollars", 1e-05, "the cat", "\\$36"]
+    loaded = load_function(RewardFunctionConfig(path="math"))
+    found = loaded.unreadable([sample("", answer=gold).prompt for gold in golds])
+    assert list(found) == [2] and "'???'" in found[2]
+    with pytest.raises(RewardError, match=r"args.field='answer'.*solution"):
+        loaded.unreadable([sample("", solution="5").prompt])
+
+
+@pytest.mark.parametrize("gold, answer", [(1e-05, "0.00001"), (1e16, "10000000000000000"), (0.1, "1/10"), (7, "7")])
+def test_math_takes_numbers_as_references(gold, answer):
+    assert math([sample(f"${answer}$", answer=gold), sample("$3$", answer=gold)]) == [1.0, 0.0]
+
+
 def test_exact_match():
     rows = [
         sample(" Yes\n", answer="Yes"),

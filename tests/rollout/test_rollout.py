@@ -16,6 +16,7 @@ from aligner.config.rewards import EvalConfig, RewardConfig
 from aligner.config.schema import BatchConfig
 from aligner.data.dataset import PreferenceItem, ScoredItem, SftItem
 from aligner.errors import ConfigError, EngineError
+from aligner.ops.advantages import grpo
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import FunctionReward
@@ -469,6 +470,19 @@ def test_rollout_metrics_against_plain_statistics(world):
     }
     for name, value in wanted.items():
         assert found[name] == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
+
+
+def test_groups_are_degenerate_by_what_advantages_compare(world):
+    """Equal rewards, of which one is shaped: the group trains."""
+    rollout = make_rollout(prompts=4, group=3)
+    rollout.loss_mask = rollout.response_mask
+    rollout.rewards[:] = 0.5
+    rollout.token_rewards = torch.zeros_like(rollout.response_mask, dtype=torch.float32)
+    rollout.token_rewards[:, -1] = rollout.rewards
+    rollout.token_rewards[4, -1] -= 1.0  # overlong
+    scores = scored(rollout)
+    assert rollout_metrics(rollout, scores, world)["reward/degenerate_groups"] == 0.75
+    assert int((grpo(rollout.token_rewards.sum(1), rollout.group, rollout.valid) != 0).sum()) == 3
 
 
 def test_value_metrics(world):

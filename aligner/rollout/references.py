@@ -1,0 +1,38 @@
+"""Before GPU time is spent: can the reward functions score every row that may come up?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+
+from aligner.data.dataset import PromptDataset
+from aligner.errors import DataError
+from aligner.rewards.composite import RewardPipeline
+from aligner.rollout.source import raised_together
+
+LISTED = 10
+
+
+def check_rows(rewards: RewardPipeline, prompts: PromptDataset, count: int, say: Callable[[str], None]) -> None:
+    """The first `count` rows. Collective over the world: each rank reads a share. Raises DataError, which lists the
+    rows that cannot be scored, on every rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = range(rank, count, world)
+    with raised_together():
+        found = rewards.unreadable([prompts[i] for i in mine], say)
+    everyone: list[dict[int, str]] = [{} for _ in range(world)]
+    dist.all_gather_object(everyone, {mine[place]: why for place, why in found.items()})
+    refuse({i: why for part in everyone for i, why in part.items()}, prompts, count)
+
+
+def refuse(unreadable: Mapping[int, str], prompts: PromptDataset, count: int) -> None:
+    """DataError where there is any; `unreadable` by row."""
+    if not unreadable:
+        return
+    rows = [f"{prompts.where(i)}: {unreadable[i]}" for i in sorted(unreadable)]
+    more = f"; and {len(rows) - LISTED} more" if len(rows) > LISTED else ""
+    raise DataError(
+        f"{prompts.report.key}: {len(rows)} of {count} rows cannot be scored by reward.functions. "
+        f"{'; '.join(rows[:LISTED])}{more}"
+    )
