@@ -88,6 +88,12 @@ class CheckpointError(AlignerError):
     exit_code = 2
 
 
+class ViewError(AlignerError):
+    """Ranks find different files at one path."""
+
+    transient = True  # a file system may not be mounted on one node
+
+
 class WriteError(AlignerError):
     """The run folder cannot be written: a full disk, a file system that is away."""
 

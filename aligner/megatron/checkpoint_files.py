@@ -26,11 +26,19 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def tell_without_state(folder: Path) -> None:
+    """A line for each folder that is named as a checkpoint and is none: something has taken its state.json."""
+    for path in sorted(folder.glob("step-*")):
+        if NAME.fullmatch(path.name) and not (path / "state.json").exists():
+            print(f"WARNING: {path} has no state.json: it is no checkpoint, and is passed over", flush=True)
+
+
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint `path` means: itself, or the newest of a run folder or its `checkpoints` folder."""
     if (path / "state.json").exists():
         return path
     for folder in (path, path / "checkpoints"):
+        tell_without_state(folder)
         found = complete_checkpoints(folder)
         if found:
             return found[-1][1]
@@ -44,10 +52,18 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"cannot read {folder / 'state.json'}: {error}") from error
 
 
+def read_checked(folder: Path) -> dict[str, Any]:
+    """state.json of a checkpoint whose small files are what was written. Raises CheckpointError."""
+    content = read_state(folder)
+    if content.get("format", 1) >= FORMAT:
+        check_manifest(folder)
+    return content
+
+
 def write_manifest(folder: Path) -> None:
     """Checksums of the small files, `integrity.json` of each model included, which has those of the large ones."""
     names = [*folder.glob("*.json"), *folder.glob("*/integrity.json"), *folder.glob("rng/*")]
-    files = {str(path.relative_to(folder)): _sha256(path) for path in sorted(names)}
+    files = {str(path.relative_to(folder)): _sha256(path) for path in sorted(names) if path.name != MANIFEST}
     (folder / MANIFEST).write_text(json.dumps({"algorithm": "sha256", "files": files}, indent=1), encoding="utf-8")
 
 
@@ -60,6 +76,21 @@ def check_manifest(folder: Path) -> None:
         raise CheckpointError(f"cannot read {folder / MANIFEST}, or a file that it names: {error}") from error
     if wrong is not None:
         raise CheckpointError(f"cannot load checkpoint {folder}: {wrong} does not have the checksum of {MANIFEST}")
+
+
+def view(folder: Path) -> dict[str, str]:
+    """What there is to see of a checkpoint without reading its weights: file -> hash, of weights and random states the
+    size. Ranks that see the same read the same checkpoint: the small files hold the hashes of the large ones."""
+    found = {}
+    try:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                large = path.suffix == ".distcp" or path.parent.name == "rng"
+                name = str(path.relative_to(folder))
+                found[name] = f"of {path.stat().st_size} bytes" if large else _sha256(path)[:16]
+    except OSError as error:
+        raise CheckpointError(f"cannot read checkpoint {folder}: {error}") from error
+    return found
 
 
 def _sha256(path: Path) -> str:

@@ -16,13 +16,15 @@ from aligner.config.rope import RopeScalingConfig
 from aligner.config.schema import ModelConfig
 from aligner.data.tokenizer import check_vocab, load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
-from aligner.megatron.checkpoint_files import find_checkpoint, read_state
+from aligner.megatron.checkpoint_files import find_checkpoint, read_checked, view
 from aligner.megatron.model import Head
 from aligner.megatron.weights import WeightSource, random_source
 from aligner.models.account import check_folder
+from aligner.models.fingerprint import digest, folder_view
 from aligner.models.hf_config import config_from_hf
 from aligner.models.safetensors_io import open_hf
 from aligner.models.slices import HfSource
+from aligner.ops.agree import by_rank_0, same_view
 from aligner.refit.export import read_extra
 
 # what a run decides, whatever folder the weights come from
@@ -44,6 +46,7 @@ class InitialModel:
     origin: Path | None = None  # folder with the small files of a Hugging Face folder that the model came from
     imported: bool = False  # `checkpoint` has the weights of `origin`
     seed: int = 0
+    content: str = "random"  # hash of what the folder holds (docs/checkpoints.md)
 
     def source(self, head: Head) -> WeightSource:
         """Weights for a model with this head; a score head that the folder lacks starts at zero. Raises CheckpointError
@@ -67,25 +70,33 @@ def resolve(cfg: ModelConfig, init: str, seed: int, key: str = "model.init") -> 
         if not cfg.tokenizer:
             raise ConfigError("model.tokenizer", "", "a Hugging Face tokenizer folder when model.init=random")
         return _with_tokenizer(InitialModel(cfg, None, seed=seed), cfg.tokenizer)
-    path = Path(init).expanduser()
+    place, state = by_rank_0(lambda: _find(Path(init).expanduser(), key))
+    if state is not None:
+        return _from_checkpoint(cfg, place, state, seed)
+    seen = same_view(place, lambda: folder_view(place))
+    config = _for_run(config_from_hf(place), cfg)
+    initial = InitialModel(config, None, folder=place, origin=place, seed=seed, content=digest(seen))
+    return _with_tokenizer(initial, cfg.tokenizer or str(place))
+
+
+def _find(path: Path, key: str) -> tuple[Path, dict[str, Any] | None]:
+    """A Hugging Face folder and None, or a checkpoint and its state.json. Raises ConfigError, CheckpointError."""
     if (path / "hf" / "config.json").exists():  # a finished run
-        path = path / "hf"
+        return path / "hf", None
     if (path / "config.json").exists():
-        config = _for_run(config_from_hf(path), cfg)
-        return _with_tokenizer(
-            InitialModel(config, None, folder=path, origin=path, seed=seed), cfg.tokenizer or str(path)
-        )
-    return _from_checkpoint(cfg, path, seed, key)
-
-
-def _from_checkpoint(cfg: ModelConfig, path: Path, seed: int, key: str) -> InitialModel:
-    """A run folder without an export, or one of its checkpoints: the shape is in the run's frozen config."""
+        return path, None
     try:
         checkpoint = find_checkpoint(path)
     except CheckpointError:
         expected = "random, a Hugging Face folder (config.json), a run folder or a checkpoint"
         raise ConfigError(key, str(path), expected) from None
-    identity = read_state(checkpoint)["identity"]
+    return checkpoint, read_checked(checkpoint)
+
+
+def _from_checkpoint(cfg: ModelConfig, checkpoint: Path, state: dict[str, Any], seed: int) -> InitialModel:
+    """A run folder without an export, or one of its checkpoints: the shape is in its state.json."""
+    seen = same_view(checkpoint, lambda: view(checkpoint))
+    identity = state["identity"]
     fields = dict(identity["model"])
     fields["rope_scaling"] = RopeScalingConfig(**fields["rope_scaling"])
     fields["attention"] = AttentionConfig(**fields.get("attention", {}))
@@ -98,7 +109,7 @@ def _from_checkpoint(cfg: ModelConfig, path: Path, seed: int, key: str) -> Initi
         origin = _small_files(Path(run_config.model.init).expanduser())
     tokenizer = cfg.tokenizer or run_config.model.tokenizer or str(origin)
     part = "model" if identity["stage"] == "rm" else "policy"
-    initial = InitialModel(config, None, None, checkpoint / part, origin, imported, seed)
+    initial = InitialModel(config, None, None, checkpoint / part, origin, imported, seed, digest(seen))
     return _with_tokenizer(initial, tokenizer)
 
 

@@ -35,16 +35,19 @@ from aligner.megatron.checkpoint import (
 )
 from aligner.megatron.checkpoint_files import (
     FORMAT,
-    check_manifest,
     complete_checkpoints,
     find_checkpoint,
     put_in_place,
+    read_checked,
     read_state,
     remove_unfinished,
     remove_whole,
+    tell_without_state,
+    view,
     write_manifest,
 )
 from aligner.megatron.train import ShardedModel
+from aligner.ops.agree import by_rank_0, same_view
 from aligner.ops.reduce import first_cause
 
 DISPENSABLE = ("sentinel",)  # states that checkpoints of earlier versions lack
@@ -219,19 +222,7 @@ class Checkpoints:
         With `auto` a damaged newest checkpoint is reported loudly and the one before it is used. A path outside
         this run is where the run starts; once it has checkpoints of its own, those are continued.
         """
-        if dist.get_rank() == 0:
-            remove_unfinished(self.folder)
-        if resume == "never":
-            self._set_aside()
-            return 0
-        candidates = [path for _, path in reversed(complete_checkpoints(self.folder))]
-        if resume != "auto":
-            chosen = find_checkpoint(Path(resume))
-            if chosen.resolve().parent == self.folder.resolve():
-                self._abandon_after(chosen)
-                candidates = [chosen]
-            else:  # this run's own checkpoints continue the one it started from
-                candidates.append(chosen)
+        candidates = by_rank_0(lambda: self._candidates(resume))
         for i, path in enumerate(candidates):
             error: CheckpointError | None = None
             try:
@@ -262,40 +253,44 @@ class Checkpoints:
                 path.rename(kept)
                 print(f"WARNING: the damaged checkpoint is kept as {kept}", flush=True)
 
+    def _candidates(self, resume: str) -> list[Path]:
+        """What to resume, best first. Other checkpoints go where nobody takes them for this run's. On rank 0 alone:
+        ranks that list the folder for themselves may see different ones."""
+        remove_unfinished(self.folder)
+        if resume == "never":
+            self._set_aside()
+            return []
+        tell_without_state(self.folder)
+        candidates = [path for _, path in reversed(complete_checkpoints(self.folder))]
+        if resume == "auto":
+            return candidates
+        chosen = find_checkpoint(Path(resume))
+        if chosen.resolve().parent == self.folder.resolve():
+            self._abandon_after(chosen)
+            return [chosen]
+        return [*candidates, chosen]  # this run's own checkpoints continue the one it started from
+
     def _read(self, path: Path) -> dict[str, Any]:
-        """state.json, read and checked by rank 0 for all."""
-        told: list[Any] = [None, ""]
-        if dist.get_rank() == 0:
-            try:
-                told[0] = read_state(path)
-                if told[0].get("format", 1) >= FORMAT:
-                    check_manifest(path)
-            except CheckpointError as error:
-                told[1] = str(error)
-        if dist.get_world_size() > 1:
-            dist.broadcast_object_list(told, src=0)
-        if told[1]:
-            raise CheckpointError(told[1])
-        return told[0]
+        """state.json, read and checked by rank 0 for all; the others see the same folder."""
+        content = by_rank_0(lambda: read_checked(path))
+        same_view(path, lambda: view(path))
+        return content
 
     def _abandon_after(self, chosen: Path) -> None:
         """Going back to an earlier checkpoint of this run: later ones may neither be resumed nor count as the last."""
-        if dist.get_rank() == 0:
-            for _, path in complete_checkpoints(self.folder):
-                if path.name > chosen.name:
-                    path.rename(path.with_name(f"abandoned-{path.name}"))
-                    print(f"run.resume={chosen}: {path.name} is kept as abandoned-{path.name}", flush=True)
-        dist.barrier()
+        for _, path in complete_checkpoints(self.folder):
+            if path.name > chosen.name:
+                path.rename(path.with_name(f"abandoned-{path.name}"))
+                print(f"run.resume={chosen}: {path.name} is kept as abandoned-{path.name}", flush=True)
 
     def _set_aside(self) -> None:
         """A fresh start in a used folder: older checkpoints must not be taken for this run's when it resumes."""
-        if dist.get_rank() == 0 and complete_checkpoints(self.folder):
+        if complete_checkpoints(self.folder):
             number = 1
             while (kept := self.folder.with_name(f"checkpoints.old-{number}")).exists():
                 number += 1
             self.folder.rename(kept)
             print(f"run.resume=never: earlier checkpoints are kept in {kept}", flush=True)
-        dist.barrier()
 
     def _load(self, path: Path, content: Mapping[str, Any]) -> None:
         missing = [name for name in self.state if name not in content["state"] and name not in DISPENSABLE]

@@ -37,6 +37,7 @@ from aligner.models.hf_config import config_from_hf, hf_config, is_known
 from aligner.models.safetensors_io import INDEX, SINGLE, HfTensors, open_hf
 from aligner.models.safetensors_stream import SafetensorsFile
 from aligner.models.slices import Shard, of_experts, placed, read_shard
+from aligner.ops.agree import by_rank_0
 from aligner.refit.export import EXTRA_FILE
 from aligner.roles.initial import SOURCE, InitialModel, resolve, shape_of
 from aligner.tools.shared_files import FilePlan, SharedFolder, into_files, peak_memory_bytes
@@ -132,7 +133,7 @@ def export_checkpoint(source: Path, target: Path, env: RankEnv, *, part: str, fi
 
     Raises ConfigError, CheckpointError, WriteError.
     """
-    checkpoint = find_checkpoint(source)
+    checkpoint = by_rank_0(lambda: find_checkpoint(source))
     initial = resolve(compose([]).model, str(checkpoint), 0, "RUN_DIR")
     assert initial.checkpoint is not None
     folder = checkpoint / part if part else initial.checkpoint

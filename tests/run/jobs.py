@@ -13,15 +13,18 @@ import torch.distributed as dist
 
 import aligner.build
 import aligner.builders.parts
+import aligner.roles.initial
+import aligner.run.checkpoints
 from aligner.cluster.env import RankEnv
 from aligner.cluster.signals import StopSignals
 from aligner.config.freeze import freeze
 from aligner.config.mismatch import MismatchConfig
 from aligner.config.resolve import compose
 from aligner.config.validate import validate
-from aligner.errors import MismatchError
+from aligner.errors import AlignerError, MismatchError
 from aligner.megatron.checkpoint import ModelSave
 from aligner.megatron.checkpoint_files import complete_checkpoints
+from aligner.ops import agree
 from aligner.roles.policy import Policy
 from aligner.rollout import source
 from aligner.rollout.pending import PendingRollouts
@@ -66,6 +69,36 @@ def stop_after(arguments: list[str], step: int, rank: int, number: int) -> dict:
     finally:
         Run.finish = finish
     return json.loads((Path(compose(arguments).run.dir) / "STOPPED").read_text())
+
+
+def resume_elsewhere(arguments: list[str], shared: Path, mine: Path, appears_s: float = 0.0) -> str:
+    """`run_stage`, in which rank 1 finds the folder `mine` where the others find `shared`: a node without the shared
+    file system, or, with `appears_s`, one that learns so long after its first look what there is. What it raises, or
+    ""."""
+    homes = [(aligner.run.checkpoints, "view"), (aligner.roles.initial, "view"), (aligner.roles.initial, "folder_view")]
+    looks, first_s = [getattr(*home) for home in homes], []
+
+    def elsewhere(look):
+        def other(folder: Path) -> dict[str, str]:
+            first_s.append(time.monotonic())
+            late = not appears_s or first_s[-1] - first_s[0] < appears_s
+            return look(mine / folder.relative_to(shared) if late and folder.is_relative_to(shared) else folder)
+
+        return other
+
+    for (home, name), look in zip(homes, looks, strict=True):
+        if dist.get_rank() == 1:
+            setattr(home, name, elsewhere(look))
+    agree.WAIT_S = 20 * appears_s
+    try:
+        run_stage(arguments)
+    except AlignerError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        agree.WAIT_S = 90.0
+        for (home, name), look in zip(homes, looks, strict=True):
+            setattr(home, name, look)
+    return ""
 
 
 class PowerCut(Exception):

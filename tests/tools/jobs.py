@@ -14,6 +14,7 @@ from aligner.cluster.env import RankEnv
 from aligner.config.schema import ModelConfig, ParallelConfig
 from aligner.errors import AlignerError
 from aligner.megatron.checkpoint import load_model, save_model
+from aligner.megatron.checkpoint_files import write_manifest
 from aligner.megatron.groups import init_distributed
 from aligner.megatron.model import Head
 from aligner.models.hf_config import hf_config
@@ -63,6 +64,8 @@ def load_and_save(run: Path, parallel: ParallelConfig, outputs: int) -> dict[str
             path.unlink()
     dist.barrier()
     save_model(model, initial.checkpoint)
+    if dist.get_rank() == 0:
+        write_manifest(initial.checkpoint.parent)
     return weights(model)
 
 

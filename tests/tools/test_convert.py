@@ -15,6 +15,7 @@ import torch
 from aligner.config.freeze import freeze, load_frozen
 from aligner.config.schema import ModelConfig, ParallelConfig
 from aligner.data.tokenizer import byte_tokenizer
+from aligner.megatron.checkpoint_files import write_manifest
 from aligner.models.safetensors_io import INDEX, open_hf
 from tests.ranks import RankError
 from tests.tiny import MODELS, MOE, WINDOWS, transformers_model, write_folder
@@ -92,6 +93,7 @@ def test_any_layout_in_and_out(ranks, tmp_path, name, head, world, parallel):
     if head == "score":  # a critic beside the policy
         step = run / "checkpoints/step-00000000"
         (step / "model").rename(step / "critic")
+        write_manifest(step)
         convert(ranks, "export", run, tmp_path / "critic", part="critic")
         assert same(source, tmp_path / "critic")
     assert not list(tmp_path.glob("*.partial"))
@@ -143,6 +145,10 @@ def test_damage_is_found(ranks, folder, tmp_path):
     with pytest.raises(RankError, match="part-00001"):
         ranks.run("tests.tools.jobs:load_and_save", run=run, parallel=ParallelConfig(), outputs=0)
     (tmp_path / "other.partial/plan.json").unlink()
+    state = run / "checkpoints/step-00000000/state.json"
+    state.write_text(state.read_text().replace('"rope_base": 1', '"rope_base": 2'))
+    convert(ranks, "export", run, tmp_path / "wrong", world=2, error="state.json does not have the checksum of manif")
+    state.write_text(state.read_text().replace('"rope_base": 2', '"rope_base": 1'))
     convert(ranks, "export", run, tmp_path / "third", part="critic", error="--part='critic': expected one of policy")
 
 

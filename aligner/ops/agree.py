@@ -1,0 +1,70 @@
+"""What all ranks of a job must read alike: rank 0 decides, the others look until they see the same.
+
+Ranks on other nodes may see another folder at one path: a file system that is not shared, or one that is and keeps
+what it once knew of a folder for up to a minute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from aligner.errors import AlignerError, ViewError
+from aligner.ops.reduce import first_cause
+
+WAIT_S, EVERY_S = 90.0, 0.5  # NFS keeps attributes of folders for 60 s, unless told otherwise
+View = Mapping[str, str]  # what was looked at -> what was found there
+ABSENT = "absent"
+
+
+def by_rank_0[T](work: Callable[[], T]) -> T:
+    """What `work()` gives on rank 0, on every rank; an AlignerError that it raises there is raised on all of them.
+    Collective over the world, if there is one."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return work()
+    told: list = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = work()
+        except AlignerError as error:
+            told[1] = error
+    dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise told[1]
+    return told[0]
+
+
+def same_view(path: Path | str, look: Callable[[], View]) -> View:
+    """What `look()` finds at `path`, once every rank finds the same as rank 0; ranks that do not look again for
+    `WAIT_S`. Collective over the world, if there is one.
+
+    Raises ViewError on every rank, naming the first rank that differs, path, and what differs; what `look` raises on
+    rank 0 is raised on all.
+    """
+    wanted = by_rank_0(look)
+    cause, deadline = _difference(wanted, look), time.monotonic() + WAIT_S
+    while cause and time.monotonic() < deadline:
+        time.sleep(EVERY_S)
+        cause = _difference(wanted, look)
+    first = first_cause(cause)
+    if first is not None:
+        raise ViewError(f"rank {first[0]} sees another {path} than rank 0: {first[1]}. Is it on a shared file system?")
+    return wanted
+
+
+def _difference(wanted: View, look: Callable[[], View]) -> str:
+    """The first thing that this rank finds otherwise; "" if there is none."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        return ""
+    try:
+        found = look()
+    except (AlignerError, OSError) as error:
+        return str(error)
+    for name in [*wanted, *(name for name in found if name not in wanted)]:
+        there, here = wanted.get(name, ABSENT), found.get(name, ABSENT)
+        if there != here:
+            return f"{name} is {here}, on rank 0 {there}"
+    return ""

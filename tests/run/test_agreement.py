@@ -1,0 +1,90 @@
+"""All ranks load the same checkpoint, initial weights and stored rollouts, or none of them goes on."""
+
+import re
+import shutil
+
+import pytest
+
+from aligner.errors import CheckpointError
+from tests import stages
+
+pytestmark = pytest.mark.multirank
+LAYOUTS = {"data": [], "tensor": ["parallel=tp2"]}
+
+
+@pytest.fixture(scope="module")
+def half(ranks, tiny_data, tmp_path_factory):
+    """A run of two data-parallel ranks, stopped after two of four steps."""
+    run = tmp_path_factory.mktemp("agreement") / "half"
+    line = stages.overrides("sft", tiny_data, run, "run.steps=2", "checkpoint.every=1", "batch.micro_batch_samples=4")
+    assert ranks.run("tests.run.jobs:run_stage", world=2, arguments=line) == [0, 0]
+    assert stages.checkpoints(run) == [1, 2]
+    return run
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("what", ["lacks the newest", "another run's"])
+def test_a_rank_that_sees_another_folder_ends_the_run(ranks, tiny_data, tmp_path, half, layout, what):
+    run, other = shutil.copytree(half, tmp_path / "run"), shutil.copytree(half, tmp_path / "other")
+    newest = other / "checkpoints" / "step-00000002"
+    if what == "lacks the newest":
+        shutil.rmtree(newest)
+    else:
+        shutil.rmtree(newest), shutil.copytree(other / "checkpoints" / "step-00000001", newest)
+    line = stages.overrides("sft", tiny_data, run, "run.steps=4", "batch.micro_batch_samples=4", *LAYOUTS[layout])
+    told = ranks.run("tests.run.jobs:resume_elsewhere", world=2, arguments=line, shared=run, mine=other)
+    wrong = "manifest.json is absent, on rank 0 " if what == "lacks the newest" else "manifest.json is "
+    for text in told:
+        assert text.startswith(f"ViewError: rank 1 sees another {run}/checkpoints/step-00000002 than rank 0: {wrong}")
+    assert stages.checkpoints(run) == [1, 2] and [r["step"] for r in stages.records(run)] == [1, 2]
+
+
+def test_a_rank_that_learns_of_a_checkpoint_late_is_waited_for(ranks, tiny_data, tmp_path, half):
+    line = ["run.steps=4", "batch.micro_batch_samples=4"]
+    whole, run = shutil.copytree(half, tmp_path / "whole"), shutil.copytree(half, tmp_path / "run")
+    ranks.run("tests.run.jobs:run_stage", world=2, arguments=stages.overrides("sft", tiny_data, whole, *line))
+    other = shutil.copytree(half, tmp_path / "other")
+    shutil.rmtree(other / "checkpoints" / "step-00000002")
+    job = {"arguments": stages.overrides("sft", tiny_data, run, *line), "shared": run, "mine": other, "appears_s": 1.0}
+    assert ranks.run("tests.run.jobs:resume_elsewhere", world=2, **job) == ["", ""]
+    assert stages.differences(run, whole) == [] and stages.same_weights(run, whole)
+
+
+@pytest.mark.parametrize("kind", ["an export", "a checkpoint"])
+def test_initial_weights_are_the_same_on_every_rank(ranks, tiny_data, tiny_runs, tmp_path, kind):
+    """Of the policy; rank 1 has those of another run of the same shape."""
+    init = shutil.copytree(tiny_runs["sft"], tmp_path / "init")
+    other = shutil.copytree(tiny_runs["sft"], tmp_path / "other")
+    if kind == "an export":
+        path = other / "hf" / "model.safetensors"
+        wrong = f"{init}/hf than rank 0: model.safetensors is "
+    else:
+        shutil.rmtree(init / "hf")
+        path = next((other / "checkpoints" / "step-00000040").glob("*/integrity.json"))
+        wrong = f"{init}/checkpoints/step-00000040 than rank 0: policy/integrity.json is "
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    line = stages.overrides("sft", tiny_data, tmp_path / "run", "run.steps=1", f"model.init={init}")
+    told = ranks.run("tests.run.jobs:resume_elsewhere", world=2, arguments=line, shared=init, mine=other)
+    assert all(text.startswith(f"ViewError: rank 1 sees another {wrong}") for text in told), told
+
+
+@pytest.mark.parametrize("entry", ["rope_base", "norm_eps"])
+def test_a_changed_description_is_no_starting_point(tiny_data, tiny_runs, tmp_path, entry):
+    """One digit of the shape that `model.init` reads from a checkpoint."""
+    checkpoint = shutil.copytree(tiny_runs["sft"] / "checkpoints", tmp_path / "init" / "checkpoints") / "step-00000040"
+    path = checkpoint / "state.json"
+    path.write_text(re.sub(rf'("{entry}": \d)', r"\g<1>1", path.read_text()))
+    with pytest.raises(CheckpointError, match=r"step-00000040: state\.json does not have the checksum"):
+        stages.stage("sft", tiny_data, tmp_path / "run", "run.steps=1", f"model.init={tmp_path / 'init'}")
+
+
+def test_a_folder_without_its_state_is_told(tiny_data, half, tmp_path, capsys):
+    run = shutil.copytree(half, tmp_path / "run")
+    newest = run / "checkpoints" / "step-00000002"
+    (newest / "state.json").unlink()
+    stages.stage("sft", tiny_data, run, "run.steps=2", "run.export=false", "logging.progress=false")
+    out = capsys.readouterr().out
+    assert f"WARNING: {newest} has no state.json" in out and "resumed at step 1 of 2" in out
