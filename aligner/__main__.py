@@ -214,12 +214,14 @@ def _launch(args: argparse.Namespace) -> int:
     from aligner.cluster.launch import launch
     from aligner.config.validate import validate
     from aligner.run.contract import DONE, STOPPED
+    from aligner.run.starts import COMMAND, command_line
 
     cfg = _config(args)
     if _printed(args, cfg):
         return 0
     if args.ranks < 1:
         raise ConfigError("--ranks", args.ranks, "a number >= 1")
+    os.environ[COMMAND] = command_line(sys.argv[1:])
     validate(cfg, args.ranks)  # before processes start, so that the message comes once
     path, run_dir = _frozen_path(args, cfg), Path(cfg.run.dir)
     proof = [run_dir / name for name in (DONE, STOPPED)]

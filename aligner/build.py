@@ -12,7 +12,9 @@ from aligner.cluster.signals import StopSignals
 from aligner.config.schema import Config
 from aligner.errors import AlignerError
 from aligner.megatron.groups import leave_distributed
+from aligner.plan.shapes import parameters
 from aligner.run.contract import DONE, STOPPED
+from aligner.run.starts import recorded
 from aligner.run.stop import Boundary, Deadline, StopRequested, allocation_end, restarted
 from aligner.run.watchdog import Watchdog
 
@@ -35,9 +37,10 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
     try:
         if job.layout is None:
             return serve(job)
-        {"sft": run_sft, "rm": run_rm, "grpo": run_grpo, "ppo": run_ppo}[cfg.stage.name](job)
-        if env.rank == 0:
-            (run_dir / DONE).write_text(f"{cfg.stage.name}\n", encoding="utf-8")
+        with recorded(run_dir, env.rank, env.world_size, job.device, parameters=parameters(job.initial.config)):
+            {"sft": run_sft, "rm": run_rm, "grpo": run_grpo, "ppo": run_ppo}[cfg.stage.name](job)
+            if env.rank == 0:
+                (run_dir / DONE).write_text(f"{cfg.stage.name}\n", encoding="utf-8")
         well = True
     except StopRequested as stopped:
         job.say(stopped)

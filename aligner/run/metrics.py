@@ -27,15 +27,16 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """All whole records of a file; a last line torn by a crash is left out. No file: no records."""
     if not path.exists():
         return []
+    lines = [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip(b" \r\t\0")]
     records = []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError(f"a {type(record).__name__}")
+            records.append(record)
         except ValueError as cause:
-            if number == len(lines):  # no newline behind it: the write was cut off
+            if number == lines[-1][0]:  # the write was cut off
                 break
             raise AlignerError(f"{path}:{number}: expected one JSON object, found {line[:80]!r}: {cause}") from cause
     return records
@@ -55,9 +56,14 @@ def truncate_jsonl(path: Path, step: int) -> None:
     """Drop the records later than `step`, and a torn last line: what a resumed run will write again."""
     if not path.exists():
         return
-    kept = [record for record in read_jsonl(path) if record["step"] <= step]
+    rewrite_jsonl(path, [record for record in read_jsonl(path) if record["step"] <= step])
+
+
+def rewrite_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """The file's content becomes these records. Raises AlignerError as `append_jsonl`."""
     try:
-        _replace(path, kept)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, records)
     except OSError as cause:
         raise unwritable(path, cause) from cause
 

@@ -1,0 +1,149 @@
+"""starts.jsonl: what ran, where and how it ended; a record for each start of a run, and one for its end.
+
+Only rank 0 writes. Of the environment nothing is recorded; home folder and user name are left out of the command, and
+so are the values of overrides whose names speak of keys, tokens, secrets or passwords.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aligner.cluster.env import LAUNCHED
+from aligner.errors import WriteError
+from aligner.run.metrics import append_jsonl, read_jsonl, rewrite_jsonl
+
+if TYPE_CHECKING:
+    import torch
+
+FILE = "starts.jsonl"
+COMMAND = "ALIGNER_COMMAND"  # for ranks: what the user typed at their launcher
+PACKAGES = ("aligner", "torch", "megatron-core", "transformers", "transformer-engine", "tensorrt-llm")
+GIT_S = 10.0
+HIDDEN = "<hidden>"
+_SECRET = re.compile(
+    r"(?i)(?P<name>(?<![a-z])(?:[\w.]*[._-])?(?:api_?)?(?:key|token|secret|password|passwd|credentials?|auth))"
+    r"(?P<sep>['\"]?\s*[=:]\s*)(?P<value>'[^']*'|\"[^\"]*\"|[^\s,}\]]+)"
+)
+_KEYS = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-)[\w-]{16,}")  # as services write them
+
+
+@contextmanager
+def recorded(run_dir: str | Path, rank: int, ranks: int, device: torch.device, **facts: Any) -> Iterator[None]:
+    """What runs inside is a start of the run: its record, with further `facts`, is written before, the way it ended
+    behind it."""
+    if rank:
+        yield
+        return
+    path = Path(run_dir) / FILE
+    rewrite_jsonl(path, [*read_jsonl(path), start_record(ranks, device) | facts])
+    result = "done"
+    try:
+        yield
+    except BaseException as error:  # a StopRequested, too
+        result = f"{type(error).__name__}: {redacted(str(error))[:300]}"
+        raise
+    finally:
+        try:
+            append_jsonl(path, [{"ended": now(), "result": result}])
+        except WriteError as cause:  # how a run ended does not depend on this line
+            print(f"warning: {cause}", file=sys.stderr)
+
+
+def start_record(ranks: int, device: torch.device) -> dict[str, Any]:
+    commit, dirty = git_state(Path(__file__).resolve().parents[2])
+    told = os.environ.get(COMMAND) if LAUNCHED in os.environ else None
+    command = told or command_line(sys.argv[1:])
+    return {
+        "started": now(),
+        "command": command,
+        "commit": commit,
+        "dirty": dirty,
+        "versions": versions(),
+        "host": platform.node(),
+        "hardware": hardware(device),
+        "ranks": ranks,
+    }
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command as a user would repeat it, without home folder, user name and secrets."""
+    return shlex.join(["aligner", *(_anonymous(redacted(text)) for text in arguments)])
+
+
+def redacted(text: str) -> str:
+    """The text with HIDDEN in place of what follows a name such as `api_key` or `token` (not `max_tokens`)."""
+    return _KEYS.sub(HIDDEN, _SECRET.sub(lambda m: f"{m['name']}{m['sep']}{HIDDEN}", text))
+
+
+def _anonymous(text: str) -> str:
+    text = re.sub(rf"(?<![\w.~-]){re.escape(str(Path.home()))}(?=/|$)", "~", text)
+    return re.sub(rf"(?<=/){re.escape(getpass.getuser())}(?=/|$)", "$USER", text)
+
+
+def git_state(root: Path) -> tuple[str | None, bool | None]:
+    """(commit, whether files differ from it) of the checkout at `root`; (None, None) if it is none, or without git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_S).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():
+            return None, None  # a checkout of something else, which an installed aligner lies in
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+
+
+def versions() -> dict[str, str]:
+    import torch
+
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """Of rank 0's node."""
+    import psutil
+    import torch
+
+    found: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
+    if device.type == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(device), "gpus": torch.cuda.device_count()}
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -1,0 +1,73 @@
+"""What a run folder says of where it came from."""
+
+import json
+import subprocess
+
+import pytest
+import torch
+
+from aligner.errors import AlignerError
+from aligner.run import starts
+from aligner.run.metrics import read_jsonl
+from aligner.run.stop import StopRequested
+
+CPU = torch.device("cpu")
+
+
+def test_each_start_and_its_end_is_a_record(tmp_path):
+    path = tmp_path / "run" / starts.FILE
+    with starts.recorded(path.parent, 0, 2, CPU):
+        (first,) = read_jsonl(path)
+    assert first["ranks"] == 2 and first["host"] and first["hardware"]["cores"] >= 1
+    assert first["versions"]["torch"] == torch.__version__.partition("+")[0] and "megatron-core" in first["versions"]
+    with pytest.raises(StopRequested), starts.recorded(path.parent, 0, 2, CPU):
+        raise StopRequested("sft stopped at step 3 of 9: USR1")
+    with path.open("a") as file:
+        file.write('{"started": "20')  # killed while it wrote
+    with pytest.raises(AlignerError), starts.recorded(path.parent, 0, 2, CPU):
+        raise AlignerError("args={api_key: 'abc'}: expected something else")
+    kinds = [("started" in record, record.get("result")) for record in read_jsonl(path)]
+    stopped, failed = "StopRequested: sft stopped at step 3 of 9: USR1", "AlignerError: args={api_key: <hidden>}"
+    assert [kind for kind, _ in kinds] == [True, False] * 3
+    assert [how for _, how in kinds[1::2]] == ["done", stopped, f"{failed}: expected something else"]
+    with starts.recorded(tmp_path / "other", 1, 2, CPU):
+        assert not (tmp_path / "other").exists()  # rank 0 alone writes
+
+
+def test_secrets_home_and_name_stay_out_of_the_command(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/people/ada")
+    monkeypatch.setenv("LOGNAME", "ada")
+    told = [
+        "run.dir=/people/ada/runs",
+        "data.train=/fast/ada/x.jsonl",
+        "model.init=/people/adam/m",
+        "reward.functions=[{path: r.py:f, args: {api_key: k1, auth_token: 'k 2', limit: 3}}]",
+        "password=k3",
+        "x=hf_abcdefghijklmnopqrstuv",
+        "data.max_tokens=200",
+        "model.tokenizer=t",
+    ]
+    text = starts.command_line(["run", *told])
+    assert not [part for part in ("ada/", "k1", "k 2", "k3", "hf_abc") if part in text]
+    kept = ["run.dir=~/runs", "/fast/$USER/x.jsonl", "/people/adam/m", "limit: 3", "data.max_tokens=200", "tokenizer=t"]
+    assert [part for part in kept if part not in text] == []
+    monkeypatch.setenv("SECRET_OF_MINE", "do-not-tell")
+    assert "do-not-tell" not in json.dumps(starts.start_record(1, CPU))
+
+
+def test_the_commit_is_of_aligners_checkout_alone(tmp_path):
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    assert starts.git_state(tmp_path) == (None, None)
+    git("init", "-q")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "file").write_text("1")
+    git("add", "-A")
+    git("commit", "-qm", "x")
+    commit, dirty = starts.git_state(tmp_path)
+    assert len(commit) == 40 and dirty is False
+    (tmp_path / "inner" / "file").write_text("2")
+    assert starts.git_state(tmp_path) == (commit, True)
+    assert starts.git_state(tmp_path / "inner") == (None, None)  # installed within somebody's project
