@@ -17,10 +17,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, StrictHandling, verify_integrity_manifest
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from aligner.errors import CheckpointError
+from aligner.megatron.checkpoint_index import check_before_loading
 from aligner.megatron.optimizer_state import give_state, set_step
 from aligner.megatron.shards import optimizer_shards, weight_shards
 from aligner.megatron.train import ShardedModel
@@ -118,12 +118,12 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
     """
     with_optimizer = with_optimizer and model.optimizer is not None
     state: dict[str, Any] = {"model": _weights(model), "step_count": 0}
+    index = check_before_loading(folder)
     try:
         verify_integrity_manifest(str(folder))
         if with_optimizer:
             give_state(model.optimizer)
-            stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-            plain = any(key.startswith(f"optimizer.state.{PLAIN_MAIN}.") for key in stored)
+            plain = any(key.startswith(f"optimizer.state.{PLAIN_MAIN}.") for key in index.state_dict_metadata)
             state["shards"] = optimizer_shards(state["model"], model.optimizer, PLAIN_MAIN if plain else MAIN)
         if not with_head:
             state["model"].pop("output_layer.weight", None)  # only the last pipeline stage has it

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -35,6 +34,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from aligner.config.schema import ModelConfig, ParallelConfig
 from aligner.errors import CheckpointError
+from aligner.megatron.checkpoint_index import read_index
 from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head, build_model
 from aligner.megatron.weights import local_parameters
@@ -206,39 +206,36 @@ class Blocks:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        try:
-            self._meta = FileSystemReader(str(folder)).read_metadata()
-        except (OSError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"cannot read the index of checkpoint {folder}: {error}") from error
+        self.index = read_index(folder)
         self._last: tuple[MetadataIndex, Tensor] | None = None
 
     def size(self, key: str) -> tuple[int, ...]:
-        if key not in self._meta.state_dict_metadata:
+        if not isinstance(self.index.state_dict_metadata.get(key), TensorStorageMetadata):
             raise CheckpointError(f"checkpoint {self.folder} holds no tensor {key!r}")
-        return tuple(self._meta.state_dict_metadata[key].size)
+        return tuple(self.index.state_dict_metadata[key].size)
 
     def dtype(self, key: str) -> torch.dtype:
         self.size(key)
-        return self._meta.state_dict_metadata[key].properties.dtype
+        return self.index.state_dict_metadata[key].properties.dtype
 
     def files(self) -> set[str]:
-        return {info.relative_path for info in self._meta.storage_data.values()}
+        return {info.relative_path for info in self.index.storage_data.values()}
 
     def region(self, key: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """[offsets, offsets + shape) of tensor `key`. Raises CheckpointError if it is not all there."""
         size = self.size(key)
-        for chunk in self._meta.state_dict_metadata[key].chunks:
+        for chunk in self.index.state_dict_metadata[key].chunks:
             if (tuple(chunk.offsets), tuple(chunk.sizes)) == (offsets, shape):  # asked for once, as it is
-                block, self._last = self._block(MetadataIndex(key, chunk.offsets)), None
+                block, self._last = self._block(key, chunk), None
                 return block
         out, missing = torch.empty(shape, dtype=self.dtype(key)), torch.Size(shape).numel()
-        for chunk in self._meta.state_dict_metadata[key].chunks:
+        for chunk in self.index.state_dict_metadata[key].chunks:
             low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
             ends = zip(offsets, shape, chunk.offsets, chunk.sizes, strict=True)
             high = [min(a + n, b + m) for a, n, b, m in ends]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            block = self._block(MetadataIndex(key, chunk.offsets))
+            block = self._block(key, chunk)
             inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
             target = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
             out[target] = block[inside]
@@ -247,14 +244,22 @@ class Blocks:
             raise CheckpointError(f"checkpoint {self.folder}: {key} of size {size} lacks {missing} elements")
         return out
 
-    def _block(self, index: MetadataIndex) -> Tensor:
+    def _block(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        index = MetadataIndex(key, chunk.offsets)
         if self._last is None or self._last[0] != index:
             self._last = None  # free before reading
-            info = self._meta.storage_data[index]
+            info = self.index.storage_data.get(index)
+            if info is None:
+                raise CheckpointError(f"checkpoint {self.folder}: its index has no place of {key} at {chunk.offsets}")
+            path = self.folder / info.relative_path
             try:
-                with (self.folder / info.relative_path).open("rb") as file:
+                with path.open("rb") as file:
                     view = _create_file_view(file, info.offset, info.length)
-                    self._last = index, torch.load(view, weights_only=True, map_location="cpu")
+                    block = torch.load(view, weights_only=True, map_location="cpu")
             except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-                raise CheckpointError(f"cannot read {self.folder / info.relative_path}: {error}") from error
+                raise CheckpointError(f"cannot read {path}: {error}") from error
+            if not isinstance(block, Tensor) or (block.shape, block.dtype) != (chunk.sizes, self.dtype(key)):
+                expected = f"{self.dtype(key)} {tuple(chunk.sizes)}"
+                raise CheckpointError(f"{path}: {key} at {tuple(chunk.offsets)}: expected a block {expected}")
+            self._last = index, block
         return self._last[1]

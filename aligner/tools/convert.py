@@ -27,6 +27,7 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.megatron import bridge
 from aligner.megatron.checkpoint import file_hash
 from aligner.megatron.checkpoint_files import FORMAT, find_checkpoint, write_manifest
+from aligner.megatron.checkpoint_index import INTEGRITY, noted_checksums
 from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, Plan, plan_of, write_index
 from aligner.megatron.groups import init_distributed, leave_distributed
 from aligner.megatron.model import Head
@@ -43,7 +44,6 @@ from aligner.roles.initial import SOURCE, InitialModel, resolve, shape_of
 from aligner.tools.shared_files import FilePlan, SharedFolder, into_files, peak_memory_bytes
 
 CHECKSUMS = "checksums.sha256"  # as `sha256sum -c` reads it
-INTEGRITY = "integrity.json"
 TIMEOUT_S = 24 * 3600.0  # ranks wait for the slowest one
 
 
@@ -151,8 +151,7 @@ def export_checkpoint(source: Path, target: Path, env: RankEnv, *, part: str, fi
     stat = {p: [(folder / p).stat().st_size, (folder / p).stat().st_mtime_ns] for p in sorted(blocks.files())}
     plan = {"export": str(folder.resolve()), "files": stat, "model": asdict(cfg), "cut": [file_bytes]}
     shared = SharedFolder(target, plan, fresh)
-    integrity = folder / INTEGRITY
-    listed = json.loads(integrity.read_text(encoding="utf-8"))["files"] if integrity.is_file() else {}
+    listed = noted_checksums(folder, blocks.index)
     shared.together(lambda: _verify(folder, listed, env))
 
     def write(path: Path, file: FilePlan, add: Callable[[int], None]) -> tuple[str, Any]:

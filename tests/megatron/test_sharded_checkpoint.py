@@ -1,12 +1,20 @@
 """Save and load: the same layout goes on bit by bit, another layout has the same weights and optimizer."""
 
+import json
+import os
+import pickle
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from aligner.config.schema import OptimConfig, ParallelConfig
+from aligner.errors import CheckpointError
+from aligner.megatron.checkpoint import file_hash
+from aligner.megatron.chunks import Blocks
 from tests.tiny import LLAMA, MODELS
 
 pytestmark = pytest.mark.multirank
@@ -143,3 +151,56 @@ def test_damage_is_told(ranks, written, tmp_path, damage):
 def test_another_models_checkpoint_is_refused(ranks, written, other):
     told = ranks.run("tests.megatron.jobs:refused_checkpoint", folder=written[0], cfg=other, optim=OPTIM)[0]
     assert str(written[0]) in told
+
+
+class Mischief:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def noted(folder):
+    """The author of a folder also writes its checksums."""
+    files = {path.name: file_hash(path) for path in folder.iterdir() if path.name != "integrity.json"}
+    (folder / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": files}))
+
+
+@pytest.mark.parametrize("where", ["index", "dtype", "object"])
+def test_nothing_in_a_checkpoint_is_executed(ranks, written, tmp_path, where):
+    folder, made = tmp_path / "c", tmp_path / "made"
+    shutil.copytree(written[0], folder)
+    with (folder / ".metadata").open("rb") as file:
+        index = pickle.load(file)
+    if where == "index":
+        index.planner_data = Mischief(made)
+    elif where == "dtype":
+        next(x for x in index.state_dict_metadata.values() if hasattr(x, "properties")).properties = Mischief(made)
+    else:
+        key = next(k for k, v in index.state_dict_metadata.items() if isinstance(v, BytesStorageMetadata))
+        with (folder / "objects.distcp").open("wb") as file:
+            torch.save([Mischief(made)], file)
+            index.storage_data[MetadataIndex(key)] = _StorageInfo("objects.distcp", 0, file.tell())
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    noted(folder)
+    told = ranks.run("tests.megatron.jobs:refused_checkpoint", folder=folder, optim=OPTIM)[0]
+    assert "posix.mkdir" in told and str(folder) in told and "\n" not in told
+    if where != "object":
+        with pytest.raises(CheckpointError, match=r"posix.mkdir, which no checkpoint needs"):
+            Blocks(folder)
+    assert not made.exists()
+    with (folder / ("objects.distcp" if where == "object" else ".metadata")).open("rb") as file:  # it would have
+        (torch.load(file, weights_only=False) if where == "object" else pickle.load(file))
+    assert made.exists()
+
+
+def test_checksums_must_cover_the_index(ranks, written, tmp_path):
+    shutil.copytree(written[0], tmp_path / "c")
+    path = tmp_path / "c" / "integrity.json"
+    content = json.loads(path.read_text())
+    for change, word in (({}, "none of .metadata"), ([], "files=[]"), (None, "no value for files")):
+        path.write_text(json.dumps(content | {"files": change}))
+        assert word in ranks.run("tests.megatron.jobs:refused_checkpoint", folder=path.parent, optim=OPTIM)[0]
