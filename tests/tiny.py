@@ -69,8 +69,19 @@ MORE = {
         ),
     ),
 }
+MORE |= {
+    "llama-biases": replace(LLAMA, qkv_bias=True, mlp_bias=True),
+    "qwen2-windows": replace(MODELS["qwen2"], attention=AttentionConfig(window=6, global_layers=[0]), num_layers=3),
+    "qwen3-windows": replace(
+        MODELS["qwen3"], qkv_bias=True, num_layers=4, attention=AttentionConfig(window=6, global_layers=[0, 2, 3])
+    ),
+}
 MOE = replace(MODELS["qwen3"], family="qwen3_moe", moe=MoeConfig(4, top_k=2, ffn_hidden_size=24))
 MIXTRAL = replace(LLAMA, family="mixtral", ffn_hidden_size=40, moe=MoeConfig(6, top_k=3, ffn_hidden_size=40))
+MORE |= {
+    "mixtral-window": replace(MIXTRAL, attention=AttentionConfig(window=6)),
+    "qwen3_moe-window": replace(MOE, qkv_bias=True, attention=AttentionConfig(window=6)),
+}
 ADAM = OptimConfig(lr=1e-3)
 # Adam with a huge eps and no memory is gradient descent with learning rate 1: updates are gradients
 SGD = OptimConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad=0.0)

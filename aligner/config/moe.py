@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aligner.config.checks import at_least, one_of
+from aligner.config.families import MOE_FAMILIES
 from aligner.errors import ConfigError
-
-MOE_FAMILIES = ("qwen3_moe", "mixtral")
 
 
 @dataclass

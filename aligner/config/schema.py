@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aligner.config.algorithm import AlgorithmConfig
-from aligner.config.attention import WINDOW_FAMILIES, AttentionConfig, check_attention_family
+from aligner.config.attention import AttentionConfig, check_layers
 from aligner.config.checks import above, at_least, one_of, within
 from aligner.config.engine import EngineConfig, RefitConfig
+from aligner.config.families import TRAITS, check_traits
 from aligner.config.memory import MemoryConfig
 from aligner.config.mismatch import MismatchConfig
-from aligner.config.moe import MOE_FAMILIES, MoeConfig, check_moe_family
+from aligner.config.moe import MoeConfig, check_moe_family
 from aligner.config.quantization import settle
 from aligner.config.rewards import EvalConfig, RewardConfig
 from aligner.config.rope import RopeScalingConfig, check_rope
+from aligner.config.scales import ScalesConfig
 from aligner.config.watchdog import WatchdogConfig
 from aligner.errors import ConfigError
 
@@ -77,8 +79,10 @@ class ModelConfig:
     max_position: int = 4096
     tie_embeddings: bool = True
     qk_norm: bool = False
-    qkv_bias: bool = False
+    qkv_bias: bool = False  # of most families with it also the projection behind attention
+    mlp_bias: bool = False
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    scales: ScalesConfig = field(default_factory=ScalesConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
     init_std: float = 0.02
     init: str = "random"  # random, a Hugging Face folder, a run folder, or a checkpoint
@@ -88,9 +92,10 @@ class ModelConfig:
     varlen_attention: bool = False  # on CUDA: attention of rows of any length in one call, without padding and masks
 
     def __post_init__(self) -> None:
-        one_of("model.family", self.family, ("llama", "qwen2", "qwen3", *WINDOW_FAMILIES, *MOE_FAMILIES))
+        one_of("model.family", self.family, tuple(TRAITS))
         check_moe_family(self.family, self.moe)
-        check_attention_family(self.family, self.attention)
+        check_traits(self)
+        check_layers(self.attention, self.num_layers)
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "max_position"):
             at_least(f"model.{name}", getattr(self, name), 1)
         above("model.rope_base", self.rope_base, 0)
@@ -104,11 +109,20 @@ class ModelConfig:
             raise ConfigError(
                 "model.hidden_size", self.hidden_size, f"a multiple of model.num_heads={self.num_heads}, or head_dim"
             )
-        check_rope(self.rope_scaling, self.kv_channels)
+        check_rope(self.rope_scaling, self.rotary_dim)
 
     @property
     def kv_channels(self) -> int:
         return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return int(self.kv_channels * self.attention.rotary_fraction)
+
+    @property
+    def output_bias(self) -> bool:
+        return self.qkv_bias and TRAITS[self.family].output_bias
 
     @property
     def expert_ffn(self) -> int:

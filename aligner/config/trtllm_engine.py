@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from aligner.config.families import unusual
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from aligner.config.schema import Config, ModelConfig
 
 NAME = "trtllm_engine"
+SERVED = "engine=trtllm and engine=native serve it."
 # those whose class in TensorRT-LLM was read, parameter by parameter
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _EXPERTS = "its layout of experts, one fused tensor for all of them, is not written"
@@ -41,15 +43,28 @@ def check_engine(engine: EngineConfig) -> None:
 
 def check_run(cfg: Config, model: ModelConfig) -> None:
     """Raises ConfigError for a model or a run that this engine does not serve."""
-    if model.family in REFUSED:
-        expected = f"one of {', '.join(FAMILIES)} with engine.name={NAME}: {REFUSED[model.family]}"
-        raise ConfigError("model.family", model.family, expected, "engine=trtllm and engine=native serve it.")
+    if model.family not in FAMILIES:
+        reason = REFUSED.get(model.family, "its class in TensorRT-LLM was not read")
+        expected = f"one of {', '.join(FAMILIES)} with engine.name={NAME}: {reason}"
+        raise ConfigError("model.family", model.family, expected, SERVED)
+    for key, value, plain in _beyond(model):
+        raise ConfigError(f"model.{key}", value, f"{plain} with engine.name={NAME}, where it was not checked", SERVED)
     if cfg.run.deterministic:
         expected = f"false with engine.name={NAME}, whose builder picks kernels by timing them"
         raise ConfigError("run.deterministic", True, expected, "engine.name=native repeats bit by bit.")
     response = max(cfg.sampling.max_response_tokens, cfg.eval.max_response_tokens)
     longest = cfg.engine.trtllm.max_seq_len or cfg.data.max_prompt_tokens + response
     check_window(model, min(longest, model.max_position))
+
+
+def _beyond(model: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """(key, value, what is served) of what the classes that were read do not have; windows have their own check."""
+    found = [entry for entry in unusual(model) if entry[0] != "attention.window"]
+    if model.output_bias:
+        found.append(("qkv_bias", True, False))
+    if model.rope_scaling.type != "llama3":
+        found.append(("rope_scaling.type", model.rope_scaling.type, "llama3"))
+    return found
 
 
 def check_window(model: ModelConfig, max_seq_len: int) -> None:

@@ -53,7 +53,7 @@ class StreamAttention(SelfAttention):
         super().__init__(config, *args, **kwargs)
         self.is_local = shape.is_local(self.layer_number - 1)
         self.is_last = self.layer_number == config.num_layers
-        self.scale = shape.query_scale_dim**-0.5 if shape.query_scale_dim else None
+        self.scale = shape.scale
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: Stream, **unused: Any
@@ -65,8 +65,8 @@ class StreamAttention(SelfAttention):
             context = attend(query, key, value, stream, self.scale)
         else:
             context = _segments(kernels.collect(query, final.kept), key, value, final, self.scale)
-        out, _ = self.linear_proj(context.reshape(len(context), 1, -1))
-        return out, None if final is None else final.kept
+        out, bias = self.linear_proj(context.reshape(len(context), 1, -1))
+        return out if bias is None else out + bias, None if final is None else final.kept
 
     def _heads(self, hidden: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor]:
         mixed, _ = self.linear_qkv(hidden)
@@ -169,8 +169,10 @@ class GatedMLP(MLP):
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **unused: Any):
         assert per_token_scale is None, "experts have their own module"
-        mixed, gate = self.linear_fc1(hidden_states)[0], self.config.activation_func
-        return self.linear_fc2(kernels.swiglu(mixed) if gate is silu else kernels.gated(mixed, gate))
+        (mixed, bias), gate = self.linear_fc1(hidden_states), self.config.activation_func
+        mixed = mixed if bias is None else mixed + bias
+        out, bias = self.linear_fc2(kernels.swiglu(mixed) if gate is silu else kernels.gated(mixed, gate))
+        return out if bias is None else out + bias, None
 
 
 class RMSNorm(torch.nn.Module):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import logging
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -22,6 +24,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
+from aligner.config.attention import AttentionConfig
+from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError
 from aligner.megatron import varlen
@@ -51,10 +55,11 @@ def has_transformer_engine() -> bool:
 
 
 def uses_transformer_engine(cfg: ModelConfig) -> bool:
-    """What its modules, or this file's use of them, do not know runs on modules of our own: windows, norms, gates, and
-    rotary embeddings other than Llama's."""
-    own = FAMILIES[cfg.family].own_modules or cfg.attention.window or cfg.rope_scaling.type != "llama3"
-    return has_transformer_engine() and not own
+    """What its modules, or this file's use of them, do not know runs on modules of our own: norms, gates, windows and
+    the like, biases but of queries, keys and values, and rotary embeddings other than Llama's."""
+    usual = cfg.attention == AttentionConfig() and cfg.scales == ScalesConfig() and cfg.rope_scaling.type == "llama3"
+    own = FAMILIES[cfg.family].own_modules or cfg.output_bias or cfg.mlp_bias
+    return has_transformer_engine() and usual and not own
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -88,7 +93,7 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> 
         gated_linear_unit=True,
         activation_func=ACTIVATIONS[family.activation],
         layernorm_zero_centered_gamma=family.offset_norms,
-        add_bias_linear=False,
+        add_bias_linear=cfg.output_bias,  # of attention; the MLP has its own (`GatedMLP`)
         add_qkv_bias=cfg.qkv_bias,
         qk_layernorm=cfg.qk_norm,
         hidden_dropout=0.0,
@@ -135,12 +140,19 @@ def layer_spec(cfg: ModelConfig, config: TransformerConfig, layout: Layout) -> M
     attention.core_attention = NoCoreAttention
     submodules.self_attn_bda = add_residual
     dense = NormedMLP if post_norms else GatedMLP
-    submodules.mlp = experts or partial(dense.as_mlp_submodule, **submodules.mlp.keywords)
+    submodules.mlp = experts or partial(_dense, dense, cfg.mlp_bias, **submodules.mlp.keywords)
     if cfg.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layer = ModuleSpec(module=StreamLayer if experts else TransformerLayer, submodules=submodules)
     count = get_num_layers_to_build(config, pp_rank=layout.pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+
+
+def _dense(kind: type[GatedMLP], has_bias: bool, *, config: TransformerConfig, **options: Any) -> GatedMLP:
+    """Megatron has one flag for the biases of attention's output and of the MLP."""
+    own = copy.copy(config)
+    own.add_bias_linear = has_bias
+    return kind.as_mlp_submodule(config=own, **options)
 
 
 class ScoreHead(torch.nn.Module):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from aligner.config.families import TRAITS
 from aligner.config.moe import check_moe_family
 from aligner.config.schema import ModelConfig
 from aligner.errors import CheckpointError, ConfigError, LayoutError
@@ -33,6 +34,7 @@ class ParamSpec:
     units: int | str = 0  # indivisible pieces along tp_axis: heads, query groups, rows
     padded: bool = False  # the vocabulary: split pads it to a multiple of TP, merge cuts it to `units`
     experts: bool = False  # axis 0 is the expert; expert-parallel ranks have equal shares of it
+    when: str = ""  # in a family's table: the flag of ModelConfig with which models have it; empty: all do
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,13 @@ class MoeKeys:
     aux_coef: str = "router_aux_loss_coef"
 
 
+Key = tuple[str, str, Any]  # key of `model`, what config.json calls it, what a config.json without it means
+
+
 @dataclass(frozen=True)
 class Family:
-    """`model_type` and the prefix of the `architectures` entry in config.json, the flags it implies, its rows."""
+    """`model_type` and the prefix of the `architectures` entry in config.json, the flags it implies, its rows. What the
+    config must know of it is in `config/families.py`."""
 
     model_type: str
     architecture: str
@@ -56,10 +62,14 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     moe: MoeKeys | None = None
+    keys: tuple[Key, ...] = ()  # in which its models differ, beside sizes
     constants: tuple[tuple[str, Any], ...] = ()  # of config.json: the variants that are not supported
     default_head_dim: int = 0  # what a config.json without head_dim means; 0: hidden_size / num_attention_heads
     default_tied: bool = False  # what one without tie_word_embeddings means
+    windows: Literal["", "every", "layers"] = ""  # which layers have one, where config.json has sliding_window
+    window_switch: bool = False  # config.json must say use_sliding_window
     default_window: int = 0  # what one without sliding_window means
+    default_global: tuple[str, int] = ("", 0)  # without layer_types: key and default of every n-th layer's being global
     defaults: tuple[tuple[str, Any], ...] = ()  # what one without other keys means, where not DEFAULTS
     score_architecture: str = ""  # prefix in `architectures` of a sequence classifier; empty: `architecture`
     activation_key: str = "hidden_act"  # what config.json calls the activation
@@ -67,7 +77,7 @@ class Family:
     offset_norms: bool = False  # norms multiply by 1 + weight
     post_norms: bool = False  # what attention and the MLP add to the residual stream is normalised first
     scaled_embeddings: bool = False  # multiplied by the square root of the hidden size
-    local_layers: bool = False  # some layers are local: layer_types, a rotary base for each kind
+    local_rope: bool = False  # local layers have a rotary base of their own
 
     @property
     def own_modules(self) -> bool:
@@ -140,7 +150,31 @@ _QKV_BIAS = (
         0,
         ("qkv",),
         "groups",
+        when="qkv_bias",
     ),
+)
+_BIASES = (
+    *_QKV_BIAS,
+    ParamSpec(
+        _IN + "self_attention.linear_proj.bias",
+        (_OUT + "self_attn.o_proj.bias",),
+        "copy",
+        None,
+        ("hidden",),
+        when="output_bias",
+    ),
+)
+_MLP_BIASES = (
+    ParamSpec(
+        _IN + "mlp.linear_fc1.bias",
+        (_OUT + "mlp.gate_proj.bias", _OUT + "mlp.up_proj.bias"),
+        "gate_up",
+        0,
+        ("2ffn",),
+        "ffn",
+        when="mlp_bias",
+    ),
+    ParamSpec(_IN + "mlp.linear_fc2.bias", (_OUT + "mlp.down_proj.bias",), "copy", None, ("hidden",), when="mlp_bias"),
 )
 _QK_NORM = tuple(
     ParamSpec(
@@ -169,31 +203,49 @@ DEFAULTS = {
     "initializer_range": 0.02,
 }
 _LONG = ("max_position_embeddings", 4096 * 32)
-_NO_BIAS = (("attention_bias", False), ("mlp_bias", False))
-_NO_WINDOW = (("use_sliding_window", False),)
+_ATTENTION_BIAS: Key = ("qkv_bias", "attention_bias", False)
+_BIAS_KEYS: tuple[Key, ...] = (_ATTENTION_BIAS, ("mlp_bias", "mlp_bias", False))
+_QWEN_LAYERS: dict[str, Any] = {
+    "windows": "layers",
+    "window_switch": True,
+    "default_window": 4096,
+    "default_global": ("max_window_layers", 28),
+}
 FAMILIES = {
     "llama": Family(
-        "llama", "Llama", _COMMON + _MLP, constants=_NO_BIAS, defaults=(("max_position_embeddings", 2048),)
+        "llama",
+        "Llama",
+        _COMMON + _MLP + _BIASES + _MLP_BIASES,
+        keys=_BIAS_KEYS,
+        defaults=(("max_position_embeddings", 2048),),
     ),
-    "mistral": Family("mistral", "Mistral", _COMMON + _MLP, default_window=4096, defaults=(_LONG,)),
-    "qwen2": Family("qwen2", "Qwen2", _COMMON + _MLP + _QKV_BIAS, qkv_bias=True, constants=_NO_WINDOW),
+    "mistral": Family("mistral", "Mistral", _COMMON + _MLP, windows="every", default_window=4096, defaults=(_LONG,)),
+    "qwen2": Family("qwen2", "Qwen2", _COMMON + _MLP + _QKV_BIAS, qkv_bias=True, **_QWEN_LAYERS),
     "qwen3": Family(
-        "qwen3", "Qwen3", _COMMON + _MLP + _QK_NORM, qk_norm=True, constants=_NO_WINDOW, default_head_dim=128
+        "qwen3",
+        "Qwen3",
+        _COMMON + _MLP + _QK_NORM + _BIASES,
+        qk_norm=True,
+        keys=(_ATTENTION_BIAS,),
+        default_head_dim=128,
+        **_QWEN_LAYERS,
     ),
     "gemma3_text": Family(
         "gemma3_text",
         "Gemma3",
-        _WITH_POST_NORMS + _MLP + _QK_NORM,
+        _WITH_POST_NORMS + _MLP + _QK_NORM + _BIASES,
         qk_norm=True,
+        keys=(_ATTENTION_BIAS, ("attention.query_scale_dim", "query_pre_attn_scalar", 256)),
         constants=(
-            ("attention_bias", False),
             ("attn_logit_softcapping", None),
             ("final_logit_softcapping", None),
             ("use_bidirectional_attention", False),
         ),
         default_head_dim=256,
         default_tied=True,
+        windows="layers",
         default_window=4096,
+        default_global=("sliding_window_pattern", 6),
         defaults=(_LONG, ("rope_theta", 1e6)),
         score_architecture="Gemma3Text",
         activation_key="hidden_activation",
@@ -201,22 +253,26 @@ FAMILIES = {
         offset_norms=True,
         post_norms=True,
         scaled_embeddings=True,
-        local_layers=True,
+        local_rope=True,
     ),
     "qwen3_moe": Family(
         "qwen3_moe",
         "Qwen3Moe",
-        _COMMON + _experts("mlp", "gate_proj", "up_proj", "down_proj") + _QK_NORM,
+        _COMMON + _experts("mlp", "gate_proj", "up_proj", "down_proj") + _QK_NORM + _BIASES,
         qk_norm=True,
         moe=MoeKeys("num_experts", "moe_intermediate_size", "norm_topk_prob"),
-        constants=(*_NO_WINDOW, ("decoder_sparse_step", 1), ("mlp_only_layers", [])),
+        keys=(_ATTENTION_BIAS,),
+        windows="every",
+        window_switch=True,
+        default_window=4096,
+        constants=(("decoder_sparse_step", 1), ("mlp_only_layers", [])),
     ),
     "mixtral": Family(
         "mixtral",
         "Mixtral",
         _COMMON + _experts("block_sparse_moe", "w1", "w3", "w2"),
         moe=MoeKeys("num_local_experts", "intermediate_size"),
-        constants=(("sliding_window", None),),
+        windows="every",
         defaults=(_LONG, ("rope_theta", 1e6), ("rms_norm_eps", 1e-5)),
     ),
 }
@@ -226,7 +282,7 @@ def check_family(cfg: ModelConfig) -> Family:
     """The family of `cfg`; ConfigError where a flag says what the family's checkpoints cannot hold."""
     family = FAMILIES[cfg.family]
     for flag in ("qkv_bias", "qk_norm"):
-        if getattr(cfg, flag) != getattr(family, flag):
+        if flag not in TRAITS[cfg.family].varies and getattr(cfg, flag) != getattr(family, flag):
             raise ConfigError(
                 f"model.{flag}", getattr(cfg, flag), f"{getattr(family, flag)} for model.family={cfg.family}"
             )
@@ -261,7 +317,7 @@ def family_table(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> lis
     `head`: "lm" (no row of its own when embeddings are tied) or "score" (reward and value models, `num_labels` rows).
     """
     assert head in ("lm", "score"), f"head={head!r}: expected lm or score"
-    rows = list(check_family(cfg).table)
+    rows = [row for row in check_family(cfg).table if not row.when or getattr(cfg, row.when)]
     if head == "score":
         rows.append(_SCORE_HEAD)
     elif not cfg.tie_embeddings:

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from aligner.config.attention import AttentionConfig
+from aligner.config.attention import AttentionConfig, layer_pattern
 from aligner.config.moe import MoeConfig
+from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ModelConfig
 from aligner.errors import CheckpointError, ConfigError
 from aligner.foreign import Record, read_record
@@ -60,6 +61,7 @@ def hf_config(
         "dtype": dtype,
     }
     out |= family.constants
+    out |= {theirs: _out_value(cfg, ours, default) for ours, theirs, default in family.keys}
     if family.moe is not None:
         keys = {name: key for name, key in dataclasses.asdict(family.moe).items() if key}
         out |= {key: getattr(cfg.moe, name) for name, key in keys.items()}
@@ -74,18 +76,34 @@ def hf_config(
     return out | _attention_out(cfg, family, out["rope_parameters"])
 
 
+def _out_value(cfg: ModelConfig, key: str, default: Any) -> Any:
+    """What config.json says of the key of `model`; null for a number that is 0 here, which means none or the usual."""
+    section, _, name = key.rpartition(".")
+    value = getattr(getattr(cfg, section) if section else cfg, name)
+    if name == "query_scale_dim":
+        return value or cfg.kv_channels
+    return value if value or isinstance(default, bool) else None
+
+
 def _attention_out(cfg: ModelConfig, family: Family, rope: dict[str, Any]) -> dict[str, Any]:
     attention = cfg.attention
-    if not family.default_window:
+    if not family.windows:
         return {}
-    out: dict[str, Any] = {"sliding_window": attention.window or None}
-    if family.local_layers:
+    out: dict[str, Any] = {"use_sliding_window": bool(attention.window)} if family.window_switch else {}
+    if family.window_switch and not attention.window:
+        return out
+    out["sliding_window"] = attention.window or None
+    if family.windows == "every":
+        return out
+    local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
+    out["layer_types"] = ["sliding_attention" if here else "full_attention" for here in local]
+    if family.default_global[0] == "max_window_layers":  # what older readers look at: layers before the first local one
+        out["max_window_layers"] = local.index(True) if True in local else cfg.num_layers
+    if family.local_rope:
         base = attention.local_rope_base or cfg.rope_base
-        kinds = ["sliding_attention" if attention.is_local(i) else "full_attention" for i in range(cfg.num_layers)]
-        local = {"rope_type": "default", "rope_theta": base}
-        out |= {"layer_types": kinds, "query_pre_attn_scalar": attention.query_scale_dim or cfg.kv_channels}
         out |= {"rope_local_base_freq": base, "sliding_window_pattern": attention.global_every or cfg.num_layers + 1}
-        out["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+        own = {"rope_type": "default", "rope_theta": base}
+        out["rope_parameters"] = {"full_attention": rope, "sliding_attention": own}
     return out
 
 
@@ -105,6 +123,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     max_position = raw.integer("max_position_embeddings", default["max_position_embeddings"], low=1)
     base, scaling = rope_in(raw, path, default["rope_theta"], max_position)
     heads = raw.integer("num_attention_heads", low=1, high=MOST_HEADS)
+    flags, sections = _keys_in(raw, family)
     return ModelConfig(
         family=family.model_type,
         num_layers=raw.integer("num_hidden_layers", low=1, high=MOST_LAYERS),
@@ -120,36 +139,69 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
         max_position=max_position,
         tie_embeddings=raw.flag("tie_word_embeddings", family.default_tied),
         qk_norm=family.qk_norm,
-        qkv_bias=family.qkv_bias,
-        attention=_attention_in(raw, family, path),
+        **{"qkv_bias": family.qkv_bias} | flags,
+        attention=AttentionConfig(**_windows_in(raw, family, path), **sections["attention"]),
+        scales=ScalesConfig(**sections["scales"]),
         moe=_experts_in(raw, family),
         init_std=raw.number("initializer_range", default["initializer_range"], above=0),
         init=str(folder),
     )
 
 
-def _attention_in(raw: Record, family: Family, path: Path) -> AttentionConfig:
-    if not family.default_window:
-        return AttentionConfig()
+def _keys_in(raw: Record, family: Family) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Fields of ModelConfig, and of its sections, by the family's `keys`; null is 0, which means none."""
+    fields: dict[str, dict[str, Any]] = {"": {}, "attention": {}, "scales": {}}
+    for ours, theirs, default in family.keys:
+        section, _, name = ours.rpartition(".")
+        if isinstance(default, bool):
+            value: Any = raw.flag(theirs, default)
+        elif theirs in raw.fields and theirs not in raw:
+            value = 0
+        else:
+            value = (
+                raw.integer(theirs, default, 1) if isinstance(default, int) else raw.number(theirs, default, above=0)
+            )
+        fields[section][name] = value
+    return fields.pop(""), fields
+
+
+def _windows_in(raw: Record, family: Family, path: Path) -> dict[str, Any]:
+    """Fields of AttentionConfig that say which layers are local."""
+    if not family.windows or (family.window_switch and not raw.flag("use_sliding_window", False)):
+        return {}
     # null is no window; the default is that of files which do not speak of it
     window = raw.integer("sliding_window", 0) if "sliding_window" in raw.fields else family.default_window
-    if not family.local_layers:
-        return AttentionConfig(window)
+    if family.windows == "every" or not window:
+        return {"window": window}
     layers = raw.integer("num_hidden_layers")
-    every = raw.integer("sliding_window_pattern", 6, low=1)
-    kinds = raw.texts("layer_types", ["full" if (i + 1) % every == 0 else "sliding" for i in range(layers)])
-    full = [i + 1 for i, kind in enumerate(kinds) if kind.startswith("full")]
-    every = full[0] if full else 0
-    if full != list(range(every, layers + 1, every) if every else []) or len(kinds) != layers:
-        raise ConfigError("model.init", str(path.parent), "every n-th layer global", f"layer_types: {kinds}.")
+    kinds = raw.texts("layer_types", _default_layers(raw, family, layers))
+    if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        expected = f"sliding_attention or full_attention for each of {layers} layers"
+        raise ConfigError("model.init", str(path.parent), expected, f"layer_types: {kinds}.")
+    return (
+        {"window": window} | layer_pattern([kind == "full_attention" for kind in kinds]) | _local_rope_in(raw, family)
+    )
+
+
+def _default_layers(raw: Record, family: Family, layers: int) -> list[str]:
+    key, default = family.default_global
+    count = raw.integer(key, default)
+    first = (
+        [i < count for i in range(layers)]
+        if key == "max_window_layers"
+        else [(i + 1) % count == 0 for i in range(layers)]
+    )
+    return ["full_attention" if is_global else "sliding_attention" for is_global in first]
+
+
+def _local_rope_in(raw: Record, family: Family) -> dict[str, Any]:
+    if not family.local_rope:
+        return {}
     base = raw.number("rope_local_base_freq", 10000.0, above=0)
     local = raw.record("rope_parameters", NOTHING).record("sliding_attention", NOTHING)
     if local.text("rope_type", "default") != "default":
-        raise ConfigError(
-            "model.init", str(path.parent), "rope_type default in local layers", f"It has {local.fields!r}."
-        )
-    base = local.number("rope_theta", base, above=0)
-    return AttentionConfig(window, every, base, raw.integer("query_pre_attn_scalar", 256, low=1))
+        local.refuse("rope_type", "default in local layers")
+    return {"local_rope_base": local.number("rope_theta", base, above=0)}
 
 
 def is_known(folder: Path) -> bool:
@@ -184,11 +236,14 @@ def _family_of(raw: Record, path: Path) -> Family:
     if kind not in FAMILIES:
         hint = f"Its model_type is {kind!r}; `aligner import` converts others where Megatron-Bridge is installed."
         raise ConfigError("model.init", str(path.parent), f"model_type {known}", hint)
+    family = FAMILIES[kind]
     wrong: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
-    wrong |= {FAMILIES[kind].activation_key: FAMILIES[kind].activation} | dict(FAMILIES[kind].constants)
+    for key in (*(theirs for _, theirs, _ in family.keys), *(["use_sliding_window"] if family.window_switch else [])):
+        wrong.pop(key, None)
+    wrong |= {family.activation_key: family.activation} | dict(family.constants)
     for key, wanted in wrong.items():
         if raw.fields.get(key) not in (None, wanted):
             raise ConfigError(
                 "model.init", str(path.parent), f"{key}={wanted!r} in config.json", f"It has {raw.fields[key]!r}."
             )
-    return FAMILIES[kind]
+    return family

@@ -89,7 +89,8 @@ def placed(spec: ParamSpec, part: Tensor, shard: Shard) -> list[tuple[tuple[int,
         return [(tuple(offsets), part)]
     if spec.transform == "gate_up":
         gate, up = part.chunk(2)
-        return [((half * spec.units + shard.rank * len(gate), 0), x) for half, x in enumerate((gate, up))]
+        rest = (0,) * (part.dim() - 1)
+        return [((half * spec.units + shard.rank * len(gate), *rest), x) for half, x in enumerate((gate, up))]
     offsets[spec.tp_axis] = shard.rank * part.shape[spec.tp_axis]
     if spec.padded:
         part = part[: max(0, spec.units - offsets[0])]

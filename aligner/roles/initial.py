@@ -13,6 +13,7 @@ from aligner.config.attention import AttentionConfig
 from aligner.config.freeze import load_frozen
 from aligner.config.moe import MoeConfig
 from aligner.config.rope import RopeScalingConfig
+from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ModelConfig
 from aligner.data.tokenizer import check_vocab, load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
@@ -31,8 +32,12 @@ from aligner.refit.export import read_extra
 _OF_THE_RUN = ("dtype", "recompute", "varlen_attention", "tokenizer", "init")
 SOURCE = "source"  # what `aligner import` puts beside the checkpoint: the small files of the imported folder
 _MOE_OF_THE_RUN = ("aux_coef", "aux_over")
-# what the identity of every checkpoint has; the rest where it is not the default, so that old ones stay what they are
-_ROPE_OF_OLD = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position")
+# keys that were there before others came: a checkpoint's identity has them, and of the others what is not the default,
+# so that old checkpoints stay what they are
+_OLD = {
+    "rope_scaling": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position"),
+    "attention": ("window", "global_every", "local_rope_base", "query_scale_dim"),
+}
 
 
 @dataclass
@@ -101,6 +106,7 @@ def _from_checkpoint(cfg: ModelConfig, checkpoint: Path, state: dict[str, Any], 
     fields["rope_scaling"] = RopeScalingConfig(**fields["rope_scaling"])
     fields["attention"] = AttentionConfig(**fields.get("attention", {}))
     fields["moe"] = MoeConfig(**fields.get("moe", {}))
+    fields["scales"] = ScalesConfig(**fields.get("scales", {}))
     config = _for_run(ModelConfig(**fields), cfg)
     run_config = load_frozen(checkpoint.parent.parent / "config.yaml")
     origin = checkpoint.parent.parent / SOURCE
@@ -138,14 +144,15 @@ def _with_tokenizer(model: InitialModel, folder: str) -> InitialModel:
 def shape_of(cfg: ModelConfig) -> dict[str, Any]:
     """The fields that make two models' weights exchangeable: the identity of a checkpoint."""
     shape = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in (*_OF_THE_RUN, "init_std")}
-    attention, moe, plain = shape.pop("attention"), shape.pop("moe"), dataclasses.asdict(RopeScalingConfig())
-    shape["rope_scaling"] = {
-        name: value
-        for name, value in shape["rope_scaling"].items()
-        if name in _ROPE_OF_OLD or (value != plain[name] and name != "factors")
-    }
-    if cfg.attention != AttentionConfig():
-        shape["attention"] = attention
+    sections = {"attention": AttentionConfig(), "scales": ScalesConfig(), "rope_scaling": RopeScalingConfig()}
+    for name, plain in sections.items():
+        found, usual = shape.pop(name), dataclasses.asdict(plain)
+        kept = {key: found[key] for key in found if key in _OLD.get(name, ()) or found[key] != usual[key]}
+        if found != usual or name == "rope_scaling":
+            shape[name] = {key: value for key, value in kept.items() if key != "factors"}
+    if not shape["mlp_bias"]:
+        del shape["mlp_bias"]
+    moe = shape.pop("moe")
     if cfg.moe.num_experts:  # the identity of a dense model is what it was before there were others
         shape["moe"] = {name: value for name, value in moe.items() if name not in _MOE_OF_THE_RUN}
     return shape

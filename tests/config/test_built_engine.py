@@ -7,6 +7,7 @@ import pytest
 from aligner.config.attention import AttentionConfig
 from aligner.config.moe import MoeConfig
 from aligner.config.resolve import compose
+from aligner.config.rope import RopeScalingConfig
 from aligner.config.validate import validate_model
 from aligner.errors import ConfigError
 from tests import tiny
@@ -31,6 +32,10 @@ def test_families():
     assert "engine=trtllm and engine=native serve it" in refused(gemma)
     for served in (LLAMA, replace(LLAMA, family="qwen2", qkv_bias=True), replace(LLAMA, family="qwen3", qk_norm=True)):
         validate_model(compose([*GRPO, "run.deterministic=false"]), served)
+    yarn = replace(LLAMA, rope_scaling=RopeScalingConfig(4.0, type="yarn"))
+    assert "model.rope_scaling.type='yarn': expected llama3 with engine.name=trtllm_engine" in refused(yarn)
+    assert "model.mlp_bias=True: expected False" in refused(replace(LLAMA, mlp_bias=True))
+    assert "model.qkv_bias=True: expected False" in refused(replace(LLAMA, qkv_bias=True))
 
 
 def test_windows_that_would_matter():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.config.schema import BatchConfig, ParallelConfig
-from tests.tiny import ADAM, LLAMA, MODELS, SGD, WINDOWS, relative
+from tests.tiny import ADAM, LLAMA, MODELS, MORE, SGD, WINDOWS, relative
 
 pytestmark = pytest.mark.multirank
 
@@ -31,6 +31,7 @@ MODELS_AND_HEADS = {
     "qwen2-untied": {"cfg": replace(MODELS["qwen2"], tie_embeddings=False)},
     "llama-score": {"cfg": LLAMA, "outputs": 2},
 }
+CUT = {name: {"cfg": MORE[name]} for name in ("llama-biases", "qwen3-windows")}
 WINDOWED = {"gemma3": {"cfg": WINDOWS["gemma3"]}, "mistral": {"cfg": WINDOWS["mistral"]}}
 
 
@@ -50,7 +51,7 @@ def alone(ranks):
     def get(name, optim):
         key = name, optim.eps
         if key not in seen:
-            model = (MODELS_AND_HEADS | WINDOWED)[name]
+            model = (MODELS_AND_HEADS | WINDOWED | CUT)[name]
             start = train(ranks, 1, **model, optim=optim, bc=BASE, steps=0)["weights"]
             seen[key] = start, train(ranks, 1, **model, optim=optim, bc=BASE)
         return seen[key]
@@ -110,6 +111,17 @@ def test_windows_learn_the_same(ranks, alone, name, layout):
     world, parallel = {"padded": (1, DP), "shared": (1, DP), **LAYOUTS}[layout]
     bc = replace(BASE, packing=layout != "padded", share_prompts=layout == "shared")
     got = train(ranks, world, **WINDOWED[name], parallel=parallel, optim=SGD, bc=bc)
+    check(got, alone(name, SGD), SGD)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    "name, layout", [(name, layout) for name in CUT for layout in ("tp2", "tp2-sequence", "cp2-pp2")]
+)
+def test_more_families_learn_the_same(ranks, alone, name, layout):
+    """Those whose features reach across ranks."""
+    world, parallel = LAYOUTS[layout]
+    got = train(ranks, world, **CUT[name], parallel=parallel, optim=SGD, bc=BASE)
     check(got, alone(name, SGD), SGD)
 
 

@@ -187,10 +187,10 @@ def test_errors_name_the_culprit(tmp_path):
         open_hf(tmp_path)
     for raw, text in (
         ({"model_type": "mamba"}, "mamba"),
-        ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias"),
         ({"model_type": "llama"}, "hidden_size"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step"),
-        ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(raw))
         with pytest.raises((ConfigError, CheckpointError), match=text):
@@ -203,8 +203,8 @@ def test_errors_name_the_culprit(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if k != "moe_intermediate_size"}))
     with pytest.raises(CheckpointError, match="moe_intermediate_size"):
         config_from_hf(tmp_path)
-    with pytest.raises(ConfigError, match="qkv_bias"):
-        family_table(replace(cfg, qkv_bias=True))
+    with pytest.raises(ConfigError, match="qk_norm"):
+        family_table(replace(cfg, qk_norm=True))
     embedding = family_table(cfg)[0]
     with pytest.raises(CheckpointError, match="embed_tokens"):
         from_hf(embedding, {}, cfg)

@@ -38,7 +38,7 @@ class NativeModel:
         self.rotated = self.heads + self.groups  # query and key heads
         self.family, attention = FAMILIES[cfg.family], cfg.attention
         self.local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
-        self.scale = attention.query_scale_dim**-0.5 if attention.query_scale_dim else None
+        self.scale = attention.scale
         self.shapes = expected_hf_shapes(cfg)
         self.tensors = {tensor.name: tensor for tensor in hf_tensors(cfg)}
         self.intervals = {name: tensor.interval(share, self.peers.rank) for name, tensor in self.tensors.items()}
@@ -67,6 +67,9 @@ class NativeModel:
         else:
             self.gate_up = empty(layers, 2 * ffn, hidden)
             self.down = empty(layers, hidden, ffn)
+        self.out_bias = empty(layers, hidden) if cfg.output_bias else None
+        self.gate_up_bias = empty(layers, 2 * ffn) if cfg.mlp_bias else None
+        self.down_bias = empty(layers, hidden) if cfg.mlp_bias else None
         self.views = self._hf_views()
         assert self.views.keys() == self.shapes.keys(), self.views.keys() ^ self.shapes.keys()
         self.scratch = Scratch(device, dtype)
@@ -92,11 +95,15 @@ class NativeModel:
             if self.qk_norm is not None:
                 for x, row in zip("qk", self.qk_norm[layer], strict=True):
                     views[at + f"self_attn.{x}_norm.weight"] = self._halves(row)
-            views[at + "self_attn.o_proj.weight"] = self.out[layer]
-            if self.router is None:
-                gate, up = self.gate_up[layer].chunk(2)
-                views[at + "mlp.gate_proj.weight"], views[at + "mlp.up_proj.weight"] = gate, up
-                views[at + "mlp.down_proj.weight"] = self.down[layer]
+            for kind, out in (("weight", self.out), ("bias", self.out_bias)):
+                if out is not None:
+                    views[at + f"self_attn.o_proj.{kind}"] = out[layer]
+            dense = (("weight", self.gate_up, self.down), ("bias", self.gate_up_bias, self.down_bias))
+            for kind, gate_up, down in dense if self.router is None else ():
+                if gate_up is not None:
+                    gate, up = gate_up[layer].chunk(2)
+                    views[at + f"mlp.gate_proj.{kind}"], views[at + f"mlp.up_proj.{kind}"] = gate, up
+                    views[at + f"mlp.down_proj.{kind}"] = down[layer]
         return views | self._norm_views() | (self._expert_views() if self.router is not None else {})
 
     def _norm_views(self) -> dict[str, Tensor]:
@@ -245,15 +252,16 @@ class NativeModel:
         qkv = self.scratch.take("qkv", len(x), self.qkv.shape[1])
         for layer in range(self.cfg.num_layers):
             y = self._norm(x, self.norms[layer, 0])
-            product_into(qkv, y, self.qkv[layer].t(), None if self.qkv_bias is None else self.qkv_bias[layer])
+            product_into(qkv, y, self.qkv[layer].t(), _of(self.qkv_bias, layer))
             heads = qkv.view(len(x), -1, self.head_dim)
             self._norm_and_rotate(layer, heads[:, : self.rotated], rope[-1 if self.local[layer] else 0])
-            self._add(x, attend(layer, heads), self.out[layer], layer, 2)
+            self._add(x, attend(layer, heads), self.out[layer], _of(self.out_bias, layer), layer, 2)
             y = self._norm(x, self.norms[layer, 1])
             if self.router is None:
                 hidden = self.scratch.take("gate_up", len(x), self.gate_up.shape[1])
-                gate, up = product_into(hidden, y, self.gate_up[layer].t()).chunk(2, dim=1)
-                self._add(x, self._gate(gate).mul_(up), self.down[layer], layer, 3)
+                product_into(hidden, y, self.gate_up[layer].t(), _of(self.gate_up_bias, layer))
+                gate, up = hidden.chunk(2, dim=1)
+                self._add(x, self._gate(gate).mul_(up), self.down[layer], _of(self.down_bias, layer), layer, 3)
             else:
                 x += self.peers.add(self._mix(layer, y))
         return self._norm(x, self.final_norm)
@@ -264,15 +272,18 @@ class NativeModel:
             return F.rms_norm(x.float(), size, 1 + weight.float(), eps).to(x.dtype)
         return F.rms_norm(x, size, weight, eps)
 
-    def _add(self, x: Tensor, y: Tensor, weight: Tensor, layer: int, norm: int) -> None:
-        """x [M, hidden] += y weight^T, of all ranks' shares of y and weight; in families with norms there, normalised
-        first."""
-        if self.family.post_norms:
-            x += self._norm(self.peers.add(torch.mm(y, weight.t())), self.norms[layer, norm])
-        elif self.peers.size == 1:
+    def _add(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, layer: int, norm: int) -> None:
+        """x [M, hidden] += y weight^T + bias, of all ranks' shares of y and weight; in families with norms there,
+        normalised first."""
+        if self.peers.size == 1 and not self.family.post_norms:
             x.addmm_(y, weight.t())
-        else:
-            x += self.peers.add(torch.mm(y, weight.t()))
+            if bias is not None:
+                x += bias
+            return
+        out = self.peers.add(torch.mm(y, weight.t()))
+        if bias is not None:
+            out += bias
+        x += self._norm(out, self.norms[layer, norm]) if self.family.post_norms else out
 
     def _gate(self, x: Tensor) -> Tensor:
         return F.silu(x, inplace=True) if self.family.activation == "silu" else F.gelu(x, approximate="tanh")
@@ -298,3 +309,7 @@ class NativeModel:
         torch.view_as_complex(pairs).mul_(rope)
         if pairs.data_ptr() != qk.data_ptr():
             qk.copy_(pairs.flatten(2))
+
+
+def _of(biases: Tensor | None, layer: int) -> Tensor | None:
+    return None if biases is None else biases[layer]

@@ -1,0 +1,64 @@
+"""What the config and the calculator must know of a model family; its parameters, and what config.json calls all this,
+are in `models/families.py`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from aligner.config.attention import AttentionConfig
+from aligner.config.scales import ScalesConfig
+from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aligner.config.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class Traits:
+    varies: tuple[str, ...] = ()  # keys of `model`, beside sizes, in which two models of the family may differ
+    experts: bool = False
+    norms: int = 2  # of a layer, over the hidden size
+    output_bias: bool = False  # attention's output has a bias where queries, keys and values have one
+
+
+_BIASES = ("qkv_bias", "mlp_bias")
+_WINDOW = ("attention.window",)
+_LAYERS = (*_WINDOW, "attention.global_every", "attention.global_layers")
+TRAITS = {
+    "llama": Traits(_BIASES, output_bias=True),
+    "mistral": Traits(_WINDOW),
+    "qwen2": Traits(_LAYERS),
+    "qwen3": Traits((*_LAYERS, "qkv_bias"), output_bias=True),
+    "gemma3_text": Traits(
+        (*_LAYERS, "attention.local_rope_base", "attention.query_scale_dim", "qkv_bias"), norms=4, output_bias=True
+    ),
+    "qwen3_moe": Traits((*_WINDOW, "qkv_bias"), experts=True, output_bias=True),
+    "mixtral": Traits(_WINDOW, experts=True),
+}
+MOE_FAMILIES = tuple(name for name, traits in TRAITS.items() if traits.experts)
+
+
+def check_traits(model: ModelConfig) -> None:
+    """Raises ConfigError for a key that models of this family do not have."""
+    varies = TRAITS[model.family].varies
+    for key, value, plain in unusual(model):
+        if key not in varies:
+            having = ", ".join(name for name, traits in TRAITS.items() if key in traits.varies)
+            raise ConfigError(f"model.{key}", value, f"{plain} with model.family={model.family}: {having} have it")
+    window, layers = model.attention.window, set(_LAYERS) - set(_WINDOW)
+    if "attention.local_rope_base" in varies and not window:
+        raise ConfigError("model.attention.window", 0, f"at least 1 for model.family={model.family}")
+    for key in sorted(layers):
+        value = getattr(model.attention, key.removeprefix("attention."))
+        if value and not window:
+            raise ConfigError(f"model.{key}", value, "none without model.attention.window")
+
+
+def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """(key, value, what it is in a plain model) of optional keys that are not plain."""
+    found: list[tuple[str, Any, Any]] = [("mlp_bias", model.mlp_bias, False)]
+    for section, plain in (("attention", AttentionConfig()), ("scales", ScalesConfig())):
+        mine, theirs = asdict(getattr(model, section)), asdict(plain)
+        found += [(f"{section}.{name}", mine[name], theirs[name]) for name in mine]
+    return [(key, value, plain) for key, value, plain in found if value != plain]
