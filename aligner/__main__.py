@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -164,6 +165,8 @@ def _frozen_path(args: argparse.Namespace, cfg: Config) -> Path:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from aligner.cluster.env import LAUNCHED
+    from aligner.cluster.lock import RunLock
     from aligner.cluster.mpi import join
     from aligner.cluster.signals import StopSignals
     from aligner.cluster.threads import reserve
@@ -179,11 +182,14 @@ def _run(args: argparse.Namespace) -> int:
     if _printed(args, cfg):
         return 0
     validate(cfg, env.world_size)
-    if env.rank == 0:
-        print(batch_arithmetic(cfg, env.world_size), flush=True)
-        _frozen_path(args, cfg)
     reserve()
-    with StopSignals(cfg.cluster.signal, args.last) as signals:  # before torch's seconds of imports
+    with (
+        StopSignals(cfg.cluster.signal, args.last) as signals,  # before torch's seconds of imports
+        RunLock(Path(cfg.run.dir)) if env.rank == 0 and LAUNCHED not in os.environ else nullcontext(),
+    ):
+        if env.rank == 0:
+            print(batch_arithmetic(cfg, env.world_size), flush=True)
+            _frozen_path(args, cfg)
         from aligner.build import run_stage
 
         try:
@@ -212,6 +218,7 @@ def _launch(args: argparse.Namespace) -> int:
     if args.multirun:
         return _multirun(args)
     from aligner.cluster.launch import launch
+    from aligner.cluster.lock import RunLock
     from aligner.config.validate import validate
     from aligner.run.contract import DONE, STOPPED
     from aligner.run.starts import COMMAND, command_line
@@ -223,9 +230,11 @@ def _launch(args: argparse.Namespace) -> int:
         raise ConfigError("--ranks", args.ranks, "a number >= 1")
     os.environ[COMMAND] = command_line(sys.argv[1:])
     validate(cfg, args.ranks)  # before processes start, so that the message comes once
-    path, run_dir = _frozen_path(args, cfg), Path(cfg.run.dir)
+    run_dir = Path(cfg.run.dir)
     proof = [run_dir / name for name in (DONE, STOPPED)]
-    code = launch(path, args.ranks, run_dir, threads=cfg.cluster.threads, proof=proof, last=args.last)
+    with RunLock(run_dir):
+        path = _frozen_path(args, cfg)
+        code = launch(path, args.ranks, run_dir, threads=cfg.cluster.threads, proof=proof, last=args.last)
     return INTERRUPTED if code == 0 and _stopped_by_hand(cfg) else code
 
 

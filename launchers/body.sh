@@ -8,14 +8,22 @@
 ALIGNER_NO_RESTART=93
 ALIGNER_TRY_AGAIN=75
 ALIGNER_INTERRUPTED=130 # by Ctrl-C
+ALIGNER_PORT_TAKEN='EADDRINUSE\|[Aa]ddress already in use'
+ALIGNER_PORT_TRIES=5
 ALIGNER_SAME_STEP_LIMIT=3 # attempts in a row that may begin at one step
 
 aligner_say() {
     echo "[$(date '+%F %T')] aligner: $*"
 }
 
-aligner_die() {
+# An error that the body itself finds; slurm/triage shows the last one until the ranks start again.
+aligner_error() {
+    [[ ! -d "${ALIGNER_RUN:-}/logs" ]] || echo "$*" >"$ALIGNER_RUN/logs/refused"
     aligner_say "error: $*" >&2
+}
+
+aligner_die() {
+    aligner_error "$@"
     exit 1
 }
 
@@ -52,13 +60,15 @@ aligner_launcher() {
 aligner_job() {
     [[ -z "${ALIGNER_RANK_PYTHON:-}" ]] || ALIGNER_PYTHON="${ALIGNER_PYTHON:-python3}" # ranks have another one
     aligner_python
-    ALIGNER_RUN="${ALIGNER_RUNS[${SLURM_ARRAY_TASK_ID:-0}]-}"
-    [[ -n "$ALIGNER_RUN" ]] || aligner_die "array task ${SLURM_ARRAY_TASK_ID:-0}: there are ${#ALIGNER_RUNS[@]} runs"
+    local task="${SLURM_ARRAY_TASK_ID:-0}"
+    ((${#ALIGNER_RUNS[@]} > 1)) || task=0 # an array of the user's own, whose tasks say themselves what they run
+    ALIGNER_RUN="${ALIGNER_RUNS[$task]-}"
+    [[ -n "$ALIGNER_RUN" ]] || aligner_die "array task $task: there are ${#ALIGNER_RUNS[@]} runs"
     ALIGNER_JOB="${SLURM_JOB_ID:-local}"
     ALIGNER_ATTEMPT="${SLURM_RESTART_COUNT:-0}"
     ALIGNER_BAD_NODES=()
-    aligner_check_upstream
     mkdir -p "$ALIGNER_RUN/logs"
+    aligner_check_upstream
     if [[ -n "${SLURM_JOB_ID:-}" ]]; then
         aligner_check_restarts
     fi
@@ -73,10 +83,9 @@ aligner_job() {
         code=0
         aligner_ranks || code=$?
         aligner_outcome "$code" || code=$?
-        # 254: a node died, others can take its place within this allocation
+        # 254: the ranks can start again within this allocation
         ((code == 254)) || exit "$code"
         ALIGNER_RESTARTS=$((ALIGNER_RESTARTS + 1))
-        aligner_say "starting again on the nodes that are left, without ${ALIGNER_BAD_NODES[*]}"
     done
 }
 
@@ -159,7 +168,7 @@ aligner_nodes() {
 aligner_ranks() {
     local frozen="$ALIGNER_RUN/config.yaml" code
     [[ ! -f "$ALIGNER_RUN/config.pending.yaml" ]] || frozen="$ALIGNER_RUN/config.pending.yaml"
-    rm -f "$ALIGNER_RUN/STOPPED"
+    rm -f "$ALIGNER_RUN/STOPPED" "$ALIGNER_RUN/logs/refused"
     ALIGNER_STARTED_STEP="$(aligner_step)"
     touch "$ALIGNER_LOGS/started"
     aligner_record start
@@ -214,6 +223,7 @@ aligner_start_slurm() {
     ((${#nodes[@]} == ALIGNER_NODES)) || exit 1
     aligner_rendezvous "${nodes[0]}"
     aligner_deadline
+    export SLURM_EXPORT_ENV=ALL # sbatch --export=NONE is about this script; the ranks need what it has set
     export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$SRUN_CPUS_PER_TASK}"
     command=("${ALIGNER_RANK_PYTHON:-$ALIGNER_PYTHON}" -m aligner run --frozen "$1")
@@ -251,7 +261,7 @@ aligner_rendezvous() {
     if [[ "$ALIGNER_RENDEZVOUS" == address ]]; then
         MASTER_ADDR="$(scontrol show node -o "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')"
     fi
-    MASTER_PORT=$((20000 + (SLURM_JOB_ID * 7 + ALIGNER_ATTEMPT * 3 + ${#ALIGNER_BAD_NODES[@]}) % 10000))
+    MASTER_PORT=$((20000 + (SLURM_JOB_ID * 7 + ALIGNER_ATTEMPT * 3 + ALIGNER_RESTARTS * 1009) % 10000))
     export MASTER_ADDR MASTER_PORT
 }
 
@@ -268,6 +278,7 @@ aligner_deadline() {
 # What the ranks' exit code and the files they left mean. Returns the script's exit code, or does not return.
 aligner_outcome() {
     local code="$1"
+    ((code == 0)) || code="$(aligner_meant "$code")"
     if ((code == 0)) && [[ "$ALIGNER_RUN/DONE" -nt "$ALIGNER_LOGS/started" ]]; then
         aligner_record end finished
         aligner_say "done: $ALIGNER_RUN"
@@ -280,13 +291,13 @@ aligner_outcome() {
     fi
     if ((code == ALIGNER_NO_RESTART)); then
         aligner_record end refused
-        aligner_triage || true
         aligner_say "the run says that a restart cannot help; cancelling what depends on this job" >&2
         aligner_cancel_dependants
+        [[ -z "${SLURM_JOB_ID:-}" ]] || aligner_triage || true # the last word is the cause
         return "$code"
     fi
     if ((code == 0)); then
-        aligner_say "error: the ranks ended well, but neither DONE nor STOPPED is in $ALIGNER_RUN" >&2
+        aligner_error "the ranks ended well, but neither DONE nor STOPPED is in $ALIGNER_RUN"
         code=1
     fi
     aligner_failed "$code"
@@ -301,8 +312,8 @@ aligner_stopped() {
         return "$ALIGNER_TRY_AGAIN"
     fi
     if ((step <= ALIGNER_STARTED_STEP)); then
-        aligner_say "error: no progress: the attempt began at step $ALIGNER_STARTED_STEP. Is the time limit long" \
-            "enough for a step and a checkpoint?" >&2
+        aligner_error "no progress: the attempt began at step $ALIGNER_STARTED_STEP. Is the time limit long" \
+            "enough for a step and a checkpoint?"
         return 1
     fi
     aligner_requeue
@@ -311,7 +322,7 @@ aligner_stopped() {
 aligner_requeue() {
     local state
     if ((ALIGNER_ATTEMPT >= ALIGNER_MAX_REQUEUES)); then
-        aligner_say "error: requeued $ALIGNER_ATTEMPT times, the limit is $ALIGNER_MAX_REQUEUES (--max-requeues)" >&2
+        aligner_error "requeued $ALIGNER_ATTEMPT times, the limit is $ALIGNER_MAX_REQUEUES (--max-requeues)"
         return 1
     fi
     state="$(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null)" || state=unknown
@@ -336,6 +347,11 @@ aligner_failed() {
         aligner_record end failed
         return "$code"
     fi
+    if ((ALIGNER_RESTARTS < ALIGNER_PORT_TRIES)) && grep -qs "$ALIGNER_PORT_TAKEN" "$ALIGNER_LOGS"/failure-*.json; then
+        aligner_record end port
+        aligner_say "port $MASTER_PORT of $MASTER_ADDR was taken: starting again with another one" >&2
+        return 254
+    fi
     if aligner_triage; then
         aligner_record end failed
         return "$code"
@@ -356,9 +372,18 @@ aligner_failed() {
     # shellcheck disable=SC2206  # one word per node
     ALIGNER_BAD_NODES+=($dead)
     if ((ALIGNER_SPARE >= ${#ALIGNER_BAD_NODES[@]})); then
+        aligner_say "starting again on the nodes that are left, without ${ALIGNER_BAD_NODES[*]}"
         return 254
     fi
     aligner_requeue
+}
+
+# What the rank that failed first meant to end with. srun gives the largest code of all, and 143 for those that it ends.
+aligner_meant() {
+    if [[ -z "${SLURM_JOB_ID:-}" ]] \
+        || ! "${ALIGNER_PYTHON:-python3}" -m aligner.cluster.triage --exit-code "$1" "$ALIGNER_LOGS" 2>/dev/null; then
+        echo "$1"
+    fi
 }
 
 # Exit code 0 if a cause was found in the logs.

@@ -24,6 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,7 @@ import aligner.build
 import aligner.builders.stages
 import aligner.run.checkpoints
 from aligner.cluster.env import RankEnv
+from aligner.cluster.lock import RunLock
 from aligner.config.freeze import freeze
 from aligner.config.resolve import compose
 from aligner.config.schema import Config
@@ -149,7 +151,8 @@ def attempt(cfg: Config, world: int, log: Path, kill: Kill | None) -> tuple[bool
             torch.set_num_threads(1)
             if kill is not None and kill.point:
                 install(kill, rank)
-            aligner.build.run_stage(cfg, RankEnv(rank, rank, world, world, master_port=port))
+            with RunLock(Path(cfg.run.dir)) if rank == 0 else nullcontext():  # of a killed process: no reason to wait
+                aligner.build.run_stage(cfg, RankEnv(rank, rank, world, world, master_port=port))
 
         return run
 

@@ -88,6 +88,25 @@ def test_run_validates_prints_freezes_and_starts_the_stage(stage, capsys):
     assert (stage[3][0].seed, stage[3][0].run.resume) == (4, "never")
 
 
+@pytest.mark.parametrize("command", [["run"], ["launch", "--ranks", "2"], ["submit", "--shell"]])
+def test_a_run_that_is_on_is_left_alone(stage, capsys, command):
+    """Neither its config nor that of its next start changes."""
+    assert main(["run", "data.train=train.jsonl", "seed=3"]) == 0
+    before = {path.name: path.read_bytes() for path in Path("runs/sft").iterdir()}
+    code = "import sys\nfrom pathlib import Path\nfrom aligner.cluster.lock import RunLock\n"
+    code += "with RunLock(Path('runs/sft')):\n    print('in', flush=True)\n    sys.stdin.read()\n"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+    ) as holder:
+        assert holder.stdout.readline() == "in\n"
+        capsys.readouterr()
+        assert main([*command, "data.train=train.jsonl", "seed=4"]) == 2
+        assert f"process {holder.pid} on" in (err := capsys.readouterr().err) and err.startswith("error: run.dir=")
+        holder.stdin.close()
+    assert {path.name: path.read_bytes() for path in Path("runs/sft").iterdir()} == before and len(stage) == 1
+
+
 def test_other_ranks_neither_print_nor_write(stage, capsys, monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

@@ -6,15 +6,18 @@ With --shell the same for a job that runs already: `launchers/*.sbatch` evaluate
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from aligner.cluster.lock import RunLock
 from aligner.cluster.render import JobSpec, batch_script, job_lines
 from aligner.cluster.site import Site, find_site
 from aligner.config.freeze import FILE_NAME, PENDING_NAME, freeze, load_frozen
@@ -44,7 +47,8 @@ def main(args: argparse.Namespace) -> int:
     job = JobSpec(configs[0].stage.name, ROOT, runs, size.nodes, size.per_node, upstream, args.spare, args.max_requeues)
     if not args.dry_run:
         for cfg in configs:
-            _freeze(cfg)
+            with RunLock(Path(cfg.run.dir)) if args.shell else nullcontext():  # the run begins now
+                _freeze(cfg)
     if args.shell:
         print(batch_arithmetic(configs[0], size.ranks), file=sys.stderr)
         print(job_lines(name, site, job), end="")
@@ -138,6 +142,7 @@ def _freeze(cfg: Config) -> None:
 
 def _submit(args: argparse.Namespace, script: str, job: JobSpec, site: Site) -> int:
     # The script lies in the run's folder, a sweep's in the folder that its runs share.
+    _check_time(args, site)
     home = Path(job.runs[0]) if len(job.runs) == 1 else Path(job.runs[0]).parent
     path = home / SCRIPT
     command = sbatch_command(args, path, home / "logs", len(job.runs))
@@ -169,13 +174,49 @@ def sbatch_command(args: argparse.Namespace, script: Path, logs: Path, runs: int
     if "\\" in str(logs):
         raise ConfigError("run.dir", str(logs.parent), "a path without backslashes, which sbatch reads in --output")
     plain = str(logs).replace("%", "%%")
-    command = ["sbatch", "--parsable", f"--output={plain}/%x-{'%A_%a' if runs > 1 else '%j'}.log"]
+    asked = given(args.sbatch, "job-name", "J") or os.environ.get("SBATCH_JOB_NAME", "")
+    name = (
+        asked.replace("/", "_").replace("%", "%%") if "/" in asked else "%x"
+    )  # which would be a folder that is not there
+    command = ["sbatch", "--parsable", f"--output={plain}/{name}-{'%A_%a' if runs > 1 else '%j'}.log"]
     if args.after:
         command += [f"--dependency=afterok:{':'.join(args.after)}", "--kill-on-invalid-dep=yes"]
     if runs > 1:
         command.append(f"--array=0-{runs - 1}" + (f"%{args.at_once}" if args.at_once else ""))
     command += ["--test-only"] if args.test_only else []
     return [*command, *args.sbatch, str(script)]
+
+
+def given(flags: Sequence[str], name: str, letter: str) -> str:
+    """What the last of sbatch's flags --NAME=VALUE, --NAME VALUE, -L VALUE or -LVALUE says; empty without one."""
+    found = ""
+    for flag, behind in itertools.zip_longest(flags, flags[1:], fillvalue=""):
+        if flag in (f"--{name}", f"-{letter}"):
+            found = behind
+        elif flag.startswith(f"--{name}="):
+            found = flag.partition("=")[2]
+        elif flag.startswith(f"-{letter}") and not flag.startswith("--"):
+            found = flag[2:]
+    return found
+
+
+def time_limit_s(text: str) -> int | None:
+    """Slurm's notations of a time limit: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None for others (UNLIMITED)."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        return None
+    days, first, second, third = (None if part is None else int(part) for part in match.groups())
+    if days is None and third is None:  # M or M:S
+        return first * 60 + (second or 0)
+    return (days or 0) * 86400 + first * 3600 + (second or 0) * 60 + (third or 0)
+
+
+def _check_time(args: argparse.Namespace, site: Site) -> None:
+    text = given(args.sbatch, "time", "t") or os.environ.get("SBATCH_TIMELIMIT", "") or site.time
+    limit_s = time_limit_s(text)
+    if limit_s is not None and limit_s <= site.signal_s:
+        told = f"the time limit {text} is not more than the site's signal_s={site.signal_s}: the run is told to stop"
+        print(f"WARNING: {told} as soon as it starts. Ask for more time, or lower signal_s", file=sys.stderr)
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -26,6 +26,7 @@ CRASH = re.compile(
     r"Segmentation fault|Bus error|SIGSEGV|SIGBUS|SIGABRT|CUDA error|out of memory|No space left on device|"
     r"OMPI was not built with|Fatal error in (?:internal_|P)?MPI_Init"
 )
+PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")  # a cause, in the words of a lost connection
 HEADER = re.compile(r"^\[rank-(\d+) on (\S+), pid")
 # srun's own words on a task that a signal ended
 DEATH = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (?!Exited with|Terminated)(.+)")
@@ -38,12 +39,13 @@ class Finding:
     rank: int
     node: str
     text: str
+    exit_code: int | None = None  # that the rank meant to end with, where it said so
 
     @property
     def consequence(self) -> bool:
         """Whether the last words (the exception itself) speak of the others' absence."""
         last = "\n".join(self.text.strip().splitlines()[-3:])
-        return CONSEQUENCE.search(last) is not None
+        return CONSEQUENCE.search(last) is not None and PORT_TAKEN.search(last) is None
 
 
 def findings(folder: Path) -> list[Finding]:
@@ -57,7 +59,7 @@ def findings(folder: Path) -> list[Finding]:
             node = headers[-1][2]
         said = failure.read(folder / f"failure-{rank:04d}.json")
         if said:
-            found.append(Finding(said.time_s, rank, node, said.text))
+            found.append(Finding(said.time_s, rank, node, said.text, said.exit_code))
             continue
         words = last_words(text)
         if words:
@@ -107,26 +109,37 @@ def explain(folder: Path) -> tuple[str, bool]:
         others = len(found) - 1
         head += f" ({others} more failed after it)" if others else ""
         tail = first.text.strip().splitlines()[-TAIL_LINES:]
-        return "\n".join(
-            [head, *(f"  | {line}" for line in tail), f"log: {folder / f'rank-{first.rank:04d}.log'}"]
-        ), True
+        log = f"log: {folder / f'rank-{first.rank:04d}.log'}"
+        return "\n".join([head, log, *(f"  | {line}" for line in tail)]), True  # the cause is the last line
     death = killed(folder)
     if death:
         node, tasks, how = death
         hint = " (out of memory on that node, or somebody's kill)" if "Killed" in how else ""
-        return f"rank {tasks} on {node}: {how}{hint}\nlog: {folder / 'srun.log'}", False  # or the node died
+        return f"rank {tasks} on {node}: {how}{hint}; log: {folder / 'srun.log'}", False  # or the node died
     exited = _exited(folder)
     if exited and not found:  # it ended by itself, without a traceback: its last lines are all there is
         node, task = exited
         log = folder / f"rank-{task:04d}.log"
         tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-15:] if log.is_file() else []
-        return "\n".join([f"rank {task} on {node} ended first", *(f"  | {line}" for line in tail), f"log: {log}"]), True
+        return "\n".join([f"rank {task} on {node} ended first", f"log: {log}", *(f"  | {line}" for line in tail)]), True
     if found:
         first = found[0]
         last = first.text.strip().splitlines()[-1]
         ranks = ", ".join(str(f.rank) for f in found)
-        return f"only lost connections, first on rank {first.rank} ({first.node}): {last}\nranks: {ranks}", False
+        return f"ranks {ranks}: only lost connections, first on rank {first.rank} ({first.node}): {last}", False
     return f"no rank in {folder} says why", False
+
+
+def meant(folder: Path, code: int) -> int:
+    """The exit code of the attempt: that which the rank meant that failed first, else `code`."""
+    real = [f for f in findings(folder) if not f.consequence]
+    return (real[0].exit_code if real else None) or code
+
+
+def refused(folder: Path) -> str:
+    """What the batch script of a run found wrong by itself after the newest attempt or before it; empty if nothing."""
+    path = folder / "logs" / "refused"
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
 
 
 def attempt_folder(folder: Path) -> Path:
@@ -140,10 +153,14 @@ def attempt_folder(folder: Path) -> Path:
 
 
 def main(argv: list[str]) -> int:
+    if len(argv) == 3 and argv[0] == "--exit-code":  # of launchers/body.sh
+        print(meant(Path(argv[2]), int(argv[1])))
+        return 0
     if len(argv) != 1 or argv[0].startswith("-") or not Path(argv[0]).is_dir():
         print("usage: slurm/triage RUN_DIR | LOG_FOLDER", file=sys.stderr)
         return 2
-    text, cause = explain(attempt_folder(Path(argv[0])))
+    decided = refused(Path(argv[0]))
+    text, cause = (f"the batch script: {decided}", True) if decided else explain(attempt_folder(Path(argv[0])))
     print(f"triage: {text}", flush=True)
     return 0 if cause else NO_CAUSE
 

@@ -7,7 +7,7 @@ import pytest
 
 from aligner.__main__ import main
 from aligner.cluster.site import Site
-from aligner.cluster.submit import clean_environment, job_size
+from aligner.cluster.submit import clean_environment, job_size, time_limit_s
 from aligner.config.freeze import load_frozen
 from aligner.errors import ConfigError
 
@@ -136,3 +136,22 @@ def test_the_number_of_ranks_comes_from_whoever_knows():
         size(job | {"SLURM_NTASKS": "4"}, shell=True)
     with pytest.raises(ConfigError, match="from 1 to 3"):
         size(job, shell=True, nodes=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("5", 300), ("5:30", 330), ("1:0:0", 3600), ("1-2", 93600), ("1-2:3", 93780), ("UNLIMITED", None), ("", None)],
+)
+def test_slurms_notations_of_a_time_limit(text, seconds):
+    assert time_limit_s(text) == seconds
+
+
+def test_a_time_limit_that_the_signal_uses_up_is_told(sbatch, capsys):
+    warning = "is not more than the site's signal_s=300"
+    assert submit("--sbatch=--time=1:00:00", "--sbatch=-t", "--sbatch=5") == 0 and warning in capsys.readouterr().err
+    assert submit("--sbatch=-t5", "--sbatch=--time=6") == 0 and warning not in capsys.readouterr().err
+
+
+def test_a_job_name_with_a_slash_is_no_folder(sbatch):
+    assert submit("--sbatch=--job-name=team/a", "run.dir=runs/a") == 0
+    assert f"--output={Path('runs/a').absolute()}/logs/team_a-%j.log" in sbatch()

@@ -25,8 +25,8 @@ def log(folder, rank, text, node="n0", at=None):
         os.utime(path, (at, at))
 
 
-def note(folder, rank, text, at):
-    (folder / f"failure-{rank:04d}.json").write_text(json.dumps({"time_s": at, "text": text, "exit_code": 1}))
+def note(folder, rank, text, at, code=1):
+    (folder / f"failure-{rank:04d}.json").write_text(json.dumps({"time_s": at, "text": text, "exit_code": code}))
 
 
 def test_the_cause_wins_over_earlier_consequences(tmp_path):
@@ -76,6 +76,32 @@ def test_these_are_causes(tmp_path, last):
     log(tmp_path, 1, LOST, at=1)
     assert triage.explain(tmp_path) == (triage.explain(tmp_path)[0], True)
     assert last in triage.explain(tmp_path)[0]
+
+
+def test_the_exit_code_is_what_the_cause_meant_and_the_cause_is_the_last_line(tmp_path, capsys):
+    for rank, (text, at, code) in enumerate([(LOST, 1, 1), ("error (rank 1): optim.lr=-1", 2, 93), (BUG, 3, 1)]):
+        log(tmp_path, rank, "")
+        note(tmp_path, rank, text, at, code)
+    assert triage.main(["--exit-code", "143", str(tmp_path)]) == 0 and capsys.readouterr().out == "93\n"
+    assert triage.explain(tmp_path)[0].splitlines()[-1] == "  | error (rank 1): optim.lr=-1"
+    (tmp_path / "failure-0001.json").unlink()
+    (tmp_path / "failure-0002.json").unlink()
+    triage.main(["--exit-code", "137", str(tmp_path)])  # a lost connection tells nothing
+    assert capsys.readouterr().out == "137\n"
+
+
+def test_a_port_that_is_taken_is_a_cause(tmp_path):
+    log(tmp_path, 0, "")
+    text = "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
+    note(tmp_path, 0, text + "port: 25000, code: -98, name: EADDRINUSE, message: address already in use", 1)
+    assert triage.explain(tmp_path)[1]
+
+
+def test_what_the_batch_script_decided_is_told(tmp_path, capsys):
+    (tmp_path / "logs/9.0").mkdir(parents=True)
+    log(tmp_path / "logs/9.0", 0, BUG)
+    (tmp_path / "logs/refused").write_text("requeued 20 times, the limit is 20 (--max-requeues)\n")
+    assert triage.main([str(tmp_path)]) == 0 and "the limit is 20" in capsys.readouterr().out
 
 
 def test_a_killed_task_is_told_from_srun(tmp_path):

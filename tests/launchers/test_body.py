@@ -328,3 +328,52 @@ def test_a_failure_is_explained_and_not_requeued(slurm, place):
     assert code == 1 and "triage: " in said and asked(slurm) == []
     rows = [line.split("\t") for line in Path("runs/sft/logs/attempts.tsv").read_text().splitlines()]
     assert rows[-1][5] == "failed"
+
+
+def failing(place: Path, code: str) -> str:
+    """Ranks of one process that do `code` after a note of failure-0000.json may be written by `note TEXT CODE`."""
+    script = place / "failing.sh"
+    script.write_text(
+        '#!/usr/bin/env bash\ncase "$*" in *"aligner run"*) ;; *) exec "$REAL_PYTHON" "$@" ;; esac\n'
+        'run=$(dirname "${@: -1}")\n'
+        'note() { echo "{\\"time_s\\": 1, \\"text\\": \\"$1\\", \\"exit_code\\": $2}" >"$ALIGNER_FAILURE_FILE"; }\n'
+        + code
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_the_code_of_the_rank_that_failed_first_counts_not_sruns(slurm, place):
+    """srun returns the largest code, and ends the others of a failed rank with TERM: 143."""
+    Path("dependants").write_text("43|afterok:42(unfulfilled)\n")
+    ranks = failing(place, "note 'error: optim.lr=-1: expected a number' 93\nexit 143\n")
+    code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=ranks)
+    assert code == 93 and asked(slurm) == ["scancel 43"]
+    assert said.strip().splitlines()[-1] == "  | error: optim.lr=-1: expected a number"
+
+
+def test_a_port_that_is_taken_is_left_for_another_one_in_place(slurm, place):
+    taken = "note 'DistNetworkError: port: x, name: EADDRINUSE, message: address already in use' 1\nexit 1\n"
+    once = f'echo "$MASTER_PORT" >>ports\n(($(wc -l <ports) > 2)) || {{\n{taken}}}\ntouch "$run/DONE"\n'
+    code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=failing(place, once))
+    assert code == 0 and said.count("was taken: starting again") == 2 and asked(slurm) == []
+    assert len(set(Path("ports").read_text().split())) == 3
+    code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=failing(place, taken))
+    assert code == 1 and said.count("was taken: starting again") == 5  # and not for ever
+
+
+def test_an_array_of_the_users_own_runs_what_each_task_says(slurm, place):
+    words = ["data.train=train.jsonl", "run.dir=runs/task3"]
+    assert launch("sft", *words, SLURM_ARRAY_TASK_ID="3", SLURM_ARRAY_JOB_ID="40")[0] == 0
+    assert Path("runs/task3/DONE").exists()
+
+
+def test_what_the_body_decides_is_what_triage_tells(slurm, place):
+    triage = [str(ROOT / "slurm/triage"), "runs/sft"]
+    words = ["data.train=train.jsonl", "--max-requeues", "2"]
+    launch("sft", *words, ALIGNER_PYTHON=stopping(place), STUCK="1")
+    assert "no progress" in subprocess.run(triage, capture_output=True, text=True).stdout
+    launch("sft", *words, SLURM_RESTART_COUNT="3")
+    assert "requeued 3 times, the limit is 2" in subprocess.run(triage, capture_output=True, text=True).stdout
+    assert launch("sft", "data.train=train.jsonl")[0] == 0
+    assert "limit" not in subprocess.run(triage, capture_output=True, text=True).stdout

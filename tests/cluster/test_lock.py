@@ -1,0 +1,128 @@
+"""Two processes never use one run folder, and nobody waits for one that is gone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from aligner.cluster import lock
+from aligner.cluster.lock import NAME, RunLock
+from aligner.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+HOLD = "import sys, time\nfrom pathlib import Path\nfrom aligner.cluster.lock import RunLock\n"
+HOLD += "with RunLock(Path(sys.argv[1])):\n    print('in', flush=True)\n    time.sleep(float(sys.argv[2]))\n"
+
+
+def start(folder: Path, seconds: float = 60.0) -> subprocess.Popen:
+    command = [sys.executable, "-c", HOLD, str(folder), str(seconds)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = start(tmp_path)
+    assert process.stdout.readline() == "in\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def write(folder: Path, age_s: float = 0.0, **owner: object) -> None:
+    (folder / NAME).write_text(json.dumps({"id": "x", "host": "far", "pid": 7, "place": "there", "started": 1} | owner))
+    os.utime(folder / NAME, (time.time() - age_s,) * 2)
+
+
+def owner(folder: Path) -> dict:
+    return json.loads((folder / NAME).read_text())
+
+
+def test_a_second_process_is_refused_in_one_line(holder, tmp_path):
+    with pytest.raises(ConfigError) as told, RunLock(tmp_path):
+        pass
+    host = owner(tmp_path)["host"]
+    assert f"no other process uses; process {holder.pid} on {host} does since" in str(told.value)
+    assert "\n" not in str(told.value) and owner(tmp_path)["pid"] == holder.pid
+    assert [p.name for p in tmp_path.iterdir()] == [NAME]
+
+
+def test_one_that_was_killed_is_followed_at_once_and_told(holder, tmp_path, capfd):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    began = time.monotonic()
+    with RunLock(tmp_path):
+        assert owner(tmp_path)["pid"] == os.getpid() and time.monotonic() - began < 1
+    assert f"process {holder.pid} on" in (err := capfd.readouterr().err) and "which has ended: taking it over" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_that_another_process_has_by_now_is_no_owner(tmp_path):
+    mine = lock._myself()
+    write(tmp_path, **mine | {"pid": os.getppid(), "started": mine["started"] + 1})
+    with RunLock(tmp_path):
+        assert owner(tmp_path)["pid"] == os.getpid()
+
+
+def test_on_another_host_the_file_must_be_touched(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(lock, "STALE_S", 2.0)
+    monkeypatch.setattr(lock, "POLL_S", 0.1)
+    write(tmp_path, age_s=60)
+    with RunLock(tmp_path):
+        assert "silent for 60 s: taking it over" in capfd.readouterr().err
+    write(tmp_path)
+    threading.Timer(0.5, os.utime, [tmp_path / NAME]).start()
+    with pytest.raises(ConfigError, match="process 7 on far does since"), RunLock(tmp_path):
+        pass
+    write(tmp_path)
+    with RunLock(tmp_path):  # silent while we looked
+        assert "waiting for a sign of life" in capfd.readouterr().err
+    (tmp_path / NAME).write_text("")  # of one that died where there are no hard links
+    with RunLock(tmp_path):
+        assert owner(tmp_path)["pid"] == os.getpid()
+
+
+def test_a_requeued_job_follows_itself_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    write(tmp_path, job="42")
+    began = time.monotonic()
+    with RunLock(tmp_path):
+        assert owner(tmp_path)["job"] == "42" and time.monotonic() - began < 1
+
+
+def test_without_hard_links(holder, tmp_path, monkeypatch):
+    def refused(*_):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    with pytest.raises(ConfigError, match="no other process uses"), RunLock(tmp_path):
+        pass
+    with RunLock(tmp_path / "other"):
+        assert owner(tmp_path / "other")["pid"] == os.getpid()
+
+
+def test_who_loses_the_folder_is_told(tmp_path):
+    told = threading.Event()
+    words = []
+    for spoil in (lambda: (tmp_path / NAME).unlink(), lambda: write(tmp_path)):
+        told.clear()
+        with RunLock(tmp_path, lambda why: (words.append(why), told.set()), beat_s=0.05):
+            before = (tmp_path / NAME).stat().st_mtime_ns
+            while (tmp_path / NAME).stat().st_mtime_ns == before:  # it is touched
+                time.sleep(0.01)
+            spoil()
+            assert told.wait(10)
+    assert "is gone" in words[0] and "is of process 7 on far now" in words[1]
+
+
+def test_one_of_many_takes_over(tmp_path):
+    write(tmp_path, age_s=3600)
+    processes = [start(tmp_path, 5) for _ in range(4)]
+    answers = [process.communicate() for process in processes]
+    assert sorted(out for out, _ in answers) == ["", "", "", "in\n"]
+    assert all("no other process uses" in err for out, err in answers if not out)
