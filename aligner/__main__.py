@@ -196,8 +196,25 @@ def _run(args: argparse.Namespace) -> int:
             code = run_stage(cfg, env, signals) or 0
         except SystemExit as cause:  # of a library, or of code that a dataset or a model brings
             raise _left(cause) from cause
+        finally:
+            if env.rank == 0:
+                _write_report([cfg.run.dir])
         world.leave(code == 0)
     return INTERRUPTED if env.launcher == "single" and _stopped_by_hand(cfg) else code
+
+
+def _write_report(folders: list[str]) -> None:
+    """The page of runs that have ended, as far as there is anything to tell. How a run ended stays as it is, whatever
+    may go wrong here."""
+    from aligner.tools.report import write_report
+    from aligner.tools.report_runs import is_run
+
+    if not any(is_run(Path(folder)) for folder in folders):
+        return
+    try:
+        write_report([Path(folder) for folder in folders])
+    except Exception as error:
+        print(f"warning: no report.html: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _left(cause: SystemExit) -> AlignerError:
@@ -283,6 +300,7 @@ def _multirun(args: argparse.Namespace) -> int:
             break
     if not args.cfg:
         _show_jobs(rows, len(jobs))
+        _write_report([folder for _, _, _, folder in rows])
     return next((abs(code) for _, code, _, _ in rows if code), 0)
 
 
@@ -290,9 +308,12 @@ def _show_jobs(rows: list[tuple[str, int, float, str]], total: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("overrides", "result", "seconds", "run.dir", title=f"{len(rows)} of {total} jobs")
+    from aligner.tools.report_runs import final_metric
+
+    table = Table("overrides", "result", "at the end", "seconds", "run.dir", title=f"{len(rows)} of {total} jobs")
     for name, code, seconds, folder in rows:
-        table.add_row(name, "ok" if code == 0 else f"failed ({code})", f"{seconds:.1f}", folder)
+        result, last = "ok" if code == 0 else f"failed ({code})", final_metric(Path(folder))
+        table.add_row(name, result, f"{last[0]} {last[1]:.4g}" if last else "", f"{seconds:.1f}", folder)
     Console(soft_wrap=not sys.stdout.isatty()).print(table, markup=False)
 
 

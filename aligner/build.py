@@ -24,7 +24,8 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
     code. Raises AlignerError."""
     if cfg.run.resume == "never" and restarted():
         cfg.run.resume = "auto"  # `never` was for the first start of the job
-    run_dir = Path(cfg.run.dir)
+    run_dir = Path(cfg.run.dir).absolute()
+    cfg.run.dir = str(run_dir)  # a reward function may change the current folder
     if env.rank == 0:
         (run_dir / STOPPED).unlink(missing_ok=True)
         Watchdog.clear(run_dir)

@@ -8,28 +8,19 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from aligner.errors import AlignerError
-from aligner.run.metrics import read_jsonl
 from aligner.tools import svg
+from aligner.tools.report_runs import HEADLINE, Run, duration, flat, names, number, read_run, run_folders
 
 GROUPS = ("eval", "reward", "sft", "rm", "response", "policy", "kl", "critic", "advantage", "mismatch", "staleness")
 LATE_GROUPS = ("throughput", "refit", "batch", "memory", "time")
-HEADLINE = (
-    "eval/accuracy",
-    "eval/loss",
-    "reward/mean",
-    "sft/loss",
-    "rm/loss",
-    "rm/accuracy",
-    "kl/ref_k3",
-    "policy/entropy",
-)
 SAMPLE_STEPS = 5  # the last tables shown of each run
+GIB = 2**30
 
 STYLE = """
 :root{color-scheme:light dark;--fg:#222;--bg:#fff;--line:#8884;--warn:#c33}
@@ -49,37 +40,6 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.8rem}
 """
 
 
-@dataclass
-class Run:
-    """What a run folder holds, as far as the report goes."""
-
-    name: str
-    metrics: list[dict[str, Any]]
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    alarms: list[dict[str, Any]] = field(default_factory=list)
-    config: str = ""
-
-    def curve(self, name: str) -> list[tuple[float, float | None]]:
-        return [(record["step"], record[name]) for record in self.metrics if name in record]
-
-    def last(self, name: str) -> float | None:
-        return next((record[name] for record in reversed(self.metrics) if record.get(name) is not None), None)
-
-
-def read_run(folder: Path) -> Run:
-    """Raises AlignerError if the folder has no metrics.jsonl."""
-    if not (folder / "metrics.jsonl").is_file():
-        raise AlignerError(f"report {str(folder)!r}: expected a run folder (run.dir) that contains metrics.jsonl")
-    config = folder / "config.yaml"
-    return Run(
-        name=folder.resolve().name,
-        metrics=read_jsonl(folder / "metrics.jsonl"),
-        samples=read_jsonl(folder / "samples.jsonl"),
-        alarms=read_jsonl(folder / "alarms.jsonl"),
-        config=config.read_text(encoding="utf-8") if config.is_file() else "",
-    )
-
-
 def metric_names(runs: list[Run]) -> dict[str, list[str]]:
     """group -> its metrics, in the order the report shows them."""
     names = {n for run in runs for record in run.metrics for n in record if n not in ("step", "wall_time")}
@@ -95,47 +55,99 @@ def legend(names: list[str]) -> str:
     return f"<p>{''.join(keys)}</p>"
 
 
+def shown(name: str, value: float) -> str:
+    """A metric's value in units for people."""
+    if name.endswith("_bytes"):
+        return f"{value / GIB:.3g} GiB" if abs(value) >= GIB / 100 else f"{value / 2**20:.3g} MiB"
+    return svg.number(value)
+
+
 def chart(name: str, runs: list[Run]) -> str:
-    picture = svg.lines(name, [(i, run.curve(name)) for i, run in enumerate(runs)])
+    unit, scale = (" (GiB)", GIB) if name.endswith("_bytes") else ("", 1)
+    curves = [[(x, None if y is None else y / scale) for x, y in run.curve(name)] for run in runs]
+    picture = svg.lines(name, list(enumerate(curves)))
     if not picture:
         return ""
-    last = ", ".join(svg.number(v) for v in (run.last(name) for run in runs) if v is not None)
-    return f"<figure><figcaption><b>{escape(name)}</b> {last}</figcaption>{picture}</figure>"
+    several = len(runs) > 1
+    last = ", ".join(
+        (f"{escape(run.name)} " if several else "") + escape(shown(name, value))
+        for run in runs
+        if (value := run.last(name)) is not None
+    )
+    return f"<figure><figcaption><b>{escape(name)}</b>{unit} {last}</figcaption>{picture}</figure>"
+
+
+def constant(name: str, runs: list[Run]) -> float | None:
+    """The only value a metric ever had, over all runs; None if it changes, or has none."""
+    values = {y for run in runs for _, y in run.curve(name) if y is not None}
+    return values.pop() if len(values) == 1 else None
+
+
+def group_of_charts(group: str, metrics: list[str], runs: list[Run]) -> str:
+    """Charts of what changes; what never does is folded into a table."""
+    still = {name: value for name in metrics if (value := constant(name, runs)) is not None}
+    charts = "".join(chart(name, runs) for name in metrics if name not in still)
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{shown(name, value)}</td></tr>" for name, value in still.items())
+    folded = f"<details><summary>{len(still)} that never change</summary><table>{rows}</table></details>"
+    if not charts and not still:
+        return ""
+    charts = f'<div class="grid-of-charts">{charts}</div>' if charts else ""
+    return f"<h2>{escape(group)}</h2>{charts}{folded if still else ''}"
 
 
 def phases(run: Run) -> str:
-    """Seconds of each step, stacked by phase. Only phases without a slash: the others are part of these."""
-    names = sorted({n for record in run.metrics for n in record if n.startswith("time/") and n.count("/") == 1})
-    if not names:
+    """Seconds of each step, stacked by phase: those without a slash (the others are part of these), and what is left of
+    the step's own seconds."""
+    whole, later = "time/step_s", ("time/save_s", "time/export_s")  # those two come after the step was measured
+    parts = sorted(
+        {n for record in run.metrics for n in record if n.startswith("time/") and n.count("/") == 1} - {whole}
+    )
+    records = [record for record in run.metrics if any(name in record for name in (*parts, whole))]
+    if not records:
         return ""
-    xs = [record["step"] for record in run.metrics]
-    layers = [[record.get(name) or 0.0 for record in run.metrics] for name in names]
-    shown = [
-        f"{name[5:].removesuffix('_s')} {svg.number(sum(layer))} s" for name, layer in zip(names, layers, strict=True)
-    ]
-    picture = svg.stacked(f"phases of {run.name}", xs, layers)
-    return f"<figure><figcaption>{escape(run.name)}: {legend(shown)}</figcaption>{picture}</figure>"
+    layers = {name: [_at(record, name) for record in records] for name in parts}
+    within = [sum(_at(record, name) for name in parts if name not in later) for record in records]
+    rest = [max(0.0, _at(record, whole) - inside) for record, inside in zip(records, within, strict=True)]
+    layers |= {"time/other_s": rest} if any(rest) else {}
+    keys = [f"{name[5:].removesuffix('_s')} {svg.number(sum(layer))} s" for name, layer in layers.items()]
+    picture = svg.stacked(f"phases of {run.name}", [record["step"] for record in records], list(layers.values()))
+    return f"<figure><figcaption>{escape(run.name)}: {legend(keys)}</figcaption>{picture}</figure>"
+
+
+def _at(record: dict[str, Any], name: str) -> float:
+    value = Run("", [record]).last(name)
+    return max(0.0, value or 0.0)
 
 
 def sample_tables(run: Run) -> str:
     steps = sorted({row["step"] for row in run.samples})[-SAMPLE_STEPS:]
-    parts = []
-    for step in reversed(steps):
-        rows = [row for row in run.samples if row["step"] == step]
-        body = "".join(
-            f'<tr><td class="text">{escape(str(row["prompt"]))}</td>'
-            f'<td class="text">{escape(str(row["response"]))}</td>'
-            f"<td>{cell(row['reward'])}</td><td>{cell(row['advantage'])}</td>"
-            f"<td>{'stop' if row['finished'] else 'limit'}</td></tr>"
-            for row in rows
-        )
-        head = "<tr><th>prompt</th><th>response</th><th>reward</th><th>advantage</th><th>end</th></tr>"
-        state = " open" if step == steps[-1] else ""
-        parts.append(
-            f"<details{state}><summary>{escape(run.name)}, step {cell(step)}</summary>"
-            f'<div class="scroll"><table>{head}{body}</table></div></details>'
-        )
-    return "".join(parts)
+    return "".join(_sample_table(run, step, step == steps[-1]) for step in reversed(steps))
+
+
+def _sample_table(run: Run, step: float, opened: bool) -> str:
+    rows = [row for row in run.samples if row["step"] == step]
+    scores = list(dict.fromkeys(name for row in rows for name in _mapping(row, "scores")))
+    columns = list(dict.fromkeys(name for row in rows for name in _mapping(row, "columns")))
+    names = ("prompt", "response", "reward", *scores, "advantage", "end", *columns)
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = ""
+    for row in rows:
+        numbers = [row.get("reward"), *(_mapping(row, "scores").get(name) for name in scores), row.get("advantage")]
+        texts = [_mapping(row, "columns").get(name) for name in columns]
+        cells = [f'<td class="text">{escape(str(row.get(name, "")))}</td>' for name in ("prompt", "response")]
+        cells += [f"<td>{cell(value)}</td>" for value in numbers]
+        cells.append(f"<td>{'stop' if row.get('finished') else 'limit'}</td>")
+        cells += [f'<td class="text">{cell(value)}</td>' for value in texts]
+        body += f"<tr>{''.join(cells)}</tr>"
+    return (
+        f"<details{' open' if opened else ''}><summary>{escape(run.name)}, step {cell(step)}</summary>"
+        f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div></details>'
+    )
+
+
+def _mapping(row: dict[str, Any], name: str) -> dict[str, Any]:
+    value = row.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def cell(value: Any) -> str:
@@ -144,38 +156,64 @@ def cell(value: Any) -> str:
     return "" if value is None else escape(str(value))
 
 
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of escaped cells; the first row and the first column are heads."""
+    first, *rest = rows
+    body = "".join(f"<tr><th>{row[0]}</th>{''.join(f'<td>{text}</td>' for text in row[1:])}</tr>" for row in rest)
+    return f'<div class="scroll"><table><tr>{"".join(f"<th>{text}</th>" for text in first)}</tr>{body}</table></div>'
+
+
 def headline(runs: list[Run]) -> str:
-    """The last values of the numbers that matter, one row per run."""
-    names = [name for name in HEADLINE if any(run.last(name) is not None for run in runs)]
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    rows = "".join(
-        f"<tr><th>{escape(run.name)}</th><td>{cell(run.metrics[-1]['step'] if run.metrics else None)}</td>"
-        + "".join(f"<td>{cell(run.last(name))}</td>" for name in names)
-        + "</tr>"
-        for run in runs
-    )
-    return f'<div class="scroll"><table><tr><th>run</th><th>step</th>{head}</tr>{rows}</table></div>'
+    """The last values of the numbers that matter and how it ended, one row per run."""
+    found = [name for name in HEADLINE if any(run.last(name) is not None for run in runs)]
+    rows = [["run", "step", *map(escape, found), "result"]]
+    for run in runs:
+        step = run.metrics[-1]["step"] if run.metrics else None
+        rows.append([escape(run.name), cell(step), *(cell(run.last(name)) for name in found), escape(run.result)])
+    return table(rows)
 
 
-def flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        return [(prefix, value)]
-    return [pair for key, inner in value.items() for pair in flat(inner, f"{prefix}.{key}" if prefix else str(key))]
+def origins(runs: list[Run]) -> str:
+    """Where the runs come from, one column per run."""
+    facts = [run.facts() for run in runs]
+    rows = [["", *(escape(run.name) for run in runs)]]
+    for name in facts[0]:
+        values = [fact[name] for fact in facts]
+        if name == "seconds":
+            name, values = "duration", [None if v is None else duration(v) for v in values]
+        if any(value not in (None, "") for value in values):
+            rows.append([escape(name), *map(cell, values)])
+    return table(rows) if len(rows) > 1 else ""
+
+
+def differences(runs: list[Run]) -> str:
+    """Config keys in which the runs differ, one column per run."""
+    settings = [run.settings for run in runs]
+    keys = dict.fromkeys(key for one in settings for key in one)
+    missing = object()
+    differ = [key for key in keys if any(one.get(key, missing) != settings[0].get(key, missing) for one in settings)]
+    if not differ:
+        return "<p>none</p>"
+    rows = [["", *(escape(run.name) for run in runs)]]
+    rows += [[escape(key), *("" if key not in one else escape(str(one[key])) for one in settings)] for key in differ]
+    return table(rows)
 
 
 def render(runs: list[Run], summary: dict[str, Any]) -> str:
     """The page. Colours belong to runs, the same in every chart."""
     title = escape(" | ".join(run.name for run in runs))
     parts = [f"<h1>{title}</h1>", legend([run.name for run in runs]) if len(runs) > 1 else "", headline(runs)]
+    parts.append(origins(runs))
     if summary:
-        rows = "".join(f"<tr><th>{escape(key)}</th><td>{cell(value)}</td></tr>" for key, value in flat(summary))
+        known = [(key, shown(key, value) if number(value) is not None else cell(value)) for key, value in flat(summary)]
+        rows = "".join(f"<tr><th>{escape(key)}</th><td>{text}</td></tr>" for key, text in known)
         parts.append(f'<h2>summary</h2><div class="scroll"><table>{rows}</table></div>')
-    alarms = [(run.name, alarm["text"]) for run in runs for alarm in run.alarms]
+    alarms = [(run.name, alarm.get("text", "")) for run in runs for alarm in run.alarms]
     items = "".join(f'<li class="alarm">{escape(name)}: {escape(str(text))}</li>' for name, text in alarms)
     parts.append(f"<h2>alarms</h2>{f'<ul>{items}</ul>' if items else '<p>none</p>'}")
-    for group, names in metric_names(runs).items():
-        if charts := "".join(chart(name, runs) for name in names):
-            parts.append(f'<h2>{escape(group)}</h2><div class="grid-of-charts">{charts}</div>')
+    if len(runs) > 1:
+        parts.append(f"<h2>config that differs</h2>{differences(runs)}")
+    parts += [group_of_charts(group, found, runs) for group, found in metric_names(runs).items()]
     if timing := "".join(phases(run) for run in runs):
         parts.append(f'<h2>seconds of a step, by phase</h2><div class="grid-of-charts">{timing}</div>')
     if tables := "".join(sample_tables(run) for run in runs):
@@ -195,21 +233,32 @@ def render(runs: list[Run], summary: dict[str, Any]) -> str:
     )
 
 
-def write_report(folders: list[Path]) -> Path:
-    """Write report.html into the run folder, or, for several, into the folder they share (else the first one)."""
-    runs = [read_run(folder) for folder in folders]
+def write_report(given: list[Path]) -> Path:
+    """Write report.html into the run folder, or, for several, into the folder they share (else the first one). A folder
+    of runs (a sweep) stands for the runs in it. Raises ConfigError where there is no run."""
+    folders = run_folders(given)
+    runs = [read_run(folder, name) for folder, name in zip(folders, names(folders), strict=True)]
     parents = {folder.resolve().parent for folder in folders}
     where = folders[0] if len(folders) == 1 or len(parents) > 1 else parents.pop()
-    summary = where / "summary.json"
-    target = where / "report.html"
-    page = render(runs, json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {})
-    aside = target.with_suffix(".aside")
+    where = given[0] if len(given) == 1 else where
+    target, aside = where / "report.html", where / "report.aside"
+    page = render(runs, _summary(where / "summary.json"))
     try:
-        aside.write_text(page, encoding="utf-8")
+        aside.write_text(page, encoding="utf-8", errors="replace")
         os.replace(aside, target)
     except OSError as cause:
         raise AlignerError(f"report {str(target)!r}: expected a folder that can be written, but {cause}") from cause
     return target
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as cause:
+        raise AlignerError(f"report {str(path)!r}: expected JSON, but {cause}") from cause
+    return found if isinstance(found, dict) else {}
 
 
 def main(folders: list[str]) -> int:

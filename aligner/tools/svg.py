@@ -19,6 +19,10 @@ def color(index: int) -> str:
 
 
 def number(value: float) -> str:
+    """At most four digits, large ones with k, M, G or T."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
     return f"{value:.4g}"
 
 

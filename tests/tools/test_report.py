@@ -8,11 +8,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, ConfigError
 from aligner.run.alarms import write_alarms
+from aligner.run.metrics import read_jsonl
 from aligner.run.sample_table import SampleRow, write_samples
 from aligner.tools import svg
 from aligner.tools.report import main
+from aligner.tools.report_runs import final_metric
 
 EVIL = "<script>alert('x')</script><img src=x onerror=\"alert(1)\">&amp;"
 VOID = {"meta", "line", "polyline", "polygon", "circle"}
@@ -106,7 +108,7 @@ def test_an_empty_run_and_a_folder_that_is_none(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     assert main([str(tmp_path)]) == 0
     Page((tmp_path / "report.html").read_text())
-    with pytest.raises(AlignerError, match=r"nothing-here.*metrics.jsonl"):
+    with pytest.raises(ConfigError, match=r"nothing-here.*metrics.jsonl"):  # exit code 2
         main([str(tmp_path / "nothing-here")])
     assert main([]) == 2
 
@@ -139,10 +141,124 @@ def test_gaps_long_curves_and_constants():
     assert svg.lines("t", [(0, [(3, None)])]) == ""
 
 
-def test_phases_are_stacked_without_the_nested_ones(tmp_path):
+def section_of(text: str, title: str) -> str:
+    return text[text.index(f"<h2>{title}</h2>") :].partition("<h2>")[2].partition("<h2>")[0]
+
+
+def test_phases_are_stacked_without_the_nested_ones_and_add_up_to_the_step(tmp_path):
     main([str(make_run(tmp_path / "one"))])
-    text = (tmp_path / "one" / "report.html").read_text()
-    section = text[text.index("seconds of a step, by phase") :]
+    section = section_of((tmp_path / "one" / "report.html").read_text(), "seconds of a step, by phase")
     assert section.count("<polygon") == 2
     assert "generate 5 s" in section
     assert "update 10 s" in section
+    folder = make_run(tmp_path / "two")
+    records = read_jsonl(folder / "metrics.jsonl")
+    whole = [record | {"time/step_s": 3.5, "time/save_s": 4.0} for record in records]  # a save comes after the step
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in whole))
+    main([str(folder)])
+    section = section_of((folder / "report.html").read_text(), "seconds of a step, by phase")
+    assert "step 17.5 s" not in section
+    assert section.count("<polygon") == 4
+    assert "other 2.5 s" in section  # 5 x (3.5 - 1 - 2)
+    assert "save 20 s" in section
+
+
+def write(path, *records) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_torn_and_foreign_files_make_a_page(tmp_path):
+    folder = make_run(tmp_path / "one")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "reward/mean": Infinity, "rm/loss": [1, 2], "kl/x": "a", "c/y": NaN, "c/z": true}\n')
+        file.write('{"wall_time": 3.0}\n{"step": 6, "reward/me')
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write('{"step": 5}\n{"step": 5, "scores": [1], "columns": 3, "reward": "x"}\n')
+    with (folder / "alarms.jsonl").open("a") as file:
+        file.write("{}\n")
+    (folder / "config.yaml").write_text("a: [")
+    write(folder / "starts.jsonl", {"started": "yesterday", "versions": 3}, {"started": None})
+    assert main([str(folder)]) == 0
+    Page((folder / "report.html").read_text())
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n')
+    with pytest.raises(AlignerError, match=r"metrics.jsonl:2: expected one JSON object"):
+        main([str(folder)])
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"st\n')  # the half line, and a newline that an editor adds
+    assert main([str(folder)]) == 0
+
+
+def test_runs_of_one_name_are_told_apart_and_their_configs_compared(tmp_path):
+    for parent, lr in (("a", "0.5"), ("b", "0.25")):
+        make_run(tmp_path / parent / "grpo")
+        (tmp_path / parent / "grpo" / "config.yaml").write_text(f"seed: 7\noptim: {{lr: {lr}, eps: 3}}\n")
+    main([str(tmp_path / "a" / "grpo"), str(tmp_path / "b" / "grpo")])
+    text = (tmp_path / "a" / "grpo" / "report.html").read_text()
+    assert "<h1>a/grpo | b/grpo</h1>" in text
+    differ = section_of(text, "config that differs")
+    assert "<th>optim.lr</th><td>0.5</td><td>0.25</td>" in differ
+    assert "eps" not in differ and "seed" not in differ
+
+
+def test_the_top_says_where_a_run_comes_from(tmp_path):
+    folder = make_run(tmp_path / "one")
+    (folder / "config.yaml").write_text("seed: 12345\nmodel: {family: qwen3}\nstage: {name: grpo}\n")
+    start = {"started": "2026-01-01T10:00:00+00:00", "commit": "0123456789abcdef", "dirty": True, "host": "node7"}
+    start |= {"parameters": 596_049_920, "versions": {"torch": "2.13"}, "hardware": {"cpu": "C", "gpu": "H200"}}
+    ends = {"ended": "2026-01-01T10:00:40+00:00", "result": "StopRequested: USR1"}
+    again = {**start, "started": "2026-01-01T11:00:00+00:00", "dirty": False, "command": "aligner run a=1"}
+    write(folder / "starts.jsonl", start, ends, again, {"ended": "2026-01-01T12:01:00+00:00", "result": "done"})
+    main([str(folder)])
+    text = (folder / "report.html").read_text()
+    top = text[: text.index("<h2>")]
+    for value in (
+        "12345",
+        "qwen3 596M",
+        "1 h 1 min",
+        "0123456789ab<",
+        "torch 2.13",
+        "H200",
+        "aligner run a=1",
+        "node7",
+    ):
+        assert value in top, value
+    write(folder / "starts.jsonl", start)
+    main([str(folder)])
+    assert "no end recorded" in (folder / "report.html").read_text()
+
+
+def test_what_never_changes_is_folded_and_bytes_are_for_people(tmp_path):
+    folder = tmp_path / "one"
+    record = {"memory/a_bytes": 3786018816, "memory/b_bytes": 2**30, "policy/same": 0.25}
+    write(folder / "metrics.jsonl", *({"step": i, **record, "memory/b_bytes": i * 2**30} for i in range(3)))
+    main([str(folder)])
+    text = (folder / "report.html").read_text()
+    assert "1 that never change" in section_of(text, "memory")
+    assert "<th>memory/a_bytes</th><td>3.53 GiB</td>" in text and "<th>policy/same</th><td>0.25</td>" in text
+    assert "<b>memory/b_bytes</b> (GiB) 2 GiB" in text
+    assert text.count("<figure>") == 1
+    assert [svg.number(v) for v in (9999.0, 12345.0, 3786018816.0, -2e6, 0.00012345)] == [
+        "9999",
+        "12.35k",
+        "3.786G",
+        "-2M",
+        "0.0001234",
+    ]
+
+
+def test_a_sweep_is_compared_with_its_failed_child(tmp_path, capsys):
+    sweep = tmp_path / "sweep"
+    for i in (0, 1, 10):
+        make_run(sweep / f"{i}_optim.lr={i}")
+    (sweep / "2_broken").mkdir()
+    (sweep / "2_broken" / "config.yaml").write_text("seed: 1\n")
+    write(sweep / "2_broken" / "starts.jsonl", {"started": "2026-01-01T10:00:00+00:00"}, {"ended": "", "result": "oh"})
+    (sweep / "logs").mkdir()
+    assert main([str(sweep)]) == 0
+    assert capsys.readouterr().out.strip() == str(sweep / "report.html")
+    text = (sweep / "report.html").read_text()
+    assert "<h1>0_optim.lr=0 | 1_optim.lr=1 | 2_broken | 10_optim.lr=10</h1>" in text
+    assert "<td>oh</td>" in text
+    assert main([str(path) for path in sorted(sweep.iterdir())]) == 0  # as a shell's sweep/* gives them
+    assert final_metric(sweep / "1_optim.lr=1") == ("reward/mean", 4.0)
+    assert final_metric(sweep / "2_broken") is None
