@@ -11,9 +11,10 @@ so that buffers are few and their size is known.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from heapq import heapify, heapreplace
 
 from aligner.errors import LayoutError
 from aligner.models.shards import HfTensor
@@ -130,72 +131,126 @@ def plan_refit(
     """`item_bytes`: of one element on its way. Raises LayoutError if a layout cannot share a tensor."""
     if trainer.layers % trainer.pipeline:
         raise LayoutError("parallel.pipeline", trainer.pipeline, f"a divisor of {trainer.layers} layers")
-    local: dict[int, list[Part]] = defaultdict(list)
+    routes = _Routes(trainer, engine)
     owned: dict[int, list[Part]] = defaultdict(list)
-    wire: dict[tuple[int, int], list[Part]] = defaultdict(list)
-    holders = _Holders(trainer)
     for number, tensor in enumerate(tensors):
         for shard in range(trainer.tensor if tensor.sharded else 1):
             low, high = tensor.interval(trainer.tensor, shard)
             if low == high:
                 continue
-            ranks = holders(tensor, shard)
-            owned[ranks[0]].append(Part(number, low, high))
-            for place, target in enumerate(engine.ranks):
-                start, stop = tensor.interval(engine.tensor, place % engine.tensor)
+            key = routes.key(tensor, shard)
+            owned[routes.holders(key)[0]].append(Part(number, low, high))
+            parts = {}  # engine's tensor rank -> what it lacks of this shard
+            for place in range(engine.tensor):
+                start, stop = tensor.interval(engine.tensor, place)
                 start, stop = max(start, low), min(stop, high)
-                if start >= stop:
-                    continue
-                source = holders.choose(ranks, target, (stop - start) * tensor.entry_numel)
-                (local[target] if source == target else wire[source, target]).append(Part(number, start, stop))
-    messages = []
-    for (source, target), parts in sorted(wire.items()):
+                if start < stop:
+                    parts[place] = Part(number, start, stop)
+            routes.send(key, parts, tensor.entry_numel)
+
+    @cache
+    def cut(parts: tuple[Part, ...]) -> list[tuple[tuple[Part, ...], int]]:
         total = sum((part.stop - part.start) * tensors[part.tensor].entry_numel for part in parts) * item_bytes
         limit = min(bucket_bytes, max(FLOOR_BYTES, -(-total // MESSAGES)))  # one is packed while another travels
-        messages += enumerate(_messages(source, target, parts, tensors, item_bytes, limit))
-    frozen = [{rank: tuple(parts) for rank, parts in found.items()} for found in (local, owned)]
+        return list(_messages(parts, tensors, item_bytes, limit))
+
+    messages = []
+    for (source, target), parts in sorted(routes.wire.items()):
+        messages += enumerate(Message(source, target, *found) for found in cut(tuple(parts)))
+    frozen = [{rank: tuple(parts) for rank, parts in found.items()} for found in (routes.local, owned)]
     return Plan(tensors, trainer, engine, frozen[0], _rounds(messages), frozen[1])
 
 
-class _Holders:
-    """Which ranks hold a shard, and which of them sends it."""
+Key = tuple[tuple[int, ...], int, int]  # stages, tensor shard (-1: all alike) and share of the experts (-1: none)
 
-    def __init__(self, trainer: TrainerGrid):
-        self.trainer = trainer
-        self._known: dict[tuple, tuple[int, ...]] = {}
+
+class _LeastLoaded:
+    """Of some ranks the one that has least to send, of equals the lowest. Loads only grow: an entry of the heap that is
+    out of date comes too early, never too late, and is then put right."""
+
+    def __init__(self, ranks: Sequence[int], load: Mapping[int, int]):
+        self._load, self._heap = load, [(load[rank], rank) for rank in ranks]
+        heapify(self._heap)
+
+    def __call__(self) -> int:
+        while True:
+            known, rank = self._heap[0]
+            if known == self._load[rank]:
+                return rank
+            heapreplace(self._heap, (self._load[rank], rank))
+
+
+class _Routes:
+    """From which rank every rank with an engine gets a shard. Tensors with the same holders go the same routes, but for
+    choices between ranks, which are made one by one."""
+
+    def __init__(self, trainer: TrainerGrid, engine: EngineGrid):
+        self.trainer, self.engine = trainer, engine
+        self.local: dict[int, list[Part]] = defaultdict(list)
+        self.wire: dict[tuple[int, int], list[Part]] = defaultdict(list)
         self._load: dict[int, int] = defaultdict(int)  # elements to send
+        self._holders: dict[Key, tuple[int, ...]] = {}
+        self._routes: dict[tuple[Key, tuple[int, ...]], list[tuple]] = {}
 
-    def __call__(self, tensor: HfTensor, shard: int) -> tuple[int, ...]:
-        trainer, spec = self.trainer, tensor.spec
-        share = -1
-        if spec.experts:
-            share = tensor.expert // (spec.shape[0] // trainer.expert)
-        key = (trainer.stages(tensor), shard if tensor.sharded else -1, share)
-        if key not in self._known:
-            shards = [shard] if tensor.sharded else range(trainer.tensor)
-            self._known[key] = tuple(
+    def key(self, tensor: HfTensor, shard: int) -> Key:
+        """What is the same for all tensors that the same ranks hold."""
+        share = tensor.expert // (tensor.spec.shape[0] // self.trainer.expert) if tensor.spec.experts else -1
+        return self.trainer.stages(tensor), shard if tensor.sharded else -1, share
+
+    def holders(self, key: Key) -> tuple[int, ...]:
+        if key not in self._holders:
+            trainer, (stages, shard, share) = self.trainer, key
+            self._holders[key] = tuple(
                 trainer.rank(stage, replica, tensor_rank)
-                for stage in key[0]
+                for stage in stages
                 for replica in range(trainer.replicas)
                 if share in (-1, replica % trainer.expert)
-                for tensor_rank in shards
+                for tensor_rank in (range(trainer.tensor) if shard < 0 else [shard])
             )
-        return self._known[key]
+        return self._holders[key]
 
-    def choose(self, ranks: tuple[int, ...], target: int, numel: int) -> int:
-        if target in ranks:
-            return target
-        trainer, home = self.trainer, self.trainer.replica_of(target)
-        near = [] if home is None else [r for r in ranks if trainer.replica_of(r) == home]
-        source = min(near or ranks, key=lambda rank: (self._load[rank], rank))
-        self._load[source] += numel
-        return source
+    def send(self, key: Key, parts: Mapping[int, Part], entry_numel: int) -> None:
+        """`parts` of one shard, by engine's tensor rank, to all engines."""
+        wanted = key, tuple(parts)
+        if wanted not in self._routes:
+            self._routes[wanted] = list(self._find(*wanted))
+        load = self._load
+        for target, place, source, choose in self._routes[wanted]:
+            part = parts[place]
+            if source == target:
+                self.local[target].append(part)
+                continue
+            if choose is not None:
+                source = choose()
+            load[source] += (part.stop - part.start) * entry_numel
+            self.wire[source, target].append(part)
+
+    def _find(self, key: Key, places: tuple[int, ...]) -> Iterator[tuple[int, int, int, _LeastLoaded | None]]:
+        """(target, its tensor rank, source or -1, what chooses one then), in the order of targets: a rank itself where
+        it holds the shard, else one of the target's own replica of the trainer, else one of all holders."""
+        ranks, trainer, wanted = self.holders(key), self.trainer, set(places)
+        known, near = set(ranks), defaultdict(list)
+        for rank in ranks:
+            near[trainer.replica_of(rank)].append(rank)
+        choices: dict[int | None, _LeastLoaded] = {}  # by replica; None: of all
+        for number, target in enumerate(self.engine.ranks):
+            place, home = number % self.engine.tensor, trainer.replica_of(target)
+            if place not in wanted:
+                continue
+            found, home = (near[home], home) if home in near else (ranks, None)
+            if target in known or len(found) == 1:
+                yield target, place, target if target in known else found[0], None
+                continue
+            if home not in choices:
+                choices[home] = _LeastLoaded(found, self._load)
+            yield target, place, -1, choices[home]
 
 
 def _messages(
-    source: int, target: int, parts: Sequence[Part], tensors: Sequence[HfTensor], item_bytes: int, bucket_bytes: int
-) -> Iterator[Message]:
-    """Parts in order; one that does not fit whole is cut at its quantum. A quantum larger than a bucket goes alone."""
+    parts: Sequence[Part], tensors: Sequence[HfTensor], item_bytes: int, bucket_bytes: int
+) -> Iterator[tuple[tuple[Part, ...], int]]:
+    """(parts, bytes) of each message: parts in order; one that does not fit whole is cut at its quantum. A quantum
+    larger than a bucket goes alone."""
     found: list[Part] = []
     filled = 0
     for part in parts:
@@ -206,7 +261,7 @@ def _messages(
             whole = (part.stop - start) * entry_bytes <= bucket_bytes  # not cut: it waits for the next bucket
             if fits < min(part.stop - start, quantum) or (whole and fits < part.stop - start):
                 if found:
-                    yield Message(source, target, tuple(found), filled)
+                    yield tuple(found), filled
                     found, filled = [], 0
                     continue
                 fits = max(fits, quantum)
@@ -215,7 +270,7 @@ def _messages(
             filled += (stop - start) * entry_bytes
             start = stop
     if found:
-        yield Message(source, target, tuple(found), filled)
+        yield tuple(found), filled
 
 
 def _rounds(messages: list[tuple[int, Message]]) -> tuple[tuple[Message, ...], ...]:

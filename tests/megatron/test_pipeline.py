@@ -1,5 +1,5 @@
-"""Pipeline stages exchange activations and gradients, and nothing else. That layouts learn the same with pipelines, also
-with micro-batches of many lengths, is in `test_layouts.py`."""
+"""Pipeline stages exchange activations and gradients, and nothing else. That they learn the same, with micro-batches of
+many lengths, is in `test_layouts.py`."""
 
 import pytest
 

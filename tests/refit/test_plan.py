@@ -1,6 +1,7 @@
 """The refit plan over random layouts, against an oracle that gathers everything."""
 
-from collections import Counter
+import sys
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from aligner.config.moe import MoeConfig
 from aligner.errors import LayoutError
 from aligner.models.families import FAMILIES, family_table, split_tp, to_hf
 from aligner.models.shards import copy_elements, hf_tensors
-from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
+from aligner.refit.plan import EngineGrid, Part, TrainerGrid, plan_refit
 from tests.tiny import LLAMA, MIXTRAL, MODELS, MOE, wild_source
 
 WIDE = replace(LLAMA, num_layers=4, num_heads=8, num_kv_heads=4, tie_embeddings=False)  # tensor up to 4
@@ -129,6 +130,76 @@ def test_every_engine_gets_every_element_once(layout):
         for part in parts:
             counted[part.tensor] += (part.stop - part.start) * plan.tensors[part.tensor].entry_numel
     assert [counted[i] for i in range(len(plan.tensors))] == [wanted[t.name].numel() for t in plan.tensors]
+
+
+def sent_one_by_one(trainer: TrainerGrid, engine: EngineGrid, tensors) -> tuple[dict, dict]:
+    """The rule as it reads, for every tensor, shard and engine: (what a rank copies to itself, what goes between)."""
+    local, wire, load = defaultdict(list), defaultdict(list), Counter()
+    for number, tensor in enumerate(tensors):
+        share = tensor.expert // (tensor.spec.shape[0] // trainer.expert) if tensor.spec.experts else None
+        for shard in range(trainer.tensor if tensor.sharded else 1):
+            low, high = tensor.interval(trainer.tensor, shard)
+            ranks = [
+                trainer.rank(stage, replica, tensor_rank)
+                for stage in trainer.stages(tensor)
+                for replica in range(trainer.replicas)
+                for tensor_rank in range(trainer.tensor)
+                if share in (None, replica % trainer.expert) and (not tensor.sharded or tensor_rank == shard)
+            ]
+            for place, target in enumerate(engine.ranks):
+                start, stop = tensor.interval(engine.tensor, place % engine.tensor)
+                part = Part(number, max(start, low), min(stop, high))
+                if part.start >= part.stop:
+                    continue
+                if target in ranks:
+                    local[target].append(part)
+                    continue
+                home = trainer.replica_of(target)
+                near = [rank for rank in ranks if home is not None and trainer.replica_of(rank) == home]
+                source = min(near or ranks, key=lambda rank: (load[rank], rank))
+                load[source] += (part.stop - part.start) * tensor.entry_numel
+                wire[source, target].append(part)
+    return local, wire
+
+
+@settings(max_examples=30, deadline=None)
+@given(layouts())
+def test_routes_are_those_found_one_by_one(layout):
+    cfg, trainer, engine, _ = layout
+    plan = plan_refit(trainer, engine, hf_tensors(cfg), BYTES, 1 << 30)
+    local, wire = sent_one_by_one(trainer, engine, plan.tensors)
+    assert plan.local == {rank: tuple(parts) for rank, parts in local.items()}
+    assert {(m.source, m.target) for messages in plan.rounds for m in messages} == wire.keys()
+    for messages in plan.rounds:  # one for a pair: buckets are large
+        for message in messages:
+            assert message.parts == tuple(wire[message.source, message.target])
+
+
+@pytest.mark.parametrize("width, apart", [(1, False), (2, False), (2, True)])
+def test_planning_grows_with_the_ranks(width, apart):
+    """Four times the ranks: four times the turns of loops, not sixteen."""
+
+    def turns(data: int) -> int:
+        trainer = TrainerGrid(4, 2, pipeline=2, data=data)
+        engine = EngineGrid(tuple(range(trainer.size * apart, trainer.size * (1 + apart))), width)
+        counted, tool = 0, sys.monitoring.PROFILER_ID
+
+        def count(*where):
+            nonlocal counted
+            counted += 1
+
+        sys.monitoring.use_tool_id(tool, "turns")
+        try:
+            sys.monitoring.register_callback(tool, sys.monitoring.events.BRANCH, count)
+            sys.monitoring.set_events(tool, sys.monitoring.events.BRANCH)
+            plan_refit.__wrapped__(trainer, engine, tensors, BYTES, 1 << 30)
+        finally:
+            sys.monitoring.set_events(tool, 0)
+            sys.monitoring.free_tool_id(tool)
+        return counted
+
+    tensors = hf_tensors(WIDE)
+    assert turns(32) < 4.5 * turns(8)
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
