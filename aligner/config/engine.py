@@ -44,6 +44,14 @@ class EngineConfig:
             check_engine(self)
 
 
+MESSAGES, FLOOR_BYTES = 8, 1 << 20  # at least so many messages for a pair of ranks, if they are no smaller than that
+
+
+def message_bytes(total_bytes: int, bucket_bytes: int) -> int:
+    """The most in one message of a refit, of all that one rank sends another: one is packed while another travels."""
+    return min(bucket_bytes, max(FLOOR_BYTES, -(-total_bytes // MESSAGES)))
+
+
 @dataclass
 class RefitConfig:
     bucket_bytes: int = 256 << 20  # of one message between ranks

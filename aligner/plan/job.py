@@ -40,6 +40,7 @@ class Engine:
     refill: bool = True  # a finished row's place is taken by a waiting one; else batches end before the next begins
     padded: bool = True  # every row of a decode step reads the cache up to the longest row's position
     launches: bool = True  # kernels are launched one by one, not as a graph
+    placed: bool = True  # a refit writes shards in place, else it hands over whole tensors
     resident: bool = True  # the weights stay in memory while others work, and the cache if it does not sleep
 
 
@@ -178,6 +179,7 @@ def job_of(
             float(e.kv_cache_bytes),
             padded=native,
             launches=native and not e.cuda_graphs,
+            placed=native and e.quantization == "none",
         )
         if gpus % engine.tensor:
             raise ConfigError("engine.tensor_parallel", engine.tensor, f"a divisor of the {gpus} GPUs")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aligner.config.engine import message_bytes
 from aligner.errors import AlignerError
 from aligner.plan.devices import GIB, Assumptions, Device
 from aligner.plan.job import PREFILL_TOKENS, Job, Part
@@ -165,6 +166,28 @@ def _engine_items(job: Job) -> tuple[dict[str, float], dict[str, float]]:
     }
 
 
+def refit_buffers(job: Job, stage: int) -> float:
+    """Of an engine that is written in place: two for the largest message that a rank sends, two for the largest that it
+    receives; no pair of ranks exchanges more than what the one holds of the other's share. Else a bucket, and a whole
+    tensor twice."""
+    engine, grid, m = job.engine, job.grid, job.policy.shape
+    assert engine is not None
+    if not engine.placed:
+        return job.bucket_bytes + 2 * job.element * m.hidden_size * max(m.vocab_size, 2 * m.ffn_hidden_size)
+    aligned = engine.tensor == grid.tensor or grid.tensor == 1  # a rank holds what its engine needs of its stage
+
+    def message(sender: int, same: bool) -> float:
+        count = rank_parameters(m, grid, sender, "" if m.tie_embeddings else "lm")  # a copy of the embedding stays
+        held = count.experts if grid.expert > 1 or not (same and aligned) else 0
+        if not (same and aligned):
+            held += count.dense
+        total = min(job.element, engine.element) * held * min(1, grid.tensor / engine.tensor)
+        return min(total, message_bytes(round(total), int(job.bucket_bytes)))
+
+    received = max(message(sender, sender == stage) for sender in range(grid.pipeline))
+    return 2 * (received + message(stage, grid.pipeline == 1))
+
+
 def plan_memory(job: Job, device: Device, assumed: Assumptions) -> Memory:
     """Each phase on the pipeline stage that needs most in it."""
     limit = device.memory_bytes * assumed.usable
@@ -184,9 +207,7 @@ def _stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
         found["generate"] = _models(job, stage) | kept | needed
         if job.engine.resident:
             stays = {name: size for name, size in kept.items() if name != "kv cache" or not job.sleeps}
-        m = job.policy.shape
-        largest = job.element * m.hidden_size * max(m.vocab_size, 2 * m.ffn_hidden_size)
-        found["refit"] = _models(job, stage, ("policy",)) | stays | {"buckets": job.bucket_bytes + 2 * largest}
+        found["refit"] = _models(job, stage, ("policy",)) | stays | {"buckets": refit_buffers(job, stage)}
     if job.rollout:
         tokens = max(job.logprob_tokens, job.rows.longest) / job.grid.context
         most = most_read(job, tokens, job.rows.count / job.grid.data)

@@ -1,8 +1,9 @@
 """Run a refit plan: what a rank holds itself is copied once, straight into its engine; the rest travels in buckets.
 
-Two messages to send and two to receive are on the way at most, in buffers made once: while one is on the wire the next
-is packed and the one before unpacked. A rank that fails goes on until its peers have what they wait for (and the
-commit then fails everywhere); a rank that is gone or stuck is waited for no longer than the time limit.
+Two messages to send and two to receive are on the way at most, in buffers that are given back at the end: while one is
+on the wire the next is packed and the one before unpacked. A rank that fails goes on until its peers have what they
+wait for (and the commit then fails everywhere); a rank that is gone or stuck is waited for no longer than the time
+limit.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self._steps = list(self.plan.steps(self.rank))
-        self._buffers: list[list[Tensor]] = []
         self._views: dict[
             Part, tuple[tuple[int, int], Tensor, Tensor]
         ] = {}  # of local parts: addresses, target, source
@@ -53,6 +53,15 @@ class Exchange:
     def copied_bytes(self) -> int:
         """Of one run, from this rank's trainer to this rank's engine."""
         return sum(self._numel(part) for part in self.plan.local.get(self.rank, ())) * self.wire.itemsize
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Held while the messages of one run travel."""
+        return 2 * sum(map(self._largest_bytes, (0, 1)))
+
+    def _largest_bytes(self, side: int) -> int:
+        """Of a message to send (side 0) or to receive (1)."""
+        return max((step[side].bytes for step in self._steps if step[side] is not None), default=0)
 
     def __call__(self, parameters: Mapping[str, Tensor], engine: PlacingEngine | None, cause: str = "") -> None:
         """`parameters`: canonical name -> this rank's shard, empty on a rank without the trainer. With a `cause` its
@@ -112,7 +121,7 @@ class Exchange:
     # ---- the wire
 
     def _travel(self, parameters: Mapping[str, Tensor], engine: PlacingEngine | None) -> None:
-        sending, receiving = self._make_buffers()
+        sending, receiving = map(self._buffers, (0, 1))
         before: tuple[list[dist.Work], Message | None, Tensor] | None = None
         try:
             for turn, (send, receive) in enumerate(self._steps):
@@ -136,13 +145,9 @@ class Exchange:
             lost = f"a rank (one of {one_of}) has ended, or does not answer within refit.timeout_s={self.timeout_s:g}"
             raise RefitError(self.cause or f"weights did not arrive: {lost} ({told})") from error
 
-    def _make_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
-        if not self._buffers:
-            for side in (0, 1):
-                size = max((step[side].bytes for step in self._steps if step[side] is not None), default=0)
-                shape = -(-size // self.wire.itemsize)
-                self._buffers.append([torch.empty(shape, dtype=self.wire, device=self.device) for _ in range(2)])
-        return self._buffers[0], self._buffers[1]
+    def _buffers(self, side: int) -> list[Tensor]:
+        numel = -(-self._largest_bytes(side) // self.wire.itemsize)
+        return [torch.empty(numel, dtype=self.wire, device=self.device) for _ in range(2)]
 
     def _bytes(self, buffer: Tensor, message: Message) -> Tensor:
         return buffer[: message.bytes // self.wire.itemsize].view(torch.uint8)

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from heapq import heapify, heapreplace
 
+from aligner.config.engine import message_bytes
 from aligner.errors import LayoutError
 from aligner.models.shards import HfTensor
-
-MESSAGES, FLOOR_BYTES = 8, 1 << 20  # at least so many messages for a pair of ranks, if they are no smaller than that
 
 
 @dataclass(frozen=True)
@@ -151,8 +150,7 @@ def plan_refit(
     @cache
     def cut(parts: tuple[Part, ...]) -> list[tuple[tuple[Part, ...], int]]:
         total = sum((part.stop - part.start) * tensors[part.tensor].entry_numel for part in parts) * item_bytes
-        limit = min(bucket_bytes, max(FLOOR_BYTES, -(-total // MESSAGES)))  # one is packed while another travels
-        return list(_messages(parts, tensors, item_bytes, limit))
+        return list(_messages(parts, tensors, item_bytes, message_bytes(total, bucket_bytes)))
 
     messages = []
     for (source, target), parts in sorted(routes.wire.items()):

@@ -7,14 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from aligner.config.resolve import compose
 from aligner.config.schema import ModelConfig, OptimConfig, ParallelConfig
+from aligner.models.shards import hf_tensors
 from aligner.plan import reads
 from aligner.plan.devices import Assumptions, Device
-from aligner.plan.job import Job, Part, Rows
-from aligner.plan.memory import activation_bytes, gradient_bytes, optimizer_bytes, weight_bytes
+from aligner.plan.job import Engine, Job, Part, Rows
+from aligner.plan.memory import activation_bytes, gradient_bytes, optimizer_bytes, refit_buffers, weight_bytes
 from aligner.plan.shapes import Grid, rank_parameters
 from aligner.plan.times import Machine, micro_batch_seconds
 from aligner.plan.traffic import pass_calls, refit_calls, step_calls
+from aligner.refit.exchange import Exchange
+from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
 from tests.plan.jobs import ROWS, WIDTH
 from tests.tiny import ADAM, LLAMA, MIXTRAL, MODELS, MOE
 
@@ -161,6 +165,30 @@ def test_a_refit_of_real_ranks_has_the_bytes_of_the_formulas(ranks, cfg, layout,
         assert heard.keys() == wanted.keys()
         for key, size in wanted.items():
             assert heard[key] == pytest.approx(size, rel=0.02), (key, size)
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "tensor", "most"),
+    [
+        ("llama3_8b", Grid(2, data=4), 2, 1.0),  # nothing on the wire
+        ("llama3_8b", Grid(2, data=4), 1, 1.01),
+        ("llama3_8b", Grid(2, 2, data=2), 2, 1.01),
+        ("qwen3_0.6b", Grid(1, 4, data=2), 2, 1.1),
+        ("qwen3_0.6b", Grid(2, 2, data=2), 4, 1.5),  # a rank may hold a part of what its engine needs
+        ("qwen3_30b_a3b", Grid(1, 2, expert=4, data=4), 4, 1.01),
+    ],
+)
+@pytest.mark.parametrize("bucket_bytes", [1 << 28, 1 << 34])
+def test_buffers_of_a_refit_are_those_of_its_plan(name, grid, tensor, most, bucket_bytes):
+    cfg = compose([f"model={name}"]).model
+    job = replace(job_of(cfg, grid, {}), engine=Engine(tensor), element=2, bucket_bytes=bucket_bytes)
+    trainer = TrainerGrid(cfg.num_layers, grid.tensor, grid.pipeline, grid.context, grid.data, grid.expert)
+    plan = plan_refit(trainer, EngineGrid(tuple(range(grid.gpus)), tensor), hf_tensors(cfg), 2, bucket_bytes)
+    exchanges = [Exchange(plan, rank, torch.device("cpu"), torch.bfloat16, 1.0) for rank in range(grid.gpus)]
+    each = grid.gpus // grid.pipeline
+    for stage in range(grid.pipeline):
+        used = max(exchange.buffer_bytes for exchange in exchanges[stage * each : (stage + 1) * each])
+        assert 0.99 * used <= refit_buffers(job, stage) <= most * used
 
 
 WIDE = ModelConfig(num_layers=4, hidden_size=64, ffn_hidden_size=192, num_heads=8, num_kv_heads=4, vocab_size=64)

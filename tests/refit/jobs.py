@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -204,7 +205,15 @@ def placed(
         engine = NativeEngine(cfg, EngineConfig(), device="cpu", dtype=dtype, pad_id=0, group=group)
     plan = plan_refit(trainer, engines, hf_tensors(cfg), dtype.itemsize, bucket_bytes)
     exchange = Exchange(plan, rank, torch.device("cpu"), dtype, 30.0)
-    held = shards(cfg, trainer, rank)
+    held, made = shards(cfg, trainer, rank), []
+    make = exchange._buffers
+
+    def buffers(side: int) -> list[torch.Tensor]:
+        found = make(side)
+        made.extend((buffer.nbytes, weakref.ref(buffer)) for buffer in found)
+        return found
+
+    exchange._buffers = buffers
     for version in range(rounds):
         if engine is not None:
             engine.begin_update(version)
@@ -212,8 +221,8 @@ def placed(
         assert not exchange.cause
         if engine is not None:
             engine.finish_update()
-    buffers = sum(buffer.nbytes for side in exchange._buffers for buffer in side)
-    moved = {"copied": exchange.copied_bytes, "received": exchange.received_bytes, "buffers": buffers}
+    moved = {"copied": exchange.copied_bytes, "received": exchange.received_bytes, "buffers": exchange.buffer_bytes}
+    moved |= {"made": sum(size for size, _ in made), "kept": sum(size for size, buffer in made if buffer() is not None)}
     return None if engine is None else moved | {"checksums": engine.checksums(), "version": engine.weight_version}
 
 

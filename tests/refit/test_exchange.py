@@ -43,6 +43,7 @@ def test_engines_hold_the_trainers_weights(ranks, name):
         if found is not None:
             assert found["checksums"] == wanted and found["version"] == 1
             assert found["buffers"] <= 4 * max(bucket_bytes, 4096), "two to send, two to receive"
+            assert found["made"] == 2 * found["buffers"] and not found["kept"], "two runs"
             apart = rank not in range(trainer.first, trainer.first + trainer.size)
             assert (found["copied"] == 0) == apart and (found["received"] > 0 or not apart)
     if "nothing" in name:
