@@ -1,6 +1,6 @@
 """Sharded checkpoints of one ShardedModel through `megatron.core.dist_checkpointing`: saved once, loaded on any layout.
 
-The optimizer is written in its fully reshardable form, so a run may resume on another TP x PP x DP.
+Each rank writes and reads what it has (`megatron/shards.py`), so a run may resume on another TP x PP x DP.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, StrictHandling, verify_integrity_manifest
+from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from aligner.errors import CheckpointError
-from aligner.megatron.checkpoint_index import check_before_loading
+from aligner.megatron.checkpoint_index import check_before_loading, noted_checksums
 from aligner.megatron.optimizer_state import give_state, set_step
 from aligner.megatron.shards import optimizer_shards, weight_shards
 from aligner.megatron.train import ShardedModel
+from aligner.ops.reduce import first_cause
 
 MAIN = "param"  # the files' name for float32 copies of bfloat16 weights
 PLAIN_MAIN = "fp32_param"  # in files of earlier versions, if the optimizer was not distributed
@@ -59,8 +61,9 @@ class ModelSave:
         self._request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
         self._arguments = list(self._request.async_fn_args)
         if self._request.preload_fn is not None:
-            buckets = self._request.preload_fn()
-            self._arguments[1] = [_copied(bucket) for bucket in buckets] if copy else buckets
+            buckets = self._request.preload_fn()  # from a GPU new memory
+            on_host = model.device.type == "cpu"
+            self._arguments[1] = [_copied(bucket) for bucket in buckets] if copy and on_host else buckets
 
     def write(self) -> None:
         """Write and hash this rank's files. What fails is told by `finish`."""
@@ -118,9 +121,8 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
     """
     with_optimizer = with_optimizer and model.optimizer is not None
     state: dict[str, Any] = {"model": _weights(model), "step_count": 0}
-    index = check_before_loading(folder)
+    index = _verified(folder)
     try:
-        verify_integrity_manifest(str(folder))
         if with_optimizer:
             give_state(model.optimizer)
             plain = any(key.startswith(f"optimizer.state.{PLAIN_MAIN}.") for key in index.state_dict_metadata)
@@ -138,6 +140,28 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
         set_step(model.optimizer, model.step_count)
     elif model.optimizer is not None:
         model.optimizer.reload_model_params()
+
+
+def _verified(folder: Path) -> Metadata:
+    """What says where the blocks of a checkpoint lie, if all its files are what was written. Collective. Raises
+    CheckpointError, the same on all ranks."""
+    wrong = ""
+    try:
+        index = check_before_loading(folder)
+        wrong = _wrong_file(folder, noted_checksums(folder, index))
+    except (OSError, CheckpointError) as error:
+        wrong = str(error)
+    if cause := first_cause(wrong):
+        raise CheckpointError(cause[1])
+    return index
+
+
+def _wrong_file(folder: Path, hashes: dict[str, str]) -> str:
+    """Of this rank's share of the files: each is hashed by one rank alone."""
+    for name in sorted(hashes)[dist.get_rank() :: dist.get_world_size()]:
+        if file_hash(folder / name) != hashes[name]:
+            return f"cannot load checkpoint {folder}: {name} does not have the checksum of {INTEGRITY_FNAME}"
+    return ""
 
 
 def _first_failure(error: CheckpointException) -> str:

@@ -226,6 +226,7 @@ def _stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
             backward = {"activations": activation_bytes(job, part, stage), "logits": logits}
             updates.append(base | backward)  # Adam is fused and needs nothing beside, clipping one tensor at a time
         found["update"] = max(updates, key=lambda items: sum(items.values()))
+        found["save"] = base  # from where it lies to host memory (plan/host.py), without a copy on the device
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from aligner.config.schema import Config
 from aligner.plan.devices import GIB, Assumptions, Device, find_device
+from aligner.plan.host import host_items
 from aligner.plan.job import Job, job_of
 from aligner.plan.memory import Memory, plan_memory, refuse
 from aligner.plan.shapes import parameters
@@ -19,6 +20,11 @@ class Prediction:
     device: Device
     memory: Memory
     phases: dict[str, Phase]
+
+    @property
+    def host(self) -> dict[str, float]:
+        """Of one GPU's rank: item -> bytes."""
+        return host_items(self.job)
 
     @property
     def step_s(self) -> float:
@@ -46,6 +52,7 @@ class Prediction:
             "memory": {
                 phase: {"total_bytes": memory.total(phase), "items": items} for phase, items in memory.phases.items()
             },
+            "host_bytes": self.host,
             "step_s": self.step_s,
             "tokens_per_gpu_s": self.tokens_per_gpu_s,
             "update_mfu": self.mfu,
@@ -81,8 +88,17 @@ class Prediction:
             f"step {self.step_s:.1f} s, {self.tokens_per_gpu_s:.0f} tokens/s/GPU, update at {100 * self.mfu:.0f} % of "
             "the peak (operations made)",
             f"memory {memory.peak_bytes / GIB:.1f} of {memory.limit_bytes / GIB:.1f} GiB in {memory.peak}",
+            f"host memory {self._host_text()}",
         ]
         return "\n".join(lines)
+
+    def _host_text(self) -> str:
+        per_gpu, gpus = sum(self.host.values()), min(self.job.gpus_per_node, self.job.grid.gpus)
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.host.items() if size)
+        return (
+            f"{per_gpu / GIB:.1f} GiB a GPU, {gpus * per_gpu / GIB:.1f} a node, while a checkpoint is written"
+            f"{f': {parts}' if parts else ''}"
+        )
 
 
 def predict(job: Job, device: Device, assumed: Assumptions = Assumptions()) -> Prediction:  # noqa: B008 (frozen)

@@ -60,7 +60,8 @@ def _optimizer_tensors(model):
 
 def save_and_load(folder: Path, cfg: ModelConfig, parallel: ParallelConfig, **kwargs) -> dict:
     """Counts bytes of both, on this rank."""
-    model, out = stepped(cfg, parallel, **kwargs), {}
+    model = stepped(cfg, parallel, **kwargs)
+    out = {"stage": model.layout.pp_rank}
     theirs, given = dist_checkpointing.save, []
 
     def listening(state, *args, **options):

@@ -15,7 +15,7 @@ TIGHT = ["parallel.tensor=2", "parallel.sequence=true", "model.recompute=full", 
 def test_a_plan_names_phases_and_exits_0(capsys):
     assert main(["plan", "--gpus", "16", *EIGHT, *TIGHT]) == 0
     out = capsys.readouterr().out
-    assert all(f"\n{phase} " in out for phase in ("refit", "generate", "logprobs", "update"))
+    assert all(f"\n{phase} " in out for phase in ("refit", "generate", "logprobs", "update", "save"))
     assert "tokens/s/GPU" in out and "tp2 dp8 seq, recompute" in out
 
 

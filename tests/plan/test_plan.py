@@ -12,6 +12,7 @@ from aligner.config.resolve import compose
 from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError
 from aligner.plan.devices import DEVICES, GIB, Assumptions
+from aligner.plan.host import host_items
 from aligner.plan.job import Engine, Job, Part, Rows, job_of, shape_at
 from aligner.plan.memory import MemoryPlanError, activation_bytes, plan_memory, refuse
 from aligner.plan.prediction import predict
@@ -279,6 +280,26 @@ def test_the_calculator_imports_no_torch():
     code = "import sys\nimport aligner.plan.command, aligner.cluster.submit\n"
     code += "print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_a_save_takes_nothing_on_the_device_and_its_share_on_the_host():
+    """8B in bfloat16 is 16.06 GB of weights and 96.36 of state. As run/phases.py has it, a save finds what an update
+    leaves."""
+    job = grpo(shape("llama3_8b"), Grid(data=8), micro_tokens=8192)
+    for changes in ({}, {"offload": ("gradients", "optimizer", "weights")}, {"sleeps": False}):
+        phases = plan_memory(replace(job, **changes), H100, Assumptions()).phases
+        activations = {"activations": phases["update"]["activations"], "logits": phases["update"]["logits"]}
+        assert phases["save"] | activations == phases["update"] and not phases["save"].keys() & activations.keys()
+    numbers = parameters(job.policy.shape)
+    assert host_items(job) == {"checkpoint": 14 * numbers / 8, "offloaded": 0}
+    assert host_items(replace(job, element=4))["checkpoint"] == 12 * numbers / 8
+    plain = replace(job, parts=(replace(job.policy, distributed=False),))
+    assert host_items(plain)["checkpoint"] == 14 * numbers  # of the first data-parallel rank
+    reference = Part("reference", job.policy.shape)
+    away = replace(job, parts=(*job.parts, reference), offload=("gradients", "optimizer", "weights"))
+    assert host_items(away) == {"checkpoint": 14 * numbers / 8, "offloaded": (2 + 2 + 12 / 8) * numbers}
+    assert predict(job, H100).data()["host_bytes"] == host_items(job)
+    assert "\nhost memory 13.1 GiB a GPU, 104.7 a node" in predict(job, H100).text()
 
 
 def test_what_leaves_the_device_is_counted_where_it_is_needed():

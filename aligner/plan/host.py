@@ -1,0 +1,43 @@
+"""Bytes of host memory for each GPU while a checkpoint is written, when most of them are taken."""
+
+from __future__ import annotations
+
+from aligner.plan.job import Job, Part
+from aligner.plan.memory import optimizer_bytes, weight_bytes
+from aligner.plan.shapes import Count, Grid, rank_parameters
+
+
+def checkpoint_bytes(count: Count, grid: Grid, element: int, distributed: bool) -> float:
+    """Of one rank's part, which lies in host memory until it is written, by whichever of `checkpoint.async_save`: with
+    the distributed optimizer the weights and state of the numbers it updates; else everything, on the first of the
+    data-parallel ranks."""
+    optimizer = optimizer_bytes(count, grid, element, distributed)
+    if not distributed:
+        return weight_bytes(count, element) + optimizer
+    experts = Count(experts=count.experts)
+    rest = Count(count.dense, score=count.score)
+    copies = max(1, grid.replicas // grid.expert)
+    return weight_bytes(rest, element) / grid.replicas + weight_bytes(experts, element) / copies + optimizer
+
+
+def host_items(job: Job) -> dict[str, float]:
+    """item -> bytes, of the pipeline stage that needs most. Pinned memory of what `memory.offload` sends away is kept
+    while that is on the device."""
+    stages = []
+    for stage in range(job.grid.pipeline):
+        items = {"checkpoint": 0.0, "offloaded": 0.0}
+        for part in job.parts:
+            for name, size in _of_part(job, part, stage).items():
+                items[name] += size
+        stages.append(items)
+    return max(stages, key=lambda items: sum(items.values()))
+
+
+def _of_part(job: Job, part: Part, stage: int) -> dict[str, float]:
+    count = rank_parameters(part.shape, job.grid, stage, part.head, part.outputs)
+    away = weight_bytes(count, job.element) if "weights" in job.offload else 0.0
+    if not part.trained:
+        return {"offloaded": away}
+    if "optimizer" in job.offload:
+        away += optimizer_bytes(count, job.grid, job.element, part.distributed)
+    return {"checkpoint": checkpoint_bytes(count, job.grid, job.element, part.distributed), "offloaded": away}
