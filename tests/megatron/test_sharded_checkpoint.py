@@ -61,7 +61,7 @@ def test_other_layouts_load_the_same_state(ranks, tmp_path, tied):
     cfg = replace(LLAMA, tie_embeddings=tied)
     job = {"cfg": cfg, "optim": OPTIM}
     first = ranks.run("tests.megatron.jobs:save_and_go_on", world=2, folder=tmp_path / "0", parallel=TP, **job)[0]
-    layouts = [(2, PP), (2, DP), (1, DP), (4, ParallelConfig(tensor=2, pipeline=2))]
+    layouts = [(2, PP), (2, DP), (1, DP), (4, ParallelConfig(tensor=2, pipeline=2)), (4, ParallelConfig(context=2))]
     for i, (world, parallel) in enumerate(layouts):
         out = ranks.run(
             "tests.megatron.jobs:load_and_step",
