@@ -98,7 +98,11 @@ def _sha256(path: Path) -> str:
 
 
 def remove_whole(folder: Path) -> None:
-    """Delete a checkpoint: never is half of one taken for a whole, whenever this is interrupted."""
+    """Delete a checkpoint: never is half of one taken for a whole, whenever this is interrupted. A link goes as a link.
+    Raises OSError where something cannot be deleted; what then remains under another name is none any more."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
     doomed = folder.with_name(folder.name + ".deleting")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
@@ -106,9 +110,13 @@ def remove_whole(folder: Path) -> None:
 
 
 def put_in_place(aside: Path, final: Path) -> None:
-    """Rename a whole folder to its place; what stood there (a damaged one) goes."""
-    if final.exists():
-        remove_whole(final)
+    """Rename a whole folder to its place; what stood there (a damaged one, a link to nowhere) goes."""
+    if final.exists() or final.is_symlink():
+        try:
+            remove_whole(final)
+        except OSError:
+            if final.exists():  # it could not even be moved away
+                raise
     aside.rename(final)
 
 

@@ -112,6 +112,7 @@ class Checkpoints:
         self.committed = 0  # the newest step that a restart would find
         self.seconds = 0.0  # the longest that a save took from its beginning until everything was written
         self._writing: _Writing | None = None
+        self._told: set[Path] = set()  # old checkpoints that trouble was told of
         self.on_commit: list[Callable[[int], None]] = []  # called on every rank with the step of a whole checkpoint
 
     def save(
@@ -205,16 +206,33 @@ class Checkpoints:
             raise SaveError(first)
 
     def _retain(self) -> None:
-        """Delete all but the last `keep_last` and the best `keep_best` by `metric`."""
+        """Delete all but the last `keep_last` and the best `keep_best` by `metric`. Nothing here ends a run, whose new
+        checkpoint is whole: what cannot be read or deleted is told, once."""
         found = complete_checkpoints(self.folder)
         keep = {path for _, path in found[-self.config.keep_last :]}
         if self.config.keep_best:
             sign = 1 if self.config.metric.endswith("loss") else -1
-            scored = [(sign * m, path) for _, path in found if (m := read_state(path)["metric"]) is not None]
+            scored = [(sign * m, path) for _, path in found if (m := self._metric(path)) is not None]
             keep |= {path for _, path in sorted(scored)[: self.config.keep_best]}
         for _, path in found:
             if path not in keep:
-                remove_whole(path)
+                try:
+                    remove_whole(path)
+                except OSError as error:
+                    self._warn(path, f"cannot delete the old checkpoint {path}: {error}")
+
+    def _metric(self, path: Path) -> float | None:
+        try:
+            value = read_state(path)["metric"]
+        except (CheckpointError, KeyError, TypeError) as error:
+            self._warn(path, f"checkpoint {path} does not count among the best: {error!r}")
+            return None
+        return value
+
+    def _warn(self, path: Path, text: str) -> None:
+        if path not in self._told:
+            self._told.add(path)
+            print(f"WARNING: {text}", flush=True)
 
     def restore(self, resume: str) -> int:
         """Load what `run.resume` asks for; returns the step to continue after, 0 if there is nothing to resume.

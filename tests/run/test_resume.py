@@ -339,6 +339,47 @@ def test_retention(tmp_path, process_group, metric, best):
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
 
 
+@pytest.mark.parametrize("trouble", ["undeletable", "immovable", "a link", "a link to nowhere", "damaged", "no state"])
+def test_trouble_with_an_old_checkpoint_ends_no_run(tmp_path, process_group, monkeypatch, capsys, trouble):
+    """The new one is whole by then; with several ranks only one would notice."""
+    import aligner.megatron.checkpoint_files as files
+    from aligner.run.checkpoints import Checkpoints
+
+    kept = Checkpoints(tmp_path, CheckpointConfig(keep_last=1, keep_best=1), {}, {}, {"stage": "sft"})
+    kept.save(1, {kept.config.metric: 0.9})
+    old, elsewhere = tmp_path / "checkpoints/step-00000001", tmp_path / "elsewhere"
+    kept.config.keep_best = int(trouble in ("damaged", "no state"))
+    if trouble.startswith("a link"):
+        old.rename(elsewhere)
+        (old if trouble == "a link" else old.with_name("step-00000002")).symlink_to(elsewhere)
+    if trouble == "a link to nowhere":
+        shutil.rmtree(elsewhere)
+    if trouble == "damaged":
+        os.truncate(old / "state.json", 10)
+    if trouble == "no state":
+        (old / "state.json").write_text("[1]")
+    remove, move = shutil.rmtree, Path.rename
+
+    def busy(path, **options):
+        if trouble == "undeletable" and not options:
+            raise OSError(16, "Device or resource busy", ".nfs0001")
+        remove(path, **options)
+
+    def stays(path, target):
+        if trouble == "immovable" and path == old:
+            raise OSError(1, "Operation not permitted")
+        return move(path, target)
+
+    monkeypatch.setattr(files.shutil, "rmtree", busy)
+    monkeypatch.setattr(Path, "rename", stays)
+    kept.save(2, {kept.config.metric: 0.5}), kept.save(3, {})
+    left = {"immovable": [1, 3], "damaged": [2, 3], "no state": [2, 3]}
+    assert stages.checkpoints(tmp_path) == left.get(trouble, [3]) and kept.committed == 3
+    told = capsys.readouterr().out
+    assert told.count("WARNING") == {"undeletable": 2, "a link": 0, "a link to nowhere": 0}.get(trouble, 1), told
+    assert elsewhere.exists() == (trouble == "a link")
+
+
 @pytest.mark.parametrize("moment", ["before the rename", "after the rename", "half deleted"])
 def test_a_kill_within_a_commit_leaves_whole_checkpoints(tmp_path, process_group, monkeypatch, moment):
     """Steps 1 and 2 are there, 3 is on its way in and 1 on its way out."""
