@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from aligner.builders.engines import serve
@@ -15,7 +16,7 @@ from aligner.megatron.groups import leave_distributed
 from aligner.plan.shapes import parameters
 from aligner.run.contract import DONE, STOPPED
 from aligner.run.starts import recorded
-from aligner.run.stop import Boundary, Deadline, StopRequested, allocation_end, restarted
+from aligner.run.stop import Boundary, Deadline, StopRequested, allocation_end, restarted, uptime_s
 from aligner.run.watchdog import Watchdog
 
 
@@ -30,9 +31,10 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
         (run_dir / STOPPED).unlink(missing_ok=True)
         Watchdog.clear(run_dir)
     job = start(cfg, env)
-    job.boundary = Boundary(signals or StopSignals(), Deadline(margin_s=cfg.cluster.margin_s))
+    job.boundary = Boundary(signals or StopSignals(), Deadline(margin_s=cfg.cluster.margin_s), job.watchdog.clock.now)
     if env.rank == 0:
-        job.boundary.deadline.end_s = allocation_end(cfg.cluster)
+        end_s = allocation_end(cfg.cluster)
+        job.boundary.deadline.end_s = None if end_s is None else uptime_s() + end_s - time.time()
     job.watchdog.start()
     well = False
     try:

@@ -88,6 +88,7 @@ def _run(job: Job, models: dict[str, ShardedModel], state: dict[str, Any], evalu
     cfg, run_dir = job.cfg, Path(job.cfg.run.dir)
     alarms = Alarms(cfg.sampling.max_response_tokens, cfg.critic.warmup_steps)
     checkpoints = Checkpoints(run_dir, cfg.checkpoint, models, state | {"alarms": alarms}, _identity(job))
+    checkpoints.now = job.watchdog.clock.now
     logger = MetricsLogger(run_dir, cfg.logging, dataclasses.asdict(cfg), job.env.rank)
     run = Run(
         cfg.run,

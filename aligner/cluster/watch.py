@@ -107,7 +107,7 @@ def step_times(run: Path) -> dict[int, float]:
 
 def newest_step(run: Path, times: dict[int, float]) -> int:
     steps = [*times, 0]
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         steps.append(int(json.loads((run / "progress.json").read_text())["step"]))
     return max(steps)
 

@@ -77,6 +77,7 @@ class _Writing:
     models: list[ModelSave]
     rng: dict[str, torch.Tensor]
     content: str  # of state.json
+    now: Callable[[], float]
     started_s: float
     seconds: float = 0.0  # until this rank had written its part
     thread: threading.Thread | None = None
@@ -92,7 +93,7 @@ class _Writing:
             fsync_file(path)
         except (OSError, RuntimeError) as error:
             self.error = _io_message(self.aside, error)
-        self.seconds = time.perf_counter() - self.started_s
+        self.seconds = self.now() - self.started_s
 
 
 class Checkpoints:
@@ -110,7 +111,8 @@ class Checkpoints:
         self.models, self.state, self.identity = dict(models), dict(state), dict(identity)
         self.last_saved = -1  # the step given to `save` last, or restored
         self.committed = 0  # the newest step that a restart would find
-        self.seconds = 0.0  # the longest that a save took from its beginning until everything was written
+        self.seconds = 0.0  # that the last save took from its beginning until everything was written
+        self.now: Callable[[], float] = time.perf_counter
         self._writing: _Writing | None = None
         self._told: set[Path] = set()  # old checkpoints that trouble was told of
         self.on_commit: list[Callable[[int], None]] = []  # called on every rank with the step of a whole checkpoint
@@ -122,7 +124,7 @@ class Checkpoints:
         current ones of `self.state`. Without `wait` it is written while training goes on, from a copy in host memory,
         and is no checkpoint before `finish`. An earlier one that is still being written is finished first."""
         self.finish()
-        self.last_saved, started_s = step, time.perf_counter()
+        self.last_saved, started_s = step, self.now()
         if states is None:
             states = {name: item.state_dict() for name, item in self.state.items()}
         aside = self.folder / f"step-{step:08d}.tmp"
@@ -138,7 +140,7 @@ class Checkpoints:
         models = self._together(
             aside, lambda: [ModelSave(model, aside / name, copy=not wait) for name, model in self.models.items()]
         )
-        self._writing = _Writing(step, aside, models, rng_state(), json.dumps(content, indent=1), started_s)
+        self._writing = _Writing(step, aside, models, rng_state(), json.dumps(content, indent=1), self.now, started_s)
         if wait:
             self._writing.write()
             self.finish()
@@ -164,12 +166,12 @@ class Checkpoints:
         now, self._writing = self._writing, None
         if now.thread is not None:
             now.thread.join()
-        finish_s = time.perf_counter()
+        finish_s = self.now()
         self._fail_together(now.error, now.aside)
         self._together(now.aside, lambda: [model.finish() for model in now.models])
         self._together(now.aside, lambda: self._commit(now))
         self.committed = now.step
-        self.seconds = max(self.seconds, now.seconds + time.perf_counter() - finish_s)
+        self.seconds = now.seconds + self.now() - finish_s
         if dist.get_rank() == 0:
             self._retain()
         for tell in self.on_commit:

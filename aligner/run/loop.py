@@ -22,7 +22,7 @@ from aligner.run.metrics import MetricsLogger
 from aligner.run.phases import PhaseMemory
 from aligner.run.progress import ProgressBar
 from aligner.run.sample_table import SampleRow, print_samples, truncate_samples, write_samples
-from aligner.run.stop import Boundary, StopRequested, read_progress, write_progress, write_stopped
+from aligner.run.stop import Boundary, StopRequested, read_saves, write_progress, write_stopped
 from aligner.run.timers import Timers
 from aligner.types import ScalarMetrics
 
@@ -79,7 +79,7 @@ class Run:
             (self.dir / DONE).unlink(missing_ok=True)
             truncate_samples(self.config.dir, self.step)
             truncate_alarms(self.config.dir, self.step)
-            self.boundary.deadline.save_s = float(read_progress(self.dir).get("save_s", 0.0))
+            self.boundary.deadline.saves_s.extend(read_saves(self.dir))
             if self.step:
                 print(f"resumed at step {self.step} of {self.config.steps}", flush=True)
         total = self.config.steps
@@ -112,8 +112,8 @@ class Run:
 
     def _tell_progress(self) -> None:
         if self.rank == 0:
-            saved, save_s = self.checkpoints.committed, round(self.boundary.deadline.save_s, 3)
-            write_progress(self.dir, self.step, self.config.steps, saved=saved, save_s=save_s)
+            saved, saves_s = self.checkpoints.committed, [round(s, 3) for s in self.boundary.deadline.saves_s]
+            write_progress(self.dir, self.step, self.config.steps, saved=saved, saves_s=saves_s)
 
     def _end(self) -> None:
         if self.evaluate and self.last_eval.get("_step") != self.step:
@@ -202,7 +202,7 @@ class Run:
             self._note_seconds()
 
     def _note_seconds(self) -> None:
-        self.boundary.deadline.save_s = max(self.boundary.deadline.save_s, self.checkpoints.seconds)
+        self.boundary.deadline.saves_s.append(self.checkpoints.seconds)
 
     def save_after(self, error: Exception) -> None:
         """A failure that all ranks share and that leaves the models whole (a reward function's): save the last whole

@@ -14,7 +14,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from aligner.run.contract import PROGRESS, STOPPED
 from aligner.run.metrics import unwritable
 
 DEADLINE = 1000  # in place of a signal number
+SAVES = 5  # the last saves of which the longest counts
 
 
 class StopRequested(Exception):
@@ -36,13 +38,18 @@ class StopRequested(Exception):
 
 @dataclass
 class Deadline:
-    """The end of the allocation, as rank 0 sees it. `save_s` and `step_s` are the longest save and the longest time
-    from one step boundary to the next so far (steps with an evaluation or a save in them included)."""
+    """The end of the allocation, as rank 0 sees it. `step_s` is the longest time from one step boundary to the next so
+    far (steps with an evaluation or a save in them included), `saves_s` are the last saves, those of earlier starts
+    included: one slow save is not remembered for ever."""
 
-    end_s: float | None = None  # seconds since the epoch; None: no end
+    end_s: float | None = None  # of `uptime_s`; None: no end
     margin_s: float = 60.0
-    save_s: float = 0.0
     step_s: float = 0.0
+    saves_s: deque[float] = field(default_factory=lambda: deque(maxlen=SAVES))
+
+    @property
+    def save_s(self) -> float:
+        return max(self.saves_s, default=0.0)
 
     def passed(self, now_s: float) -> bool:
         """Whether another step and the save after it might not fit any more."""
@@ -55,21 +62,31 @@ class Boundary:
 
     signals: StopSignals = field(default_factory=StopSignals)
     deadline: Deadline = field(default_factory=Deadline)
+    clock: Callable[[], float] = time.monotonic  # that tells how long a step takes
     _last_s: float | None = None
 
     def settle(self, writing: bool) -> tuple[str, bool]:
-        """(why to stop, "" for going on; whether any rank still writes a checkpoint). Collective over the world."""
-        now_s = time.time()
+        """(why to stop, "" for going on; whether any rank still writes a checkpoint). Collective over the world.
+
+        The deadline does not count before the first step of a start: stopping there would lose what the start has cost,
+        and the next one would come no further.
+        """
+        now_s, first = self.clock(), self._last_s is None
         if self._last_s is not None:
             self.deadline.step_s = max(self.deadline.step_s, now_s - self._last_s)
         self._last_s = now_s
-        late = DEADLINE * (dist.get_rank() == 0 and self.deadline.passed(now_s))
+        late = DEADLINE * (dist.get_rank() == 0 and not first and self.deadline.passed(uptime_s()))
         told = torch.tensor([self.signals.received, late, writing], dtype=torch.int32)
         if dist.get_world_size() > 1:
             dist.all_reduce(told, op=dist.ReduceOp.MAX)
         number, late, writing_ = told.tolist()
         reason = signal.Signals(number).name if number else ""
         return reason or ("the allocation ends soon" if late else ""), bool(writing_)
+
+
+def uptime_s() -> float:
+    """Seconds since the machine started, its sleep included: a clock that nobody sets (Linux)."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def allocation_end(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> float | None:
@@ -99,7 +116,7 @@ def _job_end(environ: Mapping[str, str]) -> float | None:
 def process_age_s() -> float:
     """Seconds since this process began (Linux)."""
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22: ticks since boot
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    return uptime_s() - started / os.sysconf("SC_CLK_TCK")
 
 
 def restarted(environ: Mapping[str, str] = os.environ) -> bool:
@@ -117,11 +134,18 @@ def write_progress(run_dir: Path, step: int, steps: int, **more: Any) -> None:
 
 
 def read_progress(run_dir: Path) -> dict[str, Any]:
-    """What `write_progress` wrote last; empty if there is nothing."""
+    """What `write_progress` wrote last; empty if there is nothing of it."""
     try:
-        return json.loads((run_dir / PROGRESS).read_text(encoding="utf-8"))
+        found = json.loads((run_dir / PROGRESS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_saves(run_dir: Path) -> list[float]:
+    """Seconds of the last saves of earlier starts."""
+    found = read_progress(run_dir).get("saves_s")
+    return [float(s) for s in found if isinstance(s, int | float)] if isinstance(found, list) else []
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import faulthandler
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from aligner.cluster import failure
 from aligner.config.watchdog import WatchdogConfig
+from aligner.run.awake import AwakeClock
 
 FOLDER, FIRED = "watchdog", "fired.json"
 EXIT_CODE = 1
@@ -32,7 +34,8 @@ class Watchdog:
         self.config, self.folder, self.rank, self.world_size = config, run_dir / FOLDER, rank, world_size
         self.poll_s = min(POLL_S, max(0.05, config.shortest / 4))
         self.stuck_s = stuck_s  # this thread itself has not come to run for so long: something holds Python's lock
-        self._now = ("startup", time.monotonic())
+        self.clock = AwakeClock(self.poll_s)
+        self._now = ("startup", self.clock.now())
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -43,19 +46,23 @@ class Watchdog:
 
     def phase(self, name: str) -> None:
         """A phase begins, or with "" none runs."""
-        self._now = (name, time.monotonic())
+        self._now = (name, self.clock.now())
 
     def start(self) -> None:
         if self.config.shortest:
+            self.clock.start()
+            faulthandler.register(signal.SIGPROF, file=sys.__stderr__, chain=True)
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
         self._ended.set()
         if self._thread is not None:
+            self.clock.ticking = False
             self._thread.join()
             self._thread = None
             faulthandler.cancel_dump_traceback_later()
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
     def ask_for_stacks(self, why: str) -> None:
         """This rank fails for a reason that may lie with another one: let the others say where they are."""
@@ -64,11 +71,13 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.wait(self.poll_s):
-            # a thread of C's, which needs no lock of Python's
-            faulthandler.dump_traceback_later(self.stuck_s, exit=True, file=sys.__stderr__)
+            # a thread of C's, which needs no lock of Python's, tells; what ends the process counts the seconds in which
+            # it computes, for it may have been stopped
+            faulthandler.dump_traceback_later(self.stuck_s, file=sys.__stderr__)
+            signal.setitimer(signal.ITIMER_PROF, self.stuck_s)
             name, since = self._now
             key, limit_s = self.config.limit(name)
-            passed_s = time.monotonic() - since
+            passed_s = self.clock.now() - since
             if limit_s and passed_s > limit_s:
                 text = f"watchdog: rank {self.rank} is in phase `{name or 'between phases'}` for {passed_s:.0f} s"
                 self._fire(f"{text} ({key}={limit_s:g})")
@@ -110,7 +119,7 @@ class Watchdog:
         try:
             with aside.open("w", encoding="utf-8") as file:
                 where = name or "between phases"
-                file.write(f"--- rank {self.rank}: phase `{where}` since {time.monotonic() - since:.0f} s\n")
+                file.write(f"--- rank {self.rank}: phase `{where}` since {self.clock.now() - since:.0f} s\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
             aside.rename(path)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from aligner.__main__ import main
+from aligner.cluster.watch import newest_step
 from aligner.config.schema import ClusterConfig
 from aligner.errors import NO_RESTART, AlignerError, CheckpointError, ConfigError, RewardError, WriteError
-from aligner.run.stop import Boundary, Deadline, allocation_end, process_age_s, restarted
+from aligner.run.stop import Boundary, Deadline, allocation_end, process_age_s, read_saves, restarted
 from tests import stages
 
 MORE = ["run.steps=4", "logging.progress=false", "optim.schedule=cosine"]
@@ -82,15 +83,17 @@ def test_a_signal_to_one_rank_stops_both(ranks, tiny_data, tiny_runs, tmp_path):
 
 
 def test_the_end_of_the_allocation_stops_in_time(tiny_data, tmp_path, monkeypatch):
-    """A save of 40 s and a margin of 30 s do not fit into 60 s, whatever a step takes: it stops before the first."""
+    """A save of 40 s and a margin of 30 s do not fit into 60 s, whatever a step takes. It stops after the first: before
+    it, it would never come further."""
     run = tmp_path / "run"
     whole = stages.stage("sft", tiny_data, tmp_path / "whole", *MORE)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 60))
     run.mkdir()
-    (run / "progress.json").write_text(json.dumps({"step": 0, "save_s": 40.0}))
+    (run / "progress.json").write_text(json.dumps({"step": 0, "saves_s": [40.0]}))
     stages.stage("sft", tiny_data, run, *MORE, "cluster.margin_s=30")
     assert json.loads((run / "STOPPED").read_text())["reason"] == "the allocation ends soon"
-    assert progress(run)["step"] == 0 and stages.checkpoints(run) == []  # there is nothing to save yet
+    assert progress(run)["step"] == 1 and stages.checkpoints(run) == [1]
+    assert progress(run)["saves_s"][0] == 40.0 and len(progress(run)["saves_s"]) == 2
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     limit = process_age_s() + 3600
     stages.stage("sft", tiny_data, run, *MORE, f"cluster.time_limit_s={limit}", "cluster.margin_s=30")
@@ -100,8 +103,17 @@ def test_the_end_of_the_allocation_stops_in_time(tiny_data, tmp_path, monkeypatc
 
 def test_a_deadline_counts_the_longest_step_and_save():
     assert not Deadline().passed(1e12)
-    at = Deadline(end_s=1000.0, margin_s=60.0, save_s=100.0, step_s=40.0)
+    at = Deadline(end_s=1000.0, margin_s=60.0, step_s=40.0)
+    at.saves_s.extend([100.0, 1.0])
     assert not at.passed(799.9) and at.passed(800.1)
+    at.saves_s.extend([10.0] * 4)  # a slow save is forgotten
+    assert not at.passed(889.9) and at.passed(890.1)
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "", '{"saves_s": null}', '{"saves_s": 7}', '{"saves_s": [null]}'])
+def test_a_strange_progress_file_tells_nothing(tmp_path, text):
+    (tmp_path / "progress.json").write_text(text)
+    assert read_saves(tmp_path) == [] and newest_step(tmp_path, {3: 1.0}) == 3
 
 
 def test_the_end_of_a_job(tmp_path, monkeypatch):
@@ -168,8 +180,11 @@ def test_a_boundary_measures_the_longest_step(monkeypatch):
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        boundary, now = Boundary(deadline=Deadline(end_s=1000.0, margin_s=0.0)), iter([900.0, 930.0, 950.0, 971.0])
-        monkeypatch.setattr("aligner.run.stop.time.time", lambda: next(now))
+        steps, up, jumps = iter([900.0, 930.0, 950.0, 971.0]), iter([930.0, 950.0, 971.0]), iter([0.0, 1e9, -1e9, 5.0])
+        deadline = Deadline(end_s=1000.0, margin_s=0.0)
+        boundary = Boundary(deadline=deadline, clock=lambda: next(steps))
+        monkeypatch.setattr("aligner.run.stop.uptime_s", lambda: next(up))
+        monkeypatch.setattr("aligner.run.stop.time.time", lambda: next(jumps))  # somebody sets the clock
         found = [boundary.settle(writing=False)[0] for _ in range(4)]
         assert boundary.deadline.step_s == 30.0 and found == ["", "", "", "the allocation ends soon"]
     finally:

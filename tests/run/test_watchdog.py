@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -66,10 +67,43 @@ backtracks()
 
 
 def test_code_that_never_gives_up_pythons_lock_is_shown_too(tmp_path):
-    """No Python thread runs then, this one's watchdog included."""
+    """No Python thread runs then, this one's watchdog included; seconds of computing are what counts."""
     began = time.monotonic()
     done = child(LOCKED, tmp_path)
-    assert done.returncode == 1 and "in backtracks" in done.stderr and time.monotonic() - began < 30
+    assert done.returncode == -signal.SIGPROF and "in backtracks" in done.stderr and time.monotonic() - began < 30
+
+
+SUSPENDED = """
+dog = Watchdog(WatchdogConfig(score_s=2), Path(sys.argv[1]), 0, 1, stuck_s=1.5)
+timers = Timers()
+timers.on_phase = dog.phase
+dog.start()
+with timers("score"):
+    awake, wall = dog.clock.now(), time.monotonic()
+    print("in", flush=True)
+    while time.monotonic() - wall < 5:
+        time.sleep(0.05)
+    awake, wall = dog.clock.now() - awake, time.monotonic() - wall
+dog.stop()
+print(wall - awake)
+"""
+
+
+def test_a_process_that_was_stopped_did_not_hang(tmp_path):
+    """Nor did it take long: what else asks the clock sees the seconds in which it ran."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HEAD + SUSPENDED, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(stages.ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "in\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(4.5)
+    process.send_signal(signal.SIGCONT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and float(out) > 3, err
 
 
 QUIET = """
