@@ -79,8 +79,7 @@ class Watchdog:
             key, limit_s = self.config.limit(name)
             passed_s = self.clock.now() - since
             if limit_s and passed_s > limit_s:
-                text = f"watchdog: rank {self.rank} is in phase `{name or 'between phases'}` for {passed_s:.0f} s"
-                self._fire(f"{text} ({key}={limit_s:g})")
+                self._fire(f"in phase `{name or 'between phases'}` for {passed_s:.0f} s ({key}={limit_s:g})")
             elif (self.folder / FIRED).exists():
                 self._dump()
                 if not self._ended.wait(2 * GRACE_S):  # whoever asked ends the job
@@ -99,30 +98,61 @@ class Watchdog:
             print(f"watchdog: {error}", file=sys.stderr, flush=True)
         return True
 
-    def _fire(self, text: str) -> None:
-        first = self._claim({"rank": self.rank, "text": text})
+    def _fire(self, where: str) -> None:
+        first = self._claim({"rank": self.rank, "text": where})
         self._dump()
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and len(list(self.folder.glob("rank-*.txt"))) < self.world_size:
             time.sleep(0.05)
         if first:
+            text = f"watchdog: {self._who()} {where}"
             stacks = "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("rank-*.txt")))
             print(f"{stacks}\nerror: {text}", file=sys.stderr, flush=True)
             failure.record(f"{stacks}\nerror: {text}", EXIT_CODE)
         os._exit(EXIT_CODE)
 
+    def _who(self) -> str:
+        """Which rank hangs: one that gives no stacks, or one that is in no collective while others are. It need not be
+        this one, which may only be the first whose patience ends."""
+        waits = {}
+        for rank in range(self.world_size):
+            path = self._stacks(rank)
+            waits[rank] = _in_collective(path.read_text(errors="replace")) if path.exists() else None
+        silent = [rank for rank, found in waits.items() if found is None]
+        free = [rank for rank, found in waits.items() if found is False]
+        if silent:
+            return f"{_ranks(silent)} gives no stacks, its process hangs or is stopped; rank {self.rank} is"
+        if 0 < len(free) < self.world_size:
+            return f"{_ranks(free)} hangs, the others wait for it; rank {self.rank} is"
+        return f"rank {self.rank} is"
+
+    def _stacks(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank:04d}.txt"
+
     def _dump(self) -> None:
         """The stacks of all threads of this rank: to a file, for the rank that fired; beyond rank 0 to the log too."""
         name, since = self._now
-        path = self.folder / f"rank-{self.rank:04d}.txt"
+        path = self._stacks(self.rank)
         aside = path.with_suffix(".tmp")
         try:
             with aside.open("w", encoding="utf-8") as file:
                 where = name or "between phases"
-                file.write(f"--- rank {self.rank}: phase `{where}` since {self.clock.now() - since:.0f} s\n")
+                main = f"main thread 0x{threading.main_thread().ident:016x}"
+                file.write(f"--- rank {self.rank}: phase `{where}` since {self.clock.now() - since:.0f} s, {main}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
             aside.rename(path)
         except OSError as error:
             print(f"watchdog: {error}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+
+
+def _in_collective(stacks: str) -> bool:
+    """Whether the main thread, which the first line names, waits for other ranks."""
+    head, _, rest = stacks.partition("\n")
+    main = rest.partition(f"hread {head.rpartition(' ')[2]} (")[2].partition("\n\n")[0]
+    return "torch/distributed/" in main
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank {', '.join(map(str, numbers))}"

@@ -52,9 +52,16 @@ def test_a_phase_over_its_limit_ends_the_process_with_its_stacks(tmp_path):
     """Others may take longer, and each time a phase begins its clock starts anew."""
     done = child(HANGS, tmp_path)
     assert done.returncode == 1 and done.stdout == "so far\n"
+    assert done.stderr.splitlines()[-1].startswith("error: watchdog: rank 0 is in phase `score` for")
     assert "in sleeps_for_ever" in done.stderr and "rank 0 is in phase `score` for" in done.stderr
     assert "cluster.watchdog.score_s=0.4" in done.stderr
     assert "cluster.watchdog.score_s=0.4" in json.loads((tmp_path / "failure.json").read_text())["text"]
+
+
+def test_a_rank_that_gives_no_stacks_is_the_one_that_hangs(tmp_path):
+    done = child(HANGS.replace(", 0, 1)", ", 0, 2)"), tmp_path)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: watchdog: rank 1 gives no stacks") and "rank 0 is in phase `score` for" in last
 
 
 LOCKED = """
@@ -136,7 +143,8 @@ def test_a_rank_that_hangs_is_found(tiny_data, tiny_runs, tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "aligner", "launch", "--ranks", "2", *line]
     done = subprocess.run(command, cwd=stages.ROOT, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 1, done.stderr
-    assert "phase `score` for" in done.stderr and "cluster.watchdog.score_s=4" in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "watchdog: rank 1 hangs, the others wait for it;" in last and "cluster.watchdog.score_s=4" in last
     stacks = {rank: (tmp_path / "run" / "watchdog" / f"rank-000{rank}.txt").read_text() for rank in (0, 1)}
     assert "in hangs_on" in stacks[1] and "in hangs_on" not in stacks[0] and "first_cause" in stacks[0]
     assert "in hangs_on" in done.stderr and "--- rank 0: phase" in done.stderr and "--- rank 1: phase" in done.stderr
