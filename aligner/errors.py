@@ -57,6 +57,12 @@ class RewardError(AlignerError):
     transient = True  # a remote judge may be out of order for an hour
 
 
+class PeerError(AlignerError):
+    """A message that claims to come from a rank of this job does not: somebody else reaches its ports."""
+
+    transient = True
+
+
 class RefitError(AlignerError):
     """An engine does not hold the trainer's weights: a tensor missing or doubled, a version or checksum or
     sentinel that disagrees."""

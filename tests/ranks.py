@@ -30,6 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 5.0  # after the first failure: time for the other ranks to tell theirs
 COLLECTIVE_TIMEOUT_S = 120.0
+SECRET = b"of the tests' ranks"
 
 
 class RankError(AssertionError):
@@ -157,7 +158,7 @@ def _serve(pipe: Connection) -> None:
             if world > 1:
                 os.environ[name] = value
         try:
-            groups.init_distributed(rank, world, 0, "gloo", COLLECTIVE_TIMEOUT_S)
+            groups.init_distributed(rank, world, 0, "gloo", COLLECTIVE_TIMEOUT_S, world, lambda: SECRET)
             module, function = target.split(":")
             answer = _pack((True, getattr(importlib.import_module(module), function)(**kwargs)))
         except BaseException:  # some of torch's errors are no Exception

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.cluster.env import RankEnv
+from aligner.cluster.seal import job_secret
 from aligner.cluster.threads import use as use_threads
 from aligner.config.schema import ROLLOUT_STAGES, Config, OptimConfig
 from aligner.config.validate import minibatch_samples, validate_model
@@ -90,7 +91,8 @@ def start(cfg: Config, env: RankEnv) -> Job:
     use_threads(cfg.cluster.threads, env.local_world_size)
     if env.world_size > 1:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = env.master_addr, str(env.master_port)
-    device = init_distributed(env.rank, env.world_size, env.local_rank, cfg.cluster.backend, cfg.cluster.timeout_s)
+    who = env.rank, env.world_size, env.local_rank, cfg.cluster.backend, cfg.cluster.timeout_s
+    device = init_distributed(*who, env.local_world_size, lambda: job_secret(Path(cfg.run.dir)))
     try:
         return _joined(cfg, env, device)
     except BaseException:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from aligner.cluster import failure
+from aligner.cluster import failure, seal
 from aligner.cluster.env import LAUNCHED
 from aligner.cluster.signals import AGAIN, CHOICES, catchable
 from aligner.errors import ConfigError
@@ -79,6 +79,7 @@ def launch(
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(_free_port()),
                     LAUNCHED: "1",
+                    seal.VARIABLE: seal.new_secret(),
                 }
                 for number in range(ranks):
                     started.append(_start(number, command, shared, logs, files, requests))

@@ -1,28 +1,34 @@
 """Between the ranks that train and the last ones of the job, which only generate: what to do, and what came of it.
 
     order    by the trainer's rank 0, through the store: ranks that only generate wait for it as long as it takes
-    gather   small objects of all ranks to all ranks
+    answer   of those that generate, to all ranks
     dismiss  the last order; `well` tells how the trainer's ranks ended
+
+Both are plain data (`orders.py`), signed, and bound to the number of the order: the store takes messages from whoever
+reaches its port, and an old one must not count again.
 
 A rank that cannot go on writes down why (`tell`); those that then wait for it in vain raise that (`contact`).
 """
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from aligner import errors
-from aligner.errors import AlignerError, EngineError
+from aligner.cluster.seal import Seal
+from aligner.engines.orders import decode, encode
+from aligner.errors import AlignerError, EngineError, PeerError
 
 DISMISS = "dismiss"
 POLL_S = 0.01  # at most: how long an order may lie before it is seen
+REFUSED_S = 10.0  # that an order which nobody of the job has signed may stand where rank 0's should
 LAST_WORDS_S = 10.0  # that the ranks of one side wait for the other's at the end
 
 
@@ -42,6 +48,7 @@ class Bridge:
 
     group: dist.ProcessGroup
     store: dist.Store
+    seal: Seal
     trainers: int
     signal: Callable[[], int] = lambda: 0  # received by this rank
     on_signal: Callable[[int], None] = lambda number: None  # told of a signal that a rank with an engine received
@@ -68,14 +75,15 @@ class Bridge:
         self._orders += 1
         if self.rank == 0:
             with self.contact():
-                self.store.set(_key(self._orders), pickle.dumps((name, *arguments)))
+                key = _key(self._orders)
+                self.store.set(key, self.seal.close(encode((name, arguments)), key))
                 if name != DISMISS:
                     self.store.delete_key(_key(self._orders - 1))  # all have read it: they answered it
 
     def answers(self) -> list[Answer]:
         """What the ranks that generate answered, by rank. Raises the first error among them."""
         with self.contact():
-            found = self.gather(None)[self.trainers :]
+            found = [Answer(*fields) for fields in self._gather(None)[self.trainers :]]
         for answer in found:
             if answer.signal:
                 self.on_signal(answer.signal)
@@ -99,14 +107,23 @@ class Bridge:
     # --- the side of those that generate
 
     def next_order(self) -> tuple[str, tuple[Any, ...]]:
-        """Wait for the next order: (name, arguments). Raises EngineError when the trainer's rank 0 is gone."""
+        """Wait for the next order: (name, arguments). Raises EngineError when the trainer's rank 0 is gone, PeerError
+        when somebody else's order stands where its own should."""
         self._orders += 1
-        since, key = time.monotonic(), _key(self._orders)
-        with self.contact():
-            while not self.store.check([key]):  # not `wait`: it keeps the connection that other threads need too
-                time.sleep(min(POLL_S, 0.0005 + (time.monotonic() - since) / 50))
-            name, *arguments = pickle.loads(self.store.get(key))
-        return name, tuple(arguments)
+        since, key, refused = time.monotonic(), _key(self._orders), 0.0
+        while True:
+            with self.contact():
+                while not self.store.check([key]):  # not `wait`: it keeps the connection that other threads need too
+                    time.sleep(min(POLL_S, 0.0005 + (time.monotonic() - since) / 50))
+                sealed = self.store.get(key)
+            try:
+                name, arguments = decode(self.seal.open(sealed, key))
+                return name, tuple(arguments)
+            except PeerError:  # written before rank 0's, which replaces it
+                refused = refused or time.monotonic()
+                if time.monotonic() - refused > REFUSED_S:
+                    raise
+                time.sleep(POLL_S)
 
     def answer(self, work: Callable[[], Any], version: Callable[[], int]) -> bool:
         """Do it and tell the trainers what came of it, the value or the error; whether it went well everywhere."""
@@ -118,7 +135,7 @@ class Bridge:
         name = "" if error is None else type(error).__name__
         mine = Answer(name, str(error or ""), version(), self.signal(), value)
         with self.contact():
-            found = self.gather(mine)[self.trainers :]
+            found = [Answer(*fields) for fields in self._gather(mine)[self.trainers :]]
         return not any(answer.error for answer in found)
 
     def leave(self, well: bool) -> None:
@@ -132,16 +149,24 @@ class Bridge:
 
     # --- both
 
-    def gather(self, mine: Any) -> list[Any]:
-        """Every rank's object on every rank. Collective over all ranks."""
-        everyone = [None] * self.group.size()
-        dist.all_gather_object(everyone, mine, group=self.group)
-        return everyone
+    def _gather(self, mine: Any) -> list[Any]:
+        """What every rank says to the last order, on every rank. Collective over all ranks."""
+        what = [f"answer {self._orders} of rank {rank}" for rank in range(self.group.size())]
+        own = torch.frombuffer(bytearray(self.seal.close(encode(mine), what[self.rank])), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in what]
+        dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group)
+        longest = max(int(size) for size in sizes)
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in what]
+        dist.all_gather(parts, torch.nn.functional.pad(own, (0, longest - len(own))), group=self.group)
+        told = zip(parts, sizes, what, strict=True)
+        return [decode(self.seal.open(part[: int(size)].numpy().tobytes(), name)) for part, size, name in told]
 
     def tell(self, error: BaseException) -> None:
         """This rank cannot go on: what the others will then say. The first one counts."""
         with suppress(RuntimeError):  # the store lives on rank 0, which may be gone
-            self.store.compare_set(CAUSE, "", f"rank {self.rank} failed: {error}")
+            self.store.compare_set(
+                CAUSE, "", self.seal.close(f"rank {self.rank} failed: {error}".encode(), CAUSE).hex()
+            )
 
     @contextmanager
     def contact(self) -> Iterator[None]:
@@ -152,9 +177,9 @@ class Bridge:
             raise EngineError(self._told() or self._lost(error)) from error
 
     def _told(self) -> str:
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, ValueError, PeerError):
             if self.store.check([CAUSE]):
-                return self.store.get(CAUSE).decode()
+                return self.seal.open(bytes.fromhex(self.store.get(CAUSE).decode()), CAUSE).decode()
         return ""
 
     def _lost(self, error: RuntimeError) -> str:

@@ -8,6 +8,7 @@ import gc
 import math
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from aligner.cluster.seal import Seal
 from aligner.config.schema import ParallelConfig
 from aligner.errors import ConfigError, LayoutError
 from aligner.megatron import cpu
+from aligner.megatron.rendezvous import meet
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,17 @@ class Layout:
         return dist.get_global_rank(self.pgs.pp, self.pipeline - 1)
 
 
-def init_distributed(rank: int, world_size: int, local_rank: int, backend: str, timeout_s: float) -> torch.device:
-    """Start torch.distributed from MASTER_ADDR and MASTER_PORT (a free local port if this is the only rank)."""
+def init_distributed(
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    backend: str,
+    timeout_s: float,
+    local_world: int = 1,
+    secret: Callable[[], bytes] | None = None,
+) -> torch.device:
+    """Start torch.distributed from MASTER_ADDR and MASTER_PORT; a single rank listens nowhere. Several need the job's
+    `secret` (`cluster/seal.py`); `local_world`: ranks on this machine. Raises PeerError."""
     on_cpu = cpu.install()
     if backend == "nccl" and on_cpu:
         raise ConfigError("cluster.backend", "nccl", "auto or gloo: this machine has no CUDA device")
@@ -82,10 +94,12 @@ def init_distributed(rank: int, world_size: int, local_rank: int, backend: str, 
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         _raise_file_limit()
         timeout = datetime.timedelta(seconds=timeout_s)
-        if world_size == 1 and "MASTER_ADDR" not in os.environ:
-            dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        else:
-            dist.init_process_group(name, rank=rank, world_size=world_size, timeout=timeout)
+        store: dist.Store = dist.HashStore()
+        if world_size > 1:
+            assert secret is not None, "ranks that have no secret cannot know each other"
+            store, _session[0] = meet(rank, world_size, local_world, timeout_s, secret())
+        within = dist.PrefixStore("default_pg", store)
+        dist.init_process_group(name, store=within, rank=rank, world_size=world_size, timeout=timeout)
         # Sequence parallelism gathers into Megatron's one scratch buffer, which `initialize_model_parallel` would make;
         # nothing else of the global parallel state is used.
         parallel_state._set_global_memory_buffer()
@@ -99,9 +113,10 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
 
 
-def split_world(last: int) -> tuple[dist.ProcessGroup, dist.Store]:
+def split_world(last: int) -> tuple[dist.ProcessGroup, dist.Store, Seal]:
     """Two worlds out of one: the `last` ranks, and those before them. What speaks to "the world" (the default group)
-    means its own from here on; in both, ranks are counted from 0. Returns the group and the store of all. Collective.
+    means its own from here on; in both, ranks are counted from 0. Returns the group and the store of all, and what
+    their messages are signed with. Collective.
 
     `new_group` makes a group of all ranks that a default group of fewer cannot have, so the world comes first and is
     then replaced; torch has no public function for that.
@@ -110,7 +125,7 @@ def split_world(last: int) -> tuple[dist.ProcessGroup, dist.Store]:
     first = everyone.size() - last
     worlds = [dist.new_group(list(range(first))), dist.new_group(list(range(first, everyone.size())))]
     dist.distributed_c10d._update_default_pg(worlds[everyone.rank() >= first])
-    return everyone, store
+    return everyone, store, _session[0]
 
 
 def leave_distributed() -> None:
@@ -121,6 +136,7 @@ def leave_distributed() -> None:
     parallel_state.destroy_global_memory_buffer()
 
 
+_session = [Seal(b"")]  # of this start; a single rank has none to talk to
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of the world under ()
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.cluster.env import RankEnv
+from aligner.cluster.seal import job_secret
 from aligner.config.freeze import freeze
 from aligner.config.resolve import compose
 from aligner.config.schema import ModelConfig
@@ -247,10 +248,11 @@ def _verify(folder: Path, listed: dict[str, str], env: RankEnv) -> None:
 
 
 @contextmanager
-def _joined(env: RankEnv) -> Iterator[None]:
+def _joined(env: RankEnv, folder: Path) -> Iterator[None]:
     if env.world_size > 1:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = env.master_addr, str(env.master_port)
-    init_distributed(env.rank, env.world_size, env.local_rank, "auto", TIMEOUT_S)
+    who = env.rank, env.world_size, env.local_rank, "auto", TIMEOUT_S, env.local_world_size
+    init_distributed(*who, lambda: job_secret(folder))
     try:
         yield
     finally:
@@ -278,7 +280,7 @@ def main(args: argparse.Namespace, env: RankEnv) -> int:
     if args.command == "export" and bridge.is_bridged(source):
         bridge.export_folder(source, target, env.world_size)
         return 0
-    with _joined(env):
+    with _joined(env, target.parent):
         if args.command == "import":
             import_hf(source, target, env, tensor=args.tensor, **common)
         else:

@@ -1,0 +1,89 @@
+"""What proves that a message comes from a rank of this job: a key that only the job's user can read.
+
+`launch` hands its ranks a secret in their environment; other ranks share a file in the run folder. From it and from
+random numbers of all ranks each start derives a key of its own (`megatron/rendezvous.py`), so that nothing of an
+earlier start counts again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import MutableMapping
+from contextlib import suppress
+from pathlib import Path
+
+from aligner.errors import ConfigError, PeerError
+
+VARIABLE = "ALIGNER_SECRET"  # hexadecimal; set by `launch`
+SECRET_BYTES = 32
+MAC_BYTES = 32
+
+
+def new_secret() -> str:
+    return secrets.token_hex(SECRET_BYTES)
+
+
+def job_secret(folder: Path, environ: MutableMapping[str, str] = os.environ) -> bytes:
+    """The same bytes on all ranks. Taken out of the environment, so that the programs of a reward do not inherit it;
+    else of a file in `folder`, which the first rank makes. Raises ConfigError where others could read the file."""
+    given = environ.pop(VARIABLE, "")
+    if given:
+        return bytes.fromhex(given)
+    path = folder / f".aligner-secret-{os.getuid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            _make(path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            status, secret = os.fstat(file.fileno()), file.read()
+    except OSError as error:
+        hint = f"{error.strerror}: ranks prove to each other by this file that they belong to the job."
+        raise ConfigError("run.dir", str(path), "a file that this user can make and read", hint) from None
+    private = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+    if not private or len(secret) != SECRET_BYTES:
+        expected = f"{SECRET_BYTES} bytes that only this user can read (mode 0600)"
+        raise ConfigError("run.dir", str(path), expected, "Delete it; or the file system keeps no modes: move run.dir.")
+    return secret
+
+
+def _make(path: Path) -> None:
+    """Whole, or not at all: of several ranks that make it, the first one's counts."""
+    own = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
+    descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(SECRET_BYTES))
+    with suppress(FileExistsError):
+        os.link(own, path)
+    own.unlink()
+
+
+class Seal:
+    """HMAC-SHA256 (RFC 2104) of messages under one key. `what` a message is counts too: one message cannot stand in
+    for another."""
+
+    def __init__(self, key: bytes):
+        self._key = key
+
+    def mac(self, data: bytes, what: str) -> bytes:
+        name = what.encode()
+        found = hmac.new(self._key, len(name).to_bytes(4, "big") + name, hashlib.sha256)
+        found.update(data)
+        return found.digest()
+
+    def close(self, data: bytes, what: str) -> bytes:
+        return self.mac(data, what) + data
+
+    def signed(self, mac: bytes, data: bytes, what: str) -> bool:
+        return hmac.compare_digest(mac, self.mac(data, what))
+
+    def open(self, sealed: bytes, what: str) -> bytes:
+        """What was closed. Raises PeerError for anything else."""
+        data = sealed[MAC_BYTES:]
+        if not self.signed(sealed[:MAC_BYTES], data, what):
+            raise PeerError(f"{what}: refused a message that no rank of this job has signed: others reach its ports")
+        return data

@@ -1,0 +1,104 @@
+"""Where the ranks of a job meet, so that nobody else gets a word in.
+
+The store of torch.distributed takes orders from whoever connects, and its object collectives unpickle what comes, which
+executes code. So the store listens where only ranks are, as far as that is known; ranks prove to each other that they
+know the job's secret before the first collective; and every object carries a signature that is checked before it is
+unpickled. Who reaches the ports can still disturb a run, and change numbers on their way: docs/security.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import pickle
+import secrets
+import socket
+from contextlib import suppress
+from io import BytesIO
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from aligner.cluster.seal import Seal
+from aligner.errors import PeerError
+
+LOOPBACK = "127.0.0.1"
+NONCE_BYTES = 16
+HELLO, MET, PROOF, WELCOME = (f"aligner/meet/{name}" for name in ("hello", "met", "proof", "welcome"))
+
+
+def meet(rank: int, world: int, local_world: int, timeout_s: float, secret: bytes) -> tuple[dist.Store, Seal]:
+    """The store at MASTER_ADDR and MASTER_PORT, and the key of this start. Raises PeerError where somebody there does
+    not know `secret`."""
+    timeout, here = datetime.timedelta(seconds=timeout_s), local_world == world
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it
+        store = dist.TCPStore(address, port, world, False, timeout)
+    else:
+        if here:
+            address = LOOPBACK
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        listener = _listen(address, port) if rank == 0 else None
+        store = dist.TCPStore(address, port, world, rank == 0, timeout, master_listen_fd=listener)
+    seal = shake_hands(store, rank, world, secret, f"{address}:{port}")
+    seal_objects(seal)
+    return store, seal
+
+
+def _listen(address: str, port: int) -> int | None:
+    """A socket on the interface of that address alone. None for a name, which hosts may take for different addresses:
+    torch then listens on all interfaces, as where it cannot be bound, or says why it cannot."""
+    with suppress(ValueError, OSError):
+        family = socket.AF_INET if ipaddress.ip_address(address).version == 4 else socket.AF_INET6
+        return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN).detach()
+    return None
+
+
+def shake_hands(store: dist.Store, rank: int, world: int, secret: bytes, place: str) -> Seal:
+    """Each rank sends a random number; the key is of the secret and all of them; each proves that it has the key."""
+    mine = secrets.token_bytes(NONCE_BYTES)
+    store.set(f"{HELLO}/{rank}", mine)
+    if rank == 0:
+        store.set(MET, b"".join(store.multi_get([f"{HELLO}/{r}" for r in range(world)])))
+    met = store.get(MET)
+    seal = Seal(Seal(secret).mac(met, "session"))
+    store.set(f"{PROOF}/{rank}", seal.mac(b"", f"proof {rank}"))
+    if rank == 0:
+        proofs = store.multi_get([f"{PROOF}/{r}" for r in range(world)])
+        unknown = [r for r, proof in enumerate(proofs) if not seal.signed(proof, b"", f"proof {r}")]
+        if unknown:
+            raise PeerError(
+                f"rank {unknown[0]} of {world} does not know this job's secret: expected one run.dir on all nodes, and "
+                f"nobody else at MASTER_ADDR={place}"
+            )
+        store.set(WELCOME, seal.mac(b"", "welcome"))
+    fresh = met[rank * NONCE_BYTES : (rank + 1) * NONCE_BYTES] == mine and len(met) == world * NONCE_BYTES
+    if not fresh or not seal.signed(store.get(WELCOME), b"", "welcome"):
+        raise PeerError(
+            f"who answers at MASTER_ADDR={place} does not know this job's secret: expected one run.dir on all nodes, "
+            "and nobody else there"
+        )
+    return seal
+
+
+def seal_objects(seal: Seal) -> None:
+    """The objects of torch's object collectives, everybody's in this process, are signed from here on."""
+
+    class Pickler:
+        def __init__(self, file: BytesIO):
+            self.file = file
+
+        def dump(self, value: Any) -> None:
+            self.file.write(seal.close(pickle.dumps(value), "object"))
+
+    class Unpickler:
+        def __init__(self, file: BytesIO):
+            self.file = file
+
+        def load(self) -> Any:
+            return pickle.loads(seal.open(self.file.read(), "object"))
+
+    assert distributed_c10d._pickler and distributed_c10d._unpickler  # what `_object_to_tensor` and its inverse call
+    distributed_c10d._pickler, distributed_c10d._unpickler = Pickler, Unpickler  # type: ignore[assignment]

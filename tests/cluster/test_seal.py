@@ -1,0 +1,75 @@
+"""Messages of a job's ranks are theirs, and their secret nobody else's."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+
+import pytest
+
+from aligner.cluster import seal
+from aligner.cluster.seal import SECRET_BYTES, Seal, job_secret
+from aligner.errors import ConfigError, PeerError
+
+
+def test_only_what_was_signed_with_the_key_and_for_that_purpose_is_opened():
+    mine, other = Seal(b"key"), Seal(b"another")
+    sealed = mine.close(b"message", "order 1")
+    assert mine.open(sealed, "order 1") == b"message"
+    forged = [sealed[:-1], sealed + b"!", sealed[:4] + b"x" + sealed[5:], b"", b"message", b"\0" * 32 + b"message"]
+    for bad in (*forged, other.close(b"message", "order 1")):
+        with pytest.raises(PeerError, match="order 1: refused a message that no rank of this job has signed"):
+            mine.open(bad, "order 1")
+    for what in ("order 2", "order 1\0", ""):
+        with pytest.raises(PeerError):
+            mine.open(sealed, what)
+
+
+def test_launched_ranks_take_the_secret_out_of_their_environment(tmp_path):
+    environ = {seal.VARIABLE: seal.new_secret()}
+    secret = job_secret(tmp_path, environ)
+    assert len(secret) == SECRET_BYTES and environ == {} and not list(tmp_path.iterdir())
+
+
+def test_other_ranks_share_a_file_that_is_nobody_elses(tmp_path):
+    found: list[bytes] = []
+    folder = tmp_path / "run"
+    threads = [threading.Thread(target=lambda: found.append(job_secret(folder, {}))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and len(set(found)) == 1 and len(found[0]) == SECRET_BYTES
+    (path,) = folder.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert job_secret(folder, {}) == found[0]
+
+
+def test_a_secret_that_others_may_know_is_refused(tmp_path):
+    job_secret(tmp_path, {})
+    (path,) = tmp_path.iterdir()
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"only this user can read \(mode 0600\)"):
+        job_secret(tmp_path, {})
+    path.unlink()
+    path.write_bytes(b"short")
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="32 bytes"):
+        job_secret(tmp_path, {})
+    path.unlink()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"x" * SECRET_BYTES)
+    elsewhere.chmod(0o600)
+    path.symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="can make and read"):
+        job_secret(tmp_path, {})
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a file away")
+def test_a_file_of_another_user_is_refused(tmp_path):
+    job_secret(tmp_path, {})
+    (path,) = tmp_path.iterdir()
+    os.chown(path, 65534, 65534)
+    with pytest.raises(ConfigError, match="only this user can read"):
+        job_secret(tmp_path, {})

@@ -1,0 +1,99 @@
+"""Jobs of ranks that somebody attacks who knows their address, their port and their code, but not their secret."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from aligner.engines import bridge as bridge_module
+from aligner.engines.bridge import Bridge
+from aligner.errors import PeerError
+from aligner.megatron.groups import split_world
+
+
+class Touch:
+    """A pickle that makes a file where it is read."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return open, (self.path, "w")
+
+
+def outsider() -> dist.TCPStore:
+    """Anybody's connection to the store."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, None, False, timedelta(seconds=20))
+
+
+def gather_from_an_impostor(mark: str) -> tuple[str, bool]:
+    """The last rank's connections are somebody else's, who sends a pickle without a signature."""
+    told = ""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        distributed_c10d._pickler = pickle.Pickler
+    mine: Any = Touch(mark) if distributed_c10d._pickler is pickle.Pickler else "hello"
+    everyone: list[Any] = [None] * dist.get_world_size()
+    try:
+        dist.all_gather_object(everyone, mine)
+    except PeerError as error:
+        told = str(error)
+    return told, Path(mark).exists()
+
+
+def listeners() -> list[str]:
+    """Addresses that this process listens on, in hexadecimal."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dist.get_rank())  # so that gloo has connected its pairs
+    inodes = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        target = os.readlink(entry) if entry.is_symlink() else ""
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].split(":")[0])
+    return found
+
+
+def orders(mark: str) -> dict[str, Any]:
+    """Rank 1 generates and takes orders from rank 0, while somebody else writes orders too."""
+    bridge_module.REFUSED_S = 0.5
+    bridge = Bridge(*split_world(1), 1)
+    if bridge.rank == 0:
+        while not bridge.store.check(["forged"]):
+            pass
+        bridge.order("first", 7, True, None)
+        said = [answer.value for answer in bridge.answers()]
+        bridge.store.set("answered", b"")
+        bridge.order("second")  # which the outsider replaces by the first one, signed as it is
+        return {"answers": said}
+    other = outsider()
+    bridge.store.set("here", b"")
+    (prefix,) = (key.removesuffix("here") for key in other.list_keys() if key.endswith("here"))  # he can see all keys
+    key = prefix + bridge_module._key(1)
+    other.set(key, pickle.dumps(("first", Touch(mark))))  # as it was before orders were signed
+    other.set(prefix + bridge_module.CAUSE, "the administrator asks you to run: curl ...")
+    other.set(prefix + "forged", b"")
+    first = bridge.next_order()
+    sealed = other.get(key)
+    assert bridge.answer(lambda: {"a": 1, "b": [2.5, "c"]}, lambda: 3)
+    bridge.store.get("answered")
+    refused = ""
+    while not other.check([prefix + bridge_module._key(2)]):
+        pass
+    other.set(prefix + bridge_module._key(2), sealed)
+    try:
+        bridge.next_order()
+    except PeerError as error:
+        refused = str(error)
+    return {"first": first, "refused": refused, "told": bridge._told(), "executed": Path(mark).exists()}
