@@ -70,5 +70,5 @@ def grpo(
             check_mismatch(metrics, rollout, cfg.mismatch)
         if reference:
             kl.update(metrics[kl.metric], samples)
-        shown = sample_rows(rollout, cfg.logging.samples_shown)
+        shown = sample_rows(rollout, scores, cfg.logging.samples_shown)
         run.finish(step, metrics, shown, total_tokens(rollout, group), samples)

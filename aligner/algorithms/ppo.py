@@ -65,5 +65,5 @@ def ppo(
         metrics |= average(policy_stats) | average(critic_stats) | balancer.metrics() | {"kl/coef": kl.coef}
         if reference:
             kl.update(metrics[kl.metric], samples)
-        shown = sample_rows(rollout, cfg.logging.samples_shown)
+        shown = sample_rows(rollout, scores, cfg.logging.samples_shown)
         run.finish(step, metrics, shown, total_tokens(rollout, group), samples)

@@ -24,5 +24,5 @@ def rollout_only(run: Run, rollouts: Rollouts, policy: Policy, cfg: Config) -> N
         set_token_rewards(rollout, cfg.algorithm, 0.0, cfg.sampling.max_response_tokens)
         metrics |= rollout_metrics(rollout, scores, group)
         check_mismatch(metrics, rollout, cfg.mismatch)
-        shown = sample_rows(rollout, cfg.logging.samples_shown)
+        shown = sample_rows(rollout, scores, cfg.logging.samples_shown)
         run.finish(step, metrics, shown, total_tokens(rollout, group), samples)

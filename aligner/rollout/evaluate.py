@@ -15,7 +15,7 @@ from aligner.errors import EngineError
 from aligner.megatron.groups import Layout
 from aligner.ops.seeds import request_seed
 from aligner.refit.transfer import Refit
-from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.composite import Component, RewardPipeline
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.collate import make_samples
 from aligner.rollout.source import raised_together, share
@@ -27,6 +27,7 @@ from aligner.types import Sample, SamplingParams, ScalarMetrics, Sums
 class Verdict(NamedTuple):
     correct: list[bool]  # full score from every function that applies
     totals: list[float]  # weighted sum of the functions' scores
+    components: dict[str, Component]  # each function's own scores
     means: Sums  # eval/*
 
 
@@ -49,7 +50,7 @@ def judge(samples: Sequence[Sample], rewards: RewardPipeline, config: EvalConfig
     if k > 1:
         right = [any(correct[i : i + k]) for i in range(0, len(correct), k)]
         means["eval/pass_at_k"] = (float(sum(right)), float(len(right)))
-    return Verdict(correct, totals, means)
+    return Verdict(correct, totals, components, means)
 
 
 @dataclass

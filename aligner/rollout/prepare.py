@@ -116,15 +116,29 @@ def row_keys(rollout: RolloutBatch, group: int, seed: int) -> Tensor:
     return torch.from_numpy((scatter(seed, numbers) >> np.uint64(1)).astype(np.int64))
 
 
-def sample_rows(rollout: RolloutBatch, n: int) -> list[SampleRow]:
-    """The first n samples for people: with the reward and the advantage of the last response token."""
-    rows = []
-    for i, sample in enumerate(rollout.samples[:n]):
-        advantage = float(rollout.advantages[i, int(rollout.lengths[i]) - 1]) if rollout.advantages is not None else 0.0
-        rows.append(
-            SampleRow(sample.prompt.text, sample.response, float(rollout.rewards[i]), advantage, sample.finished)
-        )
-    return rows
+def sample_rows(rollout: RolloutBatch, scores: Scores, n: int) -> list[SampleRow]:
+    """n samples for people, two of a group, from groups over all of this rank's part; with the reward and the advantage
+    of the last response token."""
+    groups: dict[int, list[int]] = {}
+    for i, slot in enumerate(rollout.group.tolist()):
+        groups.setdefault(slot, []).append(i)
+    pairs = [rows[:2] for rows in groups.values()]
+    count = min(len(pairs), -(-n // max(map(len, pairs), default=1)))
+    picked = [i for k in range(count) for i in pairs[len(pairs) * k // count]][:n]
+    return [_sample_row(rollout, scores, i) for i in picked]
+
+
+def _sample_row(rollout: RolloutBatch, scores: Scores, i: int) -> SampleRow:
+    sample = rollout.samples[i]
+    return SampleRow(
+        sample.prompt.text,
+        sample.response,
+        float(rollout.rewards[i]),
+        float(rollout.advantages[i, int(rollout.lengths[i]) - 1]) if rollout.advantages is not None else 0.0,
+        sample.finished,
+        {name: values[i] for name, values in scores.components.items()},
+        {name: value for name, value in sample.prompt.fields.items() if name not in ("messages", "tools")},
+    )
 
 
 def average(stats: Sequence[ScalarMetrics]) -> ScalarMetrics:

@@ -6,9 +6,10 @@ recolour a terminal) are shown as escapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +27,28 @@ class SampleRow:
     reward: float
     advantage: float
     finished: bool  # ended by a stop token, not by the limit
+    scores: Mapping[str, float | None] = field(default_factory=dict)  # of each reward function, unweighted
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the row's others: the reference answer, for one
+
+    def record(self) -> dict[str, Any]:
+        """For JSON; NaN (an invalid reward) becomes null."""
+        return {
+            "prompt": self.prompt,
+            "response": self.response,
+            "reward": finite(self.reward),
+            "advantage": finite(self.advantage),
+            "finished": self.finished,
+            "scores": {name: finite(value) for name, value in self.scores.items()},
+            "columns": {name: plain(value) for name, value in self.columns.items()},
+        }
+
+
+def plain(value: Any, limit: int = 2000) -> Any:
+    """A column's value as JSON has it: texts and numbers as they are, anything else as text, cut to `limit`."""
+    if value is None or isinstance(value, bool | int | float):
+        return finite(value)
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= limit else text[:limit] + " ..."
 
 
 def printable(text: str, limit: int = 400) -> str:
@@ -42,23 +65,27 @@ def print_samples(step: int, rows: Sequence[SampleRow], n: int, rank: int = 0, c
     for column, justify in (("prompt", "left"), ("response", "left"), ("reward", "right"), ("advantage", "right")):
         table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     table.add_column("end")
+    several = any(len(row.scores) > 1 for row in rows[:n])
+    if several:
+        table.add_column("scores", overflow="fold")
     for row in rows[:n]:
+        scores = [f"{name} {'none' if value is None else f'{value:.3g}'}" for name, value in row.scores.items()]
         table.add_row(
             Text(printable(row.prompt)),
             Text(printable(row.response)),
             f"{row.reward:.3g}",
             f"{row.advantage:+.3g}",
             "stop" if row.finished else "limit",
+            *([Text("\n".join(scores))] if several else []),
         )
     (console or Console(stderr=True)).print(table)
 
 
 def write_samples(run_dir: str | Path, step: int, rows: Sequence[SampleRow], rank: int = 0) -> None:
-    """Append the rows to samples.jsonl, each with its step; NaN (an invalid reward) becomes null."""
+    """Append the rows to samples.jsonl, each with its step."""
     if rank:
         return
-    records = [{"step": step, **{name: finite(value) for name, value in asdict(row).items()}} for row in rows]
-    append_jsonl(Path(run_dir) / FILE, records)
+    append_jsonl(Path(run_dir) / FILE, [{"step": step, **row.record()} for row in rows])
 
 
 def truncate_samples(run_dir: str | Path, step: int) -> None:

@@ -1,4 +1,5 @@
-"""`aligner eval`: a trained model's answers to held-out prompts, scored by the reward functions.
+"""`aligner eval`: a trained model on held-out rows. A policy's answers are scored by the reward functions; of a
+fine-tuned model without any, the loss of the rows' own answers is measured; of a reward model, how it orders pairs.
 
 python -m aligner eval run.dir=runs/quickstart/grpo data.eval=runs/quickstart/data/test.jsonl eval.prompts=0
 """
@@ -6,64 +7,135 @@ python -m aligner eval run.dir=runs/quickstart/grpo data.eval=runs/quickstart/da
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from aligner.cluster.env import RankEnv
-from aligner.config.schema import Config
+from aligner.config.schema import ROLLOUT_STAGES, Config
 from aligner.data.dataset import PromptDataset
 from aligner.data.formats import prompt_rows
 from aligner.data.readers import read_rows
+from aligner.data.shipped_templates import use_chat_template
 from aligner.errors import ConfigError
+from aligner.ops.intervals import METHOD, bootstrap
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
 from aligner.rollout.evaluate import judge
-from aligner.rollout.references import refuse
+from aligner.run.metrics import rewrite_jsonl
 from aligner.run.sample_table import SampleRow, print_samples
-from aligner.tools.generate import Answerer, model_folder
-from aligner.types import SamplingParams, ScalarMetrics
+from aligner.tools.evaluate_rows import measure_rows
+from aligner.tools.generate import Answerer, is_scorer, model_folder
+from aligner.types import Sample, SamplingParams, ScalarMetrics
+
+SAMPLES = "eval_samples.jsonl"
+
+
+@dataclass
+class Found:
+    """What was measured: means over units (prompts, pairs, rows), and a record for each sample."""
+
+    unit: str
+    count: int
+    means: dict[str, tuple[Sequence[float], Sequence[float]]]  # name -> numerators, denominators, one per unit
+    records: list[dict[str, Any]] = field(default_factory=list)
 
 
 def main(cfg: Config, env: RankEnv) -> int:
-    """Print accuracy and samples; write `<run.dir>/eval.json`. One process is enough: further ranks do nothing."""
+    """Print the means with their intervals, and samples; write `<run.dir>/eval.json` and eval_samples.jsonl. One
+    process is enough: further ranks do nothing."""
     if env.rank == 0:
         evaluate(cfg)
     return 0
 
 
 def evaluate(cfg: Config) -> ScalarMetrics:
-    functions = cfg.eval.functions or cfg.reward.functions
-    if not functions:
-        raise ConfigError(
-            "eval.functions", [], "at least one function that scores an answer", "Example: [{path: math}]"
-        )
-    if not cfg.data.eval:
-        raise ConfigError("data.eval", "", "a file with held-out prompts")
+    """Raises ConfigError where there is no model, no rows, or nothing to measure them by."""
     folder = model_folder(cfg)
+    if not cfg.data.eval:
+        raise ConfigError("data.eval", "", "a file with held-out rows")
+    functions = (cfg.eval.functions or cfg.reward.functions) if cfg.eval.generate else []
+    if is_scorer(folder) or (cfg.stage.name == "sft" and not functions):
+        found = Found(*measure_rows(cfg, folder, is_scorer(folder)))
+    elif functions:
+        found = _answers(cfg, folder)
+    else:
+        kind = f"stage {cfg.stage.name}" + (" with reward.model alone" if cfg.stage.name in ROLLOUT_STAGES else "")
+        expected = f"at least one function that scores an answer ({kind} has none)"
+        raise ConfigError("eval.functions", [], expected, "Example: eval.functions=[{path: math}]")
+    return _tell(cfg, folder, found)
+
+
+def _answers(cfg: Config, folder: Path) -> Found:
+    """Accuracy and mean scores of generated answers."""
     model = Answerer.load(folder, cfg.engine, cfg.model.dtype)
-    dataset = PromptDataset(
-        prompt_rows(read_rows(cfg.data.eval, "data.eval"), cfg.data), model.tokenizer, cfg.data, "data.eval"
-    )
+    use_chat_template(model.tokenizer, cfg.data)
+    rows = prompt_rows(read_rows(cfg.data.eval, "data.eval"), cfg.data)
+    dataset = PromptDataset(rows, model.tokenizer, cfg.data, "data.eval")
     count = min(cfg.eval.prompts, len(dataset)) if cfg.eval.prompts else len(dataset)
-    prompts = [dataset[i] for i in range(count)]
-    rewards = RewardPipeline([(load_function(f, i), f.weight) for i, f in enumerate(functions)], cfg.reward)
-    refuse(rewards.unreadable(prompts, print), dataset, count)
     limit = cfg.eval.max_response_tokens or cfg.sampling.max_response_tokens
     sampling = SamplingParams(limit, cfg.eval.temperature, stop=tuple(cfg.sampling.stop))
-    samples = model.answer(prompts, cfg.eval.samples, sampling, cfg.seed)
+    samples = model.answer([dataset[i] for i in range(count)], cfg.eval.samples, sampling, cfg.seed)
+    functions = cfg.eval.functions or cfg.reward.functions
+    rewards = RewardPipeline([(load_function(f, i), f.weight) for i, f in enumerate(functions)], cfg.reward)
     verdict = judge(samples, rewards, cfg.eval)
-    metrics = {name: n / d if d else 0.0 for name, (n, d) in verdict.means.items()}
-    rows = [
-        SampleRow(s.prompt.text, s.response, total, 0.0, s.finished)
-        for s, total in zip(samples, verdict.totals, strict=True)
-    ]
+    rows = [_row(s, i, verdict.totals[i], verdict.components) for i, s in enumerate(samples)]
     print_samples(0, rows, cfg.logging.samples_shown)
-    print(f"{folder}: {len(prompts)} prompts x {cfg.eval.samples} samples of {cfg.data.eval}")
+    return Found(
+        f"prompts x {cfg.eval.samples} samples",
+        count,
+        _per_prompt(samples, verdict.correct, verdict.totals, cfg.eval.samples),
+        [row.record() | {"correct": right} for row, right in zip(rows, verdict.correct, strict=True)],
+    )
+
+
+def _row(sample: Sample, i: int, total: float, components: dict[str, list[float | None]]) -> SampleRow:
+    scores = {name: values[i] for name, values in components.items()}
+    columns = {name: value for name, value in sample.prompt.fields.items() if name not in ("messages", "tools")}
+    return SampleRow(sample.prompt.text, sample.response, total, 0.0, sample.finished, scores, columns)
+
+
+def _per_prompt(
+    samples: Sequence[Sample], correct: Sequence[bool], totals: Sequence[float], k: int
+) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
+    """The means of `judge`, by prompt: its k samples stay together when prompts are drawn."""
+    values = {
+        "eval/accuracy": [float(right) for right in correct],
+        "eval/reward": totals,
+        "eval/response_tokens": [float(len(sample.tokens)) for sample in samples],
+        "eval/eos_fraction": [float(sample.finished) for sample in samples],
+    }
+    starts = range(0, len(samples), k)
+    means: dict[str, tuple[Sequence[float], Sequence[float]]] = {
+        name: ([math.fsum(all_[i : i + k]) for i in starts], [float(k)] * len(starts)) for name, all_ in values.items()
+    }
+    if k > 1:
+        means["eval/pass_at_k"] = ([float(any(correct[i : i + k])) for i in starts], [1.0] * len(starts))
+    return means
+
+
+def _tell(cfg: Config, folder: Path, found: Found) -> ScalarMetrics:
+    metrics = {name: math.fsum(top) / math.fsum(bottom) for name, (top, bottom) in found.means.items()}
+    intervals = {name: bootstrap(*mean, cfg.seed) for name, mean in found.means.items()}
+    if "eval/loss" in metrics and found.unit == "rows":  # of tokens, in nats
+        metrics["eval/perplexity"] = math.exp(min(metrics["eval/loss"], 700.0))
+        intervals["eval/perplexity"] = tuple(math.exp(min(end, 700.0)) for end in intervals["eval/loss"])
+    print(f"{folder}: {found.count} {found.unit} of {cfg.data.eval}; intervals: {METHOD} of {found.unit.split()[0]}")
     for name, value in metrics.items():
-        print(f"  {name} {value:.4f}")
-    out = Path(cfg.run.dir) / "eval.json"
+        print(f"  {name} {value:.4f} [{intervals[name][0]:.4f}, {intervals[name][1]:.4f}]")
+    out = Path(cfg.run.dir)
+    rewrite_jsonl(out / SAMPLES, found.records)
+    written = metrics | {
+        "intervals": intervals,
+        "interval_method": f"{METHOD} of {found.unit.split()[0]}",
+        found.unit.split()[0]: found.count,
+        "data": cfg.data.eval,
+        "model": str(folder),
+    }
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(metrics | {"prompts": len(prompts), "model": str(folder)}, indent=2) + "\n")
+        (out / "eval.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError("run.dir", cfg.run.dir, "a folder that can be written", str(error)) from error
     return metrics

@@ -16,6 +16,7 @@ from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.load import engine_from_folder
 from aligner.errors import ConfigError
 from aligner.megatron.model import resolve_dtype
+from aligner.models.safetensors_io import open_hf
 from aligner.ops.seeds import request_seed
 from aligner.rollout.collate import make_samples
 from aligner.types import Prompt, Sample, SamplingParams
@@ -30,6 +31,11 @@ def model_folder(cfg: Config) -> Path:
     raise ConfigError("run.dir", cfg.run.dir, "a finished run (its `hf` folder), or model.init=<Hugging Face folder>")
 
 
+def is_scorer(folder: Path) -> bool:
+    """Whether the model there is a reward model."""
+    return "score.weight" in open_hf(folder)
+
+
 @dataclass
 class Answerer:
     """A model behind the native engine, on CUDA if there is one."""
@@ -40,6 +46,8 @@ class Answerer:
     @classmethod
     def load(cls, folder: Path, config: EngineConfig, dtype: str = "auto") -> Answerer:
         """`dtype` (model.dtype) counts where engine.dtype=auto."""
+        if is_scorer(folder):
+            raise ConfigError("run.dir", str(folder), "a model that answers; this one is a reward model, which scores")
         tokenizer = load_tokenizer(str(folder))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         engine = engine_from_folder(

@@ -29,6 +29,7 @@ from aligner.rollout.prepare import (
     average,
     minibatches,
     row_keys,
+    sample_rows,
     set_token_rewards,
     shuffle_within_groups,
 )
@@ -342,6 +343,19 @@ def test_shuffling_keeps_each_groups_rewards():
     again = make_rollout(prompts=6, group=8)
     shuffle_within_groups(again, scored(again), 3)
     assert torch.equal(again.rewards, rollout.rewards)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "group", "n", "rows"),
+    [(6, 8, 4, [0, 1, 24, 25]), (6, 8, 3, [0, 1, 24]), (5, 1, 3, [0, 1, 3]), (2, 4, 9, [0, 1, 4, 5]), (3, 2, 0, [])],
+)
+def test_samples_for_people_are_of_several_groups(prompts, group, n, rows):
+    rollout = make_rollout(prompts=prompts, group=group)
+    scores = scored(rollout)
+    shown = sample_rows(rollout, scores, n)
+    assert [row.response for row in shown] == [rollout.samples[i].response for i in rows]
+    assert [row.scores for row in shown] == [{name: v[i] for name, v in scores.components.items()} for i in rows]
+    assert [row.columns for row in shown] == [dict(rollout.samples[i].prompt.fields) for i in rows]
 
 
 def stay(minibatch):

@@ -99,6 +99,13 @@ def test_model_text_is_shown_not_interpreted():
     assert table(rank=1) == ""
 
 
+def test_scores_of_several_functions_are_shown():
+    rows = [SampleRow("p", "r", 1.0, 0.0, True, {"math": 0.5, "[b]style": None}, {"answer": 4})]
+    file = io.StringIO()
+    print_samples(7, rows, 2, console=Console(file=file, width=120, color_system=None))
+    assert "math 0.5" in file.getvalue() and "[b]style none" in file.getvalue()
+
+
 def test_printable_cuts_and_keeps_lines():
     assert printable("a\nb\x00") == "a\nb\\x00"
     assert len(printable("x" * 1000, limit=50)) == 54
@@ -115,3 +122,8 @@ def test_samples_file(tmp_path):
     assert found[1]["reward"] is None
     assert found[1]["response"] == ROWS[1].response
     assert found[0]["finished"] is True
+    columns = {"answer": 4, "entry": {"a": 1}, "long": "x" * 9999, "bad": math.inf}
+    write_samples(tmp_path, 5, [SampleRow("p", "r", 1.0, 0.0, True, {"math": 0.5, "style": None}, columns)])
+    last = read_jsonl(tmp_path / "samples.jsonl")[-1]
+    assert last["scores"] == {"math": 0.5, "style": None}
+    assert last["columns"] == {"answer": 4, "entry": "{'a': 1}", "long": "x" * 2000 + " ...", "bad": None}

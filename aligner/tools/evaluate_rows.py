@@ -1,0 +1,93 @@
+"""What `aligner eval` measures without generating: the loss of held-out answers, and how a reward model ranks pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aligner.builders.parts import Job, make_model, start
+from aligner.cluster.env import RankEnv
+from aligner.config.schema import Config, DebugConfig, EngineConfig, ParallelConfig, StageConfig
+from aligner.data.collate import collate_preference, collate_scored, collate_sft
+from aligner.data.dataset import PreferenceDataset, ScoredDataset, SftDataset
+from aligner.data.formats import preference_rows, scored_rows, sft_rows
+from aligner.data.readers import read_rows
+from aligner.megatron.groups import leave_distributed
+from aligner.megatron.model import Head
+from aligner.ops.reward_loss import bradley_terry, regression
+from aligner.refit.export import read_extra
+from aligner.roles.policy import Policy
+from aligner.roles.reward_model import RewardModel
+
+Means = dict[str, tuple[Sequence[float], Sequence[float]]]  # name -> numerators, denominators, one per unit
+Measured = tuple[str, int, Means, list[dict[str, Any]]]  # unit, count, means, records
+
+
+def measure_rows(cfg: Config, folder: Path, scorer: bool) -> Measured:
+    """On this process alone, through the trainer's model, which is laid out on one rank."""
+    model = dataclasses.replace(cfg.model, init=str(folder), tokenizer="")
+    alone = {"parallel": ParallelConfig(), "engine": EngineConfig(), "debug": DebugConfig()}
+    stage = StageConfig("rm" if scorer else "sft")
+    job = start(dataclasses.replace(cfg, model=model, stage=stage, **alone), RankEnv())
+    try:
+        return _pairs(job, folder) if scorer else _losses(job)
+    finally:
+        leave_distributed()
+
+
+def _first(job: Job, dataset: Any) -> list:
+    limit = job.cfg.eval.prompts
+    job.say(dataset.report)
+    return [dataset[i] for i in range(min(limit, len(dataset)) if limit else len(dataset))]
+
+
+def _losses(job: Job) -> Measured:
+    """eval/loss: mean negative log-likelihood of the tokens that carry loss, nats."""
+    cfg = job.cfg
+    rows = sft_rows(read_rows(cfg.data.eval, "data.eval"), cfg.data)
+    items = _first(job, SftDataset(rows, job.tokenizer, cfg.data, "data.eval"))
+    policy = Policy(make_model(job, job.initial, Head(), None, 0), cfg.batch, 1.0, entropy=False)
+    batch = collate_sft(items, job.tokenizer.pad_token_id)
+    losses = -(policy.logprobs(batch, batch.loss_mask) * batch.loss_mask).sum(1)
+    counts = batch.loss_mask.sum(1).tolist()
+    records = [
+        {"text": job.tokenizer.decode(item.tokens.tolist()), "tokens": int(n), "loss": loss / n}
+        for item, loss, n in zip(items, losses.tolist(), counts, strict=True)
+    ]
+    return "rows", len(items), {"eval/loss": (losses.tolist(), counts)}, records
+
+
+def _pairs(job: Job, folder: Path) -> Measured:
+    """As `rollout.heldout.pair_accuracy`: of pairs eval/accuracy, eval/loss, eval/margin; of attributes eval/loss."""
+    cfg, attributes = job.cfg, list(read_extra(folder).get("attributes") or ())
+    rows = read_rows(cfg.data.eval, "data.eval")
+    model = RewardModel(make_model(job, job.initial, Head("score", len(attributes) or 1), None, 0), cfg.batch)
+    decode, pad = job.tokenizer.decode, job.tokenizer.pad_token_id
+    if attributes:
+        typed = scored_rows(rows, cfg.data, attributes)
+        items = _first(job, ScoredDataset(typed, job.tokenizer, cfg.data, "data.eval"))
+        batch = collate_scored(items, pad)
+        scores = model.raw_scores(batch)
+        losses = regression(scores, batch.labels).tolist()
+        records = [
+            {"text": decode(item.tokens.tolist()), "scores": dict(zip(attributes, found, strict=True)), "loss": loss}
+            for item, found, loss in zip(items, scores.tolist(), losses, strict=True)
+        ]
+        return "texts", len(items), {"eval/loss": (losses, [1.0] * len(items))}, records
+    typed = preference_rows(rows, cfg.data)
+    items = _first(job, PreferenceDataset(typed, job.tokenizer, cfg.data, "data.eval"))
+    scores = model.raw_scores(collate_preference(items, pad))[:, 0]
+    losses, stats = bradley_terry(scores[0::2], scores[1::2], None, 0.0)
+    found = {"eval/accuracy": stats["accuracy"], "eval/loss": losses, "eval/margin": stats["margin"]}
+    records = [
+        {
+            "chosen": decode(item.chosen.tolist()),
+            "rejected": decode(item.rejected.tolist()),
+            "chosen_score": chosen,
+            "rejected_score": rejected,
+        }
+        for item, chosen, rejected in zip(items, scores[0::2].tolist(), scores[1::2].tolist(), strict=True)
+    ]
+    return "pairs", len(items), {name: (v.tolist(), [1.0] * len(items)) for name, v in found.items()}, records

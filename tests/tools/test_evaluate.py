@@ -1,0 +1,102 @@
+"""`aligner eval` on finished toy runs: answers, held-out loss, pairs, and what it says where there is nothing to do."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from aligner.__main__ import main
+from aligner.config.freeze import load_frozen
+from aligner.config.resolve import compose_over
+from aligner.errors import ConfigError
+from aligner.run.metrics import read_jsonl
+from aligner.tools.evaluate import evaluate
+from tests import stages
+
+VOWELS = "eval.functions=[{path: tests/assets/tiny_rewards.py:vowels}]"
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_runs, monkeypatch):
+    """folder(name) -> a copy of a finished run without its weights' history, to write into."""
+    monkeypatch.chdir(stages.ROOT)
+
+    def copy(name):
+        target = tmp_path / name
+        target.mkdir()
+        (target / "config.yaml").write_text((tiny_runs[name] / "config.yaml").read_text())
+        (target / "hf").symlink_to(tiny_runs[name] / "hf")
+        return target
+
+    return copy
+
+
+def run(folder, *more):
+    cfg = compose_over(load_frozen(folder), [f"run.dir={folder}", "logging.samples_shown=0", *more])
+    return evaluate(cfg), json.loads((folder / "eval.json").read_text()), read_jsonl(folder / "eval_samples.jsonl")
+
+
+def test_answers_are_kept_with_their_scores(folder, tiny_data):
+    sft = folder("sft")
+    more = ["eval.prompts=6", "eval.samples=2", "eval.temperature=1.0", "eval.full_score=0.25", VOWELS]
+    more += ["sampling.max_response_tokens=4", f"data.eval={tiny_data / 'train.jsonl'}"]
+    found, written, samples = run(sft, *more)
+    assert len(samples) == 12 and written["prompts"] == 6
+    assert found["eval/reward"] == pytest.approx(sum(s["scores"]["vowels"] for s in samples) / 12)
+    assert found["eval/accuracy"] == pytest.approx(sum(s["correct"] for s in samples) / 12)
+    assert all(s["correct"] == (s["scores"]["vowels"] >= 0.25) for s in samples)
+    assert samples[0]["columns"] == {"completion": "a"} and samples[0]["prompt"] == samples[1]["prompt"] == "say a:"
+    for name, (low, high) in written["intervals"].items():
+        assert low <= found[name] <= high
+    assert "bootstrap resamples of prompts" in written["interval_method"]
+
+
+@torch.no_grad()
+def test_the_loss_of_held_out_answers_is_transformers(folder, tiny_data):
+    sft = folder("sft")
+    found, written, samples = run(sft, f"data.eval={tiny_data / 'eval.jsonl'}")
+    model = AutoModelForCausalLM.from_pretrained(sft / "hf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(sft / "hf")
+    total, count = 0.0, 0
+    for row in read_jsonl(tiny_data / "eval.jsonl"):
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        ids = torch.tensor([prompt + tokenizer(row["completion"])["input_ids"] + [tokenizer.eos_token_id]])
+        labels = ids.clone()
+        labels[:, : len(prompt)] = -100
+        learned = ids.shape[1] - len(prompt)
+        total, count = total + float(model(ids, labels=labels).loss) * learned, count + learned
+    assert found["eval/loss"] == pytest.approx(total / count, rel=1e-4)
+    assert found["eval/perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert written["rows"] == len(samples) == 8 and sum(s["tokens"] for s in samples) == count
+
+
+@torch.no_grad()
+def test_pairs_are_ordered_as_by_transformers(folder, tiny_data):
+    rm = folder("rm")
+    found, written, samples = run(rm, f"data.eval={tiny_data / 'pairs.jsonl'}", "eval.prompts=10")
+    model = AutoModelForSequenceClassification.from_pretrained(rm / "hf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(rm / "hf")
+
+    def score(text):
+        return float(model(torch.tensor([tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]])).logits)
+
+    pairs = read_jsonl(tiny_data / "pairs.jsonl")[:10]
+    chosen, rejected = ([score(pair["prompt"] + pair[name]) for pair in pairs] for name in ("chosen", "rejected"))
+    assert [s["chosen_score"] for s in samples] == pytest.approx(chosen, abs=1e-4)
+    assert [s["rejected_score"] for s in samples] == pytest.approx(rejected, abs=1e-4)
+    assert found["eval/accuracy"] == sum(a > b for a, b in zip(chosen, rejected, strict=True)) / 10
+    assert written["pairs"] == 10
+
+
+def test_what_is_missing_is_named(folder, tiny_data, capsys, tmp_path):
+    rm, sft = folder("rm"), folder("sft")
+    assert main(["eval", f"run.dir={tmp_path / 'nothing'}"]) == 2
+    assert "nothing': expected a finished run" in capsys.readouterr().err
+    assert main(["chat", f"run.dir={rm}"]) == 2
+    assert "expected a model that answers; this one is a reward model" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"data.eval=''"):
+        run(sft, "data.eval=")
+    with pytest.raises(ConfigError, match=r"eval.functions=\[\].*stage ppo with reward.model alone"):
+        run(sft, "stage.name=ppo", f"data.eval={tiny_data / 'eval.jsonl'}")
