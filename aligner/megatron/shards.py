@@ -81,7 +81,8 @@ def _pieces(
     it to be a slice of (or several slices, as gate and up are)."""
     flat, start, stop = tensor.detach().view(-1), own.start, own.start + tensor.numel()
     for leaf in nested_values(item.build()) if isinstance(item, ShardedTensorFactory) else [item]:
-        assert leaf.data.is_contiguous(), f"{leaf.key}: expected a range of its parameter"
+        shared = leaf.data.untyped_storage()._cdata == own.param.untyped_storage()._cdata
+        assert shared and leaf.data.is_contiguous(), f"{leaf.key}: expected a range of its parameter"
         begin = leaf.data.storage_offset() - own.param.storage_offset()
         low, high = max(start, begin), min(stop, begin + leaf.data.numel())
         before, place = (1,) * leaf.prepend_axis_num, low - start

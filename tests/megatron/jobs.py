@@ -235,6 +235,7 @@ def load_with_settings(folder: Path, other: OptimConfig, optim: OptimConfig, **k
     first.optim = other
     for group in first.optimizer.param_groups:
         group.update(betas=tuple(other.betas), eps=other.eps)
+    first.optimizer.config.clip_grad = other.clip_grad
     went_on, resumed = (model.step(parts, nll_loss(model, full)) for model in (first, second))
     return {"went_on": went_on, "resumed": resumed, "after": weights(first), "after_resumed": weights(second)}
 
