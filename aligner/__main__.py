@@ -301,7 +301,7 @@ def _multirun(args: argparse.Namespace) -> int:
     if not args.cfg:
         _show_jobs(rows, len(jobs))
         _write_report([folder for _, _, _, folder in rows])
-    return next((abs(code) for _, code, _, _ in rows if code), 0)
+    return next((code for _, code, _, _ in rows if code), 0)
 
 
 def _show_jobs(rows: list[tuple[str, int, float, str]], total: int) -> None:

@@ -57,6 +57,13 @@ class RewardError(AlignerError):
     transient = True  # a remote judge may be out of order for an hour
 
 
+class RewardPathError(RewardError):
+    """A reward function cannot be imported, or does not take what the config gives it: bad input."""
+
+    exit_code = 2
+    transient = False
+
+
 class PeerError(AlignerError):
     """A message that claims to come from a rank of this job does not: somebody else reaches its ports."""
 

@@ -217,12 +217,13 @@ def _explain(rank: _Rank, ranks: int) -> None:
 
 
 def run_one(command: Sequence[str]) -> tuple[int, list[int]]:
-    """The exit code of a command that gets the signals which came meanwhile, and these."""
+    """The exit code of a command (128 + n if signal n ended it), which gets the signals that come, and these."""
     child: list[subprocess.Popen] = []
     with signals_forwarded(lambda number: [process.send_signal(number) for process in child]) as received:
         child.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0))
         try:
-            return child[0].wait(), received
+            code = child[0].wait()
+            return code if code >= 0 else 128 - code, received
         except KeyboardInterrupt:  # the second Ctrl-C
             child[0].kill()
             raise

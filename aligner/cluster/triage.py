@@ -126,6 +126,10 @@ def explain(folder: Path) -> tuple[str, bool]:
         first = found[0]
         last = first.text.strip().splitlines()[-1]
         ranks = ", ".join(str(f.rank) for f in found)
+        silent = {int(log.stem.removeprefix("rank-")) for log in folder.glob("rank-*.log")} - {f.rank for f in found}
+        if len(silent) == 1:
+            hint = f"rank {silent.pop()} ended without a word (os._exit in a function of yours?): "
+            return f"{hint}the others have lost it, first rank {first.rank} ({first.node}): {last}", False
         return f"ranks {ranks}: only lost connections, first on rank {first.rank} ({first.node}): {last}", False
     return f"no rank in {folder} says why", False
 

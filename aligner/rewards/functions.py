@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from aligner.config.rewards import RewardFunctionConfig
-from aligner.errors import AlignerError, RewardError
+from aligner.errors import AlignerError, RewardError, RewardPathError
 from aligner.rewards.base import Reward, check_scores, describe
 from aligner.types import Prompt, Sample
 
@@ -106,7 +106,7 @@ class FunctionReward:
         if not any(p.kind is p.VAR_KEYWORD for p in self._parameters.values()):
             unknown = sorted(set(self.args) - known)
             if unknown:
-                raise RewardError(
+                raise RewardPathError(
                     f"{self.key}.args.{unknown[0]}={self.args[unknown[0]]!r}: expected a parameter of `{self.name}`, "
                     f"which has {', '.join(known) or 'none'}"
                 )
@@ -115,31 +115,31 @@ class FunctionReward:
         try:
             inspect.signature(self.function).bind([], **self.args)
         except TypeError as cause:
-            raise RewardError(
+            raise RewardPathError(
                 f"{self.key}.args={self.args!r}: expected what `{self.name}(samples, ...)` needs: {cause}"
             ) from cause
 
 
 def load_function(config: RewardFunctionConfig, index: int = 0) -> Reward:
-    """The reward of entry `index` of reward.functions. Raises RewardError naming it if not importable."""
+    """The reward of entry `index` of reward.functions. Raises RewardPathError naming it if not importable."""
     key = f"reward.functions[{index}]"
     path = BUILT_IN.get(config.path, config.path)
     place, colon, attribute = path.rpartition(":")
     if not colon or not place or not attribute:
-        raise RewardError(
+        raise RewardPathError(
             f"{key}.path={config.path!r}: expected module:function, path.py:function, or one of {', '.join(BUILT_IN)}"
         )
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except BaseException as cause:  # importing runs the user's code, which may raise anything, or call sys.exit
-        raise RewardError(
+        raise RewardPathError(
             f"{key}.path={config.path!r}: expected an importable function, "
             f"but importing {place} raised {type(cause).__name__}: {cause}"
         ) from cause
     function = getattr(module, attribute, None)
     if not callable(function):
         names = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_"))
-        raise RewardError(
+        raise RewardPathError(
             f"{key}.path={config.path!r}: expected a function `{attribute}` in {place}, which has {names or 'none'}"
         )
     name = config.name or getattr(function, "__name__", type(function).__name__)

@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import resource
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from aligner.cluster.launch import run_one
 from aligner.config.resolve import compose, quoted
 from aligner.config.schema import Config
 from aligner.errors import AlignerError, ConfigError
@@ -72,12 +72,12 @@ class Quickstart:
             if stage == "rm":
                 self.timed(stage, lambda: apart(write_pairs, self.root, configs["rm"]))
             code = self.timed(stage, lambda stage=stage: self.stage(stage))
+            if (self.root / stage / STOPPED).exists():
+                print(f"stage {stage} was asked to stop; the same command continues it", file=sys.stderr)
+                return code or 1
             if code:
                 print(f"error: stage {stage} failed with exit code {code}; its output is above", file=sys.stderr)
                 return code
-            if (self.root / stage / STOPPED).exists():
-                print(f"stage {stage} was asked to stop; the same command continues it", file=sys.stderr)
-                return 1
         summary = summarize(self.root, configs, self.seconds, self.ranks)
         show(summary, time.perf_counter() - start)
         from aligner.tools import report
@@ -125,7 +125,7 @@ class Quickstart:
     def stage(self, stage: str) -> int:
         self.say(f"{stage}: {self.root / stage} (metrics.jsonl, checkpoints, hf)")
         command = ["launch", "--ranks", str(self.ranks)] if self.ranks > 1 else ["run"]
-        return subprocess.run([sys.executable, "-m", "aligner", *command, *self.arguments(stage)]).returncode
+        return run_one([sys.executable, "-m", "aligner", *command, *self.arguments(stage)])[0]
 
     def timed(self, stage: str, work) -> Any:
         start = time.perf_counter()

@@ -90,6 +90,13 @@ def test_the_exit_code_is_what_the_cause_meant_and_the_cause_is_the_last_line(tm
     assert capsys.readouterr().out == "137\n"
 
 
+def test_the_one_rank_that_says_nothing_is_named(tmp_path):
+    for rank, text in enumerate([LOST, "all is well", LOST]):
+        log(tmp_path, rank, text)
+    text, cause = triage.explain(tmp_path)
+    assert not cause and text.startswith("rank 1 ended without a word")
+
+
 def test_a_port_that_is_taken_is_a_cause(tmp_path):
     log(tmp_path, 0, "")
     text = "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "

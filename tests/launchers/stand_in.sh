@@ -27,7 +27,10 @@ while ((step < ${STEPS:-3})); do
     sleep "${STEP_S:-0.1}"
     step=$((step + 1))
     [[ "$rank" != 0 || -n "${STUCK:-}" ]] || echo "{\"step\": $step}" >"$run/progress.json"
-    [[ -z "${FAIL_ON:-}" || "${SLURMD_NODENAME:-}" != "$FAIL_ON" ]] || exit "${CODE:-1}"
+    if [[ -n "${FAIL_ON:-}" && "${SLURMD_NODENAME:-}" == "$FAIL_ON" ]]; then
+        echo "{\"time_s\": 1, \"text\": \"error: as asked\", \"exit_code\": ${CODE:-1}}" >"$ALIGNER_FAILURE_FILE"
+        exit "${CODE:-1}"
+    fi
     # as a collective does when a peer is gone; not in a restart, which may have no such peer
     if [[ -n "${PEER:-}" && "${ALIGNER_LOGS:-}" == *.0 && -f "$run/pid.$PEER" ]] && ! kill -0 "$(<"$run/pid.$PEER")" 2>/dev/null; then
         printf 'Traceback (most recent call last):\n  File "x"\nRuntimeError: [gloo/x] Connection closed by peer\n'

@@ -232,3 +232,10 @@ def test_a_full_disk_at_the_export_may_be_helped(tiny_data, tmp_path, monkeypatc
     assert told.value.transient
     stages.stage("sft", tiny_data, tmp_path / "run", "run.steps=1", "run.export=true")
     assert (tmp_path / "run/DONE").exists() and (tmp_path / "run/hf/model.safetensors").exists()
+
+
+def test_a_reward_path_that_is_wrong_is_bad_input_and_fails_again(tiny_data, tmp_path, monkeypatch, capsys):
+    line = stages.overrides("grpo", tiny_data, tmp_path / "run", "reward.functions=[{path: none.py:f}]")
+    assert main(["run", *line]) == 2 and "reward.functions[0].path='none.py:f'" in capsys.readouterr().err
+    monkeypatch.setenv("ALIGNER_BATCH", "1")
+    assert main(["run", *line]) == NO_RESTART

@@ -18,6 +18,7 @@ from tests import stages
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
+STAND_IN = ROOT / "tests/launchers/stand_in.sh"
 NASTY = """it's "$HOME" ${seed} `id` $(id) {a: [1, 2]},\nline 2; día 日本 \\ * #"""
 
 
@@ -72,6 +73,18 @@ def jobs(cluster, tiny_data, tmp_path_factory):
     found.array = submit("array", "-m", "seed=3,4,5")
     found.chain = pipeline(cluster, place, "runs/chain", "sft", "rm", "ppo")
     found.failing = pipeline(cluster, place, "runs/failing", "sft", "rm", CODE="7")
+    (place / "plain.yaml").write_text((ROOT / "slurm/sites/localslurm.yaml").read_text() + f"python: {STAND_IN}\n")
+    found.bare = submit("bare", "--site", "plain.yaml", "--sbatch=--export=NONE")
+    two = ["--nodes", "2", "--sbatch=--nodelist=node4,node5"]
+    found.refused = submit("refused", *two, STEPS="100000", FAIL_ON="node5", CODE="93")
+    after = [f"--dependency=afterok:{found.refused}", "--output=/dev/null", "--wrap=true"]
+    found.waiting = cluster.run("sbatch", "--parsable", *after).strip()
+    found.own = cluster.run(
+        *["sbatch", "--parsable", "--array=3-4", "--output=%x-%A_%a.log"],
+        f"--wrap=bash {ROOT}/launchers/sft.sbatch data.train=train.jsonl run.dir=runs/own$SLURM_ARRAY_TASK_ID",
+        cwd=place,
+        ALIGNER_PYTHON=cluster.stand_in,
+    ).strip()
     words = ["data.train=train.jsonl", "run.dir='runs/na sty'", f"logging.wandb.project={quoted(NASTY)}"]
     launcher = ROOT / "launchers/sft.sbatch"
     options = ["--parsable", "--nodes=2", "--ntasks-per-node=2"]
@@ -142,6 +155,25 @@ def test_a_sweep_runs_as_an_array(cluster, jobs):
     folders = sorted(path.parent for path in jobs.run("array").glob("*/DONE"))
     assert [load_frozen(folder).seed for folder in folders] == [3, 4, 5]
     assert len(list((jobs.run("array") / "logs").glob("aligner-sft-*_[012].log"))) == 3
+
+
+def test_an_array_of_the_users_own_around_a_launcher(cluster, jobs):
+    assert cluster.ended(jobs.own) == "COMPLETED"
+    assert [(jobs.run(f"own{task}") / "DONE").exists() for task in (3, 4)] == [True, True]
+
+
+def test_a_job_that_gets_no_environment_hands_its_own_to_the_ranks(cluster, jobs):
+    assert cluster.ended(jobs.bare) == "COMPLETED", log(jobs.run("bare"))
+    assert (jobs.run("bare") / "DONE").exists() and "rank 0 of 1" in (
+        jobs.run("bare") / "logs" / f"{jobs.bare}.0/rank-0000.log"
+    ).read_text()
+
+
+def test_93_of_one_rank_is_the_jobs_whatever_becomes_of_the_others(cluster, jobs):
+    assert cluster.ended(jobs.refused) == "FAILED"
+    assert "ExitCode=93:0" in cluster.run("scontrol", "show", "job", "-o", jobs.refused)
+    assert attempts(jobs.run("refused"))[-1][3] == "refused" and cluster.ended(jobs.waiting) == "CANCELLED"
+    assert log(jobs.run("refused")).strip().splitlines()[-1] == "  | error: as asked"
 
 
 def test_a_launcher_by_sbatch_keeps_its_overrides_and_finds_its_checkout(cluster, jobs):
