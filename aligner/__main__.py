@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -225,10 +224,11 @@ def _left(cause: SystemExit) -> AlignerError:
 
 def _stopped_by_hand(cfg: Config) -> bool:
     """Whether the run has saved and stopped for a Ctrl-C: no success, or a shell's loop over runs would go on."""
+    from aligner.foreign import read_record
     from aligner.run.contract import STOPPED
 
     path = Path(cfg.run.dir) / STOPPED
-    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["reason"] == signal.SIGINT.name
+    return path.exists() and read_record(path, AlignerError).text("reason", "") == signal.SIGINT.name
 
 
 def _launch(args: argparse.Namespace) -> int:

@@ -104,13 +104,14 @@ class Record:
             self.refuse(key, f"an integer {_bounds(low, high)}")
         return value
 
-    def number(self, key: str, default: Any = REQUIRED, above: float = -math.inf) -> Any:
+    def number(self, key: str, default: Any = REQUIRED, above: float = -math.inf, low: float = -math.inf) -> Any:
         """A finite float."""
         value = self._value(key, default)
         if value is default:
             return default
-        if not _is_number(value) or not value > above:
-            self.refuse(key, "a finite number" + (f" > {above:g}" if above > -math.inf else ""))
+        if not _is_number(value) or not value > above or not value >= low:
+            bound = f" > {above:g}" if above > -math.inf else f" >= {low:g}" if low > -math.inf else ""
+            self.refuse(key, f"a finite number{bound}")
         return float(value)
 
     def text(self, key: str, default: Any = REQUIRED) -> Any:

@@ -34,7 +34,7 @@ CASES = {
         ["data.train={x}/torn.jsonl"],
         DataError,
         2,
-        ["data.train", "torn.jsonl:3", "malformed JSON", '{"prompt": "c"'],
+        ["data.train", "torn.jsonl:3", "not valid JSON", '{"prompt": "c"'],
     ),
     "not UTF-8": ("sft", ["data.train={x}/latin.jsonl"], DataError, 2, ["data.train", "latin.jsonl", "UTF-8"]),
     "pairs for sft": (

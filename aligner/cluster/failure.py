@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from aligner.errors import AlignerError
+from aligner.foreign import read_record
+
 VARIABLE = "ALIGNER_FAILURE_FILE"
 
 
@@ -38,7 +41,7 @@ def record(text: str, exit_code: int, environ: Mapping[str, str] = os.environ) -
 def read(path: Path) -> Failure | None:
     """What `record` wrote, None if there is nothing whole."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        said = read_record(path, AlignerError)
+        return Failure(said.number("time_s"), said.text("text"), said.integer("exit_code", low=-(2**31)))
+    except AlignerError:
         return None
-    return Failure(float(data["time_s"]), str(data["text"]), int(data["exit_code"]))

@@ -6,6 +6,7 @@ Standard library only, since it runs with the host's Python outside of container
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -16,6 +17,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from aligner.errors import AlignerError
+from aligner.foreign import read_record
 
 VISIBLE_WITHIN_S = 15.0  # what a network file system may take to show a new file
 MIN_FREE_BYTES = 1 << 30
@@ -85,10 +89,9 @@ def collect(folder: Path, nodes: list[str], max_skew_s: float = MAX_SKEW_S) -> d
     """Bad node -> why. Empty if nothing reported at all: then the check could not run, which says nothing of nodes."""
     reports = {}
     for node in nodes:
-        try:
-            reports[node] = json.loads((folder / f"{node}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
+        with contextlib.suppress(AlignerError):  # none, or none that is whole: told below
+            said = read_record(folder / f"{node}.json", AlignerError)
+            reports[node] = {"time_s": said.number("time_s"), "problems": said.texts("problems")}
     if not reports:
         return {}
     middle = statistics.median(report["time_s"] for report in reports.values())

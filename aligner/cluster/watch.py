@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import re
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from aligner.errors import AlignerError
+from aligner.foreign import parse_json, read_record, record
 
 COLUMNS = ("run", "state", "step", "s/step", "attempts", "goodput", "rank-hours", "left")
 
@@ -96,19 +98,17 @@ def step_times(run: Path) -> dict[int, float]:
     """Seconds of each step that counts: a resumed run cuts the others from metrics.jsonl."""
     path, found = run / "metrics.jsonl", {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:  # being written
-            continue
-        if "time/step_s" in record:
-            found[int(record["step"])] = float(record["time/step_s"])
+        with contextlib.suppress(AlignerError):  # one that is being written
+            told = record(parse_json(line, str(path), AlignerError), str(path), AlignerError)
+            if "time/step_s" in told:
+                found[told.integer("step")] = told.number("time/step_s")
     return found
 
 
 def newest_step(run: Path, times: dict[int, float]) -> int:
     steps = [*times, 0]
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        steps.append(int(json.loads((run / "progress.json").read_text())["step"]))
+    with contextlib.suppress(AlignerError):
+        steps.append(read_record(run / "progress.json", AlignerError).integer("step"))
     return max(steps)
 
 

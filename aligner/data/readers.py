@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from aligner.errors import DataError
+from aligner.foreign import parse_json, record
 
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -82,21 +82,13 @@ def _parse_jsonl(text: str, file: Path, key: str) -> list[Row]:
     rows = []
     for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also split at U+2028 inside strings
         if line.strip():
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{key}: malformed JSON at {file}:{number}: {error} in {line[:80]!r}") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{key}: expected a JSON object at {file}:{number}, found {line[:80]!r}")
-            rows.append(row)
+            row = parse_json(line, f"{key}: {file}", DataError, line=number, nan=True)
+            rows.append(record(row, f"{key}: {file}:{number}", DataError).fields)
     return rows
 
 
 def _parse_json(text: str, file: Path, key: str) -> list[Row]:
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{key}: malformed JSON at {file}:{error.lineno}: {error}") from error
+    rows = parse_json(text, f"{key}: {file}", DataError, nan=True)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{key}={str(file)!r}: expected a JSON list of objects (one object per line is .jsonl)")
     return rows

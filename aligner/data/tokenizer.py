@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aligner.errors import ConfigError, DataError
+from aligner.foreign import read_record
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,11 +154,9 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     found = [tokenizer.eos_token_id]
     path = Path(tokenizer.name_or_path) / "generation_config.json"
     if path.is_file():
-        try:
-            listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except ValueError as error:
-            raise DataError(f"model.tokenizer: expected JSON in {path}, found {error}") from error
-        found += listed if isinstance(listed, list) else [listed] if listed is not None else []
+        told = read_record(path, DataError)
+        many = isinstance(told.fields.get("eos_token_id"), list)
+        found += told.integers("eos_token_id") if many else [told.integer("eos_token_id", tokenizer.eos_token_id)]
     if tokenizer.chat_template is not None:
         answer = "an answer 7"
         chat = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]

@@ -21,6 +21,7 @@ from torch import Tensor
 from aligner.config.schema import ModelConfig
 from aligner.engines.base import RolloutEngine, UpdateLedger
 from aligner.errors import ConfigError, DataError, EngineError
+from aligner.foreign import parse_json, record
 from aligner.models.families import expected_hf_shapes
 from aligner.models.safetensors_io import save_whole
 from aligner.ops.checksum import tensor_checksum
@@ -114,12 +115,17 @@ class Answers:
 def _keys_of(path: Path) -> list[str]:
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
-            header = json.loads((file.metadata() or {}).get("header", "{}"))
-    except (SafetensorError, OSError, ValueError) as error:
+            text = (file.metadata() or {}).get("header", "{}")
+            rows = file.get_slice("lengths").get_shape() if "lengths" in file.keys() else None  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: cannot be read as recorded answers ({error})") from None
-    if (header.get("format"), header.get("version")) != (FORMAT, VERSION):
+    header = record(parse_json(text, f"{path}: header", DataError), f"{path}: header", DataError)
+    if (header.fields.get("format"), header.fields.get("version")) != (FORMAT, VERSION):
         raise DataError(f"{path}: expected recorded answers (debug.record_answers), format {FORMAT} {VERSION}")
-    return header["keys"]
+    keys = header.texts("keys")
+    if rows != [len(keys)]:
+        raise DataError(f"{path}: {len(keys)} keys: expected one for each row of lengths, of shape {rows}")
+    return keys
 
 
 class RecordedEngine:

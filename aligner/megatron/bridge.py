@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from aligner.errors import CheckpointError, ConfigError
+from aligner.foreign import read_record
 
 NOTE, FOLDER = "bridge.json", "megatron"
 
@@ -44,7 +45,7 @@ def export_folder(source: Path, target: Path, world_size: int) -> None:
         raise CheckpointError(f"{source} was imported by Megatron-Bridge, which is not installed here")
     from megatron.bridge import AutoBridge
 
-    origin = json.loads((source / NOTE).read_text(encoding="utf-8"))["source"]
+    origin = read_record(source / NOTE, CheckpointError).text("source")
     bridge = AutoBridge.from_hf_pretrained(origin)
     bridge.export_ckpt(megatron_path=str(source / FOLDER), hf_path=str(target))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.errors import CheckpointError
+from aligner.foreign import read_record
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # of state.json; since 2 a checkpoint has a manifest
@@ -46,16 +47,27 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
+    """state.json. Raises CheckpointError if it cannot be read or lacks what every checkpoint has."""
     try:
-        return json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {folder / 'state.json'}: {error}") from error
+        found = read_record(folder / "state.json", CheckpointError, nan=True)  # metrics may be
+        found.integer("step")
+        found.integer("world_size", low=1)
+        found.integer("format", 1, low=1, high=FORMAT)
+        found.record("state")
+        identity = found.record("identity")
+        identity.text("stage")
+        identity.record("model")
+        if "metric" in found and not isinstance(found.fields["metric"], int | float):
+            found.refuse("metric", "a number")
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot read {folder / 'state.json'}: {error}") from None
+    return {"metric": None} | found.fields
 
 
 def read_checked(folder: Path) -> dict[str, Any]:
     """state.json of a checkpoint whose small files are what was written. Raises CheckpointError."""
     content = read_state(folder)
-    if content.get("format", 1) >= FORMAT:
+    if content.get("format", 1) >= FORMAT or (folder / MANIFEST).exists():
         check_manifest(folder)
     return content
 
@@ -70,9 +82,11 @@ def write_manifest(folder: Path) -> None:
 def check_manifest(folder: Path) -> None:
     """Raises CheckpointError naming the first file that is not what was written."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = read_record(folder / MANIFEST, CheckpointError).text_map("files")
         wrong = next((name for name, digest in files.items() if _sha256(folder / name) != digest), None)
-    except (OSError, ValueError, KeyError) as error:
+        if wrong is None and "state.json" not in files:
+            raise CheckpointError("it has no checksum of state.json")
+    except (OSError, ValueError, CheckpointError) as error:
         raise CheckpointError(f"cannot read {folder / MANIFEST}, or a file that it names: {error}") from error
     if wrong is not None:
         raise CheckpointError(f"cannot load checkpoint {folder}: {wrong} does not have the checksum of {MANIFEST}")

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from aligner.errors import WriteError
+from aligner.errors import CheckpointError, WriteError
+from aligner.foreign import read_record
 from aligner.megatron.train import ShardedModel
 from aligner.models.carried import carried_config, carry
 from aligner.models.hf_config import hf_config
@@ -66,4 +67,9 @@ def export_hf(
 def read_extra(folder: Path) -> dict[str, Any]:
     """What `export_hf` wrote beside the model; empty for folders of other origin."""
     path = folder / EXTRA_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    found = read_record(path, CheckpointError)
+    for name in ("bias", "std"):
+        found.number(name, None)
+    return found.fields

@@ -11,7 +11,7 @@ import torch
 
 from aligner.config.attention import AttentionConfig
 from aligner.config.freeze import load_frozen
-from aligner.config.moe import MoeConfig
+from aligner.config.options import from_plain
 from aligner.config.rope import RopeScalingConfig
 from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ModelConfig
@@ -102,12 +102,10 @@ def _from_checkpoint(cfg: ModelConfig, checkpoint: Path, state: dict[str, Any], 
     """A run folder without an export, or one of its checkpoints: the shape is in its state.json."""
     seen = same_view(checkpoint, lambda: view(checkpoint))
     identity = state["identity"]
-    fields = dict(identity["model"])
-    fields["rope_scaling"] = RopeScalingConfig(**fields["rope_scaling"])
-    fields["attention"] = AttentionConfig(**fields.get("attention", {}))
-    fields["moe"] = MoeConfig(**fields.get("moe", {}))
-    fields["scales"] = ScalesConfig(**fields.get("scales", {}))
-    config = _for_run(ModelConfig(**fields), cfg)
+    try:
+        config = _for_run(from_plain(ModelConfig, identity["model"], "model"), cfg)
+    except ConfigError as error:
+        raise CheckpointError(f"{checkpoint / 'state.json'}: identity.{error}") from None
     run_config = load_frozen(checkpoint.parent.parent / "config.yaml")
     origin = checkpoint.parent.parent / SOURCE
     imported = origin.is_dir()

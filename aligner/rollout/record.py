@@ -20,7 +20,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from aligner.errors import AlignerError, DataError
+from aligner.config.options import from_plain
+from aligner.errors import AlignerError, ConfigError, DataError
+from aligner.foreign import parse_json, record
 from aligner.megatron.groups import Layout
 from aligner.models.safetensors_io import save_whole
 from aligner.ops.reduce import first_cause
@@ -108,16 +110,26 @@ def read_header(path: Path) -> Header:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: cannot be read as a recorded rollout ({error})") from None
-    try:
-        data = json.loads(metadata.get("header", "{}"))
-        kind, version = data.pop("format", None), data.pop("version", None)
-    except (ValueError, AttributeError):
-        kind = version = None
-    if kind != FORMAT:
+    where = f"{path}: header"
+    found = record(parse_json(metadata.get("header", "{}"), where, DataError), where, DataError)
+    if found.fields.pop("format", None) != FORMAT:
         raise DataError(f"{path}: expected a recorded rollout (debug.record), a safetensors file of format {FORMAT}")
+    version = found.fields.pop("version", None)
     if version != VERSION:
         raise DataError(f"{path}: format version {version}: expected {VERSION}. Record it again with this version")
-    return Header(**data | {"origin": Origin(**data["origin"])})
+    found.need(*(f.name for f in fields(Header)))
+    found.record("origin").need(*(f.name for f in fields(Origin) if f.default is dataclasses.MISSING))
+    try:
+        header = from_plain(Header, found.fields, "header", Header)
+    except ConfigError as error:
+        raise DataError(f"{path}: {error}") from None
+    for prompt in header.prompts:
+        text = record(prompt, f"{where}.prompts", DataError)
+        text.integer("id", low=-(2**63))
+        text.text("text")
+    if len(header.prompts) != len(header.slots):
+        raise DataError(f"{where}: {len(header.slots)} slots: expected one for each of {len(header.prompts)} prompts")
+    return header
 
 
 def read_recording(path: Path, slots: range | None = None, whole: bool = True) -> Recording:
@@ -129,6 +141,7 @@ def read_recording(path: Path, slots: range | None = None, whole: bool = True) -
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: cannot be read as a recorded rollout ({error})") from None
+    _check_columns(path, header, tensors)
     group = tensors["group"]
     if whole and len(group) != header.origin.prompts * header.origin.group:
         expected = f"{header.origin.prompts} prompts x {header.origin.group}"
@@ -144,6 +157,23 @@ def read_recording(path: Path, slots: range | None = None, whole: bool = True) -
     )
     rollout.samples = _samples(rollout, header, tensors["sample_index"].tolist(), rows.tolist())
     return Recording(header, rollout.trim(), scores)
+
+
+def _check_columns(path: Path, header: Header, tensors: dict[str, Tensor]) -> None:
+    """What belongs together has one length, and numbers point to what is there."""
+    rows, width = len(header.responses), 0
+    needed = {"tokens": 2, "lengths": 1, "group": 1, "finished": 1, "response_mask": 2, "sample_index": 1}
+    needed |= {f"scores/{name}": 1 for name in ("total", "raw", "valid", "clipped")}
+    for name, dims in needed.items():
+        if name not in tensors or tensors[name].dim() != dims:
+            raise DataError(f"{path}: expected {name} with {dims} dimensions, found none")
+    width = tensors["tokens"].shape[1]
+    for name, t in tensors.items():
+        if len(t) != rows or (t.dim() == 2 and t.shape[1] != width):
+            raise DataError(f"{path}: {name} is of shape {tuple(t.shape)}: expected ({rows}, {width})")
+    lengths, slots = tensors["lengths"], set(tensors["group"].tolist())
+    if rows and not (int(lengths.min()) > 0 and int(lengths.max()) <= width and slots <= set(header.slots)):
+        raise DataError(f"{path}: expected lengths from 1 to {width} and prompt slots of its header")
 
 
 def _inside(group: Tensor, slots: range) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 from aligner.config.schema import LoggingConfig
 from aligner.errors import AlignerError, MissingExtraError, WriteError
+from aligner.foreign import parse_json, record
 
 
 def finite(value: Any) -> Any:
@@ -31,14 +32,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in lines:
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError(f"a {type(record).__name__}")
-            records.append(record)
-        except ValueError as cause:
+            value = parse_json(line, str(path), AlignerError, line=number, nan=True)
+            records.append(record(value, f"{path}:{number}", AlignerError).fields)
+        except AlignerError:
             if number == lines[-1][0]:  # the write was cut off
                 break
-            raise AlignerError(f"{path}:{number}: expected one JSON object, found {line[:80]!r}: {cause}") from cause
+            raise
     return records
 
 
@@ -56,7 +55,8 @@ def truncate_jsonl(path: Path, step: int) -> None:
     """Drop the records later than `step`, and a torn last line: what a resumed run will write again."""
     if not path.exists():
         return
-    rewrite_jsonl(path, [record for record in read_jsonl(path) if record["step"] <= step])
+    kept = [row for row in read_jsonl(path) if record(row, str(path), AlignerError).integer("step", low=-1) <= step]
+    rewrite_jsonl(path, kept)
 
 
 def rewrite_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -25,6 +25,8 @@ import torch.distributed as dist
 
 from aligner.cluster.signals import StopSignals
 from aligner.config.schema import ClusterConfig
+from aligner.errors import AlignerError
+from aligner.foreign import read_record
 from aligner.run.contract import PROGRESS, STOPPED
 from aligner.run.metrics import unwritable
 
@@ -133,19 +135,12 @@ def write_progress(run_dir: Path, step: int, steps: int, **more: Any) -> None:
     write_json(run_dir / PROGRESS, {"step": step, "steps": steps, "time": round(time.time(), 3), **more})
 
 
-def read_progress(run_dir: Path) -> dict[str, Any]:
-    """What `write_progress` wrote last; empty if there is nothing of it."""
-    try:
-        found = json.loads((run_dir / PROGRESS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def read_saves(run_dir: Path) -> list[float]:
-    """Seconds of the last saves of earlier starts."""
-    found = read_progress(run_dir).get("saves_s")
-    return [float(s) for s in found if isinstance(s, int | float)] if isinstance(found, list) else []
+    """Seconds of the last saves of earlier starts; none where no whole file has any."""
+    try:
+        return read_record(run_dir / PROGRESS, AlignerError).numbers("saves_s", [])
+    except AlignerError:
+        return []
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

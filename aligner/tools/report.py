@@ -5,7 +5,6 @@ Everything a model or a dataset wrote is escaped, the page loads nothing and run
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.errors import AlignerError
+from aligner.foreign import read_record
 from aligner.tools import svg
 from aligner.tools.report_runs import HEADLINE, Run, duration, flat, names, number, read_run, run_folders
 
@@ -252,13 +252,7 @@ def write_report(given: list[Path]) -> Path:
 
 
 def _summary(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as cause:
-        raise AlignerError(f"report {str(path)!r}: expected JSON, but {cause}") from cause
-    return found if isinstance(found, dict) else {}
+    return read_record(path, AlignerError, nan=True).fields if path.is_file() else {}
 
 
 def main(folders: list[str]) -> int:

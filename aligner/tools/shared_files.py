@@ -21,7 +21,8 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from aligner.errors import AlignerError, ConfigError, WriteError
+from aligner.errors import AlignerError, CheckpointError, ConfigError, WriteError
+from aligner.foreign import read_record
 from aligner.megatron.checkpoint import file_hash, fsync_folder, fsync_tree
 
 PARTIAL = ".partial"
@@ -55,7 +56,7 @@ class SharedFolder:
         if self.target.exists():
             raise ConfigError("FOLDER", str(self.target), "a folder that does not exist yet")
         noted = self.partial / "plan.json"
-        if fresh or not noted.is_file() or json.loads(noted.read_text(encoding="utf-8")) != plan:
+        if fresh or not noted.is_file() or _noted(noted) != plan:
             if noted.is_file() and not fresh:
                 print(f"{self.partial} was of another source or other options: starting anew", file=sys.stderr)
             for folder in (self.out, self.done):
@@ -100,15 +101,16 @@ class SharedFolder:
         bar.close()
         if self.rank:
             return {}
-        notes = {f.name: json.loads((self.done / f"{f.name}.json").read_text(encoding="utf-8")) for f in files}
-        return {name: (note["sha256"], note["notes"]) for name, note in notes.items()}
+        notes = {f.name: read_record(self.done / f"{f.name}.json", CheckpointError) for f in files}
+        return {name: (note.text("sha256"), note.list("notes")) for name, note in notes.items()}
 
     def _finished(self, file: FilePlan) -> bool:
         """Whether an earlier start has written it, and it still is what was written."""
         note, path = self.done / f"{file.name}.json", self.out / file.name
         if not note.is_file() or not path.is_file():
             return False
-        return file_hash(path) == json.loads(note.read_text(encoding="utf-8"))["sha256"]
+        told = _noted(note)
+        return told is not None and isinstance(told.get("notes"), list) and told.get("sha256") == file_hash(path)
 
     def finish(self, complete: Callable[[Path], None]) -> None:
         """`complete(folder)` adds the small files, on rank 0; then the folder goes to its place."""
@@ -123,6 +125,15 @@ class SharedFolder:
             shutil.rmtree(self.partial, ignore_errors=True)
 
         self.together(work)
+
+
+def _noted(path: Path) -> dict[str, Any] | None:
+    """What an earlier start has noted; None where that is damaged: it is done again."""
+    try:
+        return read_record(path, CheckpointError).fields
+    except CheckpointError as error:
+        print(f"{error}: done again", file=sys.stderr)
+        return None
 
 
 class _Progress:
