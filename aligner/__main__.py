@@ -191,15 +191,24 @@ def _run(args: argparse.Namespace) -> int:
             _frozen_path(args, cfg)
         from aligner.build import run_stage
 
+        before = _stamp(cfg)
         try:
             code = run_stage(cfg, env, signals) or 0
         except SystemExit as cause:  # of a library, or of code that a dataset or a model brings
             raise _left(cause) from cause
         finally:
-            if env.rank == 0:
+            if env.rank == 0 and _stamp(cfg) != before:  # it has begun
                 _write_report([cfg.run.dir])
         world.leave(code == 0)
     return INTERRUPTED if env.launcher == "single" and _stopped_by_hand(cfg) else code
+
+
+def _stamp(cfg: Config) -> int:
+    """When a start of the run was last recorded."""
+    from aligner.run.starts import FILE
+
+    path = Path(cfg.run.dir) / FILE
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def _write_report(folders: list[str]) -> None:

@@ -15,7 +15,7 @@ from aligner.errors import AlignerError
 from aligner.megatron.groups import leave_distributed
 from aligner.plan.shapes import parameters
 from aligner.run.contract import DONE, STOPPED
-from aligner.run.starts import recorded
+from aligner.run.starts import Start, start_record
 from aligner.run.stop import Boundary, Deadline, StopRequested, allocation_end, restarted, uptime_s
 from aligner.run.watchdog import Watchdog
 
@@ -31,6 +31,9 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
         (run_dir / STOPPED).unlink(missing_ok=True)
         Watchdog.clear(run_dir)
     job = start(cfg, env)
+    if env.rank == 0:
+        facts = {"parameters": parameters(job.initial.config)}
+        job.start = Start(run_dir, env.rank, start_record(env.world_size, job.device, **facts))
     job.boundary = Boundary(signals or StopSignals(), Deadline(margin_s=cfg.cluster.margin_s), job.watchdog.clock.now)
     if env.rank == 0:
         end_s = allocation_end(cfg.cluster)
@@ -40,7 +43,7 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
     try:
         if job.layout is None:
             return serve(job)
-        with recorded(run_dir, env.rank, env.world_size, job.device, parameters=parameters(job.initial.config)):
+        with job.start.ends():
             {"sft": run_sft, "rm": run_rm, "grpo": run_grpo, "ppo": run_ppo}[cfg.stage.name](job)
             if env.rank == 0:
                 (run_dir / DONE).write_text(f"{cfg.stage.name}\n", encoding="utf-8")

@@ -42,6 +42,7 @@ from aligner.roles.critic import Critic
 from aligner.roles.initial import InitialModel, resolve
 from aligner.roles.policy import Policy, Reference
 from aligner.roles.reward_model import RewardModel
+from aligner.run.starts import Start
 from aligner.run.stop import Boundary
 from aligner.run.timers import Timers
 from aligner.run.watchdog import Watchdog
@@ -65,6 +66,7 @@ class Job:
     timers: Timers = field(default_factory=Timers)
     models: dict[str, ShardedModel] = field(default_factory=dict)  # by role, for the memory's turns
     engine: RolloutEngine | None = None
+    start: Start = field(default_factory=lambda: Start("", 1, {}))  # rank 0 has a real one
 
     def __post_init__(self) -> None:
         cfg, env = self.cfg, self.env

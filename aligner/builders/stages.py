@@ -105,6 +105,7 @@ def _run(job: Job, models: dict[str, ShardedModel], state: dict[str, Any], evalu
         save_final=cfg.checkpoint.final and not cfg.debug.rollout_only,
         save_stopped=not cfg.debug.rollout_only,
     )
+    run.accepted = job.start.accepted
     run.timers = job.timers
     run.timers.on_phase = job.watchdog.phase
     memories = {role: ModelMemory(model, cfg.memory.pin) for role, model in job.models.items()}

@@ -54,6 +54,7 @@ class Run:
         self.boundary = boundary or Boundary()
         self.checkpoint_every, self.save_final, self.save_stopped = checkpoint_every, save_final, save_stopped
         self.timers = Timers()
+        self.accepted: Callable[[], None] = lambda: None  # told once the folder is this run's
         self.memory: PhaseMemory | None = None
         self.last_eval: ScalarMetrics = {}
         self.stopped: str | None = None  # why the stage ended before run.steps
@@ -76,6 +77,7 @@ class Run:
         self.logger.resume_at(self.step if self.step else -1)
         if self.rank == 0:  # the folder is this run's from here on
             accept(self.dir)
+            self.accepted()
             (self.dir / DONE).unlink(missing_ok=True)
             truncate_samples(self.config.dir, self.step)
             truncate_alarms(self.config.dir, self.step)

@@ -39,29 +39,38 @@ _SECRET = re.compile(
 _KEYS = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-)[\w-]{16,}")  # as services write them
 
 
-@contextmanager
-def recorded(run_dir: str | Path, rank: int, ranks: int, device: torch.device, **facts: Any) -> Iterator[None]:
-    """What runs inside is a start of the run: its record, with further `facts`, is written before, the way it ended
-    behind it."""
-    if rank:
-        yield
-        return
-    path = Path(run_dir) / FILE
-    rewrite_jsonl(path, [*read_jsonl(path), start_record(ranks, device) | facts])
-    result = "done"
-    try:
-        yield
-    except BaseException as error:  # a StopRequested, too
-        result = f"{type(error).__name__}: {redacted(str(error))[:300]}"
-        raise
-    finally:
+class Start:
+    """This start of a run. Nothing is written before `accepted`: what is refused leaves a used folder as it was."""
+
+    def __init__(self, run_dir: str | Path, rank: int, record: dict[str, Any]):
+        self.path, self.rank, self.record = Path(run_dir) / FILE, rank, record
+        self.begun = False
+
+    def accepted(self) -> None:
+        """The folder is this run's from here on."""
+        if self.rank == 0:
+            rewrite_jsonl(self.path, [*read_jsonl(self.path), self.record])
+            self.begun = True
+
+    @contextmanager
+    def ends(self) -> Iterator[None]:
+        """Whatever happens inside, how it ended is written behind it."""
+        result = "done"
         try:
-            append_jsonl(path, [{"ended": now(), "result": result}])
-        except WriteError as cause:  # how a run ended does not depend on this line
-            print(f"warning: {cause}", file=sys.stderr)
+            yield
+        except BaseException as error:  # a StopRequested, too
+            result = f"{type(error).__name__}: {redacted(str(error))[:300]}"
+            raise
+        finally:
+            if self.begun:
+                try:
+                    append_jsonl(self.path, [{"ended": now(), "result": result}])
+                except WriteError as cause:  # how a run ended does not depend on this line
+                    print(f"warning: {cause}", file=sys.stderr)
 
 
-def start_record(ranks: int, device: torch.device) -> dict[str, Any]:
+def start_record(ranks: int, device: torch.device, **facts: Any) -> dict[str, Any]:
+    """What there is to know at the start of a run, with further `facts`."""
     commit, dirty = git_state(Path(__file__).resolve().parents[2])
     told = os.environ.get(COMMAND) if LAUNCHED in os.environ else None
     command = told or command_line(sys.argv[1:])
@@ -74,6 +83,7 @@ def start_record(ranks: int, device: torch.device) -> dict[str, Any]:
         "host": platform.node(),
         "hardware": hardware(device),
         "ranks": ranks,
+        **facts,
     }
 
 

@@ -16,22 +16,35 @@ CPU = torch.device("cpu")
 
 def test_each_start_and_its_end_is_a_record(tmp_path):
     path = tmp_path / "run" / starts.FILE
-    with starts.recorded(path.parent, 0, 2, CPU):
+
+    def begin():
+        start = starts.Start(path.parent, 0, starts.start_record(2, CPU, parameters=7))
+        start.accepted()
+        return start
+
+    with begin().ends():
         (first,) = read_jsonl(path)
-    assert first["ranks"] == 2 and first["host"] and first["hardware"]["cores"] >= 1
+    assert first["ranks"] == 2 and first["host"] and first["hardware"]["cores"] >= 1 and first["parameters"] == 7
     assert first["versions"]["torch"] == torch.__version__.partition("+")[0] and "megatron-core" in first["versions"]
-    with pytest.raises(StopRequested), starts.recorded(path.parent, 0, 2, CPU):
+    with pytest.raises(StopRequested), begin().ends():
         raise StopRequested("sft stopped at step 3 of 9: USR1")
     with path.open("a") as file:
         file.write('{"started": "20')  # killed while it wrote
-    with pytest.raises(AlignerError), starts.recorded(path.parent, 0, 2, CPU):
+    with pytest.raises(AlignerError), begin().ends():
         raise AlignerError("args={api_key: 'abc'}: expected something else")
     kinds = [("started" in record, record.get("result")) for record in read_jsonl(path)]
     stopped, failed = "StopRequested: sft stopped at step 3 of 9: USR1", "AlignerError: args={api_key: <hidden>}"
     assert [kind for kind, _ in kinds] == [True, False] * 3
     assert [how for _, how in kinds[1::2]] == ["done", stopped, f"{failed}: expected something else"]
-    with starts.recorded(tmp_path / "other", 1, 2, CPU):
-        assert not (tmp_path / "other").exists()  # rank 0 alone writes
+
+
+def test_a_start_that_is_refused_and_other_ranks_write_nothing(tmp_path):
+    with pytest.raises(AlignerError), starts.Start(tmp_path / "run", 0, {}).ends():
+        raise AlignerError("data.train: expected something else")
+    other = starts.Start(tmp_path / "run", 1, {})
+    other.accepted()
+    with other.ends():
+        assert not (tmp_path / "run").exists()
 
 
 def test_secrets_home_and_name_stay_out_of_the_command(monkeypatch, tmp_path):
