@@ -10,6 +10,7 @@ import torch
 
 from aligner.config.attention import AttentionConfig
 from aligner.config.moe import MoeConfig
+from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ModelConfig, OptimConfig, RopeScalingConfig
 from aligner.models.families import FAMILIES
 from aligner.models.hf_config import hf_config
@@ -75,6 +76,32 @@ MORE |= {
     "qwen3-windows": replace(
         MODELS["qwen3"], qkv_bias=True, num_layers=4, attention=AttentionConfig(window=6, global_layers=[0, 2, 3])
     ),
+}
+MORE |= {
+    "granite": replace(
+        LLAMA,
+        family="granite",
+        attention=AttentionConfig(multiplier=0.2),
+        scales=ScalesConfig(embedding=3.0, residual=0.4, logits=1.7),
+    ),
+    "smollm3": replace(
+        LLAMA, family="smollm3", num_layers=4, mlp_bias=True, attention=AttentionConfig(nope_layers=[1, 2])
+    ),
+    "smollm3-windows": replace(
+        LLAMA,
+        family="smollm3",
+        num_layers=3,
+        attention=AttentionConfig(window=5, global_layers=[0, 2], nope_layers=[1]),
+    ),
+    "gemma2": replace(
+        LLAMA,
+        family="gemma2",
+        num_layers=4,
+        head_dim=16,
+        attention=AttentionConfig(window=6, global_every=2, query_scale_dim=10, softcap=2.0),
+        scales=ScalesConfig(logits_softcap=3.0),
+    ),
+    "olmo2": replace(LLAMA, family="olmo2", qk_norm=True),
 }
 MOE = replace(MODELS["qwen3"], family="qwen3_moe", moe=MoeConfig(4, top_k=2, ffn_hidden_size=24))
 MIXTRAL = replace(LLAMA, family="mixtral", ffn_hidden_size=40, moe=MoeConfig(6, top_k=3, ffn_hidden_size=40))

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Traits:
     varies: tuple[str, ...] = ()  # keys of `model`, beside sizes, in which two models of the family may differ
+    qkv_bias: bool = False  # where it does not vary
+    qk_norm: bool = False
+    wide_qk_norm: bool = False  # over all heads of a token, not over each
+    tied: bool = False  # what a config.json without tie_word_embeddings means
     experts: bool = False
     norms: int = 2  # of a layer, over the hidden size
     output_bias: bool = False  # attention's output has a bias where queries, keys and values have one
@@ -25,15 +29,20 @@ class Traits:
 _BIASES = ("qkv_bias", "mlp_bias")
 _WINDOW = ("attention.window",)
 _LAYERS = (*_WINDOW, "attention.global_every", "attention.global_layers")
+_GEMMA = (*_LAYERS, "attention.query_scale_dim", "qkv_bias")
 TRAITS = {
     "llama": Traits(_BIASES, output_bias=True),
     "mistral": Traits(_WINDOW),
-    "qwen2": Traits(_LAYERS),
-    "qwen3": Traits((*_LAYERS, "qkv_bias"), output_bias=True),
-    "gemma3_text": Traits(
-        (*_LAYERS, "attention.local_rope_base", "attention.query_scale_dim", "qkv_bias"), norms=4, output_bias=True
+    "qwen2": Traits(_LAYERS, qkv_bias=True),
+    "qwen3": Traits((*_LAYERS, "qkv_bias"), qk_norm=True, output_bias=True),
+    "gemma2": Traits((*_GEMMA, "attention.softcap", "scales.logits_softcap"), tied=True, norms=4, output_bias=True),
+    "gemma3_text": Traits((*_GEMMA, "attention.local_rope_base"), qk_norm=True, tied=True, norms=4, output_bias=True),
+    "granite": Traits(
+        (*_BIASES, "attention.multiplier", "scales.embedding", "scales.residual", "scales.logits"), output_bias=True
     ),
-    "qwen3_moe": Traits((*_WINDOW, "qkv_bias"), experts=True, output_bias=True),
+    "smollm3": Traits((*_BIASES, *_LAYERS, "attention.nope_layers"), tied=True, output_bias=True),
+    "olmo2": Traits(("qkv_bias",), qk_norm=True, wide_qk_norm=True, output_bias=True),
+    "qwen3_moe": Traits((*_WINDOW, "qkv_bias"), qk_norm=True, experts=True, output_bias=True),
     "mixtral": Traits(_WINDOW, experts=True),
 }
 MOE_FAMILIES = tuple(name for name, traits in TRAITS.items() if traits.experts)

@@ -44,6 +44,8 @@ class RopeScalingConfig:
 
 def check_rope(scaling: RopeScalingConfig, rotary_dim: int) -> None:
     """`rotary_dim` numbers of a head are rotated."""
+    if rotary_dim % 2 or not rotary_dim:
+        raise ConfigError("model.attention.rotary_fraction", f"{rotary_dim} numbers of a head", "an even number")
     if scaling.type == "longrope":
         for name in ("short_factor", "long_factor"):
             count = len(getattr(scaling, name))

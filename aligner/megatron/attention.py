@@ -18,17 +18,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from aligner.config.attention import AttentionConfig
+from aligner.config.families import TRAITS
+from aligner.config.schema import ModelConfig
 from aligner.megatron import kernels, varlen
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
+from aligner.models.families import FAMILIES
 from aligner.ops.packing import Final, Packing, Segment
+from aligner.ops.scored_attention import scored_attention
 from aligner.ops.wide_products import widened
 
 
@@ -49,11 +57,17 @@ class StreamAttention(SelfAttention):
     """hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> [N, 1, H]; of the last layer with a `Final` [K,
     1, H] and, where Megatron has a bias, which of the N these are: for `add_residual`."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, shape: AttentionConfig, **kwargs: Any):
+    def __init__(self, config: TransformerConfig, *args: Any, model: ModelConfig, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        self.is_local = shape.is_local(self.layer_number - 1)
+        layer, shape = self.layer_number - 1, model.attention
+        self.is_local, self.is_rotated = shape.is_local(layer), layer not in shape.nope_layers
         self.is_last = self.layer_number == config.num_layers
-        self.scale = shape.scale
+        self.scale, self.softcap = shape.scale, shape.softcap
+        self.neighbours = FAMILIES[model.family].interleaved_rotary
+        self.wide = TRAITS[model.family].wide_qk_norm
+        if self.wide:
+            for name, heads in (("q_layernorm", model.num_heads), ("k_layernorm", model.num_kv_heads)):
+                setattr(self, name, WideNorm(config, heads * model.kv_channels, self.pg_collection.tp))
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: Stream, **unused: Any
@@ -62,9 +76,9 @@ class StreamAttention(SelfAttention):
         query, key, value = self._heads(hidden_states, stream)
         final = stream.packing.final if self.is_last else None
         if final is None:
-            context = attend(query, key, value, stream, self.scale)
+            context = attend(query, key, value, stream, self.scale, self.softcap)
         else:
-            context = _segments(kernels.collect(query, final.kept), key, value, final, self.scale)
+            context = _segments(kernels.collect(query, final.kept), key, value, final, self.scale, self.softcap)
         out, bias = self.linear_proj(context.reshape(len(context), 1, -1))
         return out if bias is None else out + bias, None if final is None else final.kept
 
@@ -72,23 +86,33 @@ class StreamAttention(SelfAttention):
         mixed, _ = self.linear_qkv(hidden)
         groups, d = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         mixed = mixed.view(len(mixed), groups, -1, d)
-        if self.q_layernorm is None or isinstance(self.q_layernorm, IdentityOp):
-            return kernels.split_and_rotate(mixed, stream.cos, stream.sin)
-        query, key, value = mixed.split([mixed.shape[2] - 2, 1, 1], dim=2)
-        query = self.q_layernorm(query.reshape(len(mixed), -1, d))
-        key = self.k_layernorm(key.reshape(len(mixed), -1, d))
-        turned = (kernels.rotate(x, stream.cos, stream.sin) for x in (query, key))
-        return *turned, value.reshape(len(mixed), -1, d)
+        normed = self.q_layernorm is not None and not isinstance(self.q_layernorm, IdentityOp)
+        if self.is_rotated and not normed:
+            return kernels.split_and_rotate(mixed, stream.cos, stream.sin, self.neighbours)
+        query, key, value = (x.reshape(len(mixed), -1, d) for x in mixed.split([mixed.shape[2] - 2, 1, 1], dim=2))
+        if normed:
+            query, key = self._normed(self.q_layernorm, query), self._normed(self.k_layernorm, key)
+        if self.is_rotated:
+            query, key = (kernels.rotate(x, stream.cos, stream.sin, self.neighbours) for x in (query, key))
+        return query, key, value
+
+    def _normed(self, norm: torch.nn.Module, x: Tensor) -> Tensor:
+        return norm(x.flatten(1)).view(x.shape) if self.wide else norm(x)
 
 
-def add_residual(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-    """In place of Megatron's bias-dropout-add after attention; there is neither."""
+def residual_adder(scale: float) -> Callable:
+    """In place of Megatron's bias-dropout-add after attention and the MLP; there is neither, but for some families a
+    factor."""
 
-    def add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-        x, kept = output
-        return x + (residual if kept is None else kernels.collect(residual, kept))
+    def add_residual(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        def add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            x, kept = output
+            x = x if scale == 1 else x * scale
+            return x + (residual if kept is None else kernels.collect(residual, kept))
 
-    return add
+        return add
+
+    return add_residual
 
 
 class NoCoreAttention(torch.nn.Module):
@@ -99,29 +123,38 @@ class NoCoreAttention(torch.nn.Module):
         assert not config.attention_dropout, "dropout is off in policy and reference"
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, stream: Stream, scale: float | None = None) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, stream: Stream, scale: float | None = None, softcap: float = 0.0
+) -> Tensor:
     """Causal attention within rows. query [N, heads, d], key and value [N, kv_heads, d] -> [N, heads, d]. `scale` of
-    their products: None for 1 / sqrt(d)."""
+    their products: None for 1 / sqrt(d); `softcap` of scores: 0 for none."""
     if stream.group is None:
-        return _segments(query, key, value, stream.packing, scale)
+        return _segments(query, key, value, stream.packing, scale, softcap)
     heads, kv_heads = query.shape[1], key.shape[1]
     if stream.over_heads:
         mixed = tokens_to_heads([query, key, value], stream.group)
-        out = _segments(*mixed, stream.packing, scale)
+        out = _segments(*mixed, stream.packing, scale, softcap)
         return heads_to_tokens(out, stream.group)
     both = gather_first(torch.cat([key, value], 1), stream.group)
-    out = _segments(query, *both.split([kv_heads, kv_heads], 1), stream.packing, scale)
+    out = _segments(query, *both.split([kv_heads, kv_heads], 1), stream.packing, scale, softcap)
     return out.view(-1, heads, query.shape[2])
 
 
-def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing | Final, scale: float | None) -> Tensor:
+def _segments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing | Final,
+    scale: float | None,
+    softcap: float = 0.0,
+) -> Tensor:
     """Attention of each segment in its padded shape, or of all rows as they are (`ops/ragged.py`). The queries may be
     fewer than the keys (other ranks have them, or nobody reads them)."""
     if packing.ragged is not None:
         return varlen.attend(query, key, value, packing.ragged, scale)
     n, heads, d = query.shape
     if packing.q_index is None:
-        return _sdpa(query, key, value, packing.segments[0], scale).reshape(n, heads, d)
+        return _sdpa(query, key, value, packing.segments[0], scale, softcap).reshape(n, heads, d)
     query = kernels.spread(query, packing.q_index, packing.out_index)
     own_keys = packing.segments[0].k_index is None
     if own_keys:
@@ -133,11 +166,13 @@ def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing | Fina
     for i, segment in enumerate(packing.segments):
         k = keys[i] if own_keys else key.index_select(0, segment.k_index)
         v = values[i] if own_keys else value.index_select(0, segment.k_index)
-        outs.append(_sdpa(queries[i], k, v, segment, scale).reshape(-1, heads, d))
+        outs.append(_sdpa(queries[i], k, v, segment, scale, softcap).reshape(-1, heads, d))
     return kernels.collect(outs[0] if len(outs) == 1 else torch.cat(outs), packing.out_index)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scale: float | None) -> Tensor:
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, segment: Segment, scale: float | None, softcap: float = 0.0
+) -> Tensor:
     """[rows * width, heads, d] each -> [rows, q_width, heads, d]. Padding needs no mask of its own: a padded key comes
     after every real query, and nobody reads a padded query."""
     rows = segment.rows
@@ -150,6 +185,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scale: fl
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.device.type == "cuda" and not _flash_takes(q, mask):
         k, v, grouped = *(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)), False
+    if softcap:
+        return scored_attention(q, k, v, mask, scale, softcap).to(dtype).transpose(1, 2)
     if mask is None and segment.q_width != segment.k_width:
         from torch.nn.attention.bias import causal_lower_right  # imports the compiler: a second of every start
 
@@ -190,3 +227,35 @@ class RMSNorm(torch.nn.Module):
         if self.offset:
             return kernels.rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
         return kernels.rms_norm(x, self.weight, self.eps)
+
+
+class WideNorm(torch.nn.Module):
+    """Root-mean-square norm over all heads of a token, of which a tensor rank has a share (OLMo 2,
+    arXiv:2501.00656)."""
+
+    def __init__(self, config: TransformerConfig, size: int, group: dist.ProcessGroup):
+        super().__init__()
+        self.size, self.eps, self.group = size, config.layernorm_epsilon, group
+        self.weight = torch.nn.Parameter(torch.ones(size // group.size(), dtype=config.params_dtype))
+        self.weight.tensor_model_parallel, self.weight.partition_dim, self.weight.partition_stride = True, 0, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, size / tensor ranks]."""
+        if self.group.size() == 1:
+            return kernels.rms_norm(x, self.weight, self.eps)
+        wide = x.float()
+        total = wide.square().sum(-1, keepdim=True)  # of this rank; the gradient of all ranks' sum is a sum, too
+        total = copy_to_tensor_model_parallel_region(
+            reduce_from_tensor_model_parallel_region(total, group=self.group), group=self.group
+        )
+        return (wide * (total / self.size + self.eps).rsqrt() * self.weight.float()).to(x.dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )

@@ -74,9 +74,12 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
-    a, b = x.chunk(2, -1)
-    out_a, out_b = out.chunk(2, -1)
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int, neighbours: bool) -> None:
+    rotated = 2 * cos.shape[-1]
+    if rotated < x.shape[-1]:
+        out[..., rotated:] = x[..., rotated:]
+        x, out = x[..., :rotated], out[..., :rotated]
+    (a, b), (out_a, out_b) = ((t[..., ::2], t[..., 1::2]) if neighbours else t.chunk(2, -1) for t in (x, out))
     torch.mul(a, cos, out=out_a)
     out_a.addcmul_(b, sin, value=-sign)
     torch.mul(b, cos, out=out_b)
@@ -85,53 +88,59 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
+        ctx.neighbours = neighbours
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _turn(x, cos, sin, out, 1)
+        _turn(x, cos, sin, out, 1, neighbours)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-        _turn(grad, *ctx.saved_tensors, out, -1)
-        return out, None, None
+        _turn(grad, *ctx.saved_tensors, out, -1, ctx.neighbours)
+        return out, None, None, None
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (arXiv:2104.09864) of x [N, heads, d], pairs (i, i + d/2); cos, sin [N, 1, d/2]."""
-    return _Rotate.apply(x, cos, sin)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Tensor:
+    """Rotary embedding (arXiv:2104.09864) of x [N, heads, d]: of its first r numbers, pairs (i, i + r/2), or neighbours
+    (2i, 2i + 1); cos, sin [N, 1, r/2]."""
+    return _Rotate.apply(x, cos, sin, neighbours)
 
 
 class _SplitAndRotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mixed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, mixed: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> tuple[Tensor, Tensor, Tensor]:
         n, groups, share, d = mixed.shape
         share -= 2
         ctx.save_for_backward(cos, sin)
+        ctx.neighbours = neighbours
         query, key = mixed.new_empty(n, groups, share, d), mixed.new_empty(n, groups, d)
-        _turn(mixed[:, :, :share], cos[:, :, None], sin[:, :, None], query, 1)
-        _turn(mixed[:, :, share], cos, sin, key, 1)
+        _turn(mixed[:, :, :share], cos[:, :, None], sin[:, :, None], query, 1, neighbours)
+        _turn(mixed[:, :, share], cos, sin, key, 1, neighbours)
         return query.view(n, groups * share, d), key, mixed[:, :, share + 1].clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_query: Tensor, d_key: Tensor, d_value: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, d_query: Tensor, d_key: Tensor, d_value: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         n, groups, d = d_key.shape
         share = d_query.shape[1] // groups
         out = d_key.new_empty(n, groups, share + 2, d)
-        _turn(d_query.reshape(n, groups, share, d), cos[:, :, None], sin[:, :, None], out[:, :, :share], -1)
-        _turn(d_key, cos, sin, out[:, :, share], -1)
+        d_query = d_query.reshape(n, groups, share, d)
+        _turn(d_query, cos[:, :, None], sin[:, :, None], out[:, :, :share], -1, ctx.neighbours)
+        _turn(d_key, cos, sin, out[:, :, share], -1, ctx.neighbours)
         out[:, :, share + 1] = d_value
-        return out, None, None
+        return out, None, None, None
 
 
-def split_and_rotate(mixed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_and_rotate(
+    mixed: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """mixed [N, kv_heads, q_per_kv + 2, d] (Megatron's order: the group's queries, its key, its value) -> query
     [N, heads, d], key and value [N, kv_heads, d], query and key rotated as by `rotate`."""
-    return _SplitAndRotate.apply(mixed, cos, sin)
+    return _SplitAndRotate.apply(mixed, cos, sin, neighbours)
 
 
 class _Take(torch.autograd.Function):

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -25,16 +26,17 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from aligner.config.attention import AttentionConfig
+from aligner.config.families import TRAITS
 from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError
 from aligner.megatron import varlen
-from aligner.megatron.attention import GatedMLP, NoCoreAttention, RMSNorm, StreamAttention, add_residual
+from aligner.megatron.attention import GatedMLP, NoCoreAttention, RMSNorm, StreamAttention, residual_adder
 from aligner.megatron.groups import Layout
 from aligner.megatron.kernels import gelu_tanh
 from aligner.megatron.moe import ExpertLayer, StreamLayer
 from aligner.megatron.variants import NormedAttention, NormedMLP, scale_embeddings
-from aligner.models.families import FAMILIES
+from aligner.models.families import FAMILIES, embedding_factor
 from aligner.ops.products import use_fast_products
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_pytorch_tanh": gelu_tanh}
@@ -95,7 +97,7 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> 
         layernorm_zero_centered_gamma=family.offset_norms,
         add_bias_linear=cfg.output_bias,  # of attention; the MLP has its own (`GatedMLP`)
         add_qkv_bias=cfg.qkv_bias,
-        qk_layernorm=cfg.qk_norm,
+        qk_layernorm=cfg.qk_norm and not TRAITS[cfg.family].wide_qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -131,17 +133,20 @@ def layer_spec(cfg: ModelConfig, config: TransformerConfig, layout: Layout) -> M
         if experts:
             spec.module, spec.submodules.mlp = StreamLayer, experts
         return spec
-    submodules = get_gpt_layer_local_submodules(qk_layernorm=cfg.qk_norm, normalization="RMSNorm")
-    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
-    post_norms = FAMILIES[cfg.family].post_norms
+    submodules = get_gpt_layer_local_submodules(normalization="RMSNorm")
+    family, wide = FAMILIES[cfg.family], TRAITS[cfg.family].wide_qk_norm
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm if family.pre_norms else IdentityOp
+    post_norms = family.post_norms
     submodules.self_attention.module = NormedAttention if post_norms else StreamAttention
-    submodules.self_attention.params["shape"] = cfg.attention
+    submodules.self_attention.params["model"] = cfg
     attention = submodules.self_attention.submodules
     attention.core_attention = NoCoreAttention
-    submodules.self_attn_bda = add_residual
+    submodules.self_attn_bda = residual_adder(cfg.scales.residual)
+    if cfg.scales.residual != 1:
+        submodules.mlp_bda = submodules.self_attn_bda
     dense = NormedMLP if post_norms else GatedMLP
     submodules.mlp = experts or partial(_dense, dense, cfg.mlp_bias, **submodules.mlp.keywords)
-    if cfg.qk_norm:
+    if cfg.qk_norm and not wide:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layer = ModuleSpec(module=StreamLayer if experts else TransformerLayer, submodules=submodules)
     count = get_num_layers_to_build(config, pp_rank=layout.pp_rank)
@@ -254,8 +259,9 @@ def build_model(
         rope_scaling_factor=cfg.rope_scaling.factor,
         pg_collection=layout.pgs,
     )
-    if FAMILIES[cfg.family].scaled_embeddings and layout.is_first_stage:
-        scale_embeddings(model.embedding, cfg.hidden_size, dtype)
+    factor = embedding_factor(cfg, dtype)
+    if factor != 1 and layout.is_first_stage:
+        scale_embeddings(model.embedding, factor)
     if head.kind == "score" and layout.is_last_stage:
         model.output_layer = ScoreHead(config, head.outputs, layout.pgs.tp)
     return model.to(device)

@@ -38,6 +38,7 @@ from aligner.ops.narrow import narrowed, without_unread
 from aligner.ops.packing import Packing, pack
 from aligner.ops.reduce import max_over
 from aligner.ops.schedules import lr_at
+from aligner.ops.scored_attention import scaled_logits
 from aligner.ops.window import windowed
 from aligner.types import LossOutput, ScalarMetrics, TrainBatch
 
@@ -199,9 +200,11 @@ class ShardedModel:
         targets = batch.tokens.view(-1)[batch.packing.targets]
 
         def part(hidden: Tensor, targets: Tensor) -> Tensor:
-            return read(torch.nn.functional.linear(hidden, weight), targets)
+            return read(scaled_logits(torch.nn.functional.linear(hidden, weight), scales), targets)
 
-        step = max(1, budget_bytes // (12 * len(weight)))  # three float32 numbers for each logit
+        scales = self.cfg.scales
+        numbers = 3 + 2 * bool(scales.logits_softcap)  # float32, for each logit
+        step = max(1, budget_bytes // (4 * numbers * len(weight)))
         parts = list(zip(hidden.split(step), targets.split(step), strict=True))
         if len(parts) == 1 or not torch.is_grad_enabled():
             found = [part(*p) for p in parts]

@@ -43,7 +43,6 @@ class NormedMLP(_NormedOutput, GatedMLP):
         return super().sharded_state_dict(prefix, sharded_offsets, metadata) | norm
 
 
-def scale_embeddings(embedding: torch.nn.Module, hidden_size: int, dtype: torch.dtype) -> None:
-    """Multiply what the module gives by sqrt(hidden_size), rounded to `dtype` as the family's authors do."""
-    factor = float(torch.tensor(hidden_size**0.5, device="cpu").to(dtype))
+def scale_embeddings(embedding: torch.nn.Module, factor: float) -> None:
+    """Multiply what the module gives."""
     embedding.register_forward_hook(lambda module, inputs, output: output * factor)

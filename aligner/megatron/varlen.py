@@ -71,6 +71,8 @@ def _missing_in_torch() -> str:
 def _refused(cfg: ModelConfig, dtype: torch.dtype) -> str:
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, and the model is {str(dtype).removeprefix('torch.')} (model.dtype)"
+    if cfg.attention.softcap:
+        return f"it does not cap scores, and these are capped (model.attention.softcap={cfg.attention.softcap:g})"
     if cfg.kv_channels % 8 or cfg.kv_channels > LARGEST_HEAD:
         return f"it takes heads of a multiple of 8 up to {LARGEST_HEAD} numbers, and these have {cfg.kv_channels}"
     return ""

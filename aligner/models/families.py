@@ -59,13 +59,12 @@ class Family:
     model_type: str
     architecture: str
     table: tuple[ParamSpec, ...]
-    qkv_bias: bool = False
-    qk_norm: bool = False
     moe: MoeKeys | None = None
     keys: tuple[Key, ...] = ()  # in which its models differ, beside sizes
     constants: tuple[tuple[str, Any], ...] = ()  # of config.json: the variants that are not supported
+    default_rotary_fraction: float = 1.0  # what one without partial_rotary_factor means
+    nope_every: int = 0  # config.json has no_rope_layers, by default layers n, 2n, ...
     default_head_dim: int = 0  # what a config.json without head_dim means; 0: hidden_size / num_attention_heads
-    default_tied: bool = False  # what one without tie_word_embeddings means
     windows: Literal["", "every", "layers"] = ""  # which layers have one, where config.json has sliding_window
     window_switch: bool = False  # config.json must say use_sliding_window
     default_window: int = 0  # what one without sliding_window means
@@ -75,14 +74,17 @@ class Family:
     activation_key: str = "hidden_act"  # what config.json calls the activation
     activation: str = "silu"  # of the gate; config.json's word for it
     offset_norms: bool = False  # norms multiply by 1 + weight
+    pre_norms: bool = True  # what goes into attention and the MLP is normalised
     post_norms: bool = False  # what attention and the MLP add to the residual stream is normalised first
+    interleaved_rotary: bool = False  # neighbours are rotated together, not halves of the head
     scaled_embeddings: bool = False  # multiplied by the square root of the hidden size
     local_rope: bool = False  # local layers have a rotary base of their own
 
     @property
     def own_modules(self) -> bool:
         """Whether layers differ from those that Megatron's own modules can build."""
-        return self.offset_norms or self.post_norms or self.activation != "silu"
+        usual = self.pre_norms and self.activation == "silu" and not self.interleaved_rotary
+        return self.offset_norms or self.post_norms or not usual
 
 
 _IN, _OUT = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -182,16 +184,36 @@ _QK_NORM = tuple(
     )
     for x in "qk"
 )
-# Gemma's files call the norm after attention what the others call the norm before the MLP
-_POST_NORMS = tuple(
-    ParamSpec(_IN + name, (_OUT + hf,), "copy", None, ("hidden",))
-    for name, hf in (
-        ("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight"),
-        ("self_attention.post_layernorm.weight", "post_attention_layernorm.weight"),
-        ("mlp.post_layernorm.weight", "post_feedforward_layernorm.weight"),
+_WIDE_QK_NORM = tuple(
+    ParamSpec(
+        _IN + f"self_attention.{x}_layernorm.weight", (_OUT + f"self_attn.{x}_norm.weight",), "copy", 0, (size,), units
     )
+    for x, size, units in (("q", "q", "heads"), ("k", "kv", "groups"))
 )
-_WITH_POST_NORMS = tuple(row for row in _COMMON if "pre_mlp_layernorm" not in row.canonical) + _POST_NORMS
+
+
+def _with_norms(**names: str) -> tuple[ParamSpec, ...]:
+    """The common rows with these norms in the layers, by the names in Hugging Face's files, in place of the usual two:
+    `before` and `behind` attention, `before_mlp`, `behind_mlp`. Families call different norms by one name."""
+    places = {
+        "before": "input_layernorm",
+        "before_mlp": "pre_mlp_layernorm",
+        "behind": "self_attention.post_layernorm",
+        "behind_mlp": "mlp.post_layernorm",
+    }
+    others = tuple(row for row in _COMMON if not row.canonical.startswith(_IN) or "layernorm" not in row.canonical)
+    return others + tuple(
+        ParamSpec(f"{_IN}{places[place]}.weight", (f"{_OUT}{hf}.weight",), "copy", None, ("hidden",))
+        for place, hf in names.items()
+    )
+
+
+_GEMMA_NORMS = _with_norms(
+    before="input_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    behind="post_attention_layernorm",
+    behind_mlp="post_feedforward_layernorm",
+)
 _LM_HEAD = ParamSpec("output_layer.weight", ("lm_head.weight",), "copy", 0, ("vocab", "hidden"), "vocab", padded=True)
 _SCORE_HEAD = ParamSpec("output_layer.weight", ("score.weight",), "copy", None, ("labels", "hidden"))
 
@@ -220,12 +242,11 @@ FAMILIES = {
         defaults=(("max_position_embeddings", 2048),),
     ),
     "mistral": Family("mistral", "Mistral", _COMMON + _MLP, windows="every", default_window=4096, defaults=(_LONG,)),
-    "qwen2": Family("qwen2", "Qwen2", _COMMON + _MLP + _QKV_BIAS, qkv_bias=True, **_QWEN_LAYERS),
+    "qwen2": Family("qwen2", "Qwen2", _COMMON + _MLP + _QKV_BIAS, **_QWEN_LAYERS),
     "qwen3": Family(
         "qwen3",
         "Qwen3",
         _COMMON + _MLP + _QK_NORM + _BIASES,
-        qk_norm=True,
         keys=(_ATTENTION_BIAS,),
         default_head_dim=128,
         **_QWEN_LAYERS,
@@ -233,8 +254,7 @@ FAMILIES = {
     "gemma3_text": Family(
         "gemma3_text",
         "Gemma3",
-        _WITH_POST_NORMS + _MLP + _QK_NORM + _BIASES,
-        qk_norm=True,
+        _GEMMA_NORMS + _MLP + _QK_NORM + _BIASES,
         keys=(_ATTENTION_BIAS, ("attention.query_scale_dim", "query_pre_attn_scalar", 256)),
         constants=(
             ("attn_logit_softcapping", None),
@@ -242,7 +262,6 @@ FAMILIES = {
             ("use_bidirectional_attention", False),
         ),
         default_head_dim=256,
-        default_tied=True,
         windows="layers",
         default_window=4096,
         default_global=("sliding_window_pattern", 6),
@@ -255,11 +274,68 @@ FAMILIES = {
         scaled_embeddings=True,
         local_rope=True,
     ),
+    "gemma2": Family(
+        "gemma2",
+        "Gemma2",
+        _GEMMA_NORMS + _MLP + _BIASES,
+        keys=(
+            _ATTENTION_BIAS,
+            ("attention.query_scale_dim", "query_pre_attn_scalar", 256),
+            ("attention.softcap", "attn_logit_softcapping", 50.0),
+            ("scales.logits_softcap", "final_logit_softcapping", 30.0),
+        ),
+        constants=(("use_bidirectional_attention", False),),
+        default_head_dim=256,
+        windows="layers",
+        default_window=4096,
+        default_global=("sliding_window_pattern", 2),
+        defaults=(("max_position_embeddings", 8192),),
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        offset_norms=True,
+        post_norms=True,
+        scaled_embeddings=True,
+    ),
+    "granite": Family(
+        "granite",
+        "Granite",
+        _COMMON + _MLP + _BIASES + _MLP_BIASES,
+        keys=(
+            *_BIAS_KEYS,
+            ("attention.multiplier", "attention_multiplier", 1.0),
+            ("scales.embedding", "embedding_multiplier", 1.0),
+            ("scales.residual", "residual_multiplier", 1.0),
+            ("scales.logits", "logits_scaling", 1.0),
+        ),
+        defaults=(("max_position_embeddings", 2048),),
+    ),
+    "smollm3": Family(
+        "smollm3",
+        "SmolLM3",
+        _COMMON + _MLP + _BIASES + _MLP_BIASES,
+        keys=_BIAS_KEYS,
+        windows="layers",
+        window_switch=True,
+        default_global=("no_rope_layers", 0),
+        nope_every=4,
+        defaults=(("rope_theta", 2e6),),
+    ),
+    "olmo2": Family(
+        "olmo2",
+        "Olmo2",
+        _with_norms(behind="post_attention_layernorm", behind_mlp="post_feedforward_layernorm")
+        + _MLP
+        + _WIDE_QK_NORM
+        + _BIASES,
+        keys=(_ATTENTION_BIAS,),
+        pre_norms=False,
+        post_norms=True,
+        defaults=(("max_position_embeddings", 2048), ("rms_norm_eps", 1e-5)),
+    ),
     "qwen3_moe": Family(
         "qwen3_moe",
         "Qwen3Moe",
         _COMMON + _experts("mlp", "gate_proj", "up_proj", "down_proj") + _QK_NORM + _BIASES,
-        qk_norm=True,
         moe=MoeKeys("num_experts", "moe_intermediate_size", "norm_topk_prob"),
         keys=(_ATTENTION_BIAS,),
         windows="every",
@@ -281,15 +357,22 @@ FAMILIES = {
 def check_family(cfg: ModelConfig) -> Family:
     """The family of `cfg`; ConfigError where a flag says what the family's checkpoints cannot hold."""
     family = FAMILIES[cfg.family]
+    traits = TRAITS[cfg.family]
     for flag in ("qkv_bias", "qk_norm"):
-        if flag not in TRAITS[cfg.family].varies and getattr(cfg, flag) != getattr(family, flag):
+        if flag not in traits.varies and getattr(cfg, flag) != getattr(traits, flag):
             raise ConfigError(
-                f"model.{flag}", getattr(cfg, flag), f"{getattr(family, flag)} for model.family={cfg.family}"
+                f"model.{flag}", getattr(cfg, flag), f"{getattr(traits, flag)} for model.family={cfg.family}"
             )
     check_moe_family(cfg.family, cfg.moe)
     if cfg.vocab_size < 1:
         raise ConfigError("model.vocab_size", cfg.vocab_size, "the tokenizer's vocabulary size, filled in before use")
     return family
+
+
+def embedding_factor(cfg: ModelConfig, dtype: torch.dtype) -> float:
+    """What embeddings are multiplied by; Gemma's authors round the square root of the hidden size to the dtype."""
+    root = float(torch.tensor(cfg.hidden_size**0.5, device="cpu").to(dtype))
+    return (root if FAMILIES[cfg.family].scaled_embeddings else 1.0) * cfg.scales.embedding
 
 
 def dimensions(cfg: ModelConfig, num_labels: int = 1) -> dict[str, int]:
@@ -306,6 +389,7 @@ def dimensions(cfg: ModelConfig, num_labels: int = 1) -> dict[str, int]:
         "heads": heads,
         "groups": groups,
         "q": heads * head,
+        "kv": groups * head,
         "qkv": (heads + 2 * groups) * head,
         "labels": num_labels,
     }

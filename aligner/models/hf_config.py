@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from aligner.config.attention import AttentionConfig, layer_pattern
+from aligner.config.families import TRAITS
 from aligner.config.moe import MoeConfig
 from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ModelConfig
 from aligner.errors import CheckpointError, ConfigError
 from aligner.foreign import Record, read_record
 from aligner.models.families import DEFAULTS, FAMILIES, Family, check_family
-from aligner.models.hf_rope import NOTHING, rope_in, scaling_out
+from aligner.models.hf_rope import NOTHING, rope_in, rotary_fraction_in, scaling_out
 from aligner.models.quantised import float8_block
 
 # beyond them a damaged digit would end in a search for memory instead of a message
@@ -73,6 +74,12 @@ def hf_config(
     # transformers 4 reads the first two keys, transformers 5 the third
     out |= {"rope_theta": cfg.rope_base, "rope_scaling": scaling}
     out["rope_parameters"] = {"rope_type": "default", "rope_theta": cfg.rope_base} | (scaling or {})
+    if cfg.attention.rotary_fraction != family.default_rotary_fraction or family.default_rotary_fraction != 1:
+        fraction = {"partial_rotary_factor": cfg.attention.rotary_fraction}
+        out |= fraction
+        out["rope_parameters"] |= fraction
+    if family.nope_every:
+        out["no_rope_layers"] = [int(layer not in cfg.attention.nope_layers) for layer in range(cfg.num_layers)]
     return out | _attention_out(cfg, family, out["rope_parameters"])
 
 
@@ -123,7 +130,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     max_position = raw.integer("max_position_embeddings", default["max_position_embeddings"], low=1)
     base, scaling = rope_in(raw, path, default["rope_theta"], max_position)
     heads = raw.integer("num_attention_heads", low=1, high=MOST_HEADS)
-    flags, sections = _keys_in(raw, family)
+    traits, (flags, sections) = TRAITS[family.model_type], _keys_in(raw, family)
     return ModelConfig(
         family=family.model_type,
         num_layers=raw.integer("num_hidden_layers", low=1, high=MOST_LAYERS),
@@ -137,10 +144,15 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
         rope_scaling=scaling,
         norm_eps=raw.number("rms_norm_eps", default["rms_norm_eps"], above=0),
         max_position=max_position,
-        tie_embeddings=raw.flag("tie_word_embeddings", family.default_tied),
-        qk_norm=family.qk_norm,
-        **{"qkv_bias": family.qkv_bias} | flags,
-        attention=AttentionConfig(**_windows_in(raw, family, path), **sections["attention"]),
+        tie_embeddings=raw.flag("tie_word_embeddings", traits.tied),
+        qk_norm=traits.qk_norm,
+        **{"qkv_bias": traits.qkv_bias} | flags,
+        attention=AttentionConfig(
+            **_windows_in(raw, family, path),
+            **sections["attention"],
+            rotary_fraction=rotary_fraction_in(raw, family.default_rotary_fraction),
+            nope_layers=[layer for layer, rotated in enumerate(_rotated_layers(raw, family)) if not rotated],
+        ),
         scales=ScalesConfig(**sections["scales"]),
         moe=_experts_in(raw, family),
         init_std=raw.number("initializer_range", default["initializer_range"], above=0),
@@ -183,8 +195,17 @@ def _windows_in(raw: Record, family: Family, path: Path) -> dict[str, Any]:
     )
 
 
+def _rotated_layers(raw: Record, family: Family) -> list[int]:
+    layers, every = raw.integer("num_hidden_layers"), raw.integer("no_rope_layer_interval", family.nope_every, low=0)
+    usual = [int(not every or (layer + 1) % every != 0) for layer in range(layers)]
+    return raw.integers("no_rope_layers", usual)[:layers] if family.nope_every else usual
+
+
 def _default_layers(raw: Record, family: Family, layers: int) -> list[str]:
     key, default = family.default_global
+    if key == "no_rope_layers":
+        kinds = _rotated_layers(raw, family)
+        return ["full_attention" if rotated else "sliding_attention" for rotated in kinds]
     count = raw.integer(key, default)
     first = (
         [i < count for i in range(layers)]

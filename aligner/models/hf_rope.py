@@ -71,6 +71,13 @@ def rope_in(raw: Record, path: Path, default_base: float, max_position: int) -> 
     return base, _scaling_in(rope, kind, max_position)
 
 
+def rotary_fraction_in(raw: Record, default: float) -> float:
+    """Of a head's numbers that are rotated."""
+    new = raw.record("rope_parameters", NOTHING)
+    beside = raw.number("partial_rotary_factor", default, above=0)
+    return new.number("partial_rotary_factor", beside, above=0)
+
+
 def _scaling_in(rope: Record, kind: str, max_position: int) -> RopeScalingConfig:
     fields: dict[str, Any] = {"type": kind}
     original = max_position

@@ -48,7 +48,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def _exponents(cfg: ModelConfig) -> Tensor:
-    return torch.arange(0, cfg.kv_channels, 2, dtype=torch.int64).float() / cfg.kv_channels
+    return torch.arange(0, cfg.rotary_dim, 2, dtype=torch.int64).float() / cfg.rotary_dim
 
 
 def _llama3(cfg: ModelConfig, periods: Tensor) -> Tensor:

@@ -50,10 +50,11 @@ class HfTensor:
 
     @property
     def quantum(self) -> int:
-        """Parts begin and end at multiples of it: the rows of a query group, a whole vector that all ranks have, else
-        1."""
-        vector = len(self.shape) == 1 and not self.sharded
-        return self.group_rows[1] or (self.length if vector else 1)
+        """Parts begin and end at multiples of it: the rows of a query group, a whole vector that all ranks have, a head
+        of a vector that they share, else 1."""
+        vector = len(self.shape) == 1 and self.spec.transform == "copy"
+        piece = self.length // (self.spec.units if self.sharded else 1)
+        return self.group_rows[1] or (piece if vector else 1)
 
     @property
     def expert(self) -> int:

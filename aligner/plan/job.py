@@ -8,7 +8,11 @@ from math import ceil
 from pathlib import Path
 
 from aligner.config.attention import AttentionConfig
+from aligner.config.checks import one_of
+from aligner.config.families import TRAITS
 from aligner.config.passes import old_logprobs_in_update
+from aligner.config.rope import RopeScalingConfig
+from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig
 from aligner.config.validate import evaluation_functions, minibatch_samples
 from aligner.errors import ConfigError
@@ -256,11 +260,15 @@ def shape_at(like: ModelConfig, init: str) -> ModelConfig:
         width = data.get("moe_intermediate_size") or data["intermediate_size"]
         moe = replace(moe, num_experts=experts, top_k=data.get("num_experts_per_tok", 2), ffn_hidden_size=width)
     kind = data.get("model_type", like.family)
-    gemma = kind == "gemma3_text"
-    flags = {"qkv_bias": kind == "qwen2", "qk_norm": gemma or kind.startswith("qwen3")}
-    # windows change neither weights nor, here, what attention computes; Gemma's config needs one
-    attention = AttentionConfig(window=data.get("sliding_window") or 4096) if gemma else AttentionConfig()
-    sizes = {"tie_embeddings": True} | sizes if gemma else sizes
+    one_of("model.family", kind, tuple(TRAITS))
+    traits = TRAITS[kind]
+    biased = bool(data.get("attention_bias")) if "qkv_bias" in traits.varies else traits.qkv_bias
+    flags = {"qk_norm": traits.qk_norm, "qkv_bias": biased, "mlp_bias": bool(data.get("mlp_bias"))}
+    # windows, scales and rotation change neither weights nor, here, what is computed; Gemma 3's config needs a window
+    needed = "attention.local_rope_base" in traits.varies
+    attention = AttentionConfig(window=data.get("sliding_window") or 4096) if needed else AttentionConfig()
+    plain = {"attention": attention, "scales": ScalesConfig(), "rope_scaling": RopeScalingConfig()}
+    sizes = {"tie_embeddings": traits.tied} | sizes
     sizes.setdefault("num_kv_heads", sizes.get("num_heads", like.num_heads))
     sizes.setdefault("head_dim", 0)
-    return replace(like, family=kind, attention=attention, moe=moe, **flags, **sizes)
+    return replace(like, family=kind, moe=moe, **plain, **flags, **sizes)

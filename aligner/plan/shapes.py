@@ -66,8 +66,9 @@ def layer_matrices(m: ModelConfig) -> tuple[int, int]:
 def layer_norms(m: ModelConfig) -> int:
     """Elements that every tensor rank holds alike and sequence parallelism computes on shares of the tokens: norms, and
     the biases that are added like them."""
-    biases = m.output_bias + m.mlp_bias  # of projections into the residual stream
-    return (TRAITS[m.family].norms + biases) * m.hidden_size + (2 * m.kv_channels if m.qk_norm else 0)
+    biases, traits = m.output_bias + m.mlp_bias, TRAITS[m.family]  # of projections into the residual stream
+    each_head = m.qk_norm and not traits.wide_qk_norm
+    return (traits.norms + biases) * m.hidden_size + (2 * m.kv_channels if each_head else 0)
 
 
 def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", outputs: int = 1) -> Count:
@@ -76,6 +77,7 @@ def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", ou
     h, tp, moe = m.hidden_size, grid.tensor, m.moe
     a, k = _widths(m)
     bias = (a + 2 * k if m.qkv_bias else 0) + (2 * m.ffn_hidden_size if m.mlp_bias else 0)
+    bias += a + k if TRAITS[m.family].wide_qk_norm else 0
     layer = (sum(layer_matrices(m)) + bias) // tp + layer_norms(m) + moe.num_experts * h
     experts = 3 * moe.num_experts * h * m.expert_ffn // (tp * grid.expert)
     layers, last = m.num_layers // grid.pipeline, stage == grid.pipeline - 1

@@ -15,6 +15,7 @@ from aligner.engines.native.fleet import ENOUGH, assign
 from aligner.errors import LayoutError
 from aligner.ops.balance import balance
 from aligner.types import STOP, SamplingParams
+from tests.tiny import MORE
 
 sys.path.insert(0, str(Path(__file__).parent))
 from contract import LLAMA, MODELS, PROMPTS, fill, hf_weights, reference, responses, seeds_for
@@ -72,13 +73,14 @@ def same(found, wanted, rows=slice(None), atol=1e-5):
 @multirank
 def test_two_ranks_are_one_engine(ranks, scored):
     """Every family: equal tokens, logprobs within 1e-5 of one rank's, half of the weights and of the cache each."""
-    models = {name: reference(cfg) for name, cfg in MODELS.items() if cfg.num_kv_heads % 2 == 0}
-    given_ = {name: (MODELS[name], hf_weights(model)) for name, model in models.items()}
+    configs = MODELS | {name: MORE[name] for name in ("llama-biases", "gemma2", "granite", "olmo2")}
+    models = {name: reference(cfg) for name, cfg in configs.items() if cfg.num_kv_heads % 2 == 0}
+    given_ = {name: (configs[name], hf_weights(model)) for name, model in models.items()}
     seeds = seeds_for(PROMPTS, 2)
     requests = [(PROMPTS[:2], seeds[:2]), (PROMPTS[2:], seeds[2:])]
     told = ranks.run(JOB, world=2, models=given_, width=2, requests=requests, samplings=SAMPLINGS, scored=scored)
     for name, model in models.items():
-        outs, logprobs, engine = alone(MODELS[name], model, PROMPTS, seeds, SAMPLINGS, scored)
+        outs, logprobs, engine = alone(configs[name], model, PROMPTS, seeds, SAMPLINGS, scored)
         for rank, rows in enumerate((slice(0, 4), slice(4, 10))):
             found = told[rank][name]
             assert all_told(found, requests[rank][1]) == 1

@@ -9,12 +9,20 @@ import transformers
 from aligner.errors import CheckpointError
 from aligner.models.families import FAMILIES
 from aligner.models.hf_config import config_from_hf, hf_config
-from tests.tiny import MIXTRAL, MODELS, MOE, WINDOWS
+from tests.tiny import MIXTRAL, MODELS, MOE, MORE, WINDOWS
 
-CASES = {**MODELS, **WINDOWS, "moe": MOE, "mixtral": MIXTRAL}
+CASES = {**MODELS, **WINDOWS, **MORE, "moe": MOE, "mixtral": MIXTRAL}
 KEPT = ("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 KEPT += ("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "num_experts_per_tok")
 KEPT += ("moe_intermediate_size", "norm_topk_prob")
+SCALES = {
+    "attn_logit_softcapping": "attention.softcap",
+    "final_logit_softcapping": "scales.logits_softcap",
+    "attention_multiplier": "attention.multiplier",
+    "embedding_multiplier": "scales.embedding",
+    "residual_multiplier": "scales.residual",
+    "logits_scaling": "scales.logits",
+}
 
 
 def written(folder, cfg, **change):
@@ -34,14 +42,22 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
     assert ours.max_position == theirs.max_position_embeddings
     assert ours.tie_embeddings == theirs.tie_word_embeddings
     assert ours.kv_channels == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-    if case in WINDOWS:
-        assert ours.attention.window == theirs.sliding_window
+    window = getattr(theirs, "sliding_window", None) if getattr(theirs, "use_sliding_window", True) else 0
+    assert ours.attention.window == (window or 0)
+    biased = getattr(theirs, "attention_bias", ours.family == "qwen2")
+    assert ours.qkv_bias == biased and ours.mlp_bias == getattr(theirs, "mlp_bias", False)
+    assert ours.attention.nope_layers == [i for i, on in enumerate(getattr(theirs, "no_rope_layers", ())) if not on]
+    for key, value in theirs.to_dict().items():
+        if key in SCALES:
+            section, _, name = SCALES[key].partition(".")
+            assert getattr(getattr(ours, section), name) == (value or 0), key
     if "gemma" in case:
         kinds = [
             "sliding_attention" if ours.attention.is_local(i) else "full_attention" for i in range(ours.num_layers)
         ]
         assert kinds == theirs.layer_types
-        assert ours.attention.local_rope_base == rope["sliding_attention"]["rope_theta"]
+        local = rope.get("sliding_attention", {"rope_theta": 0})
+        assert ours.attention.local_rope_base == local["rope_theta"]
         assert ours.attention.query_scale_dim == theirs.query_pre_attn_scalar
 
 

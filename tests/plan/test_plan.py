@@ -253,10 +253,12 @@ def test_shapes_come_from_the_folder_that_weights_come_from(tmp_path):
 
     from aligner.models.families import expected_hf_shapes
     from aligner.models.hf_config import hf_config
-    from tests.tiny import WINDOWS
+    from tests.tiny import MORE, WINDOWS
 
-    for name in ("llama3_8b", "qwen3_30b_a3b", "qwen2.5_7b", *WINDOWS):
-        wanted = WINDOWS.get(name) or shape(name)
+    tiny = WINDOWS | MORE
+
+    for name in ("llama3_8b", "qwen3_30b_a3b", "qwen2.5_7b", *tiny):
+        wanted = tiny.get(name) or shape(name)
         assert parameters(wanted) == sum(prod(size) for size in expected_hf_shapes(wanted).values())
         raw = hf_config(wanted, bos_token_id=1, eos_token_id=2, pad_token_id=0)
         folder = tmp_path / name / "hf"

@@ -14,13 +14,15 @@ from aligner.errors import LayoutError
 from aligner.models.families import FAMILIES, family_table, split_tp, to_hf
 from aligner.models.shards import copy_elements, hf_tensors
 from aligner.refit.plan import EngineGrid, Part, TrainerGrid, plan_refit
-from tests.tiny import LLAMA, MIXTRAL, MODELS, MOE, wild_source
+from tests.tiny import LLAMA, MIXTRAL, MODELS, MOE, MORE, wild_source
 
 WIDE = replace(LLAMA, num_layers=4, num_heads=8, num_kv_heads=4, tie_embeddings=False)  # tensor up to 4
 SHAPES = {
     "llama": WIDE,
     "qwen2": replace(MODELS["qwen2"], num_layers=4, num_kv_heads=4),
     "qwen3": replace(MODELS["qwen3"], num_layers=4, vocab_size=97),
+    "olmo2": replace(MORE["olmo2"], num_layers=4, num_kv_heads=4),
+    "biases": replace(MORE["llama-biases"], num_layers=4, num_kv_heads=4),
     "qwen3_moe": replace(MOE, num_layers=4),
     "mixtral": replace(MIXTRAL, num_layers=4, num_kv_heads=4, moe=MoeConfig(4, top_k=3, ffn_hidden_size=40)),
 }

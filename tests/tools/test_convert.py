@@ -18,13 +18,15 @@ from aligner.data.tokenizer import byte_tokenizer
 from aligner.megatron.checkpoint_files import write_manifest
 from aligner.models.safetensors_io import INDEX, open_hf
 from tests.ranks import RankError
-from tests.tiny import MODELS, MOE, WINDOWS, transformers_model, write_folder
+from tests.tiny import MODELS, MOE, MORE, WINDOWS, transformers_model, write_folder
 
 pytestmark = pytest.mark.multirank
 MODELS = {
     "gemma3": replace(WINDOWS["gemma3"], vocab_size=263),  # tied; three vocabulary rows are padding at TP=2
     "qwen2": replace(MODELS["qwen2"], vocab_size=263, tie_embeddings=False),
     "qwen3_moe": replace(MOE, vocab_size=263, tie_embeddings=False),
+    "olmo2": replace(MORE["olmo2"], num_layers=6, vocab_size=263),
+    "biases": replace(MORE["llama-biases"], num_layers=6, vocab_size=263),
 }
 PARTS = {"tensor": 2, "file_bytes": 60_000.0}
 
@@ -63,6 +65,8 @@ def convert(ranks, what, source, target, world=1, error="", **options):
         ("gemma3", "score", 2, ParallelConfig(pipeline=2)),
         ("qwen2", "lm", 4, ParallelConfig(tensor=2, pipeline=2)),
         ("qwen3_moe", "lm", 4, ParallelConfig(tensor=2, expert=2)),
+        ("olmo2", "lm", 2, ParallelConfig(tensor=2)),
+        ("biases", "lm", 2, ParallelConfig(tensor=2)),
     ],
 )
 def test_any_layout_in_and_out(ranks, tmp_path, name, head, world, parallel):

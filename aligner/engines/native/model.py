@@ -12,20 +12,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aligner.config.families import TRAITS
 from aligner.config.schema import ModelConfig
 from aligner.engines.native.attention import decode_attention, prefill_attention
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.peers import Peers
 from aligner.engines.native.scratch import Scratch
-from aligner.models.families import FAMILIES, expected_hf_shapes, family_table
+from aligner.models.families import FAMILIES, embedding_factor, expected_hf_shapes, family_table
 from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.experts import combine, expand, grouped_linear, route, sort_pairs
 from aligner.ops.products import product_into, use_fast_products
 from aligner.ops.reduce import sum_halves
+from aligner.ops.scored_attention import scaled_logits
 
-# rows of `norms`: before attention, before the MLP, and in some families behind either
-NORMS = ("input_layernorm", "pre_mlp_layernorm", "self_attention.post_layernorm", "mlp.post_layernorm")
+# before attention, before the MLP, behind either: a family has some of them
+NORMS = BEFORE, BEFORE_MLP, BEHIND, BEHIND_MLP = (
+    "input_layernorm",
+    "pre_mlp_layernorm",
+    "self_attention.post_layernorm",
+    "mlp.post_layernorm",
+)
 Attend = Callable[[int, Tensor], Tensor]  # (layer, rotated qkv [M, heads, d]) -> [M, heads * d]
 
 
@@ -37,8 +44,11 @@ class NativeModel:
         self.heads, self.groups, self.head_dim = cfg.num_heads // share, cfg.num_kv_heads // share, cfg.kv_channels
         self.rotated = self.heads + self.groups  # query and key heads
         self.family, attention = FAMILIES[cfg.family], cfg.attention
+        # halves are interleaved unless a part of a head alone is rotated, or its neighbours together
+        self.interleaves = cfg.rotary_dim == self.head_dim and not self.family.interleaved_rotary
+        self.turns = [layer not in attention.nope_layers for layer in range(cfg.num_layers)]
         self.local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
-        self.scale = attention.scale
+        self.scale, self.softcap = attention.scale, attention.softcap
         self.shapes = expected_hf_shapes(cfg)
         self.tensors = {tensor.name: tensor for tensor in hf_tensors(cfg)}
         self.intervals = {name: tensor.interval(share, self.peers.rank) for name, tensor in self.tensors.items()}
@@ -52,11 +62,16 @@ class NativeModel:
         self.first_token = low
         self.embedding = empty(high - low, hidden)
         self.head = self.embedding if cfg.tie_embeddings else empty(high - low, hidden)
-        self.norms = empty(layers, 4 if self.family.post_norms else 2, hidden)
+        table = {spec.canonical for spec in family_table(cfg)}
+        # of those that the family has: which row
+        self.norm_rows = [name for name in NORMS if f"decoder.layers.0.{name}.weight" in table]
+        self.norms = empty(layers, len(self.norm_rows), hidden)
         self.final_norm = empty(hidden)
         self.qkv = empty(layers, width, hidden)
         self.qkv_bias = empty(layers, width) if cfg.qkv_bias else None
-        self.qk_norm = empty(layers, 2, self.head_dim) if cfg.qk_norm else None
+        self.wide = TRAITS[cfg.family].wide_qk_norm  # one norm over all query heads of a token, one over its key heads
+        wide = empty(layers, self.rotated * self.head_dim) if self.wide else None
+        self.qk_norm = wide if self.wide else empty(layers, 2, self.head_dim) if cfg.qk_norm else None
         self.out = empty(layers, hidden, self.heads * self.head_dim)
         self.router = None
         if cfg.moe.num_experts:
@@ -74,7 +89,7 @@ class NativeModel:
         assert self.views.keys() == self.shapes.keys(), self.views.keys() ^ self.shapes.keys()
         self.scratch = Scratch(device, dtype)
         self._rope = torch.empty(0, device=device)
-        self._embedding_scale = float(torch.tensor(hidden**0.5).to(dtype))  # rounded as the trainer does
+        self._embedding_factor = embedding_factor(cfg, dtype)
         self._head_kind = torch.tensor([0] * self.heads + [1] * self.groups, device=device)
 
     def _hf_views(self) -> dict[str, Tensor]:
@@ -93,7 +108,8 @@ class NativeModel:
                     views[at + f"self_attn.k_proj.{kind}"] = self._halves(k)
                     views[at + f"self_attn.v_proj.{kind}"] = v
             if self.qk_norm is not None:
-                for x, row in zip("qk", self.qk_norm[layer], strict=True):
+                rows = self.qk_norm[layer].split(parts[:2]) if self.wide else self.qk_norm[layer]
+                for x, row in zip("qk", rows, strict=True):
                     views[at + f"self_attn.{x}_norm.weight"] = self._halves(row)
             for kind, out in (("weight", self.out), ("bias", self.out_bias)):
                 if out is not None:
@@ -112,7 +128,7 @@ class NativeModel:
         return {
             hf[f"decoder.layers.{layer}.{name}.weight"]: row
             for layer, rows in enumerate(self.norms)
-            for name, row in zip(NORMS, rows, strict=False)
+            for name, row in zip(self.norm_rows, rows, strict=True)
         }
 
     def _expert_views(self) -> dict[str, Tensor]:
@@ -127,7 +143,10 @@ class NativeModel:
         return views
 
     def _halves(self, t: Tensor) -> Tensor:
-        """Interleaved [heads * d, ...] -> the strided view [heads, 2, d/2, ...], row-major in Hugging Face's order."""
+        """[heads * d, ...] as it is stored -> row-major in Hugging Face's order: the strided view [heads, 2, d/2, ...]
+        where halves are interleaved."""
+        if not self.interleaves:
+            return t
         return t.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2)
 
     def load(self, name: str, tensor: Tensor) -> None:
@@ -168,8 +187,8 @@ class NativeModel:
     # ---- forward
 
     def rotations(self, positions: Tensor, longest: int) -> Tensor:
-        """complex64 [K, M, 1, d/2] for positions int64 [M] below `longest`: of all layers, or of global and of local
-        ones."""
+        """complex64 [K, M, 1, rotary_dim / 2] for positions int64 [M] below `longest`: of all layers, or of global
+        and of local ones."""
         self.extend_rotations(longest)
         return self._rope[:, positions, None]
 
@@ -210,7 +229,8 @@ class NativeModel:
             if staged is not None:
                 staged[layer, 0].copy_(k.transpose(1, 2))
                 staged[layer, 1].copy_(v.transpose(1, 2))
-            return prefill_attention(q, k, v, near if self.local[layer] else None, self.scale).flatten(0, 1)
+            seen = near if self.local[layer] else None
+            return prefill_attention(q, k, v, seen, self.scale, self.softcap).flatten(0, 1)
 
         return self._forward(tokens.reshape(-1), self.rotations(positions, length), attend).view(rows, length, -1)
 
@@ -228,13 +248,15 @@ class NativeModel:
             cache.write(layer, places, qkv[:, self.heads :])
             keys, values = cache.kv[layer, :, :n, :, :longest]
             seen = mask if near is None or not self.local[layer] else near
-            return decode_attention(qkv[:, : self.heads], keys, values, seen, self.scratch, self.scale)
+            query = qkv[:, : self.heads]
+            return decode_attention(query, keys, values, seen, self.scratch, self.scale, self.softcap)
 
         return self.logits(self._forward(tokens, self.rotations(positions, longest), attend))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [..., V] on every rank."""
-        return self.peers.join(F.linear(hidden, self.head), self.cfg.vocab_size).float()
+        logits = scaled_logits(F.linear(hidden, self.head), self.cfg.scales)
+        return self.peers.join(logits, self.cfg.vocab_size).float()
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self.peers.size == 1:
@@ -247,24 +269,29 @@ class NativeModel:
     def _forward(self, tokens: Tensor, rope: Tensor, attend: Attend) -> Tensor:
         """tokens int64 [M] -> [M, hidden] after the final norm. Large intermediates live in scratch buffers."""
         x = self._embed(tokens)
-        if self.family.scaled_embeddings:
-            x *= self._embedding_scale
+        if self._embedding_factor != 1:
+            x *= self._embedding_factor
         qkv = self.scratch.take("qkv", len(x), self.qkv.shape[1])
         for layer in range(self.cfg.num_layers):
-            y = self._norm(x, self.norms[layer, 0])
+            y = self._normed(x, layer, BEFORE)
             product_into(qkv, y, self.qkv[layer].t(), _of(self.qkv_bias, layer))
             heads = qkv.view(len(x), -1, self.head_dim)
             self._norm_and_rotate(layer, heads[:, : self.rotated], rope[-1 if self.local[layer] else 0])
-            self._add(x, attend(layer, heads), self.out[layer], _of(self.out_bias, layer), layer, 2)
-            y = self._norm(x, self.norms[layer, 1])
+            self._add(x, attend(layer, heads), self.out[layer], _of(self.out_bias, layer), layer, BEHIND)
+            y = self._normed(x, layer, BEFORE_MLP)
             if self.router is None:
                 hidden = self.scratch.take("gate_up", len(x), self.gate_up.shape[1])
                 product_into(hidden, y, self.gate_up[layer].t(), _of(self.gate_up_bias, layer))
                 gate, up = hidden.chunk(2, dim=1)
-                self._add(x, self._gate(gate).mul_(up), self.down[layer], _of(self.down_bias, layer), layer, 3)
+                y = self._gate(gate).mul_(up)
+                self._add(x, y, self.down[layer], _of(self.down_bias, layer), layer, BEHIND_MLP)
             else:
                 x += self.peers.add(self._mix(layer, y))
         return self._norm(x, self.final_norm)
+
+    def _normed(self, x: Tensor, layer: int, name: str) -> Tensor:
+        """As it is in families without this norm."""
+        return self._norm(x, self.norms[layer, self.norm_rows.index(name)]) if name in self.norm_rows else x
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         size, eps = weight.shape, self.cfg.norm_eps
@@ -272,10 +299,11 @@ class NativeModel:
             return F.rms_norm(x.float(), size, 1 + weight.float(), eps).to(x.dtype)
         return F.rms_norm(x, size, weight, eps)
 
-    def _add(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, layer: int, norm: int) -> None:
-        """x [M, hidden] += y weight^T + bias, of all ranks' shares of y and weight; in families with norms there,
-        normalised first."""
-        if self.peers.size == 1 and not self.family.post_norms:
+    def _add(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, layer: int, norm: str) -> None:
+        """x [M, hidden] += y weight^T + bias, of all ranks' shares of y and weight; in some families normalised first,
+        or times a factor."""
+        scale = self.cfg.scales.residual
+        if self.peers.size == 1 and not self.family.post_norms and scale == 1:
             x.addmm_(y, weight.t())
             if bias is not None:
                 x += bias
@@ -283,7 +311,8 @@ class NativeModel:
         out = self.peers.add(torch.mm(y, weight.t()))
         if bias is not None:
             out += bias
-        x += self._norm(out, self.norms[layer, norm]) if self.family.post_norms else out
+        out = self._normed(out, layer, norm)
+        x += out if scale == 1 else out * scale
 
     def _gate(self, x: Tensor) -> Tensor:
         return F.silu(x, inplace=True) if self.family.activation == "silu" else F.gelu(x, approximate="tanh")
@@ -299,16 +328,36 @@ class NativeModel:
 
     def _norm_and_rotate(self, layer: int, qk: Tensor, rope: Tensor) -> None:
         """In place on the query and key heads [M, rotated, d]; the rotation is done in float32."""
-        y = qk
-        if self.qk_norm is not None:
-            weight = self.qk_norm[layer][self._head_kind]
-            if self.family.offset_norms:
-                y, weight = y.float(), 1 + weight.float()
-            y = F.rms_norm(y, (self.head_dim,), None, self.cfg.norm_eps) * weight
-        pairs = y.float().unflatten(2, (-1, 2))
-        torch.view_as_complex(pairs).mul_(rope)
-        if pairs.data_ptr() != qk.data_ptr():
-            qk.copy_(pairs.flatten(2))
+        y = self._norm_heads(layer, qk) if self.qk_norm is not None else qk
+        if self.turns[layer]:
+            y = y.float()
+            part = y[..., : self.cfg.rotary_dim]
+            if self.interleaves or self.family.interleaved_rotary:
+                torch.view_as_complex(part.unflatten(2, (-1, 2))).mul_(rope)
+            else:
+                a, b = part.chunk(2, 2)
+                turned = torch.complex(a, b).mul_(rope)
+                a.copy_(turned.real)
+                b.copy_(turned.imag)
+        if y.data_ptr() != qk.data_ptr():
+            qk.copy_(y)
+
+    def _norm_heads(self, layer: int, qk: Tensor) -> Tensor:
+        if self.wide:
+            return self._norm_wide(layer, qk)
+        y, weight = qk, self.qk_norm[layer][self._head_kind]
+        if self.family.offset_norms:
+            y, weight = y.float(), 1 + weight.float()
+        return F.rms_norm(y, (self.head_dim,), None, self.cfg.norm_eps) * weight
+
+    def _norm_wide(self, layer: int, qk: Tensor) -> Tensor:
+        """Queries, and keys, each over all heads of a token, on whatever ranks they are."""
+        y = qk.float()
+        squares, parts = y.square().sum(-1), [self.heads, self.groups]
+        sums = self.peers.add(torch.stack([part.sum(1) for part in squares.split(parts, 1)], 1))
+        sizes = torch.tensor(parts, device=qk.device) * (self.peers.size * self.head_dim)
+        factors = (sums / sizes + self.cfg.norm_eps).rsqrt()[:, self._head_kind]  # [M, rotated]
+        return (y * factors[..., None] * self.qk_norm[layer].view(-1, self.head_dim)).to(qk.dtype)
 
 
 def _of(biases: Tensor | None, layer: int) -> Tensor | None:
