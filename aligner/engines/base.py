@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from aligner.errors import RefitError
+from aligner.errors import EngineError, RefitError
 from aligner.types import Generations, Progress, SamplingParams
 
 
@@ -197,3 +197,16 @@ def listed(names: Sequence[str], limit: int = 8) -> str:
     """For a message: the first of them, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def require_finite(generations: Generations) -> Generations:
+    """The same, on CPU. Raises EngineError where the logprob of a sampled token is NaN: its logits were not finite."""
+    written = torch.arange(generations.logprobs.shape[1]) < generations.lengths[:, None]
+    broken = (generations.logprobs.isnan() & written).any(1)
+    if broken.any():
+        raise EngineError(
+            f"weight version {generations.weight_version}: the engine's logits are not finite in "
+            f"{int(broken.sum())} of {len(broken)} samples. Its weights hold NaN or infinity, or overflow: go on "
+            "from an earlier checkpoint with a lower optim.lr"
+        )
+    return generations

@@ -3,6 +3,7 @@
 import math
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from aligner.engines.native import NativeEngine
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.sampler import cut_logits, sample, uniforms
 from aligner.engines.native.scratch import Scratch
+from aligner.errors import EngineError
 from aligner.types import STOP, SamplingParams
 from tests.tiny import MORE
 
@@ -57,6 +59,28 @@ def test_no_finished_row_is_decoded_and_each_prompt_is_prefilled_once(max_batch)
     assert engine.stats.decoded_rows == int((out.lengths - 1).sum())
     assert engine.stats.prefilled_prompts == len(PROMPTS)
     assert engine.stats.steps <= (15 if max_batch == 512 else out.lengths.sum())
+
+
+SAMPLINGS = [SamplingParams(9), SamplingParams(9, temperature=0), SamplingParams(9, top_p=0.9, top_k=7, min_p=0.01)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["plain", "greedy", "cut"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_an_error_of_their_weights(sampling, value):
+    """Of one token's embedding: samples of the prompts that hold it end at once, the others are whole."""
+    cfg = MODELS["qwen3"]  # whose logits have other weights than its embedding
+    engine = make_engine(cfg)
+    weights = {name: tensor.clone() for name, tensor in reference(cfg).state_dict().items()}
+    weights["model.embed_tokens.weight"][cfg.vocab_size - 1] = value
+    engine.begin_update(7)
+    engine.update_weights(weights.items())
+    engine.finish_update()
+    prompts = [[5, cfg.vocab_size - 1, 6], [5, 6, 7, 8]]
+    with pytest.raises(EngineError, match=r"weight version 7: the engine's logits are not finite in 3 of \d samples"):
+        engine.generate(prompts[:1], seeds_for(prompts[:1], 3), sampling)
+    assert engine.stats.steps == 1
+    with pytest.raises(EngineError, match="in 2 of 4 samples"):
+        engine.generate(prompts, seeds_for(prompts, 2), replace(sampling, max_response_tokens=1))
 
 
 @pytest.mark.parametrize("max_batch", [5, 512])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aligner.config.engine import EngineConfig
 from aligner.config.schema import ModelConfig
-from aligner.engines.base import Finished, UpdateLedger
+from aligner.engines.base import Finished, UpdateLedger, require_finite
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.graphs import REACH, CudaRecorder, DecodeGraphs
 from aligner.engines.native.model import NativeModel
@@ -147,13 +147,24 @@ class NativeEngine:
         seeds: Sequence[Sequence[int]],
         sampling: SamplingParams,
         progress: Progress | None = None,
+    ) -> Generations:
+        """See `RolloutEngine.generate`. Raises ConfigError `engine.kv_cache_bytes` if the longest row can never fit,
+        `model.max_position` if it is longer than the model's positions, `sampling.stop` without a `decode`; EngineError
+        where logits are not finite."""
+        return require_finite(self._generated(prompts, seeds, sampling, progress))
+
+    def _generated(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        progress: Progress | None = None,
         pool: Pool | None = None,
         asked: Sequence[tuple[int, int] | None] | None = None,
     ) -> Generations:
-        """See `RolloutEngine.generate`; samples of prompts that come from `pool` follow, in the order in which they are
-        taken. `asked`: which (prompt, sample) a row is to `finished`, None if it is of another rank. Raises ConfigError
-        `engine.kv_cache_bytes` if the longest row can never fit, `model.max_position` if it is longer than the model's
-        positions, `sampling.stop` without a `decode`."""
+        """`generate`; samples of prompts that come from `pool` follow, in the order in which they are taken. `asked`:
+        which (prompt, sample) a row is to `finished`, None if it is of another rank. A sample ends with the token whose
+        logits are not finite, with logprob NaN."""
         self._ledger.require()
         assert not self._asleep, "generate() on a sleeping engine: wake() it first"
         if sampling.stop and self._decode is None:

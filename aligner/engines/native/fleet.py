@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.schema import ModelConfig
+from aligner.engines.base import require_finite
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.sampler import cuts
 from aligner.engines.native.schedule import Pool
@@ -194,12 +195,12 @@ class FleetEngine(NativeEngine):
         sampling: SamplingParams,
         progress: Progress | None = None,
     ) -> Generations:
-        """See `RolloutEngine.generate`; raises what it raises, on every rank."""
+        """See `RolloutEngine.generate`; raises what it raises, on every rank, but EngineError on those that asked."""
         if dist.get_world_size() == 1:
             return super().generate(prompts, seeds, sampling, progress)
         fleet = Fleet(self.tensor_parallel)
         mine, generations, moved = self.work(fleet, fleet.gather(prompts, seeds), sampling, progress)
-        return fleet.deliver(mine, generations, [len(s) for s in seeds], cuts(sampling), moved)
+        return require_finite(fleet.deliver(mine, generations, [len(s) for s in seeds], cuts(sampling), moved))
 
     def work(
         self, fleet: Fleet, requests: list[Request], sampling: SamplingParams, progress: Progress | None = None
@@ -216,7 +217,7 @@ class FleetEngine(NativeEngine):
         else:
             mine = [requests[i] for i in parts[dist.get_rank() // self.tensor_parallel]]
             prompts, seeds = [r.prompt for r in mine], [r.seeds for r in mine]
-            generations = super().generate(prompts, seeds, sampling, progress, asked=_asked(mine, fleet.rank))
+            generations = self._generated(prompts, seeds, sampling, progress, asked=_asked(mine, fleet.rank))
         moved = fleet.first > 0 or shared or any(homes[i] != r for r, part in enumerate(parts) for i in part)
         return mine, generations, moved
 
@@ -250,7 +251,7 @@ class FleetEngine(NativeEngine):
         )
         if dist.get_rank() == 0:
             queues.forget_last()
-        generations = super().generate([], [], sampling, progress, queues, queues.asked)
+        generations = self._generated([], [], sampling, progress, queues, queues.asked)
         self.stolen = queues.stolen
         return queues.taken, generations
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from aligner.engines.base import require_finite
 from aligner.engines.bridge import Answer, Bridge
 from aligner.engines.native.fleet import Fleet, nothing
 from aligner.engines.native.sampler import cuts
@@ -62,7 +63,8 @@ class RemoteEngine:
         self._answers()
         with self.bridge.contact():
             cut = cuts(sampling)
-            return self.fleet.deliver([], nothing(cut, self.weight_version), [len(s) for s in seeds], cut)
+            found = self.fleet.deliver([], nothing(cut, self.weight_version), [len(s) for s in seeds], cut)
+        return require_finite(found)
 
     def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
         """See `RolloutEngine.logprobs`: of the first replica, and of the same rows on every rank."""

@@ -39,6 +39,9 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingP
     """logits float32 [n, V] (overwritten); seeds, positions int64 [n].
 
     Greedy (temperature 0) reports logprobs of the untempered distribution: those of a point mass say nothing.
+    Where logits are not finite (NaN, or all infinite) the token means nothing and its logprob is NaN: to find that out
+    here would be to wait for the device in every step. `schedule.Batch` ends the row with the flags that it copies
+    anyway; `engines.base.require_finite` refuses the samples.
     """
     rows = max(1, _LOGIT_ELEMENTS // logits.shape[1])
     if len(logits) <= rows:

@@ -162,6 +162,7 @@ class Batch:
         self._full = torch.zeros_like(self._logprobs) if cuts(sampling) else None
         self._lengths = torch.zeros(plan.rows, dtype=torch.int64, device=device)
         self._reasons = torch.full_like(self._lengths, LENGTH)
+        self._broken = torch.zeros(0, dtype=torch.bool, device=device)  # of the active rows: the last logits are NaN
         self._ended = self._lengths[:0]  # rows that left in the last `settle`
 
     def add(self, prompt: Waiting, first: int, count: int) -> None:
@@ -203,6 +204,7 @@ class Batch:
         state[TOKEN] = picked.tokens
         self._tokens[row, count] = picked.tokens
         self._logprobs[row, count] = picked.logprobs
+        self._broken = picked.logprobs.isnan()
         if self._full is not None:
             self._full[row, count] = picked.full_logprobs
         state[POSITION : COUNT + 1] += 1
@@ -224,7 +226,7 @@ class Batch:
         stop = torch.isin(state[TOKEN], self._stops) if len(self._stops) else None
         if stopped is not None:
             stop = stopped if stop is None else stop | stopped
-        done = state[COUNT] >= self._limit
+        done = (state[COUNT] >= self._limit) | self._broken
         if stop is not None:
             done = done | stop
             self._reasons[state[ROW]] = torch.where(stop, STOP, LENGTH)
