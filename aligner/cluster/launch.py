@@ -18,6 +18,7 @@ from types import FrameType
 from aligner.cluster import failure, seal
 from aligner.cluster.env import LAUNCHED
 from aligner.cluster.signals import AGAIN, CHOICES, catchable
+from aligner.cluster.triage import consequence
 from aligner.errors import ConfigError
 
 POLL_S = 0.05
@@ -165,12 +166,21 @@ def _watch(
     killed = next((r for r in ranks if r.process.returncode == -signal.SIGKILL), None)
     if killed is not None:
         return killed  # it could not say anything: what others say is that they have lost it
-    deadline = time.monotonic() + SETTLE_S
-    while time.monotonic() < deadline and any(r.process.poll() is None for r in ranks):
+    failed = time.monotonic()
+    while any(r.process.poll() is None for r in ranks):
+        words = _told(ranks)
+        lost = words and all(lost for lost, *_ in words)  # whom they have lost may still be ending
+        if time.monotonic() - failed > (KILL_AFTER_S if lost else SETTLE_S):
+            break
         time.sleep(POLL_S)
-    told = [(said.time_s, r.number) for r in ranks if (said := failure.read(r.failure_file))]
-    told += [] if proven() else left
-    return ranks[min(told)[1]] if told else exited_first
+    words = _told(ranks) + ([] if proven() else [(False, *found) for found in left])
+    return ranks[min(words)[2]] if words else exited_first
+
+
+def _told(ranks: list[_Rank]) -> list[tuple[bool, float, int]]:
+    """(whether it only speaks of lost connections, when, rank) of those that said why they fail."""
+    words = [(failure.read(rank.failure_file), rank.number) for rank in ranks]
+    return [(consequence(said.text), said.time_s, number) for said, number in words if said]
 
 
 def _end(ranks: list[_Rank]) -> None:

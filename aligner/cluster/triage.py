@@ -43,9 +43,13 @@ class Finding:
 
     @property
     def consequence(self) -> bool:
-        """Whether the last words (the exception itself) speak of the others' absence."""
-        last = "\n".join(self.text.strip().splitlines()[-3:])
-        return CONSEQUENCE.search(last) is not None and PORT_TAKEN.search(last) is None
+        return consequence(self.text)
+
+
+def consequence(text: str) -> bool:
+    """Whether a rank's last words (the exception itself) speak of the others' absence."""
+    last = "\n".join(text.strip().splitlines()[-3:])
+    return CONSEQUENCE.search(last) is not None and PORT_TAKEN.search(last) is None
 
 
 def findings(folder: Path) -> list[Finding]:

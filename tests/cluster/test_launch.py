@@ -72,6 +72,18 @@ def test_the_rank_that_raised_first_counts_not_the_one_that_exited_first(tmp_pat
     assert "rank 2 of 3 failed first" in err and "| the cause" in err
 
 
+def test_a_lost_connection_is_no_cause_though_told_first(tmp_path, capfd, monkeypatch):
+    code = (
+        "from aligner.cluster import failure\n"
+        "if rank:\n  failure.record('RuntimeError: Connection closed by peer', 1)\n  sys.exit(1)\n"
+        "time.sleep(1.5)\nfailure.record('error: no space left', 7)\nsys.exit(7)"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
+    assert run(code, 2, tmp_path) == 7
+    last = capfd.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("rank 0 of 2 failed first (") and last.endswith("): error: no space left")
+
+
 def test_a_long_cause_is_told_whole_a_log_from_its_end(tmp_path, capfd):
     """The stacks of many ranks are longer than the tail of a log that is shown where nothing else is known."""
     code = "from aligner.cluster import failure\nlines = '\\n'.join(f'line {n}.' for n in range(200))\n"
