@@ -2,12 +2,14 @@
 
 <run.dir>/pending_rollouts/step-00000013/
     part-00000-of-00002.safetensors   a data-parallel rank's samples and scores (format of `rollout/record.py`)
-    part-00000-of-00002.json          written last: checksum, slots, and in part 0 the metrics and what a step of the
-                                      source changes (data cursor, reward normaliser, sentinel)
+    part-00000-of-00002.json          written last, behind its own checksum: that of the part, slots, and in part 0 the
+                                      metrics and what a step of the source changes (data cursor, reward normaliser,
+                                      sentinel)
 
-A rollout counts when all its parts are there. Storing takes no message between ranks; a stored rollout may be read on
-any number of data-parallel ranks. Those of all steps since the last checkpoint are kept, because a resumed run goes
-through all of them; a checkpoint's commit deletes them up to its step.
+A rollout counts when all its parts are there, whole and of one making; else it is made again, and damage is told.
+Storing takes no message between ranks; a stored rollout may be read on any number of data-parallel ranks. Those of all
+steps since the last checkpoint are kept, because a resumed run goes through all of them; a checkpoint's commit deletes
+them up to its step.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.errors import DataError
-from aligner.megatron.checkpoint import rng_state
+from aligner.megatron.checkpoint import fsync_folder, rng_state
 from aligner.megatron.groups import Layout
 from aligner.ops.reduce import first_cause
 from aligner.rewards.composite import Scores
@@ -117,9 +119,7 @@ class PendingRollouts:
             if rank == 0:
                 state = {name: item.state_dict() for name, item in self.states.items()}
                 told |= {"metrics": metrics, "state": state}
-            aside = place.with_suffix(".tmp")
-            aside.write_text(json.dumps(told), encoding="utf-8")
-            aside.rename(place.with_suffix(".json"))
+            _write_description(place.with_suffix(".json"), told)
         except OSError as error:
             print(f"warning: rollout {step} is not stored (checkpoint.rollouts): {error}", file=sys.stderr, flush=True)
 
@@ -128,7 +128,11 @@ class PendingRollouts:
         found: list[dict[int, Manifest]] = [{}]
         if dist.get_rank() == 0:
             for step, path in self._folders():
-                manifest = _read_manifest(path)
+                try:
+                    manifest = _read_manifest(path)
+                except DataError as error:
+                    _tell_again(step, str(error))
+                    manifest = None
                 if manifest is not None and manifest[0]["key"] == self.key:
                     found[0][step] = manifest
                 else:
@@ -152,7 +156,9 @@ class PendingRollouts:
         first = first_cause(cause)
         if first is not None:
             if dist.get_rank() == 0:
-                print(f"WARNING: {first[1]}\nWARNING: rollout {step} is generated again", flush=True)
+                print(
+                    f"WARNING: on rank {first[0]}: {first[1]}\nWARNING: rollout {step} is generated again", flush=True
+                )
             return None
         for name, item in self.states.items():
             item.load_state_dict(manifest[0]["state"][name])
@@ -160,20 +166,52 @@ class PendingRollouts:
         return rollout, dict(manifest[0]["metrics"]), join_scores([scores for _, scores in parts])
 
 
+def _tell_again(step: int, why: str) -> None:
+    print(f"WARNING: {why}\nWARNING: rollout {step} is generated again", flush=True)
+
+
+def _write_description(path: Path, told: dict[str, Any]) -> None:
+    """Behind its own checksum; there whole and for good, or not at all. Raises OSError."""
+    text, aside = json.dumps(told), path.with_suffix(".tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(f"{_sha256(text)}\n{text}")
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+    fsync_folder(path.parent)
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    """Raises DataError if it is not what was written."""
+    try:
+        digest, _, text = path.read_text(encoding="utf-8").partition("\n")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from None
+    if digest != _sha256(text):
+        raise DataError(f"{path}: damaged: it does not have its checksum")
+    return json.loads(text)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _read_manifest(folder: Path) -> Manifest | None:
-    """The descriptions of all parts, None where one is missing or torn."""
+    """The descriptions of all parts, None where one is missing: a kill while they were written. Raises DataError where
+    one is damaged, or of another making than the first."""
     parts: dict[int, dict[str, Any]] = {}
     expected = 0
     for path in folder.glob("part-*.json"):
         match = PART.fullmatch(path.name)
-        if match is None:
-            continue
-        expected = int(match[2])
-        try:
-            parts[int(match[1])] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-    return [parts[i] for i in range(expected)] if expected and len(parts) == expected else None
+        if match is not None:
+            expected = int(match[2])
+            parts[int(match[1])] = _read_description(path)
+    if not expected or sorted(parts) != list(range(expected)):
+        return None
+    found = [parts[i] for i in range(expected)]
+    if any((part["key"], part["weight_version"]) != (found[0]["key"], found[0]["weight_version"]) for part in found):
+        raise DataError(f"{folder}: its parts are of different runs or weights")
+    return found
 
 
 def _read_part(path: Path, sha256: str, slots: range) -> tuple[RolloutBatch, Scores]:

@@ -7,6 +7,8 @@ import pytest
 
 from aligner.config.freeze import rollout_key
 from aligner.config.resolve import compose
+from aligner.errors import DataError
+from aligner.rollout.pending import _read_description
 from tests import stages
 
 STEPS = [
@@ -108,6 +110,33 @@ def test_a_damaged_one_is_told_and_generated_again(tiny_data, tmp_path, argument
     generated.clear(), capsys.readouterr()
     stages.stage("grpo", tiny_data, run, *more)
     assert generated == [3, 4] and "WARNING: rollout 3 is generated again" in capsys.readouterr().out
+    assert stages.same_weights(run, whole) and stages.differences(run, whole) == []
+
+
+def test_damage_of_a_description_is_told_and_it_is_generated_again(
+    tiny_data, tmp_path, arguments, interrupt, generated, capsys
+):
+    """The cursor of the data in step 3; then each single bit of all that is noted of step 4."""
+    more, run = arguments("grpo"), tmp_path / "run"
+    whole = stages.stage("grpo", tiny_data, tmp_path / "whole", *more)
+    interrupt("grpo", run, 4, more)
+    cursor, every_bit = (run / "pending_rollouts" / step / "part-00000-of-00001.json" for step in stored(run))
+    text = cursor.read_text()
+    cursor.write_text(text.replace('"cursor": ', '"cursor": 1'))
+    assert cursor.read_text() != text
+    content, told = every_bit.read_bytes(), _read_description(every_bit)
+    flipped = tmp_path / "flipped.json"
+    for bit in range(len(content) * 8):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        flipped.write_bytes(damaged)
+        with pytest.raises(DataError):
+            _read_description(flipped)
+    assert told["slots"] == [0, 8] and told["state"]["data"]["cursor"] > 0
+    generated.clear(), capsys.readouterr()
+    stages.stage("grpo", tiny_data, run, *more)
+    out = capsys.readouterr().out
+    assert generated == [3] and f"WARNING: {cursor}: damaged" in out and "rollout 3 is generated again" in out
     assert stages.same_weights(run, whole) and stages.differences(run, whole) == []
 
 
