@@ -21,7 +21,7 @@ from aligner.config.validate import minibatch_samples, validate_model
 from aligner.data.batches import BatchSource
 from aligner.data.dataset import PromptDataset
 from aligner.data.formats import prompt_rows
-from aligner.data.readers import read_rows
+from aligner.data.readers import Rows, read_rows
 from aligner.data.shipped_templates import use_chat_template
 from aligner.data.stream import IndexStream
 from aligner.data.tokenizer import stop_token_ids
@@ -34,6 +34,7 @@ from aligner.megatron.checkpoint import load_model
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
 from aligner.megatron.model import Head, check_kernels, resolve_dtype
 from aligner.megatron.train import ShardedModel
+from aligner.ops.agree import same_view
 from aligner.ops.balance import row_costs
 from aligner.ops.seeds import derive
 from aligner.rewards.composite import RewardPipeline
@@ -67,6 +68,7 @@ class Job:
     models: dict[str, ShardedModel] = field(default_factory=dict)  # by role, for the memory's turns
     engine: RolloutEngine | None = None
     start: Start = field(default_factory=lambda: Start("", 1, {}))  # rank 0 has a real one
+    contents: dict[str, str] = field(default_factory=dict)  # key of a path -> hash of what this run finds there
 
     def __post_init__(self) -> None:
         cfg, env = self.cfg, self.env
@@ -147,6 +149,7 @@ def _scorer(job: Job, path: str, key: str) -> InitialModel:
     """The shape and weights of a reward model; it must share the policy's tokenizer."""
     like = dataclasses.replace(job.cfg.model, tokenizer="")
     initial = resolve(like, path, job.cfg.seed, key=key)
+    job.contents[key] = initial.content
     validate_model(job.cfg, initial.config, scorer=True)
     if initial.tokenizer.get_vocab() != job.tokenizer.get_vocab():
         raise ConfigError(key, path, "a model with the policy's tokenizer: scores are read from the same token ids")
@@ -156,7 +159,12 @@ def _scorer(job: Job, path: str, key: str) -> InitialModel:
 def make_reward_model(job: Job) -> RewardModel | None:
     if not job.cfg.reward.model or job.cfg.debug.train_only:  # recordings come with their scores
         return None
-    initial = _scorer(job, job.cfg.reward.model, "reward.model")
+    path = job.cfg.reward.model
+    initial = _scorer(job, path, "reward.model")
+    if not initial.has_scores:
+        raise ConfigError("reward.model", path, "a reward model: a run of stage rm, or a folder with score.weight")
+    if not initial.extra:
+        job.say(f"reward.model={path}: its mean score is not known (of runs, the last checkpoint has it): not centred")
     model = job.models["reward"] = make_model(job, initial, Head("score"), None, 0)
     return RewardModel(model, job.cfg.batch, *_centring(job, initial))
 
@@ -167,8 +175,20 @@ def _centring(job: Job, initial: InitialModel) -> tuple[float, float]:
     return extra.get("bias", 0.0), extra.get("std", 1.0) if job.cfg.reward.model_standardize else 1.0
 
 
+def rows_of(job: Job, path: str, key: str) -> Rows:
+    """The rows of a dataset, the same on every rank. Raises DataError, ViewError."""
+    found: list[Rows] = []
+
+    def look() -> dict[str, str]:
+        found[:] = [read_rows(path, key)]
+        return {key: found[0].content()}
+
+    job.contents[key] = same_view(path, look)[key]
+    return found[0]
+
+
 def make_prompts(job: Job, path: str, key: str) -> PromptDataset:
-    dataset = PromptDataset(prompt_rows(read_rows(path, key), job.cfg.data), job.tokenizer, job.cfg.data, key)
+    dataset = PromptDataset(prompt_rows(rows_of(job, path, key), job.cfg.data), job.tokenizer, job.cfg.data, key)
     job.say(dataset.report)
     return dataset
 

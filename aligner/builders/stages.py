@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,22 +30,25 @@ from aligner.builders.parts import (
     make_sampling,
     make_stream,
     optimizer_steps,
+    rows_of,
 )
-from aligner.config.freeze import rollout_key
+from aligner.config.freeze import reward_code, rollout_key
+from aligner.config.identity import definition
 from aligner.config.schema import ROLLOUT_STAGES
 from aligner.config.validate import evaluation_functions
 from aligner.data.collate import collate_preference, collate_scored, collate_sft
 from aligner.data.dataset import PreferenceDataset, ScoredDataset, SftDataset
 from aligner.data.formats import preference_rows, scored_rows, sft_rows
-from aligner.data.readers import read_rows
 from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import ConfigError, EngineError, MemoryLimitError, MismatchError, RewardError
 from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.megatron.model import Head
 from aligner.megatron.offload import ModelMemory
 from aligner.megatron.train import ShardedModel
+from aligner.models.fingerprint import file_fingerprint
 from aligner.models.safetensors_io import open_hf
-from aligner.refit.export import export_hf
+from aligner.ops.agree import same_view
+from aligner.refit.export import EXTRA_FILE, export_hf
 from aligner.roles.initial import shape_of
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel
@@ -84,10 +88,30 @@ def _identity(job: Job) -> dict[str, Any]:
     }
 
 
+def _definition(job: Job) -> dict[str, Any]:
+    """What this run is made of, the same on every rank. Raises ViewError."""
+    cfg, tokenizer, code = job.cfg, job.tokenizer, reward_code(job.cfg)
+    contents = {"model.init": job.initial.content}
+    contents["model.tokenizer"] = _digest((tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.pad_token_id))
+    if code:
+        contents["reward.functions"] = hashlib.sha256(code).hexdigest()[:16]
+    found = definition(cfg, contents | job.contents)
+    same_view(cfg.run.dir, lambda: {key: json.dumps(value) for key, value in found.items()})
+    return found
+
+
 def _run(job: Job, models: dict[str, ShardedModel], state: dict[str, Any], evaluate: Evaluate | None) -> Run:
     cfg, run_dir = job.cfg, Path(job.cfg.run.dir)
     alarms = Alarms(cfg.sampling.max_response_tokens, cfg.critic.warmup_steps)
-    checkpoints = Checkpoints(run_dir, cfg.checkpoint, models, state | {"alarms": alarms}, _identity(job))
+    checkpoints = Checkpoints(
+        run_dir,
+        cfg.checkpoint,
+        models,
+        state | {"alarms": alarms},
+        _identity(job),
+        _definition(job),
+        cfg.run.accept_changes,
+    )
     checkpoints.now = job.watchdog.clock.now
     logger = MetricsLogger(run_dir, cfg.logging, dataclasses.asdict(cfg), job.env.rank)
     run = Run(
@@ -127,7 +151,7 @@ def run_sft(job: Job) -> None:
     cfg = job.cfg
 
     def load(path: str, key: str) -> SftDataset:
-        dataset = SftDataset(sft_rows(read_rows(path, key), cfg.data), job.tokenizer, cfg.data, key)
+        dataset = SftDataset(sft_rows(rows_of(job, path, key), cfg.data), job.tokenizer, cfg.data, key)
         job.say(dataset.report)
         return dataset
 
@@ -149,7 +173,7 @@ def run_rm(job: Job) -> None:
     pairwise = loss.kind == "bradley_terry"
 
     def load(path: str, key: str) -> PreferenceDataset | ScoredDataset:
-        rows = read_rows(path, key)
+        rows = rows_of(job, path, key)
         if pairwise:
             dataset = PreferenceDataset(preference_rows(rows, cfg.data, loss.margin), job.tokenizer, cfg.data, key)
         else:
@@ -172,7 +196,9 @@ def run_rm(job: Job) -> None:
     rm(run, model, batches, cfg.algorithm, FirstStepChecks(cfg.debug.first_step_checks and zero_head))
     bias, std = score_statistics(model, train, pairwise)
     job.say(f"mean score on the training set {bias:.4g} (stored as bias), std {std:.4g}")
-    _finish(job, run, model.model, {"bias": bias, "std": std, "attributes": list(loss.attributes)})
+    extra = {"bias": bias, "std": std, "attributes": list(loss.attributes)}
+    run.checkpoints.describe(run.step, EXTRA_FILE, extra)
+    _finish(job, run, model.model, extra)
 
 
 def _all(measures: list[Evaluate]) -> Evaluate | None:
@@ -202,7 +228,10 @@ def _rollouts(
     if cfg.debug.train_only:
         model = policy.model
         where = cfg.debug.train_only, cfg.run.steps, _origin(job), job.layout
-        return RecordedSource.open(*where, lambda: model.step_count, job.say), {}, None
+        source = RecordedSource.open(*where, lambda: model.step_count, job.say)
+        seen = same_view(cfg.debug.train_only, lambda: {p.name: file_fingerprint(p) for p in source.files})
+        job.contents["debug.train_only"] = seen[source.files[0].name]
+        return source, {}, None
     rewards = make_rewards(job, reward_model)
     prompts = make_prompts(job, cfg.data.train, "data.train")
     check_rows(rewards, prompts, len(prompts), job.say)
@@ -240,7 +269,7 @@ def _stored(job: Job, source: RolloutSource, state: dict[str, Any], model: Shard
     pending = PendingRollouts(
         source,
         folder,
-        rollout_key(cfg),
+        _digest((rollout_key(cfg), sorted(job.contents.items()), job.initial.content)),
         _origin(job),
         job.layout,
         state,

@@ -17,7 +17,7 @@ from aligner.errors import ConfigError
 
 FILE_NAME = "config.yaml"
 PENDING_NAME = "config.pending.yaml"  # of a start in a used folder that may still be refused
-_NOT_HASHED = ("dir", "name", "resume")  # of `run`: where a run lives does not change what it computes
+_NOT_HASHED = ("dir", "name", "resume", "accept_changes")  # of `run`: they do not change what it computes
 
 
 class _Dumper(yaml.SafeDumper):
@@ -114,10 +114,14 @@ def rollout_key(cfg: Config) -> str:
     for section, names in _NOT_OF_ROLLOUTS_IN.items():
         for name in names:
             del data[section][name]
-    files = (Path(function.path.rpartition(":")[0]).expanduser() for function in cfg.reward.functions)
-    code = b"".join(file.read_bytes() for file in files if file.is_file())
     text = json.dumps(_canonical(data), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode() + code).hexdigest()[:12]
+    return hashlib.sha256(text.encode() + reward_code(cfg)).hexdigest()[:12]
+
+
+def reward_code(cfg: Config) -> bytes:
+    """The files of the reward functions that are named by file; empty if there are none."""
+    files = (Path(function.path.rpartition(":")[0]).expanduser() for function in cfg.reward.functions)
+    return b"".join(file.read_bytes() for file in files if file.is_file())
 
 
 def _canonical(value: Any) -> Any:

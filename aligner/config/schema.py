@@ -42,6 +42,7 @@ class RunConfig:
     dir: str = "runs/${run.name}"
     name: str = "${stage.name}"
     resume: str = "auto"  # auto, never, or a checkpoint folder
+    accept_changes: bool = False  # go on from a checkpoint although what defines the run has changed (docs/resume.md)
     deterministic: bool = False
     steps: int = 100  # optimizer steps for sft and rm, rollouts for ppo and grpo
     eval_every: int = 0  # 0: only at the end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -76,7 +77,17 @@ def write_manifest(folder: Path) -> None:
     """Checksums of the small files, `integrity.json` of each model included, which has those of the large ones."""
     names = [*folder.glob("*.json"), *folder.glob("*/integrity.json"), *folder.glob("rng/*")]
     files = {str(path.relative_to(folder)): _sha256(path) for path in sorted(names) if path.name != MANIFEST}
-    (folder / MANIFEST).write_text(json.dumps({"algorithm": "sha256", "files": files}, indent=1), encoding="utf-8")
+    write_whole(folder / MANIFEST, json.dumps({"algorithm": "sha256", "files": files}, indent=1))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Another process finds the old text or the new one, never a part."""
+    aside = path.with_name(f".{path.name}.tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
 
 
 def check_manifest(folder: Path) -> None:

@@ -21,15 +21,15 @@ ABSENT = "absent"
 
 
 def by_rank_0[T](work: Callable[[], T]) -> T:
-    """What `work()` gives on rank 0, on every rank; an AlignerError that it raises there is raised on all of them.
-    Collective over the world, if there is one."""
+    """What `work()` gives on rank 0, on every rank; an AlignerError or OSError that it raises there is raised on all of
+    them. Collective over the world, if there is one."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
     told: list = [None, None]
     if dist.get_rank() == 0:
         try:
             told[0] = work()
-        except AlignerError as error:
+        except (AlignerError, OSError) as error:
             told[1] = error
     dist.broadcast_object_list(told, src=0)
     if told[1] is not None:
@@ -44,25 +44,30 @@ def same_view(path: Path | str, look: Callable[[], View]) -> View:
     Raises ViewError on every rank, naming the first rank that differs, path, and what differs; what `look` raises on
     rank 0 is raised on all.
     """
-    wanted = by_rank_0(look)
-    cause, deadline = _difference(wanted, look), time.monotonic() + WAIT_S
+    found, cause = _look(look)
+    wanted = by_rank_0(lambda: found if found is not None else look())
+    cause, deadline = _difference(wanted, found, cause), time.monotonic() + WAIT_S
     while cause and time.monotonic() < deadline:
         time.sleep(EVERY_S)
-        cause = _difference(wanted, look)
+        cause = _difference(wanted, *_look(look))
     first = first_cause(cause)
     if first is not None:
         raise ViewError(f"rank {first[0]} sees another {path} than rank 0: {first[1]}. Is it on a shared file system?")
     return wanted
 
 
-def _difference(wanted: View, look: Callable[[], View]) -> str:
-    """The first thing that this rank finds otherwise; "" if there is none."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        return ""
+def _look(look: Callable[[], View]) -> tuple[View | None, str]:
+    """What is found, or None and why there is nothing."""
     try:
-        found = look()
+        return look(), ""
     except (AlignerError, OSError) as error:
-        return str(error)
+        return None, str(error)
+
+
+def _difference(wanted: View, found: View | None, cause: str) -> str:
+    """The first thing that this rank finds otherwise; "" if there is none."""
+    if found is None:
+        return cause
     for name in [*wanted, *(name for name in found if name not in wanted)]:
         there, here = wanted.get(name, ABSENT), found.get(name, ABSENT)
         if there != here:

@@ -51,7 +51,7 @@ class InitialModel:
     origin: Path | None = None  # folder with the small files of a Hugging Face folder that the model came from
     imported: bool = False  # `checkpoint` has the weights of `origin`
     seed: int = 0
-    content: str = "random"  # hash of what the folder holds (docs/checkpoints.md)
+    content: str = "random"  # or a hash of what the folder holds (docs/checkpoints.md)
 
     def source(self, head: Head) -> WeightSource:
         """Weights for a model with this head; a score head that the folder lacks starts at zero. Raises CheckpointError
@@ -65,8 +65,16 @@ class InitialModel:
 
     @property
     def extra(self) -> dict[str, Any]:
-        folder = self.folder or (self.origin if self.imported else None)
-        return read_extra(folder) if folder else {}
+        """What belongs to the weights beside them: a reward model's bias and std."""
+        folders = [self.folder, self.checkpoint and self.checkpoint.parent, self.origin if self.imported else None]
+        return next((found for folder in folders if folder and (found := read_extra(folder))), {})
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether the weights have a score head: of a reward model, not of a language model."""
+        if self.folder is not None:
+            return "score.weight" in open_hf(self.folder)
+        return self.checkpoint is not None and self.checkpoint.name != "policy"
 
 
 def resolve(cfg: ModelConfig, init: str, seed: int, key: str = "model.init") -> InitialModel:

@@ -14,7 +14,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,10 +45,12 @@ from aligner.megatron.checkpoint_files import (
     tell_without_state,
     view,
     write_manifest,
+    write_whole,
 )
 from aligner.megatron.train import ShardedModel
 from aligner.ops.agree import by_rank_0, same_view
 from aligner.ops.reduce import first_cause
+from aligner.run.changes import AnotherRunError, compare, note, reorders
 
 DISPENSABLE = ("sentinel",)  # states that checkpoints of earlier versions lack
 
@@ -56,10 +58,6 @@ DISPENSABLE = ("sentinel",)  # states that checkpoints of earlier versions lack
 class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class AnotherRunError(CheckpointError):
-    """A whole checkpoint, but of another model, tokenizer or algorithm: no older one will do instead."""
 
 
 class SaveError(CheckpointError):
@@ -106,9 +104,13 @@ class Checkpoints:
         models: Mapping[str, ShardedModel],
         state: Mapping[str, Stateful],
         identity: Mapping[str, Any],
+        definition: Mapping[str, Any] | None = None,
+        accept_changes: bool = False,
     ):
+        """`identity`: what a checkpoint must share; `definition`: what may be changed (config/identity.py)."""
         self.folder, self.config = run_dir / "checkpoints", config
         self.models, self.state, self.identity = dict(models), dict(state), dict(identity)
+        self.definition, self.accept_changes = definition, accept_changes
         self.last_saved = -1  # the step given to `save` last, or restored
         self.committed = 0  # the newest step that a restart would find
         self.seconds = 0.0  # that the last save took from its beginning until everything was written
@@ -132,6 +134,7 @@ class Checkpoints:
         content = {
             "format": FORMAT,
             "identity": self.identity,
+            "definition": self.definition,
             "step": step,
             "world_size": dist.get_world_size(),
             "metric": metrics.get(self.config.metric),
@@ -236,6 +239,18 @@ class Checkpoints:
             self._told.add(path)
             print(f"WARNING: {text}", flush=True)
 
+    def describe(self, step: int, name: str, content: Mapping[str, Any]) -> None:
+        """A small file that is known only once the run is done, for the checkpoint of its last step if it has one."""
+        folder = self.folder / f"step-{step:08d}"
+
+        def write() -> None:
+            if dist.get_rank() == 0 and (folder / "state.json").exists():
+                write_whole(folder / name, json.dumps(content, indent=2) + "\n")
+                write_manifest(folder)
+                fsync_folder(folder)
+
+        self._together(folder.with_suffix(".tmp"), write)
+
     def restore(self, resume: str) -> int:
         """Load what `run.resume` asks for; returns the step to continue after, 0 if there is nothing to resume.
 
@@ -248,7 +263,9 @@ class Checkpoints:
             try:
                 content = self._read(path)
                 self._check_identity(path, content["identity"])
-                self._load(path, content)
+                was = content.get("definition")
+                changed = [] if self.definition is None else compare(path, was, self.definition, self.accept_changes)
+                self._load(path, content, () if not reorders(changed) else ("data",))
             except AnotherRunError:
                 raise
             except CheckpointError as caught:
@@ -256,6 +273,8 @@ class Checkpoints:
             first = first_cause("" if error is None else str(error))
             if first is None:
                 self._set_damaged_aside(candidates[:i])
+                if dist.get_rank() == 0 and self.definition is not None:
+                    note(self.folder.parent, path, content["step"], was, changed)
                 self.last_saved = self.committed = content["step"]
                 return content["step"]
             if i + 1 == len(candidates):
@@ -312,7 +331,8 @@ class Checkpoints:
             self.folder.rename(kept)
             print(f"run.resume=never: earlier checkpoints are kept in {kept}", flush=True)
 
-    def _load(self, path: Path, content: Mapping[str, Any]) -> None:
+    def _load(self, path: Path, content: Mapping[str, Any], anew: Sequence[str]) -> None:
+        """States named in `anew` begin as they are."""
         missing = [name for name in self.state if name not in content["state"] and name not in DISPENSABLE]
         if missing:
             raise CheckpointError(
@@ -322,7 +342,7 @@ class Checkpoints:
         for name, model in self.models.items():
             load_model(model, path / name)
         for name, item in self.state.items():
-            if name in content["state"]:
+            if name in content["state"] and name not in anew:
                 item.load_state_dict(content["state"][name])
         rng = path / "rng" / f"rank-{dist.get_rank():04d}.pt"
         if rng.exists() and content["world_size"] == dist.get_world_size():

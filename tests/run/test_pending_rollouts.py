@@ -145,8 +145,9 @@ def test_those_of_another_config_are_not_used(tiny_data, tmp_path, arguments, in
     more, cut = arguments("grpo"), tmp_path / "cut"
     interrupt("grpo", cut, 4, more)
     for name, change in enumerate(("sampling.temperature=0.9", "run.resume=never", "checkpoint.rollouts=false")):
+        run, accepted = shutil.copytree(cut, tmp_path / str(name)), "run.accept_changes=true"
         generated.clear()
-        stages.stage("grpo", tiny_data, shutil.copytree(cut, tmp_path / str(name)), *more, change, "run.export=false")
+        stages.stage("grpo", tiny_data, run, *more, change, accepted, "run.export=false")
         assert generated == ([1, 2, 3, 4] if "never" in change else [3, 4])
 
 

@@ -1,0 +1,64 @@
+"""A run that goes on is compared with its checkpoint: what defines it may not have changed unnoticed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aligner.config.identity import CONTENT, Change, Kind, changes
+from aligner.errors import CheckpointError
+from aligner.run.metrics import append_jsonl, read_jsonl
+
+FILE = "changes.jsonl"  # in the run folder: one record for each start that changed something
+DATA = f"{CONTENT}data.train"
+
+
+class AnotherRunError(CheckpointError):
+    """A whole checkpoint, but of a run of another definition: no older one will do instead."""
+
+
+def compare(path: Path, was: Mapping[str, Any] | None, now: Mapping[str, Any], accept: bool) -> list[Change]:
+    """What this start changes. `was` is the definition in checkpoint `path`, None in those of earlier versions. Raises
+    AnotherRunError for changes that define another run, unless they are accepted."""
+    if was is None:
+        return []
+    found = [change for change in changes(was, now) if change.kind is not Kind.HARMLESS]
+    refused = [change for change in found if change.kind is Kind.DEFINES]
+    if refused and not accept:
+        texts = ", ".join(f"{change.key} is {change.was!r} there, {change.now!r} here" for change in refused)
+        raise AnotherRunError(
+            f"checkpoint {path} belongs to another run: {texts}. Restore what was, go on with what is by "
+            "run.accept_changes=true, or choose another run.dir or run.resume=never"
+        )
+    return found
+
+
+def reorders(found: Sequence[Change]) -> bool:
+    """Whether row numbers may mean other rows than before."""
+    return any(c.key == DATA or (c.key.startswith("data.") and c.kind is Kind.DEFINES) for c in found)
+
+
+def note(run_dir: Path, path: Path, step: int, was: Mapping[str, Any] | None, found: Sequence[Change]) -> None:
+    """A line for what is taken over, and one for what was accepted; noted once in changes.jsonl. On rank 0."""
+    if was is None:
+        print(f"{path} says not what run it is of (an earlier version wrote it): changes are not noticed", flush=True)
+    accepted = [change for change in found if change.kind is Kind.DEFINES]
+    told = [change for change in found if change.kind is Kind.TOLD]
+    if accepted:
+        print(f"run.accept_changes: from step {step} on {', '.join(map(str, accepted))}", flush=True)
+    if reorders(found):
+        print("run.accept_changes: the rows of data.train are taken from their first on", flush=True)
+    if told:
+        print(f"changed from step {step} on: {', '.join(map(str, told))}", flush=True)
+    if found:
+        notes = {name: _plain(part) for name, part in (("accepted", accepted), ("told", told))}
+        record = {"step": step} | notes
+        before = read_jsonl(run_dir / FILE)
+        if not before or {name: before[-1][name] for name in record} != record:  # killed before the next checkpoint
+            append_jsonl(run_dir / FILE, [record | {"time": round(time.time(), 3)}])
+
+
+def _plain(part: Sequence[Change]) -> list[dict[str, Any]]:
+    return [{"key": change.key, "was": change.was, "now": change.now} for change in part]
