@@ -4,9 +4,10 @@
 
 Each case is a random stage on one rank, two data-parallel or two tensor ranks, with or without checkpoint.async_save,
 killed (SIGKILL of one rank or of all) up to four times: half of the kills at a random time, half at a point that a
-random time would seldom hit: within a save, a commit, a refit, between two minibatches, at the end of an epoch. Ranks
-are forked from this process, which has everything imported, so a kill costs seconds. Prints kills, resumes and
-mismatches; the exit code is 1 if there is a mismatch.
+random time would seldom hit: within a save, a commit, a refit, between two minibatches, at the end of an epoch. One of
+several ranks may first see the run folder as it was some time ago, as on a network file system. Ranks are forked from
+this process, which has everything imported, so a kill costs seconds. Prints kills, resumes and mismatches; the exit
+code is 1 if there is a mismatch.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ from aligner.megatron.train import ShardedModel
 from aligner.refit.transfer import Refit
 from aligner.rollout import pending
 from aligner.rollout.source import RolloutSource
+from aligner.run.checkpoints import Checkpoints
 from aligner.run.loop import Run
+from aligner.run.metrics import MetricsLogger
 from tests import stages
 from tests.ranks import _free_port
 
@@ -65,6 +68,9 @@ POINTS: dict[str, tuple[object, str]] = {
     "the manifest": (aligner.run.checkpoints, "write_manifest"),
     "the rename": (aligner.run.checkpoints, "put_in_place"),
     "the deletion of a checkpoint": (aligner.run.checkpoints, "remove_whole"),
+    "housekeeping": (Checkpoints, "_retain"),
+    "the comparison of views": (aligner.run.checkpoints, "same_view"),
+    "a record that is joined": (MetricsLogger, "_cut"),
     "a refit": (Refit, "__call__"),
     "a bucket of a refit": (Refit, "_ask"),
     "generation": (RolloutSource, "_generate"),
@@ -117,6 +123,19 @@ def install(kill: Kill, rank: int) -> None:
     setattr(owner, name, wrapped)
 
 
+def see_late(rank: int) -> None:
+    """In the last of several ranks: the newest checkpoint shows at the third look, and never in listings of its own."""
+    home, looks = aligner.run.checkpoints, [0]
+    listing, look = home.complete_checkpoints, home.view
+
+    def late(folder: Path) -> dict[str, str]:
+        looks[0] += 1
+        return look(folder) if looks[0] > 2 else {}
+
+    if rank:
+        home.view, home.complete_checkpoints = late, lambda folder: listing(folder)[:-1]
+
+
 def _die(kill: Kill) -> None:
     if kill.rank is None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -142,8 +161,9 @@ def fork(work: Callable[[], None], log: Path, group: int = 0) -> int:
         os._exit(code)
 
 
-def attempt(cfg: Config, world: int, log: Path, kill: Kill | None) -> tuple[bool, float]:
-    """Start all ranks; (whether the run came to its end, seconds). Raises RuntimeError if it failed unkilled."""
+def attempt(cfg: Config, world: int, log: Path, kill: Kill | None, late: bool = False) -> tuple[bool, float]:
+    """Start all ranks, with `late` one that sees checkpoints late; (whether the run came to its end, seconds). Raises
+    RuntimeError if it failed unkilled."""
     port, started = _free_port(), time.monotonic()
 
     def work(rank: int) -> Callable[[], None]:
@@ -151,6 +171,8 @@ def attempt(cfg: Config, world: int, log: Path, kill: Kill | None) -> tuple[bool
             torch.set_num_threads(1)
             if kill is not None and kill.point:
                 install(kill, rank)
+            if late:
+                see_late(rank)
             with RunLock(Path(cfg.run.dir)) if rank == 0 else nullcontext():  # of a killed process: no reason to wait
                 aligner.build.run_stage(cfg, RankEnv(rank, rank, world, world, master_port=port))
 
@@ -191,6 +213,7 @@ class Soak:
         self.data = folder / "data"
         self.done: dict[tuple[str, str], tuple[Path, float]] = {}
         self.kills = self.resumes = self.cases = 0
+        self.late = 0  # resumes in which a rank saw the checkpoints late
         self.mismatches: list[str] = []
         self.kinds: collections.Counter = collections.Counter()
         self._run(lambda: stages.make_data(self.data))
@@ -270,7 +293,9 @@ class Soak:
             told.append(str(kill))
         if not ended:
             tries += 1
-            ended, _ = attempt(cfg, world, log, None)
+            late = world > 1 and self.random.random() < 0.5
+            self.late += late
+            ended, _ = attempt(cfg, world, log, None, late)
         self.resumes += tries - 1
         wrong = differences(run, whole) if ended else [f"it did not end:\n{self.tail(log)}"]
         saved = " async_save" if async_save else ""
@@ -319,7 +344,7 @@ def main(argv: list[str] | None = None) -> int:
     kinds = ", ".join(f"{kind} {count}" for kind, count in soak.kinds.most_common())
     print(f"at {kinds}")
     print(
-        f"{soak.kills} kills, {soak.resumes} resumes, {len(soak.mismatches)} mismatches "
+        f"{soak.kills} kills, {soak.resumes} resumes ({soak.late} with a late view), {len(soak.mismatches)} mismatches "
         f"({soak.cases} runs, {time.monotonic() - started:.0f} s, seed {args.seed})"
     )
     if not soak.mismatches:
