@@ -133,7 +133,8 @@ class PendingRollouts:
                 except DataError as error:
                     _tell_again(step, str(error))
                     manifest = None
-                if manifest is not None and manifest[0]["key"] == self.key:
+                mine = manifest is not None and manifest[0]["key"] == self.key
+                if mine and manifest[0]["state"].keys() == self.states.keys():
                     found[0][step] = manifest
                 else:
                     shutil.rmtree(path, ignore_errors=True)
@@ -156,9 +157,7 @@ class PendingRollouts:
         first = first_cause(cause)
         if first is not None:
             if dist.get_rank() == 0:
-                print(
-                    f"WARNING: on rank {first[0]}: {first[1]}\nWARNING: rollout {step} is generated again", flush=True
-                )
+                _tell_again(step, f"on rank {first[0]}: {first[1]}")
             return None
         for name, item in self.states.items():
             item.load_state_dict(manifest[0]["state"][name])
