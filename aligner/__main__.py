@@ -401,7 +401,9 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 
 
 def entry() -> None:
-    """The `aligner` command."""
+    """The `aligner` command. Like `python -m aligner` it finds modules in the current folder."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
     code = main()
     if code == INTERRUPTED:  # as a shell expects it: what Ctrl-C has not ended makes its loops go on
         sys.stdout.flush()

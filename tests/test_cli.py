@@ -234,3 +234,16 @@ def test_launch_refuses_before_it_starts_ranks(program, capfd):
     assert main(["launch", "--ranks", "0", "data.train=train.jsonl"]) == 2
     err = capfd.readouterr().err
     assert "world size=3" in err and "--ranks=0" in err and not Path("runs").exists()
+
+
+def test_the_command_finds_modules_of_the_current_folder(tmp_path):
+    """As `python -m aligner` does; a script's own folder is elsewhere."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "mine.py").write_text("print('found')\n")
+    script = "from aligner.__main__ import entry\ntry:\n    entry()\nexcept SystemExit:\n    import mine\n"
+    (tmp_path / "bin" / "aligner").write_text(script)
+    command = [sys.executable, "bin/aligner", "--help"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.stdout.endswith("found\n"), done.stderr

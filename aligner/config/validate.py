@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 from aligner.config.algorithm import GROUP_BASELINES, OTHER_BASELINES
+from aligner.config.checks import exists
 from aligner.config.mismatch import WEIGHING
 from aligner.config.rewards import RewardFunctionConfig
 from aligner.config.rope import longest_row
@@ -101,8 +101,8 @@ def _paths(cfg: Config) -> None:
         "debug.train_only": cfg.debug.train_only,
     }
     for key, path in optional.items():
-        if path and not Path(path).expanduser().exists():
-            raise ConfigError(key, path, "a path that exists")
+        if path:
+            exists(key, path)
 
 
 def _without_effect(cfg: Config) -> None:

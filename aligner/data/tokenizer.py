@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aligner.config.checks import hub_hint
 from aligner.errors import ConfigError, DataError
 from aligner.foreign import read_record
 
@@ -44,7 +45,9 @@ def load_tokenizer(folder: str, announce: bool = True) -> PreTrainedTokenizerBas
     pad token, or a pad token that is its EOS (padding would then be taken for the end of a text).
     """
     if not folder or not Path(folder).expanduser().is_dir():
-        raise DataError(f"model.tokenizer={folder!r}: expected a folder with a Hugging Face tokenizer")
+        hint = hub_hint("model.tokenizer", folder)
+        told = f"model.tokenizer={folder!r}: expected a folder with a Hugging Face tokenizer"
+        raise DataError(f"{told}. {hint}" if hint else told)
     from transformers import AutoTokenizer
 
     path = str(Path(folder).expanduser())

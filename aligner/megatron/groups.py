@@ -78,6 +78,7 @@ def init_distributed(
 ) -> torch.device:
     """Start torch.distributed from MASTER_ADDR and MASTER_PORT; a single rank listens nowhere. Several need the job's
     `secret` (`cluster/seal.py`); `local_world`: ranks on this machine. Raises PeerError."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron wants it; it warns of anything else
     on_cpu = cpu.install()
     if backend == "nccl" and on_cpu:
         raise ConfigError("cluster.backend", "nccl", "auto or gloo: this machine has no CUDA device")

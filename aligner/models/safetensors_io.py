@@ -178,9 +178,13 @@ def write_hf(
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """One file. Raises OSError, also for a full disk, which safetensors tells in its own way."""
+    """One file, with the rights that the umask gives it (safetensors writes for its owner alone). Raises OSError, also
+    for a full disk, which safetensors tells in its own way."""
+    path.touch()
+    mode = path.stat().st_mode
     try:
         save_file(dict(tensors), str(path), metadata=dict(metadata))
+        path.chmod(mode)
     except SafetensorError as error:
         raise OSError(str(error)) from error
 

@@ -43,7 +43,8 @@ def main(args: argparse.Namespace, cfg: Config) -> int:
             raise MemoryPlanError(
                 f"no layout of {args.gpus} GPUs fits: the smallest needs {nearest.peak_bytes / GIB:.1f} GiB in phase "
                 f"{nearest.peak}, of {nearest.limit_bytes / GIB:.1f} that a program can use of {device.name}. "
-                "More GPUs, smaller micro-batches, or less for the engine"
+                "More GPUs, smaller micro-batches (batch.micro_batch_samples), or less for the engine "
+                "(engine.kv_cache_bytes)"
             )
         if not found:
             raise ConfigError(

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 from aligner.config.schema import Config
+from aligner.data.shipped_templates import use_chat_template
 from aligner.data.templates import encode_prompts
+from aligner.errors import ConfigError
 from aligner.run.sample_table import printable
 from aligner.tools.generate import Answerer, model_folder
 from aligner.types import Prompt, SamplingParams
@@ -24,6 +27,7 @@ class Chat:
     model: Answerer
     sampling: SamplingParams
     seed: int
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the chat template
     messages: list[dict[str, str]] = field(default_factory=list)
     turn: int = 0
 
@@ -31,14 +35,28 @@ class Chat:
         tokenizer = self.model.tokenizer
         if tokenizer.chat_template:
             self.messages.append({"role": "user", "content": text})
-            ids = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=False)
-        else:
-            ids = encode_prompts(tokenizer, [text], ["chat"])[0]
+        ids = self._ids(text)
         self.turn += 1
         sample = self.model.answer([Prompt(self.turn, tuple(ids), text)], 1, self.sampling, self.seed)[0]
         if tokenizer.chat_template:
             self.messages.append({"role": "assistant", "content": sample.response})
         return sample.response
+
+    def _ids(self, text: str) -> list[int]:
+        """What the model is given. The oldest turns are forgotten where it and the answer would outgrow the model;
+        raises ConfigError if the message alone does."""
+        limit = self.model.engine.model.cfg.max_position - self.sampling.max_response_tokens
+        while True:
+            what = self.messages if self.model.tokenizer.chat_template else text
+            (ids,) = encode_prompts(self.model.tokenizer, [what], ["chat"], arguments=self.arguments)
+            if len(ids) <= limit:
+                return ids
+            if len(self.messages) < 3:
+                self.messages.clear()
+                expected = f"at most {limit}: model.max_position less sampling.max_response_tokens"
+                raise ConfigError("tokens of the message", len(ids), expected)
+            del self.messages[:2]
+            print("(the conversation is longer than the model can read: its oldest turn is forgotten)", flush=True)
 
 
 def main(cfg: Config) -> int:
@@ -48,7 +66,9 @@ def main(cfg: Config) -> int:
     sampling = SamplingParams(
         s.max_response_tokens, cfg.eval.temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p, stop=tuple(s.stop)
     )
-    chat = Chat(Answerer.load(folder, cfg.engine, cfg.model.dtype), sampling, cfg.seed)
+    model = Answerer.load(folder, cfg.engine, cfg.model.dtype)
+    use_chat_template(model.tokenizer, cfg.data)
+    chat = Chat(model, sampling, cfg.seed, cfg.data.template_arguments)
     print(f"{folder}: {HELP}", flush=True)
     while True:
         print("> ", end="", flush=True)
@@ -59,4 +79,7 @@ def main(cfg: Config) -> int:
         if line.strip() == "/new":
             chat.messages.clear()
             continue
-        print(printable(chat.reply(line.rstrip("\n")), limit=100_000), flush=True)
+        try:
+            print(printable(chat.reply(line.rstrip("\n")), limit=100_000), flush=True)
+        except ConfigError as error:  # of this message: the next one may be shorter
+            print(f"error: {error}", file=sys.stderr, flush=True)

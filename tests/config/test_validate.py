@@ -95,6 +95,17 @@ def test_what_cannot_work_is_refused(make, stage, overrides, world, key):
     assert caught.value.exit_code == 2 and "expected" in str(caught.value)
 
 
+def test_a_name_of_the_hub_gets_a_hint(make, tmp_path):
+    for key, kind in (("model.init", ""), ("data.train", "--repo-type dataset ")):
+        with pytest.raises(
+            ConfigError, match=rf"a path that exists.*hf download {kind}some-org/Model-0.6B --local-dir"
+        ):
+            validate(make("sft", f"{key}=some-org/Model-0.6B"), 1)
+        for path in (f"{tmp_path}/none", "data/none.jsonl", "./some-org/x"):
+            with pytest.raises(ConfigError, match=r"a path that exists$"):
+                validate(make("sft", f"{key}={path}"), 1)
+
+
 @pytest.mark.parametrize(
     ("overrides", "world"), [(["parallel=tp2"], 3), (["parallel.pipeline=3"], 3), (["batch.sequences=9"], 2)]
 )

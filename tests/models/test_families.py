@@ -1,6 +1,7 @@
 """The family tables against random transformers models."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -213,3 +214,13 @@ def test_errors_name_the_culprit(tmp_path):
     qkv = next(s for s in family_table(cfg) if s.transform == "qkv")
     with pytest.raises(LayoutError, match=r"parallel.tensor"):
         split_tp(qkv, torch.zeros(qkv.shape), 8, 0)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_weights_have_the_rights_of_other_files(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        write_hf(tmp_path / "hf", [("a", torch.ones(2)), ("b", torch.ones(2))], {}, max_shard_bytes=8)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()} == {mode}

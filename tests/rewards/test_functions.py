@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,3 +188,13 @@ def test_a_file_that_leaves_the_program_is_an_error(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(5)\n")
     with pytest.raises(RewardError, match=r"reward\.functions\[0\]\.path=.*importing .* raised SystemExit: 5"):
         load_function(RewardFunctionConfig(path=f"{tmp_path / 'leaves.py'}:f"))
+
+
+def test_a_file_may_import_its_neighbour_and_shadows_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "neighbour_of_mine.py").write_text("POINTS = 0.25\n")
+    (tmp_path / "json.py").write_text("raise RuntimeError('not me')\n")
+    text = "def f(samples):\n    import json, neighbour_of_mine as n\n    return [n.POINTS for _ in samples]\n"
+    (tmp_path / "mine.py").write_text(text)
+    loaded = load_function(RewardFunctionConfig(path=f"{tmp_path}/mine.py:f"))
+    assert loaded(samples("a")) == [0.25]

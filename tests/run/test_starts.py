@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from aligner.errors import AlignerError
 from aligner.run import starts
 from aligner.run.metrics import read_jsonl
 from aligner.run.stop import StopRequested
+from tests import stages
 
 CPU = torch.device("cpu")
 
@@ -84,3 +86,12 @@ def test_the_commit_is_of_aligners_checkout_alone(tmp_path):
     (tmp_path / "inner" / "file").write_text("2")
     assert starts.git_state(tmp_path) == (commit, True)
     assert starts.git_state(tmp_path / "inner") == (None, None)  # installed within somebody's project
+
+
+def test_a_reward_that_changes_the_folder_leaves_the_run_where_it_is(tiny_data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.py").write_text("import os\ndef f(samples):\n    os.chdir('/')\n    return [0.5 for _ in samples]\n")
+    more = ("run.steps=1", "run.export=false", "reward.functions=[{path: r.py:f}]", "checkpoint.every=1")
+    stages.stage("grpo", tiny_data, Path("here"), *more)
+    assert (tmp_path / "here" / "DONE").exists() and stages.checkpoints(tmp_path / "here") == [1]
+    assert [r.get("result") for r in read_jsonl(tmp_path / "here" / starts.FILE)] == [None, "done"]
