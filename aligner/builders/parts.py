@@ -37,6 +37,7 @@ from aligner.megatron.train import ShardedModel
 from aligner.ops.agree import same_view
 from aligner.ops.balance import row_costs
 from aligner.ops.seeds import derive
+from aligner.refit.export import EXTRA_FILE
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
 from aligner.roles.critic import Critic
@@ -164,7 +165,7 @@ def make_reward_model(job: Job) -> RewardModel | None:
     if not initial.has_scores:
         raise ConfigError("reward.model", path, "a reward model: a run of stage rm, or a folder with score.weight")
     if not initial.extra:
-        job.say(f"reward.model={path}: its mean score is not known (of runs, the last checkpoint has it): not centred")
+        job.say(f"reward.model={path}: no {EXTRA_FILE} says the mean of its scores: they are not centred")
     model = job.models["reward"] = make_model(job, initial, Head("score"), None, 0)
     return RewardModel(model, job.cfg.batch, *_centring(job, initial))
 
