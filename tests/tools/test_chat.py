@@ -23,4 +23,4 @@ def test_a_talk_that_outgrows_the_model_goes_on(tiny_runs, capsys):
     with pytest.raises(ConfigError, match=r"tokens of the message=.*at most 60"):
         chat.reply("x" * 80)
     chat.reply("hello")
-    assert [m["content"] for m in chat.messages][0] == "hello"
+    assert chat.messages[0]["content"] == "hello"
