@@ -60,6 +60,7 @@ aligner_launcher() {
 aligner_job() {
     [[ -z "${ALIGNER_RANK_PYTHON:-}" ]] || ALIGNER_PYTHON="${ALIGNER_PYTHON:-python3}" # ranks have another one
     aligner_python
+    [[ -z "${SLURM_JOB_ID:-}" ]] || export SLURM_EXPORT_ENV=ALL # sbatch --export=NONE is about this script, not about srun
     local task="${SLURM_ARRAY_TASK_ID:-0}"
     ((${#ALIGNER_RUNS[@]} > 1)) || task=0 # an array of the user's own, whose tasks say themselves what they run
     ALIGNER_RUN="${ALIGNER_RUNS[$task]-}"
@@ -223,7 +224,6 @@ aligner_start_slurm() {
     ((${#nodes[@]} == ALIGNER_NODES)) || exit 1
     aligner_rendezvous "${nodes[0]}"
     aligner_deadline
-    export SLURM_EXPORT_ENV=ALL # sbatch --export=NONE is about this script; the ranks need what it has set
     export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$SRUN_CPUS_PER_TASK}"
     command=("${ALIGNER_RANK_PYTHON:-$ALIGNER_PYTHON}" -m aligner run --frozen "$1")

@@ -333,6 +333,19 @@ def test_retention(tmp_path, process_group, metric, best):
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
 
 
+def test_how_long_a_save_took_is_of_the_last_one_by_the_clock_it_is_given(tmp_path, process_group):
+    """One that stands still while the process is stopped, in a run."""
+    from aligner.run.checkpoints import Checkpoints
+
+    kept, passed = Checkpoints(tmp_path, CheckpointConfig(), {}, {}, {"stage": "sft"}), iter(range(0, 1000, 7))
+    kept.now = lambda: next(passed)
+    kept.save(1, {})
+    assert kept.seconds == 14  # from the start to the write's end, and from the finish's start to its end
+    kept.now = lambda: 0.0
+    kept.save(2, {})
+    assert kept.seconds == 0.0
+
+
 @pytest.mark.parametrize("trouble", ["undeletable", "immovable", "a link", "a link to nowhere", "damaged", "no state"])
 def test_trouble_with_an_old_checkpoint_ends_no_run(tmp_path, process_group, monkeypatch, capsys, trouble):
     """The new one is whole by then; with several ranks only one would notice."""

@@ -74,7 +74,8 @@ def jobs(cluster, tiny_data, tmp_path_factory):
     found.chain = pipeline(cluster, place, "runs/chain", "sft", "rm", "ppo")
     found.failing = pipeline(cluster, place, "runs/failing", "sft", "rm", CODE="7")
     (place / "plain.yaml").write_text((ROOT / "slurm/sites/localslurm.yaml").read_text() + f"python: {STAND_IN}\n")
-    found.bare = submit("bare", "--site", "plain.yaml", "--sbatch=--export=NONE")
+    found.bare = submit("bare", "--site", "plain.yaml", "--nodes", "2", "--sbatch=--export=NONE")
+    found.few = submit("few", "--site", "plain.yaml", "--sbatch=--export=HOME,PATH")
     two = ["--nodes", "2", "--sbatch=--nodelist=node4,node5"]
     found.refused = submit("refused", *two, STEPS="100000", FAIL_ON="node5", CODE="93")
     after = [f"--dependency=afterok:{found.refused}", "--output=/dev/null", "--wrap=true"]
@@ -163,10 +164,11 @@ def test_an_array_of_the_users_own_around_a_launcher(cluster, jobs):
 
 
 def test_a_job_that_gets_no_environment_hands_its_own_to_the_ranks(cluster, jobs):
-    assert cluster.ended(jobs.bare) == "COMPLETED", log(jobs.run("bare"))
-    assert (jobs.run("bare") / "DONE").exists() and "rank 0 of 1" in (
-        jobs.run("bare") / "logs" / f"{jobs.bare}.0/rank-0000.log"
-    ).read_text()
+    """To the health check, too, which jobs of several nodes begin with."""
+    for name, job, ranks in (("bare", jobs.bare, 2), ("few", jobs.few, 1)):
+        assert cluster.ended(job) == "COMPLETED", log(jobs.run(name))
+        first = jobs.run(name) / "logs" / f"{job}.0/rank-0000.log"
+        assert (jobs.run(name) / "DONE").exists() and f"rank 0 of {ranks}" in first.read_text()
 
 
 def test_93_of_one_rank_is_the_jobs_whatever_becomes_of_the_others(cluster, jobs):
