@@ -193,8 +193,8 @@ def test_a_file_that_leaves_the_program_is_an_error(tmp_path):
 def test_a_file_may_import_its_neighbour_and_shadows_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
     (tmp_path / "neighbour_of_mine.py").write_text("POINTS = 0.25\n")
-    (tmp_path / "json.py").write_text("raise RuntimeError('not me')\n")
-    text = "def f(samples):\n    import json, neighbour_of_mine as n\n    return [n.POINTS for _ in samples]\n"
+    (tmp_path / "colorsys.py").write_text("raise RuntimeError('not me')\n")
+    text = "def f(samples):\n    import colorsys, neighbour_of_mine as n\n    return [n.POINTS for _ in samples]\n"
     (tmp_path / "mine.py").write_text(text)
     loaded = load_function(RewardFunctionConfig(path=f"{tmp_path}/mine.py:f"))
     assert loaded(samples("a")) == [0.25]
