@@ -65,7 +65,7 @@ def policy_loss(
         value = mean(weighed, mask)
         if cfg.kl.placement == "loss" and batch.ref_logprobs is not None:
             kl = kl_estimate(out.logprobs, batch.ref_logprobs, cfg.kl.estimator)
-            if cfg.kl.importance_weighted:
+            if cfg.kl.importance_weighted:  # by the token's ratio, whatever the surrogate's is: it is a token's term
                 kl = kl * torch.exp((out.logprobs - batch.old_logprobs).clamp(-20, 20))
             value = value + kl_coef * mean(kl, mask)
         if cfg.entropy_coef:

@@ -27,7 +27,8 @@ def token_keys(row_keys: Tensor, width: int) -> Tensor:
 def covariance(
     advantages: Tensor, old_logprobs: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """(A - mean A) (lp - mean lp), float64 [B, T], 0 where mask is 0; means over the masked tokens of `group`."""
+    """(A - mean A) (lp - mean lp), float64 [B, T], 0 where mask is 0; means over the masked tokens of `group`. With the
+    old logprobs, which a minibatch has before it is cut into micro-batches; veRL takes the current ones."""
     on = mask.bool()
     a, lp = (torch.where(on, x.double(), 0.0) for x in (advantages, old_logprobs))
     total_a, total_lp, n = sum_over(torch.stack([a.sum(), lp.sum(), on.sum().double()]), group).unbind()

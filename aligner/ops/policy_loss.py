@@ -96,7 +96,8 @@ def clip_cov(
     clip_high: float,
     dual_clip: float = 0.0,
 ) -> PolicyTerm:
-    """`ppo` without the tokens that `ops.covariance.choose` chose (1 there, 0 elsewhere).
+    """`ppo` without the tokens that `ops.covariance.choose_random` chose (1 there, 0 elsewhere). They are of all tokens
+    within the bounds, as in the paper; veRL leaves out those that the clip holds already.
 
     Source: Clip-Cov of "The entropy mechanism of RL for reasoning language models", arXiv:2505.22617.
     """

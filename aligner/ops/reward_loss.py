@@ -34,7 +34,8 @@ def bradley_terry(
 def regression(pred: Tensor, target: Tensor) -> Tensor:
     """Mean of (pred - target)^2 over the attributes that are not NaN, per sample: [B, K], [B, K] -> float32 [B].
 
-    A sample with no target at all has loss 0. Source: SteerLM / HelpSteer attribute heads, arXiv:2310.05344.
+    A sample with no target at all has loss 0. NeMo averages the attributes of a micro-batch, which would make the
+    gradient depend on how a minibatch is cut. Source: SteerLM / HelpSteer attribute heads, arXiv:2310.05344.
     """
     known = ~target.isnan()
     # NaN must leave before the subtraction, or its gradient is NaN * 0

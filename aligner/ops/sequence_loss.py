@@ -18,7 +18,8 @@ def gspo(
     """max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), with the ratio of the sequence, s = exp(mean_t log r_t).
 
     s stands on each token as sg(s) * exp(logprobs - sg(logprobs)): the value is the sequence's and the gradient each
-    token's own, so that A may differ between tokens. Bounds of 3e-4 and 4e-4 are typical.
+    token's own, so that A may differ between tokens. Bounds of 3e-4 and 4e-4 are typical. Each log r_t is within +-20;
+    veRL limits log s at 10, TRL nothing: the limit keeps exp finite and is not met otherwise.
     Source: GSPO, arXiv:2507.18071 (GSPO-token).
     """
     on, a = mask.bool(), advantages.float()
@@ -34,7 +35,9 @@ def gmpo(
 ) -> PolicyTerm:
     """-A exp(mean_t s min(s lr_t, s clip(lr_t, -clip_low, clip_high))), s = sign(A), on every token of the row.
 
-    The bounds are of the log-ratio. A is the row's: the advantages must be constant over its tokens.
+    The bounds are of the log-ratio. A is the row's: the advantages must be constant over its tokens. Weights of tokens
+    (engine against trainer) multiply this term, so a response has their mean; veRL takes the geometric mean, by which
+    a token of weight 0 would take its response out.
     Source: GMPO, arXiv:2507.20673.
     """
     on = mask.bool()
