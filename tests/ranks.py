@@ -158,7 +158,7 @@ def _serve(pipe: Connection) -> None:
             if world > 1:
                 os.environ[name] = value
         try:
-            groups.init_distributed(rank, world, 0, "gloo", COLLECTIVE_TIMEOUT_S, world, lambda: SECRET)
+            groups.init_distributed(rank, world, 0, "gloo", COLLECTIVE_TIMEOUT_S, True, lambda: SECRET)
             module, function = target.split(":")
             answer = _pack((True, getattr(importlib.import_module(module), function)(**kwargs)))
         except BaseException:  # some of torch's errors are no Exception

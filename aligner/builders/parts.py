@@ -97,7 +97,7 @@ def start(cfg: Config, env: RankEnv) -> Job:
     if env.world_size > 1:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = env.master_addr, str(env.master_port)
     who = env.rank, env.world_size, env.local_rank, cfg.cluster.backend, cfg.cluster.timeout_s
-    device = init_distributed(*who, env.local_world_size, lambda: job_secret(Path(cfg.run.dir)))
+    device = init_distributed(*who, env.one_host, lambda: job_secret(Path(cfg.run.dir)))
     try:
         return _joined(cfg, env, device)
     except BaseException:

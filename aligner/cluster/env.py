@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from aligner.errors import ConfigError
 
+SLURM_COUNTS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 LAUNCHED = "ALIGNER_LAUNCHED"  # set by `aligner launch`: RANK is ours, whatever step we run in
 
 
@@ -25,6 +26,7 @@ class RankEnv:
     master_addr: str = "127.0.0.1"
     master_port: int = 29400
     launcher: str = "single"  # single, torch, slurm, openmpi, pmi
+    one_host: bool = False  # all ranks are known to be on this machine
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,10 @@ def rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
     local_rank = _number(environ, chosen.local_rank, default=rank % local_world)
     if not 0 <= local_rank < local_world:
         raise ConfigError(chosen.local_rank, local_rank, f"a number from 0 to {local_world - 1}")
-    return RankEnv(rank, local_rank, world, local_world, _master_addr(environ), _master_port(environ), chosen.launcher)
+    place = _master_addr(environ), _master_port(environ)
+    told = [chosen.local_world] if chosen.local_world else SLURM_COUNTS
+    one_host = local_world == world and any(name in environ for name in told)
+    return RankEnv(rank, local_rank, world, local_world, *place, chosen.launcher, one_host)
 
 
 def _agree(chosen: _Source, others: list[_Source], environ: Mapping[str, str]) -> None:
@@ -123,7 +128,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 def _local_world(source: _Source, environ: Mapping[str, str], world: int) -> int:
     if source.launcher == "slurm":
-        counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or str(world)
+        counts = next((environ[name] for name in SLURM_COUNTS if environ.get(name)), str(world))
         return _expand_counts(counts)[_number(environ, "SLURM_NODEID", default=0)]
     return _number(environ, source.local_world, default=world)
 

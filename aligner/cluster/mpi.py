@@ -117,7 +117,7 @@ def meet(control: Control, env: RankEnv, environ: Mapping[str, str]) -> World:
     address, port = control.broadcast(place)
     hosts = tuple(control.gather(environ.get("SLURMD_NODENAME") or socket.gethostname()))
     here = [rank for rank, host in enumerate(hosts) if host == hosts[env.rank]]
-    local = {"local_rank": here.index(env.rank), "local_world_size": len(here)}
+    local = {"local_rank": here.index(env.rank), "local_world_size": len(here), "one_host": len(set(hosts)) == 1}
     return World(replace(env, master_addr=address, master_port=port, **local), hosts, control)
 
 

@@ -73,11 +73,11 @@ def init_distributed(
     local_rank: int,
     backend: str,
     timeout_s: float,
-    local_world: int = 1,
+    one_host: bool = False,
     secret: Callable[[], bytes] | None = None,
 ) -> torch.device:
     """Start torch.distributed from MASTER_ADDR and MASTER_PORT; a single rank listens nowhere. Several need the job's
-    `secret` (`cluster/seal.py`); `local_world`: ranks on this machine. Raises PeerError."""
+    `secret` (`cluster/seal.py`); `one_host`: they are all on this machine. Raises PeerError."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron wants it; it warns of anything else
     on_cpu = cpu.install()
     if backend == "nccl" and on_cpu:
@@ -98,7 +98,7 @@ def init_distributed(
         store: dist.Store = dist.HashStore()
         if world_size > 1:
             assert secret is not None, "ranks that have no secret cannot know each other"
-            store, _session[0] = meet(rank, world_size, local_world, timeout_s, secret())
+            store, _session[0] = meet(rank, world_size, one_host, timeout_s, secret())
         within = dist.PrefixStore("default_pg", store)
         dist.init_process_group(name, store=within, rank=rank, world_size=world_size, timeout=timeout)
         # Sequence parallelism gathers into Megatron's one scratch buffer, which `initialize_model_parallel` would make;

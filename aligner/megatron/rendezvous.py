@@ -29,15 +29,15 @@ NONCE_BYTES = 16
 HELLO, MET, PROOF, WELCOME = (f"aligner/meet/{name}" for name in ("hello", "met", "proof", "welcome"))
 
 
-def meet(rank: int, world: int, local_world: int, timeout_s: float, secret: bytes) -> tuple[dist.Store, Seal]:
+def meet(rank: int, world: int, one_host: bool, timeout_s: float, secret: bytes) -> tuple[dist.Store, Seal]:
     """The store at MASTER_ADDR and MASTER_PORT, and the key of this start. Raises PeerError where somebody there does
     not know `secret`."""
-    timeout, here = datetime.timedelta(seconds=timeout_s), local_world == world
+    timeout = datetime.timedelta(seconds=timeout_s)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it
         store = dist.TCPStore(address, port, world, False, timeout)
     else:
-        if here:
+        if one_host:
             address = LOOPBACK
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         listener = _listen(address, port) if rank == 0 else None

@@ -251,7 +251,7 @@ def _verify(folder: Path, listed: dict[str, str], env: RankEnv) -> None:
 def _joined(env: RankEnv, folder: Path) -> Iterator[None]:
     if env.world_size > 1:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = env.master_addr, str(env.master_port)
-    who = env.rank, env.world_size, env.local_rank, "auto", TIMEOUT_S, env.local_world_size
+    who = env.rank, env.world_size, env.local_rank, "auto", TIMEOUT_S, env.one_host
     init_distributed(*who, lambda: job_secret(folder))
     try:
         yield

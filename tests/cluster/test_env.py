@@ -38,6 +38,16 @@ def test_each_launcher_gives_the_same_numbers(environ, launcher):
     assert env.launcher == launcher
 
 
+def test_ranks_are_on_one_host_only_where_the_launcher_says_so():
+    """Without a word about it, ranks elsewhere would look for rank 0 on their own loopback."""
+    first = SLURM | {"SLURM_NODEID": "0"}
+    for environ, name in ((TORCH, "LOCAL_WORLD_SIZE"), (first, "SLURM_TASKS_PER_NODE"), (PMI, "MPI_LOCALNRANKS")):
+        silent = {key: value for key, value in environ.items() if key != name}
+        assert not rank_env(environ).one_host and not rank_env(silent).one_host
+        assert rank_env({**environ, name: "8", "MPI_LOCALRANKID": "5"}).one_host
+    assert not rank_env({}).one_host
+
+
 def test_alone():
     assert rank_env({}) == RankEnv()
     assert RankEnv().world_size == 1
