@@ -96,7 +96,8 @@ def _definition(job: Job) -> dict[str, Any]:
     if code:
         contents["reward.functions"] = hashlib.sha256(code).hexdigest()[:16]
     found = definition(cfg, contents | job.contents)
-    same_view(cfg.run.dir, lambda: {key: json.dumps(value) for key, value in found.items()})
+    mine = {key: json.dumps(value) for key, value in (found | _identity(job)).items()}
+    same_view(cfg.run.dir, lambda: mine)
     return found
 
 

@@ -45,7 +45,7 @@ def same_view(path: Path | str, look: Callable[[], View]) -> View:
     rank 0 is raised on all.
     """
     found, cause = _look(look)
-    wanted = by_rank_0(lambda: found if found is not None else look())
+    path, wanted = by_rank_0(lambda: (path, found if found is not None else look()))
     cause, deadline = _difference(wanted, found, cause), time.monotonic() + WAIT_S
     while cause and time.monotonic() < deadline:
         time.sleep(EVERY_S)

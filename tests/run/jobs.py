@@ -101,6 +101,18 @@ def resume_elsewhere(arguments: list[str], shared: Path, mine: Path, appears_s: 
     return ""
 
 
+def run_with_own(arguments: list[str], own: list[str]) -> str:
+    """`run_stage`, in which rank 1 has overrides of its own; what it raises, or ""."""
+    agree.WAIT_S = 0.0
+    try:
+        run_stage(arguments + (own if dist.get_rank() == 1 else []))
+    except AlignerError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        agree.WAIT_S = 90.0
+    return ""
+
+
 class PowerCut(Exception):
     pass
 

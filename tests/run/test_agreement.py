@@ -71,6 +71,24 @@ def test_initial_weights_are_the_same_on_every_rank(ranks, tiny_data, tiny_runs,
     assert all(text.startswith(f"ViewError: rank 1 sees another {wrong}") for text in told), told
 
 
+@pytest.mark.parametrize(
+    ("own", "wrong"),
+    [
+        ("data.train=EVAL", "TRAIN than rank 0: data.train is "),
+        ("seed=1", "RUN than rank 0: seed is 1, on rank 0 0."),
+        ("model.init_std=0.03", "RUN than rank 0: model.init_std is 0.03, on rank 0 0.02."),
+    ],
+)
+def test_data_and_settings_are_the_same_on_every_rank(ranks, tiny_data, tmp_path, own, wrong):
+    """A rank that was started by hand, or that reads a copy of the data."""
+    run, train = tmp_path / "run", tiny_data / "train.jsonl"
+    own = own.replace("EVAL", str(tiny_data / "eval.jsonl"))
+    wrong = wrong.replace("TRAIN", str(train)).replace("RUN", str(run))
+    line = stages.overrides("sft", tiny_data, run, "run.steps=1")
+    told = ranks.run("tests.run.jobs:run_with_own", world=2, arguments=line, own=[own])
+    assert all(text.startswith(f"ViewError: rank 1 sees another {wrong}") for text in told), told
+
+
 @pytest.mark.parametrize("entry", ["rope_base", "norm_eps"])
 def test_a_changed_description_is_no_starting_point(tiny_data, tiny_runs, tmp_path, entry):
     """One digit of the shape that `model.init` reads from a checkpoint."""
