@@ -201,8 +201,8 @@ def _hint(row: Mapping[str, Any]) -> str:
         )
     if {"instruction", "output"} <= set(row):
         return (
-            ". For Alpaca's columns: data.columns={completion: output} "
-            "'data.prompt_template=\"{instruction}\\n{input}\\n\"'"
+            ". For Alpaca's columns: 'data.columns={completion: output}' "
+            "$'data.prompt_template=\"{instruction}\\n{input}\\n\"'"
         )
     return ""
 
