@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 import aligner.__main__ as command_line
-from aligner.errors import CheckpointError, ConfigError, DataError, LayoutError, RewardError, UnknownKeyError
+from aligner.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LayoutError,
+    RewardError,
+    RewardPathError,
+    UnknownKeyError,
+)
 from tests import stages
 
 REWARDS = "tests/assets/tiny_rewards.py"
@@ -229,29 +237,29 @@ CASES = {
     "reward module missing": (
         "grpo",
         [reward("no_such_module:f")],
-        RewardError,
-        1,
+        RewardPathError,
+        2,
         ["reward.functions[0].path='no_such_module:f'", "ModuleNotFoundError"],
     ),
     "reward file missing": (
         "grpo",
         [reward("{x}/none.py:f")],
-        RewardError,
-        1,
+        RewardPathError,
+        2,
         ["reward.functions[0].path=", "none.py", "FileNotFoundError"],
     ),
     "reward function missing": (
         "grpo",
         [reward(f"{REWARDS}:vowel")],
-        RewardError,
-        1,
+        RewardPathError,
+        2,
         ["reward.functions[0].path=", "a function `vowel`", "vowels"],
     ),
     "reward file broken": (
         "grpo",
         [reward("{x}/broken.py:f")],
-        RewardError,
-        1,
+        RewardPathError,
+        2,
         ["reward.functions[0].path=", "broken.py", "SyntaxError"],
     ),
     "reward raises": (
