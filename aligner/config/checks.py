@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from aligner.errors import ConfigError
+
+
+def all_finite(section: Any, key: str = "") -> None:
+    """Of a config and its sections. A limit may be infinite: never reached; free dictionaries are their readers'
+    business."""
+    limit = key.endswith(("above", "below"))
+    if isinstance(section, float) and not math.isfinite(section) and not (limit and math.isinf(section)):
+        raise ConfigError(key, section, "a finite number")
+    if isinstance(section, list):
+        for i, item in enumerate(section):
+            all_finite(item, f"{key}[{i}]")
+    if is_dataclass(section):
+        for f in fields(section):
+            all_finite(getattr(section, f.name), f"{key}.{f.name}" if key else f.name)
 
 
 def one_of(key: str, value: Any, allowed: tuple) -> None:

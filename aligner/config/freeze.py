@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def freeze(cfg: Config, folder: Path | str, name: str = FILE_NAME) -> Path:
             os.fsync(file.fileno())
         aside.rename(path)
     except OSError as error:
-        if folder.is_dir():
+        with suppress(OSError):  # a read-only file system refuses this too
             aside.unlink(missing_ok=True)
         raise ConfigError("run.dir", str(folder), "a folder that can be written", f"{error.strerror}.") from None
     return path

@@ -7,6 +7,7 @@ translated into ours, which name the key, the value and what was expected.
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from aligner.config.checks import all_finite
 from aligner.config.options import GROUPS, all_keys, in_free_dict, key_type, nearest, rekeyed, type_name
 from aligner.config.schema import Config
 from aligner.errors import ConfigError, UnknownKeyError
@@ -109,8 +111,17 @@ def _parse(overrides: list[str]) -> list[Override]:
             found += parser.parse_overrides([text])
         except OverrideParseException as error:
             reason = str(error).strip().splitlines()[0]
-            raise ConfigError("override", text, "key=value, as Hydra reads it", reason) from None
+            raise ConfigError("override", text, "key=value, as Hydra reads it", _how_to_quote(text) or reason) from None
     return found
+
+
+def _how_to_quote(text: str) -> str:
+    """How to write a value with characters that Hydra's grammar and the shell have other uses for; "" if that is not
+    what is wrong."""
+    key, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key) or value[:1] in ("[", "{", '"', "'"):
+        return ""
+    return f"Quote a value with = ( [ quotes or letters beyond ASCII: {shlex.quote(f'{key}={quoted(value)}')}"
 
 
 def _single(overrides: list[str]) -> list[Override]:
@@ -125,6 +136,9 @@ def _single(overrides: list[str]) -> list[Override]:
 def _checked(override: Override) -> Override:
     """Refuse what cannot be in the schema before Hydra adds it (`+new.key=1`) or deletes it (`~optim.lr`)."""
     key = override.key_or_group
+    names = str | list | dict | (None if key == "experiment" else str)
+    if key in GROUPS and not override.is_sweep_override() and not isinstance(override.value(), names):
+        raise ConfigError(key, override.value(), f"the name of one of its options, or {key}.<key>=<value>")
     if key in GROUPS or key == "hydra.searchpath":
         return override
     if not key:
@@ -171,6 +185,7 @@ def _typed(node: DictConfig, overrides: list[Override]) -> Config:
     except OmegaConfBaseException as error:
         raise _translated(error, overrides) from None
     assert isinstance(config, Config), type(config)
+    all_finite(config)
     return config
 
 

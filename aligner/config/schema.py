@@ -51,6 +51,8 @@ class RunConfig:
     export: bool = True  # write a Hugging Face folder at the end
 
     def __post_init__(self) -> None:
+        if not self.dir:
+            raise ConfigError("run.dir", self.dir, "a folder for the run")
         at_least("run.steps", self.steps, 0)
         at_least("run.eval_every", self.eval_every, 0)
         at_least("run.samples_every", self.samples_every, 0)
@@ -231,6 +233,10 @@ class SamplingConfig:
         at_least("sampling.top_k", self.top_k, 0)
         within("sampling.min_p", self.min_p, 0, 1)
         at_least("sampling.max_response_tokens", self.max_response_tokens, 1)
+        if "" in self.stop:
+            raise ConfigError(
+                "sampling.stop", self.stop, "texts of at least one character: every text has an empty one"
+            )
 
 
 @dataclass

@@ -34,6 +34,8 @@ CHAT_TEMPLATE = (
 
 # Names that real tokenizers give to a token that text never contains, best first.
 _PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<|padding|>", "<|PAD_TOKEN|>")
+# a folder without any of them makes transformers invent a tokenizer of a few tokens for some families
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _announced: set[str] = set()
 
 
@@ -41,16 +43,21 @@ def load_tokenizer(folder: str, announce: bool = True) -> PreTrainedTokenizerBas
     """Load a tokenizer folder, without any network access.
 
     A tokenizer without a pad token (Llama-3) gets a reserved, padding or unknown token it already has; that is printed
-    once if `announce`. Raises DataError if the folder is missing or no tokenizer, or if it has no EOS, no possible
-    pad token, or a pad token that is its EOS (padding would then be taken for the end of a text).
+    once if `announce`. Raises DataError if the folder is missing or holds no tokenizer, or if that has no EOS, no
+    possible pad token, or a pad token that is its EOS (padding would then be taken for the end of a text).
     """
     if not folder or not Path(folder).expanduser().is_dir():
         hint = hub_hint("model.tokenizer", folder)
         told = f"model.tokenizer={folder!r}: expected a folder with a Hugging Face tokenizer"
         raise DataError(f"{told}. {hint}" if hint else told)
+    path = str(Path(folder).expanduser())
+    if not any(file.name in VOCABULARIES or file.suffix == ".tiktoken" for file in Path(path).iterdir()):
+        raise DataError(
+            f"model.tokenizer={folder!r}: expected a folder with a Hugging Face tokenizer, found none of its files "
+            f"({', '.join(VOCABULARIES)}): copy them there, or name the folder that has them"
+        )
     from transformers import AutoTokenizer
 
-    path = str(Path(folder).expanduser())
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the Rust core of `tokenizers` raises bare Exception; always re-raised, with its cause

@@ -55,9 +55,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         found.integer("world_size", low=1)
         found.integer("format", 1, low=1, high=FORMAT)
         found.record("state")
-        identity = found.record("identity")
-        identity.text("stage")
-        identity.record("model")
+        found.record("identity").text("stage")
         if "metric" in found and not isinstance(found.fields["metric"], int | float):
             found.refuse("metric", "a number")
     except CheckpointError as error:

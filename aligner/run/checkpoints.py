@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import shutil
@@ -116,6 +117,7 @@ class Checkpoints:
         self.seconds = 0.0  # that the last save took from its beginning until everything was written
         self.now: Callable[[], float] = time.perf_counter
         self._writing: _Writing | None = None
+        self._told_metric = False  # that a checkpoint has no value of `config.metric`
         self._told: set[Path] = set()  # old checkpoints that trouble was told of
         self.on_commit: list[Callable[[int], None]] = []  # called on every rank with the step of a whole checkpoint
 
@@ -140,6 +142,8 @@ class Checkpoints:
             "metric": metrics.get(self.config.metric),
             "state": dict(states),
         }
+        if self.config.keep_best and metrics and content["metric"] is None:
+            self._tell_without_metric(step, metrics)
         models = self._together(
             aside, lambda: [ModelSave(model, aside / name, copy=not wait) for name, model in self.models.items()]
         )
@@ -150,6 +154,15 @@ class Checkpoints:
         else:
             self._writing.thread = threading.Thread(target=self._writing.write, name="checkpoint", daemon=True)
             self._writing.thread.start()
+
+    def _tell_without_metric(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Once: it cannot be among the best."""
+        if dist.get_rank() == 0 and not self._told_metric:
+            name = self.config.metric
+            near = ", ".join(difflib.get_close_matches(name, metrics, n=3, cutoff=0.3))
+            hint = f" Near it: {near}." if near else ""
+            print(f"WARNING: checkpoint.metric={name}: not measured at step {step}, for keep_best.{hint}", flush=True)
+        self._told_metric = True
 
     @property
     def writing(self) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from aligner.config.schema import LoggingConfig
-from aligner.errors import AlignerError, MissingExtraError, WriteError
+from aligner.config.schema import LoggingConfig, WandbConfig
+from aligner.errors import AlignerError, ConfigError, MissingExtraError, WriteError
 from aligner.foreign import parse_json, record
 
 
@@ -195,12 +195,20 @@ def _start_wandb(run_dir: Path, config: LoggingConfig, full_config: dict[str, An
     if not id_file.exists():
         aside.write_text(uuid.uuid4().hex[:12])
         aside.rename(id_file)  # a kill in between may not leave an empty id
+    try:
+        return _init_wandb(wandb, run_dir, wandb_config, id_file.read_text(), full_config)
+    except wandb.errors.Error as cause:  # no key, no such entity
+        hint = f"{' '.join(str(cause).split())[:200]} Set WANDB_API_KEY, or logging.wandb.mode=offline."
+        raise ConfigError("logging.wandb.mode", wandb_config.mode, "an account on the server", hint) from None
+
+
+def _init_wandb(wandb: Any, run_dir: Path, config: WandbConfig, run_id: str, full_config: dict[str, Any]) -> Any:
     return wandb.init(
-        project=wandb_config.project,
-        entity=wandb_config.entity or None,
-        mode=wandb_config.mode,  # type: ignore[arg-type]
-        id=id_file.read_text(),
-        resume="allow" if wandb_config.mode == "online" else None,  # offline runs of one id are joined by `wandb sync`
+        project=config.project,
+        entity=config.entity or None,
+        mode=config.mode,
+        id=run_id,
+        resume="allow" if config.mode == "online" else None,  # offline runs of one id are joined by `wandb sync`
         dir=str(run_dir),
         name=run_dir.name,
         config=full_config,

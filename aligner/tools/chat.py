@@ -12,7 +12,7 @@ from typing import Any
 from aligner.config.schema import Config
 from aligner.data.shipped_templates import use_chat_template
 from aligner.data.templates import encode_prompts
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, DataError
 from aligner.run.sample_table import printable
 from aligner.tools.generate import Answerer, model_folder
 from aligner.types import Prompt, SamplingParams
@@ -59,6 +59,13 @@ class Chat:
             print("(the conversation is longer than the model can read: its oldest turn is forgotten)", flush=True)
 
 
+def read_line() -> str:
+    try:
+        return sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input: expected {error.encoding} text, found {error.object[:40]!r}") from None
+
+
 def main(cfg: Config) -> int:
     """Read lines from standard input until it ends."""
     folder = model_folder(cfg)
@@ -72,7 +79,7 @@ def main(cfg: Config) -> int:
     print(f"{folder}: {HELP}", flush=True)
     while True:
         print("> ", end="", flush=True)
-        line = sys.stdin.readline()
+        line = read_line()
         if not line.strip():
             print()
             return 0

@@ -24,6 +24,7 @@ from aligner.cluster.seal import job_secret
 from aligner.config.freeze import freeze
 from aligner.config.resolve import compose
 from aligner.config.schema import ModelConfig
+from aligner.data.tokenizer import check_vocab, load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.megatron import bridge
 from aligner.megatron.checkpoint import file_hash
@@ -64,6 +65,7 @@ def import_hf(source: Path, target: Path, env: RankEnv, *, tensor: int, file_byt
     plan = {"import": str(source.resolve()), "files": stat, "model": asdict(cfg), "cut": [tensor, file_bytes]}
     folder = SharedFolder(target, plan, fresh)
     folder.together(lambda: _verify(source, _listed(source), env))
+    folder.together(lambda: None if env.rank else check_vocab(load_tokenizer(str(source)), cfg.vocab_size))
 
     def write(path: Path, file: FilePlan, add: Callable[[int], None]) -> tuple[str, Any]:
         with BlockFile(path) as out:

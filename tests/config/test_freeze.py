@@ -159,7 +159,7 @@ def test_missing_and_unwritable(tmp_path):
     with pytest.raises(ConfigError, match="--frozen"):
         load_frozen(tmp_path / "none.yaml")
     (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file" / "run", "/proc/aligner"):
+    for folder in (tmp_path / "file" / "run", "/proc/aligner", "/proc", "/sys"):
         with pytest.raises(ConfigError, match=r"run\.dir="):
             freeze(compose([]), folder)
 

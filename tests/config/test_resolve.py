@@ -1,5 +1,7 @@
 """Composition: every override style works, every wrong one is refused with key, value and expectation."""
 
+import math
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict, is_dataclass
@@ -172,6 +174,12 @@ def test_unknown_keys_in_files_name_the_file(user_conf, path, text, key):
         ("stage=dpo", "stage", "dpo", "grpo, ppo, rm, sft"),
         ("optim.lr", "override", "optim.lr", "key=value"),
         ("=3", "override", "=3", "key=value"),
+        ("optim=1", "optim", 1, "the name of one of its options"),
+        ("optim=null", "optim", None, "the name of one of its options"),
+        ("optim.lr=inf", "optim.lr", math.inf, "a finite number"),
+        ("reward.functions=[{path:a,weight:-inf}]", "reward.functions[0].weight", -math.inf, "a finite number"),
+        ("run.dir=", "run.dir", "", "a folder"),
+        ('sampling.stop=[a,""]', "sampling.stop", ["a", ""], "at least one character"),
     ],
 )
 def test_wrong_values_name_key_value_and_expectation(override, key, value, expected):
@@ -216,6 +224,24 @@ def test_sweeps_are_the_product_of_their_values():
 @pytest.mark.parametrize("text", ["a b", 'say "x"', "back\\slash", "tail\\", "it's", "a,b=[c]{d}", "${x}", "\\${x}"])
 def test_quoted_text_survives_hydra(text):
     assert compose([f"run.dir={quoted(text)}"]).run.dir == text
+
+
+def test_nan_is_no_weight_and_a_limit_may_be_infinite():
+    with pytest.raises(ConfigError, match=r"reward.functions\[0\].weight=nan: expected a finite number"):
+        compose(["reward.functions=[{path:a,weight:nan}]"])
+    assert compose(["run.stop.above=inf"]).run.stop.above == math.inf
+
+
+@pytest.mark.parametrize(
+    "value", ["runs/\u00fcn\u00ef", "/data/step=100/x.jsonl", "it's", "/x(1).jsonl", "a,b=(c", "x]", 'say "x"']
+)
+def test_what_hydra_cannot_read_is_told_how_to_quote(value):
+    """The advice, typed into a shell, gives the value."""
+    with pytest.raises(ConfigError) as caught:
+        compose([f"run.dir={value}"])
+    advice = str(caught.value).rpartition(": ")[2]
+    assert "\n" not in str(caught.value)
+    assert compose(shlex.split(advice)).run.dir == value
 
 
 def test_values_go_over_a_frozen_config():

@@ -86,6 +86,7 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("grpo", ["sampling.temperature=0"], 1, "sampling.temperature"),
         ("grpo", ["data.max_prompt_tokens=4000", "sampling.max_response_tokens=97"], 1, "sampling.max_response_tokens"),
         ("sft", ["data.max_tokens=5000"], 1, "data.max_tokens"),
+        ("sft", ["checkpoint.keep_best=1"], 1, "checkpoint.metric"),
     ],
 )
 def test_what_cannot_work_is_refused(make, stage, overrides, world, key):

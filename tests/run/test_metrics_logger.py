@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aligner.config.schema import LoggingConfig, WandbConfig
-from aligner.errors import AlignerError, MissingExtraError
+from aligner.errors import AlignerError, ConfigError, MissingExtraError
 from aligner.run.metrics import MetricsLogger, read_jsonl, truncate_jsonl
 
 PLAIN = LoggingConfig(tensorboard=False)
@@ -189,6 +189,16 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
         read_jsonl(path)
     truncate_jsonl(tmp_path / "none.jsonl", 3)
     assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_wandb_without_an_account_is_one_line(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    config = LoggingConfig(tensorboard=False, wandb=WandbConfig(mode="online"))
+    with pytest.raises(ConfigError, match=r"logging.wandb.mode='online': .*Set WANDB_API_KEY") as caught:
+        logger(tmp_path / "run", config)
+    assert "\n" not in str(caught.value)
 
 
 def test_wandb_that_is_not_installed_is_named(tmp_path, monkeypatch):

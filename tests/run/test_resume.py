@@ -346,6 +346,19 @@ def test_how_long_a_save_took_is_of_the_last_one_by_the_clock_it_is_given(tmp_pa
     assert kept.seconds == 0.0
 
 
+def test_a_metric_that_is_not_measured_is_told_once(tmp_path, process_group, capsys):
+    from aligner.run.checkpoints import Checkpoints
+
+    kept = Checkpoints(tmp_path, CheckpointConfig(keep_best=1, metric="reward/meen"), {}, {}, {"stage": "grpo"})
+    kept.save(1, {})  # a save beside the steps has no metrics
+    assert "WARNING" not in capsys.readouterr().out
+    for step in (2, 3):
+        kept.save(step, {"reward/mean": 0.5, "sft/loss": 1.0})
+    out = capsys.readouterr().out
+    assert out.count("WARNING") == 1
+    assert "checkpoint.metric=reward/meen: not measured at step 2, for keep_best. Near it: reward/mean" in out
+
+
 @pytest.mark.parametrize("trouble", ["undeletable", "immovable", "a link", "a link to nowhere", "damaged", "no state"])
 def test_trouble_with_an_old_checkpoint_ends_no_run(tmp_path, process_group, monkeypatch, capsys, trouble):
     """The new one is whole by then; with several ranks only one would notice."""

@@ -1,10 +1,13 @@
 """A conversation with a finished toy run, longer than the model."""
 
+import io
+import sys
+
 import pytest
 
 from aligner.config.engine import EngineConfig
-from aligner.errors import ConfigError
-from aligner.tools.chat import Chat
+from aligner.errors import ConfigError, DataError
+from aligner.tools.chat import Chat, read_line
 from aligner.tools.generate import Answerer
 from aligner.types import SamplingParams
 
@@ -24,3 +27,11 @@ def test_a_talk_that_outgrows_the_model_goes_on(tiny_runs, capsys):
         chat.reply("x" * 80)
     chat.reply("hello")
     assert chat.messages[0]["content"] == "hello"
+
+
+def test_text_of_another_encoding_is_told(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("ja\ngr\u00fc\u00df\n".encode("utf-8")), "utf-8"))
+    assert (read_line(), read_line(), read_line()) == ("ja\n", "gr\u00fc\u00df\n", "")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("gr\u00fc\u00df\n".encode("latin-1")), "utf-8"))
+    with pytest.raises(DataError, match=r"standard input: expected utf-8 text, found b'gr\\xfc\\xdf\\n'"):
+        read_line()

@@ -14,7 +14,7 @@ import torch
 
 from aligner.config.freeze import freeze, load_frozen
 from aligner.config.schema import ModelConfig, ParallelConfig
-from aligner.data.tokenizer import byte_tokenizer
+from aligner.data.tokenizer import byte_tokenizer, train_tokenizer
 from aligner.megatron.checkpoint_files import write_manifest
 from aligner.models.safetensors_io import INDEX, open_hf
 from tests.ranks import RankError
@@ -154,6 +154,18 @@ def test_damage_is_found(ranks, folder, tmp_path):
     convert(ranks, "export", run, tmp_path / "wrong", world=2, error="state.json does not have the checksum of manif")
     state.write_text(state.read_text().replace('"rope_base": 2', '"rope_base": 1'))
     convert(ranks, "export", run, tmp_path / "third", part="critic", error="--part='critic': expected one of policy")
+
+
+def test_import_needs_a_tokenizer_that_fits(ranks, folder, tmp_path):
+    for change in ("none", "larger"):
+        source = shutil.copytree(folder, tmp_path / change)
+        if change == "none":
+            (source / "tokenizer.json").unlink()
+            expected = "found none of its files"
+        else:
+            train_tokenizer(["hello world"] * 50, str(source), 265)
+            expected = "model.vocab_size=263: expected at least 26"
+        convert(ranks, "import", source, tmp_path / "run", world=2, error=expected)
 
 
 @pytest.mark.slow
