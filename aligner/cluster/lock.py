@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from aligner.cluster import failure
-from aligner.errors import ConfigError
+from aligner.errors import AlignerError, ConfigError
+from aligner.foreign import read_record
 
 NAME = "lock.json"
 BEAT_S = 15.0
@@ -115,8 +116,8 @@ class RunLock:
     def _owner(self) -> dict[str, Any]:
         """What the file says; empty if there is none, or none that is whole."""
         try:
-            return json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return read_record(self.path, AlignerError).fields
+        except AlignerError:
             return {}
 
     def _follow(self, aside: Path) -> None:

@@ -111,7 +111,7 @@ def _from_checkpoint(cfg: ModelConfig, checkpoint: Path, state: dict[str, Any], 
     seen = same_view(checkpoint, lambda: view(checkpoint))
     identity = state["identity"]
     try:
-        config = _for_run(from_plain(ModelConfig, identity["model"], "model"), cfg)
+        config = _for_run(from_plain(ModelConfig, identity.get("model"), "model"), cfg)
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint / 'state.json'}: identity.{error}") from None
     run_config = load_frozen(checkpoint.parent.parent / "config.yaml")
