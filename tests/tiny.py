@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import tempfile
 from dataclasses import replace
@@ -13,6 +14,7 @@ from aligner.config.moe import MoeConfig
 from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ModelConfig, OptimConfig, RopeScalingConfig
 from aligner.models.families import FAMILIES
+from aligner.models.fused import joined
 from aligner.models.hf_config import hf_config
 from aligner.models.safetensors_io import open_hf, write_hf
 from aligner.types import TrainBatch
@@ -102,6 +104,20 @@ MORE |= {
         scales=ScalesConfig(logits_softcap=3.0),
     ),
     "olmo2": replace(LLAMA, family="olmo2", qk_norm=True),
+    "phi3": replace(
+        LLAMA,
+        family="phi3",
+        attention=AttentionConfig(window=7, rotary_fraction=0.75),
+        rope_scaling=RopeScalingConfig(
+            8.0,
+            original_max_position=16,
+            type="longrope",
+            short_factor=[1.0, 1.1, 1.2],
+            long_factor=[1.0, 2.0, 4.0],
+        ),
+    ),
+    "glm": replace(LLAMA, family="glm", qkv_bias=True, attention=AttentionConfig(rotary_fraction=0.5)),
+    "glm4": replace(LLAMA, family="glm4", attention=AttentionConfig(rotary_fraction=0.25), head_dim=16),
 }
 MOE = replace(MODELS["qwen3"], family="qwen3_moe", moe=MoeConfig(4, top_k=2, ffn_hidden_size=24))
 MIXTRAL = replace(LLAMA, family="mixtral", ffn_hidden_size=40, moe=MoeConfig(6, top_k=3, ffn_hidden_size=40))
@@ -151,7 +167,7 @@ def transformers_model(cfg: ModelConfig, head: str = "lm", outputs: int = 1, see
 
     raw = hf_config(cfg, bos_token_id=None, eos_token_id=None, pad_token_id=0, head=head, num_labels=outputs)
     kind = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForSequenceClassification
-    model = kind.from_config(transformers.AutoConfig.for_model(**raw)).eval()
+    model = kind.from_config(transformers.AutoConfig.for_model(**copy.deepcopy(raw))).eval()  # Phi-3 changes it
     g = torch.Generator().manual_seed(seed)
     middle = norm_middle(cfg)
     with torch.no_grad():
@@ -161,8 +177,9 @@ def transformers_model(cfg: ModelConfig, head: str = "lm", outputs: int = 1, see
 
 
 def hf_weights(model) -> dict[str, torch.Tensor]:
-    """A transformers model's tensors by their names in files."""
-    if getattr(model.config, "num_experts_per_tok", None):  # in memory all experts of a layer are one tensor
+    """A transformers model's tensors by their names in files, those of fused ones by their parts' names."""
+    # in memory all experts of a layer are one tensor
+    if getattr(model.config, "num_experts_per_tok", None) or FAMILIES[model.config.model_type].fused:
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             tensors = open_hf(folder)
@@ -172,7 +189,7 @@ def hf_weights(model) -> dict[str, torch.Tensor]:
 
 
 def write_folder(model, raw, folder) -> str:
-    write_hf(folder, hf_weights(model).items(), raw)
+    write_hf(folder, joined(hf_weights(model).items(), raw["model_type"]), raw)
     return str(folder)
 
 

@@ -22,6 +22,7 @@ class Traits:
     wide_qk_norm: bool = False  # over all heads of a token, not over each
     tied: bool = False  # what a config.json without tie_word_embeddings means
     experts: bool = False
+    fused: bool = False  # its files keep several matrices in one tensor
     norms: int = 2  # of a layer, over the hidden size
     output_bias: bool = False  # attention's output has a bias where queries, keys and values have one
 
@@ -37,6 +38,9 @@ TRAITS = {
     "qwen3": Traits((*_LAYERS, "qkv_bias"), qk_norm=True, output_bias=True),
     "gemma2": Traits((*_GEMMA, "attention.softcap", "scales.logits_softcap"), tied=True, norms=4, output_bias=True),
     "gemma3_text": Traits((*_GEMMA, "attention.local_rope_base"), qk_norm=True, tied=True, norms=4, output_bias=True),
+    "phi3": Traits((*_WINDOW, "attention.rotary_fraction"), fused=True),
+    "glm": Traits(("qkv_bias", "attention.rotary_fraction"), fused=True),
+    "glm4": Traits(("qkv_bias", "attention.rotary_fraction"), fused=True, norms=4),
     "granite": Traits(
         (*_BIASES, "attention.multiplier", "scales.embedding", "scales.residual", "scales.logits"), output_bias=True
     ),

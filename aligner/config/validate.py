@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from aligner.config.algorithm import GROUP_BASELINES, OTHER_BASELINES
 from aligner.config.checks import exists
+from aligner.config.families import TRAITS
 from aligner.config.mismatch import WEIGHING
 from aligner.config.rewards import RewardFunctionConfig
 from aligner.config.rope import longest_row
@@ -188,6 +189,9 @@ def _layout(model: ModelConfig, parallel: ParallelConfig) -> None:
 def _engine(cfg: Config, model: ModelConfig) -> None:
     if cfg.engine.name == TRTLLM_ENGINE and cfg.stage.name in ROLLOUT_STAGES:
         check_run(cfg, model)
+    if cfg.engine.name == "trtllm" and cfg.stage.name in ROLLOUT_STAGES and TRAITS[model.family].fused:
+        expected = "a family whose files keep each matrix by itself with engine.name=trtllm, which gets them so"
+        raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
     if cfg.engine.cuda_graphs and model.moe.num_experts:
         raise ConfigError("engine.cuda_graphs", True, "false with experts: how many rows one gets is not known ahead")
     ranks = cfg.engine.tensor_parallel

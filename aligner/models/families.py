@@ -76,6 +76,8 @@ class Family:
     offset_norms: bool = False  # norms multiply by 1 + weight
     pre_norms: bool = True  # what goes into attention and the MLP is normalised
     post_norms: bool = False  # what attention and the MLP add to the residual stream is normalised first
+    # what its files join, rows after rows: name there, names of the parts
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     interleaved_rotary: bool = False  # neighbours are rotated together, not halves of the head
     scaled_embeddings: bool = False  # multiplied by the square root of the hidden size
     local_rope: bool = False  # local layers have a rotary base of their own
@@ -225,6 +227,8 @@ DEFAULTS = {
     "initializer_range": 0.02,
 }
 _LONG = ("max_position_embeddings", 4096 * 32)
+_FUSED_QKV = ("self_attn.qkv_proj", tuple(f"self_attn.{x}_proj" for x in "qkv"))
+_FUSED_MLP = ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 _ATTENTION_BIAS: Key = ("qkv_bias", "attention_bias", False)
 _BIAS_KEYS: tuple[Key, ...] = (_ATTENTION_BIAS, ("mlp_bias", "mlp_bias", False))
 _QWEN_LAYERS: dict[str, Any] = {
@@ -232,6 +236,14 @@ _QWEN_LAYERS: dict[str, Any] = {
     "window_switch": True,
     "default_window": 4096,
     "default_global": ("max_window_layers", 28),
+}
+_GLM: dict[str, Any] = {
+    "keys": (("qkv_bias", "attention_bias", True),),
+    "fused": (_FUSED_MLP,),
+    "interleaved_rotary": True,
+    "default_rotary_fraction": 0.5,
+    "default_head_dim": 128,
+    "defaults": (_LONG, ("rms_norm_eps", 1.5625e-7)),
 }
 FAMILIES = {
     "llama": Family(
@@ -295,6 +307,29 @@ FAMILIES = {
         offset_norms=True,
         post_norms=True,
         scaled_embeddings=True,
+    ),
+    "phi3": Family(
+        "phi3",
+        "Phi3",
+        _COMMON + _MLP,
+        fused=(_FUSED_QKV, _FUSED_MLP),
+        windows="every",
+        defaults=(("max_position_embeddings", 4096), ("rms_norm_eps", 1e-5)),
+    ),
+    "glm": Family("glm", "Glm", _COMMON + _MLP + _QKV_BIAS, **_GLM),
+    "glm4": Family(
+        "glm4",
+        "Glm4",
+        _with_norms(
+            before="input_layernorm",
+            before_mlp="post_attention_layernorm",
+            behind="post_self_attn_layernorm",
+            behind_mlp="post_mlp_layernorm",
+        )
+        + _MLP
+        + _QKV_BIAS,
+        post_norms=True,
+        **_GLM,
     ),
     "granite": Family(
         "granite",

@@ -78,6 +78,8 @@ def hf_config(
         fraction = {"partial_rotary_factor": cfg.attention.rotary_fraction}
         out |= fraction
         out["rope_parameters"] |= fraction
+    if cfg.rope_scaling.type == "longrope":  # to Phi-3's class it is another number where it is not here
+        out["original_max_position_embeddings"] = cfg.rope_scaling.original_max_position
     if family.nope_every:
         out["no_rope_layers"] = [int(layer not in cfg.attention.nope_layers) for layer in range(cfg.num_layers)]
     return out | _attention_out(cfg, family, out["rope_parameters"])

@@ -62,7 +62,7 @@ def rope_in(raw: Record, path: Path, default_base: float, max_position: int) -> 
     rope = Record(found, raw.where, raw.error, "rope_parameters.")
     base = rope.number("rope_theta", default_base, above=0)
     kind = rope.text("rope_type", rope.text("type", "default"))
-    kind = _OLD_NAMES.get(kind, kind)
+    kind = "longrope" if kind == "yarn" and "short_factor" in rope else _OLD_NAMES.get(kind, kind)
     if kind == "default":
         return base, RopeScalingConfig()
     if kind not in ROPE_TYPES:

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from aligner.errors import CheckpointError
 from aligner.foreign import read_record
+from aligner.models.families import FAMILIES
+from aligner.models.fused import Rows, fused_rows
+from aligner.models.hf_config import config_from_hf
 from aligner.models.quantised import SCALE, dequantised, float8_block
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -22,16 +25,21 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 class HfTensors(Mapping[str, Tensor]):
     """Name -> tensor over the safetensors files of a folder; a tensor is read when it is asked for.
 
-    With `block`, tensors that have a scale beside them come dequantised, in float32, and scales are no entries.
+    With `block`, tensors that have a scale beside them come dequantised, in float32, and scales are no entries. With
+    `rows`, tensors that are several matrices are none either, but those are (`models/fused.py`).
     """
 
-    def __init__(self, files: dict[str, Path], block: tuple[int, int] | None = None):
+    def __init__(
+        self, files: dict[str, Path], block: tuple[int, int] | None = None, rows: Mapping[str, Rows] | None = None
+    ):
         self.block = block
+        self._rows = {name: part for name, part in (rows or {}).items() if part.stored in files}
         self._listed = files
         scales = {name.removesuffix(SCALE) + "weight" for name in files if block and name.endswith("." + SCALE)}
         self._scales = {name: f"{name}_scale_inv" for name in scales if name in files}
-        hidden = set(self._scales.values())
+        hidden = {*self._scales.values(), *(part.stored for part in self._rows.values())}
         self._files = {name: path for name, path in files.items() if name not in hidden}
+        self._files |= {name: files[part.stored] for name, part in self._rows.items()}
         self._open: dict[Path, Any] = {}
 
     @property
@@ -40,6 +48,8 @@ class HfTensors(Mapping[str, Tensor]):
         return str(next(iter(self._listed.values())).parent) if self._listed else "the folder"
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._rows:
+            return self.part(name, 0, 0, self.shape(name)[0])
         whole = self._read(name, lambda file: file.get_tensor(name))
         return whole if name not in self._scales else dequantised(name, whole, self._scale(name), self._block)
 
@@ -49,22 +59,37 @@ class HfTensors(Mapping[str, Tensor]):
     def part(self, name: str, axis: int, start: int, stop: int) -> Tensor:
         """[start, stop) along `axis` (0 or 1); nothing else is read but its scales."""
 
-        def cut(file: Any) -> Tensor:
-            whole = file.get_slice(name)
-            return whole[start:stop] if axis == 0 else whole[:, start:stop]
+        stored, rows = self._stored(name)
 
-        part = self._read(name, cut)
+        def cut(file: Any) -> Tensor:
+            whole, first = file.get_slice(stored), rows.start or 0
+            return whole[first + start : first + stop] if axis == 0 else whole[rows, start:stop]
+
+        part = self._read(stored, cut)
         if name not in self._scales:
             return part
         first = (start, 0) if axis == 0 else (0, start)
         return dequantised(name, part, self._scale(name), self._block, *first)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._read(name, lambda file: tuple(file.get_slice(name).get_shape()))
+        stored, rows = self._stored(name)
+        shape = self._read(stored, lambda file: tuple(file.get_slice(stored).get_shape()))
+        if stored == name:
+            return shape
+        if shape[0] != self._rows[name].count:
+            expected = f"{self._rows[name].count} rows, of which {name} has {rows.start} to {rows.stop}"
+            raise CheckpointError(f"{self.where}: {stored} has shape {shape}, but the model config says {expected}")
+        return rows.stop - rows.start, *shape[1:]
+
+    def _stored(self, name: str) -> tuple[str, slice]:
+        """The tensor of the files that has it, and in which rows."""
+        part = self._rows.get(name)
+        return (name, slice(None)) if part is None else (part.stored, slice(part.start, part.stop))
 
     def dtype(self, name: str) -> str:
         """As safetensors calls it, of what is stored."""
-        return self._read(name, lambda file: file.get_slice(name).get_dtype())
+        stored, _ = self._stored(name)
+        return self._read(stored, lambda file: file.get_slice(stored).get_dtype())
 
     def scale_shape(self, name: str) -> tuple[int, ...] | None:
         return self.shape(self._scales[name]) if name in self._scales else None
@@ -127,11 +152,15 @@ def open_hf(folder: str | Path) -> HfTensors:
     (`models/account.py`). Raises CheckpointError, ConfigError for a quantisation that is not read."""
     folder = Path(folder)
     config, single, index = folder / "config.json", folder / SINGLE, folder / INDEX
-    block = float8_block(read_record(config, CheckpointError)) if config.is_file() else None
+    block, rows = None, dict[str, Rows]()
+    if config.is_file():
+        raw = read_record(config, CheckpointError)
+        block, family = float8_block(raw), FAMILIES.get(raw.text("model_type", ""))
+        rows = fused_rows(config_from_hf(folder)) if family is not None and family.fused else rows
     if single.is_file() and index.is_file():
         raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found both: remove the one that is not meant")
     if single.is_file():
-        return HfTensors(dict.fromkeys(_open(single).keys(), single), block)
+        return HfTensors(dict.fromkeys(_open(single).keys(), single), block, rows)
     if not index.is_file():
         pickled = any(folder.glob("pytorch_model*.bin"))
         hint = ". Pickled weights (*.bin) are not read: save them again as safetensors" if pickled else ""
@@ -141,7 +170,7 @@ def open_hf(folder: str | Path) -> HfTensors:
     if absent or not files:
         told = ", ".join(map(repr, absent)) or "none"
         raise CheckpointError(f"{folder}: {INDEX} names files that are not there: {told}")
-    return HfTensors({name: folder / file for name, file in files.items()}, block)
+    return HfTensors({name: folder / file for name, file in files.items()}, block, rows)
 
 
 def write_hf(

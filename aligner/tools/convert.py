@@ -36,6 +36,7 @@ from aligner.megatron.model import Head
 from aligner.models.account import SCORE, check_folder
 from aligner.models.carried import TOKENIZER, carried_config, carry, carry_tokenizer
 from aligner.models.families import ParamSpec, family_table, hf_axis, to_hf
+from aligner.models.fused import joined
 from aligner.models.hf_config import config_from_hf, hf_config, is_known
 from aligner.models.safetensors_io import INDEX, SINGLE, HfTensors, open_hf
 from aligner.models.safetensors_stream import SafetensorsFile
@@ -161,13 +162,14 @@ def export_checkpoint(source: Path, target: Path, env: RankEnv, *, part: str, fi
         shapes = {}
         for spec, _ in file.parts:
             meta = torch.empty(spec.shape, dtype=blocks.dtype(where[spec.canonical].key), device="meta")
-            shapes |= {name: (t.dtype, tuple(t.shape)) for name, t in to_hf(spec, meta, cfg).items()}
+            stored = joined(to_hf(spec, meta, cfg).items(), cfg.family)
+            shapes |= {name: (t.dtype, tuple(t.shape)) for name, t in stored}
         with SafetensorsFile(path, shapes) as out:
             for spec, first in file.parts:
                 place = where[spec.canonical]
                 offsets = place.offsets((first, *[0] * (len(spec.shape) - 1)))
                 full = blocks.region(place.key, offsets, place.shape(spec.shape)).view(spec.shape)
-                for name, tensor in to_hf(spec, full, cfg).items():
+                for name, tensor in joined(to_hf(spec, full, cfg).items(), cfg.family):
                     out.add(name, tensor)
                     add(tensor.nbytes)
         return out.sha256, list(shapes)

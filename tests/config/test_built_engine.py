@@ -57,3 +57,10 @@ def test_runs_and_options():
             compose([*GRPO, option])
     # a stage without an engine asks nothing of it
     validate_model(compose(["stage=sft", "engine=trtllm_engine", "run.deterministic=true"]), LLAMA)
+
+
+def test_joined_files_are_not_for_the_other_engine_either():
+    phi = replace(LLAMA, family="phi3")
+    with pytest.raises(ConfigError, match=r"model.family='phi3': expected a family whose files"):
+        validate_model(compose([*[o for o in GRPO if not o.startswith("engine=")], "engine=trtllm"]), phi)
+    validate_model(compose(["stage=grpo", "reward.functions=[{path: math}]"]), phi)

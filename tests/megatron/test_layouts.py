@@ -31,7 +31,10 @@ MODELS_AND_HEADS = {
     "qwen2-untied": {"cfg": replace(MODELS["qwen2"], tie_embeddings=False)},
     "llama-score": {"cfg": LLAMA, "outputs": 2},
 }
-CUT = {name: {"cfg": MORE[name]} for name in ("llama-biases", "qwen3-windows", "granite", "gemma2", "olmo2")}
+CUT = {
+    name: {"cfg": MORE[name]}
+    for name in ("llama-biases", "qwen3-windows", "granite", "gemma2", "olmo2", "phi3", "glm4")
+}
 WINDOWED = {"gemma3": {"cfg": WINDOWS["gemma3"]}, "mistral": {"cfg": WINDOWS["mistral"]}}
 
 

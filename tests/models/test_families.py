@@ -13,6 +13,7 @@ from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig, RopeScalingConfig
 from aligner.errors import CheckpointError, ConfigError, LayoutError
 from aligner.models.families import expected_hf_shapes, family_table, from_hf, merge_tp, split_tp, to_hf
+from aligner.models.fused import joined
 from aligner.models.hf_config import config_from_hf, hf_config
 from aligner.models.rope import inverse_frequencies
 from aligner.models.safetensors_io import INDEX, open_hf, write_hf
@@ -128,7 +129,13 @@ def test_replicated_and_row_parallel_axes():
 def test_written_folder_loads_in_transformers(cfg, shard_bytes, tmp_path):
     model, raw = reference(cfg)
     folder = tmp_path / "hf"
-    write_hf(folder, hf_weights(model).items(), raw, shard_bytes, extra=lambda p: (p / "note").write_text("x"))
+    write_hf(
+        folder,
+        joined(hf_weights(model).items(), cfg.family),
+        raw,
+        shard_bytes,
+        extra=lambda p: (p / "note").write_text("x"),
+    )
     assert (folder / INDEX).exists() == (shard_bytes < 1 << 30) and (folder / "note").exists()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert type(loaded) is type(model)

@@ -13,7 +13,10 @@ from aligner.models.safetensors_io import open_hf
 from tests.tiny import MIXTRAL, MODELS, MOE, MORE, WINDOWS, batch, transformers_model, write_folder
 
 pytestmark = pytest.mark.multirank
-NEW = {name: MORE[name] for name in ("llama-biases", "gemma2", "granite", "olmo2", "smollm3-windows")}
+NEW = {
+    name: MORE[name]
+    for name in ("llama-biases", "gemma2", "granite", "olmo2", "smollm3-windows", "phi3", "glm", "glm4")
+}
 FAMILIES = {
     name: replace(cfg, vocab_size=263, tie_embeddings=name in ("gemma3", "qwen3"), init_std=0.03)
     for name, cfg in (MODELS | WINDOWS | NEW | {"qwen3_moe": MOE, "mixtral": MIXTRAL}).items()

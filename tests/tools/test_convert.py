@@ -26,6 +26,7 @@ MODELS = {
     "qwen2": replace(MODELS["qwen2"], vocab_size=263, tie_embeddings=False),
     "qwen3_moe": replace(MOE, vocab_size=263, tie_embeddings=False),
     "olmo2": replace(MORE["olmo2"], num_layers=6, vocab_size=263),
+    "phi3": replace(MORE["phi3"], num_layers=6, vocab_size=263),
     "biases": replace(MORE["llama-biases"], num_layers=6, vocab_size=263),
 }
 PARTS = {"tensor": 2, "file_bytes": 60_000.0}
@@ -67,6 +68,7 @@ def convert(ranks, what, source, target, world=1, error="", **options):
         ("qwen3_moe", "lm", 4, ParallelConfig(tensor=2, expert=2)),
         ("olmo2", "lm", 2, ParallelConfig(tensor=2)),
         ("biases", "lm", 2, ParallelConfig(tensor=2)),
+        ("phi3", "lm", 2, ParallelConfig(tensor=2)),
     ],
 )
 def test_any_layout_in_and_out(ranks, tmp_path, name, head, world, parallel):
