@@ -15,7 +15,7 @@ class Breaking:
 
     def __init__(self, at: int, error: Exception):
         self.calls, self.at, self.error = 0, at, error
-        self.mine, self.generate = dist.get_rank() == dist.get_world_size() - 1, NativeEngine.generate
+        self.mine, self.generate = dist.get_rank() == dist.get_world_size() - 1, NativeEngine._generated
 
     def __enter__(self) -> None:
         breaking, generate = self, self.generate
@@ -26,10 +26,10 @@ class Breaking:
                 raise breaking.error
             return generate(engine, *args, **kwargs)
 
-        NativeEngine.generate = counted
+        NativeEngine._generated = counted
 
     def __exit__(self, *_: object) -> None:
-        NativeEngine.generate = self.generate
+        NativeEngine._generated = self.generate
 
 
 def cut_in_update(arguments: list[str], step: int) -> bool:
