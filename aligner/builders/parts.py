@@ -17,7 +17,7 @@ from aligner.cluster.env import RankEnv
 from aligner.cluster.seal import job_secret
 from aligner.cluster.threads import use as use_threads
 from aligner.config.schema import ROLLOUT_STAGES, Config, OptimConfig
-from aligner.config.validate import minibatch_samples, validate_model
+from aligner.config.validate import minibatch_samples, validate_model, validate_on_gpu
 from aligner.data.batches import BatchSource
 from aligner.data.dataset import PromptDataset
 from aligner.data.formats import prompt_rows
@@ -115,6 +115,8 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:
     initial = resolve(cfg.model, cfg.model.init, cfg.seed)
     use_chat_template(initial.tokenizer, cfg.data)
     validate_model(cfg, initial.config)
+    if device.type == "cuda":
+        validate_on_gpu(cfg, initial.config)
     generates = bridge is not None and bridge.generates
     if not generates:
         check_kernels(initial.config, resolve_dtype(cfg.model.dtype), device)
@@ -152,6 +154,8 @@ def _scorer(job: Job, path: str, key: str) -> InitialModel:
     initial = resolve(like, path, job.cfg.seed, key=key)
     job.contents[key] = initial.content
     validate_model(job.cfg, initial.config, scorer=True)
+    if job.device.type == "cuda":
+        validate_on_gpu(job.cfg, initial.config)
     if initial.tokenizer.get_vocab() != job.tokenizer.get_vocab():
         raise ConfigError(key, path, "a model with the policy's tokenizer: scores are read from the same token ids")
     return initial

@@ -34,9 +34,10 @@ def validate(cfg: Config, world_size: int) -> None:
 
 
 def validate_layout(cfg: Config, world_size: int) -> None:
-    """The part of `validate` that asks whether sizes divide; needs no files."""
+    """The part of `validate` that asks whether sizes divide, for a job on GPUs; needs no files."""
     _ranks(cfg, world_size)
     validate_model(cfg, cfg.model)
+    validate_on_gpu(cfg, cfg.model)
     if cfg.stage.name in ROLLOUT_STAGES:
         _rollout_batch(cfg, world_size)
     else:
@@ -52,6 +53,21 @@ def validate_model(cfg: Config, model: ModelConfig, scorer: bool = False) -> Non
         if not scorer:
             _engine(cfg, model)
         _lengths(cfg, model)
+
+
+def validate_on_gpu(cfg: Config, model: ModelConfig) -> None:
+    """What a CPU does not mind: CUDA's product of all experts, in bfloat16, wants rows of whole 16 bytes."""
+    if not model.moe.num_experts or cfg.model.dtype == "float32":
+        return
+    if model.hidden_size % 8:
+        raise LayoutError("model.hidden_size", model.hidden_size, "a multiple of 8 for experts in bfloat16 on a GPU")
+    shares = {"parallel.tensor": cfg.parallel.tensor}
+    if cfg.stage.name in ROLLOUT_STAGES and cfg.engine.name == "native":
+        shares["engine.tensor_parallel"] = cfg.engine.tensor_parallel
+    for name, ranks in shares.items():
+        if model.expert_ffn // ranks % 8:
+            expected = f"a multiple of 8 x {name}={ranks} for experts in bfloat16 on a GPU"
+            raise LayoutError(_expert_ffn(model), model.expert_ffn, expected, f"Lower {name}.")
 
 
 def data_parallel(cfg: Config, world_size: int) -> int:
@@ -212,11 +228,15 @@ def _experts(cfg: Config, model: ModelConfig, scorer: bool) -> None:
     if experts % parallel.expert:
         raise LayoutError("model.moe.num_experts", experts, f"a multiple of parallel.expert={parallel.expert}")
     if model.expert_ffn % parallel.tensor:
-        key = "model.moe.ffn_hidden_size" if model.moe.ffn_hidden_size else "model.ffn_hidden_size"
-        raise LayoutError(key, model.expert_ffn, f"a multiple of parallel.tensor={parallel.tensor}")
+        raise LayoutError(_expert_ffn(model), model.expert_ffn, f"a multiple of parallel.tensor={parallel.tensor}")
     if parallel.expert > 1 and cfg.batch.micro_batch_tokens and not cfg.batch.packing:
         expected = "true with parallel.expert > 1 and batch.micro_batch_tokens: every rank takes part in every layer"
         raise ConfigError("batch.packing", False, expected + " of every micro-batch, so all need equally many")
+
+
+def _expert_ffn(model: ModelConfig) -> str:
+    """The key that `expert_ffn` comes from."""
+    return "model.moe.ffn_hidden_size" if model.moe.ffn_hidden_size else "model.ffn_hidden_size"
 
 
 def _lengths(cfg: Config, model: ModelConfig) -> None:

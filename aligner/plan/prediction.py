@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.config.schema import Config
+from aligner.config.validate import validate_on_gpu
 from aligner.plan.devices import GIB, Assumptions, Device, find_device
 from aligner.plan.host import host_items
 from aligner.plan.job import Job, job_of
@@ -106,10 +107,11 @@ def predict(job: Job, device: Device, assumed: Assumptions = Assumptions()) -> P
 
 
 def check(cfg: Config, gpus: int, gpu: str, gpus_per_node: int, key: str) -> None:
-    """MemoryPlanError if the config cannot fit so many GPUs of the device `gpu`, whose name `key` gave. Engines on
-    ranks of their own (engine.ranks) are not predicted: nothing is refused then."""
+    """ConfigError for what no GPU computes, MemoryPlanError if the config cannot fit so many GPUs of the device `gpu`,
+    whose name `key` gave. Engines on ranks of their own (engine.ranks) are not predicted: nothing is refused then."""
     device = find_device(gpu, key)
     if cfg.engine.ranks:
         return
     job = job_of(cfg, gpus, gpus_per_node=gpus_per_node)
+    validate_on_gpu(cfg, job.policy.shape)
     refuse(job, device, plan_memory(job, device, Assumptions()))

@@ -1,10 +1,12 @@
 """`model.moe` and `parallel.expert`: what is refused, and by which key."""
 
+import re
+
 import pytest
 
 from aligner.config.resolve import compose
 from aligner.config.schema import ModelConfig
-from aligner.config.validate import validate
+from aligner.config.validate import validate, validate_model, validate_on_gpu
 from aligner.errors import ConfigError, LayoutError
 
 RUN = ["stage=sft", "data.train=conf/config.yaml", "model=tiny_moe", "model.tokenizer=."]
@@ -65,3 +67,28 @@ def test_the_experts_ffn_falls_back_to_the_models():
     assert ModelConfig(family="mixtral", ffn_hidden_size=40, moe=MoeConfig(4)).expert_ffn == 40
     assert ModelConfig(family="mixtral", moe=MoeConfig(4, ffn_hidden_size=24)).expert_ffn == 24
     assert ModelConfig().moe.num_experts == 0
+
+
+ODD = ["model.moe.ffn_hidden_size=72", "model.family=qwen3_moe"]  # 72 / 2 is no multiple of 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["parallel.tensor=2"], "model.moe.ffn_hidden_size=72: expected a multiple of 8 x parallel.tensor=2"),
+        (["stage=grpo", "engine.tensor_parallel=2"], "a multiple of 8 x engine.tensor_parallel=2"),
+        (["parallel.tensor=2", "model.moe.ffn_hidden_size=0", "model.ffn_hidden_size=72"], "model.ffn_hidden_size=72"),
+        (["model.hidden_size=36", "model.head_dim=16"], "model.hidden_size=36: expected a multiple of 8"),
+    ],
+)
+def test_widths_that_the_gpus_kernel_refuses_name_their_key(overrides, text):
+    cfg = compose([*RUN, *ODD, *overrides])
+    validate_model(cfg, cfg.model)  # a CPU takes them
+    with pytest.raises(LayoutError, match=re.escape(text)):
+        validate_on_gpu(cfg, cfg.model)
+
+
+@pytest.mark.parametrize("overrides", [["model.dtype=float32", "parallel.tensor=2"], [], ["engine.tensor_parallel=2"]])
+def test_widths_that_a_gpu_takes(overrides):
+    cfg = compose([*RUN, *ODD, *overrides])  # stage sft has no engine
+    validate_on_gpu(cfg, cfg.model)

@@ -37,6 +37,10 @@ def test_what_cannot_fit_is_refused_with_exit_1(capsys):
     ("arguments", "message"),
     [
         (["model=tiny"], "model.vocab_size=0"),
+        (
+            ["model=qwen3_30b_a3b", "stage=sft", "model.moe.ffn_hidden_size=780", "parallel.tensor=4"],
+            "ffn_hidden_size=780",
+        ),
         ([*EIGHT, "engine.ranks=4"], "engine.ranks=4: expected 0"),
         (["model=llama3_8b", "--device", "p100"], "--device='p100': expected one of a100, h100"),
         (["model=llama3_8b", "--gpus", "12", "parallel.tensor=8"], "world size=12"),
