@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -72,7 +71,7 @@ class Sample:
 
 
 class TensorBatch:
-    """Shared by the batch dataclasses: slicing and moving all tensor fields together."""
+    """Shared by the batch dataclasses: slicing all tensor fields together."""
 
     def tensors(self) -> dict[str, Tensor]:
         found = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
@@ -81,9 +80,6 @@ class TensorBatch:
     def select(self, rows: Tensor):
         """The same batch with only these rows (int64 [n])."""
         return replace(self, **{name: t.index_select(0, rows.to(t.device)) for name, t in self.tensors().items()})
-
-    def to(self, device: torch.device | str):
-        return replace(self, **{name: t.to(device, non_blocking=True) for name, t in self.tensors().items()})
 
     def trim(self):
         """Cut trailing columns that are padding in every row."""

@@ -133,7 +133,7 @@ def preference_loss(
         chosen, rejected = scores[0::2, 0], scores[1::2, 0]
         margin = batch.labels[0::2] if rm.margin else None
         per_pair, stats = bradley_terry(chosen, rejected, margin, rm.center_coef)
-        count = torch.tensor(float(len(chosen)), device=scores.device)
+        count = torch.full((), float(len(chosen)), device=scores.device)  # not from the host: that would wait
         return LossOutput(per_pair.sum() / total, {f"rm/{name}": (x.sum(), count) for name, x in stats.items()})
 
     return loss
@@ -145,7 +145,7 @@ def attribute_loss(samples: int, group: dist.ProcessGroup) -> Callable[[Tensor, 
 
     def loss(scores: Tensor, batch: TrainBatch) -> LossOutput:
         per_sample = regression(scores, batch.labels)
-        count = torch.tensor(float(len(per_sample)), device=scores.device)
+        count = torch.full((), float(len(per_sample)), device=scores.device)
         return LossOutput(per_sample.sum() / total, {"rm/mse": (per_sample.detach().sum(), count)})
 
     return loss

@@ -35,7 +35,7 @@ from aligner.config.schema import ModelConfig
 from aligner.megatron import kernels, varlen
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.models.families import FAMILIES
-from aligner.ops.packing import Final, Packing, Segment
+from aligner.ops.packing import Final, Packing, Segment, Times
 from aligner.ops.scored_attention import scored_attention
 from aligner.ops.wide_products import widened
 
@@ -49,7 +49,7 @@ class Stream:
     sin: Tensor
     group: dist.ProcessGroup | None  # of the context-parallel ranks, None if there is one
     over_heads: bool  # all-to-all instead of all-gather
-    times: Tensor | None = None  # [N] of a model with experts: `Packing.times`
+    times: Times | None = None  # of a model with experts
     local: Stream | None = None  # of layers with a window: its masks, their angles
 
 

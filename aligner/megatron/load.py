@@ -30,9 +30,10 @@ class ExpertLoad:
         self._reset()
         if not self.moe.aux_coef:
             return
-        layout, device = self.layout, self.layers[0].router.weight.device
+        layout = self.layout
+        # on the CPU: the host reads them at once
         tokens = torch.tensor(float(sum(int(b.lengths.sum()) for b in micro_batches)), dtype=torch.float64)
-        tokens, most = tokens.to(device), torch.tensor(len(micro_batches), device=device)
+        most = torch.tensor(len(micro_batches))
         dist.all_reduce(tokens, group=layout.pgs.dp)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=layout.pgs.dp)
         for layer in self.layers:
@@ -68,7 +69,7 @@ class ExpertLoad:
             [
                 torch.stack([(pairs.amax(1) / pairs.mean(1)).sum(), loss.sum()]),
                 counted[:, 2 * e :].sum(0),
-                pairs.new_tensor([len(self.layers)]),
+                pairs.new_full((1,), len(self.layers)),
             ]
         )
         if self.layout.pipeline > 1:
@@ -79,7 +80,7 @@ class ExpertLoad:
     def _counted(self) -> torch.Tensor:
         """float64 [layers, E + E + 2]: pairs, sums of p, pairs routed, pairs computed, over all ranks of the stage."""
         rows = [
-            torch.cat([layer.pairs, layer.probs, layer.pairs.new_tensor([layer.routed, int(layer.computed)])])
+            torch.cat([layer.pairs, layer.probs, layer.pairs.new_full((1,), layer.routed), layer.computed.view(1)])
             for layer in self.layers
         ]
         counted = torch.stack(rows)

@@ -47,6 +47,7 @@ from aligner.megatron import kernels
 from aligner.megatron.collectives import all_to_all
 from aligner.megatron.groups import Layout
 from aligner.ops.experts import Routing, balance_loss, combine, expand, grouped_linear, permute, route, sort_pairs
+from aligner.ops.packing import Times
 
 
 class StreamLayer(TransformerLayer):
@@ -118,20 +119,19 @@ class ExpertLayer(torch.nn.Module):
         self.probs: Tensor | float = 0.0  # float64 [E]: sum of p over tokens
         self.routed, self.computed = 0, torch.zeros((), dtype=torch.int64)  # pairs sent off, pairs that experts got
 
-    def forward(self, hidden: Tensor, padding_mask: Tensor, **unused: Any) -> tuple[Tensor, None]:
-        """`padding_mask` (Megatron's word) is `Packing.times`, float32 [N]."""
+    def forward(self, hidden: Tensor, padding_mask: Times, **unused: Any) -> tuple[Tensor, None]:
+        """`padding_mask` (Megatron's word) is `Packing.times`."""
         times, sequence, tp = padding_mask, self.layout.sequence, self.layout.pgs.tp
         x = hidden[:, 0]
         if sequence:
             x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=tp)
         elif self.layout.tensor > 1:
             x = copy_to_tensor_model_parallel_region(x, group=tp)
-        real = times.nonzero().flatten()
-        if len(real) == len(times):
-            out = self._mix(x, times)
+        if times.real is None:
+            out = self._mix(x, times.count)
         else:
-            some = self._mix(kernels.collect(x, real), times[real])
-            out = torch.zeros_like(x).index_copy(0, real, some)
+            some = self._mix(kernels.collect(x, times.real), times.count)
+            out = torch.zeros_like(x).index_copy(0, times.real, some)
         if sequence:
             out = reduce_scatter_to_sequence_parallel_region(out, group=tp)
         elif self.layout.tensor > 1:
@@ -158,8 +158,10 @@ class ExpertLayer(torch.nn.Module):
         theirs = torch.empty_like(counts)  # [from rank, own expert]
         dist.all_to_all_single(theirs, counts, group=group)
         self._count_rows(len(x), theirs.sum())
+        # the host must wait here, once in every layer and pass: how many tokens go where is what it tells the network
         sent, got = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
-        own = torch.arange(counts.shape[1], device=x.device).repeat(ranks).repeat_interleave(theirs.flatten())
+        own = torch.arange(counts.shape[1], device=x.device).repeat(ranks)
+        own = own.repeat_interleave(theirs.flatten(), output_size=sum(got))
         order = own.argsort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=x.device)

@@ -27,6 +27,7 @@ from aligner.config.schema import ModelConfig, OptimConfig
 from aligner.errors import AlignerError
 from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import sum_parts
+from aligner.megatron.grad_norm import use_one_norm
 from aligner.megatron.groups import Layout
 from aligner.megatron.load import ExpertLoad
 from aligner.megatron.model import Head, build_model, uses_transformer_engine
@@ -35,10 +36,11 @@ from aligner.megatron.pipeline import Pipeline
 from aligner.megatron.weights import WeightSource, load_weights
 from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.ops.narrow import narrowed, without_unread
-from aligner.ops.packing import Packing, pack
+from aligner.ops.packing import Packing, Times, pack
 from aligner.ops.reduce import max_over
 from aligner.ops.schedules import lr_at
 from aligner.ops.scored_attention import scaled_logits
+from aligner.ops.upload import upload
 from aligner.ops.window import windowed
 from aligner.types import LossOutput, ScalarMetrics, TrainBatch
 
@@ -51,7 +53,7 @@ LossFunction = Callable[[Tensor, TrainBatch], LossOutput]
 class CountedPackedSeqParams(PackedSeqParams):
     """Megatron's words for a packed micro-batch, with `Packing.times` for a model with experts."""
 
-    times: Tensor | None = None
+    times: Times | None = None
 
 
 def last_hidden(hidden_states: Tensor, **unused) -> Tensor:
@@ -138,14 +140,24 @@ class ShardedModel:
             config, [self.wrapped], use_gloo_process_groups=False, pg_collection=self.layout.pgs
         )
         fuse(optimizer)
+        use_one_norm()
         return optimizer
 
-    def _stream(self, batch: TrainBatch) -> tuple[Packing, Stream | PackedSeqParams]:
-        """The stream of a micro-batch, and what attention must know of it."""
-        layout, width = self.layout, batch.tokens.shape[1]
+    def _prepare(self, micro_batch: TrainBatch) -> tuple[TrainBatch, Stream | PackedSeqParams]:
+        """A micro-batch on the device with its `packing`, and what attention must know of it."""
+        batch = micro_batch.trim()
+        packing, window = self._pack(batch), self.cfg.attention.window
+        near = windowed(packing, window).additive(self.dtype) if window else None
+        times = packing.times() if self.cfg.moe.num_experts else None  # once for all layers, by the host
+        packing = packing.additive(self.dtype)
+        batch, packing, near, times = upload([batch, packing, near, times], self.device)
+        return replace(batch, packing=packing), self._stream(packing, near, times)
+
+    def _pack(self, batch: TrainBatch) -> Packing:
+        layout = self.layout
         packing = pack(
             batch.lengths,
-            width,
+            batch.tokens.shape[1],
             padded=not self.packed,
             context=layout.context,
             rank=layout.pgs.cp.rank(),
@@ -158,20 +170,18 @@ class ShardedModel:
             packing = without_unread(packing, batch.wanted)
             if self._narrows:
                 packing = narrowed(packing, batch.wanted)
-        near = windowed(packing, self.cfg.attention.window) if self.cfg.attention.window else None
-        packing = packing.to(self.device, self.dtype)
-        times = packing.times() if self.cfg.moe.num_experts else None
+        return packing
+
+    def _stream(self, packing: Packing, near: Packing | None, times: Times | None) -> Stream | PackedSeqParams:
         if uses_transformer_engine(self.cfg):
             ends = torch.nn.functional.pad(packing.lengths.cumsum(0), (1, 0)).int()
-            longest = int(batch.lengths.max()) if self.packed else width
+            longest = packing.width  # cut to the longest row
             sizes = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
-            return packing, CountedPackedSeqParams(qkv_format="thd", **sizes, times=times)
-        local = None
-        if near is not None:
-            local = self._rotated(near.to(self.device, self.dtype), True, times)
-        return packing, replace(self._rotated(packing, False, times), local=local)
+            return CountedPackedSeqParams(qkv_format="thd", **sizes, times=times)
+        local = None if near is None else self._rotated(near, True, times)
+        return replace(self._rotated(packing, False, times), local=local)
 
-    def _rotated(self, packing: Packing, local: bool, times: Tensor | None) -> Stream:
+    def _rotated(self, packing: Packing, local: bool, times: Times | None) -> Stream:
         angles = packing.positions[:, None].float() * self._frequencies[local]
         scale = attention_factor(self.cfg, local)
         cos, sin = ((f(angles) * scale).to(self.dtype)[:, None] for f in (torch.cos, torch.sin))
@@ -245,11 +255,6 @@ class ShardedModel:
             arguments |= {"data_iterator": pipeline, "p2p_communicator": pipeline}
         return self._schedule(**arguments)
 
-    def _prepare(self, micro_batch: TrainBatch) -> tuple[TrainBatch, Stream | PackedSeqParams]:
-        batch = micro_batch.trim()
-        packing, stream = self._stream(batch)
-        return replace(batch.to(self.device), packing=packing), stream
-
     @torch.no_grad()
     def forward(
         self, micro_batches: Sequence[TrainBatch], read: Callable[[Tensor, TrainBatch], Tensor]
@@ -272,13 +277,14 @@ class ShardedModel:
     def _dummies(self, count: int) -> list[TrainBatch]:
         """Micro-batches of one short row, which this rank lacks if others that it exchanges tokens with have more."""
         row = TrainBatch(torch.zeros(1, 2, dtype=torch.int64), torch.tensor([2]), torch.zeros(1, 0))
-        return [row] * (self._most(count) - count)
+        return [row] * (self._most(count)[0] - count)
 
-    def _most(self, count: int) -> int:
-        """The largest count of the ranks that this one exchanges tokens with."""
+    def _most(self, *counts: int) -> list[int]:
+        """The largest of each count of the ranks that this one exchanges tokens with. On the CPU: nobody waits for the
+        device."""
         if not self.exchanges:
-            return count
-        return int(max_over(torch.tensor(count, device=self.device), self.layout.pgs.dp))
+            return list(counts)
+        return max_over(torch.tensor(counts), self.layout.pgs.dp).tolist()
 
     def _look(self, micro_batches: Sequence[TrainBatch]) -> None:
         """A forward pass for its side effects."""
@@ -291,8 +297,8 @@ class ShardedModel:
         every rank. Raises AlignerError on every rank if the gradient is not finite.
         """
         assert self.optimizer is not None, "this model was built without an optimizer"
-        most = self._most(len(micro_batches))
-        assert self._most(-len(micro_batches)) == -most, f"{len(micro_batches)} micro-batches here, elsewhere {most}"
+        most, least = self._most(len(micro_batches), -len(micro_batches))
+        assert most == -least, f"{len(micro_batches)} micro-batches here, elsewhere {-least} to {most}"
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
@@ -352,10 +358,9 @@ def reduce_outputs(outputs: list[LossOutput], group: dist.ProcessGroup) -> Scala
         dist.all_reduce(sums, group=group)
         if tops is not None:
             dist.all_reduce(tops, op=dist.ReduceOp.MAX, group=group)
-    values = sums.tolist()  # the one host-device sync of an optimizer step
+    both = sums if tops is None else torch.cat([sums, tops])
+    values = both.tolist()  # the host waits for the device: these are the metrics of the step
     result = {"loss": values[0]}
     for i, name in enumerate(means):
         result[name] = values[1 + 2 * i] / values[2 + 2 * i] if values[2 + 2 * i] else math.nan
-    if tops is not None:
-        result |= dict(zip(maxima, tops.tolist(), strict=True))
-    return result
+    return result | dict(zip(maxima, values[len(sums) :], strict=True))

@@ -43,11 +43,12 @@ class Pairs(NamedTuple):
 
 def sort_pairs(experts: Tensor, num_experts: int) -> Pairs:
     """experts int64 [N, k]."""
-    flat = experts.reshape(-1)
-    order = flat.argsort(stable=True)
+    by_expert, order = experts.reshape(-1).sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
-    return Pairs(order, inverse, torch.bincount(flat, minlength=num_experts), experts.shape[1])
+    # not by bincount, for which CUDA lets the host wait
+    ends = torch.searchsorted(by_expert, torch.arange(num_experts, device=order.device), right=True)
+    return Pairs(order, inverse, ends.diff(prepend=ends.new_zeros(1)), experts.shape[1])
 
 
 def balance_loss(mean_probs: Tensor, fractions: Tensor) -> Tensor:

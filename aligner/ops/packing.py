@@ -10,7 +10,7 @@ Losses never see the stream. `to_rows` puts what was computed for each token bac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,21 @@ class Final:
     q_index: Tensor | None  # int64 [sum of rows * q_width], into the kept ones
     out_index: Tensor | None  # int64 [K]
     ragged: Ragged | None = None
+
+
+@dataclass(frozen=True)
+class Times:
+    """Which of a stream's N tokens stand for cells of the micro-batch, and for how many: for several where rows share
+    their beginning, for none where it is padding."""
+
+    real: Tensor | None  # int64 [n]; None: all
+    count: Tensor  # float32 [n]
+
+    @classmethod
+    def of(cls, each: Tensor) -> Times:
+        """each float32 [N]: 0 for padding. The host must know how many are not 0: make it there."""
+        real = each.nonzero().flatten()
+        return cls(None, each) if len(real) == len(each) else cls(real, each[real])
 
 
 @dataclass(frozen=True)
@@ -80,10 +95,8 @@ class Packing:
         token BEFORE it (the value of the state before it)."""
         return self._spread(x, self.before if shift else self.here)
 
-    def times(self) -> Tensor:
-        """float32 [N]: how many cells of the micro-batch a token stands for. 0: padding; more than 1: the shared
-        beginning of several rows."""
-        return torch.bincount(self.here, minlength=self.tokens + 1)[: self.tokens].float()
+    def times(self) -> Times:
+        return Times.of(torch.bincount(self.here, minlength=self.tokens + 1)[: self.tokens].float())
 
     def predictions(self, x: Tensor) -> Tensor:
         """x [M, ...] of the pairs -> [B, T, ...]: index t gets what was computed for its prediction (its logprob)."""
@@ -93,25 +106,18 @@ class Packing:
         padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
         return padded.index_select(0, grid).view(self.rows, self.width, *x.shape[1:])
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Packing:
-        """On `device`, with masks to add to scores of `dtype` (0 or -inf): made once here, not in every layer."""
-        final = None if self.final is None else _to(self.final, device, dtype)
-        return _to(replace(self, final=final), device, dtype)
+    def additive(self, dtype: torch.dtype) -> Packing:
+        """With masks to add to scores of `dtype` (0 or -inf): made once here, not in every layer."""
+        final = None if self.final is None else _additive(self.final, dtype)
+        return _additive(replace(self, final=final), dtype)
 
 
-def _to(spans, device: torch.device, dtype: torch.dtype):
-    ragged = None if spans.ragged is None else _move(spans.ragged, device)
-    segments = [s if s.mask is None else replace(s, mask=_additive(s.mask, dtype)) for s in spans.segments]
-    return _move(replace(spans, segments=[_move(s, device) for s in segments], ragged=ragged), device)
+def _additive(spans, dtype: torch.dtype):
+    def added(mask: Tensor) -> Tensor:
+        return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
-
-
-def _move(item, device: torch.device):
-    tensors = {f.name: getattr(item, f.name) for f in fields(item)}
-    return replace(item, **{n: t.to(device, non_blocking=True) for n, t in tensors.items() if isinstance(t, Tensor)})
+    segments = [s if s.mask is None else replace(s, mask=added(s.mask)) for s in spans.segments]
+    return replace(spans, segments=segments)
 
 
 def pack(

@@ -34,7 +34,7 @@ class Ragged:
 
 
 def in_rows(spans):
-    """A `Packing` (before its `to`) or `Final` with its rows in place of its segments."""
+    """A `Packing` (before its `additive`) or `Final` with its rows in place of its segments."""
     return replace(spans, segments=[], q_index=None, out_index=None, ragged=_rows(spans))
 
 

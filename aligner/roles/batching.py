@@ -108,8 +108,10 @@ def forward_rows(
     parts = split(rows.lengths, batch, batch.logprob_tokens)
     all_rows = TrainBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=torch.zeros(count, 0), wanted=wanted)
     outputs = model.forward([all_rows.select(part) for part in parts], read)
-    result = torch.zeros(count, width, dtype=torch.float32, device=model.device)
-    for part, output in zip(parts, outputs, strict=False):
+    result, done = torch.zeros(count, width, dtype=torch.float32, device=model.device), 0
+    for output in outputs:  # in the order of the micro-batches: where rows belong is known on the host
         cut = min(output.shape[1], width)
-        result[part.to(model.device), :cut] = output[:, :cut].float()
-    return model.broadcast_from_last_stage(result).cpu()
+        result[done : done + len(output), :cut] = output[:, :cut].float()
+        done += len(output)
+    result = model.broadcast_from_last_stage(result).cpu()
+    return torch.empty_like(result).index_copy_(0, torch.cat(parts), result)

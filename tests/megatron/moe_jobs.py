@@ -13,6 +13,7 @@ from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head
 from aligner.megatron.moe import ExpertLayer
 from aligner.megatron.train import ShardedModel
+from aligner.ops.packing import Times
 from aligner.roles.batching import micro_batches
 from aligner.roles.policy import Policy
 from aligner.types import TrainBatch
@@ -54,7 +55,7 @@ def layer(cfg: ModelConfig, parallel: ParallelConfig, x: torch.Tensor, times: to
     x = x.clone().requires_grad_()
 
     def run():
-        return first(x[:, None], times)[0][:, 0]
+        return first(x[:, None], Times.of(times))[0][:, 0]
 
     tokens = TrainBatch(torch.zeros(1, 1), times.sum()[None], torch.zeros(1, 0))
     model.load.layers = [first]

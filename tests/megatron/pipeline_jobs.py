@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.config.schema import BatchConfig, ParallelConfig
-from aligner.megatron.train import ShardedModel
 from aligner.roles.batching import micro_batches
-from aligner.types import TrainBatch
 from tests.megatron.jobs import build, nll_loss
 from tests.tiny import ADAM, LLAMA, batch
 
@@ -27,11 +25,8 @@ def messages(parallel: ParallelConfig, dtype: torch.dtype = torch.float32) -> di
             model.forward(parts, lambda output, b: output)
         with _noted(sent["step"]):
             model.step(parts, nll_loss(model, full))
-    return {"stage": model.layout.pp_rank, "sent": sent, "waits": dict(waits), "tokens": _tokens(model, parts)}
-
-
-def _tokens(model: ShardedModel, parts: list[TrainBatch]) -> list[int]:
-    return [model._stream(part.trim())[0].tokens for part in parts]
+    tokens = [model._pack(part.trim()).tokens for part in parts]
+    return {"stage": model.layout.pp_rank, "sent": sent, "waits": dict(waits), "tokens": tokens}
 
 
 class _noted:

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aligner.megatron import attention
 from aligner.ops.packing import pack
+from aligner.ops.upload import upload
 
 HEADS, KV_HEADS, HEAD_DIM, LENGTH = 8, 2, 64, 8192
 CONTEXT = {"context": 2, "rank": 1}  # half of the queries against all keys: a bias, not a mask
@@ -43,7 +44,7 @@ def on_cuda(monkeypatch):
             made = [(ours, HEADS), (sum(lengths), KV_HEADS), (sum(lengths), KV_HEADS)]
             q, k, v = (torch.empty(*m, HEAD_DIM, dtype=dtype, device="cuda", requires_grad=True) for m in made)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
-            attention._segments(q, k, v, packing.to(torch.device("cuda"), dtype), None)
+            attention._segments(q, k, v, upload(packing.additive(dtype), torch.device("cuda")), None)
         return heads, sum(kept.values())
 
     return run

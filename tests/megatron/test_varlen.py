@@ -13,6 +13,7 @@ from aligner.megatron import attention, model, varlen
 from aligner.ops import narrow, packing
 from aligner.ops.narrow import narrowed, without_unread
 from aligner.ops.packing import pack
+from aligner.ops.upload import upload
 from aligner.ops.window import windowed
 from tests import varlen_stand_in
 from tests.tiny import LLAMA
@@ -64,7 +65,7 @@ def inputs(p, case):
 def outputs(p, case, q, k, v):
     """Attention of the stream and, where there is one, of its `Final`, and the gradients of their sum."""
     p = windowed(p, case["window"]) if case["window"] else p
-    p = p.to(torch.device("cpu"), torch.float64)
+    p = p.additive(torch.float64)
     found = [attention._segments(q, k, v, p, case["scale"])]
     if p.final is not None:
         found.append(attention._segments(q[p.final.kept], k, v, p.final, case["scale"]))
@@ -93,7 +94,7 @@ def test_the_real_operator_takes_what_it_is_given(how):
     case = {"rows": rows, "how": how, "context": 2, "multiple": 1, "reads": "responses", "kv_heads": 2, "scale": 0.3}
     meta = torch.device("meta")
     for p in layouts(case, ragged=True):
-        p = windowed(p, 4).to(meta, torch.bfloat16)
+        p = upload(windowed(p, 4).additive(torch.bfloat16), meta)
         tensors = [x.detach().to(meta, torch.bfloat16).requires_grad_() for x in inputs(p, case)]
         out = varlen.attend(*tensors, p.ragged, case["scale"])
         gradients = torch.autograd.grad(out.float().sum(), tensors)
