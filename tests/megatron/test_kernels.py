@@ -56,6 +56,26 @@ def test_rotate():
     same(lambda x: kernels.rotate(x, cos, sin), lambda x: turned(x, cos, sin), random(6, 3, 8))
 
 
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_rotation_of_a_part_of_a_head(neighbours):
+    """Neighbours are halves of a head whose numbers are in another order."""
+    angle = random(6, 1, 3)
+    cos, sin = angle.cos(), angle.sin()
+    order = torch.tensor([0, 2, 4, 1, 3, 5] if neighbours else [0, 1, 2, 3, 4, 5])
+
+    def plain(x):
+        part = turned(x[..., order], cos, sin)[..., order.argsort()]
+        return torch.cat([part, x[..., 6:]], -1)
+
+    same(lambda x: kernels.rotate(x, cos, sin, neighbours), plain, random(6, 3, 8))
+
+    def both(mixed):
+        q, k, v = (x.reshape(6, -1, 8) for x in mixed.split([2, 1, 1], 2))
+        return plain(q), plain(k), v
+
+    same(lambda mixed: kernels.split_and_rotate(mixed, cos, sin, neighbours), both, random(6, 3, 4, 8))
+
+
 @pytest.mark.parametrize("groups, share", [(1, 3), (2, 2), (4, 1)])
 def test_split_and_rotate(groups, share):
     angle = random(6, 1, 4)

@@ -8,6 +8,7 @@ import torch.nn.attention.varlen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aligner.config.attention import AttentionConfig
 from aligner.errors import ConfigError
 from aligner.megatron import attention, model, varlen
 from aligner.ops import narrow, packing
@@ -16,7 +17,7 @@ from aligner.ops.packing import pack
 from aligner.ops.upload import upload
 from aligner.ops.window import windowed
 from tests import varlen_stand_in
-from tests.tiny import LLAMA
+from tests.tiny import LLAMA, MODELS, MORE
 
 CASES = st.fixed_dictionaries(
     {
@@ -128,6 +129,12 @@ CPU, HALF = torch.device("cpu"), torch.bfloat16
         ({}, HALF, (7, 5), "compute capability 8.0, and this GPU has 7.5"),
         ({}, torch.float32, (9, 0), "the model is float32 (model.dtype)"),
         ({"head_dim": 12}, HALF, (9, 0), "these have 12"),
+        (
+            {"family": "gemma2", "attention": AttentionConfig(softcap=50.0, query_scale_dim=8)},
+            HALF,
+            (9, 0),
+            "these are capped (model.attention.softcap=50)",
+        ),
         ({"head_dim": 512}, HALF, (9, 0), "up to 256 numbers, and these have 512"),
         ({}, HALF, (9, 0), None),
         ({}, torch.float16, (8, 0), None),
@@ -158,3 +165,9 @@ def test_another_torch_and_transformer_engine_are_refused(monkeypatch):
     monkeypatch.setattr(model, "has_transformer_engine", lambda: True)
     with pytest.raises(ConfigError, match=r"varlen_attention.*TransformerEngine"):
         model.check_kernels(cfg, HALF, device)
+
+
+def test_modules_of_our_own_where_transformer_engine_knows_less(monkeypatch):
+    monkeypatch.setattr(model, "has_transformer_engine", lambda: True)
+    assert all(model.uses_transformer_engine(MODELS[name]) for name in ("llama", "llama3", "qwen2", "qwen3"))
+    assert not any(model.uses_transformer_engine(cfg) for cfg in MORE.values())

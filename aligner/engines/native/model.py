@@ -90,6 +90,8 @@ class NativeModel:
         self.scratch = Scratch(device, dtype)
         self._rope = torch.empty(0, device=device)
         self._embedding_factor = embedding_factor(cfg, dtype)
+        wide_sizes = [heads * self.peers.size * self.head_dim for heads in (self.heads, self.groups)]
+        self._wide_sizes = torch.tensor(wide_sizes, device=device)
         self._head_kind = torch.tensor([0] * self.heads + [1] * self.groups, device=device)
 
     def _hf_views(self) -> dict[str, Tensor]:
@@ -355,8 +357,7 @@ class NativeModel:
         y = qk.float()
         squares, parts = y.square().sum(-1), [self.heads, self.groups]
         sums = self.peers.add(torch.stack([part.sum(1) for part in squares.split(parts, 1)], 1))
-        sizes = torch.tensor(parts, device=qk.device) * (self.peers.size * self.head_dim)
-        factors = (sums / sizes + self.cfg.norm_eps).rsqrt()[:, self._head_kind]  # [M, rotated]
+        factors = (sums / self._wide_sizes + self.cfg.norm_eps).rsqrt()[:, self._head_kind]  # [M, rotated]
         return (y * factors[..., None] * self.qk_norm[layer].view(-1, self.head_dim)).to(qk.dtype)
 
 
