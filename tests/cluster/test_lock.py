@@ -16,13 +16,14 @@ from aligner.cluster.lock import NAME, RunLock
 from aligner.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-HOLD = "import sys, time\nfrom pathlib import Path\nfrom aligner.cluster.lock import RunLock\n"
-HOLD += "with RunLock(Path(sys.argv[1])):\n    print('in', flush=True)\n    time.sleep(float(sys.argv[2]))\n"
+HOLD = "import sys\nfrom pathlib import Path\nfrom aligner.cluster.lock import RunLock\n"
+HOLD += "with RunLock(Path(sys.argv[1])):\n    print('in', flush=True)\n    sys.stdin.read()\n"
 
 
-def start(folder: Path, seconds: float = 60.0) -> subprocess.Popen:
-    command = [sys.executable, "-c", HOLD, str(folder), str(seconds)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(folder: Path) -> subprocess.Popen:
+    """Holds the folder until its input ends."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], cwd=ROOT, text=True, **pipes)
 
 
 @pytest.fixture
@@ -79,6 +80,7 @@ def test_on_another_host_the_file_must_be_touched(tmp_path, monkeypatch, capfd):
     threading.Timer(0.5, os.utime, [tmp_path / NAME]).start()
     with pytest.raises(ConfigError, match="process 7 on far does since"), RunLock(tmp_path):
         pass
+    monkeypatch.setattr(lock, "STALE_S", 0.5)
     write(tmp_path)
     with RunLock(tmp_path):  # silent while we looked
         assert "waiting for a sign of life" in capfd.readouterr().err
@@ -122,7 +124,10 @@ def test_who_loses_the_folder_is_told(tmp_path):
 
 def test_one_of_many_takes_over(tmp_path):
     write(tmp_path, age_s=3600)
-    processes = [start(tmp_path, 5) for _ in range(4)]
-    answers = [process.communicate() for process in processes]
+    processes = [start(tmp_path) for _ in range(4)]
+    deadline = time.monotonic() + 60
+    while sum(process.poll() is None for process in processes) > 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    answers = [process.communicate() for process in processes]  # closes the input of the one that holds it
     assert sorted(out for out, _ in answers) == ["", "", "", "in\n"]
     assert all("no other process uses" in err for out, err in answers if not out)

@@ -59,7 +59,8 @@ def test_a_phase_over_its_limit_ends_the_process_with_its_stacks(tmp_path):
 
 
 def test_a_rank_that_gives_no_stacks_is_the_one_that_hangs(tmp_path):
-    done = child(HANGS.replace(", 0, 1)", ", 0, 2)"), tmp_path)
+    quick = "import aligner.run.watchdog\naligner.run.watchdog.GRACE_S = 0.5\n"
+    done = child(quick + HANGS.replace(", 0, 1)", ", 0, 2)"), tmp_path)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: watchdog: rank 1 gives no stacks") and "rank 0 is in phase `score` for" in last
 
