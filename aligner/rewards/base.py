@@ -11,7 +11,8 @@ Optional attributes of a reward object change how `RewardPipeline` runs it:
                  has no timeout of its own
     late_score   of a function that limits the time of each sample itself: what is not ready at reward.timeout_s gets
                  this score, and is counted (reward/<name>/late), instead of ending the run
-    unreadable   called with prompts before training: {place: why} of the rows that it cannot score
+    checks_rows  True: its method `unreadable` is called with prompts before training; {place: why} of the rows that it
+                 cannot score
 """
 
 from __future__ import annotations

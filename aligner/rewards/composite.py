@@ -139,7 +139,7 @@ class RewardPipeline:
         jobs = {
             self._pool.submit(reward.unreadable, [prompts[i] for i in part]): part
             for reward in self.rewards_of_threads
-            if hasattr(reward, "unreadable")
+            if getattr(reward, "checks_rows", False)
             for part in parts
         }
         found: dict[int, str] = {}
@@ -148,7 +148,7 @@ class RewardPipeline:
             found |= {part[place]: why for place, why in job.result().items()}
             if time.monotonic() - since > SAY_EVERY_S:
                 since = time.monotonic()
-                say(f"reading reference answers: {number + 1} of {len(jobs)} parts")
+                say(f"checking that rows can be scored: {100 * (number + 1) // len(jobs)} %")
         return found
 
     def functions(self, samples: Sequence[Sample], early: Mapping[int, Early] | None = None) -> dict[str, Component]:

@@ -50,6 +50,7 @@ class FunctionReward:
         self.function, self.name, self.args, self.key = function, name, args, key
         self.per_sample = bool(getattr(function, "per_sample", False))
         self.late_score: float | None = getattr(function, "late_score", None)
+        self.checks_rows = hasattr(function, "unreadable")
         self._parameters = inspect.signature(function).parameters
         self._columns = "completions" in self._parameters
         self._check_args()
@@ -66,9 +67,8 @@ class FunctionReward:
         return check_scores(self.name, values, samples)
 
     def unreadable(self, prompts: Sequence[Prompt]) -> dict[int, str]:
-        """By place, why this function cannot score some of these rows, if it has a way to tell."""
-        check = getattr(self.function, "unreadable", None)
-        return check(prompts, **self.args) if check is not None else {}
+        """By place, why this function cannot score some of these rows; where it `checks_rows`."""
+        return self.function.unreadable(prompts, **self.args)  # type: ignore[attr-defined]
 
     def _call(self, samples: Sequence[Sample]) -> Any:
         if not self._columns:

@@ -3,7 +3,7 @@
 
 A process, not a thread: sympy on a model's text can compute 9^(9^9) inside one C call that holds the interpreter lock
 and cannot be interrupted. The kernel's alarm with its default action kills this process then, whatever it is doing,
-and also when its parent is gone. Run as a file, so it imports nothing of the package.
+and also when its parent is gone. Run as a file, so it imports nothing of the package, and math-verify late.
 
 Where a response states its answer (docs/rewards.md): the last of `#### 42`, `<answer>42</answer>` and `\\boxed{42}`;
 where it has none of them, math-verify searches the text.
@@ -117,13 +117,23 @@ def _tail(text: str) -> str:
     return text[max(start, line) :]
 
 
-def parse_gold(text: str) -> list:
-    """The reference answer as math-verify's candidates: what follows its last `####`, or all of it."""
-    from math_verify import parse
-
+def gold_answer(text: str) -> str:
+    """Of a reference: what follows its last `####`, or all of it."""
     text = plain(text)
     marked = _MARK.findall(text)
-    text = expression(marked[-1]) if marked else amount(text)
+    return expression(marked[-1]) if marked else amount(text)
+
+
+def is_number(text: str) -> bool:
+    """Whether a reference is one, with a unit or without: then math-verify can read it."""
+    return re.fullmatch(rf"\$?{NUMBER}%?\$?", gold_answer(text)) is not None
+
+
+def parse_gold(text: str) -> list:
+    """A reference as math-verify's candidates."""
+    from math_verify import parse
+
+    text = gold_answer(text)
     if "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text:
         return parse(text, parsing_timeout=None)
     return parse(f"${text}$", parsing_timeout=None) or parse(text, parsing_timeout=None)

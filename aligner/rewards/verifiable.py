@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.errors import RewardError
+from aligner.rewards.math_worker import is_number
 from aligner.types import Prompt, Sample
 
 _local = threading.local()
@@ -48,8 +49,10 @@ def unreadable(prompts: Sequence[Prompt], field: str = "answer", timeout_s: floa
     """By place, why the references of some of these rows cannot be read: no answer to them would score."""
     found = {}
     for place, gold in enumerate(reference(prompt, field) for prompt in prompts):
+        if gold is None or is_number(_text(gold)):
+            continue
         try:
-            if gold is not None and not _ask(gold, None, timeout_s):
+            if not _ask(gold, None, timeout_s):
                 found[place] = f"the reference answer {str(gold)[:200]!r} takes longer than {timeout_s:g} s to read"
         except RewardError as cause:
             found[place] = str(cause)
@@ -61,11 +64,14 @@ math.late_score = 0.0  # type: ignore[attr-defined]
 math.unreadable = unreadable  # type: ignore[attr-defined]
 
 
+def _text(gold: Any) -> str:
+    return f"{Decimal(repr(gold)):f}" if isinstance(gold, float) else str(gold)  # 1e-05 would be 1 e - 5
+
+
 def _ask(gold: Any, response: str | None, timeout_s: float) -> float:
     """What this thread's helper says of it; 0.0 where it takes too long, or too much."""
-    text = f"{Decimal(repr(gold)):f}" if isinstance(gold, float) else str(gold)  # 1e-05 would be 1 e - 5
     process = _helper()
-    request = {"gold": text, "response": response, "timeout_s": timeout_s}
+    request = {"gold": _text(gold), "response": response, "timeout_s": timeout_s}
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(json.dumps(request) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ def gather_from_an_impostor(mark: str) -> tuple[str, bool]:
     return told, Path(mark).exists()
 
 
-def listeners() -> list[str]:
-    """Addresses that this process listens on, in hexadecimal."""
+def listeners() -> list[tuple[str, int]]:
+    """Where this process listens: addresses, in hexadecimal, and ports."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, dist.get_rank())  # so that gloo has connected its pairs
     inodes = set()
@@ -61,8 +62,23 @@ def listeners() -> list[str]:
         for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                found.append(fields[1].split(":")[0])
+                address, port = fields[1].split(":")
+                found.append((address, int(port, 16)))
     return found
+
+
+def garbage(mark: str) -> tuple[int, list[int]]:
+    """Somebody says anything to every port of the ranks, and leaves; then they go on."""
+    found = listeners()
+    dist.barrier()
+    for _, port in found:
+        for said in (b"", b"\0" * 64, b"\xff" * 4000, b"GET / HTTP/1.0\r\n\r\n", pickle.dumps(Touch(mark))):
+            with socket.create_connection(("127.0.0.1", port), 5) as connection:
+                connection.sendall(said)
+    dist.barrier()
+    everyone = [0] * dist.get_world_size()
+    dist.all_gather_object(everyone, dist.get_rank(), group=dist.new_group(list(range(len(everyone)))))
+    return len(found), everyone
 
 
 def orders(mark: str) -> dict[str, Any]:

@@ -89,7 +89,13 @@ def test_a_pickle_from_somebody_else_is_not_read(ranks, tmp_path):
 
 def test_ranks_of_one_machine_listen_on_its_loopback_alone(ranks):
     for found in ranks.run("tests.megatron.outsider_jobs:listeners", world=2):
-        assert found and set(found) <= LOOPBACK
+        assert found and {address for address, _ in found} <= LOOPBACK
+
+
+def test_garbage_at_their_ports_does_not_disturb_ranks(ranks, tmp_path):
+    mark = tmp_path / "executed"
+    (first, everyone), (second, same) = ranks.run("tests.megatron.outsider_jobs:garbage", world=2, mark=str(mark))
+    assert first >= 2 and second >= 1 and everyone == same == [0, 1] and not mark.exists()
 
 
 def test_forged_and_replayed_orders_are_refused(ranks, tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from aligner.rewards import math_worker
-from aligner.rewards.math_worker import SEARCHED, reference, score, stated
+from aligner.rewards.math_worker import SEARCHED, is_number, reference, score, stated
 
 # reference, response, score
 MARKED = [
@@ -159,6 +159,16 @@ TABLE = MARKED + HEDGES + ANOTHER_NUMBER + HEADINGS + TAGGED + PLAIN + REFERENCE
 @pytest.mark.parametrize("gold, response, expected", TABLE, ids=[f"{gold}|{text[:40]}" for gold, text, _ in TABLE])
 def test_the_score_of_an_answer(gold, response, expected):
     assert score(reference(gold), response) == expected
+
+
+@pytest.mark.parametrize("gold", ["42", "so\n#### 1,234.50 dollars", "-7 %", "$18$", "1e-05", "\\$36", "3 km", ".5"])
+def test_a_reference_that_is_taken_for_a_number_can_be_read(gold):
+    assert is_number(gold) and reference(gold)
+
+
+@pytest.mark.parametrize("gold", ["???", "1 2", "x", "", "42, 43", "3 million", "\\frac12", "#### ", "so 3"])
+def test_other_references_are_not(gold):
+    assert not is_number(gold)
 
 
 UNITS = ["dollars", "apples", "km", "square feet", "hours per week", "kg", "Stück"]
