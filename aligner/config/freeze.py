@@ -66,6 +66,11 @@ def accept(folder: Path | str) -> None:
         pending.rename(Path(folder) / FILE_NAME)
 
 
+def refuse(folder: Path | str) -> None:
+    """The folder is another run's: what goes on there next shall not take the pending config for its own."""
+    (Path(folder) / PENDING_NAME).unlink(missing_ok=True)
+
+
 def load_frozen(path: Path | str) -> Config:
     """Read what `freeze` wrote; a folder means the file in it.
 

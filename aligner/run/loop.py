@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from aligner.config.freeze import accept
+from aligner.config.freeze import accept, refuse
 from aligner.config.schema import RunConfig
 from aligner.errors import AlignerError
 from aligner.run.alarms import Alarms, truncate_alarms, write_alarms
+from aligner.run.changes import AnotherRunError
 from aligner.run.checkpoints import Checkpoints
 from aligner.run.contract import DONE
 from aligner.run.memory import peak_rss_bytes
@@ -73,7 +74,12 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The steps still to do. Resumes first; evaluates before the first step if evaluation is on; saves at the
         end. Raises StopRequested, after saving, where the run is asked to stop."""
-        self.step = self.checkpoints.restore(self.config.resume)
+        try:
+            self.step = self.checkpoints.restore(self.config.resume)
+        except AnotherRunError:
+            if self.rank == 0:
+                refuse(self.dir)
+            raise
         self.logger.resume_at(self.step if self.step else -1)
         if self.rank == 0:  # the folder is this run's from here on
             accept(self.dir)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from aligner.config.freeze import PENDING_NAME
 from aligner.errors import AlignerError, CheckpointError
 from aligner.megatron.checkpoint_files import write_manifest
 from aligner.run.metrics import read_jsonl
@@ -81,8 +82,10 @@ def test_what_defines_a_run_is_refused_unless_it_is_accepted(tiny_data, again, c
     more, change, message = CHANGES[what]
     if change is not None:
         change(again)
+    (pending := again / "run" / PENDING_NAME).write_text("")
     with pytest.raises(CheckpointError) as caught:
         go_on(tiny_data, again, "run.steps=3", *more)
+    assert not pending.exists()  # or a requeued job of this run would take it
     assert message in str(caught.value) and "run.accept_changes=true" in str(caught.value)
     assert stages.checkpoints(again / "run") == [2] and len(stages.records(again / "run")) == 2
     if what == "data":
