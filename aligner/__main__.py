@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     what would fail again. Without `argv` that of this process, which ends then."""
     top = parser()
     args, rest = top.parse_known_args(argv)
-    args.last = argv is None
+    args.last, args.begun = argv is None, ""
     flags = [text for text in rest if text.startswith("-")]
     if flags:
         top.error(f"unknown option: {' '.join(flags)}")
@@ -107,6 +107,9 @@ def main(argv: list[str] | None = None) -> int:
 
         failure.record(traceback.format_exc(), 1)
         raise
+    finally:
+        if args.begun:  # last of all: it takes a while, and who ends the ranks waits for the cause only some seconds
+            _write_report([args.begun])
 
 
 def _in_job(command: str) -> bool:
@@ -197,8 +200,8 @@ def _run(args: argparse.Namespace) -> int:
         except SystemExit as cause:  # of a library, or of code that a dataset or a model brings
             raise _left(cause) from cause
         finally:
-            if env.rank == 0 and _stamp(cfg) != before:  # it has begun
-                _write_report([cfg.run.dir])
+            if env.rank == 0 and _stamp(cfg) != before:
+                args.begun = cfg.run.dir
         world.leave(code == 0)
     return INTERRUPTED if env.launcher == "single" and _stopped_by_hand(cfg) else code
 
@@ -221,7 +224,7 @@ def _write_report(folders: list[str]) -> None:
         return
     try:
         write_report([Path(folder) for folder in folders])
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         print(f"warning: no report.html: {type(error).__name__}: {error}", file=sys.stderr)
 
 

@@ -151,6 +151,26 @@ def test_errors_of_the_stage_set_the_exit_code(stage, capsys, monkeypatch):
     assert "bug" in Path("failure.json").read_text()
 
 
+def test_the_cause_is_told_before_the_report_of_a_long_run_is_written(stage, capsys, monkeypatch):
+    monkeypatch.setenv("ALIGNER_FAILURE_FILE", "failure.json")
+    seen = []
+
+    def run_stage(cfg, env, signals):
+        for name in ("starts.jsonl", "metrics.jsonl"):
+            (Path(cfg.run.dir) / name).write_text("{}\n")
+        raise CheckpointError("another model")
+
+    def write_report(folders):
+        seen.append((folders, Path("failure.json").read_text(), capsys.readouterr().err))
+        raise KeyboardInterrupt  # it takes too long
+
+    monkeypatch.setattr(sys.modules["aligner.build"], "run_stage", run_stage)
+    monkeypatch.setattr("aligner.tools.report.write_report", write_report)
+    assert main(["run", "data.train=train.jsonl"]) == 2
+    ((folders, failure, err),) = seen
+    assert folders == [Path("runs/sft")] and "another model" in failure and "error: another model" in err
+
+
 def test_unknown_options_are_refused(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["run", "--frozn", "x"])
