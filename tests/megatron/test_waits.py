@@ -15,6 +15,7 @@ SENT, LOAD = ("moe.py", "_compute"), ("load.py", "metrics")
 AUX = replace(MOE, moe=replace(MOE.moe, aux_coef=0.1))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("cfg", "layout", "world"),
     [
