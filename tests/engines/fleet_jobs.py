@@ -10,6 +10,7 @@ import torch.distributed as dist
 from aligner.config.engine import EngineConfig
 from aligner.config.schema import ModelConfig
 from aligner.engines.native.fleet import FleetEngine
+from aligner.errors import EngineError
 from aligner.megatron.groups import neighbours
 from aligner.types import SamplingParams
 
@@ -61,3 +62,16 @@ def generate(
             "token_bytes": engine.cache.token_bytes,
         }
     return told
+
+
+def broken(cfg: ModelConfig, weights: dict, steal: bool) -> str:
+    """Every rank asks for a prompt; the last one's holds a token whose embedding is NaN. What came of it here."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    weights["model.embed_tokens.weight"][cfg.vocab_size - 1] = float("nan")
+    engine = make(cfg, weights, 1)
+    engine.steal = steal
+    try:
+        out = engine.generate([[5, 6, cfg.vocab_size - 1 if rank == world - 1 else 7]], [[1, 2]], SamplingParams(4))
+    except EngineError as error:
+        return str(error)
+    return f"{len(out.lengths)} samples"

@@ -94,6 +94,16 @@ def test_two_ranks_are_one_engine(ranks, scored):
 
 
 @multirank
+@pytest.mark.parametrize("steal", [False, True])
+def test_logits_that_are_not_finite_are_told_to_the_rank_that_asked(ranks, steal):
+    """And to no other, wherever they were generated: nobody waits in a collective for one that has left."""
+    cfg = MODELS["qwen3"]
+    job = {"cfg": cfg, "weights": hf_weights(reference(cfg)), "steal": steal}
+    first, second = ranks.run("tests.engines.fleet_jobs:broken", world=2, **job)
+    assert first == "2 samples" and "weight version 3: the engine's logits are not finite in 2 of 2 samples" in second
+
+
+@multirank
 @pytest.mark.parametrize("world, width, steal", [(2, 1, False), (4, 2, False), (4, 2, True)])
 def test_replicas_answer_what_each_rank_asks(ranks, scored, world, width, steal):
     """Uneven requests of all ranks, one of which asks for nothing, in few slots."""
