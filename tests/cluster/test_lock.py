@@ -131,3 +131,19 @@ def test_one_of_many_takes_over(tmp_path):
     answers = [process.communicate() for process in processes]  # closes the input of the one that holds it
     assert sorted(out for out, _ in answers) == ["", "", "", "in\n"]
     assert all("no other process uses" in err for out, err in answers if not out)
+
+
+def test_who_comes_late_takes_nothing_from_the_one_that_took_over(tmp_path, monkeypatch):
+    """Between the look at an owner that is gone and the taking, another process has followed it, and lives."""
+    write(tmp_path, age_s=3600)
+    follower, gone = lock._myself() | {"pid": os.getppid(), "started": lock._started(os.getppid())}, RunLock._gone
+
+    def late(self, owner, aside):
+        why = gone(self, owner, aside)
+        write(tmp_path, **follower)
+        return why
+
+    monkeypatch.setattr(RunLock, "_gone", late)
+    with pytest.raises(ConfigError, match=f"process {os.getppid()} on"), RunLock(tmp_path):
+        pass
+    assert owner(tmp_path)["id"] == follower["id"] and [p.name for p in tmp_path.iterdir()] == [NAME]
