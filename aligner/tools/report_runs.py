@@ -82,7 +82,6 @@ class Run:
             "seconds": self.seconds(),
             "started": first.get("started"),
             "starts": sum("started" in record for record in self.starts) or None,
-            "result": self.result,
             "ranks": latest.get("ranks"),
             "host": latest.get("host"),
             "hardware": hardware.get("gpu") or hardware.get("cpu"),
