@@ -24,6 +24,7 @@ from aligner.ops.intervals import METHOD, bootstrap
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
 from aligner.rollout.evaluate import judge
+from aligner.rollout.references import refuse
 from aligner.run.metrics import rewrite_jsonl
 from aligner.run.sample_table import SampleRow, print_samples
 from aligner.tools.evaluate_rows import measure_rows
@@ -77,9 +78,10 @@ def _answers(cfg: Config, folder: Path) -> Found:
     count = min(cfg.eval.prompts, len(dataset)) if cfg.eval.prompts else len(dataset)
     limit = cfg.eval.max_response_tokens or cfg.sampling.max_response_tokens
     sampling = SamplingParams(limit, cfg.eval.temperature, stop=tuple(cfg.sampling.stop))
-    samples = model.answer([dataset[i] for i in range(count)], cfg.eval.samples, sampling, cfg.seed)
-    functions = cfg.eval.functions or cfg.reward.functions
+    functions, prompts = cfg.eval.functions or cfg.reward.functions, [dataset[i] for i in range(count)]
     rewards = RewardPipeline([(load_function(f, i), f.weight) for i, f in enumerate(functions)], cfg.reward)
+    refuse(rewards.unreadable(prompts, print), dataset, count)
+    samples = model.answer(prompts, cfg.eval.samples, sampling, cfg.seed)
     verdict = judge(samples, rewards, cfg.eval)
     rows = [_row(s, i, verdict.totals[i], verdict.components) for i, s in enumerate(samples)]
     print_samples(0, rows, cfg.logging.samples_shown)

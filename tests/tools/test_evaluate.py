@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from aligner.__main__ import main
 from aligner.config.freeze import load_frozen
 from aligner.config.resolve import compose_over
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, DataError
 from aligner.run.metrics import read_jsonl
 from aligner.tools.evaluate import evaluate
 from tests import stages
@@ -51,6 +51,16 @@ def test_answers_are_kept_with_their_scores(folder, tiny_data):
     for name, (low, high) in written["intervals"].items():
         assert low <= found[name] <= high
     assert "bootstrap resamples of prompts" in written["interval_method"]
+
+
+def test_references_that_cannot_be_read_are_told_before_anything_is_generated(folder, tmp_path):
+    rows = [{"prompt": "say a:", "completion": answer} for answer in ("1", "???", "3 apples")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    math_of = "eval.functions=[{path: math, args: {field: completion}}]"
+    with pytest.raises(
+        DataError, match=r"data.eval: 1 of 3 rows cannot be scored .*rows.jsonl, row 2: no mathematical"
+    ):
+        run(folder("sft"), math_of, f"data.eval={tmp_path / 'rows.jsonl'}")
 
 
 @torch.no_grad()
