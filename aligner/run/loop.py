@@ -17,13 +17,13 @@ from aligner.errors import AlignerError
 from aligner.run.alarms import Alarms, truncate_alarms, write_alarms
 from aligner.run.changes import AnotherRunError
 from aligner.run.checkpoints import Checkpoints
-from aligner.run.contract import DONE
+from aligner.run.contract import DONE, PROGRESS
 from aligner.run.memory import peak_rss_bytes
 from aligner.run.metrics import MetricsLogger
 from aligner.run.phases import PhaseMemory
 from aligner.run.progress import ProgressBar
 from aligner.run.sample_table import SampleRow, print_samples, truncate_samples, write_samples
-from aligner.run.stop import Boundary, StopRequested, read_saves, write_progress, write_stopped
+from aligner.run.stop import Boundary, StopRequested, read_saved, read_saves, write_progress, write_stopped
 from aligner.run.timers import Timers
 from aligner.types import ScalarMetrics
 
@@ -88,6 +88,7 @@ class Run:
             truncate_samples(self.config.dir, self.step)
             truncate_alarms(self.config.dir, self.step)
             self.boundary.deadline.saves_s.extend(read_saves(self.dir))
+            self._tell_lost()
             if self.step:
                 print(f"resumed at step {self.step} of {self.config.steps}", flush=True)
         total = self.config.steps
@@ -100,6 +101,15 @@ class Run:
                 self._before = self._states()
                 yield self.step + 1
             self._end()
+
+    def _tell_lost(self) -> None:
+        """A checkpoint that was committed and is not found: deleted, or not to be seen yet on this node."""
+        saved = read_saved(self.dir)
+        if self.config.resume == "auto" and saved > self.step:
+            found = (
+                f"the newest one that can be used here is of step {self.step}" if self.step else "there is none here"
+            )
+            print(f"WARNING: {PROGRESS} knows a checkpoint of step {saved}: {found}", flush=True)
 
     def _go_on(self) -> bool:
         """At a step boundary, on all ranks: True, or StopRequested after everything is saved."""

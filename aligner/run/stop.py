@@ -143,6 +143,14 @@ def read_saves(run_dir: Path) -> list[float]:
         return []
 
 
+def read_saved(run_dir: Path) -> int:
+    """The newest step that was committed, as far as is known; else 0."""
+    try:
+        return read_record(run_dir / PROGRESS, AlignerError).integer("saved", 0)
+    except AlignerError:
+        return 0
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace a small file whole. Raises WriteError."""
     aside = path.with_name(f".{path.name}.tmp")
