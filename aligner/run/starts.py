@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -102,8 +102,11 @@ def redacted(text: str) -> str:
 
 
 def _anonymous(text: str) -> str:
-    text = re.sub(rf"(?<![\w.~-]){re.escape(str(Path.home()))}(?=/|$)", "~", text)
-    return re.sub(rf"(?<=/){re.escape(getpass.getuser())}(?=/|$)", "$USER", text)
+    with suppress(RuntimeError):  # a user without a home, or, below, a number without a name, as containers have them
+        text = re.sub(rf"(?<![\w.~-]){re.escape(str(Path.home()))}(?=/|$)", "~", text)
+    with suppress(KeyError, OSError):  # OSError from Python 3.13 on
+        text = re.sub(rf"(?<=/){re.escape(getpass.getuser())}(?=/|$)", "$USER", text)
+    return text
 
 
 def git_state(root: Path) -> tuple[str | None, bool | None]:

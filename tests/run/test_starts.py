@@ -70,6 +70,17 @@ def test_secrets_home_and_name_stay_out_of_the_command(monkeypatch, tmp_path):
     assert "do-not-tell" not in json.dumps(starts.start_record(1, CPU))
 
 
+def test_a_user_without_a_name_has_a_command_too(monkeypatch):
+    """In containers that run with a number that /etc/passwd does not have."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    monkeypatch.setenv("HOME", "/")
+    assert starts.command_line(["run", "run.dir=/fast/ada"]) == "aligner run run.dir=/fast/ada"
+    monkeypatch.delenv("HOME")
+    assert starts.command_line(["run", "run.dir=/fast/ada"]) == "aligner run run.dir=/fast/ada"
+
+
 def test_the_commit_is_of_aligners_checkout_alone(tmp_path):
     def git(*arguments):
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
