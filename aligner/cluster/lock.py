@@ -51,7 +51,8 @@ def _lives(pid: int, started: int) -> bool:
 
 
 def _myself() -> dict[str, Any]:
-    """`place`: numbers of processes mean the same only within one boot and one namespace."""
+    """`place`: numbers of processes mean the same only within one boot and one namespace. `attempt`: which start of the
+    job this is, by Slurm and by the batch script; of one start, two steps may run at a time."""
     place = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return {
         "id": uuid.uuid4().hex,
@@ -60,6 +61,7 @@ def _myself() -> dict[str, Any]:
         "place": place,
         "started": _started(os.getpid()),
         "job": os.environ.get("SLURM_JOB_ID", ""),
+        "attempt": [os.environ.get(name, "") for name in ("SLURM_RESTART_COUNT", "ALIGNER_LOGS")],
         "time": time.strftime("%F %T"),
     }
 
@@ -139,7 +141,7 @@ class RunLock:
         if owner.get("place") == self.mine["place"]:
             lives = owner["pid"] != self.mine["pid"] and _lives(owner["pid"], owner["started"])
             return None if lives else "which has ended"
-        if owner.get("job") and owner["job"] == self.mine["job"]:
+        if owner.get("job") and owner["job"] == self.mine["job"] and owner.get("attempt") != self.mine["attempt"]:
             return "an earlier start of this job"
         touched = self._touched()
         os.utime(aside)  # by the file system's clock

@@ -97,6 +97,21 @@ def test_a_requeued_job_follows_itself_at_once(tmp_path, monkeypatch):
         assert owner(tmp_path)["job"] == "42" and time.monotonic() - began < 1
 
 
+@pytest.mark.parametrize(("name", "value"), [("SLURM_RESTART_COUNT", "1"), ("ALIGNER_LOGS", "logs/42.0+1")])
+def test_two_steps_of_one_start_of_a_job_are_two(tmp_path, monkeypatch, name, value):
+    monkeypatch.setattr(lock, "POLL_S", 0.05)
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.delenv("ALIGNER_LOGS", raising=False)
+    write(tmp_path, job="42", attempt=lock._myself()["attempt"])
+    threading.Timer(0.2, os.utime, [tmp_path / NAME]).start()
+    with pytest.raises(ConfigError, match="process 7 on far, job 42 does since"), RunLock(tmp_path):
+        pass
+    monkeypatch.setenv(name, value)  # the next start
+    with RunLock(tmp_path):
+        assert owner(tmp_path)["pid"] == os.getpid()
+
+
 def test_without_hard_links(holder, tmp_path, monkeypatch):
     def refused(*_):
         raise OSError(1, "Operation not permitted")
