@@ -104,6 +104,14 @@ MORE |= {
         scales=ScalesConfig(logits_softcap=3.0),
     ),
     "olmo2": replace(LLAMA, family="olmo2", qk_norm=True),
+    "olmo3": replace(
+        LLAMA,
+        family="olmo3",
+        num_layers=3,
+        qk_norm=True,
+        attention=AttentionConfig(window=6, global_every=2, local_rope_base=300.0),
+        rope_scaling=RopeScalingConfig(4.0, original_max_position=64, type="yarn"),
+    ),
     "phi3": replace(
         LLAMA,
         family="phi3",

@@ -46,6 +46,9 @@ TRAITS = {
     ),
     "smollm3": Traits((*_BIASES, *_LAYERS, "attention.nope_layers"), tied=True, output_bias=True),
     "olmo2": Traits(("qkv_bias",), qk_norm=True, wide_qk_norm=True, output_bias=True),
+    "olmo3": Traits(
+        ("qkv_bias", *_LAYERS, "attention.local_rope_base"), qk_norm=True, wide_qk_norm=True, output_bias=True
+    ),
     "qwen3_moe": Traits((*_WINDOW, "qkv_bias"), qk_norm=True, experts=True, output_bias=True),
     "mixtral": Traits(_WINDOW, experts=True),
 }

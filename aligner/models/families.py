@@ -80,7 +80,7 @@ class Family:
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     interleaved_rotary: bool = False  # neighbours are rotated together, not halves of the head
     scaled_embeddings: bool = False  # multiplied by the square root of the hidden size
-    local_rope: bool = False  # local layers have a rotary base of their own
+    default_local_base: float = 0.0  # of local layers, where they have a rotary base of their own; 0: they have not
 
     @property
     def own_modules(self) -> bool:
@@ -245,6 +245,16 @@ _GLM: dict[str, Any] = {
     "default_head_dim": 128,
     "defaults": (_LONG, ("rms_norm_eps", 1.5625e-7)),
 }
+_OLMO: dict[str, Any] = {
+    "table": _with_norms(behind="post_attention_layernorm", behind_mlp="post_feedforward_layernorm")
+    + _MLP
+    + _WIDE_QK_NORM
+    + _BIASES,
+    "keys": (_ATTENTION_BIAS,),
+    "pre_norms": False,
+    "post_norms": True,
+    "defaults": (("max_position_embeddings", 2048), ("rms_norm_eps", 1e-5)),
+}
 FAMILIES = {
     "llama": Family(
         "llama",
@@ -284,7 +294,7 @@ FAMILIES = {
         offset_norms=True,
         post_norms=True,
         scaled_embeddings=True,
-        local_rope=True,
+        default_local_base=1e4,
     ),
     "gemma2": Family(
         "gemma2",
@@ -355,17 +365,15 @@ FAMILIES = {
         nope_every=4,
         defaults=(("rope_theta", 2e6),),
     ),
-    "olmo2": Family(
-        "olmo2",
-        "Olmo2",
-        _with_norms(behind="post_attention_layernorm", behind_mlp="post_feedforward_layernorm")
-        + _MLP
-        + _WIDE_QK_NORM
-        + _BIASES,
-        keys=(_ATTENTION_BIAS,),
-        pre_norms=False,
-        post_norms=True,
-        defaults=(("max_position_embeddings", 2048), ("rms_norm_eps", 1e-5)),
+    "olmo2": Family("olmo2", "Olmo2", **_OLMO),
+    "olmo3": Family(
+        "olmo3",
+        "Olmo3",
+        windows="layers",
+        default_window=4096,
+        default_global=("sliding_window_pattern", 4),
+        default_local_base=5e5,
+        **_OLMO | {"defaults": (*_OLMO["defaults"], ("rope_theta", 5e5))},
     ),
     "qwen3_moe": Family(
         "qwen3_moe",

@@ -108,7 +108,7 @@ def _attention_out(cfg: ModelConfig, family: Family, rope: dict[str, Any]) -> di
     out["layer_types"] = ["sliding_attention" if here else "full_attention" for here in local]
     if family.default_global[0] == "max_window_layers":  # what older readers look at: layers before the first local one
         out["max_window_layers"] = local.index(True) if True in local else cfg.num_layers
-    if family.local_rope:
+    if family.default_local_base:
         base = attention.local_rope_base or cfg.rope_base
         out |= {"rope_local_base_freq": base, "sliding_window_pattern": attention.global_every or cfg.num_layers + 1}
         own = {"rope_type": "default", "rope_theta": base}
@@ -218,9 +218,9 @@ def _default_layers(raw: Record, family: Family, layers: int) -> list[str]:
 
 
 def _local_rope_in(raw: Record, family: Family) -> dict[str, Any]:
-    if not family.local_rope:
+    if not family.default_local_base:
         return {}
-    base = raw.number("rope_local_base_freq", 10000.0, above=0)
+    base = raw.number("rope_local_base_freq", family.default_local_base, above=0)
     local = raw.record("rope_parameters", NOTHING).record("sliding_attention", NOTHING)
     if local.text("rope_type", "default") != "default":
         local.refuse("rope_type", "default in local layers")

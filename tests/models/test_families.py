@@ -144,7 +144,7 @@ def test_written_folder_loads_in_transformers(cfg, shard_bytes, tmp_path):
     ids = torch.arange(200)[None] % 101  # beyond the original context, so that rope scaling shows
     assert torch.equal(model(ids).logits, loaded(ids).logits)
     rope = model.model.rotary_emb
-    kinds = {"full_attention_": False, "sliding_attention_": True} if cfg.family == "gemma3_text" else {"": False}
+    kinds = {"full_attention_": False, "sliding_attention_": True} if cfg.attention.local_rope_base else {"": False}
     for name, local in kinds.items():
         assert torch.allclose(getattr(rope, f"{name}inv_freq"), inverse_frequencies(cfg, local), rtol=1e-6)
     tensors = open_hf(folder)
