@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from aligner import __main__ as command_line
 from aligner.errors import AlignerError, ConfigError
 from aligner.run.alarms import write_alarms
 from aligner.run.metrics import read_jsonl
@@ -15,6 +16,7 @@ from aligner.run.sample_table import SampleRow, write_samples
 from aligner.tools import svg
 from aligner.tools.report import main
 from aligner.tools.report_runs import final_metric
+from tests import stages
 
 EVIL = "<script>alert('x')</script><img src=x onerror=\"alert(1)\">&amp;"
 VOID = {"meta", "line", "polyline", "polygon", "circle"}
@@ -262,3 +264,23 @@ def test_a_sweep_is_compared_with_its_failed_child(tmp_path, capsys):
     assert main([str(path) for path in sorted(sweep.iterdir())]) == 0  # as a shell's sweep/* gives them
     assert final_metric(sweep / "1_optim.lr=1") == ("reward/mean", 4.0)
     assert final_metric(sweep / "2_broken") is None
+
+
+def test_a_run_leaves_its_page_and_does_not_fail_by_it(tiny_data, tmp_path, capsys):
+    more = ("run.steps=1", "run.export=false", "checkpoint.final=false")
+    assert command_line.main(["run", *stages.overrides("sft", tiny_data, tmp_path / "run", *more)]) == 0
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert "<td>done</td>" in text and "<b>sft/loss</b>" not in text  # of one step: it never changes
+    assert "<th>sft/loss</th>" in text
+    (tmp_path / "other" / "report.html" / "in the way").mkdir(parents=True)
+    assert command_line.main(["run", *stages.overrides("sft", tiny_data, tmp_path / "other", *more)]) == 0
+    assert "warning: no report.html: AlignerError" in capsys.readouterr().err
+    assert (tmp_path / "other" / "DONE").exists()
+
+
+def test_the_table_of_a_sweep_has_the_number_that_matters(tmp_path, capsys):
+    make_run(tmp_path / "0_a", scale=2.0)
+    rows = [("a=1", 0, 3.0, str(tmp_path / "0_a")), ("a=2", 2, 1.0, str(tmp_path / "1_b"))]
+    command_line._show_jobs(rows, 2)
+    table = " ".join(capsys.readouterr().out.split())
+    assert "reward/mean 8" in table and "failed (2)" in table
