@@ -82,7 +82,7 @@ def load_frozen(path: Path | str) -> Config:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError("--frozen", str(path), "a config.yaml that can be read", f"{error.strerror}.") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError("--frozen", str(path), "a config.yaml written by aligner", reason) from None
     if not isinstance(data, dict):

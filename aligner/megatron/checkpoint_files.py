@@ -53,20 +53,20 @@ def read_state(folder: Path) -> dict[str, Any]:
         found = read_record(folder / "state.json", CheckpointError, nan=True)  # metrics may be
         found.integer("step")
         found.integer("world_size", low=1)
-        found.integer("format", 1, low=1, high=FORMAT)
+        version = found.integer("format", 1, low=1, high=FORMAT)
         found.record("state")
         found.record("identity").text("stage")
         if "metric" in found and not isinstance(found.fields["metric"], int | float):
             found.refuse("metric", "a number")
     except CheckpointError as error:
         raise CheckpointError(f"cannot read {folder / 'state.json'}: {error}") from None
-    return {"metric": None} | found.fields
+    return {"metric": None} | found.fields | {"format": version}
 
 
 def read_checked(folder: Path) -> dict[str, Any]:
     """state.json of a checkpoint whose small files are what was written. Raises CheckpointError."""
     content = read_state(folder)
-    if content.get("format", 1) >= FORMAT or (folder / MANIFEST).exists():
+    if content["format"] >= FORMAT or (folder / MANIFEST).exists():
         check_manifest(folder)
     return content
 

@@ -90,24 +90,40 @@ def read_index(folder: Path) -> Metadata:
 def _is_index(found: Any) -> bool:
     if not isinstance(found, Metadata):
         return False
-    tensors, places = found.state_dict_metadata, getattr(found, "storage_data", None)
+    tensors, places = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
     if not isinstance(tensors, dict) or not isinstance(places, dict):
         return False
-    kinds = TensorStorageMetadata | BytesStorageMetadata
-    return all(isinstance(k, str) and isinstance(v, kinds) for k, v in tensors.items()) and all(
+    return all(isinstance(k, str) and _is_item(v) for k, v in tensors.items()) and all(
         isinstance(k, MetadataIndex) and _is_place(v) for k, v in places.items()
     )
 
 
+def _is_item(item: Any) -> bool:
+    """An object, or a tensor in blocks of as many dimensions."""
+    if not isinstance(item, TensorStorageMetadata):
+        return isinstance(item, BytesStorageMetadata)
+    properties, blocks = getattr(item, "properties", None), getattr(item, "chunks", None)
+    if not (_is_size(getattr(item, "size", None)) and isinstance(blocks, list)):
+        return False
+    shapes = [(getattr(b, "offsets", None), getattr(b, "sizes", None)) for b in blocks]
+    whole = all(_is_size(x) and len(x) == len(item.size) for pair in shapes for x in pair)
+    return whole and isinstance(getattr(properties, "dtype", None), torch.dtype)
+
+
+def _is_size(size: Any) -> bool:
+    return isinstance(size, torch.Size)  # of integers, as its constructor sees to
+
+
 def _is_place(info: Any) -> bool:
     """In a file of the checkpoint's own folder, as it is (no compression)."""
+    path, offset, length = (getattr(info, name, None) for name in ("relative_path", "offset", "length"))
     return (
         isinstance(info, _StorageInfo)
-        and isinstance(info.relative_path, str)
-        and Path(info.relative_path).name == info.relative_path
-        and isinstance(info.offset, int)
-        and isinstance(info.length, int)
-        and min(info.offset, info.length) >= 0
+        and isinstance(path, str)
+        and Path(path).name == path
+        and isinstance(offset, int)
+        and isinstance(length, int)
+        and min(offset, length) >= 0
         and not getattr(info, "transform_descriptors", None)
     )
 
@@ -138,13 +154,19 @@ def check_before_loading(folder: Path) -> Metadata:
 def _check_object(folder: Path, key: str, info: _StorageInfo | None) -> None:
     if info is None:
         raise CheckpointError(f"cannot load checkpoint {folder}: {INDEX} has no place of {key!r}")
-    path = folder / info.relative_path
+    read_stored(folder, info, key)
+
+
+def read_stored(folder: Path, info: _StorageInfo, key: str) -> Any:
+    """A block or an object, which can be no more than tensors and plain values. Raises CheckpointError."""
     try:
-        with path.open("rb") as file:
-            torch.load(_create_file_view(file, info.offset, info.length), weights_only=True, map_location="cpu")
+        with (folder / info.relative_path).open("rb") as file:
+            view = _create_file_view(file, info.offset, info.length)
+            return torch.load(view, weights_only=True, map_location="cpu")
     except _DAMAGE as error:
-        reasons = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-        told = next((line for line in reasons if "GLOBAL" in line), reasons[0])  # which names what it wanted to call
-        raise CheckpointError(
-            f"cannot load checkpoint {folder}: {key!r} in {path.name}: {type(error).__name__}: {told}"
-        ) from None
+        # torch's text is long, and advises to execute what it has refused
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        after = str(error).partition("WeightsUnpickler error:")[2].strip().splitlines()
+        reason = next((line for line in (*lines, *after) if "GLOBAL" in line), after[0] if after else lines[0])
+        where = f"{key!r} in {info.relative_path}"
+        raise CheckpointError(f"cannot load checkpoint {folder}: {where}: {type(error).__name__}: {reason}") from None

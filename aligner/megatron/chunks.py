@@ -30,11 +30,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from aligner.config.schema import ModelConfig, ParallelConfig
 from aligner.errors import CheckpointError
-from aligner.megatron.checkpoint_index import read_index
+from aligner.megatron.checkpoint_index import read_index, read_stored
 from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head, build_model
 from aligner.megatron.weights import local_parameters
@@ -251,15 +250,10 @@ class Blocks:
             info = self.index.storage_data.get(index)
             if info is None:
                 raise CheckpointError(f"checkpoint {self.folder}: its index has no place of {key} at {chunk.offsets}")
-            path = self.folder / info.relative_path
-            try:
-                with path.open("rb") as file:
-                    view = _create_file_view(file, info.offset, info.length)
-                    block = torch.load(view, weights_only=True, map_location="cpu")
-            except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-                raise CheckpointError(f"cannot read {path}: {error}") from error
+            block = read_stored(self.folder, info, key)
             if not isinstance(block, Tensor) or (block.shape, block.dtype) != (chunk.sizes, self.dtype(key)):
                 expected = f"{self.dtype(key)} {tuple(chunk.sizes)}"
+                path = self.folder / info.relative_path
                 raise CheckpointError(f"{path}: {key} at {tuple(chunk.offsets)}: expected a block {expected}")
             self._last = index, block
         return self._last[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -15,7 +14,8 @@ from aligner.config.rope import RopeScalingConfig
 from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig
 from aligner.config.validate import evaluation_functions, minibatch_samples
-from aligner.errors import ConfigError
+from aligner.errors import CheckpointError, ConfigError
+from aligner.foreign import read_record
 from aligner.plan.shapes import Grid, kv_bytes
 
 PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill of the native engine
@@ -252,21 +252,24 @@ def shape_at(like: ModelConfig, init: str) -> ModelConfig:
     found = next((f for f in places if init and f.is_file()), None)
     if found is None:
         return like
-    data = json.loads(found.read_text(encoding="utf-8"))
-    sizes = {ours: data[theirs] for theirs, ours in _KEYS.items() if data.get(theirs) is not None}
-    experts = data.get("num_experts") or data.get("num_local_experts") or 0
+    raw = read_record(found, CheckpointError)
+    data = raw.fields
+    flag = "tie_word_embeddings"
+    sizes = {ours: raw.integer(theirs, low=1) for theirs, ours in _KEYS.items() if theirs in raw and theirs != flag}
+    sizes |= {_KEYS[flag]: raw.flag(flag)} if flag in raw else {}
+    experts = raw.integer("num_experts", 0) or raw.integer("num_local_experts", 0)
     moe = replace(like.moe, num_experts=0, top_k=1)
     if experts:
-        width = data.get("moe_intermediate_size") or data["intermediate_size"]
-        moe = replace(moe, num_experts=experts, top_k=data.get("num_experts_per_tok", 2), ffn_hidden_size=width)
-    kind = data.get("model_type", like.family)
+        width = raw.integer("moe_intermediate_size", 0) or raw.integer("intermediate_size")
+        moe = replace(moe, num_experts=experts, top_k=raw.integer("num_experts_per_tok", 2), ffn_hidden_size=width)
+    kind = raw.text("model_type", like.family)
     one_of("model.family", kind, tuple(TRAITS))
     traits = TRAITS[kind]
     biased = bool(data.get("attention_bias")) if "qkv_bias" in traits.varies else traits.qkv_bias
     flags = {"qk_norm": traits.qk_norm, "qkv_bias": biased, "mlp_bias": bool(data.get("mlp_bias"))}
     # windows, scales and rotation change neither weights nor, here, what is computed; Gemma 3's config needs a window
     needed = "attention.local_rope_base" in traits.varies
-    attention = AttentionConfig(window=data.get("sliding_window") or 4096) if needed else AttentionConfig()
+    attention = AttentionConfig(window=raw.integer("sliding_window", 0) or 4096) if needed else AttentionConfig()
     plain = {"attention": attention, "scales": ScalesConfig(), "rope_scaling": RopeScalingConfig()}
     sizes = {"tie_embeddings": traits.tied} | sizes
     sizes.setdefault("num_kv_heads", sizes.get("num_heads", like.num_heads))
