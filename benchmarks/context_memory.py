@@ -66,7 +66,8 @@ def kept_activations(cfg: ModelConfig, parallel: ParallelConfig, tokens: int) ->
     model = ShardedModel(cfg, build_layout(parallel), Head("score"), torch.float32, torch.device("cpu"), source)
     model.module.requires_grad_(True).train()
     row = torch.randint(1, cfg.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
-    packing, stream = model._stream(TrainBatch(row, torch.tensor([tokens]), torch.ones(1, tokens)))
+    batch, stream = model._prepare(TrainBatch(row, torch.tensor([tokens]), torch.ones(1, tokens)))
+    packing = batch.packing
     parameters = {p.untyped_storage().data_ptr() for p in model.module.parameters()}
     kept: dict[int, int] = {}
 
