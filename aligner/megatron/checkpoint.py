@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
@@ -32,7 +33,10 @@ PLAIN_MAIN = "fp32_param"  # in files of earlier versions, if the optimizer was 
 
 
 def _weights(model: ShardedModel) -> dict[str, Any]:
-    return model.module.sharded_state_dict(metadata={"dp_cp_group": model.layout.pgs.dp_cp})
+    """Tensors by name. Not the `_extra_state` of modules: TransformerEngine unpickles its own, which only float8
+    needs, and other modules, that read the same checkpoint, have none."""
+    state = model.module.sharded_state_dict(metadata={"dp_cp_group": model.layout.pgs.dp_cp})
+    return {name: item for name, item in state.items() if not isinstance(item, ShardedObject)}
 
 
 class ModelSave:

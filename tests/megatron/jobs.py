@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from aligner.errors import CheckpointError, LayoutError
-from aligner.megatron import cpu, groups
+from aligner.megatron import checkpoint, cpu, groups
+from aligner.megatron.attention import RMSNorm
 from aligner.megatron.checkpoint import load_model, save_model
+from aligner.megatron.checkpoint_index import read_index
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.models.families import from_hf
@@ -257,6 +259,24 @@ def refused_checkpoint(folder: Path, cfg: ModelConfig = LLAMA, **kwargs) -> str:
     with pytest.raises(CheckpointError) as caught:
         load_model(model, folder)
     return str(caught.value)
+
+
+def extra_state(folder: Path) -> tuple[bool, list]:
+    """With modules that have some, as TransformerEngine's do, and a checkpoint by a version that saved it: whether one
+    by this version holds some, and what was taken from the other one."""
+    taken: list = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RMSNorm, "get_extra_state", lambda self: torch.ones(3, dtype=torch.uint8), raising=False)
+        patch.setattr(RMSNorm, "set_extra_state", lambda self, state: taken.append(state), raising=False)
+        model = build(LLAMA, ONE)
+        save_model(model, folder / "new")
+        with pytest.MonkeyPatch.context() as earlier:
+            everything = {"dp_cp_group": model.layout.pgs.dp_cp}
+            earlier.setattr(checkpoint, "_weights", lambda model: model.module.sharded_state_dict(metadata=everything))
+            save_model(model, folder / "old")
+        assert any("_extra_state" in key for key in read_index(folder / "old").state_dict_metadata)
+        load_model(model, folder / "old")
+    return any("_extra_state" in key for key in read_index(folder / "new").state_dict_metadata), taken
 
 
 def train_with(outputs: int = 0, **kwargs) -> dict:

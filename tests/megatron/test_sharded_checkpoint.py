@@ -204,6 +204,10 @@ def test_nothing_in_a_checkpoint_is_executed(ranks, written, tmp_path, where):
     assert made.exists()
 
 
+def test_what_modules_would_unpickle_is_neither_written_nor_read(ranks, tmp_path):
+    assert ranks.run("tests.megatron.jobs:extra_state", folder=tmp_path)[0] == (False, [])
+
+
 def test_checksums_must_cover_the_index(ranks, written, tmp_path):
     shutil.copytree(written[0], tmp_path / "c")
     path = tmp_path / "c" / "integrity.json"
