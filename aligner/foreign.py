@@ -1,7 +1,8 @@
 """JSON that others wrote, or an earlier run: read with types, so that damage is an error of one line.
 
 A reader asks a `Record` for what it needs by name and kind. What is absent, of another kind or out of range is told
-with the file, the place in it, the value and what was expected. Nothing in such a file is executed.
+with the file, the place in it, the value and what was expected. Nothing in such a file is executed. For Python 3.7 too:
+the host's own, outside of containers, reads with it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from aligner.errors import AlignerError
 
@@ -20,7 +21,8 @@ MAX_DEPTH = 100  # deeper ones end the interpreter's recursion where they are co
 REQUIRED: Any = object()  # the default of a value that must be there
 _SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 
-Error = type[AlignerError]
+if TYPE_CHECKING:
+    Error = type[AlignerError]
 
 
 def parse_json(text: str | bytes, where: str, error: Error, *, line: int = 0, nan: bool = False) -> Any:
@@ -173,7 +175,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
         return math.isfinite(value)
@@ -218,7 +220,7 @@ def _depth(value: Any) -> int:
     deepest, waiting = 0, [(value, 1)]
     while waiting:
         item, depth = waiting.pop()
-        if isinstance(item, dict | list):
+        if isinstance(item, (dict, list)):
             deepest = max(deepest, depth)
             inner = item.values() if isinstance(item, dict) else item
             waiting += [(x, depth + 1) for x in inner]

@@ -1,6 +1,7 @@
 """Is every node of a job fit for it? Asked before the ranks start: `--check` on each node, then `--collect` once.
 
-Standard library only, since it runs with the host's Python outside of containers; torch for `--all-reduce` alone.
+Standard library only, of Python 3.7 or later, since it runs with the host's outside of containers; torch for
+`--all-reduce` alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Why did a job fail? The earliest real failure over all rank logs: `slurm/triage <run.dir>/logs/<job>.<attempt>`.
 
 When one rank fails, the others report lost connections and time-outs of collectives; those are consequences. Standard
-library only.
+library only, of Python 3.7 or later: the host's own, where ranks have theirs in a container.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def findings(folder: Path) -> list[Finding]:
     found = []
     for log in sorted(folder.glob("rank-*.log")):
         text = log.read_text(encoding="utf-8", errors="replace")
-        rank, node = int(log.stem.removeprefix("rank-")), "?"
+        rank, node = _rank(log), "?"
         headers = [m for m in map(HEADER.match, text.splitlines()) if m]
         if headers:
             node = headers[-1][2]
@@ -69,6 +69,10 @@ def findings(folder: Path) -> list[Finding]:
         if words:
             found.append(Finding(log.stat().st_mtime, rank, node, words))
     return sorted(found, key=lambda f: (f.time_s, f.rank))
+
+
+def _rank(log: Path) -> int:
+    return int(log.stem[len("rank-") :])
 
 
 def last_words(text: str) -> str:
@@ -130,7 +134,7 @@ def explain(folder: Path) -> tuple[str, bool]:
         first = found[0]
         last = first.text.strip().splitlines()[-1]
         ranks = ", ".join(str(f.rank) for f in found)
-        silent = {int(log.stem.removeprefix("rank-")) for log in folder.glob("rank-*.log")} - {f.rank for f in found}
+        silent = {_rank(log) for log in folder.glob("rank-*.log")} - {f.rank for f in found}
         if len(silent) == 1:
             hint = f"rank {silent.pop()} ended without a word (os._exit in a function of yours?): "
             return f"{hint}the others have lost it, first rank {first.rank} ({first.node}): {last}", False

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,3 +87,32 @@ def test_the_command_needs_no_package(tmp_path):
     command[-1] += f"from aligner.cluster import health, triage, watch\nhealth.main(['--check', {str(tmp_path)!r}])"
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def old_pythons():
+    """Interpreters from 3.7 to 3.9, of a system's packages or of pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    for minor in (7, 8, 9):
+        found = shutil.which(f"python3.{minor}")
+        for path in [*([found] if found else []), *pyenv.glob(f"3.{minor}.*/bin/python")]:
+            if subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
+                yield str(path)
+
+
+def test_the_hosts_python_may_be_old(tmp_path):
+    """Ranks have theirs in a container, the batch script asks the host's."""
+    python = next(old_pythons(), None)
+    if python is None:
+        pytest.skip("no Python from 3.7 to 3.9 here")
+    (tmp_path / "n1.json").write_text(json.dumps({"time_s": 1.5, "problems": ["no GPU"]}))
+    (tmp_path / "rank-0000.log").touch()
+    (tmp_path / "failure-0000.json").write_text(json.dumps({"time_s": 2, "text": "error: no space", "exit_code": 9}))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def told(*arguments):
+        command = [python, "-m", *arguments]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+
+    assert told("aligner.cluster.health", "--collect", ".", "n1") == "n1\n"
+    assert told("aligner.cluster.triage", "--exit-code", "1", ".") == "9\n"
+    assert "| error: no space" in told("aligner.cluster.triage", ".")
