@@ -148,19 +148,19 @@ def _watch(
 ) -> _Rank | None:
     """Wait for all ranks, or for the first failure; returns the rank that failed first."""
     asked = time.monotonic()
-    left: list[tuple[float, int]] = []  # when a rank was found to have ended well, though not `proven`
+    left: int | None = None  # the rank that was first found to have ended well, though nothing was `proven`
     while True:
         if time.monotonic() - asked > ASK_AGAIN_S:
             asked = time.monotonic()
             for number in set(received).intersection(requests):
                 _send(ranks, number)
         codes = [r.process.poll() for r in ranks]
-        if not left and 0 in codes and not proven():
-            left.append((time.time(), codes.index(0)))
+        if left is None and 0 in codes and not proven():
+            left = codes.index(0)
         if any(codes):
             break
         if all(code == 0 for code in codes):
-            return None if proven() else ranks[left[0][1]]
+            return None if left is None or proven() else ranks[left]
         time.sleep(POLL_S)
     exited_first = next(r for r in ranks if r.process.returncode)
     killed = next((r for r in ranks if r.process.returncode == -signal.SIGKILL), None)
@@ -173,8 +173,11 @@ def _watch(
         if time.monotonic() - failed > (KILL_AFTER_S if lost else SETTLE_S):
             break
         time.sleep(POLL_S)
-    words = _told(ranks) + ([] if proven() else [(False, *found) for found in left])
-    return ranks[min(words)[2]] if words else exited_first
+    words = _told(ranks)
+    causes = [said for said in words if not said[0]]
+    if left is not None and not causes and not proven():  # it left the others, which have lost it
+        return ranks[left]
+    return ranks[min(causes or words)[2]] if words else exited_first
 
 
 def _told(ranks: list[_Rank]) -> list[tuple[bool, float, int]]:

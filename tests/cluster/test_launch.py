@@ -233,6 +233,15 @@ def test_a_rank_that_leaves_without_a_word_is_the_one_that_failed(tmp_path, capf
     assert run(code, 2, tmp_path, proof=[proof]) == 0
 
 
+def test_a_rank_that_says_why_it_fails_counts_before_those_that_ended_well(tmp_path, capfd, monkeypatch):
+    """Late, where the others have nothing left to do and DONE is not written yet."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
+    code = "if rank == 0:\n  from aligner.cluster import failure\n  time.sleep(0.5)\n"
+    code += "  failure.record('error: no space left', 7)\n  sys.exit(7)"
+    assert run(code, 2, tmp_path, proof=[tmp_path / "DONE"]) == 7
+    assert "rank 0 of 2 failed first (exit code 7): error: no space left" in capfd.readouterr().err
+
+
 def test_no_ranks_and_unwritable_folder_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="--ranks=0"):
         run("", 0, tmp_path)
