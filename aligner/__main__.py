@@ -158,10 +158,11 @@ def _frozen_path(args: argparse.Namespace, cfg: Config) -> Path:
 
     A folder that was used before keeps its config.yaml until its checkpoints have been accepted (`Run.steps`).
     """
-    from aligner.config.freeze import FILE_NAME, PENDING_NAME, freeze
+    from aligner.config.freeze import FILE_NAME, PENDING_NAME, freeze, refuse
 
     target = Path(cfg.run.dir) / FILE_NAME
     if args.frozen and not args.overrides and target.exists() and target.samefile(args.frozen):
+        refuse(cfg.run.dir)
         return target
     return freeze(cfg, cfg.run.dir, PENDING_NAME if target.exists() else FILE_NAME)
 

@@ -62,6 +62,7 @@ aligner_job() {
     aligner_python
     [[ -z "${SLURM_JOB_ID:-}" ]] || export SLURM_EXPORT_ENV=ALL # sbatch --export=NONE is about this script, not about srun
     local task="${SLURM_ARRAY_TASK_ID:-0}"
+    # shellcheck disable=SC2153  # set by the lines of cluster/render.py
     ((${#ALIGNER_RUNS[@]} > 1)) || task=0 # an array of the user's own, whose tasks say themselves what they run
     ALIGNER_RUN="${ALIGNER_RUNS[$task]-}"
     [[ -n "$ALIGNER_RUN" ]] || aligner_die "array task $task: there are ${#ALIGNER_RUNS[@]} runs"
@@ -167,8 +168,7 @@ aligner_nodes() {
 
 # Start the ranks, pass signals on, wait for them; returns their exit code.
 aligner_ranks() {
-    local frozen="$ALIGNER_RUN/config.yaml" code
-    [[ ! -f "$ALIGNER_RUN/config.pending.yaml" ]] || frozen="$ALIGNER_RUN/config.pending.yaml"
+    local frozen="$ALIGNER_RUN/${ALIGNER_CONFIG:-config.yaml}" code # the folder's own, for a job of an earlier version
     rm -f "$ALIGNER_RUN/STOPPED" "$ALIGNER_RUN/logs/refused"
     ALIGNER_STARTED_STEP="$(aligner_step)"
     touch "$ALIGNER_LOGS/started"

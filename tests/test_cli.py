@@ -86,6 +86,9 @@ def test_run_validates_prints_freezes_and_starts_the_stage(stage, capsys):
     assert main(["run", "--frozen", "runs/sft/config.yaml"]) == 0 and stage[2][0] == stage[1][0]
     assert main(["run", "--frozen", "runs/sft/config.yaml", "run.resume=never"]) == 0
     assert (stage[3][0].seed, stage[3][0].run.resume) == (4, "never")
+    assert main(["run", "--frozen", "runs/sft/config.yaml"]) == 0
+    accept("runs/sft")  # not what the start before this one left behind
+    assert load_frozen("runs/sft") == stage[1][0]
 
 
 @pytest.mark.parametrize("command", [["run"], ["launch", "--ranks", "2"], ["submit", "--shell"]])

@@ -25,6 +25,7 @@ class JobSpec:
     upstream: tuple[str, ...] = ()  # run folders that must be finished
     spare: int = 0  # nodes more than `nodes`, to take the place of bad ones
     max_requeues: int = 20
+    config: str = "config.yaml"  # in each run folder; what all starts of this job read
 
     @property
     def ranks(self) -> int:
@@ -76,6 +77,7 @@ def job_lines(site_name: str, site: Site, job: JobSpec) -> str:
     if site.python:
         lines.append(f"ALIGNER_RANK_PYTHON={shlex.quote(site.python)}")
     lines.append(_array("ALIGNER_RUNS", job.runs))
+    lines.append(f"ALIGNER_CONFIG={shlex.quote(job.config)}")
     lines.append(_array("ALIGNER_UPSTREAM", job.upstream))
     lines.append(_array("ALIGNER_SRUN", srun_flags(site), expandable))
     lines.append(_array("ALIGNER_CONTAINER", container_words(site, job), expandable))

@@ -20,7 +20,7 @@ from pathlib import Path
 from aligner.cluster.lock import RunLock
 from aligner.cluster.render import JobSpec, batch_script, job_lines
 from aligner.cluster.site import Site, find_site
-from aligner.config.freeze import FILE_NAME, PENDING_NAME, freeze, load_frozen
+from aligner.config.freeze import FILE_NAME, freeze, job_file, load_frozen
 from aligner.config.resolve import compose, conf_dir, quoted, sweep
 from aligner.config.schema import Config
 from aligner.config.validate import batch_arithmetic, validate
@@ -44,11 +44,12 @@ def main(args: argparse.Namespace) -> int:
             check(cfg, size.ranks, site.gpu, size.per_node, "gpu")
     runs = tuple(str(Path(cfg.run.dir).expanduser().absolute()) for cfg in configs)
     upstream = tuple(str(Path(folder).expanduser().absolute()) for folder in args.upstream)
-    job = JobSpec(configs[0].stage.name, ROOT, runs, size.nodes, size.per_node, upstream, args.spare, args.max_requeues)
+    limits = (args.spare, args.max_requeues)
+    job = JobSpec(configs[0].stage.name, ROOT, runs, size.nodes, size.per_node, upstream, *limits, job_file(configs))
     if not args.dry_run:
         for cfg in configs:
             with RunLock(Path(cfg.run.dir)) if args.shell else nullcontext():  # the run begins now
-                _freeze(cfg)
+                _freeze(cfg, job.config)
     if args.shell:
         print(batch_arithmetic(configs[0], size.ranks), file=sys.stderr)
         print(job_lines(name, site, job), end="")
@@ -133,10 +134,12 @@ def _with_upstream_there(cfg: Config, upstream: list[str]) -> Config:
     )
 
 
-def _freeze(cfg: Config) -> None:
-    """A folder that was used before keeps its config until the run has accepted what is there."""
+def _freeze(cfg: Config, name: str) -> None:
+    """For the job alone. A folder that was used before keeps its config until the run has accepted what is there."""
     folder = Path(cfg.run.dir)
-    freeze(cfg, folder, PENDING_NAME if (folder / FILE_NAME).exists() else FILE_NAME)
+    freeze(cfg, folder, name)
+    if not (folder / FILE_NAME).exists():
+        freeze(cfg, folder)
     (folder / "logs").mkdir(exist_ok=True)
 
 

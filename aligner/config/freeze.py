@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ from aligner.config.schema import Config
 from aligner.errors import ConfigError
 
 FILE_NAME = "config.yaml"
-PENDING_NAME = "config.pending.yaml"  # of a start in a used folder that may still be refused
+PENDING_NAME = "config.pending.yaml"  # of a start in a used folder that may still be refused; its lock's owner's
 _NOT_HASHED = ("dir", "name", "resume", "accept_changes")  # of `run`: they do not change what it computes
 
 
@@ -59,6 +60,13 @@ def freeze(cfg: Config, folder: Path | str, name: str = FILE_NAME) -> Path:
     return path
 
 
+def job_file(cfgs: Sequence[Config]) -> str:
+    """What a job's config is called in its run folder, an array's in each one: by content, so that several jobs of one
+    folder, waiting or requeued, each go on with their own."""
+    digest = hashlib.sha256("".join(map(to_yaml, cfgs)).encode()).hexdigest()
+    return f"config.{digest[:12]}.yaml"
+
+
 def accept(folder: Path | str) -> None:
     """The run goes on with its pending config, if there is one: it becomes the folder's config.yaml."""
     pending = Path(folder) / PENDING_NAME
@@ -67,7 +75,7 @@ def accept(folder: Path | str) -> None:
 
 
 def refuse(folder: Path | str) -> None:
-    """The folder is another run's: what goes on there next shall not take the pending config for its own."""
+    """A start that came to nothing: the next one shall not take its pending config for its own."""
     (Path(folder) / PENDING_NAME).unlink(missing_ok=True)
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aligner.__main__ import main
 from aligner.config.freeze import load_frozen
 from aligner.config.resolve import quoted
 from aligner.config.schema import STAGES
@@ -259,7 +260,8 @@ def stopping(place: Path) -> str:
     script = place / "stop.sh"
     script.write_text(
         '#!/usr/bin/env bash\ncase "$*" in *"aligner run"*) ;; *) exec "$REAL_PYTHON" "$@" ;; esac\n'
-        'run=$(dirname "${@: -1}")\nstep=$(sed "s/[^0-9]//g" "$run/progress.json" 2>/dev/null || echo 0)\n'
+        'run=$(dirname "${@: -1}")\nprintf %s "${@: -1}" >"$run/frozen"\n'
+        'step=$(sed "s/[^0-9]//g" "$run/progress.json" 2>/dev/null || echo 0)\n'
         '[[ -n "${STUCK:-}" ]] || echo "{\\"step\\": $((step + 1))}" >"$run/progress.json"\ntouch "$run/STOPPED"\n'
     )
     script.chmod(0o755)
@@ -274,6 +276,23 @@ def test_stopped_is_requeued_and_the_restart_reads_what_was_frozen(slurm, place)
     code, said = launch("sft", "no.such=key", SLURM_RESTART_COUNT="1")
     assert code == 0 and "attempt 1, step 1" in said and load_frozen("runs/sft").seed == 7
     assert Path("runs/sft/logs/42.0/rank-0000.log").exists() and Path("runs/sft/logs/42.1/rank-0000.log").exists()
+
+
+def test_a_second_job_in_the_folder_leaves_the_first_ones_config_alone(slurm, place):
+    """Job 43 waits, or ran, between two starts of job 42: each reads what it was submitted with."""
+
+    def start(job, seed, attempt):
+        ranks = {"ALIGNER_PYTHON": stopping(place), "SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": attempt}
+        launch("sft", "data.train=train.jsonl", f"seed={seed}", **ranks)
+        return load_frozen(Path("runs/sft/frozen").read_text()).seed
+
+    (place / "fake/sbatch").write_text("#!/bin/sh\necho 43\n")
+    (place / "fake/sbatch").chmod(0o755)
+    assert start("42", 7, "0") == 7
+    assert main(["submit", "data.train=train.jsonl", "seed=8"]) == 0
+    assert start("42", 7, "1") == 7
+    assert start("43", 8, "0") == 8
+    assert start("42", 7, "2") == 7
 
 
 def test_stopped_without_progress_is_not_requeued(slurm, place):
