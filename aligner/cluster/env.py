@@ -128,8 +128,12 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 def _local_world(source: _Source, environ: Mapping[str, str], world: int) -> int:
     if source.launcher == "slurm":
-        counts = next((environ[name] for name in SLURM_COUNTS if environ.get(name)), str(world))
-        return _expand_counts(counts)[_number(environ, "SLURM_NODEID", default=0)]
+        name = next((name for name in SLURM_COUNTS if environ.get(name)), SLURM_COUNTS[-1])
+        counts, node = _expand_counts(environ.get(name) or str(world)), _number(environ, "SLURM_NODEID", default=0)
+        if node >= len(counts):
+            expected = f"the tasks of each node, at least {node + 1} counts, because SLURM_NODEID={node} is set"
+            raise ConfigError(name, environ.get(name), expected, "Hand all variables of srun's on to its tasks.")
+        return counts[node]
     return _number(environ, source.local_world, default=world)
 
 

@@ -88,6 +88,8 @@ def test_first_host(nodes, host):
         ({**TORCH, "RANK": "8"}, ("RANK=8", "0 to 7")),
         ({**TORCH, "LOCAL_RANK": "4"}, ("LOCAL_RANK=4", "0 to 3")),
         ({**SLURM, "SLURM_TASKS_PER_NODE": "four"}, ("SLURM_TASKS_PER_NODE='four'", "2(x3),1")),
+        ({**SLURM, "SLURM_TASKS_PER_NODE": ""}, ("SLURM_TASKS_PER_NODE=''", "at least 2 counts", "SLURM_NODEID=1")),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8"}, ("SLURM_STEP_TASKS_PER_NODE='8'", "SLURM_NODEID=1")),
     ],
 )
 def test_contradictions_and_gaps_are_named(environ, named):
