@@ -1,7 +1,7 @@
 """What proves that a message comes from a rank of this job: a key that only the job's user can read.
 
-`launch` hands its ranks a secret in their environment; other ranks share a file in the run folder. From it and from
-random numbers of all ranks each start derives a key of its own (`megatron/rendezvous.py`), so that nothing of an
+`launch`, or the user, hands ranks a secret in their environment; others share a file in the run folder. From it and
+from random numbers of all ranks each start derives a key of its own (`megatron/rendezvous.py`), so that nothing of an
 earlier start counts again.
 """
 
@@ -12,15 +12,20 @@ import hmac
 import os
 import secrets
 import stat
+import time
 from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
 from aligner.errors import ConfigError, PeerError
 
-VARIABLE = "ALIGNER_SECRET"  # hexadecimal; set by `launch`
+VARIABLE = "ALIGNER_SECRET"  # hexadecimal; set by `launch`, or by the user
 SECRET_BYTES = 32
 MAC_BYTES = 32
+WAIT_S = 30.0  # for another rank that writes the file
+FRESH = f"openssl rand -hex {SECRET_BYTES}"
+# where a file system keeps no owners and modes, or others than were asked for: SMB, gcsfuse, NFS that squashes root
+INSTEAD = f"If its file system cannot: export {VARIABLE}=$({FRESH}) in the batch script, before srun or mpirun"
 
 
 def new_secret() -> str:
@@ -29,37 +34,71 @@ def new_secret() -> str:
 
 def job_secret(folder: Path, environ: MutableMapping[str, str] = os.environ) -> bytes:
     """The same bytes on all ranks. Taken out of the environment, so that the programs of a reward do not inherit it;
-    else of a file in `folder`, which the first rank makes. Raises ConfigError where others could read the file."""
+    else of a file in `folder`, which the first rank makes. Raises ConfigError where others could read the file, or
+    where what was given is no secret."""
     given = environ.pop(VARIABLE, "")
     if given:
-        return bytes.fromhex(given)
+        return _given(given)
     path = folder / f".aligner-secret-{os.getuid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             _make(path)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            status, secret = os.fstat(file.fileno()), file.read()
+        private, secret = _read(path)
     except OSError as error:
-        hint = f"{error.strerror}: ranks prove to each other by this file that they belong to the job."
+        hint = f"{error.strerror}: ranks prove to each other by this file that they belong to the job. {INSTEAD}"
         raise ConfigError("run.dir", str(path), "a file that this user can make and read", hint) from None
-    private = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
     if not private or len(secret) != SECRET_BYTES:
         expected = f"{SECRET_BYTES} bytes that only this user can read (mode 0600)"
-        raise ConfigError("run.dir", str(path), expected, "Delete it; or the file system keeps no modes: move run.dir.")
+        raise ConfigError("run.dir", str(path), expected, f"Delete it. {INSTEAD}")
     return secret
 
 
+def _given(text: str) -> bytes:
+    try:
+        secret = bytes.fromhex(text)
+    except ValueError:
+        secret = b""
+    if len(secret) < SECRET_BYTES:  # without its value, which the log would keep
+        expected = f"at least {2 * SECRET_BYTES} hexadecimal digits, the same on all ranks, as of {FRESH}"
+        raise ConfigError(VARIABLE, f"{len(text)} characters", expected)
+    return secret
+
+
+def _read(path: Path) -> tuple[bool, bytes]:
+    """Whether the file is this user's alone, and what it holds, once it is whole or nobody has written for `WAIT_S`."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            status, secret = os.fstat(file.fileno()), file.read()
+        private = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+        if not private or len(secret) >= SECRET_BYTES or time.monotonic() > deadline:
+            return private, secret
+        time.sleep(0.05)
+
+
 def _make(path: Path) -> None:
-    """Whole, or not at all: of several ranks that make it, the first one's counts."""
-    own = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
-    descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    """Of several ranks that make it, the first one's counts; whole from the first moment where the file system has hard
+    links."""
+    own, secret = path.with_name(f"{path.name}-{secrets.token_hex(8)}"), secrets.token_bytes(SECRET_BYTES)
+    try:
+        _write(own, secret)
+        try:
+            os.link(own, path)
+        except FileExistsError:
+            return
+        except OSError:
+            with suppress(FileExistsError):
+                _write(path, secret)
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def _write(path: Path, secret: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(SECRET_BYTES))
-    with suppress(FileExistsError):
-        os.link(own, path)
-    own.unlink()
+        file.write(secret)
 
 
 class Seal:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from aligner.cluster.seal import Seal
+from aligner.cluster.seal import VARIABLE, Seal
 from aligner.config.schema import ParallelConfig
 from aligner.errors import ConfigError, LayoutError
 from aligner.megatron import cpu
@@ -99,6 +99,8 @@ def init_distributed(
         if world_size > 1:
             assert secret is not None, "ranks that have no secret cannot know each other"
             store, _session[0] = meet(rank, world_size, one_host, timeout_s, secret())
+        else:
+            os.environ.pop(VARIABLE, None)  # the batch script's other stages may have several ranks
         within = dist.PrefixStore("default_pg", store)
         dist.init_process_group(name, store=within, rank=rank, world_size=world_size, timeout=timeout)
         # Sequence parallelism gathers into Megatron's one scratch buffer, which `initialize_model_parallel` would make;

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from aligner.cluster.seal import Seal
+from aligner.cluster.seal import VARIABLE, Seal
 from aligner.errors import PeerError
 
 LOOPBACK = "127.0.0.1"
@@ -70,15 +70,15 @@ def shake_hands(store: dist.Store, rank: int, world: int, secret: bytes, place: 
         unknown = [r for r, proof in enumerate(proofs) if not seal.signed(proof, b"", f"proof {r}")]
         if unknown:
             raise PeerError(
-                f"rank {unknown[0]} of {world} does not know this job's secret: expected one run.dir on all nodes, and "
-                f"nobody else at MASTER_ADDR={place}"
+                f"rank {unknown[0]} of {world} does not know this job's secret: expected one run.dir (or {VARIABLE}) "
+                f"on all nodes, and nobody else at MASTER_ADDR={place}"
             )
         store.set(WELCOME, seal.mac(b"", "welcome"))
     fresh = met[rank * NONCE_BYTES : (rank + 1) * NONCE_BYTES] == mine and len(met) == world * NONCE_BYTES
     if not fresh or not seal.signed(store.get(WELCOME), b"", "welcome"):
         raise PeerError(
-            f"who answers at MASTER_ADDR={place} does not know this job's secret: expected one run.dir on all nodes, "
-            "and nobody else there"
+            f"who answers at MASTER_ADDR={place} does not know this job's secret: expected one run.dir (or {VARIABLE}) "
+            "on all nodes, and nobody else there"
         )
     return seal
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import stat
 import threading
 
@@ -32,7 +34,20 @@ def test_launched_ranks_take_the_secret_out_of_their_environment(tmp_path):
     assert len(secret) == SECRET_BYTES and environ == {} and not list(tmp_path.iterdir())
 
 
-def test_other_ranks_share_a_file_that_is_nobody_elses(tmp_path):
+@pytest.mark.parametrize("given", ["aa" * 31, "no hexadecimal digits" * 4])
+def test_what_is_no_secret_is_refused_and_not_told(tmp_path, given):
+    with pytest.raises(ConfigError, match=r"ALIGNER_SECRET=.*at least 64 hexadecimal digits") as caught:
+        job_secret(tmp_path, {seal.VARIABLE: given})
+    assert given not in str(caught.value)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_other_ranks_share_a_file_that_is_nobody_elses(tmp_path, monkeypatch, links):
+    def refused(*_):
+        raise OSError(errno.EOPNOTSUPP, "a file system without hard links")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refused)
     found: list[bytes] = []
     folder = tmp_path / "run"
     threads = [threading.Thread(target=lambda: found.append(job_secret(folder, {}))) for _ in range(8)]
@@ -46,11 +61,23 @@ def test_other_ranks_share_a_file_that_is_nobody_elses(tmp_path):
     assert job_secret(folder, {}) == found[0]
 
 
-def test_a_secret_that_others_may_know_is_refused(tmp_path):
+def test_a_file_that_another_rank_still_writes_is_waited_for(tmp_path):
+    secret = job_secret(tmp_path, {})
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(secret[:5])
+    late = threading.Timer(0.2, lambda: path.write_bytes(secret))
+    late.start()
+    assert job_secret(tmp_path, {}) == secret
+    late.join()
+
+
+def test_a_secret_that_others_may_know_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(seal, "WAIT_S", 0.0)
     job_secret(tmp_path, {})
     (path,) = tmp_path.iterdir()
     path.chmod(0o640)
-    with pytest.raises(ConfigError, match=r"only this user can read \(mode 0600\)"):
+    advice = re.escape("export ALIGNER_SECRET=$(openssl rand -hex 32)")
+    with pytest.raises(ConfigError, match=rf"only this user can read \(mode 0600\)\. Delete it\. .*{advice}"):
         job_secret(tmp_path, {})
     path.unlink()
     path.write_bytes(b"short")
@@ -62,7 +89,7 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path):
     elsewhere.write_bytes(b"x" * SECRET_BYTES)
     elsewhere.chmod(0o600)
     path.symlink_to(elsewhere)
-    with pytest.raises(ConfigError, match="can make and read"):
+    with pytest.raises(ConfigError, match=f"can make and read.*{advice}"):
         job_secret(tmp_path, {})
 
 

@@ -1,11 +1,13 @@
 """Process groups of four ranks against plain arithmetic."""
 
 import math
+import os
 
 import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from aligner.cluster.seal import VARIABLE
 from aligner.config.schema import ParallelConfig
 from aligner.megatron import groups
 
@@ -63,3 +65,11 @@ def test_a_rank_of_1024_opens_few_sockets():
     ring = 2
     spoken = (ring + math.log2(1024)) + ring + math.log2(sizes["pp"]) + (sizes["dp"] - 1)  # world, peers, pp, dp
     assert sizes["dp"] == 16 and made + spoken <= 64
+
+
+def test_a_single_rank_hands_no_secret_on(monkeypatch):
+    """It needs none itself; other stages of its batch script may."""
+    monkeypatch.setenv(VARIABLE, "ab" * 32)
+    groups.init_distributed(0, 1, 0, "auto", 60.0)
+    groups.leave_distributed()
+    assert VARIABLE not in os.environ
