@@ -19,13 +19,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
 from aligner.errors import CheckpointError
 from aligner.megatron.checkpoint_index import check_before_loading, noted_checksums
 from aligner.megatron.optimizer_state import give_state, set_step
 from aligner.megatron.shards import optimizer_shards, weight_shards
 from aligner.megatron.train import ShardedModel
+from aligner.ops.agree import by_rank_0
 from aligner.ops.reduce import first_cause
 
 MAIN = "param"  # the files' name for float32 copies of bfloat16 weights
@@ -125,11 +125,10 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
     """
     with_optimizer = with_optimizer and model.optimizer is not None
     state: dict[str, Any] = {"model": _weights(model), "step_count": 0}
-    index = _verified(folder)
+    plain = _verified(folder)
     try:
         if with_optimizer:
             give_state(model.optimizer)
-            plain = any(key.startswith(f"optimizer.state.{PLAIN_MAIN}.") for key in index.state_dict_metadata)
             state["shards"] = optimizer_shards(state["model"], model.optimizer, PLAIN_MAIN if plain else MAIN)
         if not with_head:
             state["model"].pop("output_layer.weight", None)  # only the last pipeline stage has it
@@ -146,18 +145,25 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
         model.optimizer.reload_model_params()
 
 
-def _verified(folder: Path) -> Metadata:
-    """What says where the blocks of a checkpoint lie, if all its files are what was written. Collective. Raises
-    CheckpointError, the same on all ranks."""
+def _verified(folder: Path) -> bool:
+    """Whether the optimizer's copies of weights are called PLAIN_MAIN in a checkpoint whose files are what was written:
+    rank 0 reads the index and the objects, each rank its share of the files. Collective. Raises CheckpointError, the
+    same on all ranks."""
+
+    def check() -> tuple[bool, dict[str, str]]:
+        index = check_before_loading(folder)
+        plain = any(key.startswith(f"optimizer.state.{PLAIN_MAIN}.") for key in index.state_dict_metadata)
+        return plain, noted_checksums(folder, index)
+
+    plain, hashes = by_rank_0(check)
     wrong = ""
     try:
-        index = check_before_loading(folder)
-        wrong = _wrong_file(folder, noted_checksums(folder, index))
-    except (OSError, CheckpointError) as error:
+        wrong = _wrong_file(folder, hashes)
+    except OSError as error:
         wrong = str(error)
     if cause := first_cause(wrong):
         raise CheckpointError(cause[1])
-    return index
+    return plain
 
 
 def _wrong_file(folder: Path, hashes: dict[str, str]) -> str:

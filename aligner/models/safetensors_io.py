@@ -166,7 +166,7 @@ def open_hf(folder: str | Path) -> HfTensors:
         hint = ". Pickled weights (*.bin) are not read: save them again as safetensors" if pickled else ""
         raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}{hint}")
     files = read_record(index, CheckpointError).text_map("weight_map")
-    absent = sorted({name for name in files.values() if Path(name).name != name or not (folder / name).is_file()})
+    absent = sorted({name for name in set(files.values()) if Path(name).name != name or not (folder / name).is_file()})
     if absent or not files:
         told = ", ".join(map(repr, absent)) or "none"
         raise CheckpointError(f"{folder}: {INDEX} names files that are not there: {told}")

@@ -54,14 +54,19 @@ class InitialModel:
     content: str = "random"  # or a hash of what the folder holds (docs/checkpoints.md)
 
     def source(self, head: Head) -> WeightSource:
-        """Weights for a model with this head; a score head that the folder lacks starts at zero. Raises CheckpointError
-        where the folder holds more or less than its config.json says."""
+        """Weights for a model with this head; a score head that the folder lacks starts at zero. Collective over the
+        world: rank 0 opens all files. Raises CheckpointError where the folder holds more or less than its config.json
+        says."""
         random = random_source(self.config, self.seed)
         if self.folder is None:
             return random
-        tensors = open_hf(self.folder)
-        check_folder(tensors, self.config, head.kind)
-        return HfSource(tensors, self.config)
+        folder = self.folder
+
+        def check() -> None:
+            check_folder(open_hf(folder), self.config, head.kind)
+
+        by_rank_0(check)
+        return HfSource(open_hf(folder), self.config)
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -86,7 +91,7 @@ def resolve(cfg: ModelConfig, init: str, seed: int, key: str = "model.init") -> 
     place, state = by_rank_0(lambda: _find(Path(init).expanduser(), key))
     if state is not None:
         return _from_checkpoint(cfg, place, state, seed)
-    seen = same_view(place, lambda: folder_view(place))
+    seen = same_view(place, lambda: folder_view(place), by_node=True)
     config = _for_run(config_from_hf(place), cfg)
     initial = InitialModel(config, None, folder=place, origin=place, seed=seed, content=digest(seen))
     return _with_tokenizer(initial, cfg.tokenizer or str(place))
@@ -108,7 +113,7 @@ def _find(path: Path, key: str) -> tuple[Path, dict[str, Any] | None]:
 
 def _from_checkpoint(cfg: ModelConfig, checkpoint: Path, state: dict[str, Any], seed: int) -> InitialModel:
     """A run folder without an export, or one of its checkpoints: the shape is in its state.json."""
-    seen = same_view(checkpoint, lambda: view(checkpoint))
+    seen = same_view(checkpoint, lambda: view(checkpoint), by_node=True)
     identity = state["identity"]
     try:
         config = _for_run(from_plain(ModelConfig, identity.get("model"), "model"), cfg)

@@ -323,9 +323,9 @@ class Checkpoints:
         return [*candidates, chosen]  # this run's own checkpoints continue the one it started from
 
     def _read(self, path: Path) -> dict[str, Any]:
-        """state.json, read and checked by rank 0 for all; the others see the same folder."""
+        """state.json, read and checked by rank 0 for all; the other nodes see the same folder."""
         content = by_rank_0(lambda: read_checked(path))
-        same_view(path, lambda: view(path))
+        same_view(path, lambda: view(path), by_node=True)
         return content
 
     def _abandon_after(self, chosen: Path) -> None:

@@ -57,7 +57,7 @@ def import_hf(source: Path, target: Path, env: RankEnv, *, tensor: int, file_byt
     cfg = replace(config_from_hf(source), init=str(source.resolve()))
     tensors = open_hf(source)
     head = Head("score", tensors.shape(SCORE)[0]) if SCORE in tensors else Head()
-    check_folder(tensors, cfg, head.kind)
+    by_rank_0(lambda: check_folder(tensors, cfg, head.kind))
     table = family_table(cfg, head.kind, head.outputs)
     wanted = plan_of(cfg, head, torch.float32)
     where = wanted.places

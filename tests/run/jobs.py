@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 import aligner.build
 import aligner.builders.parts
+import aligner.megatron.checkpoint
 import aligner.roles.initial
 import aligner.run.checkpoints
 from aligner.cluster.env import RankEnv
@@ -20,14 +23,18 @@ from aligner.cluster.signals import StopSignals
 from aligner.config.freeze import freeze
 from aligner.config.mismatch import MismatchConfig
 from aligner.config.resolve import compose
+from aligner.config.schema import CheckpointConfig
 from aligner.config.validate import validate
 from aligner.errors import AlignerError, MismatchError
 from aligner.megatron.checkpoint import ModelSave
 from aligner.megatron.checkpoint_files import complete_checkpoints
+from aligner.megatron.model import Head
 from aligner.ops import agree
+from aligner.roles.initial import resolve
 from aligner.roles.policy import Policy
 from aligner.rollout import source
 from aligner.rollout.pending import PendingRollouts
+from aligner.run.checkpoints import Checkpoints
 from aligner.run.loop import Run
 from aligner.run.mismatch import check_mismatch
 from aligner.types import RolloutBatch
@@ -72,9 +79,9 @@ def stop_after(arguments: list[str], step: int, rank: int, number: int) -> dict:
 
 
 def resume_elsewhere(arguments: list[str], shared: Path, mine: Path, appears_s: float = 0.0) -> str:
-    """`run_stage`, in which rank 1 finds the folder `mine` where the others find `shared`: a node without the shared
-    file system, or, with `appears_s`, one that learns so long after its first look what there is. What it raises, or
-    ""."""
+    """`run_stage`, in which rank 1 finds the folder `mine` where the others find `shared`: it is on a node without the
+    shared file system, or, with `appears_s`, on one that learns so long after its first look what there is. What it
+    raises, or ""."""
     homes = [(aligner.run.checkpoints, "view"), (aligner.roles.initial, "view"), (aligner.roles.initial, "folder_view")]
     looks, first_s = [getattr(*home) for home in homes], []
 
@@ -89,16 +96,51 @@ def resume_elsewhere(arguments: list[str], shared: Path, mine: Path, appears_s: 
     for (home, name), look in zip(homes, looks, strict=True):
         if dist.get_rank() == 1:
             setattr(home, name, elsewhere(look))
+    node, agree.node = agree.node, lambda: f"node {dist.get_rank()}"
     agree.WAIT_S = 20 * appears_s
     try:
         run_stage(arguments)
     except AlignerError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        agree.WAIT_S = 90.0
+        agree.WAIT_S, agree.node = 90.0, node
         for (home, name), look in zip(homes, looks, strict=True):
             setattr(home, name, look)
     return ""
+
+
+def looks_at_start(run: Path, per_node: int, other: Path | None = None) -> tuple[dict[str, int], str]:
+    """What a start from the export of `run`, from its newest checkpoint, and its resumption look at on this rank, of so
+    many `per_node`; all but the first node see `other` in place of the checkpoint. And what was raised."""
+    first, looks = dist.get_rank() < per_node, Counter[str]()
+
+    def counted(name: str, look: Callable) -> Callable:
+        def count(folder, *args):
+            looks[name] += 1
+            return look(folder if first or name != "view" or other is None else other, *args)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agree, "node", lambda: f"node {dist.get_rank() // per_node}")
+        patch.setattr(agree, "WAIT_S", 0.0)
+        for home, name in (
+            (aligner.roles.initial, "folder_view"),
+            (aligner.roles.initial, "check_folder"),
+            (aligner.roles.initial, "view"),
+            (aligner.run.checkpoints, "view"),
+            (aligner.megatron.checkpoint, "check_before_loading"),
+        ):
+            patch.setattr(home, name, counted(name, getattr(home, name)))
+        try:
+            model = compose([]).model
+            resolve(model, str(run), 0).source(Head())
+            checkpoint = resolve(model, str(run / "checkpoints"), 0).checkpoint
+            aligner.megatron.checkpoint._verified(checkpoint)
+            Checkpoints(run, CheckpointConfig(), {}, {}, {}).restore("auto")
+        except AlignerError as error:
+            return dict(looks), f"{type(error).__name__}: {error}"
+    return dict(looks), ""
 
 
 def run_with_own(arguments: list[str], own: list[str]) -> str:

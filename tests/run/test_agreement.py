@@ -71,6 +71,19 @@ def test_initial_weights_are_the_same_on_every_rank(ranks, tiny_data, tiny_runs,
     assert all(text.startswith(f"ViewError: rank 1 sees another {wrong}") for text in told), told
 
 
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_one_rank_of_a_node_looks_and_one_of_all_reads(ranks, tiny_runs, tmp_path, per_node):
+    """Or 1,000 ranks would stat and read every file of a checkpoint 1,000 times before the first step."""
+    job = {"world": 4, "run": tiny_runs["sft"], "per_node": per_node}
+    looks = {"folder_view": 1, "view": 2}
+    told = ranks.run("tests.run.jobs:looks_at_start", **job)
+    assert told[0] == (looks | {"check_folder": 1, "check_before_loading": 1}, "")
+    assert told[1:] == [(looks if rank % per_node == 0 else {}, "") for rank in range(1, 4)]
+    if per_node == 2:
+        told = ranks.run("tests.run.jobs:looks_at_start", **job, other=tmp_path)
+        assert all("rank 2 sees another" in text and "manifest.json is absent, on rank 0 " in text for _, text in told)
+
+
 @pytest.mark.parametrize(
     ("own", "wrong"),
     [
