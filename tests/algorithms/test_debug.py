@@ -121,8 +121,11 @@ def test_a_checkpoint_of_a_replay_is_no_start_for_generating(tiny_data, tiny_run
     more = [f"model.init={tiny_runs['sft']}", "run.steps=1"]
     original = stages.stage("grpo", tiny_data, tmp_path / "original", *more, "debug.record=1")
     stages.stage("grpo", tiny_data, tmp_path / "replay", *more, f"debug.train_only={original}")
+    generating = ["grpo", tiny_data, tmp_path / "replay", *more[:1], "run.steps=2"]
+    with pytest.raises(CheckpointError, match=r"content of debug\.train_only is .* there, None here"):
+        stages.stage(*generating)
     with pytest.raises(CheckpointError, match=r"lacks the state of data, rewards: .*debug\.train_only"):
-        stages.stage("grpo", tiny_data, tmp_path / "replay", *more[:1], "run.steps=2")
+        stages.stage(*generating, "run.accept_changes=true")
 
 
 @pytest.mark.parametrize("stage", ["grpo", "ppo"])
