@@ -81,7 +81,7 @@ KINDS: dict[str, Kind] = {
     "cluster": H,
     "debug": H,
     "debug.shuffle_rewards": D,
-    "debug.skip_refit": D,
+    "debug.skip_refit": T,
     CONTENT: D,
     f"{CONTENT}data.eval": T,
     f"{CONTENT}reward.functions": T,  # one that raised has to be mended before the run goes on
