@@ -7,7 +7,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,25 @@ def finite(value: Any) -> Any:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """All whole records of a file; a last line torn by a crash is left out. No file: no records."""
+    return list(each_jsonl(path))
+
+
+def each_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """`read_jsonl`, a record in memory at a time."""
     if not path.exists():
-        return []
-    lines = [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip(b" \r\t\0")]
-    records = []
-    for number, line in lines:
-        try:
-            value = parse_json(line, str(path), AlignerError, line=number, nan=True)
-            records.append(record(value, f"{path}:{number}", AlignerError).fields)
-        except AlignerError:
-            if number == lines[-1][0]:  # the write was cut off
-                break
-            raise
-    return records
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip(b" \r\n\t\0"):
+                continue
+            try:
+                value = parse_json(line.removesuffix(b"\n"), str(path), AlignerError, line=number, nan=True)
+                fields = record(value, f"{path}:{number}", AlignerError).fields
+            except AlignerError:
+                if not any(rest.strip(b" \r\n\t\0") for rest in file):  # the write was cut off
+                    return
+                raise
+            yield fields
 
 
 def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from html import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,8 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.8rem}
 
 def metric_names(runs: list[Run]) -> dict[str, list[str]]:
     """group -> its metrics, in the order the report shows them."""
-    names = {n for run in runs for record in run.metrics for n in record if n not in ("step", "wall_time")}
     found: dict[str, list[str]] = {}
-    for name in sorted(names):
+    for name in sorted(set().union(*(run.metrics.names() for run in runs))):
         found.setdefault(name.split("/")[0], []).append(name)
     others = sorted(set(found) - set(GROUPS) - set(LATE_GROUPS))
     return {group: found[group] for group in (*GROUPS, *others, *LATE_GROUPS) if group in found}
@@ -64,7 +64,7 @@ def shown(name: str, value: float) -> str:
 
 def chart(name: str, runs: list[Run]) -> str:
     unit, scale = (" (GiB)", GIB) if name.endswith("_bytes") else ("", 1)
-    curves = [[(x, None if y is None else y / scale) for x, y in run.curve(name)] for run in runs]
+    curves = [[(x, None if y is None else y / scale) for x, y in run.metrics.curve(name)] for run in runs]
     picture = svg.lines(name, list(enumerate(curves)))
     if not picture:
         return ""
@@ -79,8 +79,9 @@ def chart(name: str, runs: list[Run]) -> str:
 
 def constant(name: str, runs: list[Run]) -> float | None:
     """The only value a metric ever had, over all runs; None if it changes, or has none."""
-    values = {y for run in runs for _, y in run.curve(name) if y is not None}
-    return values.pop() if len(values) == 1 else None
+    values = chain.from_iterable(run.metrics.finite(name) for run in runs)
+    first = next(values, None)
+    return first if all(value == first for value in values) else None
 
 
 def group_of_charts(group: str, metrics: list[str], runs: list[Run]) -> str:
@@ -99,24 +100,19 @@ def phases(run: Run) -> str:
     """Seconds of each step, stacked by phase: those without a slash (the others are part of these), and what is left of
     the step's own seconds."""
     whole, later = "time/step_s", ("time/save_s", "time/export_s")  # those two come after the step was measured
-    parts = sorted(
-        {n for record in run.metrics for n in record if n.startswith("time/") and n.count("/") == 1} - {whole}
-    )
-    records = [record for record in run.metrics if any(name in record for name in (*parts, whole))]
-    if not records:
+    metrics = run.metrics
+    parts = sorted({name for name in metrics.names() if name.startswith("time/") and name.count("/") == 1} - {whole})
+    timed = sorted(set().union(*(metrics.columns[name].records for name in (*parts, whole) if name in metrics.columns)))
+    if not timed:
         return ""
-    layers = {name: [_at(record, name) for record in records] for name in parts}
-    within = [sum(_at(record, name) for name in parts if name not in later) for record in records]
-    rest = [max(0.0, _at(record, whole) - inside) for record, inside in zip(records, within, strict=True)]
+    seconds = {name: metrics.seconds(name) for name in (*parts, whole)}
+    layers = {name: [seconds[name][i] for i in timed] for name in parts}
+    within = [sum(seconds[name][i] for name in parts if name not in later) for i in timed]
+    rest = [max(0.0, seconds[whole][i] - inside) for i, inside in zip(timed, within, strict=True)]
     layers |= {"time/other_s": rest} if any(rest) else {}
     keys = [f"{name[5:].removesuffix('_s')} {svg.number(sum(layer))} s" for name, layer in layers.items()]
-    picture = svg.stacked(f"phases of {run.name}", [record["step"] for record in records], list(layers.values()))
+    picture = svg.stacked(f"phases of {run.name}", [metrics.steps[i] for i in timed], list(layers.values()))
     return f"<figure><figcaption>{escape(run.name)}: {legend(keys)}</figcaption>{picture}</figure>"
-
-
-def _at(record: dict[str, Any], name: str) -> float:
-    value = Run("", [record]).last(name)
-    return max(0.0, value or 0.0)
 
 
 def sample_tables(run: Run) -> str:
@@ -168,7 +164,7 @@ def headline(runs: list[Run]) -> str:
     found = [name for name in HEADLINE if any(run.last(name) is not None for run in runs)]
     rows = [["run", "step", *map(escape, found), "result"]]
     for run in runs:
-        step = run.metrics[-1]["step"] if run.metrics else None
+        step = run.metrics.steps[-1] if run.metrics.steps else None
         rows.append([escape(run.name), cell(step), *(cell(run.last(name)) for name in found), escape(run.result)])
     return table(rows)
 

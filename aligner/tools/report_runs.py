@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import yaml
 
 from aligner.errors import ConfigError
-from aligner.run.metrics import read_jsonl
+from aligner.run.metrics import each_jsonl, read_jsonl
 from aligner.run.starts import FILE as STARTS
 from aligner.tools import svg
 
@@ -36,22 +38,63 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
+class Column:
+    """A metric: the numbers of the records that have it, and its values there; NaN for what is no finite number."""
+
+    def __init__(self) -> None:
+        self.records, self.values = array("I"), array("d")
+
+
+class Metrics:
+    """Records of a run in columns: those of a long one are millions of values, of 12 bytes each."""
+
+    def __init__(self, records: Iterable[Mapping[str, Any]] = ()):
+        """Records without a step are left out."""
+        self.steps: list[float] = []
+        self.columns: defaultdict[str, Column] = defaultdict(Column)
+        for record in records:
+            if number(record.get("step")) is None:
+                continue
+            for name, value in record.items():
+                column, shown = self.columns[name], number(value)
+                column.records.append(len(self.steps))
+                column.values.append(math.nan if shown is None else shown)
+            self.steps.append(record["step"])
+
+    def names(self) -> set[str]:
+        return self.columns.keys() - {"step", "wall_time"}
+
+    def curve(self, name: str) -> list[tuple[float, float | None]]:
+        """(step, value or None), as many as a chart shows."""
+        column = self.columns.get(name, Column())
+        points = [(self.steps[column.records[i]], column.values[i]) for i in svg.thin(range(len(column.values)))]
+        return [(step, None if math.isnan(value) else value) for step, value in points]
+
+    def finite(self, name: str) -> Iterator[float]:
+        """What is a number, from the last to the first."""
+        return (value for value in reversed(self.columns.get(name, Column()).values) if not math.isnan(value))
+
+    def seconds(self, name: str) -> list[float]:
+        """For every record, 0 where it has none."""
+        found, column = [0.0] * len(self.steps), self.columns.get(name, Column())
+        for record, value in zip(column.records, column.values, strict=True):
+            found[record] = value if value > 0 else 0.0
+        return found
+
+
 @dataclass
 class Run:
     """What a run folder holds, as far as the report goes."""
 
     name: str
-    metrics: list[dict[str, Any]]
+    metrics: Metrics
     samples: list[dict[str, Any]] = field(default_factory=list)
     alarms: list[dict[str, Any]] = field(default_factory=list)
     starts: list[dict[str, Any]] = field(default_factory=list)
     config: str = ""
 
-    def curve(self, name: str) -> list[tuple[float, float | None]]:
-        return [(record["step"], number(record[name])) for record in self.metrics if name in record]
-
     def last(self, name: str) -> float | None:
-        return next((v for record in reversed(self.metrics) if (v := number(record.get(name))) is not None), None)
+        return next(self.metrics.finite(name), None)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -93,7 +136,7 @@ class Run:
     def seconds(self) -> float | None:
         """From each start to its end, or to its last record of metrics where no end was recorded; None: not known."""
         total, known = 0.0, False
-        walls = [wall for record in self.metrics if (wall := number(record.get("wall_time"))) is not None]
+        walls = [*self.metrics.finite("wall_time")][::-1]
         begins = [i for i, record in enumerate(self.starts) if "started" in record]
         for at, upto in zip(begins, [*begins[1:], len(self.starts)], strict=False):
             begun = _epoch(self.starts[at]["started"])
@@ -137,10 +180,9 @@ def duration(seconds: float) -> str:
 def read_run(folder: Path, name: str = "") -> Run:
     """Whatever the folder has of a run."""
     config = folder / "config.yaml"
-    steps = [record for record in read_jsonl(folder / "metrics.jsonl") if number(record.get("step")) is not None]
     return Run(
         name=name or folder.resolve().name,
-        metrics=steps,
+        metrics=Metrics(each_jsonl(folder / "metrics.jsonl")),
         samples=[row for row in read_jsonl(folder / "samples.jsonl") if number(row.get("step")) is not None],
         alarms=read_jsonl(folder / "alarms.jsonl"),
         starts=read_jsonl(folder / STARTS),

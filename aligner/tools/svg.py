@@ -62,10 +62,10 @@ def _ticks(low: float, high: float, about: int = 4) -> list[float]:
     return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _thin(curve: Curve) -> Curve:
-    """At most MAX_POINTS points; the last one is kept."""
-    stride = -(-len(curve) // MAX_POINTS)
-    return list(curve)[::-stride][::-1] if stride > 1 else curve
+def thin[T: Sequence](points: T) -> T:
+    """At most MAX_POINTS of them, at even distances; the last one is kept."""
+    stride = -(-len(points) // MAX_POINTS)
+    return points[::-stride][::-1] if stride > 1 else points  # type: ignore[return-value]
 
 
 def _svg(title: str, body: str) -> str:
@@ -74,7 +74,7 @@ def _svg(title: str, body: str) -> str:
 
 def lines(title: str, curves: Sequence[tuple[int, Curve]]) -> str:
     """A chart of (colour index, curve) pairs; empty text if there is no point at all."""
-    curves = [(index, _thin(list(curve))) for index, curve in curves]
+    curves = [(index, thin(curve)) for index, curve in curves]
     points = [(x, y) for _, curve in curves for x, y in curve if y is not None]
     if not points:
         return ""
@@ -106,12 +106,12 @@ def stacked(title: str, xs: Sequence[float], layers: Sequence[Sequence[float]]) 
     """Layers on top of each other, each in the colour of its index; all of len(xs) values >= 0."""
     if not xs or not layers:
         return ""
-    keep = [i for i, _ in _thin([(i, 0.0) for i in range(len(xs))])]
-    kept_xs = [xs[int(i)] for i in keep]
+    keep = thin(range(len(xs)))
+    kept_xs = [xs[i] for i in keep]
     base = [0.0] * len(keep)
     tops = []
     for layer in layers:
-        top = [b + layer[int(i)] for b, i in zip(base, keep, strict=True)]
+        top = [b + layer[i] for b, i in zip(base, keep, strict=True)]
         tops.append((base, top))
         base = top
     axes = _Axes(kept_xs, [0.0, *base])

@@ -13,7 +13,7 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.run.alarms import write_alarms
 from aligner.run.metrics import read_jsonl
 from aligner.run.sample_table import SampleRow, write_samples
-from aligner.tools import svg
+from aligner.tools import report_runs, svg
 from aligner.tools.report import main
 from aligner.tools.report_runs import final_metric
 from tests import stages
@@ -246,6 +246,17 @@ def test_what_never_changes_is_folded_and_bytes_are_for_people(tmp_path):
         "-2M",
         "0.0001234",
     ]
+
+
+def test_each_value_of_a_long_run_is_looked_at_once(tmp_path, monkeypatch):
+    steps, number, looked = 1000, report_runs.number, []
+    monkeypatch.setattr(report_runs, "number", lambda value: looked.append(value) or number(value))
+    names = [f"time/p{i}_s" for i in range(5)] + [f"policy/m{i}" for i in range(5)]
+    records = ({"step": step} | {name: i + step % 7 for i, name in enumerate(names)} for step in range(steps))
+    write(tmp_path / "one" / "metrics.jsonl", *records)
+    main([str(tmp_path / "one")])
+    assert steps * len(names) <= len(looked) < 1.3 * steps * len(names)  # steps among them, twice
+    assert (tmp_path / "one" / "report.html").read_text().count("<figure>") == len(names) + 1
 
 
 def test_a_sweep_is_compared_with_its_failed_child(tmp_path, capsys):
