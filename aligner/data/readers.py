@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from aligner.errors import DataError
 from aligner.foreign import parse_json, record
 
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
+WRITTEN = (bytes, date, time, timedelta, Decimal, UUID)  # of Parquet, beside JSON's kinds: their repr is their value
 
 
 class Rows(Sequence):
@@ -40,10 +44,20 @@ class Rows(Sequence):
         raise IndexError(index)
 
     def content(self) -> str:
-        """16 hexadecimal digits of SHA-256 over the rows, whatever kind of file they came from."""
-        digest = hashlib.sha256()
-        for row in self.rows:
-            digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+        """16 hexadecimal digits of SHA-256 over the rows, whatever kind of file they came from. All columns count:
+        reward functions may read any. Raises DataError for a value that is not the same in another process."""
+        digest, index = hashlib.sha256(), 0
+
+        def written(value: Any) -> str:
+            if isinstance(value, WRITTEN):
+                return repr(value)
+            raise DataError(
+                f"{self.where(index)}: expected text, numbers, lists, objects, bytes, dates or decimals, found "
+                f"{type(value).__name__}. Leave that column out of the data"
+            )
+
+        for index, row in enumerate(self.rows):  # noqa: B007 (read by `written`)
+            digest.update(json.dumps(row, sort_keys=True, default=written).encode() + b"\n")
         return digest.hexdigest()[:16]
 
 

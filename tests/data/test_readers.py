@@ -1,3 +1,6 @@
+import datetime
+import decimal
+import hashlib
 import json
 
 import datasets
@@ -5,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from aligner.data.readers import read_rows
+from aligner.data.readers import Rows, read_rows
 from aligner.errors import DataError
 
 ROWS = [
@@ -97,3 +100,20 @@ def test_folder_without_data_and_ambiguous_split(tmp_path):
     with pytest.raises(DataError, match=r"expected one split, found 2.*two/train"):
         read_rows(str(tmp_path / "two"))
     assert len(read_rows(str(tmp_path / "two" / "test"))) == 3
+
+
+def test_content_is_of_values_alone(tmp_path):
+    """Of what Parquet holds beside JSON's kinds it is the same in every process; an object that shows its address has
+    none."""
+    row = {"a": b"x", "b": datetime.date(2026, 1, 1), "c": decimal.Decimal("1.50"), "d": [datetime.timedelta(1)]}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
+    written = {
+        "a": "b'x'",
+        "b": "datetime.date(2026, 1, 1)",
+        "c": "Decimal('1.50')",
+        "d": ["datetime.timedelta(days=1)"],
+    }
+    text = json.dumps(written) + "\n"
+    assert read_rows(str(tmp_path / "x.parquet")).content() == hashlib.sha256(text.encode()).hexdigest()[:16]
+    with pytest.raises(DataError, match=r"f\.parquet, row 2: expected text, .* found object. Leave that column out"):
+        Rows([("f.parquet", [row, row | {"e": [object()]}])]).content()
