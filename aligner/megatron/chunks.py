@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -58,35 +58,22 @@ class Place:
         return tuple(inside) if self.layer is None else (1, *inside)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Of a model's checkpoint: where parameters lie, by canonical name; and the objects beside them, by key."""
-
-    places: dict[str, Place]
-    objects: dict[str, Any]
-
-
-def plan_of(cfg: ModelConfig, head: Head, dtype: torch.dtype) -> Plan:
-    """For a model of this shape. Collective (process groups)."""
+def places_of(cfg: ModelConfig, head: Head, dtype: torch.dtype) -> dict[str, Place]:
+    """By canonical name, where the parameters of a model of this shape lie. Collective (process groups)."""
     layout, meta = build_layout(ParallelConfig()), torch.device("meta")
     with meta:
         model = build_model(cfg, layout, head, dtype, meta)
     state = model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp})
     own = {id(p): name for name, p in local_parameters(model).items()}
-    named = {name: own[id(p)] for name, p in model.named_parameters()}
-    found, objects = {}, {COMMON_KEY: {"step_count": 0}}
-    for name, item in state.items():
-        if isinstance(item, ShardedObject):
-            objects[item.unique_key] = item.data
-        if name not in named:
-            continue
+    found = {}
+    for name, parameter in model.named_parameters():
+        item = state[name]
         if isinstance(item, ShardedTensorFactory):  # gate and up, which it splits
             item = next(x for x in _leaves(item.build()) if isinstance(x, ShardedTensor))
         layer = item.global_offset[0] if item.prepend_axis_num else None
-        size = [*item.global_shape]
-        found[named[name]] = Place(item.key, tuple(size), layer, item.dtype)
+        found[own[id(parameter)]] = Place(item.key, tuple(item.global_shape), layer, item.dtype)
     assert found.keys() == set(own.values()), found.keys() ^ set(own.values())
-    return Plan(found, objects)
+    return found
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -162,10 +149,10 @@ class BlockFile:
         self.sha256 = self._hash.hexdigest()
 
 
-def write_index(folder: Path, files: dict[str, list[Block]], plan: Plan) -> None:
-    """What makes the block files of `folder` a checkpoint: the objects, `.metadata`, and Megatron's description of the
+def write_index(folder: Path, files: dict[str, list[Block]], places: dict[str, Place]) -> None:
+    """What makes the block files of `folder` a checkpoint: the step, `.metadata`, and Megatron's description of the
     format."""
-    sizes = {place.key: place.size for place in plan.places.values()}
+    sizes = {place.key: place.size for place in places.values()}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
     dtypes: dict[str, torch.dtype] = {}
@@ -185,11 +172,9 @@ def write_index(folder: Path, files: dict[str, list[Block]], plan: Plan) -> None
         tensors[key] = TensorStorageMetadata(properties, torch.Size(sizes[key]), found)
     assert chunks.keys() == sizes.keys(), chunks.keys() ^ sizes.keys()
     with (folder / COMMON_FILE).open("wb") as file:
-        for key, value in plan.objects.items():
-            start = file.tell()
-            torch.save([value], file)
-            storage[MetadataIndex(key)] = _StorageInfo(COMMON_FILE, start, file.tell() - start)
-            tensors[key] = BytesStorageMetadata()
+        torch.save([{"step_count": 0}], file)
+        storage[MetadataIndex(COMMON_KEY)] = _StorageInfo(COMMON_FILE, 0, file.tell())
+    tensors[COMMON_KEY] = BytesStorageMetadata()
     with (folder / ".metadata").open("wb") as file:
         pickle.dump(Metadata(tensors, storage_data=storage), file)
     description = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

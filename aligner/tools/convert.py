@@ -30,7 +30,7 @@ from aligner.megatron import bridge
 from aligner.megatron.checkpoint import file_hash
 from aligner.megatron.checkpoint_files import FORMAT, find_checkpoint, write_manifest
 from aligner.megatron.checkpoint_index import INTEGRITY, noted_checksums
-from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, Plan, plan_of, write_index
+from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, places_of, write_index
 from aligner.megatron.groups import init_distributed, leave_distributed
 from aligner.megatron.model import Head
 from aligner.models.account import SCORE, check_folder
@@ -59,8 +59,7 @@ def import_hf(source: Path, target: Path, env: RankEnv, *, tensor: int, file_byt
     head = Head("score", tensors.shape(SCORE)[0]) if SCORE in tensors else Head()
     by_rank_0(lambda: check_folder(tensors, cfg, head.kind))
     table = family_table(cfg, head.kind, head.outputs)
-    wanted = plan_of(cfg, head, torch.float32)
-    where = wanted.places
+    where = places_of(cfg, head, torch.float32)
     files = into_files(list(_pieces(table, tensors, tensor)), file_bytes, lambda i, n: f"part-{i:05d}.distcp")
     stat = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in tensors.paths()}
     plan = {"import": str(source.resolve()), "files": stat, "model": asdict(cfg), "cut": [tensor, file_bytes]}
@@ -79,7 +78,7 @@ def import_hf(source: Path, target: Path, env: RankEnv, *, tensor: int, file_byt
         return out.sha256, [asdict(b) for b in out.blocks]
 
     written = folder.write(files, write)
-    folder.finish(lambda out: _as_run(out, written, wanted, source, target, cfg, head))
+    folder.finish(lambda out: _as_run(out, written, where, source, target, cfg, head))
     _say(env, f"{source} -> {target}")
 
 
@@ -97,7 +96,7 @@ def _pieces(table: list[ParamSpec], tensors: HfTensors, tensor: int) -> Iterator
 def _as_run(
     out: Path,
     written: dict[str, tuple[str, Any]],
-    wanted: Plan,
+    where: dict[str, Place],
     source: Path,
     target: Path,
     cfg: ModelConfig,
@@ -110,7 +109,7 @@ def _as_run(
     for name in written:
         (out / name).rename(model / name)
     blocks = {name: [_block(b) for b in notes] for name, (_, notes) in written.items()}
-    write_index(model, blocks, wanted)
+    write_index(model, blocks, where)
     hashes = {name: digest for name, (digest, _) in written.items()}
     for path in model.iterdir():
         hashes.setdefault(path.name, file_hash(path))
@@ -149,7 +148,7 @@ def export_checkpoint(source: Path, target: Path, env: RankEnv, *, part: str, fi
     if folder.name != "policy":
         head = Head("score", blocks.size("output_layer.weight")[0])
     table = family_table(cfg, head.kind, head.outputs)
-    where = plan_of(cfg, head, torch.float32).places
+    where = places_of(cfg, head, torch.float32)
     _check_sizes(blocks, table, where)
     files = into_files(list(_units(table, blocks, where)), file_bytes, _file_name)
     stat = {p: [(folder / p).stat().st_size, (folder / p).stat().st_mtime_ns] for p in sorted(blocks.files())}

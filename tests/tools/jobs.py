@@ -13,8 +13,10 @@ import torch.distributed as dist
 from aligner.cluster.env import RankEnv
 from aligner.config.schema import ModelConfig, ParallelConfig
 from aligner.errors import AlignerError
+from aligner.megatron.attention import RMSNorm
 from aligner.megatron.checkpoint import load_model, save_model
 from aligner.megatron.checkpoint_files import write_manifest
+from aligner.megatron.checkpoint_index import read_index
 from aligner.megatron.groups import init_distributed
 from aligner.megatron.model import Head
 from aligner.models.hf_config import hf_config
@@ -50,6 +52,13 @@ def convert(what: str, source: Path, goal: Path, fail_after: int = -1, fresh: bo
         else:
             tool.export_checkpoint(Path(source), Path(goal), env, fresh=fresh, **({"part": ""} | options))
     return errors[0] if errors else written
+
+
+def import_beside_extra_state(source: Path, goal: Path) -> list[str]:
+    """What an import's index names, where modules have a state beside their tensors, as TransformerEngine's do."""
+    with mock.patch.object(RMSNorm, "get_extra_state", lambda self: torch.ones(3, dtype=torch.uint8), create=True):
+        convert("import", source, goal, tensor=1, file_bytes=1e9)
+    return sorted(read_index(goal / "checkpoints/step-00000000/policy").state_dict_metadata)
 
 
 def load_and_save(run: Path, parallel: ParallelConfig, outputs: int) -> dict[str, torch.Tensor]:

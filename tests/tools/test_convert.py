@@ -107,6 +107,11 @@ def test_any_layout_in_and_out(ranks, tmp_path, name, head, world, parallel):
     assert checked.returncode == 0 and checked.stdout.count("OK") == len(list(out.glob("*.safetensors"))) > 2
 
 
+def test_an_import_writes_no_extra_state(ranks, folder, tmp_path):
+    names = ranks.run("tests.tools.jobs:import_beside_extra_state", source=folder, goal=tmp_path / "run")[0]
+    assert "decoder.final_layernorm.weight" in names and not [name for name in names if "_extra_state" in name]
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("what", ["import", "export"])
 def test_an_interrupted_conversion_goes_on(ranks, folder, tmp_path, what):
