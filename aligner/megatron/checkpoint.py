@@ -48,12 +48,9 @@ class ModelSave:
     """
 
     def __init__(self, model: ShardedModel, folder: Path, copy: bool):
-        """Collective over the world. Makes the folder. Raises OSError or RuntimeError if that fails."""
+        """Collective over the world. The folder is there. Raises OSError or RuntimeError."""
         self.folder = folder
         self.hashes: dict[str, str] = {}  # of the files that this rank has written
-        if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
         state: dict[str, Any] = {"model": _weights(model), "step_count": model.step_count}
         if model.optimizer is not None:
             give_state(model.optimizer)  # a policy that waits for its critic to warm up has not stepped yet
@@ -112,6 +109,7 @@ def file_hash(path: str | Path) -> str:
 def save_model(model: ShardedModel, folder: Path) -> None:
     """Write weights and optimizer of all ranks into `folder` (made if missing). Collective over the world. Raises
     OSError or RuntimeError if that fails."""
+    by_rank_0(lambda: folder.mkdir(parents=True, exist_ok=True))
     save = ModelSave(model, folder, copy=False)
     save.write()
     save.finish()

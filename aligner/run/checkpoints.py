@@ -15,8 +15,9 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,7 +52,8 @@ from aligner.megatron.checkpoint_files import (
 from aligner.megatron.train import ShardedModel
 from aligner.ops.agree import by_rank_0, same_view
 from aligner.ops.reduce import first_cause
-from aligner.run.changes import AnotherRunError, compare, note, reorders
+from aligner.run.changes import AnotherRunError, Change, compare, note, reorders
+from aligner.run.metrics import unwritable
 
 DISPENSABLE = ("sentinel",)  # states that checkpoints of earlier versions lack
 
@@ -132,7 +134,7 @@ class Checkpoints:
         if states is None:
             states = {name: item.state_dict() for name, item in self.state.items()}
         aside = self.folder / f"step-{step:08d}.tmp"
-        self._together(aside, lambda: _fresh_folder(aside))
+        self._together(aside, lambda: _fresh_folder(aside, self.models))
         content = {
             "format": FORMAT,
             "identity": self.identity,
@@ -285,9 +287,7 @@ class Checkpoints:
                 error = caught
             first = first_cause("" if error is None else str(error))
             if first is None:
-                self._set_damaged_aside(candidates[:i])
-                if dist.get_rank() == 0 and self.definition is not None:
-                    note(self.folder.parent, path, content["step"], was, changed)
+                by_rank_0(partial(self._settle, path, candidates[:i], content, changed))
                 self.last_saved = self.committed = content["step"]
                 return content["step"]
             if i + 1 == len(candidates):
@@ -296,14 +296,22 @@ class Checkpoints:
                 print(f"WARNING: {first[1]}\nWARNING: using the checkpoint before it: {candidates[i + 1]}", flush=True)
         return 0
 
-    def _set_damaged_aside(self, paths: list[Path]) -> None:
-        """They may neither be resumed nor count as the last few, or they would outlive whole ones."""
-        if dist.get_rank() == 0:
-            for path in paths:
-                kept = path.with_name(f"damaged-{path.name}")
-                shutil.rmtree(kept, ignore_errors=True)
-                path.rename(kept)
-                print(f"WARNING: the damaged checkpoint is kept as {kept}", flush=True)
+    def _settle(self, path: Path, damaged: list[Path], content: Mapping[str, Any], changed: Sequence[Change]) -> None:
+        """`path` is loaded. Damaged ones may neither be resumed nor count as the last few, or they would outlive whole
+        ones. On rank 0."""
+        for old in damaged:
+            kept = old.with_name(f"damaged-{old.name}")
+            shutil.rmtree(kept, ignore_errors=True)
+            self._keep_as(old, kept)
+            print(f"WARNING: the damaged checkpoint is kept as {kept}", flush=True)
+        if self.definition is not None:
+            note(self.folder.parent, path, content["step"], content.get("definition"), changed)
+
+    def _keep_as(self, path: Path, kept: Path) -> None:
+        try:
+            path.rename(kept)
+        except OSError as cause:
+            raise unwritable(self.folder, cause) from cause
 
     def _candidates(self, resume: str) -> list[Path]:
         """What to resume, best first. Other checkpoints go where nobody takes them for this run's. On rank 0 alone:
@@ -332,7 +340,7 @@ class Checkpoints:
         """Going back to an earlier checkpoint of this run: later ones may neither be resumed nor count as the last."""
         for _, path in complete_checkpoints(self.folder):
             if path.name > chosen.name:
-                path.rename(path.with_name(f"abandoned-{path.name}"))
+                self._keep_as(path, path.with_name(f"abandoned-{path.name}"))
                 print(f"run.resume={chosen}: {path.name} is kept as abandoned-{path.name}", flush=True)
 
     def _set_aside(self) -> None:
@@ -341,7 +349,7 @@ class Checkpoints:
             number = 1
             while (kept := self.folder.with_name(f"checkpoints.old-{number}")).exists():
                 number += 1
-            self.folder.rename(kept)
+            self._keep_as(self.folder, kept)
             print(f"run.resume=never: earlier checkpoints are kept in {kept}", flush=True)
 
     def _load(self, path: Path, content: Mapping[str, Any], anew: Sequence[str]) -> None:
@@ -380,10 +388,12 @@ def _difference(key: str, there: Any, here: Any) -> str:
     return "" if there == here else f"{key} is {there!r} there, {here!r} here"
 
 
-def _fresh_folder(aside: Path) -> None:
+def _fresh_folder(aside: Path, models: Iterable[str]) -> None:
+    """With all that ranks write into: a rank that failed at this later would leave the others waiting for it."""
     if dist.get_rank() == 0:
         shutil.rmtree(aside, ignore_errors=True)
-        (aside / "rng").mkdir(parents=True)
+        for name in ("rng", *models):
+            (aside / name).mkdir(parents=True)
 
 
 def _io_message(folder: Path, cause: Exception) -> str:

@@ -68,6 +68,7 @@ def save_and_load(folder: Path, cfg: ModelConfig, parallel: ParallelConfig, **kw
         given.extend(x.data for x in nested_values(state) if not isinstance(x, ShardedObject) and hasattr(x, "data"))
         return theirs(state, *args, **options)
 
+    folder.mkdir(exist_ok=True)
     with Wire() as wire, mock.patch.object(dist_checkpointing, "save", listening):
         save = ModelSave(model, folder, copy=False)
         files = save._arguments[1] if save._arguments else []
@@ -135,6 +136,7 @@ def load_and_step(folder: Path, cfg: ModelConfig, parallel: ParallelConfig, **kw
 
 def save_new(folder: Path, cfg: ModelConfig, parallel: ParallelConfig, **kwargs) -> dict:
     model = stepped(cfg, parallel, **kwargs)
+    folder.mkdir(exist_ok=True)
     save = ModelSave(model, folder, copy=True)
     save.write()
     save.finish()

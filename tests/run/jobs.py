@@ -228,6 +228,37 @@ def seeds_of(arguments: list[str]) -> set[tuple[int, int, int, int]]:
     return made
 
 
+def refusals_of_rank_0(folder: Path) -> list[str]:
+    """What each of these ends with on this rank where rank 0 can neither rename a checkpoint nor make a model's folder:
+    to start anew, to go back, to set a damaged one aside, to save."""
+    kept, told = Checkpoints(folder, CheckpointConfig(), {}, {}, {"stage": "sft"}), []
+    kept.save(1, {}), kept.save(2, {})
+    make = Path.mkdir
+
+    def refuse(path: Path, *args, **options) -> None:
+        raise OSError(1, "Operation not permitted", str(path))
+
+    def no_model(path: Path, *args, **options) -> None:
+        (refuse if path.name == "policy" else make)(path, *args, **options)
+
+    def tell(work: Callable[[], object]) -> None:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(AlignerError) as caught:
+            if dist.get_rank() == 0:
+                patch.setattr(Path, "rename", refuse)
+                patch.setattr(Path, "mkdir", no_model)
+            work()
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+
+    tell(lambda: kept.restore("never"))
+    tell(lambda: kept.restore(str(folder / "checkpoints/step-00000001")))
+    if dist.get_rank() == 0:
+        (folder / "checkpoints/step-00000002/state.json").write_text("[")
+    tell(lambda: kept.restore("auto"))
+    kept.models = {"policy": None}  # no rank comes to look at it
+    tell(lambda: kept.save(3, {}))
+    return told
+
+
 def worst_of_two() -> dict[str, str]:
     """What the gate says of two ranks' rollouts: two prompts x two samples each, one wrong token on rank 1; then a NaN
     on rank 0."""

@@ -102,6 +102,15 @@ def test_data_and_settings_are_the_same_on_every_rank(ranks, tiny_data, tmp_path
     assert all(text.startswith(f"ViewError: rank 1 sees another {wrong}") for text in told), told
 
 
+def test_what_rank_0_alone_cannot_rename_or_make_is_told_on_all(ranks, tmp_path):
+    told = ranks.run("tests.run.jobs:refusals_of_rank_0", world=2, folder=tmp_path)
+    assert told[0] == told[1]
+    *renamed, saved = told[0]
+    for text in renamed:
+        assert text.startswith(f"WriteError: run.dir='{tmp_path}': expected a folder that can be written"), told
+    assert re.match(r"SaveError: cannot write checkpoint .*step-00000003.*not permitted: .*policy", saved), saved
+
+
 @pytest.mark.parametrize("entry", ["rope_base", "norm_eps"])
 def test_a_changed_description_is_no_starting_point(tiny_data, tiny_runs, tmp_path, entry):
     """One digit of the shape that `model.init` reads from a checkpoint."""
