@@ -20,6 +20,7 @@ from pathlib import Path
 from aligner.cluster import failure
 from aligner.config.watchdog import WatchdogConfig
 from aligner.run.awake import AwakeClock
+from aligner.run.keeper import Keeper
 
 FOLDER, FIRED = "watchdog", "fired.json"
 EXIT_CODE = 1
@@ -38,6 +39,7 @@ class Watchdog:
         self._now = ("startup", self.clock.now())
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._keeper: Keeper | None = None
 
     @staticmethod
     def clear(run_dir: Path) -> None:
@@ -51,8 +53,9 @@ class Watchdog:
     def start(self) -> None:
         if self.config.shortest:
             self.clock.start()
-            faulthandler.register(signal.SIGPROF, file=sys.__stderr__, chain=True)
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            faulthandler.register(signal.SIGPROF, file=sys.__stderr__, chain=True)  # of the keeper
+            self._keeper = Keeper(self.stuck_s)
+            self._thread = threading.Thread(target=self._watch, args=(self._keeper,), name="watchdog", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
@@ -62,19 +65,21 @@ class Watchdog:
             self._thread.join()
             self._thread = None
             faulthandler.cancel_dump_traceback_later()
-            signal.setitimer(signal.ITIMER_PROF, 0)
+        if self._keeper is not None:
+            self._keeper.stop()
+            self._keeper = None
 
     def ask_for_stacks(self, why: str) -> None:
         """This rank fails for a reason that may lie with another one: let the others say where they are."""
         if self.world_size > 1 and self._thread is not None:
             self._claim({"rank": self.rank, "text": why})
 
-    def _watch(self) -> None:
+    def _watch(self, keeper: Keeper) -> None:
         while not self._ended.wait(self.poll_s):
-            # a thread of C's, which needs no lock of Python's, tells; what ends the process counts the seconds in which
+            # a thread of C's, which needs no lock of Python's, tells; who ends the process counts the seconds in which
             # it computes, for it may have been stopped
             faulthandler.dump_traceback_later(self.stuck_s, file=sys.__stderr__)
-            signal.setitimer(signal.ITIMER_PROF, self.stuck_s)
+            keeper.beat()
             name, since = self._now
             key, limit_s = self.config.limit(name)
             passed_s = self.clock.now() - since

@@ -75,10 +75,33 @@ backtracks()
 
 
 def test_code_that_never_gives_up_pythons_lock_is_shown_too(tmp_path):
-    """No Python thread runs then, this one's watchdog included; seconds of computing are what counts."""
+    """No Python thread runs then, this one's watchdog included; seconds with computing in them are what counts."""
     began = time.monotonic()
     done = child(LOCKED, tmp_path)
     assert done.returncode == -signal.SIGPROF and "in backtracks" in done.stderr and time.monotonic() - began < 30
+
+
+BUSY = """
+import ctypes, hashlib, threading
+dog = Watchdog(WatchdogConfig(update_s=1), Path(sys.argv[1]), 0, 1, stuck_s=3)
+dog.start()
+def computes(): hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+for _ in range(16):
+    threading.Thread(target=computes, daemon=True).start()
+time.sleep(0.5)
+ctypes.PyDLL(None).usleep(2_200_000)
+time.sleep(0.5)
+dog.stop()
+print("well", flush=True)
+import os
+os._exit(0)
+"""
+
+
+def test_many_threads_do_not_make_a_call_of_c_take_longer(tmp_path):
+    """They compute without Python's lock, which the call keeps for less than the limit."""
+    done = child(BUSY, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "well\n", "")
 
 
 SUSPENDED = """
