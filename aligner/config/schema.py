@@ -6,7 +6,7 @@ Values are checked where they are born (`__post_init__`); what needs several sec
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aligner.config.algorithm import AlgorithmConfig
@@ -369,7 +369,7 @@ class Config:
     def __post_init__(self) -> None:
         at_least("seed", self.seed, 0)
         if self.debug.train_only:
-            self.engine.name = "recorded"
+            self.engine = replace(self.engine, name="recorded", cuda_graphs=False)
         elif self.engine.name == "recorded" and not self.engine.answers:
             expected = "a recorded rollout, or a folder of them, with engine.name=recorded (or engine.answers)"
             raise ConfigError("debug.train_only", "", expected)
