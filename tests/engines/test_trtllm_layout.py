@@ -79,7 +79,7 @@ def test_families_with_other_rows_have_no_layout():
     from aligner.config.trtllm_engine import FAMILIES as SERVING
     from aligner.config.trtllm_engine import REFUSED
 
-    assert set(SERVING) | set(REFUSED) == set(FAMILIES) and not set(SERVING) & set(REFUSED)
+    assert set(SERVING) | set(REFUSED) <= set(FAMILIES) and not set(SERVING) & set(REFUSED)
     for name in ("qwen3_moe", "mixtral", "gemma3"):
         with pytest.raises(KeyError):
             layout(MODELS[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,7 @@ def sockets_of_layout(parallel: ParallelConfig) -> dict:
     """Sizes of the new groups of a layout; sockets opened with them, and once each has done what CPU tensors do."""
     known = _groups_of(groups.build_layout(ONE))  # and those of the job before are gone
     dist.barrier()
+    time.sleep(1.0)  # a peer may still be connecting
     before = _open_sockets()
     layout = groups.build_layout(parallel)
     new = [g for g in _groups_of(layout) if g not in known]

@@ -121,13 +121,13 @@ def read_or_all(cfg: ModelConfig, parallel: ParallelConfig, head: Head, bc: Batc
     """An update that reads responses only (a score head of one output: values; of two: last tokens), and logprobs or
     values before it, with what nobody reads left out or (`narrow` false) computed."""
     model = build(cfg, parallel, SGD, head, packed=bc.packing, share=bc.share_prompts)
-    streams, make = [], model._stream
+    packings, make = [], model._pack
 
-    def stream(b: TrainBatch):
-        streams.append(make(b if narrow else replace(b, wanted=None)))
-        return streams[-1]
+    def pack(b: TrainBatch):
+        packings.append(make(b if narrow else replace(b, wanted=None)))
+        return packings[-1]
 
-    model._stream = stream
+    model._pack = pack
     full = batch(cfg, width=40)
     full.tokens[:, :12] = full.tokens[0, :12]  # a prompt
     full.lengths.clamp_(min=13)
@@ -147,7 +147,6 @@ def read_or_all(cfg: ModelConfig, parallel: ParallelConfig, head: Head, bc: Batc
         role = RewardModel(model, bc)
         before = role.raw_scores(full)
         role.update(mine, lambda s, b: LossOutput(0.01 * (s - 1).square().sum() / len(full.lengths)), unit=1)
-    packings = [packing for packing, _ in streams]
     kept = sum(p.tokens if p.final is None else len(p.final.kept) for p in packings)
     pairs = sum(len(p.targets) for p in packings)
     return {"before": before, "weights": weights(model), "kept": kept, "pairs": pairs}
