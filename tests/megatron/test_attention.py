@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from aligner.megatron import attention
+from aligner.megatron import attention, cpu
 from aligner.ops.packing import pack
 from aligner.ops.upload import upload
 
@@ -23,6 +23,7 @@ def flash(query, key, value, attn_mask, is_causal, enable_gqa, scale):
 @pytest.fixture
 def on_cuda(monkeypatch):
     """(dtype, lengths, layout of the packing) -> heads of the keys in each call, bytes kept for backward."""
+    monkeypatch.setattr(cpu, "_is_cuda", lambda device: False)  # where it was installed, it would bring them to the CPU
 
     def run(dtype, lengths, **layout):
         heads, kept = [], {}

@@ -149,7 +149,7 @@ def replace_first(name, change):
     [
         (lambda f: (f / gsm8k.SOLUTIONS).unlink(), ["SOURCE_FOLDER", "no example_model_solutions.jsonl"]),
         (lambda f: [(f / name).unlink() for name in FILES[:2]], ["no train.jsonl and no test.jsonl"]),
-        (lambda f: (f / gsm8k.TEST).write_text('{"question": "q"\n'), ["test.jsonl:1", "malformed"]),
+        (lambda f: (f / gsm8k.TEST).write_text('{"question": "q"\n'), ["test.jsonl:1", "not valid JSON"]),
         (lambda f: (f / gsm8k.TRAIN).write_text(""), ["train.jsonl", "empty"]),
         (lambda f: (f / gsm8k.TEST).write_text((f / gsm8k.TRAIN).read_text()), ["in both", "found 60", "Kim has 0"]),
         (replace_first(gsm8k.TRAIN, lambda r: {"q": r["question"]}), ["train.jsonl, row 1", "`question`", "q (str)"]),
