@@ -28,7 +28,7 @@ from aligner.errors import AlignerError
 from aligner.megatron.checkpoint import file_hash
 from aligner.megatron.checkpoint_files import read_checked, write_manifest
 from aligner.megatron.checkpoint_index import check_before_loading, noted_checksums
-from aligner.megatron.chunks import COMMON_KEY, Block, BlockFile, Blocks, Place, Plan, write_index
+from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, write_index
 from aligner.models.account import check_folder
 from aligner.models.families import expected_hf_shapes
 from aligner.models.hf_config import config_from_hf, hf_config
@@ -181,7 +181,7 @@ def sharded(tmp_path_factory):
             out.add(name, (0,) * t.dim(), t)
     blocks = [Block(b.key, b.offsets, b.shape, b.dtype, b.start, b.length) for b in out.blocks]
     places = {n: Place(n, tuple(t.shape), None, t.dtype) for n, t in tensors.items()}
-    write_index(folder, {"part-00000.distcp": blocks}, Plan(places, {COMMON_KEY: {"step_count": 0}}))
+    write_index(folder, {"part-00000.distcp": blocks}, places)
     files = {path.name: file_hash(path) for path in folder.iterdir()}
     (folder / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": files}))
     return folder, tensors
