@@ -169,6 +169,7 @@ def sockets_of_layout(parallel: ParallelConfig) -> dict:
     layout = groups.build_layout(parallel)
     new = [g for g in _groups_of(layout) if g not in known]
     made = _open_sockets()
+    dist.barrier()  # a peer that speaks already would connect to this rank before it has counted
     for group in new:
         dist.all_gather_object([None] * group.size(), 0, group=group)
         dist.broadcast_object_list([0], group_src=0, group=group)
