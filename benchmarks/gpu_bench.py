@@ -17,7 +17,7 @@ from aligner.engines.native.graphs import CudaRecorder, DecodeGraphs
 from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head, check_kernels
 from aligner.megatron.train import ShardedModel
-from aligner.models.families import ParamSpec
+from aligner.models.params import ParamSpec
 from aligner.refit.transfer import Refit
 from aligner.roles.policy import Policy
 from aligner.types import Generations, SamplingParams, TrainBatch

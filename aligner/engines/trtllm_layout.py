@@ -1,7 +1,7 @@
 """TensorRT-LLM's named parameters (classes LLaMAForCausalLM and QWenForCausalLM, one rank) from the family table.
 
 Tensors arrive by their Hugging Face names; each fills rows of one parameter:
-  attention.qkv     rows of q, then k, then v: Megatron's query groups are taken apart by `families.to_hf`
+  attention.qkv     rows of q, then k, then v: Megatron's query groups are taken apart by `params.to_hf`
   mlp.fc, mlp.gate  gate_proj and up_proj: GatedMLP computes proj(silu(fc(x)) * gate(x)), so that its "gate" is the
                     factor without the activation
   lm_head           of a model with tied embeddings: the embedding, once more
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from aligner.config.schema import ModelConfig
-from aligner.models.families import ParamSpec, family_table, to_hf
+from aligner.models.families import family_table
+from aligner.models.params import ParamSpec, to_hf
 
 _LAYER = "transformer.layers.{layer}."
 # canonical name -> TensorRT-LLM's, one for each parameter that its Hugging Face tensors make up

@@ -17,7 +17,8 @@ from torch import Tensor
 from aligner.config.schema import ModelConfig
 from aligner.megatron.groups import Layout
 from aligner.megatron.model import Head
-from aligner.models.families import FAMILIES, ParamSpec, family_table, merge_tp, split_tp
+from aligner.models.families import FAMILIES, family_table
+from aligner.models.params import ParamSpec, merge_tp, split_tp
 from aligner.models.slices import HfSource, Shard
 
 # TransformerEngine parameter suffix -> canonical suffix

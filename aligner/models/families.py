@@ -6,35 +6,16 @@ vocabulary. Import, export, refit and the engines read the same rows, so a famil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from aligner.config.families import TRAITS
 from aligner.config.moe import check_moe_family
 from aligner.config.schema import ModelConfig
-from aligner.errors import CheckpointError, ConfigError, LayoutError
-
-Transform = Literal["copy", "qkv", "qkv_bias", "gate_up", "experts_gate_up", "experts"]
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """One canonical parameter. In a family's table names carry `{layer}`, those of experts in Hugging Face's files also
-    `{expert}`, and sizes are names of `dimensions`."""
-
-    canonical: str
-    hf: tuple[str, ...]
-    transform: Transform
-    tp_axis: int | None  # None: replicated over tensor-parallel ranks
-    shape: tuple = ()  # of the canonical tensor
-    units: int | str = 0  # indivisible pieces along tp_axis: heads, query groups, rows
-    padded: bool = False  # the vocabulary: split pads it to a multiple of TP, merge cuts it to `units`
-    experts: bool = False  # axis 0 is the expert; expert-parallel ranks have equal shares of it
-    when: str = ""  # in a family's table: the flag of ModelConfig with which models have it; empty: all do
+from aligner.errors import ConfigError
+from aligner.models.params import ParamSpec, to_hf
 
 
 @dataclass(frozen=True)
@@ -470,95 +451,6 @@ def family_table(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> lis
                 )
             )
     return out
-
-
-def to_hf(spec: ParamSpec, full: Tensor, cfg: ModelConfig) -> dict[str, Tensor]:
-    """Canonical TP=1 tensor -> its Hugging Face tensors (views or copies)."""
-    assert tuple(full.shape) == spec.shape, f"{spec.canonical}: {tuple(full.shape)} is not {spec.shape}"
-    if spec.transform == "copy":
-        return {spec.hf[0]: full}
-    if spec.transform == "gate_up":
-        return dict(zip(spec.hf, full.chunk(2, dim=0), strict=True))
-    if spec.experts:  # [E, 2, F, H] -> gate and up of every expert; [E, H, F] -> one tensor of every expert
-        return dict(zip(spec.hf, full.flatten(0, 1) if spec.transform == "experts_gate_up" else full, strict=True))
-    # Megatron interleaves by query group: [q heads of the group, k, v], group after group
-    head, groups = cfg.kv_channels, cfg.num_kv_heads
-    queries = cfg.num_heads // groups
-    parts = full.unflatten(0, (groups, queries + 2, head)).split([queries, 1, 1], dim=1)
-    return {name: part.flatten(0, 2) for name, part in zip(spec.hf, parts, strict=True)}
-
-
-def from_hf(spec: ParamSpec, tensors: Mapping[str, Tensor] | Callable[[str], Tensor], cfg: ModelConfig) -> Tensor:
-    """Hugging Face tensors (by name) -> the canonical TP=1 tensor.
-
-    Raises CheckpointError naming a tensor that is absent or does not fit the config.
-    """
-    parts = [tensors(name) if callable(tensors) else _named(tensors, name) for name in spec.hf]
-    wanted = to_hf(spec, torch.empty(spec.shape, device="meta"), cfg)
-    for name, part in zip(spec.hf, parts, strict=True):
-        if part.shape != wanted[name].shape:
-            raise CheckpointError(
-                f"{name}: shape {tuple(part.shape)}, but the model config says {tuple(wanted[name].shape)}"
-            )
-    return assemble(spec, parts, cfg)
-
-
-def assemble(spec: ParamSpec, parts: Sequence[Tensor], cfg: ModelConfig) -> Tensor:
-    """The canonical tensor, or one tensor-parallel shard of it, of its Hugging Face tensors or their shards."""
-    if spec.transform == "copy":
-        return parts[0]
-    if spec.transform == "gate_up":
-        return torch.cat(list(parts))
-    if spec.experts:
-        stacked = torch.stack(list(parts))
-        return stacked.unflatten(0, (-1, 2)) if spec.transform == "experts_gate_up" else stacked
-    head = cfg.kv_channels
-    groups = len(parts[1]) // head
-    return torch.cat([p.unflatten(0, (groups, -1, head)) for p in parts], dim=1).flatten(0, 2)
-
-
-def _named(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    if name not in tensors:
-        raise CheckpointError(f"the weights hold no tensor {name!r}")
-    return tensors[name]
-
-
-def hf_axis(spec: ParamSpec) -> int | None:
-    """The axis of its Hugging Face tensors along which tensor-parallel shards differ; None where all have the whole."""
-    if spec.tp_axis is None or spec.transform == "copy":
-        return spec.tp_axis
-    return 1 if spec.transform == "experts" else 0
-
-
-def shard_interval(length: int, tp: int, rank: int) -> tuple[int, int]:
-    """[start, stop) of `length` entries for tensor-parallel rank `rank`. Where they do not divide (a vocabulary, which
-    Megatron pads), the last ranks have fewer, or none."""
-    size = -(-length // tp)
-    return min(length, rank * size), min(length, (rank + 1) * size)
-
-
-def split_tp(spec: ParamSpec, full: Tensor, tp: int, rank: int) -> Tensor:
-    """The shard of tensor-parallel rank `rank` of a canonical tensor; the vocabulary is padded with zero rows."""
-    if spec.tp_axis is None or tp == 1:
-        return full
-    if spec.padded:
-        rows = -(-spec.units // tp) * tp
-        full = torch.nn.functional.pad(full, (0, 0, 0, rows - full.shape[0]))
-    elif spec.units % tp:
-        raise LayoutError("parallel.tensor", tp, f"a divisor of {spec.units} (pieces of {spec.canonical})")
-    if spec.transform == "gate_up":  # a shard is [gate rows of the rank; up rows of the rank]
-        return full.unflatten(0, (2, -1)).chunk(tp, dim=1)[rank].flatten(0, 1)
-    return full.chunk(tp, dim=spec.tp_axis)[rank].contiguous()
-
-
-def merge_tp(spec: ParamSpec, shards: Sequence[Tensor]) -> Tensor:
-    """Inverse of `split_tp`: the shards of all tensor-parallel ranks, in rank order -> the canonical tensor."""
-    if spec.tp_axis is None:
-        return shards[0]
-    if spec.transform == "gate_up":
-        return torch.cat([s.unflatten(0, (2, -1)) for s in shards], dim=1).flatten(0, 1)
-    full = shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=spec.tp_axis)
-    return full[: spec.units] if spec.padded else full
 
 
 def expected_hf_shapes(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> dict[str, tuple[int, ...]]:

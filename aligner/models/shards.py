@@ -13,7 +13,8 @@ from torch import Tensor
 
 from aligner.config.schema import ModelConfig
 from aligner.errors import LayoutError
-from aligner.models.families import ParamSpec, expected_hf_shapes, family_table, hf_axis, shard_interval
+from aligner.models.families import expected_hf_shapes, family_table
+from aligner.models.params import ParamSpec, hf_axis, shard_interval
 from aligner.ops.checksum import part_checksum
 
 

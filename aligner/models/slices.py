@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aligner.config.schema import ModelConfig
 from aligner.errors import CheckpointError, LayoutError
-from aligner.models.families import ParamSpec, assemble, hf_axis, shard_interval, to_hf
+from aligner.models.params import ParamSpec, assemble, hf_axis, shard_interval, to_hf
 from aligner.models.safetensors_io import HfTensors
 
 

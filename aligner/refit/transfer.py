@@ -24,7 +24,8 @@ from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import RefitError
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import EMBEDDING, gather_weights, local_parameters
-from aligner.models.families import ParamSpec, expected_hf_shapes, family_table, to_hf
+from aligner.models.families import expected_hf_shapes, family_table
+from aligner.models.params import ParamSpec, to_hf
 from aligner.models.shards import hf_tensors
 from aligner.ops.checksum import tensor_checksum
 from aligner.ops.reduce import first_cause, sum_halves

@@ -35,9 +35,10 @@ from aligner.megatron.groups import init_distributed, leave_distributed
 from aligner.megatron.model import Head
 from aligner.models.account import SCORE, check_folder
 from aligner.models.carried import TOKENIZER, carried_config, carry, carry_tokenizer
-from aligner.models.families import ParamSpec, family_table, hf_axis, to_hf
+from aligner.models.families import family_table
 from aligner.models.fused import joined
 from aligner.models.hf_config import config_from_hf, hf_config, is_known
+from aligner.models.params import ParamSpec, hf_axis, to_hf
 from aligner.models.safetensors_io import INDEX, SINGLE, HfTensors, open_hf
 from aligner.models.safetensors_stream import SafetensorsFile
 from aligner.models.slices import Shard, of_experts, placed, read_shard

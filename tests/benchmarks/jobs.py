@@ -19,8 +19,8 @@ from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import random_source
-from aligner.models.families import from_hf
 from aligner.models.hf_config import hf_config
+from aligner.models.params import from_hf
 from aligner.refit.transfer import Refit
 from aligner.roles.policy import Policy
 from aligner.types import SamplingParams, TrainBatch

@@ -19,8 +19,8 @@ from aligner.megatron.checkpoint import load_model, save_model
 from aligner.megatron.checkpoint_index import read_index
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
-from aligner.models.families import from_hf
 from aligner.models.hf_config import config_from_hf
+from aligner.models.params import from_hf
 from aligner.models.safetensors_io import open_hf
 from aligner.ops.logprobs import token_logprobs
 from aligner.refit.transfer import WeightStream

@@ -12,8 +12,9 @@ from aligner.engines.native.load import engine_from_folder
 from aligner.errors import AlignerError, CheckpointError, ConfigError
 from aligner.megatron.model import Head
 from aligner.models.account import check_folder
-from aligner.models.families import expected_hf_shapes, family_table, from_hf
+from aligner.models.families import expected_hf_shapes, family_table
 from aligner.models.hf_config import config_from_hf, hf_config
+from aligner.models.params import from_hf
 from aligner.models.safetensors_io import INDEX, open_hf, write_hf
 from aligner.models.slices import Shard, read_shard
 from aligner.roles.initial import InitialModel

@@ -12,9 +12,10 @@ from aligner.config.attention import AttentionConfig
 from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig, RopeScalingConfig
 from aligner.errors import CheckpointError, ConfigError, LayoutError
-from aligner.models.families import expected_hf_shapes, family_table, from_hf, merge_tp, split_tp, to_hf
+from aligner.models.families import expected_hf_shapes, family_table
 from aligner.models.fused import joined
 from aligner.models.hf_config import config_from_hf, hf_config
+from aligner.models.params import from_hf, merge_tp, split_tp, to_hf
 from aligner.models.rope import inverse_frequencies
 from aligner.models.safetensors_io import INDEX, open_hf, write_hf
 from tests.tiny import MORE, hf_weights

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from aligner.errors import CheckpointError, LayoutError
-from aligner.models.families import family_table, from_hf, split_tp
+from aligner.models.families import family_table
+from aligner.models.params import from_hf, split_tp
 from aligner.models.safetensors_io import HfTensors, open_hf
 from aligner.models.safetensors_stream import SafetensorsFile
 from aligner.models.slices import HfSource, Shard, placed, read_shard

@@ -19,7 +19,7 @@ from aligner.errors import RefitError
 from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
-from aligner.models.families import split_tp
+from aligner.models.params import split_tp
 from aligner.models.shards import hf_tensors
 from aligner.refit.exchange import Exchange
 from aligner.refit.export import export_hf

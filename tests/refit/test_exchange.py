@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from aligner.config.schema import ParallelConfig
-from aligner.models.families import family_table, to_hf
+from aligner.models.families import family_table
+from aligner.models.params import to_hf
 from aligner.ops.checksum import tensor_checksum
 from aligner.refit.plan import EngineGrid, TrainerGrid
 from tests.tiny import LLAMA, MODELS, MOE, wild_source

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aligner.config.schema import ParallelConfig
-from aligner.models.families import family_table, to_hf
+from aligner.models.families import family_table
+from aligner.models.params import to_hf
 from aligner.refit.plan import buckets
 from tests.tiny import LLAMA, MODELS, MOE, wild_source
 
