@@ -73,7 +73,7 @@ def same(found, wanted, rows=slice(None), atol=1e-5):
 @multirank
 def test_two_ranks_are_one_engine(ranks, scored):
     """Every family: equal tokens, logprobs within 1e-5 of one rank's, half of the weights and of the cache each."""
-    configs = MODELS | {name: MORE[name] for name in ("llama-biases", "gemma2", "granite", "olmo2", "glm4")}
+    configs = MODELS | MORE
     models = {name: reference(cfg) for name, cfg in configs.items() if cfg.num_kv_heads % 2 == 0}
     given_ = {name: (configs[name], hf_weights(model)) for name, model in models.items()}
     seeds = seeds_for(PROMPTS, 2)

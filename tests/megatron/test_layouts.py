@@ -31,9 +31,10 @@ MODELS_AND_HEADS = {
     "qwen2-untied": {"cfg": replace(MODELS["qwen2"], tie_embeddings=False)},
     "llama-score": {"cfg": LLAMA, "outputs": 2},
 }
-CUT = {
-    name: {"cfg": MORE[name]}
-    for name in ("llama-biases", "qwen3-windows", "granite", "gemma2", "olmo2", "phi3", "glm4")
+CUT = {  # layers for two stages; yarn and longrope are Llama, but for its angles
+    name: {"cfg": replace(cfg, num_layers=cfg.num_layers + cfg.num_layers % 2)}
+    for name, cfg in MORE.items()
+    if name not in ("yarn", "longrope")
 }
 WINDOWED = {"gemma3": {"cfg": WINDOWS["gemma3"]}, "mistral": {"cfg": WINDOWS["mistral"]}}
 
