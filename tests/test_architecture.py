@@ -26,7 +26,7 @@ LEVEL = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}
 FOUNDATION = LEVELS[0]  # these may know each other: config raises errors, for one
 ONLY_IN = {
     "megatron": ("aligner/megatron/",),
-    "tensorrt_llm": ("aligner/engines/trtllm",),
+    "tensorrt_llm": ("aligner/engines/trtllm/",),
     "mpi4py": ("aligner/cluster/",),
     "modelopt": ("aligner/engines/quantized.py",),
 }

@@ -18,7 +18,7 @@ from aligner.engines.native.remote import RemoteEngine
 from aligner.engines.quantized import QuantizedEngine, has_modelopt, make_quantizer
 from aligner.engines.recorded import FOLDER as ANSWERS
 from aligner.engines.recorded import RecordedEngine, RecordingEngine
-from aligner.engines.trtllm import TrtllmEngine
+from aligner.engines.trtllm.torch_backend import TrtllmEngine
 from aligner.errors import ConfigError, EngineError
 from aligner.megatron.groups import (
     neighbours,

@@ -27,8 +27,8 @@ from aligner.data.stream import IndexStream
 from aligner.data.tokenizer import stop_token_ids
 from aligner.engines.base import RolloutEngine
 from aligner.engines.bridge import Bridge
-from aligner.engines.trtllm import TrtllmEngine, require_package
-from aligner.engines.trtllm_engine import TrtllmBuiltEngine
+from aligner.engines.trtllm.built import TrtllmBuiltEngine
+from aligner.engines.trtllm.torch_backend import TrtllmEngine, require_package
 from aligner.errors import ConfigError
 from aligner.megatron.checkpoint import load_model
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world

@@ -8,14 +8,14 @@ import subprocess
 from collections.abc import Iterator, Sequence
 
 from aligner.config.trtllm import TrtllmConfig
-from aligner.engines import trtllm_api, trtllm_engine_api
-from aligner.engines.trtllm import require_package
-from aligner.engines.trtllm_api import Findings, Version
-from aligner.engines.trtllm_process import clean_environment, interpreter
+from aligner.engines.child.process import clean_environment, interpreter
+from aligner.engines.trtllm import built_api, torch_api
+from aligner.engines.trtllm.torch_api import Findings, Version
+from aligner.engines.trtllm.torch_backend import require_package
 from aligner.errors import AlignerError
 
 Row = tuple[str, str, str]  # check, status, detail
-TABLES = {"trtllm": trtllm_api, "trtllm_engine": trtllm_engine_api}
+TABLES = {"trtllm": torch_api, "trtllm_engine": built_api}
 
 
 def trtllm_checks(options: TrtllmConfig, name: str = "trtllm") -> Iterator[Row]:

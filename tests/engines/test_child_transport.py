@@ -7,8 +7,8 @@ import stat
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from aligner.engines.trtllm_buckets import MemoryFile
-from aligner.engines.trtllm_process import clean_environment, spawn
+from aligner.engines.child.buckets import MemoryFile
+from aligner.engines.child.process import clean_environment, spawn
 
 
 def sockets(pid: int) -> set[str]:
@@ -22,7 +22,7 @@ def table(pid: int, name: str) -> list[list[str]]:
 
 
 def test_the_connection_has_no_name_and_the_child_listens_nowhere():
-    child, connection = spawn("aligner.engines.trtllm_child", clean_environment(os.environ, {}))
+    child, connection = spawn("aligner.engines.trtllm.child", clean_environment(os.environ, {}))
     try:
         assert isinstance(connection, Connection)
         connection.send(("no such call", ()))

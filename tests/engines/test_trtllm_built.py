@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from aligner.config.attention import AttentionConfig
-from aligner.engines.trtllm_engine_worker import EngineWorker
-from aligner.engines.trtllm_steps import Watch
-from aligner.engines.trtllm_worker_base import Settings
+from aligner.engines.trtllm.built_worker import EngineWorker
+from aligner.engines.trtllm.steps import Watch
+from aligner.engines.trtllm.worker import Settings
 from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
 from aligner.ops.checksum import tensor_checksum
 from aligner.refit.verify import staleness
@@ -99,7 +99,7 @@ def test_the_plugins_name_of_older_versions_would_do_nothing(monkeypatch):
     plugins = tensorrt_llm.plugin.PluginConfig()
     plugins._use_fused_mlp = False
     assert plugins.use_fused_mlp
-    monkeypatch.setattr("aligner.engines.trtllm_engine_build._plugins", lambda: plugins)
+    monkeypatch.setattr("aligner.engines.trtllm.build._plugins", lambda: plugins)
     plugins.use_paged_context_fmha = False
     with pytest.raises(RefitError, match="fused_fc"):
         make_built(LLAMA).begin_update(1)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from aligner.engines.trtllm_process import clean_environment
+from aligner.engines.child.process import clean_environment
 from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
 from aligner.ops.checksum import tensor_checksum
 from aligner.types import LENGTH, SamplingParams
@@ -282,8 +282,8 @@ class TestInAProcess(ChildEngineContract):
     def test_a_child_goes_when_the_trainer_is_killed(self, tmp_path):
         self.monkeypatch.setenv("TMPDIR", str(tmp_path))  # nobody is left to remove its log
         script = (
-            "import os; from aligner.engines.trtllm_process import spawn; "
-            "child, connection = spawn('aligner.engines.trtllm_child', os.environ); "
+            "import os; from aligner.engines.child.process import spawn; "
+            "child, connection = spawn('aligner.engines.trtllm.child', os.environ); "
             "print(child.process.pid, flush=True); os.kill(os.getpid(), 9)"
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

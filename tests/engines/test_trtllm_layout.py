@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.engines.trtllm_layout import layout
+from aligner.engines.trtllm.layout import layout
 from aligner.models.families import FAMILIES, expected_hf_shapes, family_table
 from aligner.models.hf_config import hf_config
 from tests.tiny import hf_weights

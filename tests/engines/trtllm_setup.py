@@ -14,9 +14,10 @@ import torch
 
 from aligner.config.engine import EngineConfig
 from aligner.config.trtllm import TrtllmConfig
-from aligner.engines import trtllm_child
-from aligner.engines.trtllm import TrtllmEngine
-from aligner.engines.trtllm_engine import TrtllmBuiltEngine
+from aligner.engines.child.serve import serve
+from aligner.engines.trtllm.built import TrtllmBuiltEngine
+from aligner.engines.trtllm.child import make_worker
+from aligner.engines.trtllm.torch_backend import TrtllmEngine
 
 FAKE = Path(__file__).parent / "fake_trtllm"
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ class ThreadChild:
     """The other end of a connection, in a thread."""
 
     def __init__(self, connection):
-        self.thread = threading.Thread(target=trtllm_child.serve, args=(connection,), daemon=True)
+        self.thread = threading.Thread(target=serve, args=(connection, make_worker), daemon=True)
         self.thread.start()
 
     def ended(self) -> str:

@@ -9,14 +9,8 @@ import pytest
 from aligner.cluster.env import RankEnv
 from aligner.config.resolve import compose
 from aligner.config.trtllm import TrtllmConfig
-from aligner.engines import (
-    trtllm_api,
-    trtllm_engine_api,
-    trtllm_engine_build,
-    trtllm_engine_worker,
-    trtllm_worker,
-)
-from aligner.engines.trtllm_sampling import runner_arguments, sampling_arguments
+from aligner.engines.trtllm import build, built_api, built_worker, torch_api, torch_worker
+from aligner.engines.trtllm.sampling import runner_arguments, sampling_arguments
 from aligner.errors import ConfigError
 from aligner.tools import doctor
 from aligner.tools.doctor_trtllm import trtllm_checks
@@ -46,22 +40,22 @@ def test_present_missing_and_not_run(monkeypatch, tmp_path):
     assert found["trtllm"] == ("ok", ["1.4.0rc1, compared with the table's 1.4"])
     assert found["trtllm missing"] == ("ok", ["nothing"])
     assert "tensorrt_llm:SamplingParams(logprobs_mode)" in found["trtllm present"][1]
-    assert found["trtllm not run"] == ("warn", list(trtllm_api.NOT_RUN))
+    assert found["trtllm not run"] == ("warn", list(torch_api.NOT_RUN))
 
 
 def test_the_table_has_all_that_the_child_uses(monkeypatch):
     use_fake(monkeypatch)
-    (row,) = [v for v in trtllm_api.VERSIONS if v.prefix == "1.4"]
+    (row,) = [v for v in torch_api.VERSIONS if v.prefix == "1.4"]
     imported = {
         f"{node.module}:{name.name}"
-        for node in ast.walk(ast.parse(Path(trtllm_worker.__file__).read_text()))
+        for node in ast.walk(ast.parse(Path(torch_worker.__file__).read_text()))
         if isinstance(node, ast.ImportFrom) and node.module.startswith("tensorrt_llm")
         for name in node.names
     }
     assert len(imported) > 5
     assert not {symbol for symbol in imported if not any(known.startswith(symbol) for known in row.symbols)}
-    settings = trtllm_worker.Settings("", 9, "float32", 8, 2, 99, True, True, True, True, 0, True)
-    given = set(trtllm_worker.engine_arguments(settings, row))
+    settings = torch_worker.Settings("", 9, "float32", 8, 2, 99, True, True, True, True, 0, True)
+    given = set(torch_worker.engine_arguments(settings, row))
     assert given == set(row.arguments["tensorrt_llm.llmapi.llm_args:TorchLlmArgs"])
     sampling = SamplingParams(4, temperature=0.7, min_p=0.1, stop_token_ids=(3,))
     known = set(row.arguments["tensorrt_llm:SamplingParams"])
@@ -76,7 +70,7 @@ def test_what_is_missing_fails(monkeypatch):
 
     monkeypatch.delattr(ModelLoader, "reload")
     monkeypatch.delattr(tensorrt_llm, "LLM")
-    found = trtllm_api.compare()
+    found = torch_api.compare()
     reload = "tensorrt_llm._torch.pyexecutor.model_loader:ModelLoader.reload"
     names = ("model", "weights", "allow_partial_loading")
     assert set(found.missing) == {
@@ -93,8 +87,8 @@ def test_what_is_missing_fails(monkeypatch):
 
 def test_the_table_of_built_engines_has_all_that_the_child_uses(monkeypatch):
     use_fake(monkeypatch, version="1.2.1")
-    row = trtllm_engine_api.version_row("1.2.1")
-    sources = [Path(module.__file__).read_text() for module in (trtllm_engine_worker, trtllm_engine_build)]
+    row = built_api.version_row("1.2.1")
+    sources = [Path(module.__file__).read_text() for module in (built_worker, build)]
     nodes = [node for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
     nodes = [node for node in nodes if node.module.startswith("tensorrt_llm")]
     imported = {f"{node.module}:{name.name}" for node in nodes for name in node.names}
@@ -126,7 +120,7 @@ def test_the_calls_give_what_the_table_lists(monkeypatch, tmp_path):
     monkeypatch.setattr(tensorrt_llm.builder, "BuildConfig", spy("tensorrt_llm.builder:BuildConfig", config))
     engine = fill(make_built(LLAMA), reference(LLAMA))
     engine.generate([[1]], [[0]], SamplingParams(2))
-    row = trtllm_engine_api.version_row("1.2.1")
+    row = built_api.version_row("1.2.1")
     assert given == {name: set(row.arguments[name]) for name in given} and len(given) == 3
 
 
@@ -137,7 +131,7 @@ def test_built_engines_present_missing_and_not_run(monkeypatch, tmp_path):
     assert found["trtllm missing"] == ("ok", ["nothing"])
     present = found["trtllm present"][1]
     assert {"tensorrt:Refitter.refit_cuda_engine", "tensorrt_llm.plugin:PluginConfig(use_fused_mlp)"} <= set(present)
-    assert found["trtllm not run"] == ("warn", list(trtllm_engine_api.NOT_RUN))
+    assert found["trtllm not run"] == ("warn", list(built_api.NOT_RUN))
 
 
 def test_built_engines_are_refused_where_the_builder_is_gone(monkeypatch, tmp_path):
@@ -153,7 +147,7 @@ def test_a_part_of_the_builder_that_is_missing_fails(monkeypatch):
 
     monkeypatch.delattr(tensorrt.Refitter, "get_missing_weights")
     monkeypatch.delitem(tensorrt_llm.plugin.PluginConfig.model_fields, "use_fused_mlp")
-    found = trtllm_api.compare(trtllm_engine_api.VERSIONS, trtllm_engine_api.NOT_RUN)
+    found = torch_api.compare(built_api.VERSIONS, built_api.NOT_RUN)
     missing = {"tensorrt:Refitter.get_missing_weights", "tensorrt_llm.plugin:PluginConfig(use_fused_mlp)"}
     assert set(found.missing) == missing
 
@@ -167,19 +161,19 @@ def test_properties_of_older_configs_count():
         def use_fused_mlp(self):
             return self._use_fused_mlp
 
-    assert trtllm_api.accepted(PluginConfig) == {"dtype", "use_fused_mlp"}
+    assert torch_api.accepted(PluginConfig) == {"dtype", "use_fused_mlp"}
 
 
 @pytest.mark.parametrize("version", ["1.1.0", "1.2.1", "1.3.0rc24", "1.4.0rc1", "1.13.0"])
 def test_the_fake_has_what_the_table_asks_of_each_version(monkeypatch, version):
     use_fake(monkeypatch, version=version)
-    found = trtllm_api.compare()
+    found = torch_api.compare()
     assert not found.missing and len(found.present) > 25
     assert found.row == ("" if version == "1.13.0" else version[:3])
     assert bool(found.refused) == (version == "1.1.0")
     if found.refused or not found.row:
         with pytest.raises(ConfigError, match=r"expected TensorRT-LLM 1\.2, 1\.3, 1\.4"):
-            trtllm_api.version_row(version)
+            torch_api.version_row(version)
 
 
 def test_without_the_package(monkeypatch, tmp_path):

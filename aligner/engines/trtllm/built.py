@@ -1,6 +1,6 @@
-"""TensorRT-LLM's TensorRT engines (up to 1.2) as a rollout engine: `trtllm.TrtllmEngine` with another worker.
+"""TensorRT-LLM's TensorRT engines (up to 1.2) as a rollout engine: `torch_backend.TrtllmEngine` with another worker.
 
-trainer's rank                                child (trtllm_child, trtllm_engine_worker)
+trainer's rank                                child (child.py, built_worker.py)
 TrtllmBuiltEngine  -- start(config.json) ---> from_hugging_face, build, ModelRunner.from_engine: in memory
    begin_update, buckets, finish_update ----> Refitter: names compared, staged by layout, refit_cuda_engine
    generate, logprobs ----------------------> rows decoded together, a seed each; logprobs taken step by step
@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from aligner.config.trtllm_engine import NAME, check_window
-from aligner.engines.trtllm import TrtllmEngine
-from aligner.engines.trtllm_engine_api import version_row
-from aligner.engines.trtllm_worker_base import TENSORRT, Settings
+from aligner.engines.trtllm.built_api import version_row
+from aligner.engines.trtllm.torch_backend import TrtllmEngine
+from aligner.engines.trtllm.worker import TENSORRT, Settings
 
 
 class TrtllmBuiltEngine(TrtllmEngine):

@@ -1,25 +1,16 @@
-"""The process around one TensorRT-LLM engine: answers the trainer's calls until it is told to close, or left alone.
-
-Started by `trtllm.TrtllmEngine` with an environment free of the launcher's variables.
-"""
+"""The process around one engine: answers the trainer's calls until it is told to close, or left alone."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-from aligner.engines.trtllm_engine_worker import EngineWorker
-from aligner.engines.trtllm_worker import Worker
-from aligner.engines.trtllm_worker_base import PYTORCH, TENSORRT, BaseWorker, Settings
 from aligner.errors import ConfigError, EngineError, RefitError
-
-SINGLE_PROCESS = {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
 
 
 def _orphaned(parent: int) -> bool:
@@ -65,11 +56,9 @@ class Abort:
             return
 
 
-WORKERS: dict[str, Callable[[Settings], BaseWorker]] = {PYTORCH: Worker, TENSORRT: EngineWorker}
-
-
-def serve(connection: Connection) -> None:
-    """The first call is `start(settings)`. Returns when told to close, or when the trainer is gone."""
+def serve(connection: Connection, make_worker: Callable[..., Any]) -> None:
+    """The first call is `start(*arguments)`, which makes the worker; later ones are its methods. Returns when told to
+    close, or when the trainer is gone."""
     worker, abort = None, Abort(connection)
     while not abort.orphaned:
         try:
@@ -85,7 +74,7 @@ def serve(connection: Connection) -> None:
             continue
         try:
             if name == "start":
-                worker = WORKERS[arguments[0].backend](*arguments)
+                worker = make_worker(*arguments)
                 answer = worker.describe()
             elif name == "generate":
                 answer = worker.generate(*arguments, lambda n: connection.send(("progress", n)), abort)
@@ -110,12 +99,3 @@ def _told(error: Exception) -> tuple[str, tuple, str]:
 def _answer(connection: Connection, kind: str, value: Any) -> None:
     with contextlib.suppress(OSError):  # the trainer is gone; the next recv ends the loop
         connection.send((kind, value))
-
-
-def main() -> None:
-    os.environ.update(SINGLE_PROCESS)
-    serve(Connection(int(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    main()

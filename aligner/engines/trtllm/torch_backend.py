@@ -1,6 +1,6 @@
 """TensorRT-LLM's PyTorch backend as a rollout engine: one child process per rank, filled from the live trainer.
 
-  trainer's rank                                child (trtllm_child, trtllm_worker)
+  trainer's rank                                child (child.py, torch_worker.py)
   TrtllmEngine  -- start(config.json) --------> LLM(load_format="dummy")
      begin_update, buckets, finish_update ----> pre-reload, partial reloads (each answered), finalise, reset prefixes
      generate, logprobs ----------------------> requests with a seed each; context logits
@@ -26,19 +26,19 @@ from torch import Tensor
 from aligner.config.engine import EngineConfig
 from aligner.config.schema import ModelConfig
 from aligner.engines.base import UpdateLedger
-from aligner.engines.trtllm_api import Version, version_row
-from aligner.engines.trtllm_buckets import BucketWriter, MemoryFile, share
-from aligner.engines.trtllm_child import SINGLE_PROCESS
-from aligner.engines.trtllm_process import Channel, Child, clean_environment, interpreter, spawn
-from aligner.engines.trtllm_sampling import RESCORE, is_cut, logprob_source
-from aligner.engines.trtllm_worker_base import KV_CACHE, PYTORCH, WEIGHTS, Row, Settings
+from aligner.engines.child.buckets import BucketWriter, MemoryFile, share
+from aligner.engines.child.process import Channel, Child, clean_environment, interpreter, spawn
+from aligner.engines.trtllm.child import SINGLE_PROCESS
+from aligner.engines.trtllm.sampling import RESCORE, is_cut, logprob_source
+from aligner.engines.trtllm.torch_api import Version, version_row
+from aligner.engines.trtllm.worker import KV_CACHE, PYTORCH, WEIGHTS, Row, Settings
 from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
 from aligner.models.families import expected_hf_shapes
 from aligner.models.hf_config import hf_config
 from aligner.types import STOP, Generations, Progress, SamplingParams
 
 Decode = Callable[[list[int]], str]
-_CHILD = "aligner.engines.trtllm_child"
+_CHILD = "aligner.engines.trtllm.child"
 
 
 Start = Callable[[torch.device, Sequence[int], str], tuple[Child, Any]]

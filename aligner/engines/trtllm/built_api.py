@@ -1,6 +1,6 @@
-"""What `engine.name=trtllm_engine` needs of TensorRT-LLM, per version: as `trtllm_api`, for the TensorRT engine path.
+"""What `engine.name=trtllm_engine` needs of TensorRT-LLM, per version: as `torch_api`, for the TensorRT engine path.
 
-Read from its sources; nothing here has been run against a real package. `python -m aligner.engines.trtllm_engine_api`
+Read from its sources; nothing here has been run against a real package. `python -m aligner.engines.trtllm.built_api`
 prints the comparison with what is installed as JSON, on its last line.
 
 What differs or surprises:
@@ -18,7 +18,7 @@ import sys
 from dataclasses import asdict
 
 from aligner.config.trtllm_engine import NAME
-from aligner.engines.trtllm_api import Version, compare, require_row
+from aligner.engines.trtllm.torch_api import Version, compare, require_row
 
 _SYMBOLS = (
     "tensorrt_llm.builder:build",

@@ -1,7 +1,8 @@
 """What this project needs of TensorRT-LLM, per version: symbols, arguments, and what they mean. Data.
 
 Read from its sources; nothing here has been run against a real package. `aligner doctor engine=trtllm` compares the
-table with what is installed: `python -m aligner.engines.trtllm_api` prints that comparison as JSON, on its last line.
+table with what is installed: `python -m aligner.engines.trtllm.torch_api` prints that comparison as JSON, on its last
+line.
 
 How the meaning of some parameters came and went:
   logprobs_mode   RAW (default: of the untempered distribution) or PROCESSED (of the sampled one): pull request 9675

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from aligner.engines.native.sampler import cut_logits
-from aligner.engines.trtllm_api import Version, version_row
-from aligner.engines.trtllm_sampling import NO_END_ID, RAW, logprob_source, sampling_arguments
-from aligner.engines.trtllm_worker_base import KV_CACHE, WEIGHTS, Abort, BaseWorker, Progress, Row, Settings
+from aligner.engines.trtllm.sampling import NO_END_ID, RAW, logprob_source, sampling_arguments
+from aligner.engines.trtllm.torch_api import Version, version_row
+from aligner.engines.trtllm.worker import KV_CACHE, WEIGHTS, Abort, BaseWorker, Progress, Row, Settings
 from aligner.errors import ConfigError, EngineError
 from aligner.types import LENGTH, STOP, SamplingParams
 

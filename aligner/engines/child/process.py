@@ -43,7 +43,7 @@ def interpreter(python: str, environ: Mapping[str, str]) -> tuple[str, dict[str,
         raise ConfigError("engine.trtllm.python", python, "the path of a Python interpreter")
     own = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     kept = {name: value for name, value in environ.items() if name not in own}
-    return found, kept | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    return found, kept | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
 
 
 class Child(Protocol):

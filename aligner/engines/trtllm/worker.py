@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aligner.engines.trtllm_buckets import MemoryFile, Slot, open_shared
+from aligner.engines.child.buckets import MemoryFile, Slot, open_shared
 from aligner.errors import EngineError, RefitError
 from aligner.ops.checksum import tensor_checksum
 

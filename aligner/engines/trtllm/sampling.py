@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from aligner.engines.trtllm_api import Version
+from aligner.engines.trtllm.torch_api import Version
 from aligner.errors import ConfigError
 from aligner.types import SamplingParams
 

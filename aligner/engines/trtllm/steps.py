@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aligner.engines.native.sampler import cut_logits, cuts
-from aligner.engines.trtllm_worker_base import Abort
+from aligner.engines.trtllm.worker import Abort
 from aligner.types import SamplingParams
 
 _NEVER = -1e30
