@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -95,6 +93,8 @@ def main(argv: list[str] | None = None) -> int:
         top.error(f"unknown option: {' '.join(flags)}")
     args.overrides += rest  # overrides that stood behind an option
     try:
+        if getattr(args, "cfg", False) and not getattr(args, "multirun", False):
+            return _print_config(args)
         return _HANDLERS[args.command](args) or 0
     except AlignerError as error:
         code = NO_RESTART if _in_job(args.command) and not error.transient else error.exit_code
@@ -109,7 +109,9 @@ def main(argv: list[str] | None = None) -> int:
         raise
     finally:
         if args.begun:  # last of all: it takes a while, and who ends the ranks waits for the cause only some seconds
-            _write_report([args.begun])
+            from aligner.tools.report import write_after
+
+            write_after([args.begun])
 
 
 def _in_job(command: str) -> bool:
@@ -144,13 +146,14 @@ def _config(args: argparse.Namespace) -> Config:
     return compose_over(base, args.overrides) if args.overrides else base
 
 
-def _printed(args: argparse.Namespace, cfg: Config) -> bool:
+def _print_config(args: argparse.Namespace) -> int:
     """--cfg: show the config instead of doing anything with it."""
-    if args.cfg:
-        from aligner.config.freeze import to_yaml
+    from aligner.config.freeze import to_yaml
 
-        print(to_yaml(cfg), end="")
-    return args.cfg
+    if args.command == "report":
+        _take_folders(args)
+    print(to_yaml(_config(args)), end="")
+    return 0
 
 
 def _frozen_path(args: argparse.Namespace, cfg: Config) -> Path:
@@ -182,8 +185,6 @@ def _run(args: argparse.Namespace) -> int:
             raise ConfigError("--multirun", env.world_size, "a single process", "Use `launch --ranks N --multirun`.")
         return _multirun(args)
     cfg = _config(args)
-    if _printed(args, cfg):
-        return 0
     validate(cfg, env.world_size)
     reserve()
     with (
@@ -194,54 +195,18 @@ def _run(args: argparse.Namespace) -> int:
             print(batch_arithmetic(cfg, env.world_size), flush=True)
             _frozen_path(args, cfg)
         from aligner.build import run_stage
+        from aligner.run.starts import last_start_ns, left_by_exit, stopped_by_hand
 
-        before = _stamp(cfg)
+        before = last_start_ns(cfg.run.dir)
         try:
             code = run_stage(cfg, env, signals) or 0
         except SystemExit as cause:  # of a library, or of code that a dataset or a model brings
-            raise _left(cause) from cause
+            raise left_by_exit(cause) from cause
         finally:
-            if env.rank == 0 and _stamp(cfg) != before:
+            if env.rank == 0 and last_start_ns(cfg.run.dir) != before:
                 args.begun = cfg.run.dir
         world.leave(code == 0)
-    return INTERRUPTED if env.launcher == "single" and _stopped_by_hand(cfg) else code
-
-
-def _stamp(cfg: Config) -> int:
-    """When a start of the run was last recorded."""
-    from aligner.run.starts import FILE
-
-    path = Path(cfg.run.dir) / FILE
-    return path.stat().st_mtime_ns if path.exists() else 0
-
-
-def _write_report(folders: list[str]) -> None:
-    """The page of runs that have ended, as far as there is anything to tell. How a run ended stays as it is, whatever
-    may go wrong here."""
-    from aligner.tools.report import write_report
-    from aligner.tools.report_runs import is_run
-
-    if not any(is_run(Path(folder)) for folder in folders):
-        return
-    try:
-        write_report([Path(folder) for folder in folders])
-    except (Exception, KeyboardInterrupt) as error:
-        print(f"warning: no report.html: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-def _left(cause: SystemExit) -> AlignerError:
-    place = traceback.extract_tb(cause.__traceback__)[-1]
-    where = f"{place.filename}:{place.lineno}"
-    return AlignerError(f"{where} left the run with sys.exit({cause.code!r}): expected a return, or an error")
-
-
-def _stopped_by_hand(cfg: Config) -> bool:
-    """Whether the run has saved and stopped for a Ctrl-C: no success, or a shell's loop over runs would go on."""
-    from aligner.foreign import read_record
-    from aligner.run.contract import STOPPED
-
-    path = Path(cfg.run.dir) / STOPPED
-    return path.exists() and read_record(path, AlignerError).text("reason", "") == signal.SIGINT.name
+    return INTERRUPTED if env.launcher == "single" and stopped_by_hand(cfg.run.dir) else code
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -251,11 +216,9 @@ def _launch(args: argparse.Namespace) -> int:
     from aligner.cluster.lock import RunLock
     from aligner.config.validate import validate
     from aligner.run.contract import DONE, STOPPED
-    from aligner.run.starts import COMMAND, command_line
+    from aligner.run.starts import COMMAND, command_line, stopped_by_hand
 
     cfg = _config(args)
-    if _printed(args, cfg):
-        return 0
     if args.ranks < 1:
         raise ConfigError("--ranks", args.ranks, "a number >= 1")
     os.environ[COMMAND] = command_line(sys.argv[1:])
@@ -265,69 +228,25 @@ def _launch(args: argparse.Namespace) -> int:
     with RunLock(run_dir):
         path = _frozen_path(args, cfg)
         code = launch(path, args.ranks, run_dir, threads=cfg.cluster.threads, proof=proof, last=args.last)
-    return INTERRUPTED if code == 0 and _stopped_by_hand(cfg) else code
+    return INTERRUPTED if code == 0 and stopped_by_hand(run_dir) else code
 
 
 def _submit(args: argparse.Namespace) -> int:
-    if args.cfg:
-        return int(not _printed(args, _config(args)))
     from aligner.cluster import submit
 
     return submit.main(args)
 
 
 def _plan(args: argparse.Namespace) -> int:
-    cfg = _config(args)
-    if _printed(args, cfg):
-        return 0
     from aligner.plan import command
 
-    return command.main(args, cfg)
+    return command.main(args, _config(args))
 
 
 def _multirun(args: argparse.Namespace) -> int:
-    """Every job as a child of this command line, in the folder <run.dir>/<number>_<what varies>."""
-    from aligner.cluster.launch import run_one
-    from aligner.config.resolve import compose, quoted, sweep
+    from aligner.tools import multirun
 
-    if args.frozen:
-        raise ConfigError("--multirun", args.frozen, "no --frozen: a frozen config is one job")
-    jobs = sweep(args.overrides)
-    common = set.intersection(*map(set, jobs))
-    head = [sys.executable, "-m", "aligner", args.command]
-    head += ["--config-dir", args.config_dir] if args.config_dir else []
-    head += ["--ranks", str(args.ranks)] if args.command == "launch" else []
-    head += ["--cfg"] if args.cfg else []
-    folders, names = [], []
-    for number, job in enumerate(jobs):  # all of them compose before the first one starts
-        names.append(" ".join(text for text in job if text not in common))
-        label = re.sub(r"[^\w.,=+-]+", "_", names[-1].replace(" ", ","))[:120]
-        folders.append(str(Path(compose(job, config_dir=args.config_dir).run.dir) / f"{number}_{label}".rstrip("_")))
-    rows = []
-    for job, name, folder in zip(jobs, names, folders, strict=True):
-        started = time.monotonic()
-        code, received = run_one([*head, *job, f"run.dir={quoted(folder)}"])
-        code = code or (128 + received[0] if received else 0)
-        rows.append((name, code, time.monotonic() - started, folder))
-        if received:
-            break
-    if not args.cfg:
-        _show_jobs(rows, len(jobs))
-        _write_report([folder for _, _, _, folder in rows])
-    return next((code for _, code, _, _ in rows if code), 0)
-
-
-def _show_jobs(rows: list[tuple[str, int, float, str]], total: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from aligner.tools.report_runs import final_metric
-
-    table = Table("overrides", "result", "at the end", "seconds", "run.dir", title=f"{len(rows)} of {total} jobs")
-    for name, code, seconds, folder in rows:
-        result, last = "ok" if code == 0 else f"failed ({code})", final_metric(Path(folder))
-        table.add_row(name, result, f"{last[0]} {last[1]:.4g}" if last else "", f"{seconds:.1f}", folder)
-    Console(soft_wrap=not sys.stdout.isatty()).print(table, markup=False)
+    return multirun.main(args)
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -350,8 +269,6 @@ def _eval(args: argparse.Namespace) -> int:
     from aligner.cluster.env import rank_env
 
     env, cfg = rank_env(), _config(args)
-    if _printed(args, cfg):
-        return 0
     from aligner.tools import evaluate
 
     return evaluate.main(cfg, env)
@@ -359,32 +276,32 @@ def _eval(args: argparse.Namespace) -> int:
 
 def _chat(args: argparse.Namespace) -> int:
     cfg = _config(args)
-    if _printed(args, cfg):
-        return 0
     from aligner.tools import chat
 
     return chat.main(cfg)
 
 
 def _report(args: argparse.Namespace) -> int:
-    folders = [text for text in args.overrides if "=" not in text or Path(text).is_dir()]
-    args.overrides = [text for text in args.overrides if text not in folders]
-    if args.overrides or args.frozen or args.cfg or not folders:
-        cfg = _config(args)
-        if _printed(args, cfg):
-            return 0
+    folders = _take_folders(args)
+    if args.overrides or args.frozen or not folders:
+        cfg = _config(args)  # looked at even where folders are named: a wrong key is an error
         folders = folders or [cfg.run.dir]
     from aligner.tools import report
 
     return report.main(folders)
 
 
+def _take_folders(args: argparse.Namespace) -> list[str]:
+    """What stands among the overrides without being one."""
+    folders = [text for text in args.overrides if "=" not in text or Path(text).is_dir()]
+    args.overrides = [text for text in args.overrides if text not in folders]
+    return folders
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from aligner.cluster.env import rank_env
 
     env, cfg = rank_env(), _config(args)
-    if _printed(args, cfg):
-        return 0
     from aligner.tools import doctor
 
     return doctor.main(cfg, env)

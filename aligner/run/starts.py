@@ -11,8 +11,10 @@ import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -21,7 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aligner.cluster.env import LAUNCHED
-from aligner.errors import WriteError
+from aligner.errors import AlignerError, WriteError
+from aligner.foreign import read_record
+from aligner.run.contract import STOPPED
 from aligner.run.metrics import append_jsonl, read_jsonl, rewrite_jsonl
 
 if TYPE_CHECKING:
@@ -85,6 +89,25 @@ def start_record(ranks: int, device: torch.device, **facts: Any) -> dict[str, An
         "ranks": ranks,
         **facts,
     }
+
+
+def last_start_ns(run_dir: str | Path) -> int:
+    """When a start or an end was last recorded in the folder (nanoseconds of its file system's clock), 0 for never."""
+    path = Path(run_dir) / FILE
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def stopped_by_hand(run_dir: str | Path) -> bool:
+    """Whether the run has saved and stopped for a Ctrl-C: no success, or a shell's loop over runs would go on."""
+    path = Path(run_dir) / STOPPED
+    return path.exists() and read_record(path, AlignerError).text("reason", "") == signal.SIGINT.name
+
+
+def left_by_exit(cause: SystemExit) -> AlignerError:
+    """What to tell of code that ends the process in the middle of a run."""
+    place = traceback.extract_tb(cause.__traceback__)[-1]
+    where = f"{place.filename}:{place.lineno}"
+    return AlignerError(f"{where} left the run with sys.exit({cause.code!r}): expected a return, or an error")
 
 
 def now() -> str:

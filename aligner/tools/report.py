@@ -16,7 +16,7 @@ from typing import Any
 from aligner.errors import AlignerError
 from aligner.foreign import read_record
 from aligner.tools import svg
-from aligner.tools.report_runs import HEADLINE, Run, duration, flat, names, number, read_run, run_folders
+from aligner.tools.report_runs import HEADLINE, Run, duration, flat, is_run, names, number, read_run, run_folders
 
 GROUPS = ("eval", "reward", "sft", "rm", "response", "policy", "kl", "critic", "advantage", "mismatch", "staleness")
 LATE_GROUPS = ("throughput", "refit", "batch", "memory", "time")
@@ -245,6 +245,18 @@ def write_report(given: list[Path]) -> Path:
     except OSError as cause:
         raise AlignerError(f"report {str(target)!r}: expected a folder that can be written, but {cause}") from cause
     return target
+
+
+def write_after(given: list[str]) -> None:
+    """The page of runs that have ended, as far as there is anything to tell. How a run ended stays as it is, whatever
+    may go wrong here."""
+    folders = [Path(text) for text in given]
+    if not any(is_run(folder) for folder in folders):
+        return
+    try:
+        write_report(folders)
+    except (Exception, KeyboardInterrupt) as error:
+        print(f"warning: no report.html: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _summary(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from aligner.run.alarms import write_alarms
 from aligner.run.metrics import read_jsonl
 from aligner.run.sample_table import SampleRow, write_samples
 from aligner.tools import report_runs, svg
+from aligner.tools.multirun import show_jobs
 from aligner.tools.report import main
 from aligner.tools.report_runs import final_metric
 from tests import stages
@@ -292,6 +293,6 @@ def test_a_run_leaves_its_page_and_does_not_fail_by_it(tiny_data, tmp_path, caps
 def test_the_table_of_a_sweep_has_the_number_that_matters(tmp_path, capsys):
     make_run(tmp_path / "0_a", scale=2.0)
     rows = [("a=1", 0, 3.0, str(tmp_path / "0_a")), ("a=2", 2, 1.0, str(tmp_path / "1_b"))]
-    command_line._show_jobs(rows, 2)
+    show_jobs(rows, 2)
     table = " ".join(capsys.readouterr().out.split())
     assert "reward/mean 8" in table and "failed (2)" in table

@@ -1,0 +1,55 @@
+"""`run --multirun` and `launch --multirun`: every job of a sweep, one after another, and a table of how they ended."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from aligner.cluster.launch import run_one
+from aligner.config.resolve import compose, quoted, sweep
+from aligner.errors import ConfigError
+from aligner.tools.report import write_after
+from aligner.tools.report_runs import final_metric
+
+
+def main(args: argparse.Namespace) -> int:
+    """Every job as a child of this command line, in the folder <run.dir>/<number>_<what varies>."""
+    if args.frozen:
+        raise ConfigError("--multirun", args.frozen, "no --frozen: a frozen config is one job")
+    jobs = sweep(args.overrides)
+    common = set.intersection(*map(set, jobs))
+    head = [sys.executable, "-m", "aligner", args.command]
+    head += ["--config-dir", args.config_dir] if args.config_dir else []
+    head += ["--ranks", str(args.ranks)] if args.command == "launch" else []
+    head += ["--cfg"] if args.cfg else []
+    folders, names = [], []
+    for number, job in enumerate(jobs):  # all of them compose before the first one starts
+        names.append(" ".join(text for text in job if text not in common))
+        label = re.sub(r"[^\w.,=+-]+", "_", names[-1].replace(" ", ","))[:120]
+        folders.append(str(Path(compose(job, config_dir=args.config_dir).run.dir) / f"{number}_{label}".rstrip("_")))
+    rows = []
+    for job, name, folder in zip(jobs, names, folders, strict=True):
+        started = time.monotonic()
+        code, received = run_one([*head, *job, f"run.dir={quoted(folder)}"])
+        code = code or (128 + received[0] if received else 0)
+        rows.append((name, code, time.monotonic() - started, folder))
+        if received:
+            break
+    if not args.cfg:
+        show_jobs(rows, len(jobs))
+        write_after([folder for _, _, _, folder in rows])
+    return next((code for _, code, _, _ in rows if code), 0)
+
+
+def show_jobs(rows: list[tuple[str, int, float, str]], total: int) -> None:
+    table = Table("overrides", "result", "at the end", "seconds", "run.dir", title=f"{len(rows)} of {total} jobs")
+    for name, code, seconds, folder in rows:
+        result, last = "ok" if code == 0 else f"failed ({code})", final_metric(Path(folder))
+        table.add_row(name, result, f"{last[0]} {last[1]:.4g}" if last else "", f"{seconds:.1f}", folder)
+    Console(soft_wrap=not sys.stdout.isatty()).print(table, markup=False)
