@@ -36,7 +36,9 @@ import torch
 
 import aligner.build
 import aligner.builders.stages
+import aligner.run.candidates
 import aligner.run.checkpoints
+import aligner.run.retention
 from aligner.cluster.env import RankEnv
 from aligner.cluster.lock import RunLock
 from aligner.config.freeze import freeze
@@ -49,9 +51,9 @@ from aligner.megatron.train import ShardedModel
 from aligner.refit.transfer import Refit
 from aligner.rollout import pending
 from aligner.rollout.source import RolloutSource
-from aligner.run.checkpoints import Checkpoints
 from aligner.run.loop import Run
 from aligner.run.metrics import MetricsLogger
+from aligner.run.retention import Retention
 from tests import stages
 from tests.ranks import _free_port
 
@@ -67,8 +69,8 @@ POINTS: dict[str, tuple[object, str]] = {
     "the end of a save": (ModelSave, "finish"),
     "the manifest": (aligner.run.checkpoints, "write_manifest"),
     "the rename": (aligner.run.checkpoints, "put_in_place"),
-    "the deletion of a checkpoint": (aligner.run.checkpoints, "remove_whole"),
-    "housekeeping": (Checkpoints, "_retain"),
+    "the deletion of a checkpoint": (aligner.run.retention, "remove_whole"),
+    "housekeeping": (Retention, "delete_old"),
     "the comparison of views": (aligner.run.checkpoints, "same_view"),
     "a record that is joined": (MetricsLogger, "_cut"),
     "a refit": (Refit, "__call__"),
@@ -125,15 +127,15 @@ def install(kill: Kill, rank: int) -> None:
 
 def see_late(rank: int) -> None:
     """In the last of several ranks: the newest checkpoint shows at the third look, and never in listings of its own."""
-    home, looks = aligner.run.checkpoints, [0]
-    listing, look = home.complete_checkpoints, home.view
+    reader, lister, looks = aligner.run.checkpoints, aligner.run.candidates, [0]
+    listing, look = lister.complete_checkpoints, reader.view
 
     def late(folder: Path) -> dict[str, str]:
         looks[0] += 1
         return look(folder) if looks[0] > 2 else {}
 
     if rank:
-        home.view, home.complete_checkpoints = late, lambda folder: listing(folder)[:-1]
+        reader.view, lister.complete_checkpoints = late, lambda folder: listing(folder)[:-1]
 
 
 def _die(kill: Kill) -> None:

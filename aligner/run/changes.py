@@ -19,6 +19,25 @@ class AnotherRunError(CheckpointError):
     """A whole checkpoint, but of a run of another definition: no older one will do instead."""
 
 
+def check_identity(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises AnotherRunError where checkpoint `path` lacks what no flag changes: stage, shape, tokenizer."""
+    for key, expected in here.items():
+        difference = _difference(key, there.get(key), expected)
+        if difference:
+            raise AnotherRunError(
+                f"checkpoint {path} belongs to another run: {difference}. Choose another run.dir, or run.resume=never"
+            )
+
+
+def _difference(key: str, there: Any, here: Any) -> str:
+    """`key is A there, B here` for each value that differs; of sections only the entries that do."""
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        names = [*here, *(name for name in there if name not in here)]
+        parts = (_difference(f"{key}.{name}", there.get(name), here.get(name)) for name in names)
+        return ", ".join(part for part in parts if part)
+    return "" if there == here else f"{key} is {there!r} there, {here!r} here"
+
+
 def compare(path: Path, was: Mapping[str, Any] | None, now: Mapping[str, Any], accept: bool) -> list[Change]:
     """What this start changes. `was` is the definition in checkpoint `path`, None in those of earlier versions. Raises
     AnotherRunError for changes that define another run, unless they are accepted."""

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import json
 import shutil
@@ -35,25 +34,13 @@ from aligner.megatron.checkpoint import (
     rng_state,
     set_rng_state,
 )
-from aligner.megatron.checkpoint_files import (
-    FORMAT,
-    complete_checkpoints,
-    find_checkpoint,
-    put_in_place,
-    read_checked,
-    read_state,
-    remove_unfinished,
-    remove_whole,
-    tell_without_state,
-    view,
-    write_manifest,
-    write_whole,
-)
+from aligner.megatron.checkpoint_files import FORMAT, put_in_place, read_checked, view, write_manifest, write_whole
 from aligner.megatron.train import ShardedModel
 from aligner.ops.agree import by_rank_0, same_view
 from aligner.ops.reduce import first_cause
-from aligner.run.changes import AnotherRunError, Change, compare, note, reorders
-from aligner.run.metrics import unwritable
+from aligner.run.candidates import candidates_for, keep_damaged
+from aligner.run.changes import AnotherRunError, check_identity, compare, note, reorders
+from aligner.run.retention import Retention
 
 DISPENSABLE = ("sentinel",)  # states that checkpoints of earlier versions lack
 
@@ -112,6 +99,7 @@ class Checkpoints:
     ):
         """`identity`: what a checkpoint must share; `definition`: what may be changed (config/identity.py)."""
         self.folder, self.config = run_dir / "checkpoints", config
+        self.retention = Retention(self.folder, config)
         self.models, self.state, self.identity = dict(models), dict(state), dict(identity)
         self.definition, self.accept_changes = definition, accept_changes
         self.last_saved = -1  # the step given to `save` last, or restored
@@ -119,8 +107,6 @@ class Checkpoints:
         self.seconds = 0.0  # that the last save took from its beginning until everything was written
         self.now: Callable[[], float] = time.perf_counter
         self._writing: _Writing | None = None
-        self._told_metric = False  # that a checkpoint has no value of `config.metric`
-        self._told: set[Path] = set()  # old checkpoints that trouble was told of
         self.on_commit: list[Callable[[int], None]] = []  # called on every rank with the step of a whole checkpoint
 
     def save(
@@ -144,8 +130,8 @@ class Checkpoints:
             "metric": metrics.get(self.config.metric),
             "state": dict(states),
         }
-        if self.config.keep_best and metrics and content["metric"] is None:
-            self._tell_without_metric(step, metrics)
+        if dist.get_rank() == 0:
+            self.retention.expect_metric(step, metrics)
         models = self._together(
             aside, lambda: [ModelSave(model, aside / name, copy=not wait) for name, model in self.models.items()]
         )
@@ -156,15 +142,6 @@ class Checkpoints:
         else:
             self._writing.thread = threading.Thread(target=self._writing.write, name="checkpoint", daemon=True)
             self._writing.thread.start()
-
-    def _tell_without_metric(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Once: it cannot be among the best."""
-        if dist.get_rank() == 0 and not self._told_metric:
-            name = self.config.metric
-            near = ", ".join(difflib.get_close_matches(name, metrics, n=3, cutoff=0.3))
-            hint = f" Near it: {near}." if near else ""
-            print(f"WARNING: checkpoint.metric={name}: not measured at step {step}, for keep_best.{hint}", flush=True)
-        self._told_metric = True
 
     @property
     def writing(self) -> bool:
@@ -191,7 +168,7 @@ class Checkpoints:
         self.committed = now.step
         self.seconds = now.seconds + self.now() - finish_s
         if dist.get_rank() == 0:
-            self._retain()
+            self.retention.delete_old()
         for tell in self.on_commit:
             tell(now.step)
 
@@ -225,35 +202,6 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
             raise SaveError(first)
 
-    def _retain(self) -> None:
-        """Delete all but the last `keep_last` and the best `keep_best` by `metric`. Nothing here ends a run, whose new
-        checkpoint is whole: what cannot be read or deleted is told, once."""
-        found = complete_checkpoints(self.folder)
-        keep = {path for _, path in found[-self.config.keep_last :]}
-        if self.config.keep_best:
-            sign = 1 if self.config.metric.endswith("loss") else -1
-            scored = [(sign * m, path) for _, path in found if (m := self._metric(path)) is not None]
-            keep |= {path for _, path in sorted(scored)[: self.config.keep_best]}
-        for _, path in found:
-            if path not in keep:
-                try:
-                    remove_whole(path)
-                except OSError as error:
-                    self._warn(path, f"cannot delete the old checkpoint {path}: {error}")
-
-    def _metric(self, path: Path) -> float | None:
-        try:
-            value = read_state(path)["metric"]
-        except (CheckpointError, KeyError, TypeError) as error:
-            self._warn(path, f"checkpoint {path} does not count among the best: {error!r}")
-            return None
-        return value
-
-    def _warn(self, path: Path, text: str) -> None:
-        if path not in self._told:
-            self._told.add(path)
-            print(f"WARNING: {text}", flush=True)
-
     def describe(self, step: int, name: str, content: Mapping[str, Any]) -> None:
         """A small file that is known only once the run is done, for the checkpoint of its last step if it has one."""
         folder = self.folder / f"step-{step:08d}"
@@ -272,12 +220,12 @@ class Checkpoints:
         With `auto` a damaged newest checkpoint is reported loudly and the one before it is used. A path outside
         this run is where the run starts; once it has checkpoints of its own, those are continued.
         """
-        candidates = by_rank_0(lambda: self._candidates(resume))
+        candidates = by_rank_0(lambda: candidates_for(self.folder, resume))
         for i, path in enumerate(candidates):
             error: CheckpointError | None = None
             try:
                 content = self._read(path)
-                self._check_identity(path, content["identity"])
+                check_identity(path, content["identity"], self.identity)
                 was = content.get("definition")
                 changed = [] if self.definition is None else compare(path, was, self.definition, self.accept_changes)
                 self._load(path, content, () if not reorders(changed) else ("data",))
@@ -287,7 +235,9 @@ class Checkpoints:
                 error = caught
             first = first_cause("" if error is None else str(error))
             if first is None:
-                by_rank_0(partial(self._settle, path, candidates[:i], content, changed))
+                by_rank_0(partial(keep_damaged, candidates[:i]))
+                if self.definition is not None:
+                    by_rank_0(partial(note, self.folder.parent, path, content["step"], was, changed))
                 self.last_saved = self.committed = content["step"]
                 return content["step"]
             if i + 1 == len(candidates):
@@ -296,61 +246,11 @@ class Checkpoints:
                 print(f"WARNING: {first[1]}\nWARNING: using the checkpoint before it: {candidates[i + 1]}", flush=True)
         return 0
 
-    def _settle(self, path: Path, damaged: list[Path], content: Mapping[str, Any], changed: Sequence[Change]) -> None:
-        """`path` is loaded. Damaged ones may neither be resumed nor count as the last few, or they would outlive whole
-        ones. On rank 0."""
-        for old in damaged:
-            kept = old.with_name(f"damaged-{old.name}")
-            shutil.rmtree(kept, ignore_errors=True)
-            self._keep_as(old, kept)
-            print(f"WARNING: the damaged checkpoint is kept as {kept}", flush=True)
-        if self.definition is not None:
-            note(self.folder.parent, path, content["step"], content.get("definition"), changed)
-
-    def _keep_as(self, path: Path, kept: Path) -> None:
-        try:
-            path.rename(kept)
-        except OSError as cause:
-            raise unwritable(self.folder, cause) from cause
-
-    def _candidates(self, resume: str) -> list[Path]:
-        """What to resume, best first. Other checkpoints go where nobody takes them for this run's. On rank 0 alone:
-        ranks that list the folder for themselves may see different ones."""
-        remove_unfinished(self.folder)
-        if resume == "never":
-            self._set_aside()
-            return []
-        tell_without_state(self.folder)
-        candidates = [path for _, path in reversed(complete_checkpoints(self.folder))]
-        if resume == "auto":
-            return candidates
-        chosen = find_checkpoint(Path(resume))
-        if chosen.resolve().parent == self.folder.resolve():
-            self._abandon_after(chosen)
-            return [chosen]
-        return [*candidates, chosen]  # this run's own checkpoints continue the one it started from
-
     def _read(self, path: Path) -> dict[str, Any]:
         """state.json, read and checked by rank 0 for all; the other nodes see the same folder."""
         content = by_rank_0(lambda: read_checked(path))
         same_view(path, lambda: view(path), by_node=True)
         return content
-
-    def _abandon_after(self, chosen: Path) -> None:
-        """Going back to an earlier checkpoint of this run: later ones may neither be resumed nor count as the last."""
-        for _, path in complete_checkpoints(self.folder):
-            if path.name > chosen.name:
-                self._keep_as(path, path.with_name(f"abandoned-{path.name}"))
-                print(f"run.resume={chosen}: {path.name} is kept as abandoned-{path.name}", flush=True)
-
-    def _set_aside(self) -> None:
-        """A fresh start in a used folder: older checkpoints must not be taken for this run's when it resumes."""
-        if complete_checkpoints(self.folder):
-            number = 1
-            while (kept := self.folder.with_name(f"checkpoints.old-{number}")).exists():
-                number += 1
-            self._keep_as(self.folder, kept)
-            print(f"run.resume=never: earlier checkpoints are kept in {kept}", flush=True)
 
     def _load(self, path: Path, content: Mapping[str, Any], anew: Sequence[str]) -> None:
         """States named in `anew` begin as they are."""
@@ -368,24 +268,6 @@ class Checkpoints:
         rng = path / "rng" / f"rank-{dist.get_rank():04d}.pt"
         if rng.exists() and content["world_size"] == dist.get_world_size():
             set_rng_state(torch.load(rng, weights_only=True))
-
-    def _check_identity(self, path: Path, found: Mapping[str, Any]) -> None:
-        for key, expected in self.identity.items():
-            difference = _difference(key, found.get(key), expected)
-            if difference:
-                raise AnotherRunError(
-                    f"checkpoint {path} belongs to another run: {difference}. Choose another run.dir, or "
-                    "run.resume=never"
-                )
-
-
-def _difference(key: str, there: Any, here: Any) -> str:
-    """`key is A there, B here` for each value that differs; of sections only the entries that do."""
-    if isinstance(there, Mapping) and isinstance(here, Mapping):
-        names = [*here, *(name for name in there if name not in here)]
-        parts = (_difference(f"{key}.{name}", there.get(name), here.get(name)) for name in names)
-        return ", ".join(part for part in parts if part)
-    return "" if there == here else f"{key} is {there!r} there, {here!r} here"
 
 
 def _fresh_folder(aside: Path, models: Iterable[str]) -> None:
