@@ -8,7 +8,7 @@ import sys
 import torch.distributed as dist
 
 from aligner.errors import EngineError
-from tests.engines.trtllm_setup import FAKE, ROOT, forget_fake
+from tests.engines.trtllm.setup import FAKE, ROOT, forget_fake
 from tests.run.jobs import run_stage
 
 

@@ -1,8 +1,6 @@
 """Several ranks as one engine, and several engines as one: the same tokens as one rank alone."""
 
-import sys
 from itertools import chain, pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +13,8 @@ from aligner.engines.native.fleet import ENOUGH, assign
 from aligner.errors import LayoutError
 from aligner.ops.balance import balance
 from aligner.types import STOP, SamplingParams
+from tests.engines.contract import LLAMA, MODELS, PROMPTS, fill, hf_weights, reference, responses, seeds_for
 from tests.tiny import MORE
-
-sys.path.insert(0, str(Path(__file__).parent))
-from contract import LLAMA, MODELS, PROMPTS, fill, hf_weights, reference, responses, seeds_for
 
 multirank = pytest.mark.multirank
 JOB = "tests.engines.fleet_jobs:generate"

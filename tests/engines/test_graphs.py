@@ -1,9 +1,7 @@
 """Decode steps as graphs: the engine's contract through a strict stand-in for CUDA graphs, and what the graphs may not
 depend on."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +13,9 @@ from aligner.engines.native import NativeEngine
 from aligner.engines.native.graphs import DecodeGraphs, rounded_rows
 from aligner.errors import ConfigError
 from aligner.types import SamplingParams
+from tests.engines.contract import LLAMA, PROMPTS, EngineContract, fill, reference, responses, seeds_for
+from tests.engines.graph_recorder import CaptureError, CpuRecorder
 from tests.tiny import MOE
-
-sys.path.insert(0, str(Path(__file__).parent))
-from contract import LLAMA, PROMPTS, EngineContract, fill, reference, responses, seeds_for
-from graph_recorder import CaptureError, CpuRecorder
 
 
 def make_engine(cfg, decode=None, dtype=torch.float32, device="cpu", **engine_config):

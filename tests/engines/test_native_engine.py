@@ -2,9 +2,7 @@
 
 import math
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +15,18 @@ from aligner.engines.native.sampler import cut_logits, sample, uniforms
 from aligner.engines.native.scratch import Scratch
 from aligner.errors import EngineError
 from aligner.types import STOP, SamplingParams
+from tests.engines.contract import (
+    LLAMA,
+    MODELS,
+    PROMPTS,
+    EngineContract,
+    check_logprobs,
+    fill,
+    reference,
+    responses,
+    seeds_for,
+)
 from tests.tiny import MORE
-
-sys.path.insert(0, str(Path(__file__).parent))
-from contract import LLAMA, MODELS, PROMPTS, EngineContract, check_logprobs, fill, reference, responses, seeds_for
 
 
 def make_engine(cfg, decode=None, dtype=torch.float32, device="cpu", **engine_config):

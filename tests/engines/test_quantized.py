@@ -1,8 +1,5 @@
 """Engines behind quantised weights: the grids, what is quantised, checksums, and the contract's part about weights."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,10 +10,18 @@ from aligner.engines.quantized import MATRIX, QuantizedEngine, has_modelopt, mak
 from aligner.models.families import expected_hf_shapes
 from aligner.ops.checksum import tensor_checksum
 from aligner.types import SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
-from contract import LLAMA, MODELS, PROMPTS, EngineContract, fill, hf_weights, reference, responses, seeds_for
+from tests.engines import contract
+from tests.engines.contract import (
+    LLAMA,
+    MODELS,
+    PROMPTS,
+    EngineContract,
+    fill,
+    hf_weights,
+    reference,
+    responses,
+    seeds_for,
+)
 
 KINDS = ("int8", "fp8")
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -16,9 +15,7 @@ from aligner.engines.recorded import RecordedEngine, RecordingEngine
 from aligner.errors import ConfigError, DataError, EngineError, RefitError
 from aligner.types import SamplingParams
 from tests import stages
-
-sys.path.insert(0, str(Path(__file__).parent))
-from contract import LLAMA, PROMPTS, EngineContract, fill, reference, seeds_for
+from tests.engines.contract import LLAMA, PROMPTS, EngineContract, fill, reference, seeds_for
 
 
 class Replayed:

@@ -1,7 +1,6 @@
 """`aligner doctor engine=trtllm` and `engine=trtllm_engine`: their tables against what is installed."""
 
 import ast
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,8 @@ from aligner.errors import ConfigError
 from aligner.tools import doctor
 from aligner.tools.doctor_trtllm import trtllm_checks
 from aligner.types import SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from contract import LLAMA, fill, reference
-from trtllm_setup import forget_fake, make_built, other_python, use_fake
+from tests.engines.contract import LLAMA, fill, reference
+from tests.engines.trtllm.setup import forget_fake, make_built, other_python, use_fake
 
 
 @pytest.fixture(autouse=True)

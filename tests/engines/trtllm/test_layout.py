@@ -1,9 +1,7 @@
 """The layout of TensorRT-LLM's parameters, against an independent forward from them and against a fresh loop."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +9,9 @@ import torch
 from aligner.engines.trtllm.layout import layout
 from aligner.models.families import FAMILIES, expected_hf_shapes, family_table
 from aligner.models.hf_config import hf_config
+from tests.engines.contract import MODELS, reference
+from tests.engines.trtllm.oracle import forward
 from tests.tiny import hf_weights
-
-sys.path.insert(0, str(Path(__file__).parent))
-from contract import MODELS, reference
-from trtllm_oracle import forward
 
 SERVED = ("llama", "llama3", "qwen2", "qwen3", "mistral")
 

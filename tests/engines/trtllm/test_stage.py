@@ -1,7 +1,6 @@
 """Whole GRPO runs with TensorRT-LLM over the fake in its own process: chosen by config, refitted and verified."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,7 @@ import pytest
 from aligner.__main__ import main
 from aligner.errors import ConfigError, RefitError
 from tests import stages
-
-sys.path.insert(0, str(Path(__file__).parent))
-from trtllm_setup import forget_fake, use_fake
+from tests.engines.trtllm.setup import forget_fake, use_fake
 
 RUN = ["run.steps=3", "refit.verify=checksum", "checkpoint.final=false"]
 RUN += ["logging.samples_shown=32", "run.samples_every=1"]

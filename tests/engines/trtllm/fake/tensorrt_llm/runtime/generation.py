@@ -12,7 +12,7 @@ import torch
 
 from tensorrt_llm.builder import Engine
 from tensorrt_llm.calls import note
-from tests.engines.trtllm_oracle import forward
+from tests.engines.trtllm.oracle import forward
 
 
 @dataclass(kw_only=True)

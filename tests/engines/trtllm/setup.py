@@ -19,8 +19,8 @@ from aligner.engines.trtllm.built import TrtllmBuiltEngine
 from aligner.engines.trtllm.child import make_worker
 from aligner.engines.trtllm.torch_backend import TrtllmEngine
 
-FAKE = Path(__file__).parent / "fake_trtllm"
-ROOT = Path(__file__).parents[2]
+FAKE = Path(__file__).parent / "fake"
+ROOT = Path(__file__).parents[3]
 
 
 class ThreadChild:

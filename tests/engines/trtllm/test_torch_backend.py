@@ -14,11 +14,18 @@ from aligner.engines.child.process import clean_environment
 from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
 from aligner.ops.checksum import tensor_checksum
 from aligner.types import LENGTH, SamplingParams
+from tests.engines.contract import (
+    LLAMA,
+    PROMPTS,
+    ChildEngineContract,
+    EngineContract,
+    check_logprobs,
+    fill,
+    reference,
+    seeds_for,
+)
+from tests.engines.trtllm.setup import forget_fake, make_engine, other_python, use_fake
 from tests.tiny import hf_weights
-
-sys.path.insert(0, str(Path(__file__).parent))
-from contract import LLAMA, PROMPTS, ChildEngineContract, EngineContract, check_logprobs, fill, reference, seeds_for
-from trtllm_setup import forget_fake, make_engine, other_python, use_fake
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,6 @@
 """The TensorRT engine path over the strict fake: the contract of all engines, and what is its own."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +13,7 @@ from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitErr
 from aligner.ops.checksum import tensor_checksum
 from aligner.refit.verify import staleness
 from aligner.types import STOP, SamplingParams
-from tests.tiny import hf_weights
-
-sys.path.insert(0, str(Path(__file__).parent))
-from contract import (
+from tests.engines.contract import (
     LLAMA,
     MODELS,
     PROMPTS,
@@ -30,7 +25,8 @@ from contract import (
     responses,
     seeds_for,
 )
-from trtllm_setup import forget_fake, make_built, other_python, use_fake
+from tests.engines.trtllm.setup import forget_fake, make_built, other_python, use_fake
+from tests.tiny import hf_weights
 
 FC, GATE = "transformer.layers.1.mlp.fc.weight", "transformer.layers.1.mlp.gate.weight"
 

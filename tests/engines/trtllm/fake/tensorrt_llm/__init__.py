@@ -1,6 +1,6 @@
 """A strict stand-in for TensorRT-LLM, for tests: refuses what the real one refuses. Its PyTorch backend is here; the
 TensorRT engine path of versions up to 1.2 (builder, models, plugin, runtime, and `tensorrt` beside this package)
-computes with tests/engines/trtllm_oracle.py and has settings of its own: see tensorrt/__init__.py.
+computes with tests/engines/trtllm/oracle.py and has settings of its own: see tensorrt/__init__.py.
 
 The backend computes with this project's native engine on the CPU, but loads, finalises, caches prefixes and releases
 memory the way the package does, so that a caller that gets the order wrong gets wrong tokens or an error. Settings,
