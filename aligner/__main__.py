@@ -29,6 +29,7 @@ COMMANDS = {
     "chat": "talk to a trained model",
     "report": "write report.html of one or more runs",
     "doctor": "check this machine and a config before a run",
+    "keys": "list config keys with type, default and meaning",
 }
 EXAMPLES = """overrides (Hydra syntax) go anywhere after the subcommand:
   stage=grpo model=qwen3_0.6b         choose files of conf/stage, conf/model, ...
@@ -51,6 +52,10 @@ def parser() -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         if name in ("import", "export"):
             convert_options.add_parser(subs, name, text)
+            continue
+        if name == "keys":
+            sub = subs.add_parser(name, help=text, description=text)
+            sub.add_argument("overrides", nargs="*", metavar="SECTION", help="optim, model.moe, ...; none: all keys")
             continue
         sub = subs.add_parser(
             name, help=text, description=text, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -307,6 +312,12 @@ def _doctor(args: argparse.Namespace) -> int:
     return doctor.main(cfg, env)
 
 
+def _keys(args: argparse.Namespace) -> None:
+    from aligner.config.reference import listing
+
+    print(listing(args.overrides), end="")
+
+
 _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "run": _run,
     "launch": _launch,
@@ -318,6 +329,7 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "chat": _chat,
     "report": _report,
     "doctor": _doctor,
+    "keys": _keys,
 }
 
 

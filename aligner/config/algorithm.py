@@ -33,7 +33,7 @@ class KLConfig:
     coef: float = 0.0  # beta; 0 loads no reference model
     estimator: str = "k1"  # k1, k2, k3, abs, k1+, k3+
     placement: str = "none"  # none, reward, loss
-    importance_weighted: bool = False
+    importance_weighted: bool = False  # the KL in the loss is multiplied by the token's ratio
     controller: KLControllerConfig = field(default_factory=KLControllerConfig)
 
     def __post_init__(self) -> None:
@@ -63,8 +63,8 @@ class OverlongConfig:
 
 @dataclass
 class SapoConfig:
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
+    tau_pos: float = 1.0  # temperature of the gate where the advantage is positive
+    tau_neg: float = 1.05  # and where it is negative
 
     def __post_init__(self) -> None:
         above("algorithm.sapo.tau_pos", self.tau_pos, 0)
@@ -87,7 +87,7 @@ class CovConfig:
 
     fraction: float = 2e-4  # of the minibatch's tokens; at least one token
     low: float = 1.0  # clip_cov takes tokens with a covariance between these
-    high: float = 5.0
+    high: float = 5.0  # the upper one
     kl_coef: float = 1.0  # kl_cov
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class RewardLossConfig:
     """Stage rm."""
 
     kind: str = "bradley_terry"  # bradley_terry, regression
-    center_coef: float = 0.0
+    center_coef: float = 0.0  # of (chosen + rejected score) squared, which keeps scores near 0
     margin: bool = False  # subtract the row's `margin` column inside the sigmoid
     attributes: list[str] = field(default_factory=list)  # regression: columns with the target scores, one output each
 
@@ -119,20 +119,20 @@ class AlgorithmConfig:
     pass_at_k_std: bool = False  # divide by the group's std
     policy_loss: str = "ppo"  # POLICY_LOSSES
     old_logprobs: str = "auto"  # auto: by the update's own forward pass where that is enough; recompute: by another
-    aggregation: str = "token_mean"
+    aggregation: str = "token_mean"  # token_mean, seq_mean_token_mean, seq_mean_token_sum, seq_mean_token_sum_norm
     clip_low: float = 0.2  # of the ratio; gspo: of the sequence's, 3e-4; gmpo: of the log-ratio, 0.4
-    clip_high: float = 0.2
+    clip_high: float = 0.2  # likewise, upwards
     dual_clip: float = 0.0  # 0: off
     ratio_cap: float = 5.0  # cispo, a raw ratio
     sapo: SapoConfig = field(default_factory=SapoConfig)
     dppo: DppoConfig = field(default_factory=DppoConfig)
     cov: CovConfig = field(default_factory=CovConfig)
-    gamma: float = 1.0
-    lam: float = 1.0
-    whiten: bool = False
+    gamma: float = 1.0  # discount of a token
+    lam: float = 1.0  # lambda of GAE
+    whiten: bool = False  # advantages, over the rollout
     whiten_shift: bool = True  # subtract the mean
     whiten_ddof: int = 0  # 1: the unbiased variance
-    entropy_coef: float = 0.0
+    entropy_coef: float = 0.0  # of the entropy that is added to the objective
     filter_groups: bool = False  # dynamic sampling: replace prompts whose samples all have the same reward
     filter_rounds: int = 10  # of generation for one rollout, at most
     kl: KLConfig = field(default_factory=KLConfig)

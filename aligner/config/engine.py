@@ -56,7 +56,7 @@ def message_bytes(total_bytes: int, bucket_bytes: int) -> int:
 class RefitConfig:
     bucket_bytes: int = 256 << 20  # of one message between ranks
     verify: str = "sentinel"  # sentinel, checksum (sentinel and a hash of every tensor on both sides)
-    timeout_s: float = 600.0
+    timeout_s: float = 600.0  # that ranks wait for each other
     tolerance: float = (
         0.0  # mean |logprob difference| allowed on the sentinel; 0: by dtype (1e-3 float32, 5e-2 bfloat16)
     )

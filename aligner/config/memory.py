@@ -15,13 +15,13 @@ class MemoryLimitConfig:
     """Bytes that a phase may use at its peak, on each rank: of the GPU, as torch allocates them; without one, the
     resident memory of the process. 0: no limit. The phases are those of the metrics memory/*_peak_bytes."""
 
-    refit_bytes: int = 0
-    generate_bytes: int = 0
-    score_bytes: int = 0
-    logprobs_bytes: int = 0
-    update_bytes: int = 0
-    eval_bytes: int = 0
-    save_bytes: int = 0
+    refit_bytes: int = 0  # 0: no limit
+    generate_bytes: int = 0  # 0: no limit
+    score_bytes: int = 0  # 0: no limit
+    logprobs_bytes: int = 0  # 0: no limit
+    update_bytes: int = 0  # 0: no limit
+    eval_bytes: int = 0  # 0: no limit
+    save_bytes: int = 0  # 0: no limit
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -14,7 +14,7 @@ class MoeConfig:
     """Every layer's MLP is `num_experts` gated MLPs, of which a router picks `top_k` for each token."""
 
     num_experts: int = 0  # 0: dense
-    top_k: int = 2
+    top_k: int = 2  # experts of a token
     ffn_hidden_size: int = 0  # of one expert; 0: model.ffn_hidden_size
     norm_topk_prob: bool = True  # the weights of a token's experts sum to 1
     aux_coef: float = 0.0  # of the load-balancing loss

@@ -13,8 +13,8 @@ from aligner.errors import ConfigError
 class RewardFunctionConfig:
     path: str = ""  # module:function, path.py:function, or a built-in name
     name: str = ""  # in metrics; empty: the function's
-    weight: float = 1.0
-    args: dict[str, Any] = field(default_factory=dict)
+    weight: float = 1.0  # in the sum
+    args: dict[str, Any] = field(default_factory=dict)  # of the function, by name
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -25,11 +25,11 @@ class RewardFunctionConfig:
 
 @dataclass
 class RewardConfig:
-    functions: list[RewardFunctionConfig] = field(default_factory=list)
+    functions: list[RewardFunctionConfig] = field(default_factory=list)  # empty: reward.model alone
     model: str = ""  # folder of a trained reward model (the `hf` folder of an rm run)
-    model_weight: float = 1.0
+    model_weight: float = 1.0  # in the sum
     model_standardize: bool = True  # divide the model's centred score by its std on its own training set
-    timeout_s: float = 60.0
+    timeout_s: float = 60.0  # of all functions for one rollout
     workers: int = 4  # reward functions and chunks of samples scored at the same time
     overlap: bool = True  # score samples while others are generated, where a function takes them one by one
     clip: float = 0.0  # |reward| limit after normalisation; 0: off
@@ -45,11 +45,11 @@ class RewardConfig:
 class EvalConfig:
     prompts: int = 512  # at most this many held-out rows; 0: all
     generate: bool = True  # greedy answers scored by the reward functions (stages that have any)
-    temperature: float = 0.0
+    temperature: float = 0.0  # 0: greedy
     samples: int = 1  # > 1: pass@k
     # what counts as right; empty: reward.functions. An answer is right if every applicable function gives it full score
     functions: list[RewardFunctionConfig] = field(default_factory=list)
-    full_score: float = 1.0
+    full_score: float = 1.0  # of a function, or more
     max_response_tokens: int = 0  # 0: sampling.max_response_tokens
 
     def __post_init__(self) -> None:

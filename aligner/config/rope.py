@@ -15,7 +15,7 @@ class RopeScalingConfig:
     """config.json's `rope_type` and what belongs to it; factor 1 is no scaling (of longrope: none of its angles'
     length). The model alone decides, but for `factors`."""
 
-    factor: float = 1.0
+    factor: float = 1.0  # 1: off
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     original_max_position: int = 8192  # positions before the scaling: llama3, yarn, longrope
@@ -24,10 +24,10 @@ class RopeScalingConfig:
     beta_fast: float = 32.0  # yarn: turns over the original context above which a frequency is kept
     beta_slow: float = 1.0  # yarn: turns below which it is divided by the factor
     mscale: float = 0.0  # yarn: with mscale_all_dim, of the derived attention factor
-    mscale_all_dim: float = 0.0
+    mscale_all_dim: float = 0.0  # yarn
     truncate: bool = True  # yarn: whole dimensions at both ends of the ramp
     short_factor: list[float] = field(default_factory=list)  # longrope: divisors of the frequencies, one for each
-    long_factor: list[float] = field(default_factory=list)
+    long_factor: list[float] = field(default_factory=list)  # longrope: likewise, for long rows
     factors: str = "auto"  # longrope: short, long, auto (long where model.max_position exceeds original_max_position)
 
     def __post_init__(self) -> None:

@@ -33,17 +33,17 @@ RENDERING = {"messages", "tools", "chat_template", "add_generation_prompt", "tok
 class StopConfig:
     """End the stage early once `metric` (an eval metric) reaches `above`."""
 
-    metric: str = ""
-    above: float = 0.0
+    metric: str = ""  # empty: no early end
+    above: float = 0.0  # the value that ends the stage
 
 
 @dataclass
 class RunConfig:
-    dir: str = "runs/${run.name}"
-    name: str = "${stage.name}"
+    dir: str = "runs/${run.name}"  # everything that the run writes
+    name: str = "${stage.name}"  # in run.dir and on boards
     resume: str = "auto"  # auto, never, or a checkpoint folder
     accept_changes: bool = False  # go on from a checkpoint although what defines the run has changed (docs/resume.md)
-    deterministic: bool = False
+    deterministic: bool = False  # no wall-clock decisions, deterministic kernels
     steps: int = 100  # optimizer steps for sft and rm, rollouts for ppo and grpo
     eval_every: int = 0  # 0: only at the end
     samples_every: int = 10  # print the sample table every n steps; 0: never
@@ -60,7 +60,7 @@ class RunConfig:
 
 @dataclass
 class StageConfig:
-    name: str = "sft"
+    name: str = "sft"  # sft, rm, grpo, ppo
 
     def __post_init__(self) -> None:
         one_of("stage.name", self.name, STAGES)
@@ -68,26 +68,26 @@ class StageConfig:
 
 @dataclass
 class ModelConfig:
-    family: str = "llama"
-    num_layers: int = 4
-    hidden_size: int = 128
-    ffn_hidden_size: int = 384
-    num_heads: int = 4
-    num_kv_heads: int = 4
+    family: str = "llama"  # `model_type` of config.json (docs/models.md)
+    num_layers: int = 4  # decoder layers
+    hidden_size: int = 128  # width of the residual stream
+    ffn_hidden_size: int = 384  # of the gated MLP
+    num_heads: int = 4  # query heads
+    num_kv_heads: int = 4  # heads of keys and values; a divisor of num_heads
     head_dim: int = 0  # 0: hidden_size / num_heads
     vocab_size: int = 0  # 0: the tokenizer's
-    rope_base: float = 10000.0
+    rope_base: float = 10000.0  # of the rotary frequencies
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
-    norm_eps: float = 1e-6
-    max_position: int = 4096
-    tie_embeddings: bool = True
-    qk_norm: bool = False
+    norm_eps: float = 1e-6  # of RMSNorm
+    max_position: int = 4096  # the longest row, in tokens
+    tie_embeddings: bool = True  # the output layer is the embedding
+    qk_norm: bool = False  # norms of queries and keys
     qkv_bias: bool = False  # of most families with it also the projection behind attention
-    mlp_bias: bool = False
+    mlp_bias: bool = False  # in the MLP
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     scales: ScalesConfig = field(default_factory=ScalesConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
-    init_std: float = 0.02
+    init_std: float = 0.02  # of random weights
     init: str = "random"  # random, a Hugging Face folder, a run folder, or a checkpoint
     tokenizer: str = ""  # a Hugging Face tokenizer folder; empty: the one in `model.init`
     dtype: str = "auto"  # auto, float32, bfloat16
@@ -136,12 +136,12 @@ class ModelConfig:
 class ParallelConfig:
     """Data parallel = what is left of the world."""
 
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
+    tensor: int = 1  # ranks that share each matrix
+    pipeline: int = 1  # ranks that share the layers
+    context: int = 1  # ranks that share the tokens of a row
     context_mode: str = "allgather"  # allgather (of keys and values), alltoall (over heads)
     expert: int = 1  # ranks, out of the data- and context-parallel ones, that share the experts
-    sequence: bool = False
+    sequence: bool = False  # between matrices, tensor ranks share the tokens
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "context", "expert"):
@@ -157,14 +157,14 @@ class ParallelConfig:
 
 @dataclass
 class OptimConfig:
-    lr: float = 1e-4
-    min_lr: float = 0.0
+    lr: float = 1e-4  # peak learning rate
+    min_lr: float = 0.0  # at the end of the decay
     schedule: str = "constant"  # constant, linear, cosine
-    warmup_steps: int = 0
+    warmup_steps: int = 0  # linear, from 0
     decay_from: float = 0.0  # constant until this fraction of the steps, then the schedule's decay
-    weight_decay: float = 0.01
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
+    weight_decay: float = 0.01  # of AdamW; not of norms and biases
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of AdamW
+    eps: float = 1e-8  # of AdamW
     clip_grad: float = 1.0  # 0: off
     distributed: bool = True  # shard optimizer state over data-parallel ranks
 
@@ -196,12 +196,12 @@ class CriticConfig:
 
 @dataclass
 class BatchConfig:
-    prompts: int = 32
-    group: int = 1
+    prompts: int = 32  # of a rollout
+    group: int = 1  # samples of a prompt
     minibatch_samples: int = 0  # 0: the whole rollout
-    micro_batch_samples: int = 8
+    micro_batch_samples: int = 8  # rows of a forward and backward pass on a rank
     micro_batch_tokens: int = 0  # > 0: as many rows as fit this many padded tokens, instead of micro_batch_samples
-    epochs: int = 1
+    epochs: int = 1  # passes over a rollout
     sequences: int = 32  # sft, rm: sequences (rm: pairs) of one optimizer step
     logprob_tokens: int = 16384  # tokens per forward of passes without gradient
     logits_bytes: int = 1 << 30  # of logits, their softmax and gradient at a time; more is done in parts
@@ -219,12 +219,12 @@ class BatchConfig:
 
 @dataclass
 class SamplingConfig:
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_response_tokens: int = 64
-    stop: list[str] = field(default_factory=list)
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # 1: off
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0  # 0: off
+    max_response_tokens: int = 64  # the token limit of a response
+    stop: list[str] = field(default_factory=list)  # texts that end a response
 
     def __post_init__(self) -> None:
         at_least("sampling.temperature", self.temperature, 0)
@@ -241,16 +241,16 @@ class SamplingConfig:
 
 @dataclass
 class DataConfig:
-    train: str = ""
-    eval: str = ""
+    train: str = ""  # JSONL, Parquet, or a `datasets` folder (docs/data.md)
+    eval: str = ""  # held-out rows, likewise; empty: no evaluation
     format: str = "auto"  # auto, messages, prompt_completion, preference, prompt
     columns: dict[str, str] = field(default_factory=dict)  # our name -> the file's column name
     prompt_template: str = ""  # python format string over the row's columns, makes `prompt` where there is none
     completion_template: str = ""  # likewise `completion`
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: int = 512  # longer prompts: see overlong
     max_tokens: int = 1024  # prompt + response
     overlong: str = "drop"  # drop, truncate
-    shuffle: bool = True
+    shuffle: bool = True  # anew in each epoch
     loss_on: str = "assistant"  # assistant, all
     chat_template: str = "auto"  # auto: the tokenizer's (docs/data.md); a shipped one's name, or a file
     template_arguments: dict[str, Any] = field(default_factory=dict)  # of the chat template: {enable_thinking: false}
@@ -269,10 +269,10 @@ class DataConfig:
 @dataclass
 class CheckpointConfig:
     every: int = 0  # steps; 0: only at the end
-    keep_last: int = 2
-    keep_best: int = 0
+    keep_last: int = 2  # checkpoints
+    keep_best: int = 0  # by `metric`; 0: none
     metric: str = "eval/accuracy"  # for keep_best, larger is better (eval/loss: smaller)
-    final: bool = True
+    final: bool = True  # save at the end
     async_save: bool = False  # write while training goes on, from a copy in host memory
     rollouts: bool = True  # store each finished rollout until a checkpoint of its step: never generated twice
 
@@ -285,8 +285,8 @@ class CheckpointConfig:
 @dataclass
 class WandbConfig:
     mode: str = "disabled"  # disabled, offline, online
-    project: str = "aligner"
-    entity: str = ""
+    project: str = "aligner"  # of W&B
+    entity: str = ""  # a team; empty: the default one
 
     def __post_init__(self) -> None:
         one_of("logging.wandb.mode", self.mode, ("disabled", "offline", "online"))
@@ -294,10 +294,10 @@ class WandbConfig:
 
 @dataclass
 class LoggingConfig:
-    jsonl: bool = True
-    tensorboard: bool = True
-    progress: bool = True
-    samples_shown: int = 4
+    jsonl: bool = True  # <run.dir>/metrics.jsonl
+    tensorboard: bool = True  # <run.dir>/tensorboard
+    progress: bool = True  # a bar, or a line per step, on rank 0
+    samples_shown: int = 4  # of a rollout, on the terminal and in samples.jsonl
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
@@ -344,7 +344,7 @@ class DebugConfig:
 
 @dataclass
 class Config:
-    seed: int = 0
+    seed: int = 0  # of data order, weights and sampling; every draw is derived from it by what it is for
     run: RunConfig = field(default_factory=RunConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

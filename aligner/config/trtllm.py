@@ -25,7 +25,7 @@ class TrtllmConfig:
     sleep: bool = True  # give back the KV cache between rollouts
     sleep_weights: bool = False  # and the weights, without a copy: the engine then needs a refit after each sleep
     prefix_reuse: bool = True  # the samples of a prompt share its KV blocks
-    cuda_graphs: bool = True
+    cuda_graphs: bool = True  # of decode steps
 
     def __post_init__(self) -> None:
         for name in ("start_timeout_s", "call_timeout_s", "generate_timeout_s"):

@@ -15,13 +15,13 @@ class WatchdogConfig:
     time/*_s: of one within another (eval/generate) the outer one's limit counts, anew for each."""
 
     startup_s: float = 3600.0  # until the first phase: models, data
-    refit_s: float = 1200.0
-    generate_s: float = 3600.0
-    score_s: float = 1500.0
-    logprobs_s: float = 1200.0
+    refit_s: float = 1200.0  # weights to the engine
+    generate_s: float = 3600.0  # a rollout
+    score_s: float = 1500.0  # a rollout
+    logprobs_s: float = 1200.0  # a rollout
     update_s: float = 1200.0  # one minibatch
-    eval_s: float = 3600.0
-    save_s: float = 1800.0
+    eval_s: float = 3600.0  # an evaluation
+    save_s: float = 1800.0  # a checkpoint
     other_s: float = 1200.0  # anything else: between phases, the export
 
     def __post_init__(self) -> None:

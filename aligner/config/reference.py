@@ -1,0 +1,112 @@
+"""Every key with its type, default and meaning, read off the dataclasses of the schema. Imports no torch.
+
+The meaning of a key is the comment at its field: behind it, or on the lines above. `docs/keys.md` is this as a page.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib
+import inspect
+import io
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, is_dataclass
+from typing import Any, get_args, get_origin
+
+from aligner.config.options import all_keys, hints, nearest
+from aligner.config.schema import Config
+from aligner.errors import UnknownKeyError
+
+HEAD = """# All keys
+
+Type, default and meaning of every config key, as `python -m aligner keys [SECTION]` prints them. How keys are set, and
+which matter first: [configuration](configuration.md).
+"""
+
+
+@dataclass(frozen=True)
+class Key:
+    name: str  # dotted; elements of a list are `name[].key`
+    kind: str
+    default: str
+    meaning: str
+
+
+def keys(root: type = Config, prefix: str = "") -> Iterator[Key]:
+    """In the schema's order, sections followed by their keys."""
+    comments = _comments(root)
+    for field in dataclasses.fields(root):
+        kind, name = hints(root)[field.name], prefix + field.name
+        meaning = comments.get(field.name, "")
+        if is_dataclass(kind):
+            yield from keys(kind, f"{name}.")
+            continue
+        yield Key(name, _kind(kind), _default(field), meaning)
+        if get_origin(kind) is list and is_dataclass(get_args(kind)[0]):
+            yield from keys(get_args(kind)[0], f"{name}[].")
+
+
+def page() -> str:
+    """`docs/keys.md`: a table for each top section."""
+    out, section = [HEAD], None
+    for key in keys():
+        top = key.name.partition(".")[0] if "." in key.name else ""
+        if top != section:
+            title = f"`{top}`" if top else "At the top"
+            out.append(f"\n## {title}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
+            section = top
+        cells = (f"`{key.name}`", key.kind, f"`{key.default}`" if key.default else "", key.meaning)
+        out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+    return "".join(out)
+
+
+def listing(sections: Sequence[str]) -> str:
+    """A line for each key of these sections, or of all. Raises UnknownKeyError."""
+    every = list(keys())
+    for section in sections:
+        if section not in all_keys():
+            raise UnknownKeyError(section, nearest(section))
+    chosen = [k for k in every if not sections or any(f"{k.name}.".startswith(f"{s}.") for s in sections)]
+    name, kind = (max(len(getattr(k, field)) for k in chosen) for field in ("name", "kind"))
+    return "".join(f"{k.name:{name}}  {k.kind:{kind}}  {k.default or '-'}  # {k.meaning}\n" for k in chosen)
+
+
+def _kind(kind: Any) -> str:
+    if get_origin(kind) is list:
+        inner = get_args(kind)[0]
+        return "list of sections" if is_dataclass(inner) else f"list of {_kind(inner)}"
+    if get_origin(kind) is dict:
+        return "mapping"
+    return {int: "integer", float: "number", bool: "true, false", str: "text", Any: "any"}[kind]
+
+
+def _default(field: dataclasses.Field) -> str:
+    value = field.default if field.default_factory is MISSING else field.default_factory()
+    if value is MISSING:
+        return ""
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+
+
+@functools.cache
+def _comments(cls: type) -> dict[str, str]:
+    """Field name -> the comment at it."""
+    source = inspect.getsource(importlib.import_module(cls.__module__))
+    lines, alone = {}, set()  # number of a line: its comment; those with nothing else
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0]] = token.string.lstrip("# ")
+            if token.line.lstrip().startswith("#"):
+                alone.add(token.start[0])
+    (node,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == cls.__name__]
+    found = {}
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            first = field.lineno
+            while first - 1 in alone:
+                first -= 1
+            said = [lines[n] for n in range(first, (field.end_lineno or field.lineno) + 1) if n in lines]
+            found[field.target.id] = " ".join(said)
+    return found
