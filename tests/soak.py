@@ -85,6 +85,7 @@ POINTS: dict[str, tuple[object, str]] = {
     "the export": (aligner.builders.stages, "export_hf"),
 }
 WAIT_S = 5.0  # for the other ranks of a killed one, before they are killed too, as a launcher would
+LIMIT_S = 900.0  # of a start on a busy machine; and, beside a rank that ended by itself, of the others' end: a tenth
 
 
 @dataclass(frozen=True)
@@ -196,8 +197,8 @@ def attempt(cfg: Config, world: int, log: Path, kill: Kill | None, late: bool = 
             for pid in open_ if kill.rank is None else [p for p in pids[kill.rank : kill.rank + 1] if p in open_]:
                 os.kill(pid, signal.SIGKILL)
         if open_ and len(open_) < world and deadline is None:
-            deadline = time.monotonic() + WAIT_S
-        if passed > 120 or (deadline is not None and time.monotonic() > deadline):
+            deadline = time.monotonic() + (WAIT_S if killed else LIMIT_S / 10)
+        if passed > LIMIT_S or (deadline is not None and time.monotonic() > deadline):
             if not killed:
                 raise RuntimeError(f"ranks hang or failed by themselves, planned was {kill}: see {log}")
             for pid in open_:
