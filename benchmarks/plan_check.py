@@ -26,7 +26,7 @@ from aligner.plan.shapes import Grid
 from aligner.plan.times import plan_times
 from benchmarks.common import write_json
 
-GRAPHS = {"launches": False, "padded": False, "resident": False, "kv_bytes": 30e9}
+GRAPHS = {"launches": False, "padded": False, "placed": False, "resident": False, "kv_bytes": 30e9}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def nemo_aligner(response: float, nodes: int, micro: int) -> Job:
     """The actor's nodes: 1,024 prompts, batches of `micro` that end before the next begins, 8 optimizer steps."""
     model = shape("llama3_70b")
     parts = (Part("policy", model, trained=True), Part("reference", model))
-    engine = Engine(8, 2, micro, 30e9, refill=False, padded=False, launches=False, resident=False)
+    engine = Engine(8, 2, micro, 30e9, refill=False, padded=False, launches=False, placed=False, resident=False)
     rows = Rows(1024, 1024, 200, 1024, response, 1024)
     grid = Grid(8, 8, 1, 1, nodes // 8, sequence=True)
     return Job("ppo", parts, grid, rows, engine, minibatches=8, micro_rows=1, logprob_tokens=4096)

@@ -151,7 +151,7 @@ def update_phase(job: Job, machine: Machine) -> Phase:
 
 
 def refit_phase(job: Job, machine: Machine) -> Phase:
-    """The collectives, and a copy of the whole model into the engine (read and written)."""
+    """What comes from other ranks, and a copy of the engine's shard into its place (read and written)."""
     phase = Phase()
     _communicate(phase, refit_calls(job), job, machine)
     assert job.engine is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import ceil
 
 from aligner.plan.job import Job, Part
 from aligner.plan.reads import reads
@@ -181,7 +182,46 @@ def step_calls(job: Job, part: Part, stage: int) -> list[Call]:
     return within(calls, grid)
 
 
-def refit_calls(job: Job, stage: int = 0) -> list[Call]:
+def refit_calls(job: Job) -> list[Call]:
+    """Of the rank that gets most, by `refit/transfer.py`: an engine that is written in place gets parts of shards,
+    another one whole tensors."""
+    assert job.engine is not None
+    if not job.engine.placed:
+        return gathered_calls(job)
+    found = [part_calls(job, stage) for stage in range(job.grid.pipeline)]
+    return max(found, key=lambda calls: sum(call.size for call in calls))
+
+
+def part_calls(job: Job, stage: int) -> list[Call]:
+    """What a rank of stage `stage` receives, all of its engine's shard that it does not hold itself: of its own stage
+    from the tensor ranks of its replica, of experts that its replica lacks from other replicas, the rest from other
+    stages. Of the ranks the one that holds least of what it needs."""
+    part, grid, engine = job.policy, job.grid, job.engine
+    assert engine is not None
+    e, tp = min(job.element, engine.element), grid.tensor
+    both = min(_overlap(rank % tp, tp, rank % engine.tensor, engine.tensor) for rank in range(grid.gpus))
+    lacks = 1 / engine.tensor - both
+    own = experts = others = 0.0
+    for s in range(grid.pipeline):
+        count, norms = rank_parameters(part.shape, grid, s), _replicated(part, grid, s)
+        dense = tp * (count.dense - norms - _copied(part, grid, s))
+        routed = tp * grid.expert * count.experts
+        if s == stage:
+            own = lacks * (dense + routed / grid.expert)
+            experts = (1 - 1 / grid.expert) * routed / engine.tensor
+        else:
+            others += (dense + routed) / engine.tensor + norms
+    sizes = {"tp": own, "ep": experts, "pp": others}
+    calls = [Call(axis, "send", e * size, ceil(e * size / job.bucket_bytes)) for axis, size in sizes.items()]
+    return within(calls, grid)
+
+
+def _overlap(i: int, parts: int, j: int, others: int) -> float:
+    """How much of a whole the i-th of `parts` equal parts shares with the j-th of `others`."""
+    return max(0.0, min((i + 1) / parts, (j + 1) / others) - max(i / parts, j / others))
+
+
+def gathered_calls(job: Job, stage: int = 0) -> list[Call]:
     """Tensors of stage `stage` are gathered over its tensor ranks and, of experts, then its expert ranks, stage after
     stage; each stage's then go to all of them. Every rank ends up with the whole model."""
     part, grid, e = job.policy, job.grid, job.element
@@ -191,11 +231,15 @@ def refit_calls(job: Job, stage: int = 0) -> list[Call]:
         if s == stage:
             calls.append(Call("tp", "all_gather", float(e * grid.tensor * (count.dense - norms + count.experts))))
             calls.append(Call("ep", "all_gather", float(e * grid.tensor * grid.expert * count.experts)))
-        tied = part.shape.tie_embeddings and s == grid.pipeline - 1 and grid.pipeline > 1
-        copy = -(-part.shape.vocab_size // grid.tensor) * part.shape.hidden_size if tied else 0  # stays where it is
-        whole = grid.tensor * (count.dense - norms - copy + grid.expert * count.experts) + norms
+        whole = grid.tensor * (count.dense - norms - _copied(part, grid, s) + grid.expert * count.experts) + norms
         calls.append(Call("pp", "broadcast", float(e * whole)))
     return within(calls, grid)
+
+
+def _copied(part: Part, grid: Grid, stage: int) -> int:
+    """Parameters of a rank of the stage that are a copy of a tied embedding: it stays where it is."""
+    tied = part.shape.tie_embeddings and stage == grid.pipeline - 1 and grid.pipeline > 1
+    return -(-part.shape.vocab_size // grid.tensor) * part.shape.hidden_size if tied else 0
 
 
 def _replicated(part: Part, grid: Grid, stage: int) -> int:

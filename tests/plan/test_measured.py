@@ -16,7 +16,7 @@ from aligner.plan.job import Engine, Job, Part, Rows
 from aligner.plan.memory import activation_bytes, gradient_bytes, optimizer_bytes, refit_buffers, weight_bytes
 from aligner.plan.shapes import Grid, rank_parameters
 from aligner.plan.times import Machine, micro_batch_seconds
-from aligner.plan.traffic import pass_calls, refit_calls, step_calls
+from aligner.plan.traffic import gathered_calls, part_calls, pass_calls, step_calls
 from aligner.refit.exchange import Exchange
 from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
 from tests.plan.jobs import ROWS, WIDTH
@@ -161,7 +161,7 @@ def test_a_refit_of_real_ranks_has_the_bytes_of_the_formulas(ranks, cfg, layout,
     job = job_of(cfg, grid_of(parallel, world), {})
     results = ranks.run("tests.plan.jobs:refit", world=world, cfg=cfg, parallel=parallel)
     for found in results:
-        heard, wanted = Counter(found["heard"]), by_group(refit_calls(job, found["stage"]), found["axes"])
+        heard, wanted = Counter(found["heard"]), by_group(gathered_calls(job, found["stage"]), found["axes"])
         assert heard.keys() == wanted.keys()
         for key, size in wanted.items():
             assert heard[key] == pytest.approx(size, rel=0.02), (key, size)
@@ -189,6 +189,36 @@ def test_buffers_of_a_refit_are_those_of_its_plan(name, grid, tensor, most, buck
     for stage in range(grid.pipeline):
         used = max(exchange.buffer_bytes for exchange in exchanges[stage * each : (stage + 1) * each])
         assert 0.99 * used <= refit_buffers(job, stage) <= most * used
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "tensor"),
+    [
+        ("llama3_8b", Grid(2, data=4), 2),  # nothing on the wire
+        ("llama3_8b", Grid(2, data=4), 1),
+        ("llama3_8b", Grid(data=4), 2),
+        ("llama3_8b", Grid(2, 2, data=2), 2),
+        ("qwen3_0.6b", Grid(1, 4, data=2), 2),
+        ("qwen3_0.6b", Grid(2, 2, data=2), 4),  # a rank may hold a part of what its engine needs
+        ("qwen3_30b_a3b", Grid(1, 2, expert=4, data=4), 4),
+        ("qwen3_30b_a3b", Grid(2, 1, expert=2, data=4), 1),
+    ],
+)
+def test_a_refit_in_parts_has_the_bytes_of_its_plan(name, grid, tensor):
+    """Of the rank of each stage that receives most, by how far away the sender is."""
+    cfg = compose([f"model={name}"]).model
+    job = replace(job_of(cfg, grid, {}), engine=Engine(tensor), element=2)
+    trainer = TrainerGrid(cfg.num_layers, grid.tensor, grid.pipeline, grid.context, grid.data, grid.expert)
+    plan = plan_refit(trainer, EngineGrid(tuple(range(grid.gpus)), tensor), hf_tensors(cfg), 2, 1 << 28)
+    each = grid.gpus // grid.pipeline
+    received = [Counter() for _ in range(grid.gpus)]
+    for message in (message for messages in plan.rounds for message in messages):
+        near = message.source // each == message.target // each
+        same = trainer.replica_of(message.source) == trainer.replica_of(message.target)
+        received[message.target]["pp" if not near else "tp" if same else "ep"] += message.bytes
+    for stage in range(grid.pipeline):
+        most = max(received[stage * each : (stage + 1) * each], key=lambda by_axis: by_axis.total())
+        assert {call.axis: call.size for call in part_calls(job, stage)} == pytest.approx(dict(most), rel=0.01)
 
 
 WIDE = ModelConfig(num_layers=4, hidden_size=64, ffn_hidden_size=192, num_heads=8, num_kv_heads=4, vocab_size=64)

@@ -18,7 +18,7 @@ from aligner.plan.memory import MemoryPlanError, activation_bytes, plan_memory, 
 from aligner.plan.prediction import predict
 from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, parameters
 from aligner.plan.times import Machine, decode_step, generate_phase, plan_times, survival, update_mfu
-from aligner.plan.traffic import Call, pass_calls, refit_calls, step_calls
+from aligner.plan.traffic import Call, gathered_calls, pass_calls, refit_calls, step_calls
 
 ROOT = Path(__file__).parents[2]
 H100 = DEVICES["h100"]
@@ -211,8 +211,12 @@ def test_calls_of_a_layout_by_hand():
     assert Call("tp", "all_reduce", 1.0).wire(2) == 1.0 and Call("tp", "all_gather", 8.0).wire(8) == 7.0
     gradients = {c.op: c for c in step_calls(job, job.policy, 0)}
     assert gradients["reduce_scatter"].size == 2 * gradients["all_gather"].size  # float32 down, bfloat16 up
-    whole = sum(c.wire(2) for c in refit_calls(grpo(model, Grid(tensor=2, data=4))))
+    whole = sum(c.wire(2) for c in gathered_calls(job))
     assert whole == pytest.approx(parameters(model) * 2 / 2, rel=0.01)  # the other half of the weights
+    apart = replace(job, engine=replace(job.engine, tensor=2))
+    assert sum(c.size for c in refit_calls(job)) == pytest.approx(whole, rel=0.01) and refit_calls(apart) == []
+    streamed = replace(apart, engine=replace(apart.engine, placed=False))
+    assert refit_calls(streamed) == gathered_calls(job)  # of whole tensors, whatever the engine keeps of them
 
 
 def test_70b_in_one_engine_per_gpu_is_refused_with_the_keys_to_change():
