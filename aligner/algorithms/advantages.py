@@ -3,9 +3,6 @@ and `ops/token_advantages.py`."""
 
 from __future__ import annotations
 
-import math
-
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,6 +13,7 @@ from aligner.errors import ConfigError
 from aligner.ops import advantages as ops
 from aligner.ops.token_advantages import broadcast, gae, return_to_go, whiten
 from aligner.rewards.composite import Component, Scores
+from aligner.rollout.statistics import compared
 from aligner.types import RolloutBatch
 
 
@@ -75,8 +73,8 @@ def _per_sample(
         case "pass_at_k":
             return ops.pass_at_k(outcome, group, valid, algorithm.pass_at_k_std, algorithm.group_eps)
         case "gdpo":
-            columns, weights = reward_components(scores.components, cfg.reward)
-            return ops.gdpo(columns, weights, group, valid, algorithm.group_eps, ranks)
+            weights = reward_weights(scores.components, cfg.reward)
+            return ops.gdpo(compared(rollout, scores, algorithm), weights, group, valid, algorithm.group_eps, ranks)
         case "remax":
             if rollout.greedy_rewards is None:
                 expected = "recordings of a run with algorithm.advantage=remax: this one has no greedy responses"
@@ -85,12 +83,10 @@ def _per_sample(
     raise AssertionError(f"advantage {algorithm.advantage!r}")
 
 
-def reward_components(components: dict[str, Component], cfg: RewardConfig) -> tuple[Tensor, list[float]]:
-    """Scores float64 [B, K] by reward function, NaN where one does not apply, and the functions' weights."""
+def reward_weights(components: dict[str, Component], cfg: RewardConfig) -> list[float]:
+    """Of the reward functions."""
     known = {f.name or f.path.rpartition(":")[2]: f.weight for f in cfg.functions} | {"model": cfg.model_weight}
     for name in components:
         if name not in known:  # a function whose own name is not the one it is found by
             raise ConfigError("reward.functions[].name", "", f"a name ({name!r}) for the function, with gdpo")
-    columns = [[math.nan if v is None else v for v in column] for column in components.values()]
-    table = torch.tensor(columns, dtype=torch.float64).reshape(len(columns), -1).T
-    return table, [known[name] for name in components]
+    return [known[name] for name in components]

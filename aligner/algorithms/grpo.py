@@ -52,7 +52,7 @@ def grpo(
             correct_mismatch(rollout, cfg.mismatch)
             set_token_rewards(rollout, cfg.algorithm, kl.coef, limit)
             rollout.advantages = group_advantages(rollout, scores, cfg, group)
-            metrics |= rollout_metrics(rollout, scores, group)
+            metrics |= rollout_metrics(rollout, scores, cfg.algorithm, group)
             if find_old:
                 check_mismatch(metrics, rollout, cfg.mismatch)
             checks.before_update(rollout, policy, reference)

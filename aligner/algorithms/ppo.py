@@ -46,7 +46,7 @@ def ppo(
             correct_mismatch(rollout, cfg.mismatch)
             set_token_rewards(rollout, cfg.algorithm, kl.coef, limit)
             rollout.advantages, rollout.returns = critic_advantages(rollout, cfg.algorithm, group)
-            metrics |= rollout_metrics(rollout, scores, group) | value_metrics(rollout, group)
+            metrics |= rollout_metrics(rollout, scores, cfg.algorithm, group) | value_metrics(rollout, group)
             check_mismatch(metrics, rollout, cfg.mismatch)
             checks.before_update(rollout, policy, reference)
 

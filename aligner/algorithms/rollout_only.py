@@ -22,7 +22,7 @@ def rollout_only(run: Run, rollouts: Rollouts, policy: Policy, cfg: Config) -> N
             rollout.old_logprobs = policy.logprobs(rollout, rollout.response_mask)
         correct_mismatch(rollout, cfg.mismatch)
         set_token_rewards(rollout, cfg.algorithm, 0.0, cfg.sampling.max_response_tokens)
-        metrics |= rollout_metrics(rollout, scores, group)
+        metrics |= rollout_metrics(rollout, scores, cfg.algorithm, group)
         check_mismatch(metrics, rollout, cfg.mismatch)
         shown = sample_rows(rollout, scores, cfg.logging.samples_shown)
         run.finish(step, metrics, shown, total_tokens(rollout, group), samples)

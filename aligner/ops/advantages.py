@@ -50,15 +50,17 @@ def _where_learnable(std: Tensor, valid: Tensor, advantage: Tensor) -> Tensor:
 
 
 def learnable(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-    """bool [B]: valid, and the valid scores of the sample's group are not all equal."""
-    return (group_mean_std(scores, group, valid)[1] > 0) & valid.bool()
+    """bool [B]: valid, and the valid scores of the sample's group are not all equal; of scores [B, K], NaN where the
+    k-th does not apply to the sample, those of some column."""
+    columns = scores[:, None] if scores.dim() == 1 else scores
+    stds = [group_mean_std(column, group, valid.bool() & ~column.isnan())[1] for column in columns.unbind(1)]
+    return (torch.stack(stds).amax(0) > 0) & valid.bool()
 
 
 def count_degenerate(scores: Tensor, group: Tensor, valid: Tensor) -> tuple[int, int]:
-    """(groups without gradient, all groups) among these rows."""
-    _, std, _ = group_mean_std(scores, group, valid)
+    """(groups without gradient, all groups) among these rows; scores as of `learnable`."""
     total = torch.unique(group).numel()
-    return total - torch.unique(group[std > 0]).numel(), total
+    return total - torch.unique(group[learnable(scores, group, valid)]).numel(), total
 
 
 def _standardised(scores: Tensor, group: Tensor, valid: Tensor, eps: float) -> Tensor:
@@ -139,17 +141,15 @@ def gdpo(
     Source: GDPO, arXiv:2601.05242; the constant is TRL's.
     """
     x = torch.zeros(len(group), dtype=torch.float64, device=components.device)
-    varied = torch.zeros_like(x, dtype=torch.bool)  # some component of the group has a gradient
     for column, weight in zip(components.unbind(1), weights, strict=True):
         known = valid.bool() & ~column.isnan()
         x += weight * _standardised(column, group, known, eps)
-        varied |= group_mean_std(column, group, known)[1] > 0
     on = valid.bool()
     total, n = sum_over(torch.stack([x[on].sum(), on.sum().double()]), ranks)
     mean = total / n.clamp_min(1)
     square = sum_over((x[on] - mean).square().sum(), ranks)
     std = (square / (n - 1).clamp_min(1)).sqrt()
-    return torch.where(varied & on, (x - mean) / (std + GDPO_EPS), 0.0).float()
+    return torch.where(learnable(components, group, valid), (x - mean) / (std + GDPO_EPS), 0.0).float()
 
 
 def pass_at_k(scores: Tensor, group: Tensor, valid: Tensor, by_std: bool = False, eps: float = 1e-6) -> Tensor:

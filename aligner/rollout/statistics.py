@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.config.algorithm import AlgorithmConfig
 from aligner.ops.advantages import count_degenerate
 from aligner.ops.kl import reference_kl_sums
 from aligner.ops.mismatch import correction_sums, cut_sums, finish_mismatch, mismatch_sums
@@ -34,15 +35,25 @@ def reduce_metrics(
     return values | dict(zip(tops, highs.tolist(), strict=True))
 
 
-def rollout_metrics(rollout: RolloutBatch, scores: Scores, group: dist.ProcessGroup) -> ScalarMetrics:
+def compared(rollout: RolloutBatch, scores: Scores, algorithm: AlgorithmConfig) -> Tensor:
+    """What the samples of a group differ in, for them to train: their shaped rewards [B], where there are some; with
+    gdpo, which standardises each function's scores by themselves, those [B, K], NaN where one does not apply."""
+    if algorithm.advantage == "gdpo":
+        columns = [[math.nan if v is None else v for v in column] for column in scores.components.values()]
+        return torch.tensor(columns, dtype=torch.float64).reshape(len(columns), -1).T
+    return rollout.rewards.nan_to_num() if rollout.token_rewards is None else rollout.token_rewards.sum(1)
+
+
+def rollout_metrics(
+    rollout: RolloutBatch, scores: Scores, algorithm: AlgorithmConfig, group: dist.ProcessGroup
+) -> ScalarMetrics:
     """reward/*, response/*, advantage/*, mismatch/* and, with a reference, kl/ref_* of a whole rollout.
 
     Needs loss_mask to be set. advantage/* only where there are advantages; mismatch/* of the trainer and kl/ref_* only
     where there are old_logprobs, else the policy's update has them.
     """
     count, tokens = float(len(rollout.lengths)), rollout.response_mask.sum(1)
-    compared = rollout.rewards.nan_to_num() if rollout.token_rewards is None else rollout.token_rewards.sum(1)
-    degenerate, groups = count_degenerate(compared, rollout.group, rollout.valid)  # as advantages compare: shaped
+    degenerate, groups = count_degenerate(compared(rollout, scores, algorithm), rollout.group, rollout.valid)
     assert rollout.loss_mask is not None
     on = rollout.loss_mask.bool()
     n = float(on.sum())

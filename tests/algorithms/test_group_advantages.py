@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aligner.algorithms.advantages import critic_advantages, group_advantages, reward_components
+from aligner.algorithms.advantages import critic_advantages, group_advantages, reward_weights
 from aligner.config.algorithm import GROUP_BASELINES, OTHER_BASELINES, AlgorithmConfig, KLConfig, OverlongConfig
 from aligner.config.rewards import RewardConfig, RewardFunctionConfig
 from aligner.config.schema import Config
@@ -133,15 +133,11 @@ def test_the_kl_in_the_reward_is_part_of_a_samples_score():
     assert [float(got[i, 1]) for i in range(4, 7)] == pytest.approx([x - fmean(s) for x in s], abs=1e-5)
 
 
-def test_components_and_weights_by_name():
+def test_weights_by_name():
     cfg = RewardConfig(functions=FUNCTIONS, model_weight=3.0)
-    table, weights = reward_components({"b": [1.0, None], "a": [None, 2.0], "model": [0.5, 0.5]}, cfg)
-    assert weights == [0.5, 1.0, 3.0]
-    torch.testing.assert_close(
-        table, torch.tensor([[1.0, math.nan, 0.5], [math.nan, 2.0, 0.5]]).double(), equal_nan=True
-    )
+    assert reward_weights({"b": [1.0, None], "a": [None, 2.0], "model": [0.5, 0.5]}, cfg) == [0.5, 1.0, 3.0]
     with pytest.raises(ConfigError, match=r"reward\.functions\[\]\.name.*'other'"):
-        reward_components({"other": [1.0]}, cfg)
+        reward_weights({"other": [1.0]}, cfg)
 
 
 def test_remax_needs_greedy_responses():

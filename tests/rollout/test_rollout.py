@@ -16,9 +16,9 @@ from aligner.config.rewards import EvalConfig, RewardConfig
 from aligner.config.schema import BatchConfig
 from aligner.data.dataset import PreferenceItem, ScoredItem, SftItem
 from aligner.errors import ConfigError, EngineError
-from aligner.ops.advantages import grpo
+from aligner.ops.advantages import gdpo, grpo
 from aligner.ops.seeds import request_seed
-from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.composite import RewardPipeline, Scores
 from aligner.rewards.functions import FunctionReward
 from aligner.rollout.collate import collate, join_generations, make_samples
 from aligner.rollout.evaluate import Evaluator, judge
@@ -34,7 +34,7 @@ from aligner.rollout.prepare import (
     shuffle_within_groups,
 )
 from aligner.rollout.source import RolloutSource, share
-from aligner.rollout.statistics import reduce_metrics, rollout_metrics, value_metrics
+from aligner.rollout.statistics import compared, reduce_metrics, rollout_metrics, value_metrics
 from aligner.types import LENGTH, STOP, Generations, Prompt, Sample, SamplingParams
 
 PAD = 0
@@ -454,7 +454,7 @@ def test_rollout_metrics_against_plain_statistics(world):
     rollout.ref_logprobs = rollout.old_logprobs + 0.2 * torch.randn(rollout.tokens.shape, generator=g)
     rollout.loss_mask = rollout.response_mask
     rollout.advantages = torch.randn(rollout.tokens.shape, generator=g) * rollout.response_mask
-    found = rollout_metrics(rollout, scores, world)
+    found = rollout_metrics(rollout, scores, AlgorithmConfig(), world)
     on, raw = rollout.response_mask.bool(), torch.tensor(scores.raw).double()
     d = (rollout.old_logprobs - rollout.ref_logprobs)[on].double()
     gap = (rollout.old_logprobs - rollout.rollout_logprobs)[on].double()
@@ -495,8 +495,27 @@ def test_groups_are_degenerate_by_what_advantages_compare(world):
     rollout.token_rewards[:, -1] = rollout.rewards
     rollout.token_rewards[4, -1] -= 1.0  # overlong
     scores = scored(rollout)
-    assert rollout_metrics(rollout, scores, world)["reward/degenerate_groups"] == 0.75
+    assert rollout_metrics(rollout, scores, AlgorithmConfig(), world)["reward/degenerate_groups"] == 0.75
     assert int((grpo(rollout.token_rewards.sum(1), rollout.group, rollout.valid) != 0).sum()) == 3
+
+
+def test_with_gdpo_groups_are_degenerate_in_every_component(world):
+    """Groups 0 and 1 vary in components whose sums do not; the sum of group 3 does, by one that a single sample has."""
+    rollout = make_rollout(prompts=4, group=3)
+    rollout.loss_mask, algorithm = rollout.response_mask, AlgorithmConfig(advantage="gdpo")
+    components = {
+        "a": [0.0, 1.0, 1.0, 0.0, 1.0, 1.0, *[0.0] * 3, *[1.0] * 3],
+        "b": [1.0, 0.0, 0.0, 1.0, 0.0, None, *[0.5] * 3, None, 1.0, None],
+    }
+    sums = [a + (b or 0) for a, b in zip(*components.values(), strict=True)]
+    scores = Scores(sums, sums, components, [True] * 12, [False] * 12)
+    rollout.rewards = torch.tensor(sums)
+    assert rollout_metrics(rollout, scores, AlgorithmConfig(), world)["reward/degenerate_groups"] == 0.75
+    assert rollout_metrics(rollout, scores, algorithm, world)["reward/degenerate_groups"] == 0.5
+    found = compared(rollout, scores, algorithm)
+    assert found[:2].tolist() == [[0.0, 1.0], [1.0, 0.0]] and found[[5, 9, 11], 1].isnan().all()
+    trained = gdpo(found, [1.0, 1.0], rollout.group, rollout.valid).view(4, 3).any(1)
+    assert trained.tolist() == [True, True, False, False]
 
 
 def test_value_metrics(world):
