@@ -33,9 +33,13 @@ HEADLINE = (
 
 def number(value: Any) -> float | None:
     """The value as a curve can show it, None for what is no finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        shown = float(value)
+    except OverflowError:  # an integer beyond the largest float
+        return None
+    return shown if math.isfinite(shown) else None
 
 
 class Column:

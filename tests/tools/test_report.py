@@ -175,9 +175,11 @@ def test_torn_and_foreign_files_make_a_page(tmp_path):
     folder = make_run(tmp_path / "one")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "reward/mean": Infinity, "rm/loss": [1, 2], "kl/x": "a", "c/y": NaN, "c/z": true}\n')
+        file.write(f'{{"step": 5, "reward/mean": {"9" * 400}}}\n{{"step": {"9" * 400}, "rm/loss": 1}}\n')  # no float's
         file.write('{"wall_time": 3.0}\n{"step": 6, "reward/me')
     with (folder / "samples.jsonl").open("a") as file:
         file.write('{"step": 5}\n{"step": 5, "scores": [1], "columns": 3, "reward": "x"}\n')
+        file.write(f'{{"step": 5, "reward": {"9" * 400}, "scores": {{"a": {"9" * 400}}}}}\n')
     with (folder / "alarms.jsonl").open("a") as file:
         file.write("{}\n")
     (folder / "config.yaml").write_text("a: [")
