@@ -91,6 +91,8 @@ def _out_value(cfg: ModelConfig, key: str, default: Any) -> Any:
     value = getattr(getattr(cfg, section) if section else cfg, name)
     if name == "query_scale_dim":
         return value or cfg.kv_channels
+    if name == "multiplier":
+        return value or cfg.kv_channels**-0.5
     return value if value or isinstance(default, bool) else None
 
 
@@ -101,9 +103,11 @@ def _attention_out(cfg: ModelConfig, family: Family, rope: dict[str, Any]) -> di
     out: dict[str, Any] = {"use_sliding_window": bool(attention.window)} if family.window_switch else {}
     if family.window_switch and not attention.window:
         return out
-    out["sliding_window"] = attention.window or None
     if family.windows == "every":
-        return out
+        return out | {"sliding_window": attention.window or None}
+    out["sliding_window"] = (
+        attention.window or family.default_window
+    )  # transformers wants one even if no layer is local
     local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
     out["layer_types"] = ["sliding_attention" if here else "full_attention" for here in local]
     if family.default_global[0] == "max_window_layers":  # what older readers look at: layers before the first local one

@@ -1,0 +1,163 @@
+"""Random small models of every family against transformers: `python -m tests.grid --draws 200 --seed 0`.
+
+A family is drawn by its entry in `config/families.py`: each key in which its models differ has a draw in `KEYS`, and
+one without is an error that names it. Draws are as wild as the config allows: heads that do not multiply to the hidden
+size, one head, odd widths, local and unrotated layers in any order, every rotary scaling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from aligner.config.attention import AttentionConfig, layer_pattern
+from aligner.config.engine import EngineConfig
+from aligner.config.families import TRAITS
+from aligner.config.moe import MoeConfig
+from aligner.config.rope import ROPE_TYPES, RopeScalingConfig
+from aligner.config.scales import ScalesConfig
+from aligner.config.schema import ModelConfig
+from aligner.engines.native import NativeEngine
+from aligner.types import SamplingParams
+from tests.ranks import Ranks
+from tests.tiny import batch, hf_weights, transformers_model, write_folder
+
+PROMPT, RESPONSE = 19, 12  # tokens: beyond windows and original contexts
+SHORT, LONG = 16, 256  # contexts
+ATOL = 1e-4
+
+Draw = Callable[[random.Random, ModelConfig], Any]  # of a shape; its family is not drawn yet
+KEYS: dict[str, Draw] = {
+    "qkv_bias": lambda r, _: r.random() < 0.5,
+    "mlp_bias": lambda r, _: r.random() < 0.5,
+    "attention.rotary_fraction": lambda r, shape: r.randrange(4, shape.kv_channels + 1, 2) / shape.kv_channels,
+    "attention.multiplier": lambda r, _: r.choice([0.0, r.uniform(0.05, 0.5)]),
+    "attention.query_scale_dim": lambda r, _: r.choice([0, r.randint(3, 40)]),
+    "attention.softcap": lambda r, _: r.choice([0.0, r.uniform(0.5, 5)]),
+    "attention.window": lambda r, _: r.choice([0, *range(1, 13)]),
+    "attention.local_rope_base": lambda r, _: r.uniform(20, 1000),
+    "attention.nope_layers": lambda r, shape: [n for n in range(shape.num_layers) if r.random() < 0.4],
+    "scales.embedding": lambda r, _: r.uniform(0.5, 4),
+    "scales.residual": lambda r, _: r.uniform(0.2, 1.5),
+    "scales.logits": lambda r, _: r.uniform(0.5, 3),
+    "scales.logits_softcap": lambda r, _: r.choice([0.0, r.uniform(1, 10)]),
+}
+LAYERS = ("attention.global_every", "attention.global_layers")  # two words for one thing, drawn together
+# what transformers refuses: other scalings, heads that do not multiply to the hidden size
+ROPE, SQUARE = {"phi3": ("longrope",)}, ("phi3",)
+
+
+def draw(family: str, seed: int) -> ModelConfig:
+    """A random model of the family, the same for the same seed."""
+    r, traits = random.Random(f"{family}/{seed}"), TRAITS[family]
+    groups, head_dim = r.choice([1, 1, 2, 3, 4]), 2 * r.randint(2, 9)
+    heads = groups * r.choice([1, 1, 2, 3])
+    sizes: dict[str, Any] = {
+        "num_layers": r.randint(1, 4),
+        "hidden_size": heads * (head_dim if family in SQUARE else r.randint(4, 12)),
+        "ffn_hidden_size": r.randint(11, 60),
+        "num_heads": heads,
+        "num_kv_heads": groups,
+        "head_dim": head_dim,
+        "vocab_size": r.randint(40, 130),
+        "rope_base": r.choice([100.0, 1e4, 1e6]),
+        "norm_eps": r.choice([1e-6, 1e-5, 1e-2]),
+        "max_position": LONG,
+        "tie_embeddings": r.random() < 0.5,
+    }
+    shape = ModelConfig(**sizes)
+    values = {key: KEYS[key](r, shape) for key in traits.varies if key not in LAYERS}
+    if "attention.local_rope_base" in values:
+        values["attention.window"] = values["attention.window"] or 1
+    if set(LAYERS) <= set(traits.varies) and values["attention.window"]:
+        pattern = layer_pattern([r.random() < 0.5 for _ in range(shape.num_layers)])
+        values |= {f"attention.{name}": value for name, value in pattern.items()}
+    rotary_dim = int(shape.kv_channels * values.get("attention.rotary_fraction", 1.0))
+    return ModelConfig(
+        **sizes | {"family": family, "qkv_bias": traits.qkv_bias, "qk_norm": traits.qk_norm} | _section("", values),
+        attention=AttentionConfig(**_section("attention", values)),
+        scales=ScalesConfig(**_section("scales", values)),
+        moe=_experts(r, family, shape.ffn_hidden_size) if traits.experts else MoeConfig(),
+        rope_scaling=_scaling(r, ROPE.get(family, ROPE_TYPES), rotary_dim),
+    )
+
+
+def _section(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {key.rpartition(".")[2]: value for key, value in values.items() if key.rpartition(".")[0] == name}
+
+
+def _experts(r: random.Random, family: str, ffn_hidden_size: int) -> MoeConfig:
+    count, always = r.randint(1, 6), family == "mixtral"  # whose config.json has neither key
+    width = ffn_hidden_size if always else r.randint(7, 40)
+    return MoeConfig(count, r.randint(1, count), width, norm_topk_prob=always or r.random() < 0.5)
+
+
+def _scaling(r: random.Random, types: tuple[str, ...], rotary_dim: int) -> RopeScalingConfig:
+    kind = r.choice(["", *types])
+    if not kind:
+        return RopeScalingConfig()
+    fields: dict[str, Any] = {"type": kind, "factor": r.uniform(1.5, 9)}
+    if kind in ("llama3", "yarn", "longrope"):
+        fields |= {"original_max_position": SHORT, "factor": LONG / SHORT}
+    if kind == "yarn" and r.random() < 0.5:
+        fields |= {"mscale": r.uniform(0.3, 1), "mscale_all_dim": r.uniform(0.3, 1), "truncate": r.random() < 0.5}
+    if kind in ("yarn", "longrope") and r.random() < 0.3:
+        fields |= {"attention_factor": r.uniform(0.7, 1.4)}
+    if kind == "longrope":
+        fields |= {name: [r.uniform(1, 20) for _ in range(rotary_dim // 2)] for name in ("short_factor", "long_factor")}
+    return RopeScalingConfig(**fields)
+
+
+def compare(cfg: ModelConfig, folder: str, ranks: Ranks) -> None:
+    """Trainer (as its folder is read) and native engine against transformers, in float32: logits of ragged rows within
+    1e-4, greedy tokens those of the greatest logit, and their logprobs."""
+    model, raw = transformers_model(cfg)
+    model.set_experts_implementation("eager")  # the other wants widths that are multiples of 4
+    rows = batch(cfg, rows=3, width=PROMPT)
+    real = torch.arange(PROMPT)[None] < rows.lengths[:, None]
+    job = {"folder": write_folder(model, raw, folder), "tokens": rows.tokens, "lengths": rows.lengths}
+    got = ranks.run("tests.megatron.jobs:logits", **job)[0]
+    with torch.no_grad():
+        wanted = model(rows.tokens, attention_mask=real.long()).logits
+    torch.testing.assert_close(got[real], wanted[real], atol=ATOL, rtol=0)
+
+    engine = NativeEngine(cfg, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0)
+    engine.begin_update(1)
+    engine.update_weights(hf_weights(model).items())
+    engine.finish_update()
+    prompts = rows.tokens[:, -2 * SHORT :].tolist()  # as long as they are: all beyond the original context
+    out = engine.generate(prompts, [[0]] * 3, SamplingParams(RESPONSE, temperature=0))
+    with torch.no_grad():
+        logits = model(torch.cat([rows.tokens, out.tokens], dim=1)).logits[:, PROMPT - 1 : -1]
+    chosen = logits.gather(2, out.tokens[..., None])[..., 0]
+    torch.testing.assert_close(chosen, logits.amax(-1), atol=ATOL, rtol=0)
+    torch.testing.assert_close(out.logprobs, chosen - logits.logsumexp(-1), atol=ATOL, rtol=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draws", type=int, default=20, help="of each family")
+    parser.add_argument("--seed", type=int, default=0, help="of the first")
+    parser.add_argument("--families", nargs="*", default=list(TRAITS))
+    args = parser.parse_args()
+    ranks, failed = Ranks(1), 0
+    for family in args.families:
+        for seed in range(args.seed, args.seed + args.draws):
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    compare(draw(family, seed), folder, ranks)
+            except Exception as error:  # whatever it is, the others are drawn as well
+                failed += 1
+                print(f"{family} {seed}: {type(error).__name__}: {error}\n  {draw(family, seed)}", flush=True)
+    ranks.close()
+    print(f"{args.draws} draws of each of {len(args.families)} families: {failed} differ")
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
