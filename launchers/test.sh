@@ -2,6 +2,7 @@
 # Lint, format check and tests. What this machine lacks is skipped and listed at the end.
 #   --fast   leaves out the tests marked slow, and most cases of those marked few
 #   --all    installs Slurm and MPI with apt-get if they are missing, and fails where a test is skipped for lack of them
+#   ROOM     the tests of a folder of tests/: rollout, engines/native, ...
 # Other arguments go to pytest. Without any, workers share the files: as many as there are cores, at most 4.
 set -euo pipefail
 
@@ -40,6 +41,7 @@ for argument in "$@"; do
             export ALIGNER_TEST_ALL=1
             ;;
         *)
+            [[ ! -d "tests/$argument" ]] || argument="tests/$argument"
             arguments+=("$argument")
             workers=1
             ;;
