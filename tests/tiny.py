@@ -132,6 +132,7 @@ MIXTRAL = replace(LLAMA, family="mixtral", ffn_hidden_size=40, moe=MoeConfig(6, 
 MORE |= {
     "mixtral-window": replace(MIXTRAL, attention=AttentionConfig(window=6)),
     "qwen3_moe-window": replace(MOE, qkv_bias=True, attention=AttentionConfig(window=6)),
+    "qwen3_moe-mixed": replace(MOE, num_layers=4, moe=replace(MOE.moe, dense_layers=[0, 1, 3])),
 }
 ADAM = OptimConfig(lr=1e-3)
 # Adam with a huge eps and no memory is gradient descent with learning rate 1: updates are gradients

@@ -49,7 +49,7 @@ TRAITS = {
     "olmo3": Traits(
         ("qkv_bias", *_LAYERS, "attention.local_rope_base"), qk_norm=True, wide_qk_norm=True, output_bias=True
     ),
-    "qwen3_moe": Traits((*_WINDOW, "qkv_bias"), qk_norm=True, experts=True, output_bias=True),
+    "qwen3_moe": Traits((*_WINDOW, "qkv_bias", "moe.dense_layers"), qk_norm=True, experts=True, output_bias=True),
     "mixtral": Traits(_WINDOW, experts=True),
 }
 MOE_FAMILIES = tuple(name for name, traits in TRAITS.items() if traits.experts)
@@ -74,6 +74,7 @@ def check_traits(model: ModelConfig) -> None:
 def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
     """(key, value, what it is in a plain model) of optional keys that are not plain."""
     found: list[tuple[str, Any, Any]] = [("mlp_bias", model.mlp_bias, False)]
+    found.append(("moe.dense_layers", model.moe.dense_layers, []))
     for section, plain in (("attention", AttentionConfig()), ("scales", ScalesConfig())):
         mine, theirs = asdict(getattr(model, section)), asdict(plain)
         found += [(f"{section}.{name}", mine[name], theirs[name]) for name in mine]

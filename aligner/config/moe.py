@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aligner.config.checks import at_least, one_of
 from aligner.config.families import MOE_FAMILIES
@@ -11,7 +11,7 @@ from aligner.errors import ConfigError
 
 @dataclass
 class MoeConfig:
-    """Every layer's MLP is `num_experts` gated MLPs, of which a router picks `top_k` for each token."""
+    """A layer's MLP is `num_experts` gated MLPs, of which a router picks `top_k` for each token."""
 
     num_experts: int = 0  # 0: dense
     top_k: int = 2  # experts of a token
@@ -19,6 +19,7 @@ class MoeConfig:
     norm_topk_prob: bool = True  # the weights of a token's experts sum to 1
     aux_coef: float = 0.0  # of the load-balancing loss
     aux_over: str = "minibatch"  # tokens whose load it balances: minibatch (an extra forward pass), micro_batch
+    dense_layers: list[int] = field(default_factory=list)  # from 0, with one MLP of model.ffn_hidden_size instead
 
     def __post_init__(self) -> None:
         for key, low in (("num_experts", 0), ("top_k", 1), ("ffn_hidden_size", 0), ("aux_coef", 0)):
@@ -37,3 +38,10 @@ def check_moe_family(family: str, moe: MoeConfig) -> None:
         raise ConfigError("model.family", family, expected)
     if family == "mixtral" and not moe.norm_topk_prob:
         raise ConfigError("model.moe.norm_topk_prob", False, "true for model.family=mixtral")
+
+
+def check_dense_layers(moe: MoeConfig, layers: int) -> None:
+    dense = moe.dense_layers
+    if dense and (sorted(set(dense)) != dense or dense[0] < 0 or dense[-1] >= layers or len(dense) == layers):
+        expected = f"some of the layers 0 to {layers - 1}, ascending, and not all"
+        raise ConfigError("model.moe.dense_layers", dense, expected)

@@ -16,7 +16,7 @@ from aligner.config.engine import EngineConfig, RefitConfig
 from aligner.config.families import TRAITS, check_traits
 from aligner.config.memory import MemoryConfig
 from aligner.config.mismatch import MismatchConfig
-from aligner.config.moe import MoeConfig, check_moe_family
+from aligner.config.moe import MoeConfig, check_dense_layers, check_moe_family
 from aligner.config.quantization import settle
 from aligner.config.rewards import EvalConfig, RewardConfig
 from aligner.config.rope import RopeScalingConfig, check_rope
@@ -99,6 +99,7 @@ class ModelConfig:
         check_moe_family(self.family, self.moe)
         check_traits(self)
         check_layers(self.attention, self.num_layers)
+        check_dense_layers(self.moe, self.num_layers)
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "max_position"):
             at_least(f"model.{name}", getattr(self, name), 1)
         above("model.rope_base", self.rope_base, 0)
@@ -130,6 +131,20 @@ class ModelConfig:
     @property
     def expert_ffn(self) -> int:
         return self.moe.ffn_hidden_size or self.ffn_hidden_size
+
+    def layer_kinds(self, layer: int) -> tuple[str, ...]:
+        """Layer 0, 1, ... has the rows of the family's table that are of one of these kinds, or of none. Its MLP:
+        "dense", or "sparse" with experts."""
+        sparse = self.moe.num_experts and layer not in self.moe.dense_layers
+        return ("sparse" if sparse else "dense",)
+
+    def layers_of(self, kind: str) -> list[int]:
+        return [layer for layer in range(self.num_layers) if kind in self.layer_kinds(layer)]
+
+    @property
+    def mixed_layers(self) -> bool:
+        """Whether not all layers have the same parameters."""
+        return len({self.layer_kinds(layer) for layer in range(self.num_layers)}) > 1
 
 
 @dataclass

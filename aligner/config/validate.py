@@ -188,7 +188,7 @@ def _ranks(cfg: Config, world_size: int) -> None:
 
 
 def _layout(model: ModelConfig, parallel: ParallelConfig) -> None:
-    for name in ("num_heads", "num_kv_heads", *(() if model.moe.num_experts else ("ffn_hidden_size",))):
+    for name in ("num_heads", "num_kv_heads", *(["ffn_hidden_size"] if model.layers_of("dense") else [])):
         if getattr(model, name) % parallel.tensor:
             raise LayoutError(f"model.{name}", getattr(model, name), f"a multiple of parallel.tensor={parallel.tensor}")
     if parallel.context > 1 and parallel.context_mode == "alltoall":
@@ -211,9 +211,9 @@ def _engine(cfg: Config, model: ModelConfig) -> None:
     if cfg.engine.cuda_graphs and model.moe.num_experts:
         raise ConfigError("engine.cuda_graphs", True, "false with experts: how many rows one gets is not known ahead")
     ranks = cfg.engine.tensor_parallel
-    ffn = "moe.ffn_hidden_size" if model.moe.num_experts else "ffn_hidden_size"
     sizes = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}
-    sizes[ffn] = model.expert_ffn if model.moe.num_experts else model.ffn_hidden_size
+    sizes |= {"ffn_hidden_size": model.ffn_hidden_size} if model.layers_of("dense") else {}
+    sizes |= {"moe.ffn_hidden_size": model.expert_ffn} if model.moe.num_experts else {}
     for name, size in sizes.items():
         if size % ranks:
             raise LayoutError(f"model.{name}", size, f"a multiple of engine.tensor_parallel={ranks}")

@@ -21,6 +21,7 @@ class ExpertLoad:
     def __init__(self, module: torch.nn.Module, moe: MoeConfig, layout: Layout):
         self.layers = [layer for layer in module.modules() if isinstance(layer, ExpertLayer)]
         self.moe, self.layout = moe, layout
+        self._device = next(module.parameters()).device
 
     def begin(self, micro_batches: Sequence[TrainBatch], run: Callable[[], object]) -> None:
         """Start counting. `run` makes a forward pass over the minibatch; called if the auxiliary loss is that of
@@ -83,6 +84,8 @@ class ExpertLoad:
             torch.cat([layer.pairs, layer.probs, layer.pairs.new_full((1,), layer.routed), layer.computed.view(1)])
             for layer in self.layers
         ]
+        if not rows:  # a stage whose layers are all dense
+            return torch.zeros(0, 2 * self.moe.num_experts + 2, dtype=torch.float64, device=self._device)
         counted = torch.stack(rows)
         dist.all_reduce(counted, group=self.layout.pgs.dp_cp)
         return counted

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
@@ -60,7 +60,7 @@ def uses_transformer_engine(cfg: ModelConfig) -> bool:
     """What its modules, or this file's use of them, do not know runs on modules of our own: norms, gates, windows and
     the like, biases but of queries, keys and values, and rotary embeddings other than Llama's."""
     usual = cfg.attention == AttentionConfig() and cfg.scales == ScalesConfig() and cfg.rope_scaling.type == "llama3"
-    own = FAMILIES[cfg.family].own_modules or cfg.output_bias or cfg.mlp_bias
+    own = FAMILIES[cfg.family].own_modules or cfg.output_bias or cfg.mlp_bias or cfg.mixed_layers
     return has_transformer_engine() and usual and not own
 
 
@@ -133,6 +133,15 @@ def layer_spec(cfg: ModelConfig, config: TransformerConfig, layout: Layout) -> M
         if experts:
             spec.module, spec.submodules.mlp = StreamLayer, experts
         return spec
+    first = get_transformer_layer_offset(config, pp_rank=layout.pp_rank)
+    count = get_num_layers_to_build(config, pp_rank=layout.pp_rank)
+    kinds = [cfg.layer_kinds(layer) for layer in range(first, first + count)]
+    specs = {kind: _own_layer(cfg, kind, experts if "sparse" in kind else None) for kind in set(kinds)}
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=RMSNorm)
+
+
+def _own_layer(cfg: ModelConfig, kinds: tuple[str, ...], experts: partial | None) -> ModuleSpec:
+    """A layer of these kinds, of modules of our own."""
     submodules = get_gpt_layer_local_submodules(normalization="RMSNorm")
     family, wide = FAMILIES[cfg.family], TRAITS[cfg.family].wide_qk_norm
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm if family.pre_norms else IdentityOp
@@ -148,9 +157,7 @@ def layer_spec(cfg: ModelConfig, config: TransformerConfig, layout: Layout) -> M
     submodules.mlp = experts or partial(_dense, dense, cfg.mlp_bias, **submodules.mlp.keywords)
     if cfg.qk_norm and not wide:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layer = ModuleSpec(module=StreamLayer if experts else TransformerLayer, submodules=submodules)
-    count = get_num_layers_to_build(config, pp_rank=layout.pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+    return ModuleSpec(module=StreamLayer if experts else TransformerLayer, submodules=submodules)
 
 
 def _dense(kind: type[GatedMLP], has_bias: bool, *, config: TransformerConfig, **options: Any) -> GatedMLP:
@@ -191,6 +198,12 @@ class ScoreHead(torch.nn.Module):
 
 class StageModel(GPTModel):
     """GPTModel whose checkpoint of tied embeddings asks its own process groups, where Megatron asks the global ones."""
+
+    mixed_layers = False  # then each layer's parameters are tensors of their own in a checkpoint, else all layers' one
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        told = (metadata or {}) | {"non_homogeneous_layers": self.mixed_layers}
+        return super().sharded_state_dict(prefix, sharded_offsets, told)
 
     def tie_embeddings_and_output_weights_state_dict(
         self, sharded_state_dict: dict, output_layer_weight_key: str, first_stage_word_emb_key: str, metadata: dict
@@ -259,6 +272,7 @@ def build_model(
         rope_scaling_factor=cfg.rope_scaling.factor,
         pg_collection=layout.pgs,
     )
+    model.mixed_layers = cfg.mixed_layers
     factor = embedding_factor(cfg, dtype)
     if factor != 1 and layout.is_first_stage:
         scale_embeddings(model.embedding, factor)

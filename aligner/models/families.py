@@ -27,6 +27,7 @@ class MoeKeys:
     norm_topk_prob: str = ""
     top_k: str = "num_experts_per_tok"
     aux_coef: str = "router_aux_loss_coef"
+    dense_layers: str = ""  # empty: none is
 
 
 Key = tuple[str, str, Any]  # key of `model`, what config.json calls it, what a config.json without it means
@@ -110,8 +111,17 @@ _MLP = (
         0,
         ("2ffn", "hidden"),
         "ffn",
+        kind="dense",
     ),
-    ParamSpec(_IN + "mlp.linear_fc2.weight", (_OUT + "mlp.down_proj.weight",), "copy", 1, ("hidden", "ffn"), "ffn"),
+    ParamSpec(
+        _IN + "mlp.linear_fc2.weight",
+        (_OUT + "mlp.down_proj.weight",),
+        "copy",
+        1,
+        ("hidden", "ffn"),
+        "ffn",
+        kind="dense",
+    ),
 )
 
 
@@ -121,9 +131,34 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[ParamSpec, ...]
     both = (f"{at}{gate}.weight", f"{at}{up}.weight")
     inner, outer = ("experts", "2", "expert_ffn", "hidden"), ("experts", "hidden", "expert_ffn")
     return (
-        ParamSpec(_IN + "mlp.router.weight", (f"{_OUT}{block}.gate.weight",), "copy", None, ("experts", "hidden")),
-        ParamSpec(_IN + "mlp.experts.gate_up", both, "experts_gate_up", 2, inner, "expert_ffn", experts=True),
-        ParamSpec(_IN + "mlp.experts.down", (f"{at}{down}.weight",), "experts", 2, outer, "expert_ffn", experts=True),
+        ParamSpec(
+            _IN + "mlp.router.weight",
+            (f"{_OUT}{block}.gate.weight",),
+            "copy",
+            None,
+            ("experts", "hidden"),
+            kind="sparse",
+        ),
+        ParamSpec(
+            _IN + "mlp.experts.gate_up",
+            both,
+            "experts_gate_up",
+            2,
+            inner,
+            "expert_ffn",
+            experts=True,
+            kind="sparse",
+        ),
+        ParamSpec(
+            _IN + "mlp.experts.down",
+            (f"{at}{down}.weight",),
+            "experts",
+            2,
+            outer,
+            "expert_ffn",
+            experts=True,
+            kind="sparse",
+        ),
     )
 
 
@@ -359,13 +394,13 @@ FAMILIES = {
     "qwen3_moe": Family(
         "qwen3_moe",
         "Qwen3Moe",
-        _COMMON + _experts("mlp", "gate_proj", "up_proj", "down_proj") + _QK_NORM + _BIASES,
-        moe=MoeKeys("num_experts", "moe_intermediate_size", "norm_topk_prob"),
+        _COMMON + _MLP + _experts("mlp", "gate_proj", "up_proj", "down_proj") + _QK_NORM + _BIASES,
+        moe=MoeKeys("num_experts", "moe_intermediate_size", "norm_topk_prob", dense_layers="mlp_only_layers"),
         keys=(_ATTENTION_BIAS,),
         windows="every",
         window_switch=True,
         default_window=4096,
-        constants=(("decoder_sparse_step", 1), ("mlp_only_layers", [])),
+        constants=(("decoder_sparse_step", 1),),
     ),
     "mixtral": Family(
         "mixtral",
@@ -433,7 +468,8 @@ def family_table(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> lis
     sizes = dimensions(cfg, num_labels)
     out = []
     for row in rows:
-        for layer in range(cfg.num_layers) if "{layer}" in row.canonical else (0,):
+        layers = cfg.layers_of(row.kind) if row.kind else range(cfg.num_layers)
+        for layer in layers if "{layer}" in row.canonical else (0,):
             out.append(
                 ParamSpec(
                     row.canonical.format(layer=layer),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +253,12 @@ def _experts_in(raw: Record, family: Family) -> MoeConfig:
         raw.integer(keys.top_k, low=1),
         raw.integer(keys.ffn_hidden_size, low=1, high=MOST_CHANNELS),
     )
-    return replace(found, norm_topk_prob=raw.flag(keys.norm_topk_prob)) if keys.norm_topk_prob else found
+    if keys.norm_topk_prob:
+        found.norm_topk_prob = raw.flag(keys.norm_topk_prob)
+    if keys.dense_layers:
+        layers = raw.integer("num_hidden_layers")
+        found.dense_layers = sorted({layer for layer in raw.integers(keys.dense_layers, []) if layer < layers})
+    return found
 
 
 def _family_of(raw: Record, path: Path) -> Family:

@@ -12,14 +12,14 @@ from aligner.config.schema import ModelConfig
 
 
 def row_costs(lengths: Tensor, model: ModelConfig) -> Tensor:
-    """float64 [B]: operations of a forward pass by row of n tokens, per layer: 2 P n for the matrix products with P
-    parameters (the output layer's spread over the layers), 2 n^2 A for causal attention over heads of A = heads x
-    head_dim numbers in all (scores and weighted sums, half of the square)."""
+    """float64 [B]: operations of a forward pass by row of n tokens, per layer (of mixed ones on average): 2 P n for the
+    matrix products with P parameters (the output layer's spread over the layers), 2 n^2 A for causal attention over
+    heads of A = heads x head_dim numbers in all (scores and weighted sums, half of the square)."""
     n, h, wide = lengths.double(), model.hidden_size, model.num_heads * model.kv_channels
     projections = 2 * h * wide + 2 * h * model.num_kv_heads * model.kv_channels
-    mlp = 3 * h * model.ffn_hidden_size
-    if model.moe.num_experts:  # those that compute a token
-        mlp = 3 * h * model.expert_ffn * model.moe.top_k + h * model.moe.num_experts
+    sparse = 3 * h * model.expert_ffn * model.moe.top_k + h * model.moe.num_experts  # what computes a token
+    share = len(model.layers_of("sparse")) / model.num_layers
+    mlp = 3 * h * model.ffn_hidden_size * (1 - share) + sparse * share
     parameters = projections + mlp + h * model.vocab_size / model.num_layers
     return 2 * parameters * n + 2 * wide * n.square()
 

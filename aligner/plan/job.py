@@ -258,10 +258,12 @@ def shape_at(like: ModelConfig, init: str) -> ModelConfig:
     sizes = {ours: raw.integer(theirs, low=1) for theirs, ours in _KEYS.items() if theirs in raw and theirs != flag}
     sizes |= {_KEYS[flag]: raw.flag(flag)} if flag in raw else {}
     experts = raw.integer("num_experts", 0) or raw.integer("num_local_experts", 0)
-    moe = replace(like.moe, num_experts=0, top_k=1)
+    moe = replace(like.moe, num_experts=0, top_k=1, dense_layers=[])
     if experts:
         width = raw.integer("moe_intermediate_size", 0) or raw.integer("intermediate_size")
+        dense = sorted(raw.integers("mlp_only_layers", []))
         moe = replace(moe, num_experts=experts, top_k=raw.integer("num_experts_per_tok", 2), ffn_hidden_size=width)
+        moe.dense_layers = dense
     kind = raw.text("model_type", like.family)
     one_of("model.family", kind, tuple(TRAITS))
     traits = TRAITS[kind]

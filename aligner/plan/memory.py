@@ -13,7 +13,7 @@ from aligner.errors import AlignerError
 from aligner.plan.devices import GIB, Assumptions, Device
 from aligner.plan.job import PREFILL_TOKENS, Job, Part
 from aligner.plan.reads import most_read
-from aligner.plan.shapes import Count, Grid, parameters, rank_parameters
+from aligner.plan.shapes import Count, Grid, mlp_width, parameters, rank_parameters, stage_layers, widest_mlp
 
 SAMPLED_LOGITS = 1 << 26  # float64 cumulative sums of the native sampler at a time
 
@@ -84,7 +84,7 @@ def optimizer_share(count: Count, grid: Grid, distributed: bool) -> float:
     return optimizer_bytes(count, grid, 4, distributed) / 8
 
 
-def layer_activations(part: Part, grid: Grid) -> tuple[float, float]:
+def layer_activations(part: Part, grid: Grid, sparse: bool) -> tuple[float, float]:
     """Elements that one layer keeps for backward: (for each own token, for each token of all context-parallel ranks).
 
     By own token: inputs and outputs of two norms (4 H; a 1/tp share with sequence parallelism), queries and the
@@ -94,10 +94,9 @@ def layer_activations(part: Part, grid: Grid) -> tuple[float, float]:
     m, tp = part.shape, grid.tensor
     a, k = m.num_heads * m.kv_channels, m.num_kv_heads * m.kv_channels
     own = 4 * m.hidden_size / (tp if grid.sequence else 1) + (2 if grid.context == 1 else 3) * a / tp
-    if m.moe.num_experts:
-        own += m.hidden_size + m.moe.top_k * (2 * m.hidden_size + 3 * m.expert_ffn / tp)
-    else:
-        own += 3 * m.ffn_hidden_size / tp
+    own += 3 * mlp_width(m, sparse) / tp
+    if sparse:
+        own += m.hidden_size + m.moe.top_k * 2 * m.hidden_size
     if grid.context > 1 and not grid.over_heads:
         return own, 2 * k * (1 + 1 / (2 * grid.context)) / tp
     return own + 2 * k / tp, 0.0
@@ -110,13 +109,14 @@ def activation_bytes(job: Job, part: Part, stage: int) -> float:
     grid, m = job.grid, part.shape
     count, tokens = job.micro_batches(worst=True)
     own, share = tokens / grid.context, grid.tensor if grid.sequence else 1
-    per_token, per_gathered = layer_activations(part, grid)
-    layer = per_token * own + per_gathered * tokens
-    layers = m.num_layers // grid.pipeline
+    layers = []
+    for sparse in stage_layers(m, grid, stage):
+        per_token, per_gathered = layer_activations(part, grid, sparse)
+        layers.append(per_token * own + per_gathered * tokens)
     ends = (stage == 0) * m.hidden_size / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
-    kept = layers * own * m.hidden_size / share if job.recompute else layers * layer
+    kept = len(layers) * own * m.hidden_size / share if job.recompute else sum(layers)
     in_flight = min(count, grid.pipeline - stage)
-    return job.element * (in_flight * (kept + ends * own) + (layer if job.recompute else 0))
+    return job.element * (in_flight * (kept + ends * own) + (max(layers) if job.recompute else 0))
 
 
 def logits_bytes(job: Job, part: Part, tokens: float) -> float:
@@ -131,7 +131,7 @@ def _forward_bytes(job: Job, part: Part) -> float:
     m, grid = part.shape, job.grid
     tokens = max(job.logprob_tokens, job.rows.longest) / grid.context
     tokens = min(tokens, job.rows.count / grid.data * job.rows.longest / grid.context)
-    wide = 3 * (m.moe.top_k * m.expert_ffn if m.moe.num_experts else m.ffn_hidden_size) / grid.tensor
+    wide = 3 * widest_mlp(m) / grid.tensor
     return job.element * tokens * (3 * m.hidden_size + wide)
 
 
@@ -156,9 +156,7 @@ def _engine_items(job: Job) -> tuple[dict[str, float], dict[str, float]]:
     assert engine is not None
     slots, cache = job.slots()
     tokens = min(PREFILL_TOKENS, job.rows.prompts * job.rows.prompt_longest)
-    wide = (m.num_heads + 2 * m.num_kv_heads) * m.kv_channels + 3 * (
-        m.moe.top_k * m.expert_ffn if m.moe.num_experts else m.ffn_hidden_size
-    )
+    wide = (m.num_heads + 2 * m.num_kv_heads) * m.kv_channels + 3 * widest_mlp(m)
     logits = slots * m.vocab_size
     return {"engine weights": engine.element * parameters(m) / engine.tensor, "kv cache": cache}, {
         "prefill": engine.element * tokens * (wide + 3 * m.hidden_size) / engine.tensor,

@@ -1,7 +1,8 @@
 """Parameters and operations of a model, from its config.
 
 Names: H hidden, A = heads x head_dim, K = kv_heads x head_dim, F FFN, V vocabulary, L layers; E experts of which a
-token takes k, with F_e each. A multiply-add is two operations.
+token takes k, with F_e each. A multiply-add is two operations. Where some layers have experts and some one dense MLP,
+what is said of "a layer" is their mean.
 """
 
 from __future__ import annotations
@@ -57,10 +58,40 @@ def _widths(m: ModelConfig) -> tuple[int, int]:
     return m.num_heads * m.kv_channels, m.num_kv_heads * m.kv_channels
 
 
-def layer_matrices(m: ModelConfig) -> tuple[int, int]:
-    """(attention's, the dense MLP's) matrix elements of a layer: H(A + 2K) + AH, 3HF."""
+def sparse_share(m: ModelConfig) -> float:
+    """Of the layers, those with experts."""
+    return len(m.layers_of("sparse")) / m.num_layers
+
+
+def stage_layers(m: ModelConfig, grid: Grid, stage: int) -> list[bool]:
+    """Whether each layer of a pipeline stage has experts."""
+    count = m.num_layers // grid.pipeline
+    return ["sparse" in m.layer_kinds(layer) for layer in range(stage * count, (stage + 1) * count)]
+
+
+def attention_matrices(m: ModelConfig) -> int:
+    """Elements: H(A + 2K) + AH."""
     a, k = _widths(m)
-    return m.hidden_size * (2 * a + 2 * k), 0 if m.moe.num_experts else 3 * m.hidden_size * m.ffn_hidden_size
+    return m.hidden_size * (2 * a + 2 * k)
+
+
+def mlp_matrices(m: ModelConfig, sparse: bool) -> int:
+    """Elements that every token of a layer meets: 3HF of a dense MLP, the router's HE."""
+    return m.hidden_size * (m.moe.num_experts if sparse else 3 * m.ffn_hidden_size)
+
+
+def mlp_width(m: ModelConfig, sparse: bool) -> int:
+    """Of what a token has between the matrices of an MLP."""
+    return m.moe.top_k * m.expert_ffn if sparse else m.ffn_hidden_size
+
+
+def widest_mlp(m: ModelConfig) -> int:
+    return max(mlp_width(m, sparse) for sparse in set(stage_layers(m, Grid(), 0)))
+
+
+def _mean_mlp(m: ModelConfig) -> float:
+    share = sparse_share(m)
+    return share * mlp_matrices(m, True) + (1 - share) * mlp_matrices(m, False)
 
 
 def layer_norms(m: ModelConfig) -> int:
@@ -78,14 +109,15 @@ def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", ou
     a, k = _widths(m)
     bias = (a + 2 * k if m.qkv_bias else 0) + (2 * m.ffn_hidden_size if m.mlp_bias else 0)
     bias += a + k if TRAITS[m.family].wide_qk_norm else 0
-    layer = (sum(layer_matrices(m)) + bias) // tp + layer_norms(m) + moe.num_experts * h
+    layers, last = stage_layers(m, grid, stage), stage == grid.pipeline - 1
+    each = (attention_matrices(m) + bias) // tp + layer_norms(m)
     experts = 3 * moe.num_experts * h * m.expert_ffn // (tp * grid.expert)
-    layers, last = m.num_layers // grid.pipeline, stage == grid.pipeline - 1
     vocabulary = -(-m.vocab_size // tp) * h
-    dense = layers * layer + (vocabulary if stage == 0 else 0) + (h if last else 0)
+    dense = sum(each + (mlp_matrices(m, True) if sparse else mlp_matrices(m, False) // tp) for sparse in layers)
+    dense += (vocabulary if stage == 0 else 0) + (h if last else 0)
     if last and head == "lm" and not (m.tie_embeddings and grid.pipeline == 1):
         dense += vocabulary
-    return Count(dense, layers * experts, outputs * h if last and head == "score" else 0)
+    return Count(dense, sum(layers) * experts, outputs * h if last and head == "score" else 0)
 
 
 def parameters(m: ModelConfig, head: str = "lm", outputs: int = 1) -> int:
@@ -99,13 +131,13 @@ def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float 
     a, k = _widths(m)
     kept = tokens if kept is None else kept
     mixed = m.hidden_size * (a + 2 * k)
-    rest = sum(layer_matrices(m)) + m.moe.num_experts * m.hidden_size - mixed
+    rest = attention_matrices(m) + _mean_mlp(m) - mixed
     return 2 * tokens * mixed + kept * (2 * rest + 4 * a * context)
 
 
 def expert_operations(m: ModelConfig, tokens: float) -> float:
     """Of one layer's experts: 6 k H F_e a token."""
-    return 6.0 * tokens * m.moe.top_k * m.hidden_size * m.expert_ffn if m.moe.num_experts else 0.0
+    return 6.0 * tokens * sparse_share(m) * m.moe.top_k * m.hidden_size * m.expert_ffn
 
 
 def head_operations(m: ModelConfig, tokens: float, head: str = "lm", outputs: int = 1, tensor: int = 1) -> float:
@@ -127,8 +159,8 @@ def kv_bytes(m: ModelConfig, element: int) -> int:
 def decode_weight_bytes(m: ModelConfig, rows: float, element: int) -> float:
     """Read by one decode step over `rows` rows. Of E experts, rows that choose evenly touch E (1 - (1 - k/E)^rows)."""
     moe, h = m.moe, m.hidden_size
-    layer = sum(layer_matrices(m)) + layer_norms(m)
+    layer = attention_matrices(m) + _mean_mlp(m) + layer_norms(m)
     if moe.num_experts:
         touched = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** rows)
-        layer += moe.num_experts * h + touched * 3 * h * m.expert_ffn
+        layer += sparse_share(m) * touched * 3 * h * m.expert_ffn
     return element * (m.num_layers * layer + h * (m.vocab_size + 1))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil
 
 from aligner.plan.job import Job, Part
 from aligner.plan.reads import reads
-from aligner.plan.shapes import Grid, layer_norms, rank_parameters
+from aligner.plan.shapes import Grid, layer_norms, mlp_matrices, rank_parameters, stage_layers
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
@@ -66,10 +67,10 @@ def within(calls: Iterable[Call], grid: Grid) -> list[Call]:
     return [call for call in calls if axis_size(grid, call.axis) > 1 and call.size]
 
 
-def layer_forward(part: Part, grid: Grid, tokens: float, kept: float, element: int) -> Iterator[Call]:
-    """One layer, `tokens` of all context-parallel ranks, `kept` of them whole (`plan.reads`). Tensor parallelism: the
-    outputs of attention and MLP are summed (Megatron-LM, arXiv:1909.08053); with sequence parallelism scattered, and
-    their inputs gathered (arXiv:2205.05198)."""
+def layer_forward(part: Part, grid: Grid, tokens: float, kept: float, element: int, sparse: bool) -> Iterator[Call]:
+    """One layer (`sparse`: with experts), `tokens` of all context-parallel ranks, `kept` of them whole (`plan.reads`).
+    Tensor parallelism: the outputs of attention and MLP are summed (Megatron-LM, arXiv:1909.08053); with sequence
+    parallelism scattered, and their inputs gathered (arXiv:2205.05198)."""
     m, own = part.shape, tokens / grid.context
     hidden = kept / grid.context * m.hidden_size * element
     if grid.sequence:
@@ -78,24 +79,26 @@ def layer_forward(part: Part, grid: Grid, tokens: float, kept: float, element: i
     else:
         yield Call("tp", "all_reduce", 2 * hidden, 2)
     yield from _context(part, grid, tokens, element, backward=False)
-    yield from _experts(part, grid, own, element)
+    if sparse:
+        yield _experts(part, own, element)
 
 
-def layer_backward(part: Part, grid: Grid, tokens: float, kept: float, element: int) -> Iterator[Call]:
+def layer_backward(part: Part, grid: Grid, tokens: float, kept: float, element: int, sparse: bool) -> Iterator[Call]:
     """The gradients of the same; with sequence parallelism the inputs of the two column-parallel products are gathered
     a second time for the gradients of their weights (experts keep theirs)."""
     m, own = part.shape, tokens / grid.context
     hidden = own * m.hidden_size * element
-    again = 1 if m.moe.num_experts else 2
+    again = 1 if sparse else 2
     if grid.sequence:
         yield Call("tp", "all_gather", (2 + again) * hidden, 2 + again)
         yield Call("tp", "reduce_scatter", 2 * hidden, 2)
     else:
         yield Call("tp", "all_reduce", hidden + kept / grid.context * m.hidden_size * element, 2)
-    if m.moe.num_experts:
+    if sparse:
         yield Call("tp", "all_reduce", m.moe.num_experts * m.hidden_size * element)  # of the router's weight
     yield from _context(part, grid, tokens, element, backward=True)
-    yield from _experts(part, grid, own, element)
+    if sparse:
+        yield _experts(part, own, element)
 
 
 def _context(part: Part, grid: Grid, tokens: float, element: int, backward: bool) -> Iterator[Call]:
@@ -108,29 +111,32 @@ def _context(part: Part, grid: Grid, tokens: float, element: int, backward: bool
         yield Call("cp", "reduce_scatter" if backward else "all_gather", tokens * 2 * k * element)
 
 
-def _experts(part: Part, grid: Grid, own: float, element: int) -> Iterator[Call]:
+def _experts(part: Part, own: float, element: int) -> Call:
     m = part.shape
-    if m.moe.num_experts:
-        yield Call("ep", "all_to_all", 2 * own * m.moe.top_k * m.hidden_size * element, 2)
+    return Call("ep", "all_to_all", 2 * own * m.moe.top_k * m.hidden_size * element, 2)
 
 
 def _sum(layers: Iterable[Iterable[Call]]) -> list[Call]:
-    """The calls of layers that make the same ones, of whatever sizes."""
-    every = zip(*layers, strict=True)
-    return [Call(c[0].axis, c[0].op, sum(x.size for x in c), sum(x.count for x in c)) for c in every]
+    """Of one axis and operation one call, of whatever sizes."""
+    found: dict[tuple[str, str], list[Call]] = {}
+    for call in chain.from_iterable(layers):
+        found.setdefault((call.axis, call.op), []).append(call)
+    return [Call(*key, sum(c.size for c in calls), sum(c.count for c in calls)) for key, calls in found.items()]
 
 
 def pass_calls(job: Job, part: Part, stage: int, tokens: float, backward: bool) -> list[Call]:
     """One micro-batch of `tokens` through stage `stage`: forward, and with `backward` that too."""
     grid, m, e = job.grid, part.shape, job.element
-    own, layers, last = tokens / grid.context, m.num_layers // grid.pipeline, stage == grid.pipeline - 1
+    own, layers, last = tokens / grid.context, stage_layers(m, grid, stage), stage == grid.pipeline - 1
     hidden = own * m.hidden_size * e
-    read, kept = reads(job, part, tokens), [tokens] * layers
+    read, kept = reads(job, part, tokens), [tokens] * len(layers)
     if last:
         kept[-1] = read.kept
-    calls = _sum(layer_forward(part, grid, tokens, k, e) for k in kept * (2 if backward and job.recompute else 1))
+    each = list(zip(kept, layers, strict=True))
+    again = 2 if backward and job.recompute else 1
+    calls = _sum(layer_forward(part, grid, tokens, k, e, sparse) for k, sparse in each * again)
     if backward:
-        calls += _sum(layer_backward(part, grid, tokens, k, e) for k in kept)
+        calls += _sum(layer_backward(part, grid, tokens, k, e, sparse) for k, sparse in each)
     if stage == 0:
         calls.append(Call("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden))
         if backward and grid.sequence:
@@ -245,5 +251,5 @@ def _copied(part: Part, grid: Grid, stage: int) -> int:
 def _replicated(part: Part, grid: Grid, stage: int) -> int:
     """Parameters of a stage that every tensor rank holds whole."""
     m = part.shape
-    layer = layer_norms(m) + m.moe.num_experts * m.hidden_size
-    return layer * (m.num_layers // grid.pipeline) + m.hidden_size * (stage == grid.pipeline - 1)
+    layers = [layer_norms(m) + sparse * mlp_matrices(m, True) for sparse in stage_layers(m, grid, stage)]
+    return sum(layers) + m.hidden_size * (stage == grid.pipeline - 1)

@@ -7,7 +7,7 @@ import torch
 
 from aligner.config.moe import MoeConfig
 from aligner.config.schema import BatchConfig, OptimConfig, ParallelConfig
-from tests.tiny import ADAM, MIXTRAL, MOE, SGD, batch, relative
+from tests.tiny import ADAM, MIXTRAL, MOE, MORE, SGD, batch, relative
 
 pytestmark = pytest.mark.multirank
 
@@ -261,7 +261,11 @@ def test_forward_passes_of_different_lengths_meet(ranks, given):
         assert torch.allclose(out["logprobs"], wanted["logprobs"][:count, :width], atol=1e-5)
 
 
-CHAINS = {"sharded": ["one", "ep2-dp4", "ep2-pp2", "tp2"], "plain": ["one", "ep2-dp4", "ep2-pp2", "tp2"]}
+CHAINS = {
+    "sharded": ["one", "ep2-dp4", "ep2-pp2", "tp2"],
+    "plain": ["one", "ep2-dp4", "ep2-pp2", "tp2"],
+    "mixed": ["ep2-pp2", "one"],  # some layers are dense, all of those on the first of two stages
+}
 
 
 @pytest.mark.slow
@@ -269,15 +273,15 @@ CHAINS = {"sharded": ["one", "ep2-dp4", "ep2-pp2", "tp2"], "plain": ["one", "ep2
 def test_checkpoints_change_layouts(ranks, tmp_path, kind):
     """Two expert ranks -> one -> four, two of which have the same experts -> two stages -> two tensor ranks: weights
     bit by bit, and the optimizer goes on."""
-    optim = replace(ADAM, distributed=kind == "sharded")
+    optim, cfg = replace(ADAM, distributed=kind != "plain"), MORE["qwen3_moe-mixed"] if kind == "mixed" else MOE
     first = ranks.run(
-        "tests.megatron.moe_jobs:save", world=2, folder=tmp_path / "0", cfg=MOE, parallel=LAYOUTS["ep2"][1], optim=optim
+        "tests.megatron.moe_jobs:save", world=2, folder=tmp_path / "0", cfg=cfg, parallel=LAYOUTS["ep2"][1], optim=optim
     )[0]
     for i, layout in enumerate(CHAINS[kind]):
         world, parallel = {"one": (1, ONE), **LAYOUTS}[layout]
         out = ranks.run(
             "tests.megatron.moe_jobs:load",
-            world=world, folder=tmp_path / str(i), again=tmp_path / str(i + 1), cfg=MOE, parallel=parallel, optim=optim,
+            world=world, folder=tmp_path / str(i), again=tmp_path / str(i + 1), cfg=cfg, parallel=parallel, optim=optim,
         )[0]  # fmt: skip
         for name, value in first["saved"].items():
             assert torch.equal(out["loaded"][name], value), (parallel, name)

@@ -53,6 +53,9 @@ class NativeModel:
         self.tensors = {tensor.name: tensor for tensor in hf_tensors(cfg)}
         self.intervals = {name: tensor.interval(share, self.peers.rank) for name, tensor in self.tensors.items()}
         layers, hidden, ffn = cfg.num_layers, cfg.hidden_size, cfg.ffn_hidden_size // share
+        dense, sparse = cfg.layers_of("dense"), cfg.layers_of("sparse")
+        self.sparse = set(sparse)
+        self.place = {layer: i for kind in (dense, sparse) for i, layer in enumerate(kind)}  # among those of its kind
         width = (self.heads + 2 * self.groups) * self.head_dim
 
         def empty(*shape: int) -> Tensor:
@@ -73,18 +76,15 @@ class NativeModel:
         wide = empty(layers, self.rotated * self.head_dim) if self.wide else None
         self.qk_norm = wide if self.wide else empty(layers, 2, self.head_dim) if cfg.qk_norm else None
         self.out = empty(layers, hidden, self.heads * self.head_dim)
-        self.router = None
-        if cfg.moe.num_experts:
-            experts, ffn = cfg.moe.num_experts, cfg.expert_ffn // share
-            self.router = empty(layers, experts, hidden)
-            self.gate_up = empty(layers, experts, 2 * ffn, hidden)
-            self.down = empty(layers, experts, hidden, ffn)
-        else:
-            self.gate_up = empty(layers, 2 * ffn, hidden)
-            self.down = empty(layers, hidden, ffn)
+        self.gate_up = empty(len(dense), 2 * ffn, hidden)
+        self.down = empty(len(dense), hidden, ffn)
         self.out_bias = empty(layers, hidden) if cfg.output_bias else None
-        self.gate_up_bias = empty(layers, 2 * ffn) if cfg.mlp_bias else None
-        self.down_bias = empty(layers, hidden) if cfg.mlp_bias else None
+        self.gate_up_bias = empty(len(dense), 2 * ffn) if cfg.mlp_bias else None
+        self.down_bias = empty(len(dense), hidden) if cfg.mlp_bias else None
+        experts, ffn = cfg.moe.num_experts, cfg.expert_ffn // share
+        self.router = empty(len(sparse), experts, hidden)
+        self.expert_gate_up = empty(len(sparse), experts, 2 * ffn, hidden)
+        self.expert_down = empty(len(sparse), experts, hidden, ffn)
         self.views = self._hf_views()
         assert self.views.keys() == self.shapes.keys(), self.views.keys() ^ self.shapes.keys()
         self.scratch = Scratch(device, dtype)
@@ -117,12 +117,12 @@ class NativeModel:
                 if out is not None:
                     views[at + f"self_attn.o_proj.{kind}"] = out[layer]
             dense = (("weight", self.gate_up, self.down), ("bias", self.gate_up_bias, self.down_bias))
-            for kind, gate_up, down in dense if self.router is None else ():
+            for kind, gate_up, down in () if layer in self.sparse else dense:
                 if gate_up is not None:
-                    gate, up = gate_up[layer].chunk(2)
+                    gate, up = gate_up[self.place[layer]].chunk(2)
                     views[at + f"mlp.gate_proj.{kind}"], views[at + f"mlp.up_proj.{kind}"] = gate, up
-                    views[at + f"mlp.down_proj.{kind}"] = down[layer]
-        return views | self._norm_views() | (self._expert_views() if self.router is not None else {})
+                    views[at + f"mlp.down_proj.{kind}"] = down[self.place[layer]]
+        return views | self._norm_views() | self._expert_views()
 
     def _norm_views(self) -> dict[str, Tensor]:
         """Named by the family's table."""
@@ -135,13 +135,15 @@ class NativeModel:
 
     def _expert_views(self) -> dict[str, Tensor]:
         """Named by the family's table, which has one row for all experts of a layer."""
-        halves = self.gate_up.unflatten(2, (2, -1)).flatten(1, 2)  # gate and up of every expert
-        layers = {"router.weight": self.router[:, None], "experts.gate_up": halves, "experts.down": self.down}
+        if not self.sparse:
+            return {}
+        halves = self.expert_gate_up.unflatten(2, (2, -1)).flatten(1, 2)  # gate and up of every expert
+        parts = {"router.weight": self.router[:, None], "experts.gate_up": halves, "experts.down": self.expert_down}
         views = {}
         for spec in family_table(self.cfg):
             at, _, part = spec.canonical.partition(".mlp.")
-            if part:
-                views |= zip(spec.hf, layers[part][int(at.rpartition(".")[2])], strict=True)
+            if part in parts:
+                views |= zip(spec.hf, parts[part][self.place[int(at.rpartition(".")[2])]], strict=True)
         return views
 
     def _halves(self, t: Tensor) -> Tensor:
@@ -185,6 +187,7 @@ class NativeModel:
         self.scratch.clear()
         self.views.clear()
         self.embedding = self.head = self.qkv = self.out = self.gate_up = self.down = self.router = self.final_norm
+        self.expert_gate_up = self.expert_down = self.final_norm
 
     # ---- forward
 
@@ -281,14 +284,15 @@ class NativeModel:
             self._norm_and_rotate(layer, heads[:, : self.rotated], rope[-1 if self.local[layer] else 0])
             self._add(x, attend(layer, heads), self.out[layer], _of(self.out_bias, layer), layer, BEHIND)
             y = self._normed(x, layer, BEFORE_MLP)
-            if self.router is None:
-                hidden = self.scratch.take("gate_up", len(x), self.gate_up.shape[1])
-                product_into(hidden, y, self.gate_up[layer].t(), _of(self.gate_up_bias, layer))
-                gate, up = hidden.chunk(2, dim=1)
-                y = self._gate(gate).mul_(up)
-                self._add(x, y, self.down[layer], _of(self.down_bias, layer), layer, BEHIND_MLP)
-            else:
-                x += self.peers.add(self._mix(layer, y))
+            place = self.place[layer]
+            if layer in self.sparse:
+                x += self.peers.add(self._mix(place, y))
+                continue
+            hidden = self.scratch.take("gate_up", len(x), self.gate_up.shape[1])
+            product_into(hidden, y, self.gate_up[place].t(), _of(self.gate_up_bias, place))
+            gate, up = hidden.chunk(2, dim=1)
+            y = self._gate(gate).mul_(up)
+            self._add(x, y, self.down[place], _of(self.down_bias, place), layer, BEHIND_MLP)
         return self._norm(x, self.final_norm)
 
     def _normed(self, x: Tensor, layer: int, name: str) -> Tensor:
@@ -319,13 +323,14 @@ class NativeModel:
     def _gate(self, x: Tensor) -> Tensor:
         return F.silu(x, inplace=True) if self.family.activation == "silu" else F.gelu(x, approximate="tanh")
 
-    def _mix(self, layer: int, y: Tensor) -> Tensor:
-        """y [M, hidden] -> what each row's experts make of it; all rows of an expert in one product."""
+    def _mix(self, place: int, y: Tensor) -> Tensor:
+        """y [M, hidden] -> what each row's experts make of it, of layer `place` with experts; all rows of an expert in
+        one product."""
         moe = self.cfg.moe
-        routing = route(y, self.router[layer], moe.top_k, moe.norm_topk_prob)
+        routing = route(y, self.router[place], moe.top_k, moe.norm_topk_prob)
         pairs = sort_pairs(routing.experts, moe.num_experts)
-        gate, up = grouped_linear(expand(y, pairs), self.gate_up[layer], pairs.counts).chunk(2, dim=1)
-        out = grouped_linear(F.silu(gate, inplace=True).mul_(up), self.down[layer], pairs.counts)
+        gate, up = grouped_linear(expand(y, pairs), self.expert_gate_up[place], pairs.counts).chunk(2, dim=1)
+        out = grouped_linear(F.silu(gate, inplace=True).mul_(up), self.expert_down[place], pairs.counts)
         return combine(out, pairs, routing.weights)
 
     def _norm_and_rotate(self, layer: int, qk: Tensor, rope: Tensor) -> None:
