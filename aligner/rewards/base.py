@@ -9,8 +9,9 @@ Optional attributes of a reward object change how `RewardPipeline` runs it:
                  (default: the reward sees the whole batch of this rank, group-major, and may compare samples)
     main_thread  True: run in the caller's thread, in order (a model whose forward uses collectives); such a reward
                  has no timeout of its own
-    late_score   of a function that limits the time of each sample itself: what is not ready at reward.timeout_s gets
-                 this score, and is counted (reward/<name>/late), instead of ending the run
+    late_score   of a function that limits the time of each sample itself: what has begun and is not ready at
+                 reward.timeout_s gets this score, what has not begun makes its sample invalid; both are counted
+                 (reward/<name>/late), and none ends the run
     checks_rows  True: its method `unreadable` is called with prompts before training; {place: why} of the rows that it
                  cannot score
 """

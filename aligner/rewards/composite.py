@@ -28,8 +28,8 @@ class Scores:
     """Per sample, in the order of the samples.
 
     total: what the algorithm sees, NaN where invalid; raw: the weighted sum before normalisation and clipping, NaN
-    where invalid; components: each function's own scores, unweighted, None = not applicable; valid: False where all
-    components are None.
+    where invalid; components: each function's own scores, unweighted, None = not applicable, NaN = its turn did not
+    come in time; valid: False where all components are None, or one is NaN.
     """
 
     total: list[float]
@@ -51,7 +51,7 @@ class Scores:
             "reward/invalid": (float(self.valid.count(False)), float(len(self.valid))),
         }
         for name, component in self.components.items():
-            sums.update(_moments(f"reward/{name}", [value for value in component if value is not None]))
+            sums.update(_moments(f"reward/{name}", [v for v in component if v is not None and not math.isnan(v)]))
         return sums
 
     def metric_maxima(self) -> dict[str, float]:
@@ -201,8 +201,8 @@ class RewardPipeline:
         for i in range(count):
             terms = [(components[reward.name][i], weight) for reward, weight in self.rewards]
             known = [weight * value for value, weight in terms if value is not None]
-            valid.append(bool(known))
             raw.append(math.fsum(known) if known else math.nan)
+            valid.append(not math.isnan(raw[-1]))
         total = raw
         if self.config.normalize:
             if update:
@@ -263,7 +263,9 @@ class PendingScores:
         late = self._wait()
         for job, (reward, places) in self._jobs.items():
             component = scored.setdefault(reward.name, [None] * len(self._samples))
-            values = [_late_score(reward)] * len(places) if job in late else job.result()
+            # what had its turn and did not end is late; what waited behind others says nothing of its answer
+            late_score = math.nan if job.cancelled() else _late_score(reward)
+            values = [late_score] * len(places) if job in late else job.result()
             for place, value in zip(places, values, strict=True):
                 component[place] = value
             self._pipeline.count_late(reward, len(places), job in late)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -39,7 +40,8 @@ def judge(samples: Sequence[Sample], rewards: RewardPipeline, config: EvalConfig
     for i in range(len(samples)):
         known = [values[i] for values in components.values() if values[i] is not None]
         correct.append(bool(known) and all(value >= full for value in known))
-        totals.append(sum(weight * (components[reward.name][i] or 0.0) for reward, weight in rewards.rewards))
+        terms = [(weight, components[reward.name][i] or 0.0) for reward, weight in rewards.rewards]
+        totals.append(sum(weight * value for weight, value in terms if not math.isnan(value)))
     n, k = float(len(samples)), config.samples
     means = {
         "eval/accuracy": (float(sum(correct)), n),

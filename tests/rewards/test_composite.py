@@ -209,6 +209,26 @@ def test_what_is_late_of_a_function_with_a_limit_of_its_own_gets_its_late_score_
     release.set()
 
 
+def test_what_waited_behind_slow_answers_is_invalid_and_not_wrong():
+    """Two threads, held by slow samples: the right answers behind them have no score, whatever other functions say."""
+    release = threading.Event()
+
+    def slow(samples):
+        if samples[0].prompt.fields["v"] < 0:
+            release.wait(20)
+        return [1.0 for _ in samples]
+
+    rewards = pipeline([(bounded(slow), 1.0), (column("v"), 0.5)], timeout_s=0.5, workers=2)
+    scores = rewards.score(samples([2, -1, -1, 4, 6]))
+    release.set()
+    assert scores.valid == [True, True, True, False, False]
+    assert scores.total[:3] == [2.0, -0.5, -0.5] and all(map(math.isnan, scores.total[3:]))
+    assert scores.components["bounded"][:3] == [1.0, 0.0, 0.0] and scores.components["v"] == [2.0, -1.0, -1.0, 4.0, 6.0]
+    sums = scores.metric_sums()
+    assert sums["reward/bounded/mean"] == (1.0, 3.0) and sums["reward/mean"] == (1.0, 3.0)
+    assert sums["reward/invalid"] == (2.0, 5.0) and rewards.take_late() == {"reward/bounded/late": (4.0, 5.0)}
+
+
 def test_slow_answers_keep_no_other_function_waiting():
     """More of them than reward.timeout_s has room for, and asked for first: the other function is scored all the same,
     where a queue in the order of calls would end the run."""

@@ -535,9 +535,9 @@ def test_value_metrics(world):
 # --- evaluation
 
 
-def pipeline(function) -> RewardPipeline:
+def pipeline(function, **config) -> RewardPipeline:
     function.name = "right"
-    return RewardPipeline([(function, 2.0)], RewardConfig())
+    return RewardPipeline([(function, 2.0)], RewardConfig(**config))
 
 
 def samples_of(texts: list[str], k: int) -> list[Sample]:
@@ -559,6 +559,18 @@ def test_partial_credit_is_not_right():
         samples_of(["ab", "a"], 1), pipeline(lambda found: [len(s.response) / 2 for s in found]), EvalConfig()
     )
     assert verdict.correct == [True, False] and verdict.means["eval/reward"] == (3.0, 2.0)
+
+
+def test_what_waited_behind_slow_answers_is_not_right():
+    release = threading.Event()
+
+    def slow(found):
+        return [1.0 if sample.response == "y" or release.wait(20) else 0.0 for sample in found]
+
+    slow.per_sample, slow.late_score = True, 0.0
+    verdict = judge(samples_of(["y", "n", "y"], 1), pipeline(slow, workers=1, timeout_s=0.3), EvalConfig())
+    release.set()
+    assert verdict.correct == [True, False, False] and verdict.totals == [2.0, 0.0, 0.0]
 
 
 def test_evaluator_generates_k_samples_with_seeds_of_its_own(world):
