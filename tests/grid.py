@@ -42,6 +42,7 @@ KEYS: dict[str, Draw] = {
     "attention.window": lambda r, _: r.choice([0, *range(1, 13)]),
     "attention.local_rope_base": lambda r, _: r.uniform(20, 1000),
     "attention.nope_layers": lambda r, shape: [n for n in range(shape.num_layers) if r.random() < 0.4],
+    "moe.dense_layers": lambda r, shape: [n for n in range(shape.num_layers - 1) if r.random() < 0.4],
     "scales.embedding": lambda r, _: r.uniform(0.5, 4),
     "scales.residual": lambda r, _: r.uniform(0.2, 1.5),
     "scales.logits": lambda r, _: r.uniform(0.5, 3),
@@ -82,7 +83,7 @@ def draw(family: str, seed: int) -> ModelConfig:
         **sizes | {"family": family, "qkv_bias": traits.qkv_bias, "qk_norm": traits.qk_norm} | _section("", values),
         attention=AttentionConfig(**_section("attention", values)),
         scales=ScalesConfig(**_section("scales", values)),
-        moe=_experts(r, family, shape.ffn_hidden_size) if traits.experts else MoeConfig(),
+        moe=_experts(r, family, shape.ffn_hidden_size, _section("moe", values)) if traits.experts else MoeConfig(),
         rope_scaling=_scaling(r, ROPE.get(family, ROPE_TYPES), rotary_dim),
     )
 
@@ -91,10 +92,10 @@ def _section(name: str, values: dict[str, Any]) -> dict[str, Any]:
     return {key.rpartition(".")[2]: value for key, value in values.items() if key.rpartition(".")[0] == name}
 
 
-def _experts(r: random.Random, family: str, ffn_hidden_size: int) -> MoeConfig:
+def _experts(r: random.Random, family: str, ffn_hidden_size: int, values: dict[str, Any]) -> MoeConfig:
     count, always = r.randint(1, 6), family == "mixtral"  # whose config.json has neither key
     width = ffn_hidden_size if always else r.randint(7, 40)
-    return MoeConfig(count, r.randint(1, count), width, norm_topk_prob=always or r.random() < 0.5)
+    return MoeConfig(count, r.randint(1, count), width, norm_topk_prob=always or r.random() < 0.5, **values)
 
 
 def _scaling(r: random.Random, types: tuple[str, ...], rotary_dim: int) -> RopeScalingConfig:
