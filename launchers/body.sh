@@ -241,7 +241,10 @@ aligner_start_slurm() {
     else
         start+=(${ALIGNER_CONTAINER[@]+"${ALIGNER_CONTAINER[@]}"})
     fi
-    "${start[@]}" "$ALIGNER_ROOT/launchers/rank.sh" "${command[@]}" 2> >(tee "$ALIGNER_LOGS/srun.log" >&2) &
+    # what ranks prove to each other that they are of this start; mpirun may not take it along: then they share a file
+    local secret="${ALIGNER_SECRET:-}"
+    [[ -n "$secret" || "$ALIGNER_MPI" == mpirun ]] || secret="$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')"
+    ALIGNER_SECRET="$secret" "${start[@]}" "$ALIGNER_ROOT/launchers/rank.sh" "${command[@]}" 2> >(tee "$ALIGNER_LOGS/srun.log" >&2) &
 }
 
 aligner_mpirun() {

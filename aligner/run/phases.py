@@ -62,8 +62,9 @@ KEYS = {
     "logprobs": "batch.logprob_tokens or batch.logits_bytes",
     "update": "batch.micro_batch_tokens, batch.micro_batch_samples or batch.logits_bytes, or set model.recompute=full",
     "eval": "engine.kv_cache_bytes or batch.logprob_tokens",
-    "save": "checkpoint.async_save",
+    "save": "what a rank holds: parallel.tensor, parallel.pipeline and optim.distributed share it among more",
 }
+ON_CPU = {"save": ", or set checkpoint.async_save=false"}  # from a GPU a save copies to host memory in any case
 
 
 class PhaseMemory:
@@ -176,7 +177,7 @@ class PhaseMemory:
                     f"memory.limit.{phase}_bytes",
                     limit,
                     f"at least {sum(least.values())}, which the phase begins with: {_listed(least)}",
-                    f"Raise it, or lower {KEYS[phase]}, or add to memory.offload.",
+                    f"Raise it, or lower {self._smaller(phase)}, or add to memory.offload.",
                 )
 
     def _least(self, phase: str) -> dict[str, int]:
@@ -212,17 +213,20 @@ class PhaseMemory:
                 continue
             text = (
                 f"phase {phase} used {peak:.0f} bytes at its peak, more than memory.limit.{phase}_bytes={limit}: raise "
-                f"it, or lower {KEYS[phase]}, or add to memory.offload={self.config.offload}"
+                f"it, or lower {self._smaller(phase)}, or add to memory.offload={self.config.offload}"
             )
             if self.config.on_excess == "stop":
                 raise MemoryLimitError(text)
             if dist.get_rank() == 0:
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 
+    def _smaller(self, phase: str) -> str:
+        return KEYS[phase] + (ON_CPU.get(phase, "") if self.device.type == "cpu" else "")
+
     def _told(self, leaf: str, outer: str, error: BaseException) -> str:
         key = f"memory.limit.{outer}_bytes={self.config.limit.of(outer)}" if outer in METERED else "no memory.limit"
         which = leaf if leaf in KEYS else outer
-        hint = f"lower {KEYS[which]}" if which in KEYS else "use a smaller model"
+        hint = f"lower {self._smaller(which)}" if which in KEYS else "use a smaller model"
         left = [kind for kind in KINDS if kind not in self.config.offload]
         rank = dist.get_rank() if self.rank is None else self.rank
         if left and self.models:

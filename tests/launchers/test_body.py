@@ -221,6 +221,13 @@ def test_all_stages_have_launchers():
     assert {path.stem for path in (ROOT / "launchers").glob("*.sbatch")} == set(STAGES)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_name_of_a_job_is_part_of_where_its_log_goes(stage):
+    """`sbatch -J a/b` by hand: the log would go to a folder that is not there, and the job would not start."""
+    lines = (ROOT / f"launchers/{stage}.sbatch").read_text().splitlines()
+    assert [line for line in lines if "--output" in line] == [f"#SBATCH --output=aligner-{stage}-%j.log"]
+
+
 # --- with stand-ins for Slurm's commands: what the body decides -------------------------------------------------------
 
 
@@ -293,6 +300,36 @@ def test_a_second_job_in_the_folder_leaves_the_first_ones_config_alone(slurm, pl
     assert start("42", 7, "1") == 7
     assert start("43", 8, "0") == 8
     assert start("42", 7, "2") == 7
+
+
+def test_each_start_of_ranks_by_srun_has_a_secret_of_its_own(slurm, place):
+    """Unless the user has given one. Ranks of mpirun, which may not take it to other nodes, share a file."""
+    script = place / "tell.sh"
+    script.write_text(
+        '#!/usr/bin/env bash\ncase "$*" in *"aligner run"*) ;; *) exec "$REAL_PYTHON" "$@" ;; esac\n'
+        f'echo "${{ALIGNER_SECRET:-}}" >>{place}/secrets\ntouch "$(dirname "${{@: -1}}")/DONE"\n'
+    )
+    script.chmod(0o755)
+    (place / "fake/mpirun").write_text(
+        '#!/usr/bin/env bash\n[[ "$1" != --version ]] || exit 0\n'
+        'while [[ "$1" != */rank.sh ]]; do shift; done\nexec "$@"\n'
+    )
+    (place / "fake/mpirun").chmod(0o755)
+    site = ["--site", str(place / "mpirun.yaml")]
+    Path("mpirun.yaml").write_text("description: with mpirun\nmpi: mpirun\n")
+    given = "ab" * 32
+    for more, environ in (
+        ([], {}),
+        ([], {}),
+        ([], {"ALIGNER_SECRET": given}),
+        (site, {}),
+        (site, {"ALIGNER_SECRET": given}),
+    ):
+        code, said = launch("sft", "data.train=train.jsonl", *more, ALIGNER_PYTHON=str(script), **environ)
+        assert code == 0, said
+    first, second, *rest = (place / "secrets").read_text().split("\n")[:-1]
+    assert len(bytes.fromhex(first)) == len(bytes.fromhex(second)) == 32 and first != second
+    assert rest == [given, "", given]
 
 
 def test_stopped_without_progress_is_not_requeued(slurm, place):

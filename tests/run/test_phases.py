@@ -236,6 +236,19 @@ def test_out_of_memory_says_which_phase_budget_and_key(world):
         raise RuntimeError("shapes")
 
 
+def test_what_helps_a_save_depends_on_where_its_copy_lies(world):
+    """In host memory, which is the device's own on a CPU alone."""
+    memory, timers, _ = make()
+    for device, helps in (("cpu", True), ("cuda", False)):
+        memory.device = torch.device(device)
+        with (
+            pytest.raises(OutOfMemoryError, match=r"lower what a rank holds: parallel\.tensor") as caught,
+            timers("save"),
+        ):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        assert ("or set checkpoint.async_save=false" in str(caught.value)) == helps
+
+
 def test_limits_below_what_a_phase_holds_are_refused():
     with pytest.raises(ConfigError, match=r"memory.limit.update_bytes=799: expected at least 800"):
         make(limit=MemoryLimitConfig(update_bytes=799))  # weights, gradients, optimizer, the engine's weights
