@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -14,8 +16,8 @@ from aligner.config.moe import MoeConfig
 from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ModelConfig, OptimConfig, RopeScalingConfig
 from aligner.models.families import FAMILIES
-from aligner.models.fused import joined
-from aligner.models.hf_config import hf_config
+from aligner.models.fused import joined, parts_of
+from aligner.models.hf_config import config_from_hf, hf_config
 from aligner.models.safetensors_io import open_hf, write_hf
 from aligner.types import TrainBatch
 
@@ -129,7 +131,19 @@ MORE |= {
 }
 MOE = replace(MODELS["qwen3"], family="qwen3_moe", moe=MoeConfig(4, top_k=2, ffn_hidden_size=24))
 MIXTRAL = replace(LLAMA, family="mixtral", ffn_hidden_size=40, moe=MoeConfig(6, top_k=3, ffn_hidden_size=40))
+GPT_OSS = replace(
+    LLAMA,
+    family="gpt_oss",
+    qkv_bias=True,
+    head_dim=16,
+    num_layers=3,
+    attention=AttentionConfig(window=6, global_every=2),
+    rope_base=1.5e5,
+    rope_scaling=RopeScalingConfig(4.0, original_max_position=64, type="yarn", truncate=False),
+    moe=MoeConfig(4, top_k=2, ffn_hidden_size=48),
+)
 MORE |= {
+    "gpt_oss": GPT_OSS,
     "mixtral-window": replace(MIXTRAL, attention=AttentionConfig(window=6)),
     "qwen3_moe-window": replace(MOE, qkv_bias=True, attention=AttentionConfig(window=6)),
     "qwen3_moe-mixed": replace(MOE, num_layers=4, moe=replace(MOE.moe, dense_layers=[0, 1, 3])),
@@ -198,7 +212,10 @@ def hf_weights(model) -> dict[str, torch.Tensor]:
 
 
 def write_folder(model, raw, folder) -> str:
-    write_hf(folder, joined(hf_weights(model).items(), raw["model_type"]), raw)
+    with tempfile.TemporaryDirectory() as aside:
+        (Path(aside) / "config.json").write_text(json.dumps(raw))
+        parts = parts_of(config_from_hf(aside))
+    write_hf(folder, joined(hf_weights(model).items(), parts), raw)
     return str(folder)
 
 

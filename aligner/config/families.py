@@ -25,6 +25,8 @@ class Traits:
     fused: bool = False  # its files keep several matrices in one tensor
     norms: int = 2  # of a layer, over the hidden size
     output_bias: bool = False  # attention's output has a bias where queries, keys and values have one
+    sinks: bool = False  # a learned score of each head joins the softmax, for which there is no value
+    expert_bias: bool = False  # router and experts have biases
 
 
 _BIASES = ("qkv_bias", "mlp_bias")
@@ -51,6 +53,15 @@ TRAITS = {
     ),
     "qwen3_moe": Traits((*_WINDOW, "qkv_bias", "moe.dense_layers"), qk_norm=True, experts=True, output_bias=True),
     "mixtral": Traits(_WINDOW, experts=True),
+    "gpt_oss": Traits(
+        (*_LAYERS, "qkv_bias"),
+        qkv_bias=True,
+        experts=True,
+        output_bias=True,
+        fused=True,
+        sinks=True,
+        expert_bias=True,
+    ),
 }
 MOE_FAMILIES = tuple(name for name, traits in TRAITS.items() if traits.experts)
 

@@ -8,6 +8,8 @@ from aligner.config.checks import at_least, one_of
 from aligner.config.families import MOE_FAMILIES
 from aligner.errors import ConfigError
 
+ALWAYS_NORMALISED = ("mixtral", "gpt_oss")
+
 
 @dataclass
 class MoeConfig:
@@ -36,8 +38,8 @@ def check_moe_family(family: str, moe: MoeConfig) -> None:
     if moe.num_experts and family not in MOE_FAMILIES:
         expected = f"one of {', '.join(MOE_FAMILIES)} with model.moe.num_experts={moe.num_experts}"
         raise ConfigError("model.family", family, expected)
-    if family == "mixtral" and not moe.norm_topk_prob:
-        raise ConfigError("model.moe.norm_topk_prob", False, "true for model.family=mixtral")
+    if family in ALWAYS_NORMALISED and not moe.norm_topk_prob:
+        raise ConfigError("model.moe.norm_topk_prob", False, f"true for model.family={family}")
 
 
 def check_dense_layers(moe: MoeConfig, layers: int) -> None:

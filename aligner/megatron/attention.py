@@ -28,7 +28,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import silu
 
 from aligner.config.families import TRAITS
 from aligner.config.schema import ModelConfig
@@ -36,7 +36,7 @@ from aligner.megatron import kernels, varlen
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.models.families import FAMILIES
 from aligner.ops.packing import Final, Packing, Segment, Times
-from aligner.ops.scored_attention import scored_attention
+from aligner.ops.scored_attention import fused_attention, scored_attention, with_sinks
 from aligner.ops.wide_products import widened
 
 
@@ -65,9 +65,11 @@ class StreamAttention(SelfAttention):
         self.scale, self.softcap = shape.scale, shape.softcap
         self.neighbours = FAMILIES[model.family].interleaved_rotary
         self.wide = TRAITS[model.family].wide_qk_norm
+        has_sinks, tp = TRAITS[model.family].sinks, self.pg_collection.tp
+        self.sinks = Sinks(config, tp) if has_sinks else None
         if self.wide:
             for name, heads in (("q_layernorm", model.num_heads), ("k_layernorm", model.num_kv_heads)):
-                setattr(self, name, WideNorm(config, heads * model.kv_channels, self.pg_collection.tp))
+                setattr(self, name, WideNorm(config, heads * model.kv_channels, tp))
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: Stream, **unused: Any
@@ -75,10 +77,12 @@ class StreamAttention(SelfAttention):
         stream = packed_seq_params.local if self.is_local else packed_seq_params
         query, key, value = self._heads(hidden_states, stream)
         final = stream.packing.final if self.is_last else None
+        sinks = None if self.sinks is None else self.sinks.weight
         if final is None:
-            context = attend(query, key, value, stream, self.scale, self.softcap)
+            context = attend(query, key, value, stream, self.scale, self.softcap, sinks)
         else:
-            context = _segments(kernels.collect(query, final.kept), key, value, final, self.scale, self.softcap)
+            query = kernels.collect(query, final.kept)
+            context = _segments(query, key, value, final, self.scale, self.softcap, sinks)
         out, bias = self.linear_proj(context.reshape(len(context), 1, -1))
         return out if bias is None else out + bias, None if final is None else final.kept
 
@@ -124,19 +128,27 @@ class NoCoreAttention(torch.nn.Module):
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, stream: Stream, scale: float | None = None, softcap: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    stream: Stream,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within rows. query [N, heads, d], key and value [N, kv_heads, d] -> [N, heads, d]. `scale` of
-    their products: None for 1 / sqrt(d); `softcap` of scores: 0 for none."""
+    their products: None for 1 / sqrt(d); `softcap` of scores: 0 for none; `sinks` [heads]: scores that join them."""
     if stream.group is None:
-        return _segments(query, key, value, stream.packing, scale, softcap)
+        return _segments(query, key, value, stream.packing, scale, softcap, sinks)
     heads, kv_heads = query.shape[1], key.shape[1]
     if stream.over_heads:
         mixed = tokens_to_heads([query, key, value], stream.group)
-        out = _segments(*mixed, stream.packing, scale, softcap)
+        if sinks is not None:
+            sinks = sinks.chunk(stream.group.size())[stream.group.rank()]
+        out = _segments(*mixed, stream.packing, scale, softcap, sinks)
         return heads_to_tokens(out, stream.group)
     both = gather_first(torch.cat([key, value], 1), stream.group)
-    out = _segments(query, *both.split([kv_heads, kv_heads], 1), stream.packing, scale, softcap)
+    out = _segments(query, *both.split([kv_heads, kv_heads], 1), stream.packing, scale, softcap, sinks)
     return out.view(-1, heads, query.shape[2])
 
 
@@ -147,6 +159,7 @@ def _segments(
     packing: Packing | Final,
     scale: float | None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of each segment in its padded shape, or of all rows as they are (`ops/ragged.py`). The queries may be
     fewer than the keys (other ranks have them, or nobody reads them)."""
@@ -154,7 +167,7 @@ def _segments(
         return varlen.attend(query, key, value, packing.ragged, scale)
     n, heads, d = query.shape
     if packing.q_index is None:
-        return _sdpa(query, key, value, packing.segments[0], scale, softcap).reshape(n, heads, d)
+        return _sdpa(query, key, value, packing.segments[0], scale, softcap, sinks).reshape(n, heads, d)
     query = kernels.spread(query, packing.q_index, packing.out_index)
     own_keys = packing.segments[0].k_index is None
     if own_keys:
@@ -166,33 +179,37 @@ def _segments(
     for i, segment in enumerate(packing.segments):
         k = keys[i] if own_keys else key.index_select(0, segment.k_index)
         v = values[i] if own_keys else value.index_select(0, segment.k_index)
-        outs.append(_sdpa(queries[i], k, v, segment, scale, softcap).reshape(-1, heads, d))
+        outs.append(_sdpa(queries[i], k, v, segment, scale, softcap, sinks).reshape(-1, heads, d))
     return kernels.collect(outs[0] if len(outs) == 1 else torch.cat(outs), packing.out_index)
 
 
 def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, segment: Segment, scale: float | None, softcap: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment: Segment,
+    scale: float | None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[rows * width, heads, d] each -> [rows, q_width, heads, d]. Padding needs no mask of its own: a padded key comes
     after every real query, and nobody reads a padded query."""
     rows = segment.rows
     q = query.view(rows, segment.q_width, *query.shape[1:]).transpose(1, 2)
     k, v = (x.view(rows, segment.k_width, *x.shape[1:]).transpose(1, 2) for x in (key, value))
-    mask, dtype = segment.mask, q.dtype
+    mask, dtype, d = segment.mask, q.dtype, q.shape[3]
+    if sinks is not None:
+        scale = scale or d**-0.5
+        q, k, v, mask = with_sinks(q, k, v, mask, sinks, scale)
     if widened(q.device, dtype):  # the fused kernel has products of its own
         q, k, v = q.float(), k.float(), v.float()
         mask = None if mask is None else mask.float()
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.device.type == "cuda" and not _flash_takes(q, mask):
-        k, v, grouped = *(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)), False
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if softcap:
         return scored_attention(q, k, v, mask, scale, softcap).to(dtype).transpose(1, 2)
-    if mask is None and segment.q_width != segment.k_width:
-        from torch.nn.attention.bias import causal_lower_right  # imports the compiler: a second of every start
-
-        mask = causal_lower_right(segment.q_width, segment.k_width)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=scale)
-    return out.to(dtype).transpose(1, 2)
+    return fused_attention(q, k, v, mask, scale)[..., :d].to(dtype).transpose(1, 2)
 
 
 def _flash_takes(query: Tensor, mask: Tensor | None) -> bool:
@@ -229,6 +246,38 @@ class RMSNorm(torch.nn.Module):
         return kernels.rms_norm(x, self.weight, self.eps)
 
 
+class Sinks(torch.nn.Module):
+    """A score of each of this tensor rank's heads (`ops/scored_attention.py`)."""
+
+    def __init__(self, config: TransformerConfig, group: dist.ProcessGroup):
+        super().__init__()
+        self.group = group
+        self.weight = torch.nn.Parameter(
+            torch.zeros(config.num_attention_heads // group.size(), dtype=config.params_dtype)
+        )
+        _share(self.weight)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        return _shared_state(self, prefix, sharded_offsets, metadata)
+
+
+def _share(param: torch.nn.Parameter) -> None:
+    """Tensor ranks have shares of its first axis."""
+    param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1
+
+
+def _shared_state(module: WideNorm | Sinks, prefix: str, offsets: tuple, metadata: dict | None) -> dict[str, Any]:
+    """The checkpoint entry of a module whose `weight` tensor ranks share."""
+    return make_sharded_tensors_for_checkpoint(
+        module.state_dict(prefix="", keep_vars=True),
+        prefix,
+        {"weight": 0},
+        offsets,
+        tp_group=module.group,
+        dp_cp_group=(metadata or {}).get("dp_cp_group"),
+    )
+
+
 class WideNorm(torch.nn.Module):
     """Root-mean-square norm over all heads of a token, of which a tensor rank has a share (OLMo 2,
     arXiv:2501.00656)."""
@@ -237,7 +286,7 @@ class WideNorm(torch.nn.Module):
         super().__init__()
         self.size, self.eps, self.group = size, config.layernorm_epsilon, group
         self.weight = torch.nn.Parameter(torch.ones(size // group.size(), dtype=config.params_dtype))
-        self.weight.tensor_model_parallel, self.weight.partition_dim, self.weight.partition_stride = True, 0, 1
+        _share(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, size / tensor ranks]."""
@@ -251,11 +300,4 @@ class WideNorm(torch.nn.Module):
         return (wide * (total / self.size + self.eps).rsqrt() * self.weight.float()).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
+        return _shared_state(self, prefix, sharded_offsets, metadata)

@@ -58,9 +58,10 @@ def has_transformer_engine() -> bool:
 
 def uses_transformer_engine(cfg: ModelConfig) -> bool:
     """What its modules, or this file's use of them, do not know runs on modules of our own: norms, gates, windows and
-    the like, biases but of queries, keys and values, and rotary embeddings other than Llama's."""
+    the like, sinks, biases but of queries, keys and values, and rotary embeddings other than Llama's."""
     usual = cfg.attention == AttentionConfig() and cfg.scales == ScalesConfig() and cfg.rope_scaling.type == "llama3"
-    own = FAMILIES[cfg.family].own_modules or cfg.output_bias or cfg.mlp_bias or cfg.mixed_layers
+    family, traits = FAMILIES[cfg.family], TRAITS[cfg.family]
+    own = family.own_modules or traits.sinks or cfg.output_bias or cfg.mlp_bias or cfg.mixed_layers
     return has_transformer_engine() and usual and not own
 
 
@@ -126,7 +127,7 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> 
 
 
 def layer_spec(cfg: ModelConfig, config: TransformerConfig, layout: Layout) -> ModuleSpec | TransformerBlockSubmodules:
-    experts = partial(ExpertLayer, moe=cfg.moe, ffn=cfg.expert_ffn, layout=layout) if cfg.moe.num_experts else None
+    experts = partial(ExpertLayer, model=cfg, layout=layout) if cfg.moe.num_experts else None
     if uses_transformer_engine(cfg):
         # with experts the norm before the MLP is a module of its own, without it is a part of the MLP
         spec = get_gpt_layer_with_transformer_engine_spec(cfg.moe.num_experts or None, qk_layernorm=cfg.qk_norm)

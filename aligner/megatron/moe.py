@@ -42,11 +42,24 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from aligner.config.moe import MoeConfig
+from aligner.config.families import TRAITS
+from aligner.config.schema import ModelConfig
 from aligner.megatron import kernels
 from aligner.megatron.collectives import all_to_all
 from aligner.megatron.groups import Layout
-from aligner.ops.experts import Routing, balance_loss, combine, expand, grouped_linear, permute, route, sort_pairs
+from aligner.models.families import FAMILIES
+from aligner.ops.experts import (
+    Routing,
+    add_bias,
+    balance_loss,
+    clamped_gate,
+    combine,
+    expand,
+    grouped_linear,
+    permute,
+    route,
+    sort_pairs,
+)
 from aligner.ops.packing import Times
 
 
@@ -58,54 +71,84 @@ class StreamLayer(TransformerLayer):
 
 
 class Router(torch.nn.Module):
-    """weight [E, H], the same on every rank."""
+    """weight [E, H] and, in some families, bias [E], the same on every rank."""
 
-    def __init__(self, config: TransformerConfig, num_experts: int):
+    def __init__(self, config: TransformerConfig, num_experts: int, has_bias: bool):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(num_experts, config.hidden_size, dtype=config.params_dtype))
+        bias = torch.nn.Parameter(torch.zeros(num_experts, dtype=config.params_dtype)) if has_bias else None
+        self.register_parameter("bias", bias)
+
+
+class ExpertBias(torch.nn.Module):
+    """`bias`, as Megatron calls what has no weight decay; `split`: tensor ranks share its last axis."""
+
+    def __init__(self, config: TransformerConfig, shape: tuple[int, ...], split: bool):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(shape, dtype=config.params_dtype))
+        _mark(self.bias, split)
+
+
+def _mark(param: torch.nn.Parameter, split: bool) -> None:
+    param.allreduce = False  # gradients are summed over the expert data-parallel ranks
+    if split:
+        param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 2, 1
 
 
 class Experts(torch.nn.Module):
     """This rank's experts, or its tensor-parallel share of them: gate_up [E / ep, 2, F / tp, H], down [E / ep, H, F /
-    tp]. Gate and up are an axis of their own, so that every shard is a plain slice."""
+    tp]. Gate and up are an axis of their own, so that every shard is a plain slice. In some families with biases
+    [E / ep, 2, F / tp] and [E / ep, H]; the latter is the same on all tensor ranks, of which the first adds it."""
 
-    def __init__(self, config: TransformerConfig, num_experts: int, ffn: int, layout: Layout):
+    def __init__(self, config: TransformerConfig, model: ModelConfig, layout: Layout):
         super().__init__()
-        self.layout = layout
-        local, share, hidden = num_experts // layout.expert, ffn // layout.tensor, config.hidden_size
+        self.layout, self.has_bias = layout, TRAITS[model.family].expert_bias
+        self.gate = clamped_gate if FAMILIES[model.family].clamped_gate else kernels.swiglu
+        local, share = model.moe.num_experts // layout.expert, model.expert_ffn // layout.tensor
+        hidden = config.hidden_size
         self.gate_up = torch.nn.Parameter(torch.zeros(local, 2, share, hidden, dtype=config.params_dtype))
         self.down = torch.nn.Parameter(torch.zeros(local, hidden, share, dtype=config.params_dtype))
         for param in (self.gate_up, self.down):
-            param.allreduce = False  # gradients are summed over the expert data-parallel ranks
-            param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 2, 1
+            _mark(param, split=True)
+        if self.has_bias:
+            self.linear_fc1 = ExpertBias(config, (local, 2, share), split=True)
+            self.linear_fc2 = ExpertBias(config, (local, hidden), split=False)
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         """x [M, H] by expert, sizes int64 [E / ep] -> this tensor rank's addend [M, H]."""
-        hidden = kernels.swiglu(grouped_linear(x, self.gate_up.flatten(1, 2), sizes))
-        return grouped_linear(hidden, self.down, sizes)
+        mixed = grouped_linear(x, self.gate_up.flatten(1, 2), sizes)
+        if not self.has_bias:
+            return grouped_linear(self.gate(mixed), self.down, sizes)
+        mixed = add_bias(mixed, self.linear_fc1.bias.flatten(1, 2), sizes)
+        bias, tp = self.linear_fc2.bias, self.layout.pgs.tp
+        if self.layout.tensor > 1:
+            bias = copy_to_tensor_model_parallel_region(bias, group=tp) * float(self.layout.tp_rank == 0)
+        return add_bias(grouped_linear(self.gate(mixed), self.down, sizes), bias, sizes)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        """Axis 0 is sharded over expert ranks, axis 2 over tensor ranks, whatever Megatron puts before them."""
-        layout, before = self.layout, len(sharded_offsets)
-        own = (before, layout.ep_rank, layout.expert), (before + 2, layout.tp_rank, layout.tensor)
-        replica = (0, 0, layout.pgs.expt_dp.rank())
-        return {
-            prefix + name: ShardedTensor.from_rank_offsets(
+        """Axis 0 is sharded over expert ranks, axis 2, where there is one, over tensor ranks, whatever Megatron puts
+        before them."""
+        layout, before, found = self.layout, len(sharded_offsets), {}
+        for name, param in self.named_parameters():
+            own, split = [(before, layout.ep_rank, layout.expert)], param.dim() > 2
+            if split:
+                own.append((before + 2, layout.tp_rank, layout.tensor))
+            replica = (0, 0 if split else layout.tp_rank, layout.pgs.expt_dp.rank())
+            found[prefix + name] = ShardedTensor.from_rank_offsets(
                 prefix + name, param, *sharded_offsets, *own, replica_id=replica, prepend_axis_num=before
             )
-            for name, param in self.named_parameters()
-        }
+        return found
 
 
 class ExpertLayer(torch.nn.Module):
     """Takes the place of Megatron's MLP: hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> the same
     shape, and no bias."""
 
-    def __init__(self, config: TransformerConfig, moe: MoeConfig, ffn: int, layout: Layout, **unused: Any):
+    def __init__(self, config: TransformerConfig, model: ModelConfig, layout: Layout, **unused: Any):
         super().__init__()
-        self.moe, self.layout = moe, layout
-        self.router = Router(config, moe.num_experts)
-        self.experts = Experts(config, moe.num_experts, ffn, layout)
+        self.moe, self.layout = model.moe, layout
+        self.router = Router(config, model.moe.num_experts, TRAITS[model.family].expert_bias)
+        self.experts = Experts(config, model, layout)
         self.counting = False  # also in passes without gradient
         # f of the auxiliary loss; None: of each micro-batch, with those that the ranks of `peers` compute meanwhile
         self.fractions: Tensor | None = None
@@ -140,10 +183,11 @@ class ExpertLayer(torch.nn.Module):
 
     def _mix(self, x: Tensor, times: Tensor) -> Tensor:
         """x [n, H], every one a token -> this tensor rank's addend [n, H]."""
-        router = self.router.weight
+        router, bias, tp = self.router.weight, self.router.bias, self.layout.pgs.tp
         if self.layout.tensor > 1:
-            router = copy_to_tensor_model_parallel_region(router, group=self.layout.pgs.tp)
-        routing = route(x, router, self.moe.top_k, self.moe.norm_topk_prob)
+            router = copy_to_tensor_model_parallel_region(router, group=tp)
+            bias = None if bias is None else copy_to_tensor_model_parallel_region(bias, group=tp)
+        routing = route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias)
         pairs = sort_pairs(routing.experts, self.moe.num_experts)
         weights = self._balance(routing, times)
         return combine(self._compute(expand(x, pairs), pairs.counts), pairs, weights)

@@ -8,6 +8,7 @@ import inspect
 import torch
 from torch import Tensor
 
+from aligner.config.families import TRAITS
 from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError
 from aligner.megatron import kernels
@@ -73,6 +74,8 @@ def _refused(cfg: ModelConfig, dtype: torch.dtype) -> str:
         return f"it computes in bfloat16 or float16, and the model is {str(dtype).removeprefix('torch.')} (model.dtype)"
     if cfg.attention.softcap:
         return f"it does not cap scores, and these are capped (model.attention.softcap={cfg.attention.softcap:g})"
+    if TRAITS[cfg.family].sinks:
+        return f"it knows no attention sinks, which model.family={cfg.family} has"
     if cfg.kv_channels % 8 or cfg.kv_channels > LARGEST_HEAD:
         return f"it takes heads of a multiple of 8 up to {LARGEST_HEAD} numbers, and these have {cfg.kv_channels}"
     return ""

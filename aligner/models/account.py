@@ -11,7 +11,7 @@ from collections.abc import Collection
 from aligner.config.schema import ModelConfig
 from aligner.errors import CheckpointError
 from aligner.models.families import expected_hf_shapes
-from aligner.models.quantised import FLOAT8, grid
+from aligner.models.quantised import FLOAT8, MXFP4, grid
 from aligner.models.safetensors_io import HfTensors
 
 EMBEDDING, LM_HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
@@ -65,7 +65,7 @@ def _check_types(tensors: HfTensors, wanted: dict[str, tuple[int, ...]]) -> None
             if scale != grid(shape, tensors.block):
                 expected = f"{grid(shape, tensors.block)} for blocks of {tensors.block}"
                 raise CheckpointError(f"{tensors.where}: {name}_scale_inv has shape {scale}: expected {expected}")
-        elif kind not in FLOATS or scale is not None:
+        elif kind not in (*FLOATS, MXFP4) or scale is not None:
             beside = "a scale, but is no float8" if scale is not None else "no scale that config.json announces"
             expected = f"{', '.join(FLOATS)}, or {FLOAT8} with a scale for each block (quantization_config)"
             raise CheckpointError(f"{tensors.where}: {name} is {kind} with {beside}: expected {expected}")

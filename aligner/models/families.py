@@ -16,6 +16,7 @@ from aligner.config.moe import check_moe_family
 from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError
 from aligner.models.params import ParamSpec, to_hf
+from aligner.ops.experts import GATE_ALPHA, GATE_LIMIT
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Family:
     default_window: int = 0  # what one without sliding_window means
     default_global: tuple[str, int] = ("", 0)  # without layer_types: key and default of every n-th layer's being global
     defaults: tuple[tuple[str, Any], ...] = ()  # what one without other keys means, where not DEFAULTS
+    default_rope: tuple[tuple[str, Any], ...] = ()  # what one without rope_parameters and rope_scaling means
     score_architecture: str = ""  # prefix in `architectures` of a sequence classifier; empty: `architecture`
     activation_key: str = "hidden_act"  # what config.json calls the activation
     activation: str = "silu"  # of the gate; config.json's word for it
@@ -60,6 +62,9 @@ class Family:
     post_norms: bool = False  # what attention and the MLP add to the residual stream is normalised first
     # what its files join, rows after rows: name there, names of the parts
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    # what its files stack, one entry for each expert, transposed: name there, names of parts whose columns alternate
+    stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    clamped_gate: bool = False  # of experts, instead of SwiGLU (`ops/experts.py`)
     interleaved_rotary: bool = False  # neighbours are rotated together, not halves of the head
     scaled_embeddings: bool = False  # multiplied by the square root of the hidden size
     default_local_base: float = 0.0  # of local layers, where they have a rotary base of their own; 0: they have not
@@ -125,7 +130,7 @@ _MLP = (
 )
 
 
-def _experts(block: str, gate: str, up: str, down: str) -> tuple[ParamSpec, ...]:
+def _experts(block: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[ParamSpec, ...]:
     """Rows of a layer of experts by its names in Hugging Face's files."""
     at = f"{_OUT}{block}.experts.{{expert}}."
     both = (f"{at}{gate}.weight", f"{at}{up}.weight")
@@ -133,7 +138,7 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[ParamSpec, ...]
     return (
         ParamSpec(
             _IN + "mlp.router.weight",
-            (f"{_OUT}{block}.gate.weight",),
+            (f"{_OUT}{block}.{router}.weight",),
             "copy",
             None,
             ("experts", "hidden"),
@@ -159,6 +164,19 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[ParamSpec, ...]
             experts=True,
             kind="sparse",
         ),
+    )
+
+
+def _expert_biases(block: str, gate: str, up: str, down: str, router: str) -> tuple[ParamSpec, ...]:
+    at = f"{_OUT}{block}.experts.{{expert}}."
+    both, inner = (f"{at}{gate}.bias", f"{at}{up}.bias"), ("experts", "2", "expert_ffn")
+    fc1, fc2 = (f"{_IN}mlp.experts.linear_fc{i}.bias" for i in (1, 2))
+    return (
+        ParamSpec(
+            _IN + "mlp.router.bias", (f"{_OUT}{block}.{router}.bias",), "copy", None, ("experts",), kind="sparse"
+        ),
+        ParamSpec(fc1, both, "experts_gate_up", 2, inner, "expert_ffn", experts=True, kind="sparse"),
+        ParamSpec(fc2, (f"{at}{down}.bias",), "experts", None, ("experts", "hidden"), experts=True, kind="sparse"),
     )
 
 
@@ -232,6 +250,7 @@ _GEMMA_NORMS = _with_norms(
     behind="post_attention_layernorm",
     behind_mlp="post_feedforward_layernorm",
 )
+_SINKS = ParamSpec(_IN + "self_attention.sinks.weight", (_OUT + "self_attn.sinks",), "copy", 0, ("heads",), "heads")
 _LM_HEAD = ParamSpec("output_layer.weight", ("lm_head.weight",), "copy", 0, ("vocab", "hidden"), "vocab", padded=True)
 _SCORE_HEAD = ParamSpec("output_layer.weight", ("score.weight",), "copy", None, ("labels", "hidden"))
 
@@ -245,6 +264,7 @@ DEFAULTS = {
 _LONG = ("max_position_embeddings", 4096 * 32)
 _FUSED_QKV = ("self_attn.qkv_proj", tuple(f"self_attn.{x}_proj" for x in "qkv"))
 _FUSED_MLP = ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
+_GPT_OSS_EXPERTS = ("mlp", "gate_proj", "up_proj", "down_proj", "router")
 _ATTENTION_BIAS: Key = ("qkv_bias", "attention_bias", False)
 _BIAS_KEYS: tuple[Key, ...] = (_ATTENTION_BIAS, ("mlp_bias", "mlp_bias", False))
 _QWEN_LAYERS: dict[str, Any] = {
@@ -409,6 +429,32 @@ FAMILIES = {
         moe=MoeKeys("num_local_experts", "intermediate_size"),
         windows="every",
         defaults=(_LONG, ("rope_theta", 1e6), ("rms_norm_eps", 1e-5)),
+    ),
+    "gpt_oss": Family(
+        "gpt_oss",
+        "GptOss",
+        _COMMON + _experts(*_GPT_OSS_EXPERTS) + _expert_biases(*_GPT_OSS_EXPERTS) + _BIASES + (_SINKS,),
+        moe=MoeKeys("num_local_experts", "intermediate_size"),
+        keys=(("qkv_bias", "attention_bias", True),),
+        constants=(("swiglu_limit", GATE_LIMIT), ("swiglu_alpha", GATE_ALPHA)),
+        default_head_dim=64,
+        windows="layers",
+        default_window=128,
+        default_global=("sliding_window_pattern", 2),
+        defaults=(_LONG, ("rope_theta", 1.5e5), ("rms_norm_eps", 1e-5)),
+        default_rope=(
+            ("rope_type", "yarn"),
+            ("factor", 32.0),
+            ("truncate", False),
+            ("original_max_position_embeddings", 4096),
+        ),
+        stacked=(
+            ("gate_up_proj", ("gate_proj.weight", "up_proj.weight")),
+            ("gate_up_proj_bias", ("gate_proj.bias", "up_proj.bias")),
+            ("down_proj", ("down_proj.weight",)),
+            ("down_proj_bias", ("down_proj.bias",)),
+        ),
+        clamped_gate=True,
     ),
 }
 

@@ -133,7 +133,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     raw.need("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
     default = {**DEFAULTS, **dict(family.defaults)}
     max_position = raw.integer("max_position_embeddings", default["max_position_embeddings"], low=1)
-    base, scaling = rope_in(raw, path, default["rope_theta"], max_position)
+    base, scaling = rope_in(raw, path, dict(family.default_rope), default["rope_theta"], max_position)
     heads = raw.integer("num_attention_heads", low=1, high=MOST_HEADS)
     traits, (flags, sections) = TRAITS[family.model_type], _keys_in(raw, family)
     return ModelConfig(

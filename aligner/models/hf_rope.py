@@ -48,9 +48,12 @@ def scaling_out(scaling: RopeScalingConfig) -> dict[str, Any] | None:
     return out
 
 
-def rope_in(raw: Record, path: Path, default_base: float, max_position: int) -> tuple[float, RopeScalingConfig]:
+def rope_in(
+    raw: Record, path: Path, default: dict[str, Any], default_base: float, max_position: int
+) -> tuple[float, RopeScalingConfig]:
     """Base and scaling of the rotary embeddings, of the global layers where local ones have their own. transformers 4
-    has rope_theta and rope_scaling, transformers 5 both in rope_parameters; where there are both, all must agree."""
+    has rope_theta and rope_scaling, transformers 5 both in rope_parameters; where there are both, all must agree.
+    `default`: what a file with neither scaling means."""
     new = raw.record("rope_parameters", NOTHING)
     new = new.record("full_attention") if "full_attention" in new else new
     found: dict[str, Any] = {}
@@ -59,6 +62,8 @@ def rope_in(raw: Record, path: Path, default_base: float, max_position: int) -> 
         for key in place:
             if key in place and found.setdefault(key, place.fields[key]) != place.fields[key]:
                 place.refuse(key, f"{found[key]!r}, as another place of the file says")
+    if not ("rope_parameters" in raw or "rope_scaling" in raw):
+        found = default | found
     rope = Record(found, raw.where, raw.error, "rope_parameters.")
     base = rope.number("rope_theta", default_base, above=0)
     kind = rope.text("rope_type", rope.text("type", "default"))

@@ -1,7 +1,10 @@
-"""Folders of quantised weights: which of them are read, and the numbers in them.
+"""Folders of quantised weights: which of them are read, and the numbers in them, in float32.
 
-Float8 weights with a scale for each block (`Qwen3-*-FP8`): weight[i, j] * weight_scale_inv[i // rows, j // columns], in
-float32, where [rows, columns] is `weight_block_size`; blocks at the lower and right edge may be smaller.
+Float8 weights with a scale for each block (`Qwen3-*-FP8`): weight[i, j] * weight_scale_inv[i // rows, j // columns],
+where [rows, columns] is `weight_block_size`; blocks at the lower and right edge may be smaller.
+
+MXFP4 experts (gpt-oss; OCP Microscaling Formats, 1.0, section 5): 32 numbers of 4 bits at a time, two in a byte, the
+lower half first, times 2^(scale - 127), the scale being a byte as well. A number: sign, two bits of exponent, one more.
 """
 
 from __future__ import annotations
@@ -16,12 +19,19 @@ from aligner.foreign import Record
 
 FLOAT8 = "F8_E4M3"  # as safetensors calls it
 SCALE = "weight_scale_inv"  # beside `weight`
+MXFP4_FAMILIES = ("gpt_oss",)
+MXFP4 = "MXFP4"  # safetensors has bytes
+BLOCKS, SCALES = "_blocks", "_scales"  # behind the name of the tensor that they are
+PACKED = 32  # numbers with one scale
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_FP4 = torch.cat([_FP4, -_FP4])
+_NOT_A_NUMBER = 255  # as a scale
 
 
 def float8_block(raw: Record) -> tuple[int, int] | None:
     """The size of a block by config.json, None if nothing is quantised. Raises ConfigError for another quantisation."""
     told = raw.record("quantization_config", None)
-    if told is None:
+    if told is None or is_mxfp4(raw):
         return None
     wanted = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
     optional = ("fmt", "activation_scheme", "scale_fmt")
@@ -35,6 +45,13 @@ def float8_block(raw: Record) -> tuple[int, int] | None:
     if len(block) != 2:
         told.refuse("weight_block_size", "two integers")
     return block[0], block[1]
+
+
+def is_mxfp4(raw: Record) -> bool:
+    """Whether experts are packed, by config.json."""
+    told = raw.record("quantization_config", None)
+    packed = told is not None and told.text("quant_method", "") == "mxfp4"
+    return packed and raw.text("model_type", "") in MXFP4_FAMILIES
 
 
 def grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
@@ -59,3 +76,15 @@ def dequantised(
         torch.mul(part[row:stop].float(), scales[index, columns], out=out[row:stop])
         row = stop
     return out
+
+
+def unpacked(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks uint8 [R, G, 16], scales uint8 [R, G] -> float32 [R, 32 G]. Raises CheckpointError for numbers that are
+    none, or too large."""
+    if (scales == _NOT_A_NUMBER).any():
+        raise CheckpointError(f"{name}{SCALES}: expected scales below {_NOT_A_NUMBER}, which means no number")
+    pairs = torch.stack([blocks & 15, blocks >> 4], -1).flatten(2)  # [R, G, 32]
+    found = torch.ldexp(_FP4[pairs.int()], scales.int()[..., None] - 127).flatten(1)
+    if not found.isfinite().all():
+        raise CheckpointError(f"{name}{SCALES}: expected scales with which numbers are finite")
+    return found

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -15,9 +16,19 @@ from torch import Tensor
 from aligner.errors import CheckpointError
 from aligner.foreign import read_record
 from aligner.models.families import FAMILIES
-from aligner.models.fused import Rows, fused_rows
+from aligner.models.fused import Part, parts_of
 from aligner.models.hf_config import config_from_hf
-from aligner.models.quantised import SCALE, dequantised, float8_block
+from aligner.models.quantised import (
+    BLOCKS,
+    MXFP4,
+    PACKED,
+    SCALE,
+    SCALES,
+    dequantised,
+    float8_block,
+    is_mxfp4,
+    unpacked,
+)
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -26,20 +37,30 @@ class HfTensors(Mapping[str, Tensor]):
     """Name -> tensor over the safetensors files of a folder; a tensor is read when it is asked for.
 
     With `block`, tensors that have a scale beside them come dequantised, in float32, and scales are no entries. With
-    `rows`, tensors that are several matrices are none either, but those are (`models/fused.py`).
+    `parts`, tensors that are several matrices are none either, but those are (`models/fused.py`); if `packed`, they may
+    be in MXFP4, and come in float32 as well.
     """
 
     def __init__(
-        self, files: dict[str, Path], block: tuple[int, int] | None = None, rows: Mapping[str, Rows] | None = None
+        self,
+        files: dict[str, Path],
+        block: tuple[int, int] | None = None,
+        parts: Mapping[str, Part] | None = None,
+        packed: bool = False,
     ):
         self.block = block
-        self._rows = {name: part for name, part in (rows or {}).items() if part.stored in files}
         self._listed = files
+        parts = parts or {}
+        self._parts = {name: part for name, part in parts.items() if part.stored in files}
+        packs = {p.stored for p in parts.values() if packed and {p.stored + BLOCKS, p.stored + SCALES} <= files.keys()}
+        self._packed = {name: part for name, part in parts.items() if part.stored in packs - files.keys()}
         scales = {name.removesuffix(SCALE) + "weight" for name in files if block and name.endswith("." + SCALE)}
         self._scales = {name: f"{name}_scale_inv" for name in scales if name in files}
-        hidden = {*self._scales.values(), *(part.stored for part in self._rows.values())}
+        hidden = {*self._scales.values(), *(part.stored for part in self._parts.values())}
+        hidden |= {part.stored + end for part in self._packed.values() for end in (BLOCKS, SCALES)}
         self._files = {name: path for name, path in files.items() if name not in hidden}
-        self._files |= {name: files[part.stored] for name, part in self._rows.items()}
+        self._files |= {name: files[part.stored] for name, part in self._parts.items()}
+        self._files |= {name: files[part.stored + BLOCKS] for name, part in self._packed.items()}
         self._open: dict[Path, Any] = {}
 
     @property
@@ -48,7 +69,7 @@ class HfTensors(Mapping[str, Tensor]):
         return str(next(iter(self._listed.values())).parent) if self._listed else "the folder"
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._rows:
+        if name in self._parts or name in self._packed:
             return self.part(name, 0, 0, self.shape(name)[0])
         whole = self._read(name, lambda file: file.get_tensor(name))
         return whole if name not in self._scales else dequantised(name, whole, self._scale(name), self._block)
@@ -58,45 +79,75 @@ class HfTensors(Mapping[str, Tensor]):
 
     def part(self, name: str, axis: int, start: int, stop: int) -> Tensor:
         """[start, stop) along `axis` (0 or 1); nothing else is read but its scales."""
-
-        stored, rows = self._stored(name)
-
-        def cut(file: Any) -> Tensor:
-            whole, first = file.get_slice(stored), rows.start or 0
-            return whole[first + start : first + stop] if axis == 0 else whole[rows, start:stop]
-
-        part = self._read(stored, cut)
+        if name in self._packed:
+            return self._unpacked(self._packed[name], axis, start, stop)
+        if name in self._parts:
+            place = self._parts[name].along(axis, start, stop)
+            return place.turned(self._read(place.stored, lambda file: file.get_slice(place.stored)[place.index]))
+        rows = slice(start, stop)
+        part = self._read(name, lambda file: file.get_slice(name)[rows if axis == 0 else (slice(None), rows)])
         if name not in self._scales:
             return part
         first = (start, 0) if axis == 0 else (0, start)
         return dequantised(name, part, self._scale(name), self._block, *first)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        stored, rows = self._stored(name)
-        shape = self._read(stored, lambda file: tuple(file.get_slice(stored).get_shape()))
-        if stored == name:
-            return shape
-        if shape[0] != self._rows[name].count:
-            expected = f"{self._rows[name].count} rows, of which {name} has {rows.start} to {rows.stop}"
-            raise CheckpointError(f"{self.where}: {stored} has shape {shape}, but the model config says {expected}")
-        return rows.stop - rows.start, *shape[1:]
+    def _unpacked(self, whole: Part, axis: int, start: int, stop: int) -> Tensor:
+        """Of a matrix, which lies there transposed, so as it is here. Blocks are along its last axis."""
+        first = start // PACKED if axis else 0
+        part = whole if axis else whole.along(0, start, stop)
+        expert, _, rows = part.index
+        groups = slice(first, -(-stop // PACKED)) if axis else slice(None)
+        bytes_, scales = (
+            self._read(part.stored + end, lambda file, end=end: file.get_slice(part.stored + end)[expert, rows, groups])
+            for end in (BLOCKS, SCALES)
+        )
+        found = unpacked(part.stored, bytes_, scales)
+        return found[:, start - first * PACKED : stop - first * PACKED] if axis else found
 
-    def _stored(self, name: str) -> tuple[str, slice]:
-        """The tensor of the files that has it, and in which rows."""
-        part = self._rows.get(name)
-        return (name, slice(None)) if part is None else (part.stored, slice(part.start, part.stop))
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._packed:
+            part = self._packed[name]
+            experts, columns, rows = part.shape
+            if columns % PACKED:
+                raise CheckpointError(f"{self.where}: {name} has rows of {columns}: expected a multiple of {PACKED}")
+            self._hold(part.stored + BLOCKS, (experts, rows, columns // PACKED, PACKED // 2), name)
+            self._hold(part.stored + SCALES, (experts, rows, columns // PACKED), name)
+        elif name in self._parts:
+            part = self._parts[name]
+            self._hold(part.stored, part.shape, name)
+        else:
+            return self._stored_shape(name)
+        return tuple(part.turned(torch.empty(part.shape, device="meta")[part.index]).shape)
+
+    def _hold(self, stored: str, wanted: tuple[int, ...], name: str) -> None:
+        found = self._stored_shape(stored)
+        if found != wanted:
+            expected = f"the model config says {wanted}, of which {name} is a part"
+            raise CheckpointError(f"{self.where}: {stored} has shape {found}, but {expected}")
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
+        return self._read(name, lambda file: tuple(file.get_slice(name).get_shape()))
 
     def dtype(self, name: str) -> str:
-        """As safetensors calls it, of what is stored."""
-        stored, _ = self._stored(name)
-        return self._read(stored, lambda file: file.get_slice(stored).get_dtype())
+        """As safetensors calls it, of what is stored; MXFP4 for bytes that are that."""
+        if name in self._packed:
+            both = {self._stored_dtype(self._packed[name].stored + end) for end in (BLOCKS, SCALES)}
+            return MXFP4 if both == {"U8"} else min(both - {"U8"})
+        return self._stored_dtype(self._parts[name].stored if name in self._parts else name)
+
+    def _stored_dtype(self, name: str) -> str:
+        return self._read(name, lambda file: file.get_slice(name).get_dtype())
 
     def scale_shape(self, name: str) -> tuple[int, ...] | None:
         return self.shape(self._scales[name]) if name in self._scales else None
 
     def itemsize(self, name: str) -> int:
         """Bytes of an element as it is given."""
-        return 4 if name in self._scales else {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}.get(self.dtype(name), 1)
+        return (
+            4
+            if name in self._scales or name in self._packed
+            else {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}.get(self.dtype(name), 1)
+        )
 
     def unlisted(self) -> list[str]:
         """Tensors of the files that the index does not name. Opens every file."""
@@ -152,15 +203,17 @@ def open_hf(folder: str | Path) -> HfTensors:
     (`models/account.py`). Raises CheckpointError, ConfigError for a quantisation that is not read."""
     folder = Path(folder)
     config, single, index = folder / "config.json", folder / SINGLE, folder / INDEX
-    block, rows = None, dict[str, Rows]()
+    block, parts, packed = None, dict[str, Part](), False
     if config.is_file():
         raw = read_record(config, CheckpointError)
-        block, family = float8_block(raw), FAMILIES.get(raw.text("model_type", ""))
-        rows = fused_rows(config_from_hf(folder)) if family is not None and family.fused else rows
+        block, packed = float8_block(raw), is_mxfp4(raw)
+        family = FAMILIES.get(raw.text("model_type", ""))
+        if family is not None and (family.fused or family.stacked):
+            parts = parts_of(config_from_hf(folder))
     if single.is_file() and index.is_file():
         raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found both: remove the one that is not meant")
     if single.is_file():
-        return HfTensors(dict.fromkeys(_open(single).keys(), single), block, rows)
+        return HfTensors(dict.fromkeys(_open(single).keys(), single), block, parts, packed)
     if not index.is_file():
         pickled = any(folder.glob("pytorch_model*.bin"))
         hint = ". Pickled weights (*.bin) are not read: save them again as safetensors" if pickled else ""
@@ -170,7 +223,7 @@ def open_hf(folder: str | Path) -> HfTensors:
     if absent or not files:
         told = ", ".join(map(repr, absent)) or "none"
         raise CheckpointError(f"{folder}: {INDEX} names files that are not there: {told}")
-    return HfTensors({name: folder / file for name, file in files.items()}, block, rows)
+    return HfTensors({name: folder / file for name, file in files.items()}, block, parts, packed)
 
 
 def write_hf(

@@ -87,7 +87,7 @@ class HfTensor:
         if spec.transform == "experts_gate_up":
             return shard[self.expert - first_expert, self.index % 2, a:b]
         if spec.transform == "experts":
-            return shard[self.expert - first_expert, :, a:b]
+            return shard[self.expert - first_expert].narrow(self.axis, a, b - a)
         assert spec.transform in ("qkv", "qkv_bias"), f"{spec.transform}: no view of its parts"
         (at, rows), groups = self.group_rows, spec.units
         grouped = shard.unflatten(0, (-1, spec.shape[0] // groups))

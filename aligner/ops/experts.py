@@ -23,12 +23,15 @@ class Routing(NamedTuple):
     experts: Tensor  # int64 [N, k]
 
 
-def route(hidden: Tensor, router: Tensor, top_k: int, normalise: bool) -> Routing:
-    """hidden [N, H], router [E, H]. In float32 whatever the dtype: a token near a tie of two experts should fall on the
-    same side in the trainer and in the engine. Normalised weights are a softmax over the chosen logits alone: the same
-    number, and an expert that was not chosen has a gradient of exactly 0, not one of rounding, of which Adam would make
-    a step."""
-    logits = torch.nn.functional.linear(hidden.float(), router.float())
+GATE_LIMIT, GATE_ALPHA = 7.0, 1.702  # of gpt-oss
+
+
+def route(hidden: Tensor, router: Tensor, top_k: int, normalise: bool, bias: Tensor | None = None) -> Routing:
+    """hidden [N, H], router [E, H], bias [E]. In float32 whatever the dtype: a token near a tie of two experts should
+    fall on the same side in the trainer and in the engine. Normalised weights are a softmax over the chosen logits
+    alone: the same number, and an expert that was not chosen has a gradient of exactly 0, not one of rounding, of which
+    Adam would make a step."""
+    logits = torch.nn.functional.linear(hidden.float(), router.float(), None if bias is None else bias.float())
     probs = logits.softmax(-1)
     chosen, experts = logits.topk(top_k, dim=-1)
     return Routing(probs, chosen.softmax(-1) if normalise else probs.gather(-1, experts), experts)
@@ -135,3 +138,31 @@ def grouped_linear(x: Tensor, weight: Tensor, sizes: Sequence[int] | Tensor) -> 
         return torch.nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     sizes = tuple(sizes.tolist() if isinstance(sizes, Tensor) else sizes)
     return _GroupedLinear.apply(x, weight, sizes)
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, sizes: Tensor) -> Tensor:
+        ctx.save_for_backward(sizes)
+        return x + bias.repeat_interleave(sizes, 0, output_size=len(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (sizes,) = ctx.saved_tensors
+        # in float32 and in the order of rows: neither the dtype nor atomic additions round it
+        total = torch.segment_reduce(grad.float().contiguous(), "sum", lengths=sizes, axis=0, initial=0)
+        return grad, total.to(grad.dtype), None
+
+
+def add_bias(x: Tensor, bias: Tensor, sizes: Tensor) -> Tensor:
+    """x [M, O] by expert + the bias of each row's expert; bias [E, O], sizes int64 [E] sums to M."""
+    return _AddBias.apply(x, bias, sizes)
+
+
+def clamped_gate(x: Tensor) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), x = [gate, up] along the last dimension, the gate at most the limit, up
+    within it on both sides (gpt-oss, arXiv:2508.10925)."""
+    gate, up = x.chunk(2, -1)
+    gate, up = gate.clamp(max=GATE_LIMIT), up.clamp(-GATE_LIMIT, GATE_LIMIT)
+    return (up + 1) * gate * torch.sigmoid(GATE_ALPHA * gate)

@@ -2,11 +2,17 @@
 (Gemma 2, arXiv:2408.00118, section 2).
 
 Scores exist for a block of queries at a time, and are made again in backward.
+
+Sinks (gpt-oss, arXiv:2508.10925; Xiao et al. 2023, arXiv:2309.17453) need no kernel of their own: a score of each head
+that joins the softmax is that of one more key, whose value is 0.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -51,6 +57,37 @@ def scored_attention(
         again = torch.is_grad_enabled() and n > step
         parts.append(checkpoint(block, *arguments, use_reentrant=False) if again else block(*arguments))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+SINK_WIDTH = 8  # numbers by which heads grow: fused kernels want multiples of 8
+
+
+def with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What attention with this `scale` must be given so that its first d numbers are attention with `sinks` [heads];
+    shapes and `mask` as in `scored_attention`. The first key's product with the queries of a head is its sink."""
+    d = query.shape[3]
+    own = sinks.to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)
+    query = F.pad(torch.cat([query, own], 3), (0, SINK_WIDTH - 1))
+    key, value = (F.pad(x, (0, SINK_WIDTH, 1, 0)) for x in (key, value))
+    key[:, :, 0, d] = 1 / scale
+    if mask is not None:
+        mask = F.pad(mask, (1, 0), value=mask.dtype == torch.bool)
+    return query, key, value, mask
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None) -> Tensor:
+    """torch's, with a shape and `mask` as in `scored_attention`."""
+    n, m, grouped = query.shape[2], key.shape[2], query.shape[1] != key.shape[1]
+    if mask is None and n != m:
+        from torch.nn.attention.bias import causal_lower_right  # imports the compiler: a second of every start
+
+        mask = causal_lower_right(n, m)
+    causal = mask is None
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped, scale=scale
+    )
 
 
 def _causal(first: int, stop: int, n: int, key: Tensor) -> Tensor:

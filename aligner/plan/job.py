@@ -267,7 +267,7 @@ def shape_at(like: ModelConfig, init: str) -> ModelConfig:
     kind = raw.text("model_type", like.family)
     one_of("model.family", kind, tuple(TRAITS))
     traits = TRAITS[kind]
-    biased = bool(data.get("attention_bias")) if "qkv_bias" in traits.varies else traits.qkv_bias
+    biased = bool(data.get("attention_bias", traits.qkv_bias)) if "qkv_bias" in traits.varies else traits.qkv_bias
     flags = {"qk_norm": traits.qk_norm, "qkv_bias": biased, "mlp_bias": bool(data.get("mlp_bias"))}
     # windows, scales and rotation change neither weights nor, here, what is computed; Gemma 3's config needs a window
     needed = "attention.local_rope_base" in traits.varies

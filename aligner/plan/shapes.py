@@ -103,17 +103,20 @@ def layer_norms(m: ModelConfig) -> int:
 
 
 def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", outputs: int = 1) -> Count:
-    """Of one rank on pipeline stage `stage`: matrices and biases / tp, norms and routers whole, experts / (tp ep); the
-    vocabulary, padded to a multiple of tp, on the first stage and again on the last (once where tied and pp = 1)."""
-    h, tp, moe = m.hidden_size, grid.tensor, m.moe
+    """Of one rank on pipeline stage `stage`: matrices, biases and sinks / tp, norms and routers whole, experts / (tp
+    ep); the vocabulary, padded to a multiple of tp, on the first stage and again on the last (once where tied and pp =
+    1)."""
+    h, tp, moe, traits = m.hidden_size, grid.tensor, m.moe, TRAITS[m.family]
     a, k = _widths(m)
     bias = (a + 2 * k if m.qkv_bias else 0) + (2 * m.ffn_hidden_size if m.mlp_bias else 0)
-    bias += a + k if TRAITS[m.family].wide_qk_norm else 0
+    bias += (a + k if traits.wide_qk_norm else 0) + (m.num_heads if traits.sinks else 0)
     layers, last = stage_layers(m, grid, stage), stage == grid.pipeline - 1
     each = (attention_matrices(m) + bias) // tp + layer_norms(m)
-    experts = 3 * moe.num_experts * h * m.expert_ffn // (tp * grid.expert)
+    expert = (3 * h + 2 * traits.expert_bias) * m.expert_ffn // tp + h * traits.expert_bias
+    experts = moe.num_experts // grid.expert * expert
+    router = mlp_matrices(m, True) + moe.num_experts * traits.expert_bias
     vocabulary = -(-m.vocab_size // tp) * h
-    dense = sum(each + (mlp_matrices(m, True) if sparse else mlp_matrices(m, False) // tp) for sparse in layers)
+    dense = sum(each + (router if sparse else mlp_matrices(m, False) // tp) for sparse in layers)
     dense += (vocabulary if stage == 0 else 0) + (h if last else 0)
     if last and head == "lm" and not (m.tie_embeddings and grid.pipeline == 1):
         dense += vocabulary

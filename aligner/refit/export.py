@@ -12,7 +12,7 @@ from aligner.errors import CheckpointError, WriteError
 from aligner.foreign import read_record
 from aligner.megatron.train import ShardedModel
 from aligner.models.carried import carried_config, carry
-from aligner.models.fused import joined
+from aligner.models.fused import joined, parts_of
 from aligner.models.hf_config import hf_config
 from aligner.models.safetensors_io import write_hf
 from aligner.refit.transfer import WeightStream
@@ -51,7 +51,7 @@ def export_hf(
         buckets = iter(stream)
         try:
             tensors = ((name, t.cpu()) for bucket in buckets for name, t in bucket)
-            write_hf(folder, joined(tensors, model.cfg.family), config, extra=add_files)
+            write_hf(folder, joined(tensors, parts_of(model.cfg)), config, extra=add_files)
         except OSError as cause:
             for _ in buckets:  # the other ranks take part in every bucket
                 pass

@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from aligner.megatron.model import Head
 from aligner.models.account import SCORE, check_folder
 from aligner.models.carried import TOKENIZER, carried_config, carry, carry_tokenizer
 from aligner.models.families import family_table
-from aligner.models.fused import joined
+from aligner.models.fused import Part, joined, parts_of
 from aligner.models.hf_config import config_from_hf, hf_config, is_known
 from aligner.models.params import ParamSpec, hf_axis, to_hf
 from aligner.models.safetensors_io import INDEX, SINGLE, HfTensors, open_hf
@@ -148,10 +148,10 @@ def export_checkpoint(source: Path, target: Path, env: RankEnv, *, part: str, fi
     head = Head()
     if folder.name != "policy":
         head = Head("score", blocks.size("output_layer.weight")[0])
-    table = family_table(cfg, head.kind, head.outputs)
+    table, parts = family_table(cfg, head.kind, head.outputs), parts_of(cfg)
     where = places_of(cfg, head, torch.float32)
     _check_sizes(blocks, table, where)
-    files = into_files(list(_units(table, blocks, where)), file_bytes, _file_name)
+    files = into_files(list(_units(table, blocks, where, parts)), file_bytes, _file_name)
     stat = {p: [(folder / p).stat().st_size, (folder / p).stat().st_mtime_ns] for p in sorted(blocks.files())}
     plan = {"export": str(folder.resolve()), "files": stat, "model": asdict(cfg), "cut": [file_bytes]}
     shared = SharedFolder(target, plan, fresh)
@@ -162,14 +162,14 @@ def export_checkpoint(source: Path, target: Path, env: RankEnv, *, part: str, fi
         shapes = {}
         for spec, _ in file.parts:
             meta = torch.empty(spec.shape, dtype=blocks.dtype(where[spec.canonical].key), device="meta")
-            stored = joined(to_hf(spec, meta, cfg).items(), cfg.family)
+            stored = joined(to_hf(spec, meta, cfg).items(), parts)
             shapes |= {name: (t.dtype, tuple(t.shape)) for name, t in stored}
         with SafetensorsFile(path, shapes) as out:
             for spec, first in file.parts:
                 place = where[spec.canonical]
                 offsets = place.offsets((first, *[0] * (len(spec.shape) - 1)))
                 full = blocks.region(place.key, offsets, place.shape(spec.shape)).view(spec.shape)
-                for name, tensor in joined(to_hf(spec, full, cfg).items(), cfg.family):
+                for name, tensor in joined(to_hf(spec, full, cfg).items(), parts):
                     out.add(name, tensor)
                     add(tensor.nbytes)
         return out.sha256, list(shapes)
@@ -182,13 +182,14 @@ def export_checkpoint(source: Path, target: Path, env: RankEnv, *, part: str, fi
 
 
 def _units(
-    table: list[ParamSpec], blocks: Blocks, where: dict[str, Place]
+    table: list[ParamSpec], blocks: Blocks, where: dict[str, Place], parts: Mapping[str, Part]
 ) -> Iterator[tuple[tuple[ParamSpec, int], int]]:
-    """((parameter, or one expert of it, and that expert's number), bytes as stored)."""
+    """((parameter, or one expert of it where files do not stack them, and that expert's number), bytes as stored)."""
     for spec in table:
         size = blocks.dtype(where[spec.canonical].key).itemsize
-        for expert in range(spec.shape[0] if spec.experts else 1):
-            one = of_experts(spec, Shard(first=expert, count=1))
+        apart = spec.experts and spec.hf[0] not in parts
+        for expert in range(spec.shape[0] if apart else 1):
+            one = of_experts(spec, Shard(first=expert, count=1)) if apart else spec
             yield (one, expert), math.prod(one.shape) * size
 
 

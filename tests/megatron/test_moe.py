@@ -7,7 +7,7 @@ import torch
 
 from aligner.config.moe import MoeConfig
 from aligner.config.schema import BatchConfig, OptimConfig, ParallelConfig
-from tests.tiny import ADAM, MIXTRAL, MOE, MORE, SGD, batch, relative
+from tests.tiny import ADAM, GPT_OSS, MIXTRAL, MOE, MORE, SGD, batch, relative
 
 pytestmark = pytest.mark.multirank
 
@@ -92,6 +92,14 @@ def test_layouts_learn_the_same(ranks, alone, layout, coef):
     """With the auxiliary loss too: it is that of the minibatch, whoever computes which part of it."""
     world, parallel = LAYOUTS[layout]
     cfg = BALANCED if coef else MOE
+    check(train(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(cfg, SGD), SGD)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("layout", ["ep2-tp2-sequence", "ep2-cp2", "ep2-pp2"])
+def test_biased_experts_learn_the_same(ranks, alone, layout):
+    world, parallel = LAYOUTS[layout]
+    cfg = replace(GPT_OSS, num_layers=2, moe=replace(GPT_OSS.moe, aux_coef=0.1))
     check(train(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(cfg, SGD), SGD)
 
 

@@ -18,9 +18,9 @@ from aligner.models.params import from_hf
 from aligner.models.safetensors_io import INDEX, open_hf, write_hf
 from aligner.models.slices import Shard, read_shard
 from aligner.roles.initial import InitialModel
-from tests.tiny import MIXTRAL, MODELS, MOE, WINDOWS
+from tests.tiny import GPT_OSS, MIXTRAL, MODELS, MOE, WINDOWS
 
-CASES = {**MODELS, **WINDOWS, "moe": MOE, "mixtral": MIXTRAL}
+CASES = {**MODELS, **WINDOWS, "moe": MOE, "mixtral": MIXTRAL, "gpt_oss": GPT_OSS}
 Q, EMBEDDING, HEAD = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
 
 

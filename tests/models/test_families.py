@@ -13,7 +13,7 @@ from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig, RopeScalingConfig
 from aligner.errors import CheckpointError, ConfigError, LayoutError
 from aligner.models.families import expected_hf_shapes, family_table
-from aligner.models.fused import joined
+from aligner.models.fused import joined, parts_of
 from aligner.models.hf_config import config_from_hf, hf_config
 from aligner.models.params import from_hf, merge_tp, split_tp, to_hf
 from aligner.models.rope import inverse_frequencies
@@ -132,7 +132,7 @@ def test_written_folder_loads_in_transformers(cfg, shard_bytes, tmp_path):
     folder = tmp_path / "hf"
     write_hf(
         folder,
-        joined(hf_weights(model).items(), cfg.family),
+        joined(hf_weights(model).items(), parts_of(cfg)),
         raw,
         shard_bytes,
         extra=lambda p: (p / "note").write_text("x"),

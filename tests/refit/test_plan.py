@@ -25,6 +25,7 @@ SHAPES = {
     "olmo2": replace(MORE["olmo2"], num_layers=4, num_kv_heads=4),
     "biases": replace(MORE["llama-biases"], num_layers=4, num_kv_heads=4),
     "qwen3_moe": replace(MOE, num_layers=4),
+    "gpt_oss": replace(MORE["gpt_oss"], num_layers=4, num_kv_heads=4),
     "mixtral": replace(MIXTRAL, num_layers=4, num_kv_heads=4, moe=MoeConfig(4, top_k=3, ffn_hidden_size=40)),
 }
 BYTES = 4

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.engines.native.scratch import Scratch
-from aligner.ops.scored_attention import capped, scored_attention
+from aligner.ops.scored_attention import capped, fused_attention, scored_attention, with_sinks
 
 # positions up to which products and sums beat thousands of tiny matrix products on CPU (measured)
 _SHORT, _SHORT_BF16 = 16, 32
@@ -15,11 +15,17 @@ _PRODUCT_ELEMENTS = 1 << 23  # of the intermediate product; more rows are done i
 
 
 def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal. q [P, T, heads, d], k and v [P, T, kv_heads, d], right-padded -> [P, T, heads * d]. `mask` bool [T, T]:
     what a query sees instead of all keys up to its own; `scale` of their products: None for 1 / sqrt(d); `softcap` of
-    scores: 0 for none.
+    scores: 0 for none; `sinks` [heads]: scores that join them.
 
     Right padding needs no mask: a padded key comes after every real query.
     """
@@ -27,11 +33,11 @@ def prefill_attention(
     if softcap:
         seen = None if mask is None else mask[None, None]
         return scored_attention(q, k, v, seen, scale, softcap).transpose(1, 2).flatten(2)
-    grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=scale
-    )
-    return out.transpose(1, 2).flatten(2)
+    d = q.shape[3]
+    if sinks is not None:
+        scale = scale or d**-0.5
+        q, k, v, mask = with_sinks(q, k, v, mask, sinks, scale)
+    return fused_attention(q, k, v, mask, scale)[..., :d].transpose(1, 2).flatten(2)
 
 
 def decode_attention(
@@ -42,9 +48,10 @@ def decode_attention(
     scratch: Scratch,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [n, heads, d], k and v [n, kv_heads, T, d], mask float32 [n, 1, 1, T] (0 or -inf), `scale` of the products:
-    None for 1 / sqrt(d), `softcap` of scores: 0 for none -> [n, heads * d]."""
+    None for 1 / sqrt(d), `softcap` of scores: 0 for none, `sinks` [heads]: scores that join them -> [n, heads * d]."""
     n, heads, d = q.shape
     groups, length = k.shape[1], k.shape[2]
     q, scale = q.unflatten(1, (groups, heads // groups)), scale or d**-0.5
@@ -52,6 +59,11 @@ def decode_attention(
     if softcap:
         scores = capped(torch.matmul(q, k.transpose(2, 3)).float() * scale, softcap) + mask
         return torch.matmul(scores.softmax(-1).to(v.dtype), v).view(n, heads * d)
+    if sinks is not None:
+        scores = torch.add(mask, torch.matmul(q, k.transpose(2, 3)).float(), alpha=scale)
+        own = sinks.float().view(groups, -1, 1).expand(n, groups, heads // groups, 1)
+        weights = torch.cat([scores, own], 3).softmax(-1)[..., :-1]
+        return torch.matmul(weights.to(v.dtype), v).view(n, heads * d)
     if on_cpu and length < (_SHORT_BF16 if half else _SHORT):
         return _by_products(q, k, v, mask, scale, scratch)
     if on_cpu and half:  # tiny products in bfloat16 are slow: the query heads of a group are its positions instead

@@ -21,7 +21,7 @@ from aligner.engines.native.scratch import Scratch
 from aligner.models.families import FAMILIES, embedding_factor, expected_hf_shapes, family_table
 from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.models.shards import HfTensor, hf_tensors
-from aligner.ops.experts import combine, expand, grouped_linear, route, sort_pairs
+from aligner.ops.experts import add_bias, clamped_gate, combine, expand, grouped_linear, route, sort_pairs
 from aligner.ops.products import product_into, use_fast_products
 from aligner.ops.reduce import sum_halves
 from aligner.ops.scored_attention import scaled_logits
@@ -43,7 +43,7 @@ class NativeModel:
         share = self.peers.size  # of heads, FFN rows and vocabulary a rank has 1 / share
         self.heads, self.groups, self.head_dim = cfg.num_heads // share, cfg.num_kv_heads // share, cfg.kv_channels
         self.rotated = self.heads + self.groups  # query and key heads
-        self.family, attention = FAMILIES[cfg.family], cfg.attention
+        self.family, self.traits, attention = FAMILIES[cfg.family], TRAITS[cfg.family], cfg.attention
         # halves are interleaved unless a part of a head alone is rotated, or its neighbours together
         self.interleaves = cfg.rotary_dim == self.head_dim and not self.family.interleaved_rotary
         self.turns = [layer not in attention.nope_layers for layer in range(cfg.num_layers)]
@@ -72,19 +72,23 @@ class NativeModel:
         self.final_norm = empty(hidden)
         self.qkv = empty(layers, width, hidden)
         self.qkv_bias = empty(layers, width) if cfg.qkv_bias else None
-        self.wide = TRAITS[cfg.family].wide_qk_norm  # one norm over all query heads of a token, one over its key heads
+        self.wide = self.traits.wide_qk_norm  # one norm over all query heads of a token, one over its key heads
         wide = empty(layers, self.rotated * self.head_dim) if self.wide else None
         self.qk_norm = wide if self.wide else empty(layers, 2, self.head_dim) if cfg.qk_norm else None
         self.out = empty(layers, hidden, self.heads * self.head_dim)
+        self.sinks = empty(layers, self.heads) if self.traits.sinks else None
         self.gate_up = empty(len(dense), 2 * ffn, hidden)
         self.down = empty(len(dense), hidden, ffn)
         self.out_bias = empty(layers, hidden) if cfg.output_bias else None
         self.gate_up_bias = empty(len(dense), 2 * ffn) if cfg.mlp_bias else None
         self.down_bias = empty(len(dense), hidden) if cfg.mlp_bias else None
-        experts, ffn = cfg.moe.num_experts, cfg.expert_ffn // share
+        experts, ffn, biased = cfg.moe.num_experts, cfg.expert_ffn // share, self.traits.expert_bias
         self.router = empty(len(sparse), experts, hidden)
+        self.router_bias = empty(len(sparse), experts) if biased else None
         self.expert_gate_up = empty(len(sparse), experts, 2 * ffn, hidden)
+        self.expert_gate_up_bias = empty(len(sparse), experts, 2 * ffn) if biased else None
         self.expert_down = empty(len(sparse), experts, hidden, ffn)
+        self.expert_down_bias = empty(len(sparse), experts, hidden) if biased else None
         self.views = self._hf_views()
         assert self.views.keys() == self.shapes.keys(), self.views.keys() ^ self.shapes.keys()
         self.scratch = Scratch(device, dtype)
@@ -116,6 +120,8 @@ class NativeModel:
             for kind, out in (("weight", self.out), ("bias", self.out_bias)):
                 if out is not None:
                     views[at + f"self_attn.o_proj.{kind}"] = out[layer]
+            if self.sinks is not None:
+                views[at + "self_attn.sinks"] = self.sinks[layer]
             dense = (("weight", self.gate_up, self.down), ("bias", self.gate_up_bias, self.down_bias))
             for kind, gate_up, down in () if layer in self.sparse else dense:
                 if gate_up is not None:
@@ -139,6 +145,10 @@ class NativeModel:
             return {}
         halves = self.expert_gate_up.unflatten(2, (2, -1)).flatten(1, 2)  # gate and up of every expert
         parts = {"router.weight": self.router[:, None], "experts.gate_up": halves, "experts.down": self.expert_down}
+        if self.traits.expert_bias:
+            parts["router.bias"] = self.router_bias[:, None]
+            parts["experts.linear_fc1.bias"] = self.expert_gate_up_bias.unflatten(2, (2, -1)).flatten(1, 2)
+            parts["experts.linear_fc2.bias"] = self.expert_down_bias
         views = {}
         for spec in family_table(self.cfg):
             at, _, part = spec.canonical.partition(".mlp.")
@@ -235,7 +245,7 @@ class NativeModel:
                 staged[layer, 0].copy_(k.transpose(1, 2))
                 staged[layer, 1].copy_(v.transpose(1, 2))
             seen = near if self.local[layer] else None
-            return prefill_attention(q, k, v, seen, self.scale, self.softcap).flatten(0, 1)
+            return prefill_attention(q, k, v, seen, self.scale, self.softcap, _of(self.sinks, layer)).flatten(0, 1)
 
         return self._forward(tokens.reshape(-1), self.rotations(positions, length), attend).view(rows, length, -1)
 
@@ -253,8 +263,8 @@ class NativeModel:
             cache.write(layer, places, qkv[:, self.heads :])
             keys, values = cache.kv[layer, :, :n, :, :longest]
             seen = mask if near is None or not self.local[layer] else near
-            query = qkv[:, : self.heads]
-            return decode_attention(query, keys, values, seen, self.scratch, self.scale, self.softcap)
+            query, sinks = qkv[:, : self.heads], _of(self.sinks, layer)
+            return decode_attention(query, keys, values, seen, self.scratch, self.scale, self.softcap, sinks)
 
         return self.logits(self._forward(tokens, self.rotations(positions, longest), attend))
 
@@ -327,10 +337,19 @@ class NativeModel:
         """y [M, hidden] -> what each row's experts make of it, of layer `place` with experts; all rows of an expert in
         one product."""
         moe = self.cfg.moe
-        routing = route(y, self.router[place], moe.top_k, moe.norm_topk_prob)
+        routing = route(y, self.router[place], moe.top_k, moe.norm_topk_prob, _of(self.router_bias, place))
         pairs = sort_pairs(routing.experts, moe.num_experts)
-        gate, up = grouped_linear(expand(y, pairs), self.expert_gate_up[place], pairs.counts).chunk(2, dim=1)
-        out = grouped_linear(F.silu(gate, inplace=True).mul_(up), self.expert_down[place], pairs.counts)
+        mixed = grouped_linear(expand(y, pairs), self.expert_gate_up[place], pairs.counts)
+        if self.expert_gate_up_bias is not None:
+            mixed = add_bias(mixed, self.expert_gate_up_bias[place], pairs.counts)
+        if self.family.clamped_gate:
+            mixed = clamped_gate(mixed)
+        else:
+            gate, up = mixed.chunk(2, dim=1)
+            mixed = F.silu(gate, inplace=True).mul_(up)
+        out = grouped_linear(mixed, self.expert_down[place], pairs.counts)
+        if self.expert_down_bias is not None and self.peers.rank == 0:  # of all ranks' sum
+            out = add_bias(out, self.expert_down_bias[place], pairs.counts)
         return combine(out, pairs, routing.weights)
 
     def _norm_and_rotate(self, layer: int, qk: Tensor, rope: Tensor) -> None:
