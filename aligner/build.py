@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from importlib import import_module
 from pathlib import Path
 
 from aligner.builders.engines import serve
 from aligner.builders.parts import Job, start
-from aligner.builders.stages import run_grpo, run_ppo, run_rm, run_sft
 from aligner.cluster.env import RankEnv
 from aligner.cluster.signals import StopSignals
 from aligner.config.schema import Config
@@ -44,7 +44,8 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
         if job.layout is None:
             return serve(job)
         with job.start.ends():
-            {"sft": run_sft, "rm": run_rm, "grpo": run_grpo, "ppo": run_ppo}[cfg.stage.name](job)
+            recipe = "rollout_only" if cfg.debug.rollout_only else cfg.stage.name
+            import_module(f"aligner.stages.{recipe}").main(job)
             if env.rank == 0:
                 (run_dir / DONE).write_text(f"{cfg.stage.name}\n", encoding="utf-8")
         well = True

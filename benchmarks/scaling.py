@@ -44,13 +44,13 @@ def measure(parallel: ParallelConfig, steps: int = 2) -> dict:
     """Of one rank: the least CPU and wall seconds of a step after a warm one, and the bytes of its collectives."""
     import torch
 
-    from aligner.algorithms.losses import sft_loss
     from aligner.config.schema import BatchConfig, OptimConfig
     from aligner.megatron.groups import build_layout
     from aligner.megatron.model import Head
     from aligner.megatron.train import ShardedModel
     from aligner.megatron.weights import random_source
     from aligner.roles.policy import Policy
+    from aligner.stages.sft import sft_loss
     from aligner.types import TrainBatch
     from tests.plan.jobs import Listener
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from aligner.algorithms.losses import sft_loss
 from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from aligner.megatron.groups import build_layout, init_distributed
 from aligner.megatron.model import Head
@@ -26,6 +25,7 @@ from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import random_source
 from aligner.ops.narrow import WORTH
 from aligner.roles.policy import Policy
+from aligner.stages.sft import sft_loss
 from aligner.types import TrainBatch
 from benchmarks.common import Products, write_json
 from benchmarks.common import seconds as seconds_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from aligner.algorithms.losses import policy_loss, preference_loss, sft_loss, value_loss
+from aligner.algorithms.losses import policy_loss
 from aligner.config.algorithm import AlgorithmConfig, RewardLossConfig
 from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from aligner.megatron import moe
@@ -20,6 +20,9 @@ from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.balance import Balancer
 from aligner.rollout.record import read_recording
+from aligner.stages.ppo import value_loss
+from aligner.stages.rm import preference_loss
+from aligner.stages.sft import sft_loss
 from aligner.types import RolloutBatch, TrainBatch
 from tests.megatron.jobs import build, weights
 

@@ -35,7 +35,7 @@ if __name__ == "__main__":  # before torch
 import torch
 
 import aligner.build
-import aligner.builders.stages
+import aligner.builders.runs
 import aligner.run.candidates
 import aligner.run.checkpoints
 import aligner.run.retention
@@ -82,7 +82,7 @@ POINTS: dict[str, tuple[object, str]] = {
     "an epoch": (IndexStream, "take"),
     "an evaluation": (Run, "_evaluate"),
     "a step": (Run, "finish"),
-    "the export": (aligner.builders.stages, "export_hf"),
+    "the export": (aligner.builders.runs, "export_hf"),
 }
 WAIT_S = 5.0  # for the other ranks of a killed one, before they are killed too, as a launcher would
 LIMIT_S = 900.0  # of a start on a busy machine; and, beside a rank that ended by itself, of the others' end: a tenth

@@ -19,6 +19,7 @@ LEVELS = [
     {"rollout"},
     {"algorithms"},
     {"builders"},
+    {"stages"},
     {"build", "tools"},
     {"__main__"},
 ]
@@ -88,11 +89,11 @@ def test_imports_point_down_only():
 
 
 def test_algorithms_know_no_backend():
-    """The recipes speak to roles and protocols; megatron, engines and refit are below those."""
+    """Stages and what they share speak to roles and protocols; megatron, engines and refit are below those."""
     wrong = [
         f"{path.name} imports {name}"
         for path in FILES
-        if room_of(path) == "algorithms"
+        if room_of(path) in ("algorithms", "stages")
         for name in imports(path)
         if name.startswith("aligner.") and room(name) in ("megatron", "engines", "refit", "cluster", "models")
     ]

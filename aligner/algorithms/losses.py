@@ -1,4 +1,4 @@
-"""The losses of a minibatch: pure functions of `ops`, with the minibatch's denominators bound in."""
+"""The policy's loss of a minibatch: pure functions of `ops`, with the minibatch's denominators bound in."""
 
 from __future__ import annotations
 
@@ -15,26 +15,9 @@ from aligner.ops.aggregate import aggregate, denominator
 from aligner.ops.covariance import choose_random, choose_top, covariance, token_keys
 from aligner.ops.kl import kl_estimate
 from aligner.ops.policy_loss import POLICY_LOSSES
-from aligner.ops.reward_loss import bradley_terry, regression
-from aligner.ops.value_loss import clipped_value_loss
 from aligner.roles.policy import TokenOutputs
 from aligner.rollout.statistics import trainer_sums
 from aligner.types import LossOutput, TrainBatch
-
-
-def sft_loss(minibatch: TrainBatch, group: dist.ProcessGroup) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
-    """Mean negative log-likelihood of the masked tokens of the whole minibatch."""
-    tokens = denominator(minibatch.loss_mask, "token_mean", group=group)
-
-    def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:
-        nll = aggregate(-out.logprobs, batch.loss_mask, "token_mean", tokens)
-        count = batch.loss_mask.sum()
-        means = {"sft/loss": (-(out.logprobs * batch.loss_mask).sum(), count)}
-        if out.hits is not None:
-            means["sft/token_accuracy"] = ((out.hits * batch.loss_mask).sum(), count)
-        return LossOutput(nll, means)
-
-    return loss
 
 
 def policy_loss(
@@ -105,47 +88,3 @@ def _policy_means(out: TokenOutputs, term, batch: TrainBatch) -> dict[str, tuple
     if out.entropy is not None:
         means["policy/entropy"] = mean(out.entropy)
     return means
-
-
-def value_loss(
-    minibatch: TrainBatch, clip: float, group: dist.ProcessGroup, kind: str = "token_mean", response_limit: int = 0
-) -> Callable[[Tensor, TrainBatch], LossOutput]:
-    """Clipped squared error of the returns, aggregated (`kind`) over the whole minibatch."""
-    total = denominator(minibatch.loss_mask, kind, response_limit, group)
-
-    def loss(values: Tensor, batch: TrainBatch) -> LossOutput:
-        term = clipped_value_loss(values, batch.values, batch.returns, clip)
-        value = aggregate(term.per_token, batch.loss_mask, kind, total)
-        clipped = (term.clipped * batch.loss_mask).sum(), batch.loss_mask.sum()
-        return LossOutput(value, {"critic/clip_fraction": clipped})
-
-    return loss
-
-
-def preference_loss(
-    pairs: int, cfg: AlgorithmConfig, group: dist.ProcessGroup
-) -> Callable[[Tensor, TrainBatch], LossOutput]:
-    """Bradley-Terry over `pairs` of this rank (rows 2i chosen, 2i+1 rejected), averaged over all ranks' pairs."""
-    total = pairs * group.size()
-    rm = cfg.reward_loss
-
-    def loss(scores: Tensor, batch: TrainBatch) -> LossOutput:
-        chosen, rejected = scores[0::2, 0], scores[1::2, 0]
-        margin = batch.labels[0::2] if rm.margin else None
-        per_pair, stats = bradley_terry(chosen, rejected, margin, rm.center_coef)
-        count = torch.full((), float(len(chosen)), device=scores.device)  # not from the host: that would wait
-        return LossOutput(per_pair.sum() / total, {f"rm/{name}": (x.sum(), count) for name, x in stats.items()})
-
-    return loss
-
-
-def attribute_loss(samples: int, group: dist.ProcessGroup) -> Callable[[Tensor, TrainBatch], LossOutput]:
-    """Squared error of the attribute scores, averaged over the samples of all ranks."""
-    total = samples * group.size()
-
-    def loss(scores: Tensor, batch: TrainBatch) -> LossOutput:
-        per_sample = regression(scores, batch.labels)
-        count = torch.full((), float(len(per_sample)), device=scores.device)
-        return LossOutput(per_sample.sum() / total, {"rm/mse": (per_sample.detach().sum(), count)})
-
-    return loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -180,6 +181,13 @@ def _centring(job: Job, initial: InitialModel) -> tuple[float, float]:
     return extra.get("bias", 0.0), extra.get("std", 1.0) if job.cfg.reward.model_standardize else 1.0
 
 
+def make_scorer(job: Job, outputs: int) -> RewardModel:
+    """The model of `model.init` with a head of so many scores, to be trained."""
+    model = make_model(job, job.initial, Head("score", outputs), job.cfg.optim, job.cfg.run.steps)
+    job.models["policy"] = model
+    return RewardModel(model, job.cfg.batch)
+
+
 def rows_of(job: Job, path: str, key: str) -> Rows:
     """The rows of a dataset, the same on every rank. Raises DataError, ViewError."""
     found: list[Rows] = []
@@ -241,3 +249,11 @@ def make_critic(job: Job, steps: int) -> Critic:
     model = job.models["critic"] = make_model(job, initial, Head("score"), job.cfg.critic.optim, steps)
     bias, scale = _centring(job, initial) if path == job.cfg.reward.model else (0.0, 1.0)
     return Critic(model, job.cfg.batch, bias, scale)
+
+
+def digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def tokenizer_hash(job: Job) -> str:
+    return digest(sorted(job.tokenizer.get_vocab().items()))

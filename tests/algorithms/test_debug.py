@@ -62,7 +62,7 @@ def test_a_refilled_rollout_and_its_greedy_rewards_are_recorded(tiny_data, tiny_
 def test_training_on_a_recording_needs_neither_prompts_nor_rewards(tiny_data, tiny_runs, tmp_path, monkeypatch):
     more = [f"model.init={tiny_runs['sft']}", "run.steps=1"]
     original = stages.stage("grpo", tiny_data, tmp_path / "original", *more, "debug.record=1")
-    for name in ("engines._engine", "stages.make_prompts", "stages.make_rewards"):
+    for name in ("engines._engine", "rollouts.make_prompts", "rollouts.make_rewards"):
         monkeypatch.setattr(f"aligner.builders.{name}", None)
     more += [f"debug.train_only={original}", "data.train=''", "reward.functions=[]"]
     assert stages.same_weights(original, stages.stage("grpo", tiny_data, tmp_path / "replay", *more))
@@ -142,8 +142,7 @@ def test_rollouts_only(tiny_data, tiny_runs, tmp_path, monkeypatch, stage):
     more += ["algorithm.kl.coef=0.1"]
     more += [f"reward.model={tiny_runs['rm']}"] if stage == "ppo" else []
     trained = stages.stage(stage, tiny_data, tmp_path / "trained", *more, "debug.record=1", *NOT_SAVED)
-    for module in ("parts", "stages"):
-        monkeypatch.setattr(f"aligner.builders.{module}.make_model", spy)
+    monkeypatch.setattr("aligner.builders.parts.make_model", spy)
     run = stages.stage(stage, tiny_data, tmp_path / "run", *more, "debug.rollout_only=true")
     assert built == [None] * (2 if stage == "ppo" else 1)  # the policy and what scores, without optimizers
     assert sorted(p.name for p in (run / FOLDER).iterdir()) == [f"step-0000000{i}.safetensors" for i in (1, 2)]
@@ -195,7 +194,7 @@ def test_a_reference_of_other_weights(tiny_data, tiny_runs, tmp_path, monkeypatc
     from aligner.builders.parts import make_reference
 
     other = lambda job: make_reference(dataclasses.replace(job, initial=dataclasses.replace(job.initial, seed=1)))  # noqa: E731
-    monkeypatch.setattr("aligner.builders.stages.make_reference", other)
+    monkeypatch.setattr("aligner.stages.grpo.make_reference", other)
     with pytest.raises(
         AlignerError, match="logprobs of reference and policy, which start from the same weights, differ"
     ):
@@ -221,12 +220,12 @@ def test_a_ratio_that_is_not_one(tiny_data, tmp_path, monkeypatch, shift, name):
 
 @pytest.mark.parametrize("margin", [False, True])
 def test_a_reward_model_loses_ln_2_at_first(tiny_data, tiny_runs, tmp_path, monkeypatch, margin):
-    import aligner.algorithms.losses as losses
+    import aligner.stages.rm as recipe
 
     more = [f"model.init={tiny_runs['sft']}", f"algorithm.reward_loss.margin={margin}"]
     checked("rm", tiny_data, tmp_path / "run", *more)
-    exact = losses.bradley_terry
-    monkeypatch.setattr(losses, "bradley_terry", lambda *a: (exact(*a)[0] * 2, exact(*a)[1]))
+    exact = recipe.bradley_terry
+    monkeypatch.setattr(recipe, "bradley_terry", lambda *a: (exact(*a)[0] * 2, exact(*a)[1]))
     with pytest.raises(
         AlignerError, match=r"rm/loss=\d\.\d+ at the first update of a zero score head: expected [01]\.\d+"
     ):

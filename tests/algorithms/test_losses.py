@@ -7,10 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aligner.algorithms.losses import attribute_loss, policy_loss, preference_loss, sft_loss, value_loss
+from aligner.algorithms.losses import policy_loss
 from aligner.config.algorithm import AlgorithmConfig, CovConfig, KLConfig, RewardLossConfig
 from aligner.ops.covariance import choose_random, choose_top, covariance, token_keys
 from aligner.roles.policy import TokenOutputs
+from aligner.stages.ppo import value_loss
+from aligner.stages.rm import attribute_loss, preference_loss
+from aligner.stages.sft import sft_loss
 from aligner.types import TrainBatch
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")

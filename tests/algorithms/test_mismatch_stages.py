@@ -90,7 +90,7 @@ def test_a_cut_distribution_is_no_mismatch(grpo, sampling, cut):
 
 def told(monkeypatch, grpo, *more) -> tuple:
     """(the rollout that the first update sees, its minibatch, the records)."""
-    import aligner.algorithms.grpo as recipe
+    import aligner.stages.grpo as recipe
 
     seen = {}
     before, minibatches = recipe.check_mismatch, recipe.minibatches

@@ -61,13 +61,9 @@ def runs(tiny_data, tiny_runs, tmp_path_factory):
 
 def stop_before_training(monkeypatch, recipe: str) -> dict:
     """Build the stage; in place of its recipe run `told["check"]` on what the recipe would get."""
-    import aligner.builders.stages
-
-    told: dict = {}
-    monkeypatch.setattr(
-        aligner.builders.stages, recipe, lambda *arguments: told.update(result=told["check"](*arguments))
-    )
-    monkeypatch.setattr(aligner.builders.stages, "_finish", lambda *arguments: None)
+    home, told = f"aligner.stages.{recipe}", {}
+    monkeypatch.setattr(f"{home}.{recipe}", lambda *arguments: told.update(result=told["check"](*arguments)))
+    monkeypatch.setattr(f"{home}.finish", lambda *arguments: None)
     return told
 
 
@@ -118,18 +114,17 @@ def test_no_alarm_of_group_rewards_where_there_are_no_groups(runs):
 def test_transformers_computes_the_trainers_logits(tiny_data, tiny_runs, tmp_path, monkeypatch, stage):
     from transformers import AutoModelForCausalLM
 
-    import aligner.builders.stages
+    from aligner.builders.runs import finish
     from tests.megatron.jobs import plain_logits
 
     told = {}
-    finish = aligner.builders.stages._finish
     tokens = torch.randint(5, 261, (5, 20), generator=torch.Generator().manual_seed(0))
 
     def spy(job, run, model, extra=None):
         told["logits"] = plain_logits(model, tokens, torch.full((5,), 20))
         finish(job, run, model, extra)
 
-    monkeypatch.setattr(aligner.builders.stages, "_finish", spy)
+    monkeypatch.setattr(f"aligner.stages.{stage}.finish", spy)
     run = stages.stage(stage, tiny_data, tmp_path / "run", "run.steps=3", f"model.init={tiny_runs['sft']}")
     model = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
     with torch.no_grad():

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 import transformers
 
-from aligner.algorithms.losses import sft_loss
 from aligner.config.engine import EngineConfig, RefitConfig
 from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from aligner.engines.native.engine import NativeEngine
@@ -23,6 +22,7 @@ from aligner.models.hf_config import hf_config
 from aligner.models.params import from_hf
 from aligner.refit.transfer import Refit
 from aligner.roles.policy import Policy
+from aligner.stages.sft import sft_loss
 from aligner.types import SamplingParams, TrainBatch
 from tests.tiny import hf_weights
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from aligner.algorithms.losses import sft_loss
 from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
@@ -19,6 +18,7 @@ from aligner.refit.transfer import WeightStream
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel
+from aligner.stages.sft import sft_loss
 from aligner.types import LossOutput, TrainBatch
 from tests.megatron.jobs import build
 from tests.operations import counted

@@ -5,11 +5,21 @@ refit -> generate -> score -> logprobs, values -> GAE, whitening -> epochs x min
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+
 from aligner.algorithms.advantages import critic_advantages
 from aligner.algorithms.first_step import FirstStepChecks
-from aligner.algorithms.losses import policy_loss, value_loss
+from aligner.algorithms.losses import policy_loss
+from aligner.builders.parts import Job, make_critic, make_policy, make_reference, make_reward_model, optimizer_steps
+from aligner.builders.rollouts import attach, make_rollouts
+from aligner.builders.runs import finish, make_run, saved_first
 from aligner.config.schema import Config
+from aligner.ops.aggregate import aggregate, denominator
 from aligner.ops.seeds import derive
+from aligner.ops.value_loss import clipped_value_loss
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy, Reference
 from aligner.rollout.balance import Balancer
@@ -18,6 +28,21 @@ from aligner.rollout.source import Rollouts
 from aligner.rollout.statistics import rollout_metrics, value_metrics
 from aligner.run.loop import Run
 from aligner.run.mismatch import check_mismatch, correct_mismatch
+from aligner.types import LossOutput, TrainBatch
+
+
+def main(job: Job) -> None:
+    cfg, reward_model, steps = job.cfg, make_reward_model(job), optimizer_steps(job)
+    warmup = steps // cfg.run.steps * cfg.critic.warmup_steps if cfg.run.steps else 0
+    policy, reference = make_policy(job, steps - warmup), make_reference(job)
+    critic = make_critic(job, steps)
+    rollouts, state, evaluation = make_rollouts(job, policy, reward_model)
+    kl = KLController(cfg.algorithm.kl)
+    run = make_run(job, {"policy": policy.model, "critic": critic.model}, state | {"kl": kl}, evaluation)
+    attach(run, rollouts)
+    with saved_first(run):
+        ppo(run, rollouts, policy, critic, reference, kl, cfg)
+    finish(job, run, policy.model)
 
 
 def ppo(
@@ -67,3 +92,18 @@ def ppo(
             kl.update(metrics[kl.metric], samples)
         shown = sample_rows(rollout, scores, cfg.logging.samples_shown)
         run.finish(step, metrics, shown, total_tokens(rollout, group), samples)
+
+
+def value_loss(
+    minibatch: TrainBatch, clip: float, group: dist.ProcessGroup, kind: str = "token_mean", response_limit: int = 0
+) -> Callable[[Tensor, TrainBatch], LossOutput]:
+    """Clipped squared error of the returns, aggregated (`kind`) over the whole minibatch."""
+    total = denominator(minibatch.loss_mask, kind, response_limit, group)
+
+    def loss(values: Tensor, batch: TrainBatch) -> LossOutput:
+        term = clipped_value_loss(values, batch.values, batch.returns, clip)
+        value = aggregate(term.per_token, batch.loss_mask, kind, total)
+        clipped = (term.clipped * batch.loss_mask).sum(), batch.loss_mask.sum()
+        return LossOutput(value, {"critic/clip_fraction": clipped})
+
+    return loss

@@ -8,6 +8,9 @@ from __future__ import annotations
 from aligner.algorithms.advantages import group_advantages
 from aligner.algorithms.first_step import FirstStepChecks
 from aligner.algorithms.losses import policy_loss
+from aligner.builders.parts import Job, make_policy, make_reference, make_reward_model, optimizer_steps
+from aligner.builders.rollouts import attach, make_rollouts
+from aligner.builders.runs import finish, make_run, saved_first
 from aligner.config.passes import old_logprobs_in_update
 from aligner.config.schema import Config
 from aligner.ops.mismatch import finish_mismatch
@@ -27,6 +30,18 @@ from aligner.rollout.source import Rollouts
 from aligner.rollout.statistics import rollout_metrics
 from aligner.run.loop import Run
 from aligner.run.mismatch import check_mismatch, correct_mismatch
+
+
+def main(job: Job) -> None:
+    cfg, reward_model = job.cfg, make_reward_model(job)
+    policy, reference = make_policy(job, optimizer_steps(job)), make_reference(job)
+    rollouts, state, evaluation = make_rollouts(job, policy, reward_model)
+    kl = KLController(cfg.algorithm.kl)
+    run = make_run(job, {"policy": policy.model}, state | {"kl": kl}, evaluation)
+    attach(run, rollouts)
+    with saved_first(run):
+        grpo(run, rollouts, policy, reference, kl, cfg)
+    finish(job, run, policy.model)
 
 
 def grpo(

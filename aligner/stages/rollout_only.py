@@ -5,6 +5,9 @@ refit -> generate -> score -> logprobs -> metrics, samples, recordings
 
 from __future__ import annotations
 
+from aligner.builders.parts import Job, make_policy, make_reward_model
+from aligner.builders.rollouts import attach, make_rollouts
+from aligner.builders.runs import make_run, refuse_checkpoints
 from aligner.config.schema import Config
 from aligner.roles.policy import Policy
 from aligner.rollout.prepare import sample_rows, set_token_rewards, total_tokens
@@ -12,6 +15,17 @@ from aligner.rollout.source import Rollouts
 from aligner.rollout.statistics import rollout_metrics
 from aligner.run.loop import Run
 from aligner.run.mismatch import check_mismatch, correct_mismatch
+
+
+def main(job: Job) -> None:
+    """Nothing is saved, resumed or exported: a second start begins with the first rollout."""
+    refuse_checkpoints(job)
+    policy = make_policy(job, 0)
+    rollouts, _, evaluation = make_rollouts(job, policy, make_reward_model(job))
+    run = make_run(job, {}, {}, evaluation)
+    attach(run, rollouts)
+    rollout_only(run, rollouts, policy, job.cfg)
+    run.logger.close()
 
 
 def rollout_only(run: Run, rollouts: Rollouts, policy: Policy, cfg: Config) -> None:

@@ -1,0 +1,106 @@
+"""From a job to its source of rollouts: an engine's, stored and recorded where that is asked for, or recordings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aligner.builders.engines import make_evaluator, make_refit, make_verifier
+from aligner.builders.parts import Job, digest, make_prompts, make_rewards, make_sampling, make_stream, tokenizer_hash
+from aligner.config.freeze import rollout_key
+from aligner.megatron.train import ShardedModel
+from aligner.models.fingerprint import file_fingerprint
+from aligner.ops.agree import same_view
+from aligner.roles.initial import shape_of
+from aligner.roles.policy import Policy
+from aligner.roles.reward_model import RewardModel
+from aligner.rollout.evaluate import Evaluator
+from aligner.rollout.pending import FOLDER as PENDING
+from aligner.rollout.pending import PendingRollouts
+from aligner.rollout.record import FOLDER, Origin, Recorder
+from aligner.rollout.references import check_rows
+from aligner.rollout.replay import RecordedSource
+from aligner.rollout.source import Rollouts, RolloutSource
+from aligner.run.checkpoints import Stateful
+from aligner.run.loop import Run
+
+
+def make_rollouts(
+    job: Job, policy: Policy, reward_model: RewardModel | None
+) -> tuple[Rollouts, dict[str, Stateful], Evaluator | None]:
+    """The source of rollouts, those of its parts that a checkpoint keeps, and what evaluates between them."""
+    cfg = job.cfg
+    if cfg.debug.train_only:
+        model = policy.model
+        where = cfg.debug.train_only, cfg.run.steps, _origin(job), job.layout
+        source = RecordedSource.open(*where, lambda: model.step_count, job.say)
+        seen = same_view(cfg.debug.train_only, lambda: {p.name: file_fingerprint(p) for p in source.files})
+        job.contents["debug.train_only"] = seen[source.files[0].name]
+        return source, {}, None
+    rewards = make_rewards(job, reward_model)
+    prompts = make_prompts(job, cfg.data.train, "data.train")
+    check_rows(rewards, prompts, len(prompts), job.say)
+    rewards.probe([prompts[0], prompts[len(prompts) - 1]])
+    refit = make_refit(job, policy.model)
+    verifier = make_verifier(job, refit, policy, prompts)
+    source = RolloutSource(
+        refit.engine,
+        refit,
+        verifier,
+        prompts,
+        make_stream(job, len(prompts), cfg.batch.prompts),
+        rewards,
+        job.tokenizer,
+        make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens),
+        cfg.batch,
+        job.layout,
+        cfg.seed,
+        cfg.algorithm,
+        job.timers,
+    )
+    count = cfg.debug.record or (cfg.run.steps if cfg.debug.rollout_only else 0)
+    state = {"data": source.stream, "rewards": rewards, "sentinel": verifier}
+    found = _stored(job, source, state, policy.model)
+    if count:
+        folder = Path(cfg.run.dir) / FOLDER
+        found = Recorder(found, folder, count, _origin(job), job.layout, job.tokenizer.pad_token_id)
+    return found, state, make_evaluator(job, refit, reward_model)
+
+
+def _stored(job: Job, source: RolloutSource, state: dict[str, Stateful], model: ShardedModel) -> Rollouts:
+    """The source, which stores its rollouts where checkpoints may need them."""
+    cfg = job.cfg
+    folder = Path(cfg.run.dir) / PENDING
+    pending = PendingRollouts(
+        source,
+        folder,
+        digest((rollout_key(cfg), sorted(job.contents.items()), job.initial.content)),
+        _origin(job),
+        job.layout,
+        state,
+        lambda: model.step_count,
+        job.tokenizer.pad_token_id,
+    )
+    if cfg.run.resume != "auto":
+        pending.clear()
+    return pending if cfg.checkpoint.rollouts and cfg.checkpoint.every and not cfg.debug.rollout_only else source
+
+
+def attach(run: Run, source: Rollouts) -> None:
+    """The run times the source, and its checkpoints make stored rollouts superfluous."""
+    source.timers = run.timers
+    inner = source.source if isinstance(source, Recorder) else source
+    if isinstance(inner, PendingRollouts):
+        run.checkpoints.on_commit.append(inner.drop)
+
+
+def _origin(job: Job) -> Origin:
+    cfg, shape = job.cfg, job.initial.config
+    return Origin(
+        tokenizer_hash(job),
+        shape.vocab_size,
+        cfg.batch.prompts,
+        cfg.batch.group,
+        cfg.sampling.temperature,
+        digest(sorted(shape_of(shape).items())),
+        cfg.stage.name,
+    )

@@ -1,0 +1,132 @@
+"""A stage's run: what its checkpoints hold and must share, its metrics, and what is saved when it fails or ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from aligner.builders.parts import Job, digest, tokenizer_hash
+from aligner.config.freeze import reward_code
+from aligner.config.identity import definition
+from aligner.config.schema import ROLLOUT_STAGES
+from aligner.engines.native.remote import RemoteEngine
+from aligner.errors import ConfigError, EngineError, MemoryLimitError, MismatchError, RewardError
+from aligner.megatron.checkpoint_files import complete_checkpoints
+from aligner.megatron.offload import ModelMemory
+from aligner.megatron.train import ShardedModel
+from aligner.ops.agree import same_view
+from aligner.refit.export import EXTRA_FILE, export_hf
+from aligner.roles.initial import shape_of
+from aligner.run.alarms import Alarms
+from aligner.run.checkpoints import Checkpoints, Stateful
+from aligner.run.loop import Evaluate, Run
+from aligner.run.metrics import MetricsLogger
+from aligner.run.phases import PhaseMemory
+
+
+def make_run(
+    job: Job, models: Mapping[str, ShardedModel], state: Mapping[str, Stateful], evaluate: Evaluate | None = None
+) -> Run:
+    """`models` are saved with their optimizers, by these names, and `state` with them."""
+    cfg, run_dir = job.cfg, Path(job.cfg.run.dir)
+    alarms = Alarms(cfg.sampling.max_response_tokens, cfg.critic.warmup_steps)
+    checkpoints = Checkpoints(
+        run_dir,
+        cfg.checkpoint,
+        models,
+        {**state, "alarms": alarms},
+        _identity(job),
+        _definition(job),
+        cfg.run.accept_changes,
+    )
+    checkpoints.now = job.watchdog.clock.now
+    logger = MetricsLogger(run_dir, cfg.logging, dataclasses.asdict(cfg), job.env.rank)
+    run = Run(
+        cfg.run,
+        cfg.stage.name,
+        job.env.rank,
+        checkpoints,
+        logger,
+        alarms,
+        evaluate,
+        job.boundary,
+        samples_shown=cfg.logging.samples_shown,
+        progress=cfg.logging.progress,
+        checkpoint_every=0 if cfg.debug.rollout_only else cfg.checkpoint.every,
+        save_final=cfg.checkpoint.final and not cfg.debug.rollout_only,
+        save_stopped=not cfg.debug.rollout_only,
+    )
+    run.accepted = job.start.accepted
+    run.timers = job.timers
+    run.timers.on_phase = job.watchdog.phase
+    memories = {role: ModelMemory(model, cfg.memory.pin) for role, model in job.models.items()}
+    here = None if isinstance(job.engine, RemoteEngine) else job.engine
+    run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.kv_cache_bytes)
+    run.timers.around = run.memory.phase
+    return run
+
+
+def _identity(job: Job) -> dict[str, Any]:
+    return {
+        "stage": job.cfg.stage.name,
+        "model": shape_of(job.initial.config),
+        "tokenizer": tokenizer_hash(job),
+        "algorithm": {
+            "advantage": job.cfg.algorithm.advantage if job.cfg.stage.name in ROLLOUT_STAGES else "",
+            "reward_loss": job.cfg.algorithm.reward_loss.kind if job.cfg.stage.name == "rm" else "",
+        },
+    }
+
+
+def _definition(job: Job) -> dict[str, Any]:
+    """What this run is made of, the same on every rank. Raises ViewError."""
+    cfg, tokenizer, code = job.cfg, job.tokenizer, reward_code(job.cfg)
+    contents = {"model.init": job.initial.content}
+    contents["model.tokenizer"] = digest((tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.pad_token_id))
+    if code:
+        contents["reward.functions"] = hashlib.sha256(code).hexdigest()[:16]
+    found = definition(cfg, contents | job.contents)
+    mine = {key: json.dumps(value) for key, value in (found | _identity(job)).items()}
+    same_view(cfg.run.dir, lambda: mine)
+    return found
+
+
+@contextmanager
+def saved_first(run: Run) -> Iterator[None]:
+    """A reward or an engine that fails in the middle of a run, or the gate, costs nothing: the last whole step is saved
+    before the run ends."""
+    try:
+        yield
+    except (RewardError, MismatchError, MemoryLimitError, EngineError) as error:
+        run.save_after(error)
+        raise
+
+
+def together(*measures: Evaluate | None) -> Evaluate | None:
+    """One evaluation of several, of which some may not be wanted."""
+    wanted = [measure for measure in measures if measure is not None]
+    return (lambda: {name: value for measure in wanted for name, value in measure().items()}) if wanted else None
+
+
+def refuse_checkpoints(job: Job) -> None:
+    """A folder that has some belongs to a run that trains. Raises ConfigError."""
+    run_dir = Path(job.cfg.run.dir)
+    if complete_checkpoints(run_dir / "checkpoints"):
+        hint = f"To generate from one: model.init={run_dir}, and a new run.dir."
+        raise ConfigError("run.dir", str(run_dir), "a folder without checkpoints with debug.rollout_only", hint)
+
+
+def finish(job: Job, run: Run, model: ShardedModel, extra: dict[str, Any] | None = None) -> None:
+    """After the last step: the export. `extra` belongs to the weights, beside them and in the last checkpoint."""
+    if extra is not None:
+        run.checkpoints.describe(run.step, EXTRA_FILE, extra)
+    if job.cfg.run.export:
+        with run.timers("export"):
+            folder = export_hf(model, Path(job.cfg.run.dir) / "hf", job.tokenizer, extra, job.initial.origin)
+        job.say(f"exported {folder}")
+    run.logger.close()

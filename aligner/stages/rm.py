@@ -1,0 +1,101 @@
+"""Reward model: a scalar head that ranks the chosen answer of a pair above the rejected one (or predicts attributes).
+
+pairs of the step -> scores at the last tokens -> Bradley-Terry loss -> optimizer step; at the end: mean score -> bias
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.algorithms.first_step import FirstStepChecks, zero_head_loss
+from aligner.builders.parts import Job, make_batches, make_scorer, rows_of
+from aligner.builders.runs import finish, make_run
+from aligner.config.algorithm import AlgorithmConfig
+from aligner.data.batches import BatchSource
+from aligner.data.collate import collate_preference, collate_scored
+from aligner.data.dataset import PreferenceDataset, ScoredDataset
+from aligner.data.formats import preference_rows, scored_rows
+from aligner.ops.reward_loss import bradley_terry, regression
+from aligner.roles.reward_model import RewardModel
+from aligner.rollout.heldout import pair_accuracy, score_statistics
+from aligner.run.loop import Run
+from aligner.types import LossOutput, TrainBatch
+
+
+def main(job: Job) -> None:
+    cfg, loss = job.cfg, job.cfg.algorithm.reward_loss
+    pairwise = loss.kind == "bradley_terry"
+    train = _rows(job, cfg.data.train, "data.train")
+    batches = make_batches(job, train, collate_preference if pairwise else collate_scored)
+    model, evaluation = make_scorer(job, 1 if pairwise else len(loss.attributes)), None
+    if cfg.data.eval:
+        held_out = _rows(job, cfg.data.eval, "data.eval")
+        evaluation = partial(pair_accuracy, model, held_out, cfg.eval.prompts, pairwise)
+    run = make_run(job, {"model": model.model}, {"data": batches.stream}, evaluation)
+    # a head that model.init lacks starts at zero where there is a Hugging Face folder, at random elsewhere
+    zero_head = job.initial.folder is not None and not job.initial.has_scores
+    rm(run, model, batches, cfg.algorithm, FirstStepChecks(cfg.debug.first_step_checks and zero_head))
+    bias, std = score_statistics(model, train, pairwise)
+    job.say(f"mean score on the training set {bias:.4g} (stored as bias), std {std:.4g}")
+    finish(job, run, model.model, {"bias": bias, "std": std, "attributes": list(loss.attributes)})
+
+
+def _rows(job: Job, path: str, key: str) -> PreferenceDataset | ScoredDataset:
+    cfg, loss, rows = job.cfg, job.cfg.algorithm.reward_loss, rows_of(job, path, key)
+    dataset: PreferenceDataset | ScoredDataset
+    if loss.kind == "bradley_terry":
+        dataset = PreferenceDataset(preference_rows(rows, cfg.data, loss.margin), job.tokenizer, cfg.data, key)
+    else:
+        dataset = ScoredDataset(scored_rows(rows, cfg.data, loss.attributes), job.tokenizer, cfg.data, key)
+    job.say(dataset.report)
+    return dataset
+
+
+def rm(run: Run, model: RewardModel, batches: BatchSource, cfg: AlgorithmConfig, checks: FirstStepChecks) -> None:
+    group = model.model.layout.pgs.dp
+    pairwise = cfg.reward_loss.kind == "bradley_terry"
+    unit = 2 if pairwise else 1
+    for step in run.steps():
+        batch = batches.next()
+        count = len(batch.lengths) // unit
+        loss = preference_loss(count, cfg, group) if pairwise else attribute_loss(count, group)
+        with run.timers("update"):
+            stats = model.update(batch, loss, unit)
+        if pairwise:
+            checks.after_reward_update(stats, zero_head_loss(batch, cfg.reward_loss.margin, group))
+        rows = len(batch.lengths) * group.size()
+        run.finish(step, stats | batches.metrics(), tokens=float(batch.lengths.sum()) * group.size(), rows=rows)
+
+
+def preference_loss(
+    pairs: int, cfg: AlgorithmConfig, group: dist.ProcessGroup
+) -> Callable[[Tensor, TrainBatch], LossOutput]:
+    """Bradley-Terry over `pairs` of this rank (rows 2i chosen, 2i+1 rejected), averaged over all ranks' pairs."""
+    total = pairs * group.size()
+    rm = cfg.reward_loss
+
+    def loss(scores: Tensor, batch: TrainBatch) -> LossOutput:
+        chosen, rejected = scores[0::2, 0], scores[1::2, 0]
+        margin = batch.labels[0::2] if rm.margin else None
+        per_pair, stats = bradley_terry(chosen, rejected, margin, rm.center_coef)
+        count = torch.full((), float(len(chosen)), device=scores.device)  # not from the host: that would wait
+        return LossOutput(per_pair.sum() / total, {f"rm/{name}": (x.sum(), count) for name, x in stats.items()})
+
+    return loss
+
+
+def attribute_loss(samples: int, group: dist.ProcessGroup) -> Callable[[Tensor, TrainBatch], LossOutput]:
+    """Squared error of the attribute scores, averaged over the samples of all ranks."""
+    total = samples * group.size()
+
+    def loss(scores: Tensor, batch: TrainBatch) -> LossOutput:
+        per_sample = regression(scores, batch.labels)
+        count = torch.full((), float(len(per_sample)), device=scores.device)
+        return LossOutput(per_sample.sum() / total, {"rm/mse": (per_sample.detach().sum(), count)})
+
+    return loss

@@ -1,0 +1,76 @@
+"""Supervised fine-tuning: cross-entropy on the tokens of the answers.
+
+rows of the step -> forward, loss, backward -> optimizer step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.distributed as dist
+
+from aligner.builders.engines import make_evaluator, make_refit
+from aligner.builders.parts import Job, make_batches, make_policy, rows_of
+from aligner.builders.runs import finish, make_run, saved_first, together
+from aligner.config.validate import evaluation_functions
+from aligner.data.batches import BatchSource
+from aligner.data.collate import collate_sft
+from aligner.data.dataset import SftDataset
+from aligner.data.formats import sft_rows
+from aligner.ops.aggregate import aggregate, denominator
+from aligner.roles.policy import Policy, TokenOutputs
+from aligner.rollout.heldout import held_out_loss
+from aligner.run.loop import Evaluate, Run
+from aligner.types import LossOutput, TrainBatch
+
+
+def main(job: Job) -> None:
+    cfg = job.cfg
+    batches = make_batches(job, _rows(job, cfg.data.train, "data.train"), collate_sft)
+    policy = make_policy(job, cfg.run.steps, hits=True)
+    run = make_run(job, {"policy": policy.model}, {"data": batches.stream}, _evaluation(job, policy))
+    with saved_first(run):
+        sft(run, policy, batches)
+    finish(job, run, policy.model)
+
+
+def _rows(job: Job, path: str, key: str) -> SftDataset:
+    dataset = SftDataset(sft_rows(rows_of(job, path, key), job.cfg.data), job.tokenizer, job.cfg.data, key)
+    job.say(dataset.report)
+    return dataset
+
+
+def _evaluation(job: Job, policy: Policy) -> Evaluate | None:
+    """The loss on data.eval, and what the reward functions say of answers to its rows."""
+    cfg = job.cfg
+    if not cfg.data.eval:
+        return None
+    loss = partial(held_out_loss, policy, _rows(job, cfg.data.eval, "data.eval"), cfg.eval.prompts)
+    answers = make_evaluator(job, make_refit(job, policy.model)) if evaluation_functions(cfg) else None
+    return together(loss, answers)
+
+
+def sft(run: Run, policy: Policy, batches: BatchSource) -> None:
+    group = policy.model.layout.pgs.dp
+    for step in run.steps():
+        batch = batches.next()
+        with run.timers("update"):
+            stats = policy.update(batch, sft_loss(batch, group))
+        rows = len(batch.lengths) * group.size()
+        run.finish(step, stats | batches.metrics(), tokens=float(batch.lengths.sum()) * group.size(), rows=rows)
+
+
+def sft_loss(minibatch: TrainBatch, group: dist.ProcessGroup) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
+    """Mean negative log-likelihood of the masked tokens of the whole minibatch."""
+    tokens = denominator(minibatch.loss_mask, "token_mean", group=group)
+
+    def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:
+        nll = aggregate(-out.logprobs, batch.loss_mask, "token_mean", tokens)
+        count = batch.loss_mask.sum()
+        means = {"sft/loss": (-(out.logprobs * batch.loss_mask).sum(), count)}
+        if out.hits is not None:
+            means["sft/token_accuracy"] = ((out.hits * batch.loss_mask).sum(), count)
+        return LossOutput(nll, means)
+
+    return loss
