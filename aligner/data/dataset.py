@@ -112,8 +112,8 @@ class SftDataset:
         name = shipped_in_use(tokenizer, rows) if fix and data.loss_on != "all" else None
         if name is not None:
             self.report.notes.append(
-                f"answers within a conversation are learned by the shipped chat template {name}, which keeps what the "
-                "tokenizer's removes later (data.chat_template)"
+                f"answers that the tokenizer's chat template does not keep as they are generated are learned by the "
+                f"shipped chat template {name} (data.chat_template)"
             )
         for chunk in _chunks(rows):
             for tokens, mask in encode_sft(tokenizer, chunk, data.loss_on, data.template_arguments, fix):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).with_name("chat_templates")
 # in place of templates that render an earlier part of a conversation in another way once it goes on
-FOR_TRAINING = ("qwen3", "phi3")
+FOR_TRAINING = ("qwen3", "qwen3_thinking", "phi3", "deepseek_r1")
 
 _USER = [{"role": "user", "content": "a question"}]
 _SYSTEM = [{"role": "system", "content": "a system's words"}]
@@ -70,17 +70,24 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> N
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The name of the shipped template that renders what the tokenizer's own does, as far as no conversation goes on
-    behind an answer; None where there is none."""
+    behind an answer and it does not refuse to; None where there is none."""
     own = [_rendered(tokenizer, {}, *probe) for probe in _PROBES]
     for name in FOR_TRAINING:
-        other = {"chat_template": shipped_template(name)}
-        if all(_rendered(tokenizer, other, *probe) == text for probe, text in zip(_PROBES, own, strict=True)):
+        other = {"chat_template": shipped_template(name), "as_published": True}
+        if all(_rendered(tokenizer, other, *probe) in (text, None) for probe, text in zip(_PROBES, own, strict=True)):
             return name
     return None
 
 
+def answers_openings(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether an answer, as the tokenizer's template renders it, begins with what the model is given before it."""
+    opening = _rendered(tokenizer, {}, _USER, {"add_generation_prompt": True})
+    whole = _rendered(tokenizer, {}, _USER + _ANSWER, {})
+    return opening is None or whole is None or whole.startswith(opening)
+
+
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, template: Mapping[str, str], chat: list, options: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any], chat: list, options: Mapping[str, Any]
 ) -> str | None:
     """None where the template refuses the conversation, or cannot do what it needs."""
     import jinja2

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aligner.data.chats import Chat, Options, marks_answers, render
 from aligner.data.formats import SftRow, Text, Tools
-from aligner.data.shipped_templates import shipped, shipped_template, training_template
+from aligner.data.shipped_templates import answers_openings, shipped, shipped_template, training_template
 from aligner.errors import DataError
 
 if TYPE_CHECKING:
@@ -113,13 +113,14 @@ def encode_answers(
 
 
 def shipped_in_use(tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow]) -> str | None:
-    """The shipped template by which `encode_sft` learns conversations with several answers, or None."""
+    """The shipped template by which `encode_sft` learns conversations that the tokenizer's may not render as they are
+    generated, or None."""
     chats = _chats([row for row in rows if row.messages is not None or not isinstance(row.prompt, str)])
     if (
         tokenizer.chat_template is None
         or not chats
         or marks_answers(tokenizer, chats[:1], {})
-        or not any(_several(chat) for chat in chats)
+        or not _in_danger(tokenizer, chats)
     ):
         return None
     return training_template(tokenizer)
@@ -148,28 +149,32 @@ def _openings(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options
     return render(tokenizer, chats, options, add_generation_prompt=True)["input_ids"]
 
 
-def _several(chat: Chat) -> bool:
-    """Whether an answer is learned that the conversation goes on behind."""
-    return chat.answers != [] and chat.answers != [len(chat.messages) - 1]
+def _in_danger(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[int]:
+    """Which conversations have answers to learn that the tokenizer's template may render otherwise than they are
+    generated: those that the conversation goes on behind or, where no answer begins with its opening, all."""
+    last = answers_openings(tokenizer)
+    return [
+        i for i, chat in enumerate(chats) if chat.answers and not (last and chat.answers == [len(chat.messages) - 1])
+    ]
 
 
 def _encode_chats(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow], loss_on: str, options: Options, fix: bool
 ) -> list[tuple[Ids, Ids]]:
-    """With marks in the template by these, else by prefixes; but what a template without marks may forget, once the
-    conversation goes on, by the shipped template that renders as it does up to there."""
+    """With marks in the template by these, else by prefixes; but what a template without marks may forget by the
+    shipped template that renders as it does up to there."""
     chats = _chats(rows)
     if loss_on == "all":
         return [(ids, [0] * len(ids)) for ids in render(tokenizer, chats, options)["input_ids"]]
     if not chats or marks_answers(tokenizer, chats, options):
         return _by_marks(tokenizer, chats, options)
-    several = [i for i, chat in enumerate(chats) if fix and _several(chat)]
-    name = training_template(tokenizer) if several else None
+    forgotten = _in_danger(tokenizer, chats) if fix else []
+    name = training_template(tokenizer) if forgotten else None
     if name is None:
         return _by_prefixes(tokenizer, chats, options)
     fixed: Options = {**options, "chat_template": shipped_template(name)}
     by = _by_marks if marks_answers(tokenizer, chats[:1], fixed) else _by_prefixes
-    found = dict(zip(several, by(tokenizer, [chats[i] for i in several], fixed), strict=True))
+    found = dict(zip(forgotten, by(tokenizer, [chats[i] for i in forgotten], fixed), strict=True))
     rest = [i for i in range(len(chats)) if i not in found]
     found |= dict(zip(rest, _by_prefixes(tokenizer, [chats[i] for i in rest], options), strict=True))
     return [found[i] for i in range(len(chats))]

@@ -14,6 +14,8 @@ from tests.data.test_templates import chats
 
 THINK = ("<think>", "</think>")
 PHI = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
+R1 = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+PUBLISHED = "{%- set as_published = true %}"
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
 
@@ -34,6 +36,30 @@ def qwen3(make_folder):
     return load_tokenizer(make_folder(like_qwen3(), extra=THINK))
 
 
+def like_qwen3_thinking():
+    """As above; the mark that opens thoughts is always given."""
+    template, kept = PUBLISHED + unmarked("qwen3_thinking"), "if loop.last or loop.nextitem.role == 'tool' else"
+    opening, block = "'<|im_start|>assistant\\n<think>\\n' }}", "thoughts + '\\n</think>\\n\\n' + answer"
+    assert template.count(opening) == 2 and block in template
+    template = template.replace(opening, f"'<|im_start|>assistant\\n' + ('<think>\\n' {kept} '') }}}}", 1)
+    return template.replace(block, f"(thoughts + '\\n</think>\\n\\n' {kept} '') + answer")
+
+
+def like_deepseek_r1():
+    """Every answer loses its thoughts, and the mark that the model was given."""
+    return PUBLISHED + unmarked("deepseek_r1")
+
+
+@pytest.fixture(scope="module")
+def thinking(make_folder):
+    return load_tokenizer(make_folder(like_qwen3_thinking(), extra=THINK))
+
+
+@pytest.fixture(scope="module")
+def deepseek(make_folder):
+    return load_tokenizer(make_folder(like_deepseek_r1(), eos=R1[2], bos=True, extra=(*THINK, *R1)))
+
+
 @pytest.fixture(scope="module")
 def phi3(make_folder):
     return load_tokenizer(make_folder(unmarked("phi3"), eos="<|endoftext|>", pad="<s>", extra=PHI))
@@ -52,28 +78,40 @@ def said(chat):
     return [message["content"] for message in chat if message["role"] == "assistant"]
 
 
+def with_thoughts(chat):
+    return [m | {"reasoning_content": "hm"} if m["role"] == "assistant" else m for m in chat]
+
+
 @given(chat=chats())
 @settings(max_examples=30, deadline=None)
-def test_each_answer_is_learned_as_it_is_generated(qwen3, phi3, chat):
+def test_each_answer_is_learned_as_it_is_generated(qwen3, phi3, thinking, deepseek, chat):
     (found,) = encode_sft(qwen3, [row(chat)])
     assert learned(qwen3, found) == "".join(f"<think>\n\n</think>\n\n{text}<|im_end|>\n" for text in said(chat))
     (found,) = encode_sft(phi3, [row(chat)])
     assert learned(phi3, found) == "".join(f"{text}<|end|>\n" for text in said(chat)) + "<|endoftext|>"
-    for tokenizer, name in ((qwen3, "qwen3"), (phi3, "phi3")):  # what transformers finds by the marks
+    thought = with_thoughts(chat)
+    (found,) = encode_sft(thinking, [row(thought)])
+    assert learned(thinking, found) == "".join(f"hm\n</think>\n\n{text}<|im_end|>\n" for text in said(chat))
+    (found,) = encode_sft(deepseek, [row(thought)])
+    assert learned(deepseek, found) == "".join(f"hm\n</think>\n\n{text}{R1[2]}" for text in said(chat))
+    plain = {"qwen3": qwen3, "phi3": phi3}
+    for name, tokenizer in (plain | {"qwen3_thinking": thinking, "deepseek_r1": deepseek}).items():
+        chat = chat if name in plain else thought  # what transformers finds by the marks
         expected = tokenizer.apply_chat_template(
             chat, chat_template=shipped_template(name), return_dict=True, return_assistant_tokens_mask=True
         )
         ((tokens, mask),) = encode_sft(tokenizer, [row(chat)])
         assert (tokens, mask) == (expected["input_ids"], expected["assistant_masks"])
-        if len(said(chat)) > 1 and name == "qwen3":  # a longer conversation only adds
+        if len(said(chat)) > 1 and name != "phi3":  # a longer conversation only adds
             ((shorter, shorter_mask),) = encode_sft(tokenizer, [row(chat[:-2])])
             assert (tokens[: len(shorter)], mask[: len(shorter)]) == (shorter, shorter_mask)
 
 
 @given(chat=chats().map(lambda chat: chat[-2:]))
 @settings(max_examples=20, deadline=None)
-def test_a_single_answer_is_learned_by_the_own_template_and_alike(qwen3, phi3, chat):
-    for tokenizer, name in ((qwen3, "qwen3"), (phi3, "phi3")):
+def test_a_single_answer_is_learned_by_the_own_template_and_alike(qwen3, phi3, thinking, chat):
+    for tokenizer, name in ((qwen3, "qwen3"), (phi3, "phi3"), (thinking, "qwen3_thinking")):
+        chat = with_thoughts(chat) if name == "qwen3_thinking" else chat
         own = encode_sft(tokenizer, [row(chat)], fix=False)
         assert encode_sft(tokenizer, [row(chat)]) == own
         two = chat + chat  # its first answer is the same by the shipped template
@@ -83,13 +121,37 @@ def test_a_single_answer_is_learned_by_the_own_template_and_alike(qwen3, phi3, c
         assert shipped_in_use(tokenizer, [row(chat)]) is None and shipped_in_use(tokenizer, [row(two)]) == name
 
 
-def test_only_what_renders_alike_is_replaced(qwen3, forgetful, chatml, make_folder):
-    assert training_template(qwen3) == "qwen3"
+def test_a_template_that_loses_every_thought_is_replaced_for_single_answers_too(deepseek):
+    """DeepSeek-R1-Distill's own, in its words: the model is given <think>, and then learns to answer without."""
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    opening = deepseek.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert opening == "<s>s<｜User｜>q<｜Assistant｜><think>\n"
+    chat.append({"role": "assistant", "content": "<think>\nhm\n</think>\n\n7"})
+    assert deepseek.apply_chat_template(chat, tokenize=False) == f"<s>s<｜User｜>q<｜Assistant｜>\n\n7{R1[2]}"
+    rows = [row(chat), row([*chat[:2], {"role": "assistant", "content": "7", "reasoning_content": "hm"}])]
+    for tokens, mask in encode_sft(deepseek, rows):
+        assert deepseek.decode(tokens) == f"{opening}hm\n</think>\n\n7{R1[2]}"
+        assert learned(deepseek, (tokens, mask)) == f"hm\n</think>\n\n7{R1[2]}"
+    assert shipped_in_use(deepseek, rows) == "deepseek_r1"
+    with pytest.raises(DataError, match="not prefix-preserving"):
+        encode_sft(deepseek, rows, fix=False)
+    with pytest.raises(DataError, match="an answer without thoughts"):
+        encode_sft(deepseek, [row([*chat[:2], {"role": "assistant", "content": "7"}])])
+    with pytest.raises(DataError, match="has no tool calls"):
+        encode_sft(deepseek, [row([*chat, {"role": "tool", "content": "7"}, chat[2]])])
+
+
+def test_only_what_renders_alike_is_replaced(qwen3, thinking, deepseek, phi3, forgetful, chatml, make_folder):
+    assert training_template(qwen3) == "qwen3" and training_template(thinking) == "qwen3_thinking"
+    assert training_template(deepseek) == "deepseek_r1" and training_template(phi3) == "phi3"
     assert training_template(forgetful) is training_template(chatml) is None
     other = load_tokenizer(make_folder(like_qwen3().replace("a json object", "JSON"), extra=THINK))
     assert training_template(other) is None  # differs with tools alone
     two = [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]
-    with pytest.raises(DataError, match=r"not prefix-preserving.*data.chat_template=FILE.*chatml, phi3, qwen3"):
+    with pytest.raises(
+        DataError,
+        match=r"not prefix-preserving.*data.chat_template=FILE.*chatml, deepseek_r1, phi3, qwen3, qwen3_thinking",
+    ):
         encode_sft(other, [row(two)])
     with pytest.raises(DataError, match="not prefix-preserving"):  # a template that was named is taken as it is
         SftDataset(sft_rows([{"messages": two}], DataConfig()), qwen3, DataConfig(chat_template="x.jinja"))
