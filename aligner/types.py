@@ -56,6 +56,7 @@ class Generations:
     finish_reason: Tensor  # int64 [N], STOP or LENGTH
     weight_version: int
     full_logprobs: Tensor | None = None  # float32 [N, R], of the tempered full distribution, if top-p/top-k/min-p cut
+    routing: Tensor | None = None  # uint8 or int16 [N, P + R, layers, top_k]: see ops/routing.py; of the prompts too
 
 
 @dataclass
@@ -119,6 +120,7 @@ class RolloutBatch(TensorBatch):
     token_weights: Tensor | None = None  # float32 [B, T] factors of the policy loss (`mismatch.correction`)
     rejected: Tensor | None = None  # bool [B] made invalid by `mismatch.correction`
     greedy_rewards: Tensor | None = None  # float32 [B] shaped reward of the prompt's greedy response (remax)
+    routing: Tensor | None = None  # [B, T, layers, top_k] the engine's experts (`mismatch.replay_routing`)
 
 
 @dataclass
@@ -141,6 +143,7 @@ class TrainBatch(TensorBatch):
     labels: Tensor | None = None  # float32 [B] or [B, K]: reward-model margins or attribute scores
     wanted: Tensor | None = None  # bool [B, T] tokens whose output is read; None: all
     packing: Any = None  # ops.packing.Packing: where its tokens stand in the model's stream, once a model has it
+    routing: Tensor | None = None  # [B, T, layers, top_k] the experts to take; None: those of the model's own routers
 
 
 @dataclass

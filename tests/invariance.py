@@ -94,6 +94,11 @@ def expert_axes() -> dict[str, Case]:
     cases = {f"experts, {name}": Case(*layout, model=EXPERTS) for name, layout in layouts.items()}
     two = BatchConfig(micro_batch_samples=2)
     cases["experts, auxiliary loss, ep2, micro-batch 2"] = Case(*layouts["ep2"], batch=two, model=BALANCED)
+    for name in ("ep2+tp2, sequence", "ep2+pp2", "ep2+cp2"):
+        cases[f"experts, replayed routing, {name}"] = replace(cases[f"experts, {name}"], replay=True)
+    cases["experts, replayed routing, shared prompts"] = Case(
+        batch=BatchConfig(micro_batch_samples=16), model=BALANCED, replay=True
+    )
     return cases
 
 
@@ -156,9 +161,10 @@ class Matrix:
         return self.ranks.run(target, world=case.world, case=case, without=without, **arguments)[0]
 
     def base(self, stage: str, case: Case) -> dict:
-        key = stage, case.dtype, str(case.model)
+        key = stage, case.dtype, str(case.model), case.replay
         if key not in self._base:
-            self._base[key] = self.replay(stage, replace(type(case)(), dtype=case.dtype, model=case.model))
+            alone = replace(type(case)(), dtype=case.dtype, model=case.model, replay=case.replay)
+            self._base[key] = self.replay(stage, alone)
         return self._base[key]
 
     def deviation(self, stage: str, case: Case) -> dict[str, float]:

@@ -25,6 +25,7 @@ from aligner.stages.rm import preference_loss
 from aligner.stages.sft import sft_loss
 from aligner.types import RolloutBatch, TrainBatch
 from tests.megatron.jobs import build, weights
+from tests.tiny import random_routing
 
 # Adam with a huge eps and no memory is gradient descent: with learning rate 1, and with one so large that the first
 # update is the gradient to float32's precision, not what is left of it beside the weight
@@ -47,6 +48,7 @@ class Case:
     distributed: bool = True
     dtype: torch.dtype = torch.float32
     model: ModelConfig | None = None  # None: the table's
+    replay: bool = False  # experts by lot for every token, in place of the routers' choice
 
 
 NEAR = 1e-6  # of probability: what rounding may turn around
@@ -57,9 +59,9 @@ def near_ties() -> Iterator[list[int]]:
     """How many tokens have their k-th and k+1-st experts within NEAR: one number for each call of a router."""
     original, found = moe.route, []
 
-    def route(hidden, router, top_k, normalise):
-        routing = original(hidden, router, top_k, normalise)
-        if top_k < len(router):
+    def route(hidden, router, top_k, normalise, bias=None, given=None):
+        routing = original(hidden, router, top_k, normalise, bias, given)
+        if top_k < len(router) and given is None:
             top = routing.probs.topk(top_k + 1, dim=-1).values
             found.append(int((top[:, -2] - top[:, -1] < NEAR).sum()))
         return routing
@@ -84,6 +86,8 @@ def replay(file: Path, stage: str, model: ModelConfig, case: Case, without: str 
 def _replay(recording, stage: str, model: ModelConfig, case: Case, without: str) -> dict:
     cfg = replace(model, vocab_size=recording.header.origin.vocab_size, recompute=case.recompute)
     rows = prepare(recording.rollout, without)
+    if case.replay:
+        rows.routing = random_routing(cfg, rows)
     result = {}
     for name, optim, steps in (("steep", STEEP, 1), ("sgd", PLAIN, 2), ("adam", ADAM, 2)):
         head = Head("lm" if stage in ("sft", "grpo", "ppo") else "score")

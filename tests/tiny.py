@@ -223,3 +223,13 @@ def relative(got: torch.Tensor, wanted: torch.Tensor, scale: torch.Tensor | None
     """||got - wanted|| / ||scale||, the scale being `wanted` unless told."""
     scale = wanted if scale is None else scale
     return float((got.double() - wanted.double()).norm() / scale.double().norm().clamp_min(1e-12))
+
+
+def random_routing(cfg: ModelConfig, rows: TrainBatch, seed: int = 4) -> torch.Tensor:
+    """uint8 [B, T, layers, top_k]: experts by lot for all tokens but the last of each row, the same for the same token
+    in the same place."""
+    g, (count, width) = torch.Generator().manual_seed(seed), rows.tokens.shape
+    lots = torch.rand(cfg.vocab_size, width, len(cfg.layers_of("sparse")), cfg.moe.num_experts, generator=g)
+    lots = lots[rows.tokens, torch.arange(width).expand(count, width)]
+    known = torch.arange(width) < rows.lengths[:, None] - 1
+    return (lots.topk(cfg.moe.top_k).indices * known[:, :, None, None]).to(torch.uint8)

@@ -42,7 +42,8 @@ class FirstStepChecks:
         backwards = torch.arange(len(rollout.lengths)).flip(0)
         again = policy.logprobs(rollout.select(backwards))[backwards.argsort()]
         cause = _differ("the policy's logprobs, computed twice", rollout, again, rollout.old_logprobs, limit)
-        fresh = policy.model.step_count == 0  # both started from model.init
+        # both started from model.init; the policy's tokens may go where the engine's routers sent them
+        fresh = policy.model.step_count == 0 and rollout.routing is None
         if not cause and reference is not None and fresh:
             what = "the logprobs of reference and policy, which start from the same weights"
             cause = _differ(what, rollout, rollout.ref_logprobs, rollout.old_logprobs, limit)

@@ -63,7 +63,8 @@ def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
     dtype = _engine_dtype(job)
     if job.bridge is not None:
         job.bridge.on_signal = job.boundary.signals.note
-        return RemoteEngine(job.bridge, job.cfg.engine.tensor_parallel, dtype)
+        routing = model if job.cfg.mismatch.replay_routing else None
+        return RemoteEngine(job.bridge, job.cfg.engine.tensor_parallel, dtype, routing)
     if job.cfg.engine.name in TRTLLM_ENGINES:
         return _trtllm_engine(job, model, dtype)
     if job.cfg.engine.name == "recorded":
@@ -81,6 +82,7 @@ def _native_engine(job: Job, model: ModelConfig, dtype: torch.dtype) -> FleetEng
         pad_id=tokenizer.pad_token_id,
         decode=tokenizer.decode,
         group=neighbours(job.cfg.engine.tensor_parallel),
+        reports_routing=job.cfg.mismatch.replay_routing,
     )
     engine.steal = not job.cfg.run.deterministic
     return engine

@@ -32,7 +32,8 @@ def make_rollouts(
     if cfg.debug.train_only:
         model = policy.model
         where = cfg.debug.train_only, cfg.run.steps, _origin(job), job.layout
-        source = RecordedSource.open(*where, lambda: model.step_count, job.say)
+        routed = model.cfg if cfg.mismatch.replay_routing else None
+        source = RecordedSource.open(*where, lambda: model.step_count, job.say, routed)
         seen = same_view(cfg.debug.train_only, lambda: {p.name: file_fingerprint(p) for p in source.files})
         job.contents["debug.train_only"] = seen[source.files[0].name]
         return source, {}, None

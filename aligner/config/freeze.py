@@ -125,6 +125,8 @@ def rollout_key(cfg: Config) -> str:
     for name in _NOT_OF_ROLLOUTS:
         del data[name]
     data["run"] = {"steps": cfg.run.steps}
+    if not cfg.mismatch.replay_routing:  # what was stored before there was this key goes on
+        del data["mismatch"]["replay_routing"]
     for section, names in _NOT_OF_ROLLOUTS_IN.items():
         for name in names:
             del data[section][name]

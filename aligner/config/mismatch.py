@@ -26,6 +26,8 @@ class MismatchConfig:
     cap: float = 0.0  # of a weight (tis_*); 0: the method's default
     low: float = 0.0  # r below it is left out (icepop, geometric_mask, veto); 0: the method's default
     high: float = 0.0  # r above it is left out; 0: the method's default
+    # experts: the policy's tokens go to those that the engine's routers chose (rollout routing replay)
+    replay_routing: bool = False
     warn_above: float = 1.05  # token_mult_prob_error
     stop_above: float = 0.0  # 0: never
 

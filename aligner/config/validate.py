@@ -21,6 +21,7 @@ def validate(cfg: Config, world_size: int) -> None:
     _paths(cfg)
     _without_effect(cfg)
     _engine_ranks(cfg, world_size)
+    _replay(cfg)
     _ranks(cfg, world_size)
     validate_model(cfg, cfg.model)
     if cfg.stage.name in ROLLOUT_STAGES:
@@ -175,6 +176,18 @@ def _engine_ranks(cfg: Config, world_size: int) -> None:
         raise ConfigError("debug.record_answers", True, f"false with {among}")
 
 
+def _replay(cfg: Config) -> None:
+    """Who can tell which experts computed a token: the native engine, and recordings of it (which are looked at)."""
+    if not cfg.mismatch.replay_routing:
+        return
+    if cfg.stage.name not in ROLLOUT_STAGES:
+        expected = f"false for stage {cfg.stage.name}: {', '.join(ROLLOUT_STAGES)} have an engine"
+        raise ConfigError("mismatch.replay_routing", True, expected)
+    if cfg.engine.name != "native" and not cfg.debug.train_only:
+        expected = f"false with engine.name={cfg.engine.name}, which does not tell the experts of its tokens: native"
+        raise ConfigError("mismatch.replay_routing", True, f"{expected} does")
+
+
 def _ranks(cfg: Config, world_size: int) -> None:
     parallel, size, world_size = cfg.parallel, cfg.parallel.model_size, world_size - cfg.engine.ranks
     if world_size % size:
@@ -222,6 +235,9 @@ def _engine(cfg: Config, model: ModelConfig) -> None:
 def _experts(cfg: Config, model: ModelConfig, scorer: bool) -> None:
     experts, parallel = model.moe.num_experts, cfg.parallel
     if not experts:
+        if cfg.mismatch.replay_routing and not scorer:
+            expected = "false for a model without experts (model.moe)"
+            raise ConfigError("mismatch.replay_routing", True, expected)
         if parallel.expert > 1 and not scorer:
             raise LayoutError("parallel.expert", parallel.expert, "1 for a model without experts (model.moe)")
         return

@@ -58,8 +58,9 @@ class ExpertLoad:
 
     def metrics(self) -> ScalarMetrics:
         """moe/balance (largest load of an expert over the mean load; 1 is even) and moe/aux_loss (E * sum f_i P_i, 1
-        where even), means over layers, and moe/dropped (share of pairs that no expert computed), over the step. The
-        same on every rank; collective over the world."""
+        where even), means over layers, and moe/dropped (share of pairs that no expert computed), over the step. With
+        the engine's routing also moe/routing_differs: the share of (token, layer) that the routers themselves would
+        have sent to another set of experts. The same on every rank; collective over the world."""
         if not self.moe.num_experts:
             return {}
         e, counted = self.moe.num_experts, self._counted()
@@ -75,18 +76,16 @@ class ExpertLoad:
         )
         if self.layout.pipeline > 1:
             dist.all_reduce(sums, group=self.layout.pgs.pp)
-        balance, aux, routed, computed, layers = sums.tolist()
-        return {"moe/balance": balance / layers, "moe/aux_loss": aux / layers, "moe/dropped": 1 - computed / routed}
+        balance, aux, routed, computed, replayed, differ, layers = sums.tolist()
+        found = {"moe/balance": balance / layers, "moe/aux_loss": aux / layers, "moe/dropped": 1 - computed / routed}
+        return found | ({"moe/routing_differs": differ / replayed} if replayed else {})
 
     def _counted(self) -> torch.Tensor:
-        """float64 [layers, E + E + 2]: pairs, sums of p, pairs routed, pairs computed, over all ranks of the stage."""
-        rows = [
-            torch.cat([layer.pairs, layer.probs, layer.pairs.new_full((1,), layer.routed), layer.computed.view(1)])
-            for layer in self.layers
-        ]
-        if not rows:  # a stage whose layers are all dense
-            return torch.zeros(0, 2 * self.moe.num_experts + 2, dtype=torch.float64, device=self._device)
-        counted = torch.stack(rows)
+        """float64 [layers, E + E + 4]: pairs, sums of p, pairs routed, pairs computed, tokens with experts that were
+        given, those among them that are `rerouted`; over all ranks of the stage."""
+        if not self.layers:  # a stage whose layers are all dense
+            return torch.zeros(0, 2 * self.moe.num_experts + 4, dtype=torch.float64, device=self._device)
+        counted = torch.stack([_row(layer) for layer in self.layers])
         dist.all_reduce(counted, group=self.layout.pgs.dp_cp)
         return counted
 
@@ -97,3 +96,9 @@ class ExpertLoad:
     def _counting(self, on: bool) -> None:
         for layer in self.layers:
             layer.counting = on
+
+
+def _row(layer: ExpertLayer) -> torch.Tensor:
+    replays = layer.pairs.new_zeros(2) if layer.replays is None else layer.replays
+    routed = layer.pairs.new_full((1,), layer.routed)
+    return torch.cat([layer.pairs, layer.probs, routed, layer.computed.view(1), replays])

@@ -49,6 +49,7 @@ from aligner.megatron.collectives import all_to_all
 from aligner.megatron.groups import Layout
 from aligner.models.families import FAMILIES
 from aligner.ops.experts import (
+    Chosen,
     Routing,
     add_bias,
     balance_loss,
@@ -57,6 +58,7 @@ from aligner.ops.experts import (
     expand,
     grouped_linear,
     permute,
+    rerouted,
     route,
     sort_pairs,
 )
@@ -154,13 +156,23 @@ class ExpertLayer(torch.nn.Module):
         self.fractions: Tensor | None = None
         self.peers = layout.pgs.cp
         self.tokens = 0.0  # T of the minibatch
+        self._stage_layers = config.num_layers // layout.pipeline
+        self.set_layer_number(1)
         self.reset()
+
+    def set_layer_number(self, number: int) -> None:
+        """Megatron tells: from 1, over all pipeline stages."""
+        layer, each = number - 1, self._stage_layers
+        # among the layers with experts of this stage
+        self.place = sum(i not in self.moe.dense_layers for i in range(layer // each * each, layer))
 
     def reset(self) -> None:
         """Forget what was counted."""
         self.pairs: Tensor | float = 0.0  # float64 [E]: pairs by expert, a token as often as it counts
         self.probs: Tensor | float = 0.0  # float64 [E]: sum of p over tokens
         self.routed, self.computed = 0, torch.zeros((), dtype=torch.int64)  # pairs sent off, pairs that experts got
+        # float64 [2]: tokens with experts of the engine's choice, and those that the router would have sent elsewhere
+        self.replays: Tensor | None = None
 
     def forward(self, hidden: Tensor, padding_mask: Times, **unused: Any) -> tuple[Tensor, None]:
         """`padding_mask` (Megatron's word) is `Packing.times`."""
@@ -171,9 +183,9 @@ class ExpertLayer(torch.nn.Module):
         elif self.layout.tensor > 1:
             x = copy_to_tensor_model_parallel_region(x, group=tp)
         if times.real is None:
-            out = self._mix(x, times.count)
+            out = self._mix(x, times)
         else:
-            some = self._mix(kernels.collect(x, times.real), times.count)
+            some = self._mix(kernels.collect(x, times.real), times)
             out = torch.zeros_like(x).index_copy(0, times.real, some)
         if sequence:
             out = reduce_scatter_to_sequence_parallel_region(out, group=tp)
@@ -181,15 +193,20 @@ class ExpertLayer(torch.nn.Module):
             out = reduce_from_tensor_model_parallel_region(out, group=tp)
         return out[:, None], None
 
-    def _mix(self, x: Tensor, times: Tensor) -> Tensor:
+    def _mix(self, x: Tensor, times: Times) -> Tensor:
         """x [n, H], every one a token -> this tensor rank's addend [n, H]."""
         router, bias, tp = self.router.weight, self.router.bias, self.layout.pgs.tp
         if self.layout.tensor > 1:
             router = copy_to_tensor_model_parallel_region(router, group=tp)
             bias = None if bias is None else copy_to_tensor_model_parallel_region(bias, group=tp)
-        routing = route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias)
+        replay = times.replay
+        given = None if replay is None else Chosen(replay.experts[self.place], replay.known)
+        routing = route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias, given)
+        if given is not None and (self.counting or self._learns()):
+            both = torch.stack([given.known, given.known & rerouted(routing)]).double() @ times.count.double()
+            self.replays = both if self.replays is None else self.replays + both
         pairs = sort_pairs(routing.experts, self.moe.num_experts)
-        weights = self._balance(routing, times)
+        weights = self._balance(routing, times.count)
         return combine(self._compute(expand(x, pairs), pairs.counts), pairs, weights)
 
     def _compute(self, x: Tensor, counts: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.ops.narrow import narrowed, without_unread
 from aligner.ops.packing import Packing, Times, pack
 from aligner.ops.reduce import max_over
+from aligner.ops.routing import Replay
 from aligner.ops.schedules import lr_at
 from aligner.ops.scored_attention import scaled_logits
 from aligner.ops.upload import upload
@@ -148,10 +149,19 @@ class ShardedModel:
         batch = micro_batch.trim()
         packing, window = self._pack(batch), self.cfg.attention.window
         near = windowed(packing, window).additive(self.dtype) if window else None
-        times = packing.times() if self.cfg.moe.num_experts else None  # once for all layers, by the host
-        packing = packing.additive(self.dtype)
+        times = self._times(batch, packing) if self.cfg.moe.num_experts else None  # once for all layers, by the host
+        packing, batch = packing.additive(self.dtype), replace(batch, routing=None)
         batch, packing, near, times = upload([batch, packing, near, times], self.device)
         return replace(batch, packing=packing), self._stream(packing, near, times)
+
+    def _times(self, batch: TrainBatch, packing: Packing) -> Times:
+        times = packing.times()
+        if batch.routing is None:
+            return times
+        each = self.cfg.num_layers // self.layout.pipeline
+        stages = [layer // each for layer in self.cfg.layers_of("sparse")]
+        here = batch.routing[:, :, torch.tensor(stages) == self.layout.pp_rank]
+        return replace(times, replay=Replay.of(packing, here, batch.lengths, times.real))
 
     def _pack(self, batch: TrainBatch) -> Packing:
         layout = self.layout
@@ -164,6 +174,7 @@ class ShardedModel:
             multiple=layout.tensor if layout.sequence else 1,
             over_heads=layout.over_heads,
             share=batch.tokens if self.share and not uses_transformer_engine(self.cfg) else None,
+            routing=batch.routing,
             ragged=self.cfg.varlen_attention,
         )
         if batch.wanted is not None and layout.is_last_stage:

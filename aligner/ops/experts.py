@@ -21,20 +21,47 @@ class Routing(NamedTuple):
     probs: Tensor  # float32 [N, E], sums to 1
     weights: Tensor  # float32 [N, k]
     experts: Tensor  # int64 [N, k]
+    own: Tensor  # int64 [N, k]: those of largest p, which `experts` are unless others were given
 
 
 GATE_LIMIT, GATE_ALPHA = 7.0, 1.702  # of gpt-oss
 
 
-def route(hidden: Tensor, router: Tensor, top_k: int, normalise: bool, bias: Tensor | None = None) -> Routing:
+class Chosen(NamedTuple):
+    """Experts that somebody else chose, for some of the tokens."""
+
+    experts: Tensor  # integers [N, k]
+    known: Tensor  # bool [N]
+
+
+def route(
+    hidden: Tensor,
+    router: Tensor,
+    top_k: int,
+    normalise: bool,
+    bias: Tensor | None = None,
+    given: Chosen | None = None,
+) -> Routing:
     """hidden [N, H], router [E, H], bias [E]. In float32 whatever the dtype: a token near a tie of two experts should
     fall on the same side in the trainer and in the engine. Normalised weights are a softmax over the chosen logits
     alone: the same number, and an expert that was not chosen has a gradient of exactly 0, not one of rounding, of which
-    Adam would make a step."""
+    Adam would make a step.
+
+    Experts that are `given` take the place of those of largest p, and are weighted by this router's p: it learns as if
+    it had chosen them (arXiv:2510.11370)."""
     logits = torch.nn.functional.linear(hidden.float(), router.float(), None if bias is None else bias.float())
     probs = logits.softmax(-1)
-    chosen, experts = logits.topk(top_k, dim=-1)
-    return Routing(probs, chosen.softmax(-1) if normalise else probs.gather(-1, experts), experts)
+    chosen, own = logits.topk(top_k, dim=-1)
+    experts = own
+    if given is not None:
+        experts = given.experts.long().where(given.known[:, None], own)
+        chosen = logits.gather(-1, experts)
+    return Routing(probs, chosen.softmax(-1) if normalise else probs.gather(-1, experts), experts, own)
+
+
+def rerouted(routing: Routing) -> Tensor:
+    """bool [N]: the router itself would have sent the token to another set of experts."""
+    return (routing.experts.sort(-1).values != routing.own.sort(-1).values).any(-1)
 
 
 class Pairs(NamedTuple):

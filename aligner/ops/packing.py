@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from aligner.ops.ragged import Ragged, in_rows
+from aligner.ops.routing import Replay
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Times:
 
     real: Tensor | None  # int64 [n]; None: all
     count: Tensor  # float32 [n]
+    replay: Replay | None = None  # the experts of these tokens, if the engine's are to be taken
 
     @classmethod
     def of(cls, each: Tensor) -> Times:
@@ -130,6 +132,7 @@ def pack(
     multiple: int = 1,
     over_heads: bool = False,
     share: Tensor | None = None,
+    routing: Tensor | None = None,
     ragged: bool = False,
 ) -> Packing:
     """Lay rows of `lengths` (int64 [B], on the CPU; each 1 .. width) end to end for context rank `rank` of `context`.
@@ -138,12 +141,13 @@ def pack(
     `padded` every row is padded to `width`. `over_heads`: attention sees the tokens of all context ranks (and a share
     of the heads), so its segments are whole rows. `share`: the tokens [B, T] (on the CPU); a row that begins like a
     row before it (a group's samples: with their prompt) then has only the rest of its tokens in the stream. Results are
-    the same, for less work. Not with padding or context parallelism. `ragged`: rows in place of segments
-    (`ops/ragged.py`), without masks and so as long as they like.
+    the same, for less work. Not with padding or context parallelism. `routing` [B, T, layers, k]: experts that tokens
+    go to, and must have in common to be shared. `ragged`: rows in place of segments (`ops/ragged.py`), without masks
+    and so as long as they like.
     """
     shared, masks = None, not ragged
     if share is not None and not padded and context == 1:
-        shared = shared_beginnings(share, lengths, masks)
+        shared = shared_beginnings(share, lengths, masks, routing)
     if shared is not None:
         packing = _pack_shared(lengths, width, multiple, *shared, masks)
     else:
@@ -287,7 +291,9 @@ SHORTEST = 4  # tokens that are worth sharing
 SHARED_MASK = 1 << 28  # of a segment: its queries see the shared beginning and their own row, which a mask must say
 
 
-def shared_beginnings(tokens: Tensor, lengths: Tensor, masks: bool) -> tuple[Tensor, Tensor] | None:
+def shared_beginnings(
+    tokens: Tensor, lengths: Tensor, masks: bool, routing: Tensor | None = None
+) -> tuple[Tensor, Tensor] | None:
     """(leader, shared), int64 [B] each: row i begins with the first shared[i] tokens of row leader[i] <= i (itself: 0).
 
     A row follows the leader of the row before it if it has at least SHORTEST tokens and a quarter of its length in
@@ -300,6 +306,9 @@ def shared_beginnings(tokens: Tensor, lengths: Tensor, masks: bool) -> tuple[Ten
     follows[1:] = (alike >= SHORTEST) & (4 * alike >= lengths[1:])
     leader = torch.where(follows, 0, torch.arange(count)).cummax(0).values
     same = (tokens == tokens[leader]) & (position < lengths[:, None]) & (position < lengths[leader, None])
+    if routing is not None:
+        known = position < lengths[leader, None] - 1  # of a row's last token it says nothing
+        same &= known & (routing == routing[leader]).flatten(2).all(2)
     # at least one token is a row's own, so that it has a query
     shared = torch.minimum(same.cummin(1).values.sum(1), lengths - 1).where(follows, 0)
     shared = shared.where(shared >= SHORTEST, 0)

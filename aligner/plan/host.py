@@ -1,4 +1,5 @@
-"""Bytes of host memory for each GPU while a checkpoint is written, when most of them are taken."""
+"""Bytes of host memory for each GPU while a checkpoint is written, when most of them are taken; the step's rollout is
+still there."""
 
 from __future__ import annotations
 
@@ -26,6 +27,8 @@ def host_items(job: Job) -> dict[str, float]:
     stages = []
     for stage in range(job.grid.pipeline):
         items = {"checkpoint": 0.0, "offloaded": 0.0}
+        if job.routing:
+            items["routing"] = job.routing * job.rows.longest * job.rows.count / job.grid.data
         for part in job.parts:
             for name, size in _of_part(job, part, stage).items():
                 items[name] += size

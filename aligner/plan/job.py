@@ -16,7 +16,7 @@ from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig
 from aligner.config.validate import evaluation_functions, minibatch_samples
 from aligner.errors import CheckpointError, ConfigError
 from aligner.foreign import read_record
-from aligner.plan.shapes import Grid, kv_bytes
+from aligner.plan.shapes import Grid, kv_bytes, routing_bytes
 
 PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill of the native engine
 
@@ -99,6 +99,7 @@ class Job:
     offload: tuple[str, ...] = ()  # memory.offload
     old_in_update: bool = False  # `config.passes.old_logprobs_in_update`
     sleeps: bool = True  # the KV cache is given back while others work
+    routing: int = 0  # bytes of a token, if the engine's routing is replayed
 
     @property
     def policy(self) -> Part:
@@ -123,7 +124,7 @@ class Job:
         """(rows decoded together by one engine, bytes of its cache per GPU), as `plan_generation` cuts the budget."""
         engine, shape = self.engine, self.policy.shape
         assert engine is not None
-        token = kv_bytes(shape, engine.element) / engine.tensor
+        token = kv_bytes(shape, engine.element) / engine.tensor + self.routing
         replicas = self.grid.gpus / engine.tensor
         rows, prompts = self.rows.count / replicas, self.rows.prompts / replicas
         positions = self.rows.longest - 1
@@ -207,6 +208,7 @@ def job_of(
         offload=tuple(cfg.memory.offload),
         old_in_update=old_logprobs_in_update(cfg),
         sleeps=cfg.memory.sleep != "never",
+        routing=routing_bytes(shape) if cfg.mismatch.replay_routing else 0,
     )
 
 

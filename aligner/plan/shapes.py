@@ -154,6 +154,11 @@ def active_parameters(m: ModelConfig) -> int:
     return round((m.num_layers * layer + head_operations(m, 1)) / 2)
 
 
+def routing_bytes(m: ModelConfig) -> int:
+    """Of a token: the numbers of its experts in all layers (`ops/routing.py`)."""
+    return len(m.layers_of("sparse")) * m.moe.top_k * (1 if m.moe.num_experts <= 256 else 2)
+
+
 def kv_bytes(m: ModelConfig, element: int) -> int:
     """Keys and values of one position."""
     return 2 * m.num_layers * m.num_kv_heads * m.kv_channels * element

@@ -93,9 +93,10 @@ def forward_rows(
     read: Callable[[Tensor, TrainBatch], Tensor],
     columns: int = 0,
     wanted: Tensor | None = None,
+    routing: Tensor | None = None,
 ) -> Tensor:
     """`read(head output, micro-batch) -> [b, t]` over all rows without gradient, back in row order as float32 [B,
-    T] ([B, columns] if told), the columns a micro-batch lacks being 0. `wanted`: see TrainBatch.
+    T] ([B, columns] if told), the columns a micro-batch lacks being 0. `wanted`, `routing`: see TrainBatch.
 
     Every rank that shares the rows gets the result. Data-parallel ranks may pass different numbers of rows, also none;
     if the model `exchanges`, all of them call this.
@@ -106,7 +107,8 @@ def forward_rows(
             model.forward([], read)
         return torch.zeros(0, width)
     parts = split(rows.lengths, batch, batch.logprob_tokens)
-    all_rows = TrainBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=torch.zeros(count, 0), wanted=wanted)
+    none = torch.zeros(count, 0)
+    all_rows = TrainBatch(rows.tokens, rows.lengths, loss_mask=none, wanted=wanted, routing=routing)
     outputs = model.forward([all_rows.select(part) for part in parts], read)
     result, done = torch.zeros(count, width, dtype=torch.float32, device=model.device), 0
     for output in outputs:  # in the order of the micro-batches: where rows belong is known on the host

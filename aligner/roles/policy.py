@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class Policy:
     temperature: float = 1.0
     entropy: bool = True  # of every token, for the metric and the bonus
     hits: bool = False
+    replays: ClassVar[bool] = True  # sends tokens to the experts of the engine's choice, where rows tell them
 
     def _outputs(self, hidden: Tensor, batch: TrainBatch, entropy: bool, hits: bool) -> TokenOutputs:
         """Last hidden states of this rank's stream -> [B, T] each."""
@@ -58,9 +59,9 @@ class Policy:
         """float32 [B, T] logprobs under the current weights, on the CPU of every rank: of the tokens in `mask` [B, T],
         the rest may be 0; None: of every token. Index 0 is 0."""
         wanted = None if mask is None else predicting(mask)
-        return forward_rows(
-            self.model, rows, self.batch, lambda hidden, b: self._outputs(hidden, b, False, False)[0], wanted=wanted
-        )
+        routing = rows.routing if self.replays else None
+        read = lambda hidden, b: self._outputs(hidden, b, False, False)[0]  # noqa: E731
+        return forward_rows(self.model, rows, self.batch, read, wanted=wanted, routing=routing)
 
     def update(self, minibatch: TrainBatch, loss: PolicyLoss) -> ScalarMetrics:
         """One optimizer step over this rank's rows of a minibatch."""
@@ -78,7 +79,9 @@ class Policy:
 
 
 class Reference(Policy):
-    """A frozen copy: no gradients, no optimizer."""
+    """A frozen copy: no gradients, no optimizer. No engine generates with its weights, so its routers choose."""
+
+    replays = False
 
     def update(self, minibatch: TrainBatch, loss: PolicyLoss) -> ScalarMetrics:
         raise AssertionError("the reference is frozen")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aligner.config.schema import ModelConfig
 from aligner.ops.balance import balance, deal, row_costs
+from aligner.ops.routing import widened
 from aligner.types import ScalarMetrics, TrainBatch
 
 ENOUGH = 0.98  # rows stay where they are if the ranks' costs are that even (mean over largest)
@@ -78,10 +79,12 @@ def _exchange(minibatch: TrainBatch, parts: list[list[int]], width: int, group: 
     order = torch.tensor([row for rows in sent for row in rows], dtype=torch.int64)
     moved = {}
     for name, tensor in minibatch.tensors().items():
-        if tensor.dim() == 2:  # per token: cut or pad to the width of the whole minibatch
-            tensor = torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]))
-        out = tensor.new_empty(sum(received), *tensor.shape[1:])
+        if tensor.dim() >= 2:  # per token: cut or pad to the width of the whole minibatch
+            tensor = widened(tensor, width)
         source = tensor.index_select(0, order).contiguous()
+        if name == "routing":
+            source = source.view(torch.uint8)  # gloo does not know int16
+        out = source.new_empty(sum(received), *source.shape[1:])
         dist.all_to_all_single(out, source, received, [len(rows) for rows in sent], group=group)
-        moved[name] = out
+        moved[name] = out.view(tensor.dtype)
     return replace(minibatch, **moved)

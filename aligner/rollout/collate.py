@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.tokenizer import decode_responses
+from aligner.ops.routing import widened
 from aligner.types import STOP, Generations, Prompt, RolloutBatch, Sample
 
 
@@ -33,11 +34,11 @@ def join_generations(parts: Sequence[Generations]) -> Generations:
     """Rows of several ranks, in rank order. All must carry the same weight version."""
     versions = {part.weight_version for part in parts}
     assert len(versions) == 1, f"samples of several weight versions in one rollout: {sorted(versions)}"
-    width = max(part.tokens.shape[1] for part in parts)
 
     def stack(name: str) -> Tensor:
-        padded = [torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in (getattr(p, name) for p in parts)]
-        return torch.cat(padded)
+        found = [getattr(part, name) for part in parts]
+        width = max(t.shape[1] for t in found)
+        return torch.cat([widened(t, width) for t in found])
 
     return Generations(
         tokens=stack("tokens"),
@@ -46,6 +47,7 @@ def join_generations(parts: Sequence[Generations]) -> Generations:
         finish_reason=torch.cat([part.finish_reason for part in parts]),
         weight_version=versions.pop(),
         full_logprobs=stack("full_logprobs") if parts[0].full_logprobs is not None else None,
+        routing=stack("routing") if parts[0].routing is not None else None,
     )
 
 
@@ -85,4 +87,5 @@ def collate(samples: list[Sample], generations: Generations, slots: Tensor, pad_
         weight_version=generations.weight_version,
         samples=samples,
         sampled_logprobs=None if full is None else placed(sampled),
+        routing=None if generations.routing is None else widened(generations.routing, total),
     )

@@ -73,6 +73,7 @@ class Groups:
                 logprobs=g.logprobs[index],
                 finish_reason=g.finish_reason[index],
                 full_logprobs=None if g.full_logprobs is None else g.full_logprobs[index],
+                routing=None if g.routing is None else g.routing[index],
             ),
             {name: [column[row] for row in rows] for name, column in self.components.items()},
         )

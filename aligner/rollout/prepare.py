@@ -106,6 +106,7 @@ def minibatches(
             rollout_logprobs=part.rollout_logprobs,
             response_mask=part.response_mask if part.old_logprobs is None else None,
             row_keys=keys[rows],
+            routing=part.routing,
         )
         yield balancer(mine)
 

@@ -26,6 +26,7 @@ from aligner.foreign import parse_json, record
 from aligner.megatron.groups import Layout
 from aligner.models.safetensors_io import save_whole
 from aligner.ops.reduce import first_cause
+from aligner.ops.routing import widened
 from aligner.rewards.composite import Scores
 from aligner.rollout.source import Rollouts
 from aligner.run.timers import Timers
@@ -169,7 +170,7 @@ def _check_columns(path: Path, header: Header, tensors: dict[str, Tensor]) -> No
             raise DataError(f"{path}: expected {name} with {dims} dimensions, found none")
     width = tensors["tokens"].shape[1]
     for name, t in tensors.items():
-        if len(t) != rows or (t.dim() == 2 and t.shape[1] != width):
+        if len(t) != rows or (t.dim() >= 2 and t.shape[1] != width):
             raise DataError(f"{path}: {name} is of shape {tuple(t.shape)}: expected ({rows}, {width})")
     lengths, slots = tensors["lengths"], set(tensors["group"].tolist())
     if rows and not (int(lengths.min()) > 0 and int(lengths.max()) <= width and slots <= set(header.slots)):
@@ -236,11 +237,10 @@ def join_rollouts(parts: list[RolloutBatch], pad_id: int) -> RolloutBatch:
     """Rows of several ranks below each other, padded to the longest."""
     width = max(part.tokens.shape[1] for part in parts)
 
-    def widened(name: str, t: Tensor) -> Tensor:
-        missing = width - t.shape[1] if t.dim() == 2 else 0
-        return torch.nn.functional.pad(t, (0, missing), value=pad_id if name == "tokens" else 0) if missing else t
+    def padded(name: str, t: Tensor) -> Tensor:
+        return widened(t, width, pad_id if name == "tokens" else 0) if t.dim() >= 2 else t
 
-    tensors = {name: torch.cat([widened(name, p.tensors()[name]) for p in parts]) for name in parts[0].tensors()}
+    tensors = {name: torch.cat([padded(name, p.tensors()[name]) for p in parts]) for name in parts[0].tensors()}
     return dataclasses.replace(parts[0], **tensors, samples=[s for part in parts for s in part.samples])
 
 

@@ -6,8 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safetensors import safe_open
+
+from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError, DataError
 from aligner.megatron.groups import Layout
+from aligner.ops.routing import no_routing
 from aligner.rewards.composite import Scores
 from aligner.rollout.record import FOLDER, Header, Origin, read_header, read_recording
 from aligner.rollout.source import share
@@ -47,6 +51,17 @@ def check_origin(path: Path, header: Header, mine: Origin) -> str:
     return f"warning: {path} was recorded by another {' and another '.join(odd)}" if odd else ""
 
 
+def _check_routing(path: Path, model: ModelConfig) -> None:
+    wanted = no_routing(model)
+    with safe_open(str(path), framework="pt", device="cpu") as file:
+        there = "routing" in file.keys()  # noqa: SIM118 (no mapping)
+        found = file.get_slice("routing").get_shape()[2:] if there else []
+    if found != list(wanted.shape[2:]):
+        shape = f"{found[0]} layers x {found[1]} experts" if len(found) == 2 else "none"
+        expected = f"{wanted.shape[2]} layers x {wanted.shape[3]} experts for each token (mismatch.replay_routing)"
+        raise DataError(f"{path}: routing: {shape}: expected {expected}. Record it with that key, by the native engine")
+
+
 @dataclass
 class RecordedSource:
     """The i-th file in the order of the steps is the rollout of step i, of any data-parallel size: each rank takes the
@@ -56,11 +71,19 @@ class RecordedSource:
     layout: Layout
     prompts: int
     version: Callable[[], int]  # of the policy's weights
+    routed: ModelConfig | None = None  # the model, if its tokens go where the recorded engine sent them
     timers: Timers = field(default_factory=Timers)
 
     @classmethod
     def open(
-        cls, path: str, steps: int, mine: Origin, layout: Layout, version: Callable[[], int], say: Callable[[str], None]
+        cls,
+        path: str,
+        steps: int,
+        mine: Origin,
+        layout: Layout,
+        version: Callable[[], int],
+        say: Callable[[str], None],
+        routed: ModelConfig | None = None,
     ) -> RecordedSource:
         """Check every file before training. Raises ConfigError and DataError."""
         files = find_recordings(path)
@@ -71,12 +94,18 @@ class RecordedSource:
             odd = check_origin(file, read_header(file), mine)
             if odd:
                 say(odd)
-        return cls(files, layout, mine.prompts, version)
+            if routed is not None:
+                _check_routing(file, routed)
+        return cls(files, layout, mine.prompts, version, routed)
 
     def next(self, step: int) -> tuple[RolloutBatch, ScalarMetrics, Scores]:
         """This rank's part of the step's recording, as `RolloutSource.next` gives it."""
         with self.timers("read"):
             mine = share(self.prompts, self.layout.data, self.layout.dp_rank)
             recording = read_recording(self.files[step - 1], range(mine.start, mine.stop))
+            if self.routed is None:
+                recording.rollout.routing = None
+            elif (most := int(recording.rollout.routing.max())) >= (count := self.routed.moe.num_experts):
+                raise DataError(f"{self.files[step - 1]}: routing to expert {most}: expected numbers below {count}")
         behind = float(self.version() - recording.rollout.weight_version)
         return recording.rollout, {"staleness/mean": behind, "staleness/max": behind}, recording.scores

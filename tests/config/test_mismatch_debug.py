@@ -52,6 +52,29 @@ def test_what_is_refused(override, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ([*GRPO, "model=tiny"], "expected false for a model without experts"),
+        (
+            [*GRPO, "model=tiny_moe", "engine.name=trtllm"],
+            "expected false with engine.name=trtllm, which does not tell",
+        ),
+        (
+            [*GRPO, "model=tiny_moe", "engine={name: recorded, answers: conf}"],
+            "expected false with engine.name=recorded",
+        ),
+        (["stage=sft", "data.train=pyproject.toml", "model=tiny_moe"], "expected false for stage sft: grpo, ppo have"),
+    ],
+)
+def test_routing_is_replayed_where_an_engine_tells_it(overrides, message):
+    with pytest.raises(ConfigError, match=r"mismatch\.replay_routing=True: ") as caught:
+        validate(compose([*overrides, "mismatch.replay_routing=true"]), 1)
+    assert message in str(caught.value)
+    for more in (["engine.quantization=int8"], ["debug.train_only=conf"], ["engine.tensor_parallel=1"]):
+        validate(compose([*GRPO, "model=tiny_moe", "mismatch.replay_routing=true", *more]), 1)
+
+
 @pytest.mark.parametrize("stage, key", [("sft", "record=1"), ("rm", "rollout_only=true"), ("sft", "train_only=conf")])
 def test_stages_without_rollouts_have_none_to_record(stage, key):
     with pytest.raises(ConfigError, match=f"off for stage {stage}, which has no rollouts"):

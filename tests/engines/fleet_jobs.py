@@ -15,10 +15,11 @@ from aligner.megatron.groups import neighbours
 from aligner.types import SamplingParams
 
 
-def make(cfg: ModelConfig, weights: dict, width: int, dtype=torch.float32, **options) -> FleetEngine:
-    engine = FleetEngine(
-        cfg, EngineConfig(**options), device="cpu", dtype=dtype, pad_id=0, decode=letters, group=neighbours(width)
-    )
+def make(
+    cfg: ModelConfig, weights: dict, width: int, dtype=torch.float32, reports_routing: bool = False, **options
+) -> FleetEngine:
+    here = {"device": "cpu", "dtype": dtype, "pad_id": 0, "decode": letters, "group": neighbours(width)}
+    engine = FleetEngine(cfg, EngineConfig(**options), **here, reports_routing=reports_routing)
     engine.begin_update(3)
     engine.update_weights(weights.items())
     engine.finish_update()

@@ -16,7 +16,7 @@ from aligner.plan.host import host_items
 from aligner.plan.job import Engine, Job, Part, Rows, job_of, shape_at
 from aligner.plan.memory import MemoryPlanError, activation_bytes, plan_memory, refuse
 from aligner.plan.prediction import predict
-from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, parameters
+from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, parameters, routing_bytes
 from aligner.plan.times import Machine, decode_step, generate_phase, plan_times, survival, update_mfu
 from aligner.plan.traffic import Call, gathered_calls, pass_calls, refit_calls, step_calls
 
@@ -306,6 +306,21 @@ def test_a_save_takes_nothing_on_the_device_and_its_share_on_the_host():
     assert host_items(away) == {"checkpoint": 14 * numbers / 8, "offloaded": (2 + 2 + 12 / 8) * numbers}
     assert predict(job, H100).data()["host_bytes"] == host_items(job)
     assert "\nhost memory 13.1 GiB a GPU, 104.7 a node" in predict(job, H100).text()
+
+
+def test_replayed_routing_is_on_the_host_and_in_the_budget_of_the_cache():
+    """384 bytes of a token of Qwen3-30B-A3B, twice that with two bytes for an expert."""
+    from aligner.ops.routing import no_routing
+
+    line = ["stage=grpo", "model=qwen3_30b_a3b", "batch.group=16", "sampling.max_response_tokens=4096"]
+    plain, job = (job_of(compose([*line, *more]), 8) for more in ([], ["mismatch.replay_routing=true"]))
+    rows, longest = 32 * 16 // 8, 512 + 4096
+    row = no_routing(job.policy.shape)
+    whole = row.new_empty((rows, longest, *row.shape[2:]), device="meta")
+    assert host_items(job) == host_items(plain) | {"routing": whole.nbytes}
+    assert job.routing == 384 and job.slots()[0] <= plain.slots()[0]
+    wide = replace(job.policy.shape, moe=replace(job.policy.shape.moe, num_experts=512, dense_layers=[0]))
+    assert routing_bytes(wide) == no_routing(wide).new_empty(47, 8).nbytes
 
 
 def test_what_leaves_the_device_is_counted_where_it_is_needed():

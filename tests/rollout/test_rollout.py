@@ -77,6 +77,7 @@ def make_generations(n: int, width: int = 5, seed: int = 1, cut: bool = False) -
         finish_reason=torch.randint(0, 2, (n,), generator=g),
         weight_version=7,
         full_logprobs=logprobs - 1.0 * real if cut else None,
+        routing=torch.randint(0, 9, (n, width + 5, 2, 3), generator=g).to(torch.uint8) if cut else None,
     )
 
 
@@ -99,7 +100,9 @@ def test_collate_is_the_slow_loop(cut):
     samples = make_samples(Words(), prompts, generations, group)
     batch = collate(samples, generations, torch.arange(4).repeat_interleave(group), PAD)
     source = generations.full_logprobs if cut else generations.logprobs
-    assert batch.tokens.shape[1] == int(batch.lengths.max())
+    total = int(batch.lengths.max())
+    assert batch.tokens.shape[1] == total
+    assert torch.equal(batch.routing, generations.routing[:, :total]) if cut else batch.routing is None
     for i in range(12):
         prompt, n = prompts[i // group].tokens, int(generations.lengths[i])
         row = [*prompt, *generations.tokens[i, :n].tolist()]
@@ -121,7 +124,7 @@ def test_collate_is_the_slow_loop(cut):
 
 
 def test_joined_generations_are_those_of_one_rank():
-    whole = make_generations(10, width=6)
+    whole = make_generations(10, width=6, cut=True)
     parts = []
     for rows in (slice(0, 3), slice(3, 4), slice(4, 10)):
         width = int(whole.lengths[rows].max())
@@ -132,6 +135,8 @@ def test_joined_generations_are_those_of_one_rank():
                 whole.logprobs[rows, :width],
                 whole.finish_reason[rows],
                 7,
+                whole.full_logprobs[rows, :width],
+                whole.routing[rows, : width + 5],
             )
         )
     joined = join_generations(parts)
@@ -139,6 +144,10 @@ def test_joined_generations_are_those_of_one_rank():
     assert torch.equal(joined.tokens, whole.tokens[:, :width]) and torch.equal(
         joined.logprobs, whole.logprobs[:, :width]
     )
+    assert torch.equal(joined.full_logprobs, whole.full_logprobs[:, :width])
+    for row, (found, wanted) in enumerate(zip(joined.routing, whole.routing, strict=True)):
+        there = 5 + max(parts[0 if row < 3 else 1 if row < 4 else 2].lengths.tolist())  # columns that its part had
+        assert torch.equal(found[:there], wanted[:there]) and not found[there:].any()
     assert torch.equal(joined.lengths, whole.lengths) and torch.equal(joined.finish_reason, whole.finish_reason)
     parts[1].weight_version = 6
     with pytest.raises(AssertionError, match=r"several weight versions.*\[6, 7\]"):

@@ -14,7 +14,8 @@ def shares(world):
     lengths = torch.arange(4 * world, 0, -1) * 3
     width = int(lengths.max())
     tokens = (torch.arange(width)[None] < lengths[:, None]) * (1 + torch.arange(len(lengths))[:, None])
-    full = TrainBatch(tokens, lengths, (tokens > 0).float(), advantages=tokens * 0.5)
+    routing = (tokens * 40)[:, :, None, None].expand(-1, -1, 2, 3).to(torch.int16)
+    full = TrainBatch(tokens, lengths, (tokens > 0).float(), advantages=tokens * 0.5, routing=routing)
     return [full.select(torch.arange(4 * r, 4 * r + 4)).trim() for r in range(world)], full
 
 
@@ -30,7 +31,7 @@ def test_rows_are_dealt_by_cost_with_all_their_fields(ranks, world, on):
         wanted = full.select(batch.tokens[:, 0] - 1)
         for name, tensor in batch.tensors().items():
             want = wanted.tensors()[name]
-            assert torch.equal(tensor, want[:, : tensor.shape[1]] if tensor.dim() == 2 else want), name
+            assert torch.equal(tensor, want[:, : tensor.shape[1]] if tensor.dim() >= 2 else want), name
         assert metrics == found[0][1]
         if world == 1:
             assert metrics["batch/balance"] == 1

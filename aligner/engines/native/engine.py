@@ -22,6 +22,7 @@ from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.graphs import REACH, CudaRecorder, DecodeGraphs
 from aligner.engines.native.model import NativeModel
 from aligner.engines.native.peers import Peers
+from aligner.engines.native.routes import Routes
 from aligner.engines.native.schedule import Batch, Plan, Pool, plan_generation
 from aligner.errors import ConfigError, RefitError
 from aligner.ops.checksum import tensor_checksum
@@ -45,7 +46,8 @@ class NativeEngine:
     """`RolloutEngine` in plain PyTorch. `decode` (token ids -> text) is needed for stop strings only.
 
     With a `group` its ranks are one engine: each holds a share of every layer, and all of them are called together with
-    the same arguments and return the same.
+    the same arguments and return the same. `reports_routing`: generations of a model with experts tell which of them
+    computed each token.
     """
 
     def __init__(
@@ -58,12 +60,17 @@ class NativeEngine:
         pad_id: int,
         decode: Decode | None = None,
         group: dist.ProcessGroup | None = None,
+        reports_routing: bool = False,
     ):
         self.config, self.device, self.pad_id, self._decode = config, torch.device(device), pad_id, decode
         self.dtype = dtype
         self.peers = Peers(group)
         self.model = NativeModel(model, self.device, dtype, self.peers)
         self.cache = SlotCache(model.num_layers, self.model.groups, model.kv_channels, self.device, dtype)
+        self.routes = None
+        if reports_routing:
+            layers = len(model.layers_of("sparse"))
+            self.routes = Routes(layers, model.moe.top_k, model.moe.num_experts, self.device)
         if config.cuda_graphs and self.device.type != "cuda":
             raise ConfigError("engine.cuda_graphs", True, f"false on device {self.device.type}")
         self.graphs = DecodeGraphs(self.model, CudaRecorder()) if config.cuda_graphs else None
@@ -120,6 +127,8 @@ class NativeEngine:
         if self.graphs is not None:
             self.graphs.clear()
         self.cache.release()
+        if self.routes is not None:
+            self.routes.release()
         self.model.scratch.clear()
         self._staged_logits = self._staged_logits.new_empty(0)
 
@@ -132,7 +141,8 @@ class NativeEngine:
         scratch = self.model.scratch.held_bytes + self._staged_logits.nbytes
         scratch += self.graphs.held_bytes if self.graphs is not None else 0
         weights = sum(storage.nbytes() for storage in storages.values())
-        return {"weights": weights, "cache": self.cache.held_bytes, "scratch": scratch}
+        cache = self.cache.held_bytes + (0 if self.routes is None else self.routes.held_bytes)
+        return {"weights": weights, "cache": cache, "scratch": scratch}
 
     def close(self) -> None:
         self.sleep()
@@ -170,7 +180,9 @@ class NativeEngine:
         if sampling.stop and self._decode is None:
             raise ConfigError("sampling.stop", sampling.stop, "no stop strings: this engine was given no decoder")
         unit = 1 if self.graphs is None else REACH  # graphs are of one shape of the cache
-        plan = plan_generation(prompts, seeds, sampling, self.config, self.cache.token_bytes, pool, unit)
+        routes, token_bytes = self.routes, self.cache.token_bytes
+        token_bytes += 0 if routes is None else routes.token_bytes
+        plan = plan_generation(prompts, seeds, sampling, self.config, token_bytes, pool, unit)
         if plan.row_tokens > self.model.cfg.max_position:
             raise ConfigError(
                 "model.max_position",
@@ -180,9 +192,12 @@ class NativeEngine:
         self.stats = EngineStats()
         if asked is None:
             asked = [(prompt, sample) for prompt, own in enumerate(seeds) for sample in range(len(own))]
-        batch = Batch(plan, sampling, self.device)  # its output tensors must not be inference tensors
+        batch = Batch(plan, sampling, self.device, routes)  # its output tensors must not be inference tensors
         with torch.inference_mode():
-            self.cache.resize(plan.slots, plan.positions, plan.chunk_tokens, self.config.kv_cache_bytes)
+            budget = self.config.kv_cache_bytes * self.cache.token_bytes // token_bytes
+            self.cache.resize(plan.slots, plan.positions, plan.chunk_tokens, budget)
+            if routes is not None:
+                routes.resize(plan.slots, plan.positions)
             while self._goes_on(plan, batch):
                 before = batch.finished
                 self.step(plan, batch, sampling)
@@ -207,8 +222,9 @@ class NativeEngine:
         """One token for every running row; see the top of this file."""
         running, logits = batch.active, []
         if running:
-            decode = self.model.decode if self.graphs is None else self.graphs.decode
-            logits = [decode(*batch.inputs(running), self.cache, batch.longest(running))]
+            asked = *batch.inputs(running), self.cache, batch.longest(running)
+            # graphs are not for experts
+            logits = [self.graphs.decode(*asked) if self.graphs else self.model.decode(*asked, self.routes)]
             self.stats.decoded_rows += running
         logits += self._admit(plan, batch)  # not before: graphs write to free slots
         batch.sample(logits[0] if len(logits) == 1 else torch.cat(logits), sampling)
@@ -216,6 +232,8 @@ class NativeEngine:
         stopped = self._stop_strings(batch, sampling)
         for source, target in batch.settle(stopped):
             self.cache.move(source, target, batch.longest(batch.active))
+            if self.routes is not None:
+                self.routes.move(source, target, batch.longest(batch.active))
 
     def _admit(self, plan: Plan, batch: Batch) -> list[Tensor]:
         """Give free slots to waiting rows; float32 logits [new rows, V] of their first tokens, in slot order."""
@@ -227,6 +245,8 @@ class NativeEngine:
             while plan.staged and batch.active < plan.slots:
                 prompt, first, count = plan.take(plan.slots - batch.active)
                 self.cache.admit(prompt.staged_at, prompt.length, batch.active, count)
+                if self.routes is not None:
+                    self.routes.admit(prompt.staged_at, prompt.length, batch.active, count)
                 batch.add(prompt, first, count)
                 taken += [prompt.staged_at] * count
             logits.append(self._staged_logits[torch.tensor(taken, device=self.device)])
@@ -236,7 +256,8 @@ class NativeEngine:
         width = chunk[0].length  # longest first
         padded = [list(p.tokens) + [self.pad_id] * (width - p.length) for p in chunk]
         tokens = torch.tensor(padded, device=self.device)
-        hidden = self.model.prefill(tokens, self.cache.stage(len(chunk), width))
+        routes = None if self.routes is None else self.routes.stage(len(chunk), width)
+        hidden = self.model.prefill(tokens, self.cache.stage(len(chunk), width), routes)
         last = torch.tensor([p.length - 1 for p in chunk], device=self.device)
         self._staged_logits = self.model.logits(hidden[torch.arange(len(chunk), device=self.device), last])
         self.stats.prefilled_prompts += len(chunk)

@@ -12,7 +12,7 @@ Every rank has an engine and asks, or the last ranks of a job have the engines a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.sampler import cuts
 from aligner.engines.native.schedule import Pool
 from aligner.ops.balance import balance, row_costs
+from aligner.ops.routing import widened
 from aligner.types import Generations, Progress, SamplingParams
 
 ENOUGH = 0.98  # requests stay with their rank's replica if the replicas' costs are that even (mean over largest)
@@ -159,10 +160,12 @@ class Fleet:
     ) -> Generations:
         """Samples of `mine` (request-major) to the ranks that asked; this rank's, in the order of its requests, which
         have `wanted` samples each. Not `moved`: every rank has its own already."""
-        rank, width, longest = self.rank, self.width, torch.tensor(generations.tokens.shape[1])
+        rank, width, routing = self.rank, self.width, generations.routing
+        longest = torch.tensor([generations.tokens.shape[1], 0 if routing is None else routing.shape[1]])
         if moved:
             dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.group)
-        table = _pack(mine, generations, int(longest))
+        table = _pack(mine, generations, int(longest[0]))
+        routing = None if routing is None else widened(routing, int(longest[1]))
         homes = torch.tensor([r.home for r in mine for _ in r.seeds], dtype=torch.int64)
         if moved:
             # of a replica's ranks, all of which have the samples, one sends; to itself if it asks
@@ -170,14 +173,16 @@ class Fleet:
             here = (homes >= lead) & (homes < lead + width)
             sends = torch.where(here, homes, lead + homes % width) == rank
             table = _exchange(table[sends], homes[sends], self)
+            routing = None if routing is None else _exchange(routing[sends], homes[sends], self)
         else:
             table = table[homes == rank]
+            routing = None if routing is None else routing[homes == rank]
         starts = torch.tensor([0, *wanted], dtype=torch.int64).cumsum(0)
         order = starts[table[:, 0]] + table[:, 1]
         assert len(order) == int(starts[-1]), f"{len(order)} samples came back of {int(starts[-1])}"
-        out = torch.empty_like(table)
-        out[order] = table
-        return _unpack(out, cut, generations.weight_version)
+        back = order.argsort()
+        found = _unpack(table[back], cut, generations.weight_version)
+        return replace(found, routing=None if routing is None else routing[back])
 
 
 class FleetEngine(NativeEngine):
@@ -293,15 +298,16 @@ def _unpack(table: Tensor, cut: bool, version: int) -> Generations:
     return Generations(tokens, lengths.clone(), floats[0], reasons.clone(), version, full)
 
 
-def nothing(cut: bool, version: int) -> Generations:
-    """Of a rank without an engine."""
+def nothing(cut: bool, version: int, routing: Tensor | None) -> Generations:
+    """Of a rank without an engine; `routing` of no rows, if the engines report it."""
     none = torch.zeros(0, 0)
     long = torch.zeros(0, dtype=torch.int64)
-    return Generations(none.long(), long, none, long.clone(), version, none.clone() if cut else None)
+    return Generations(none.long(), long, none, long.clone(), version, none.clone() if cut else None, routing)
 
 
-def _exchange(table: Tensor, homes: Tensor, fleet: Fleet) -> Tensor:
-    """Rows to the ranks `homes`; what comes, by sending rank."""
+def _exchange(rows: Tensor, homes: Tensor, fleet: Fleet) -> Tensor:
+    """Rows [n, ...] to the ranks `homes`; what comes, by sending rank. As bytes: gloo does not know every dtype."""
+    table = rows.flatten(1).view(torch.uint8)
     counts = torch.bincount(homes, minlength=fleet.size)
     matrix = [torch.empty_like(counts) for _ in range(fleet.size)]
     dist.all_gather(matrix, counts, group=fleet.group)
@@ -309,4 +315,4 @@ def _exchange(table: Tensor, homes: Tensor, fleet: Fleet) -> Tensor:
     out = table.new_empty(sum(received), table.shape[1])
     source = table.index_select(0, homes.argsort(stable=True)).contiguous()
     dist.all_to_all_single(out, source, received, counts.tolist(), group=fleet.group)
-    return out
+    return out.view(rows.dtype).view(len(out), *rows.shape[1:])

@@ -17,6 +17,7 @@ from aligner.config.schema import ModelConfig
 from aligner.engines.native.attention import decode_attention, prefill_attention
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.peers import Peers
+from aligner.engines.native.routes import Routes
 from aligner.engines.native.scratch import Scratch
 from aligner.models.families import FAMILIES, embedding_factor, expected_hf_shapes, family_table
 from aligner.models.rope import attention_factor, inverse_frequencies
@@ -230,10 +231,11 @@ class NativeModel:
         key = torch.arange(keys, device=self.device)
         return (key <= query[:, None]) & (key > query[:, None] - window)
 
-    def prefill(self, tokens: Tensor, staged: Tensor | None = None) -> Tensor:
+    def prefill(self, tokens: Tensor, staged: Tensor | None = None, routes: Tensor | None = None) -> Tensor:
         """tokens int64 [P, T] right-padded -> normalised hidden states [P, T, hidden].
 
-        Keys and values go to staged [layer, 2, P, kv_head, T, d] if given.
+        Keys and values go to staged [layer, 2, P, kv_head, T, d] if given, each token's experts to routes [P, T, layer,
+        top_k].
         """
         rows, length = tokens.shape
         positions = torch.arange(length, device=self.device).repeat(rows)
@@ -247,9 +249,13 @@ class NativeModel:
             seen = near if self.local[layer] else None
             return prefill_attention(q, k, v, seen, self.scale, self.softcap, _of(self.sinks, layer)).flatten(0, 1)
 
-        return self._forward(tokens.reshape(-1), self.rotations(positions, length), attend).view(rows, length, -1)
+        flat = None if routes is None else routes.flatten(0, 1)
+        hidden = self._forward(tokens.reshape(-1), self.rotations(positions, length), attend, flat)
+        return hidden.view(rows, length, -1)
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache, longest: int) -> Tensor:
+    def decode(
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, longest: int, routes: Routes | None = None
+    ) -> Tensor:
         """One token per slot [0, n): tokens, positions int64 [n], all positions < longest -> float32 logits [n, V]."""
         n = len(tokens)
         places = cache.places(positions)
@@ -266,7 +272,11 @@ class NativeModel:
             query, sinks = qkv[:, : self.heads], _of(self.sinks, layer)
             return decode_attention(query, keys, values, seen, self.scratch, self.scale, self.softcap, sinks)
 
-        return self.logits(self._forward(tokens, self.rotations(positions, longest), attend))
+        routing = None if routes is None else routes.empty(n)
+        hidden = self._forward(tokens, self.rotations(positions, longest), attend, routing)
+        if routes is not None:
+            routes.write(positions, routing)
+        return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [..., V] on every rank."""
@@ -281,8 +291,9 @@ class NativeModel:
         rows = self.embedding[local.where(mine, 0)] if len(self.embedding) else self.embedding.new_zeros(1, 1)
         return self.peers.add(rows.expand(len(tokens), self.cfg.hidden_size) * mine[:, None])
 
-    def _forward(self, tokens: Tensor, rope: Tensor, attend: Attend) -> Tensor:
-        """tokens int64 [M] -> [M, hidden] after the final norm. Large intermediates live in scratch buffers."""
+    def _forward(self, tokens: Tensor, rope: Tensor, attend: Attend, routes: Tensor | None = None) -> Tensor:
+        """tokens int64 [M] -> [M, hidden] after the final norm; their experts to routes [M, layer, top_k] if given.
+        Large intermediates live in scratch buffers."""
         x = self._embed(tokens)
         if self._embedding_factor != 1:
             x *= self._embedding_factor
@@ -296,7 +307,7 @@ class NativeModel:
             y = self._normed(x, layer, BEFORE_MLP)
             place = self.place[layer]
             if layer in self.sparse:
-                x += self.peers.add(self._mix(place, y))
+                x += self.peers.add(self._mix(place, y, routes))
                 continue
             hidden = self.scratch.take("gate_up", len(x), self.gate_up.shape[1])
             product_into(hidden, y, self.gate_up[place].t(), _of(self.gate_up_bias, place))
@@ -333,11 +344,13 @@ class NativeModel:
     def _gate(self, x: Tensor) -> Tensor:
         return F.silu(x, inplace=True) if self.family.activation == "silu" else F.gelu(x, approximate="tanh")
 
-    def _mix(self, place: int, y: Tensor) -> Tensor:
+    def _mix(self, place: int, y: Tensor, routes: Tensor | None) -> Tensor:
         """y [M, hidden] -> what each row's experts make of it, of layer `place` with experts; all rows of an expert in
         one product."""
         moe = self.cfg.moe
         routing = route(y, self.router[place], moe.top_k, moe.norm_topk_prob, _of(self.router_bias, place))
+        if routes is not None:
+            routes[:, place] = routing.experts
         pairs = sort_pairs(routing.experts, moe.num_experts)
         mixed = grouped_linear(expand(y, pairs), self.expert_gate_up[place], pairs.counts)
         if self.expert_gate_up_bias is not None:

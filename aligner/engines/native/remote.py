@@ -7,20 +7,25 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from aligner.config.schema import ModelConfig
 from aligner.engines.base import require_finite
 from aligner.engines.bridge import Answer, Bridge
 from aligner.engines.native.fleet import Fleet, nothing
 from aligner.engines.native.sampler import cuts
 from aligner.errors import RefitError
+from aligner.ops.routing import no_routing
 from aligner.types import Generations, Progress, SamplingParams
 
 
 class RemoteEngine:
     """`RolloutEngine` on the last ranks of the job, `tensor_parallel` to a replica. Weights come by the refit's plan
-    (`order_update`), never as whole tensors."""
+    (`order_update`), never as whole tensors. `reports_routing`: the model, if they do."""
 
-    def __init__(self, bridge: Bridge, tensor_parallel: int, dtype: torch.dtype):
+    def __init__(
+        self, bridge: Bridge, tensor_parallel: int, dtype: torch.dtype, reports_routing: ModelConfig | None = None
+    ):
         self.bridge, self.tensor_parallel, self.dtype = bridge, tensor_parallel, dtype
+        self._routing = None if reports_routing is None else no_routing(reports_routing)
         self.fleet = Fleet(tensor_parallel, bridge.trainers, bridge.group)
         self.weight_version = -1
 
@@ -63,7 +68,8 @@ class RemoteEngine:
         self._answers()
         with self.bridge.contact():
             cut = cuts(sampling)
-            found = self.fleet.deliver([], nothing(cut, self.weight_version), [len(s) for s in seeds], cut)
+            mine = nothing(cut, self.weight_version, self._routing)
+            found = self.fleet.deliver([], mine, [len(s) for s in seeds], cut)
         return require_finite(found)
 
     def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:

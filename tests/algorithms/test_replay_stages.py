@@ -1,0 +1,106 @@
+"""The engine's routing in whole runs: what it removes, and that no kill, recording or layout changes it."""
+
+import pytest
+import torch
+
+from aligner.errors import DataError
+from aligner.rollout.record import read_recording
+from tests import stages
+
+EXPERTS = [
+    *("model.family=qwen3_moe", "model.qk_norm=true", "model.init_std=0.3", "logging.progress=false"),
+    *("model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 24}", "run.steps=3", "checkpoint.every=2"),
+]
+REPLAY = [*EXPERTS, "mismatch.replay_routing=true", "engine.dtype=bfloat16", "batch.epochs=2"]
+
+
+class PowerCut(Exception):
+    pass
+
+
+def cut_in_update(monkeypatch, data, run, step: int, more: list[str]) -> None:
+    """The power goes off in the first update of `step`."""
+    from aligner.roles.policy import Policy
+    from aligner.rollout.source import RolloutSource
+
+    now, update, take = [0], Policy.update, RolloutSource.next
+
+    def counted(self, number):
+        now[0] = number
+        return take(self, number)
+
+    def cut(self, *args, **kwargs):
+        if now[0] == step:
+            raise PowerCut
+        return update(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(PowerCut):
+        patch.setattr(RolloutSource, "next", counted)
+        patch.setattr(Policy, "update", cut)
+        stages.stage("grpo", data, run, *more)
+
+
+@pytest.fixture(scope="module")
+def replayed(tiny_data, tmp_path_factory):
+    return stages.stage("grpo", tiny_data, tmp_path_factory.mktemp("replay") / "run", *REPLAY, "debug.record=3")
+
+
+def test_a_mismatch_goes(tiny_data, tmp_path, replayed):
+    """A bfloat16 engine and a float32 trainer, whose first rollout is the same with and without."""
+    without = [text for text in REPLAY if "replay" not in text]
+    plain = stages.records(stages.stage("grpo", tiny_data, tmp_path / "run", *without, "run.export=false"))
+    found = stages.records(replayed)
+    assert all(0.001 < record["moe/routing_differs"] < 0.3 for record in found)
+    assert "moe/routing_differs" not in plain[0] and found[0]["reward/mean"] == plain[0]["reward/mean"]
+    for metric in ("mismatch/logprob_abs_mean", "mismatch/gen_kl", "mismatch/logprob_abs_max"):
+        assert found[0][metric] < 0.9 * plain[0][metric], metric
+
+
+def test_a_stored_rollout_has_its_routing(tiny_data, tmp_path, replayed, monkeypatch):
+    """Killed in step 3; the checkpoint is of step 2. Step 3 is not generated again, and nothing differs."""
+    from aligner.rollout.source import RolloutSource
+
+    run = tmp_path / "run"
+    cut_in_update(monkeypatch, tiny_data, run, 3, [*REPLAY, "debug.record=3"])
+    assert stages.checkpoints(run) == [2] and (run / "pending_rollouts" / "step-00000003").is_dir()
+    monkeypatch.delattr(RolloutSource, "next")
+    stages.stage("grpo", tiny_data, run, *REPLAY, "debug.record=3")
+    assert stages.same_weights(run, replayed) and stages.differences(run, replayed) == []
+
+
+def test_recordings_train_the_same_and_without_routing_are_refused(tiny_data, tmp_path, replayed):
+    more = [*REPLAY, f"debug.train_only={replayed}", "checkpoint.final=false"]
+    again = stages.stage("grpo", tiny_data, tmp_path / "again", *more)
+    assert stages.same_weights(again, replayed)
+    other = stages.stage("grpo", tiny_data, tmp_path / "own", *more, "mismatch.replay_routing=false")
+    assert not stages.same_weights(other, replayed)
+    recording = read_recording(replayed / "rollouts" / "step-00000001.safetensors").rollout
+    assert recording.routing.dtype == torch.uint8 and recording.routing.shape[2:] == (2, 2)
+    wide = "model.moe={num_experts: 8, top_k: 3, ffn_hidden_size: 24}"
+    with pytest.raises(DataError, match="routing: 2 layers x 2 experts: expected 2 layers x 3 experts"):
+        stages.stage("grpo", tiny_data, tmp_path / "wide", *more, wide)
+    few = "model.moe={num_experts: 5, top_k: 2, ffn_hidden_size: 24}"
+    with pytest.raises(DataError, match="routing to expert 7: expected numbers below 5"):
+        stages.stage("grpo", tiny_data, tmp_path / "few", *more, few)
+    bare = [*EXPERTS, "run.export=false", "run.steps=1", "debug.record=1"]
+    bare = stages.stage("grpo", tiny_data, tmp_path / "bare", *bare)
+    with pytest.raises(DataError, match="routing: none: expected"):
+        stages.stage("grpo", tiny_data, tmp_path / "no", *REPLAY, f"debug.train_only={bare}", "run.steps=1")
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [
+        pytest.param(2, ["parallel.expert=2"], id="ep2"),
+        pytest.param(3, ["parallel.tensor=2", "engine.ranks=1"], id="tp2, an engine apart", marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_replay_what_one_rank_does(ranks, tiny_data, tmp_path, replayed, world, more):
+    """Within rounding: a token that a bfloat16 engine on other batches samples otherwise would show in the rewards."""
+    arguments = stages.overrides("grpo", tiny_data, tmp_path / "run", *REPLAY, *more, "run.steps=1")
+    ranks.run("tests.run.jobs:run_stage", world=world, arguments=arguments)
+    (found,), wanted = stages.records(tmp_path / "run"), stages.records(replayed)[0]
+    assert found["reward/mean"] == wanted["reward/mean"]
+    for metric in ("mismatch/logprob_abs_mean", "policy/loss", "policy/grad_norm", "moe/routing_differs"):
+        assert found[metric] == pytest.approx(wanted[metric], rel=1e-3, abs=1e-6), metric

@@ -1,0 +1,96 @@
+"""Which experts the native engine reports for each token: those of transformers' routers, whatever slot a row had."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.config.engine import EngineConfig
+from aligner.engines.native import NativeEngine
+from aligner.types import SamplingParams
+from tests.tiny import GPT_OSS
+
+sys.path.insert(0, str(Path(__file__).parent))
+from contract import MODELS, PROMPTS, fill, hf_weights, reference, responses, seeds_for
+
+QWEN3 = MODELS["qwen3_moe"]
+MIXED = replace(QWEN3, num_layers=3, moe=replace(QWEN3.moe, dense_layers=[1]))
+SAMPLING = SamplingParams(15, stop_token_ids=(3, 11, 20, 30))
+
+
+def make(cfg, reports=True, **options):
+    config = EngineConfig(**options)
+    return NativeEngine(cfg, config, device="cpu", dtype=torch.float32, pad_id=0, reports_routing=reports)
+
+
+def routers_choice(model, row: list[int], top_k: int) -> torch.Tensor:
+    """[T, layers, top_k], ascending."""
+    with torch.no_grad():
+        found = model(torch.tensor([row]), output_router_logits=True).router_logits
+    return torch.stack([z.topk(top_k, dim=-1).indices.sort(-1).values for z in found], 1)
+
+
+@pytest.mark.parametrize("max_batch", [5, 512])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "mixed", "gpt_oss"])
+def test_it_is_that_of_transformers_routers(name, max_batch):
+    """Of prompts and responses, less each row's last token; the rest is 0. Samples are those without the report."""
+    cfg = (MODELS | {"mixed": MIXED, "gpt_oss": GPT_OSS})[name]
+    model = reference(cfg)
+    engine = fill(make(cfg, max_batch=max_batch), model)
+    out = engine.generate(PROMPTS, seeds_for(PROMPTS, 6), SAMPLING)
+    plain = fill(make(cfg, False, max_batch=max_batch), model).generate(PROMPTS, seeds_for(PROMPTS, 6), SAMPLING)
+    assert plain.routing is None and torch.equal(plain.tokens, out.tokens)
+    assert torch.equal(plain.logprobs, out.logprobs)
+    asked = [prompt for prompt in PROMPTS for _ in range(6)]
+    rows = [prompt + answer for prompt, answer in zip(asked, responses(out), strict=True)]
+    assert len({len(row) for row in rows}) > 8
+    assert out.routing.dtype == torch.uint8
+    assert out.routing.shape == (30, max(map(len, rows)), len(cfg.layers_of("sparse")), cfg.moe.top_k)
+    for row, found in zip(rows, out.routing, strict=True):
+        fed = len(row) - 1
+        assert torch.equal(found[:fed].long().sort(-1).values, routers_choice(model, row, cfg.moe.top_k)[:fed])
+        assert not found[fed:].any()
+    again = engine.generate(PROMPTS[:2], seeds_for(PROMPTS[:2], 2), SAMPLING)  # over what the first one left behind
+    for i, row in enumerate((0, 1, 6, 7)):
+        width = min(again.routing.shape[1], out.routing.shape[1])
+        assert torch.equal(again.routing[i, :width], out.routing[row, :width])
+
+
+def test_it_counts_into_the_caches_budget():
+    """A byte for each layer and expert of a token, and what is held is given back."""
+    cfg = MODELS["qwen3_moe"]
+    engine = fill(make(cfg), reference(cfg))
+    assert engine.routes.token_bytes == cfg.num_layers * cfg.moe.top_k
+    plain = fill(make(cfg, False), reference(cfg))
+    for each in (engine, plain):
+        each.generate(PROMPTS, seeds_for(PROMPTS, 6), SAMPLING)
+    slots = engine.cache.kv.shape[2] * engine.cache.kv.shape[4]
+    more = engine.held_bytes()["cache"] - plain.held_bytes()["cache"]
+    assert more >= slots * engine.routes.token_bytes
+    engine.sleep()
+    assert engine.held_bytes()["cache"] == 0
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("steal", [False, True])
+@pytest.mark.parametrize(("world", "width"), [(2, 2), (2, 1)])
+def test_it_comes_back_to_the_rank_that_asked(ranks, world, width, steal):
+    cfg = MODELS["mixtral"]
+    model = reference(cfg)
+    seeds = seeds_for(PROMPTS, 4)
+    wanted = fill(make(cfg), model).generate(PROMPTS, seeds, SAMPLING)
+    requests = [(PROMPTS[:4], seeds[:4]), (PROMPTS[4:], seeds[4:])]
+    job = {"models": {"mixtral": (cfg, hf_weights(model))}, "width": width, "requests": requests, "steal": steal}
+    scored = torch.ones(1, 3, dtype=torch.int64), torch.tensor([3])
+    found = ranks.run(
+        "tests.engines.fleet_jobs:generate",
+        world=world, samplings=[SAMPLING], scored=scored, reports_routing=True, max_batch=3, **job,
+    )  # fmt: skip
+    for told, rows in zip(found, (slice(0, 16), slice(16, 20)), strict=True):
+        (out,) = told["mixtral"]["outs"]
+        assert responses(out) == responses(wanted)[rows]
+        width_ = min(out.routing.shape[1], wanted.routing.shape[1])
+        assert torch.equal(out.routing[:, :width_].sort(-1).values, wanted.routing[rows, :width_].sort(-1).values)
+        assert not out.routing[:, width_:].any()

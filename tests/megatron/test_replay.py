@@ -1,0 +1,183 @@
+"""The rollout engine's routing in the trainer: against loops, transformers and the engine, in every layout."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aligner.config.moe import MoeConfig
+from aligner.config.schema import BatchConfig, ParallelConfig
+from tests.tiny import GPT_OSS, MIXTRAL, MOE, SGD, batch, random_routing, relative, transformers_model, write_folder
+
+pytestmark = pytest.mark.multirank
+
+ONE = ParallelConfig()
+BASE = BatchConfig(micro_batch_samples=2)
+CASES = {
+    "dp2": (2, ONE, BASE),
+    "tp2-sequence": (2, ParallelConfig(tensor=2, sequence=True), BASE),
+    "ep2-pp2": (4, ParallelConfig(expert=2, pipeline=2), BASE),
+    "ep2-cp2": (2, ParallelConfig(expert=2, context=2), BASE),
+    "padded": (1, ONE, BatchConfig(micro_batch_samples=4, packing=False)),
+    "padded, cp2": (2, ParallelConfig(context=2), BatchConfig(micro_batch_samples=4, packing=False)),
+    "by tokens": (1, ONE, BatchConfig(micro_batch_tokens=30)),
+}
+
+
+def oracle(cfg, weights, x, grad, given):
+    """A layer in float64, token by token; given: each token's experts, None where the router chooses."""
+    p = {n: t.double().requires_grad_() for n, t in weights.items()}
+    x, moe, rows, differ = x.double().requires_grad_(), cfg.moe, [], 0
+    for token, experts in zip(x, given, strict=True):
+        probs = (p["router.weight"] @ token).softmax(0)
+        own = probs.topk(moe.top_k).indices.tolist()
+        differ += experts is not None and set(experts) != set(own)
+        top = own if experts is None else experts
+        total = sum(probs[e] for e in top) if moe.norm_topk_prob else 1.0
+        out = 0.0
+        for e in top:
+            gate, up = p["experts.gate_up"][e]
+            inner = torch.sigmoid(gate @ token) * (gate @ token) * (up @ token)
+            out = out + probs[e] / total * (p["experts.down"][e] @ inner)
+        rows.append(out)
+    out = torch.stack(rows)
+    found = torch.autograd.grad((out * grad.double()).sum(), [x, *p.values()])
+    return out.detach(), found[0], dict(zip(p, found[1:], strict=True)), differ
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_the_layer_against_loops(ranks, normalise):
+    """Outputs, and gradients of tokens, experts and router."""
+    cfg = replace(MOE, moe=MoeConfig(5, 3, 24, normalise))
+    g = torch.Generator().manual_seed(5)
+    x, grad = torch.randn(17, 32, generator=g), torch.randn(17, 32, generator=g)
+    experts = torch.rand(2, 17, 5, generator=g).topk(3).indices.to(torch.uint8)
+    known = torch.arange(17) % 4 != 2
+    job = {"cfg": cfg, "x": x, "grad": grad, "experts": experts, "known": known}
+    found = ranks.run("tests.megatron.replay_jobs:layer", parallel=ONE, **job)
+    found += ranks.run("tests.megatron.replay_jobs:layer", world=2, parallel=ParallelConfig(tensor=2), **job)
+    given = [row if there else None for row, there in zip(experts[1].tolist(), known.tolist(), strict=True)]
+    out, d_x, d_params, differ = oracle(cfg, found[0]["weights"], x, grad, given)
+    assert 5 < differ < 13
+    for got in found:
+        assert got["replays"] == [float(known.sum()), differ]
+        assert relative(got["x"], d_x) < 1e-5
+        assert relative(got["params"]["router.weight"], d_params["router.weight"]) < 1e-5
+    assert relative(found[0]["out"], out) < 1e-5
+    for name, value in d_params.items():
+        assert relative(found[0]["params"][name], value) < 1e-5, name
+
+
+@pytest.mark.parametrize("cfg", [MOE, MIXTRAL, GPT_OSS], ids=["qwen3_moe", "mixtral", "gpt_oss"])
+def test_logits_equal_transformers_whose_routers_choose_the_same(ranks, tmp_path, cfg, monkeypatch):
+    model, raw = transformers_model(cfg)
+    folder = write_folder(model, raw, tmp_path / "hf")
+    rows = batch(cfg, rows=3, width=19)
+    routing = random_routing(cfg, rows)
+    for number, layer in enumerate(model.model.layers):
+        router = layer.mlp.router if cfg is GPT_OSS else layer.mlp.gate
+        monkeypatch.setattr(router, "forward", chooser(router, routing[:, :, number].flatten(0, 1)))
+    with torch.no_grad():
+        wanted = model(rows.tokens).logits
+    (got,) = ranks.run("tests.megatron.replay_jobs:logits", folder=folder, rows=replace(rows, routing=routing))
+    (own,) = ranks.run("tests.megatron.replay_jobs:logits", folder=folder, rows=rows)
+    real = torch.arange(18) < rows.lengths[:, None] - 1
+    assert (got - wanted[:, :-1])[real].abs().max() <= 1e-4
+    assert (own - wanted[:, :-1])[real].abs().max() > 0.1
+
+
+def chooser(router, experts: torch.Tensor):
+    """A router of transformers that is told what to choose."""
+
+    def forward(hidden):
+        bias = getattr(router, "bias", None)
+        logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight, bias)
+        weights = logits.softmax(-1).gather(-1, experts.long())
+        return logits, weights / weights.sum(-1, keepdim=True), experts.long()
+
+    return forward
+
+
+@pytest.fixture(scope="module")
+def alone(ranks):
+    full = batch(MOE)
+    full = replace(full, routing=random_routing(MOE, full))
+    return full, train(ranks, 1, ONE, BASE, full), train(ranks, 1, ONE, BASE, replace(full, routing=None))
+
+
+def train(ranks, world, parallel, bc, full, cfg=MOE):
+    job = {"cfg": cfg, "parallel": parallel, "optim": SGD, "bc": bc, "full": full}
+    return ranks.run("tests.megatron.moe_jobs:train", world=world, **job)[0]
+
+
+def same(got, wanted):
+    for ours, theirs in zip(got["metrics"], wanted["metrics"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            assert abs(ours[name] - theirs[name]) <= 1e-5 * max(1.0, abs(theirs[name])), name
+    for name, value in wanted["weights"].items():
+        assert relative(got["weights"][name], value) <= 1e-5, name
+    width = got["logprobs"].shape[1]
+    assert torch.allclose(got["logprobs"], wanted["logprobs"][:, :width], atol=1e-5)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("case", CASES)
+def test_layouts_and_micro_batches_replay_the_same(ranks, alone, case):
+    full, wanted, own = alone
+    world, parallel, bc = CASES[case]
+    same(train(ranks, world, parallel, bc, full), wanted)
+    assert 0.5 < wanted["metrics"][0]["moe/routing_differs"] < 1
+    assert "moe/routing_differs" not in own["metrics"][0]
+    assert abs(own["metrics"][0]["loss"] - wanted["metrics"][0]["loss"]) > 1e-2
+
+
+@pytest.mark.parametrize("case", ["ep2-pp2", "padded, cp2"])
+def test_layers_without_experts_have_no_routing(ranks, case):
+    """Of four layers the first is dense: one stage has one router, the other two."""
+    cfg = replace(MOE, num_layers=4, moe=replace(MOE.moe, dense_layers=[0]))
+    full = batch(cfg)
+    full = replace(full, routing=random_routing(cfg, full))
+    assert full.routing.shape[2] == 3
+    world, parallel, bc = CASES[case]
+    same(train(ranks, world, parallel, bc, full, cfg), train(ranks, 1, ONE, BASE, full, cfg))
+
+
+def test_recomputed_layers_replay_the_same(ranks, alone):
+    full, wanted, _ = alone
+    same(train(ranks, 1, ONE, BASE, full, replace(MOE, recompute="full")), wanted)
+
+
+def test_prompts_are_shared_as_far_as_their_experts_are_the_same(ranks):
+    """A row that was sent elsewhere in the middle of its prompt, and one that is the beginning of another."""
+    full = batch(MOE)
+    tokens, lengths = full.tokens.clone(), full.lengths.clamp_min(9)
+    tokens[:, :8] = tokens[:1, :8]
+    tokens[tokens == 0] = 1
+    tokens[3], lengths[2], lengths[3] = tokens[2], 10, 13
+    full = replace(full, tokens=tokens, lengths=lengths)
+    routing = full.routing = random_routing(MOE, full)
+    routing[5, 5, 1] = (routing[5, 5, 1] + 1) % 4
+    plain = BatchConfig(micro_batch_samples=8, share_prompts=False)
+    wanted = train(ranks, 1, ONE, plain, full)
+    for world, parallel in ((1, ONE), (2, ParallelConfig(tensor=2, sequence=True))):
+        same(train(ranks, world, parallel, replace(plain, share_prompts=True), full), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_engines_routing_removes_its_part_of_the_mismatch(ranks, dtype):
+    """In float32 both route alike, and replay changes nothing; in bfloat16 they do not always."""
+    cfg = replace(MOE, moe=MoeConfig(16, 4, 24))
+    prompts = [[1 + (11 * i + j * j) % 97 for j in range(4 + 3 * i)] for i in range(6)]
+    job = {"cfg": cfg, "dtype": dtype, "prompts": prompts, "group": 4}
+    (got,) = ranks.run("tests.megatron.replay_jobs:engine_and_trainer", **job)
+    on = got["rows"].loss_mask.bool()
+    with_, without = ((got[name] - got["engine"])[on].abs().mean() for name in ("replayed", "own"))
+    assert torch.equal(got["reference"], got["own"])  # routes by itself
+    if dtype == torch.float32:
+        assert got["metrics"]["moe/routing_differs"] == 0
+        assert torch.allclose(got["replayed"], got["own"], atol=1e-6)
+        assert {k: v for k, v in got["metrics"].items() if k in got["without"]} == pytest.approx(got["without"])
+    else:
+        assert 0.001 < got["metrics"]["moe/routing_differs"] < 0.2
+        assert with_ < 0.9 * without
