@@ -18,7 +18,7 @@ import torch
 from aligner.config.attention import AttentionConfig, layer_pattern
 from aligner.config.engine import EngineConfig
 from aligner.config.families import TRAITS
-from aligner.config.moe import MoeConfig
+from aligner.config.moe import ALWAYS_NORMALISED, MoeConfig
 from aligner.config.rope import ROPE_TYPES, RopeScalingConfig
 from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ModelConfig
@@ -93,7 +93,7 @@ def _section(name: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts(r: random.Random, family: str, ffn_hidden_size: int, values: dict[str, Any]) -> MoeConfig:
-    count, always = r.randint(1, 6), family == "mixtral"  # whose config.json has neither key
+    count, always = r.randint(1, 6), family in ALWAYS_NORMALISED  # whose config.json has neither key
     width = ffn_hidden_size if always else r.randint(7, 40)
     return MoeConfig(count, r.randint(1, count), width, norm_topk_prob=always or r.random() < 0.5, **values)
 

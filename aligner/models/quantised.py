@@ -20,7 +20,7 @@ from aligner.foreign import Record
 FLOAT8 = "F8_E4M3"  # as safetensors calls it
 SCALE = "weight_scale_inv"  # beside `weight`
 MXFP4_FAMILIES = ("gpt_oss",)
-MXFP4 = "MXFP4"  # safetensors has bytes
+MXFP4, BYTES = "MXFP4", "U8"  # the latter as safetensors calls what holds it
 BLOCKS, SCALES = "_blocks", "_scales"  # behind the name of the tensor that they are
 PACKED = 32  # numbers with one scale
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -20,6 +20,7 @@ from aligner.models.fused import Part, parts_of
 from aligner.models.hf_config import config_from_hf
 from aligner.models.quantised import (
     BLOCKS,
+    BYTES,
     MXFP4,
     PACKED,
     SCALE,
@@ -131,8 +132,10 @@ class HfTensors(Mapping[str, Tensor]):
     def dtype(self, name: str) -> str:
         """As safetensors calls it, of what is stored; MXFP4 for bytes that are that."""
         if name in self._packed:
-            both = {self._stored_dtype(self._packed[name].stored + end) for end in (BLOCKS, SCALES)}
-            return MXFP4 if both == {"U8"} else min(both - {"U8"})
+            for stored in (self._packed[name].stored + end for end in (BLOCKS, SCALES)):
+                if self._stored_dtype(stored) != BYTES:
+                    raise CheckpointError(f"{self.where}: {stored} is {self._stored_dtype(stored)}: expected {BYTES}")
+            return MXFP4
         return self._stored_dtype(self._parts[name].stored if name in self._parts else name)
 
     def _stored_dtype(self, name: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from aligner.config.engine import EngineConfig
 from aligner.engines.native.load import engine_from_folder
@@ -13,6 +14,7 @@ from aligner.errors import AlignerError, CheckpointError, ConfigError
 from aligner.megatron.model import Head
 from aligner.models.account import check_folder
 from aligner.models.families import expected_hf_shapes, family_table
+from aligner.models.fused import joined, parts_of
 from aligner.models.hf_config import config_from_hf, hf_config
 from aligner.models.params import from_hf
 from aligner.models.safetensors_io import INDEX, open_hf, write_hf
@@ -184,6 +186,7 @@ def test_other_quantisations_are_refused_by_name(tmp_path):
     cases = [
         ({"quant_method": "gptq", "bits": 4}, ("quant_method='gptq'",)),
         ({"quant_method": "awq"}, ("quant_method='awq'",)),
+        ({"quant_method": "mxfp4"}, ("quant_method='mxfp4'",)),
         ({"quant_method": "fp8", "fmt": "e4m3"}, ("weight_block_size=None",)),
         ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [16, 16]}, ("fmt='e5m2'",)),
         ({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [16, 16]}, ("static",)),
@@ -204,3 +207,59 @@ def test_other_quantisations_are_refused_by_name(tmp_path):
     write_hf(folder, plain.items(), told)
     with pytest.raises(CheckpointError, match=r"q_proj.weight_scale_inv: expected positive finite"):
         open_hf(folder)[Q]
+
+
+PACKED = replace(GPT_OSS, hidden_size=64, ffn_hidden_size=96, moe=replace(GPT_OSS.moe, ffn_hidden_size=96))
+TOLD = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+
+def packed_folder(path, change=lambda tensors: None, told=TOLD):
+    """(folder, its tensors): experts as random bytes, which are all of MXFP4's numbers."""
+    g, parts, stored = torch.Generator().manual_seed(0), parts_of(PACKED), {}
+    for name, tensor in joined(weights(PACKED).items(), parts):
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = tensor.shape
+            shape = (experts, rows, columns // 32)
+            stored[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=g, dtype=torch.uint8)
+            stored[f"{name}_scales"] = torch.randint(110, 135, shape, generator=g, dtype=torch.uint8)
+        else:
+            stored[name] = tensor.bfloat16()
+    change(stored)
+    return folder_of(path, PACKED, stored, **({"quantization_config": told} if told else {})), stored
+
+
+def test_packed_experts_are_those_of_transformers(tmp_path):
+    """Whole, of the shards of tensor ranks that cut through blocks, in the engine, and in transformers' own model."""
+    folder, stored = packed_folder(tmp_path / "hf")
+    plain = {name: t for name, t in stored.items() if not name.endswith(("_blocks", "_scales"))}
+    for name in (name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")):
+        plain[name] = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+    tensors, wanted = open_hf(folder), open_hf(folder_of(tmp_path / "plain", PACKED, plain))
+    assert check_folder(tensors, PACKED).keys() == set(wanted) == set(tensors)
+    assert all(torch.equal(tensors[name], wanted[name].float()) for name in wanted)
+    for spec in (spec for spec in family_table(PACKED) if ".mlp." in spec.canonical):
+        for shard in (Shard(), Shard(2, 1, 1, 2), Shard(4, 2)):
+            found = [read_shard(spec, source, PACKED, shard).float() for source in (tensors, wanted)]
+            assert torch.equal(*found), (spec.canonical, shard)
+    assert as_engine(folder).checksums() == as_engine(tmp_path / "plain").checksums()
+
+
+def test_damaged_packed_experts_are_refused(tmp_path):
+    blocks, scales = (f"model.layers.1.mlp.experts.down_proj_{end}" for end in ("blocks", "scales"))
+
+    def damage(name, tensor):
+        return lambda tensors: tensors.__setitem__(name, tensor(tensors[name]))
+
+    cases = {
+        "no scales": (lambda tensors: tensors.pop(scales), TOLD, (blocks, "also hold")),
+        "not told": (lambda tensors: None, None, ("_blocks", "also hold")),
+        "another": (lambda tensors: None, TOLD | {"quant_method": "gptq"}, ("quant_method='gptq'",)),
+        "shape": (damage(blocks, lambda t: t[:, :-1].clone()), TOLD, (blocks, "shape")),
+        "rows": (damage(scales, lambda t: t[..., :-1].clone()), TOLD, (scales, "shape")),
+        "type": (damage(scales, lambda t: t.float()), TOLD, (scales, "F32", "U8")),
+        "no number": (damage(scales, lambda t: t.fill_(255)), TOLD, (scales, "255")),
+        "too large": (damage(scales, lambda t: t.fill_(254)), TOLD, (scales, "finite")),
+    }
+    for name, (change, told, words) in cases.items():
+        folder, _ = packed_folder(tmp_path / name, change, told)
+        refused(lambda folder=folder: as_engine(folder), *words)

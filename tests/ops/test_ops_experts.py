@@ -4,8 +4,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from aligner.ops.experts import balance_loss, combine, expand, grouped_linear, permute, route, sort_pairs
+from aligner.ops.experts import (
+    add_bias,
+    balance_loss,
+    clamped_gate,
+    combine,
+    expand,
+    grouped_linear,
+    permute,
+    route,
+    sort_pairs,
+)
 
 
 def mixture(x, router, gate, down, k, normalise):
@@ -64,9 +76,30 @@ def test_no_tokens_at_all():
     routing = route(torch.zeros(0, 4), torch.zeros(3, 4), 2, True)
     pairs = sort_pairs(routing.experts, 3)
     x = torch.zeros(0, 4, requires_grad=True)
-    out = combine(grouped_linear(expand(x, pairs), torch.zeros(3, 4, 4), pairs.counts), pairs, routing.weights)
+    each = add_bias(
+        grouped_linear(expand(x, pairs), torch.zeros(3, 4, 4), pairs.counts), torch.ones(3, 4), pairs.counts
+    )
+    out = combine(each, pairs, routing.weights)
     assert out.shape == (0, 4)
     out.sum().backward()
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 5, 1], [0, 0, 0, 9], [9, 0, 0, 0]])
+def test_each_row_gets_its_experts_bias(sizes):
+    x, bias = torch.randn(9, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+    weights, rows = torch.randn(9, 6), torch.arange(4).repeat_interleave(torch.tensor(sizes))
+    found = add_bias(x, bias, torch.tensor(sizes))
+    assert torch.equal(found, x + bias[rows])
+    d_x, d_bias = torch.autograd.grad((found * weights).sum(), (x, bias))
+    wanted = torch.stack([weights.double()[rows == expert].sum(0) for expert in range(4)])
+    assert torch.equal(d_x, weights) and torch.allclose(d_bias.double(), wanted, atol=1e-5)
+
+
+def test_the_clamped_gate_is_that_of_transformers():
+    experts = GptOssExperts(GptOssConfig(num_local_experts=1, hidden_size=4, intermediate_size=50))
+    x = 30 * torch.randn(40, 100, dtype=torch.float64)
+    mixed = torch.stack(x.chunk(2, 1), 2).flatten(1)  # whose gates and ups alternate
+    assert torch.allclose(clamped_gate(x), experts._apply_gate(mixed), rtol=1e-12)
 
 
 def test_the_router_decides_in_float32():

@@ -5,7 +5,7 @@ import torch
 
 from aligner.config.scales import ScalesConfig
 from aligner.ops import scored_attention as module
-from aligner.ops.scored_attention import capped, scaled_logits, scored_attention
+from aligner.ops.scored_attention import capped, fused_attention, scaled_logits, scored_attention, with_sinks
 
 
 def plain(q, k, v, seen, scale, softcap):
@@ -31,6 +31,36 @@ def test_forward_and_backward(monkeypatch, block, mask):
     exact = [x.clone().requires_grad_() for x in (q, k, v)]
     got = scored_attention(*inputs, None if given is None else given if mask == "bool" else given.float(), 0.3, 0.8)
     wanted = plain(*exact, seen, 0.3, 0.8)
+    assert torch.allclose(got.double(), wanted, atol=1e-6)
+    weight = torch.randn(wanted.shape, generator=g, dtype=torch.float64)
+    (got * weight.float()).sum().backward()
+    (wanted * weight).sum().backward()
+    for ours, theirs in zip(inputs, exact, strict=True):
+        assert torch.allclose(ours.grad.double(), theirs.grad, atol=1e-5)
+
+
+@pytest.mark.parametrize("sink", [-1e4, 0.0, 3.0, 40.0])
+@pytest.mark.parametrize("mask", ["causal", "bool", "added"])
+def test_sinks_join_the_softmax(mask, sink):
+    """Also where queries are the last ones of their keys; one far below the scores is none, one far above leaves 0."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, n, 8, generator=g, dtype=torch.float64) for heads, n in ((6, 5), (3, 9), (3, 9)))
+    sinks, scale = sink + torch.randn(6, generator=g, dtype=torch.float64), 0.3
+    seen = (torch.arange(9) <= torch.arange(5)[:, None] + 4)[None, None]
+    if mask != "causal":
+        seen = seen & (torch.arange(9) > torch.arange(5)[:, None])
+    added = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+    given = {"causal": None, "bool": seen, "added": added}[mask]
+    inputs = [x.float().requires_grad_() for x in (q, k, v, sinks)]
+    exact = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+    *heads, own = inputs
+    got = fused_attention(*with_sinks(*heads, given, own, scale), scale)[..., :8]
+
+    q, k, v, sinks = exact
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
+    both = torch.cat([scores, sinks[:, None, None].expand(2, 6, 5, 1)], -1)
+    wanted = both.softmax(-1)[..., :-1] @ v
     assert torch.allclose(got.double(), wanted, atol=1e-6)
     weight = torch.randn(wanted.shape, generator=g, dtype=torch.float64)
     (got * weight.float()).sum().backward()

@@ -28,6 +28,7 @@ MODELS = {
     "olmo2": replace(MORE["olmo2"], num_layers=6, vocab_size=263),
     "phi3": replace(MORE["phi3"], num_layers=6, vocab_size=263),
     "biases": replace(MORE["llama-biases"], num_layers=6, vocab_size=263),
+    "gpt_oss": replace(MORE["gpt_oss"], vocab_size=263, tie_embeddings=False),
 }
 PARTS = {"tensor": 2, "file_bytes": 60_000.0}
 
@@ -69,6 +70,7 @@ def convert(ranks, what, source, target, world=1, error="", **options):
         ("olmo2", "lm", 2, ParallelConfig(tensor=2)),
         ("biases", "lm", 2, ParallelConfig(tensor=2)),
         ("phi3", "lm", 2, ParallelConfig(tensor=2)),
+        ("gpt_oss", "lm", 4, ParallelConfig(tensor=2, expert=2)),
     ],
 )
 def test_any_layout_in_and_out(ranks, tmp_path, name, head, world, parallel):
