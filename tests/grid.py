@@ -149,12 +149,13 @@ def main() -> None:
     ranks, failed = Ranks(1), 0
     for family in args.families:
         for seed in range(args.seed, args.seed + args.draws):
+            cfg = draw(family, seed)
             try:
                 with tempfile.TemporaryDirectory() as folder:
-                    compare(draw(family, seed), folder, ranks)
+                    compare(cfg, folder, ranks)
             except Exception as error:  # whatever it is, the others are drawn as well
                 failed += 1
-                print(f"{family} {seed}: {type(error).__name__}: {error}\n  {draw(family, seed)}", flush=True)
+                print(f"{family} {seed}: {type(error).__name__}: {error}\n  {cfg}", flush=True)
     ranks.close()
     print(f"{args.draws} draws of each of {len(args.families)} families: {failed} differ")
     raise SystemExit(bool(failed))
