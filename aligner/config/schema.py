@@ -26,6 +26,7 @@ from aligner.errors import ConfigError
 
 STAGES = ("sft", "rm", "grpo", "ppo")
 ROLLOUT_STAGES = ("grpo", "ppo")
+DATA_FORMATS = ("auto", "messages", "prompt_completion", "preference", "prompt", "alpaca", "sharegpt")
 RENDERING = {"messages", "tools", "chat_template", "add_generation_prompt", "tokenize"}  # no template_arguments
 
 
@@ -258,7 +259,7 @@ class SamplingConfig:
 class DataConfig:
     train: str = ""  # JSONL, Parquet, or a `datasets` folder (docs/data.md)
     eval: str = ""  # held-out rows, likewise; empty: no evaluation
-    format: str = "auto"  # auto, messages, prompt_completion, preference, prompt
+    format: str = "auto"  # of DATA_FORMATS; auto: told from the columns (docs/data.md)
     columns: dict[str, str] = field(default_factory=dict)  # our name -> the file's column name
     prompt_template: str = ""  # python format string over the row's columns, makes `prompt` where there is none
     completion_template: str = ""  # likewise `completion`
@@ -271,7 +272,7 @@ class DataConfig:
     template_arguments: dict[str, Any] = field(default_factory=dict)  # of the chat template: {enable_thinking: false}
 
     def __post_init__(self) -> None:
-        one_of("data.format", self.format, ("auto", "messages", "prompt_completion", "preference", "prompt"))
+        one_of("data.format", self.format, DATA_FORMATS)
         at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
         at_least("data.max_tokens", self.max_tokens, 2)
         one_of("data.overlong", self.overlong, ("drop", "truncate"))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from aligner.config.schema import DataConfig
 from aligner.data.chats import check_arguments, unread_tools
-from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow, Text
+from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow, Text, TypedRows
 from aligner.data.templates import encode_answers, encode_prompts, encode_sft, shipped_in_use
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
@@ -53,6 +53,10 @@ class DataReport:
     dropped: int = 0
     truncated: int = 0
     notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def __str__(self) -> str:
         text = f"{self.key}: {self.rows} rows, {self.kept} kept"
@@ -105,17 +109,17 @@ class SftDataset:
         key: str = "data.train",
     ):
         limit, cut = data.max_tokens, data.overlong == "truncate"
-        self.report = DataReport(key, f"data.max_tokens={limit}", rows=len(rows))
+        self.report = _report(key, f"data.max_tokens={limit}", rows)
         self._tokens, self._mask = Ragged(np.int32), Ragged(np.uint8)
         shortest, fix = None, data.chat_template == "auto"
-        _note(self.report, tokenizer, rows, [row.messages or row.prompt for row in rows], data)
-        name = shipped_in_use(tokenizer, rows) if fix and data.loss_on != "all" else None
-        if name is not None:
-            self.report.notes.append(
-                f"answers that the tokenizer's chat template does not keep as they are generated are learned by the "
-                f"shipped chat template {name} (data.chat_template)"
-            )
         for chunk in _chunks(rows):
+            _note(self.report, tokenizer, chunk, [row.messages or row.prompt for row in chunk], data)
+            name = shipped_in_use(tokenizer, chunk) if fix and data.loss_on != "all" else None
+            if name is not None:
+                self.report.note(
+                    f"answers that the tokenizer's chat template does not keep as they are generated are learned by "
+                    f"the shipped chat template {name} (data.chat_template)"
+                )
             for tokens, mask in encode_sft(tokenizer, chunk, data.loss_on, data.template_arguments, fix):
                 shortest = len(tokens) if shortest is None else min(shortest, len(tokens))
                 # a row whose answer is cut off entirely has nothing to learn
@@ -151,11 +155,11 @@ class PreferenceDataset:
     ):
         limit, cut = data.max_tokens, data.overlong == "truncate"
         stop = stop_token_ids(tokenizer)
-        self.report = DataReport(key, f"data.max_tokens={limit}", rows=len(rows))
+        self.report = _report(key, f"data.max_tokens={limit}", rows)
         self._chosen, self._rejected = Ragged(np.int32), Ragged(np.int32)
         margins, shortest = [], None
-        _note(self.report, tokenizer, rows, [row.chosen for row in rows], data)
         for chunk in _chunks(rows):
+            _note(self.report, tokenizer, chunk, [row.chosen for row in chunk], data)
             prompts, where = [row.prompt for row in chunk], [row.where for row in chunk]
             answers = [*(row.chosen for row in chunk), *(row.rejected for row in chunk)]
             tools = [row.tools for row in chunk] * 2
@@ -198,11 +202,11 @@ class ScoredDataset:
     ):
         limit, cut = data.max_tokens, data.overlong == "truncate"
         stop = stop_token_ids(tokenizer)
-        self.report = DataReport(key, f"data.max_tokens={limit}", rows=len(rows))
+        self.report = _report(key, f"data.max_tokens={limit}", rows)
         self._tokens = Ragged(np.int32)
         scores, shortest = [], None
-        _note(self.report, tokenizer, rows, [row.completion for row in rows], data)
         for chunk in _chunks(rows):
+            _note(self.report, tokenizer, chunk, [row.completion for row in chunk], data)
             prompts, where = [row.prompt for row in chunk], [row.where for row in chunk]
             tools, answers = [row.tools for row in chunk], [row.completion for row in chunk]
             texts = encode_answers(tokenizer, prompts, answers, where, stop, tools, data.template_arguments)
@@ -230,7 +234,8 @@ class ScoredDataset:
 class PromptDataset:
     """Prompts to generate from. Longer ones than data.max_prompt_tokens are dropped, or keep their last tokens.
 
-    `Prompt.id` is the row number in the file, whatever was dropped before it.
+    `Prompt.id` is the row number in the file, whatever was dropped before it. A column that only other rows have is
+    None.
     """
 
     def __init__(
@@ -241,12 +246,13 @@ class PromptDataset:
         key: str = "data.train",
     ):
         limit, cut = data.max_prompt_tokens, data.overlong == "truncate"
-        self.report = DataReport(key, f"data.max_prompt_tokens={limit}", rows=len(rows))
+        self.report = _report(key, f"data.max_prompt_tokens={limit}", rows)
         self._prompts: list[Prompt] = []
         self._where: list[str] = []
-        shortest = None
-        _note(self.report, tokenizer, rows, [row.prompt for row in rows], data)
+        shortest, columns = None, {}
         for first, chunk in zip(range(0, len(rows), CHUNK), _chunks(rows), strict=True):
+            _note(self.report, tokenizer, chunk, [row.prompt for row in chunk], data)
+            columns |= {name: None for row in chunk for name in row.fields}
             where, tools = [row.where for row in chunk], [row.tools for row in chunk]
             ids = encode_prompts(tokenizer, [row.prompt for row in chunk], where, tools, data.template_arguments)
             texts = tokenizer.batch_decode([tokens[-limit:] for tokens in ids], skip_special_tokens=False)
@@ -260,6 +266,7 @@ class PromptDataset:
                     messages = None if isinstance(row.prompt, str) else tuple(row.prompt)
                     self._prompts.append(Prompt(number, tuple(tokens[-limit:]), text, row.fields, messages))
                     self._where.append(row.where)
+        self._prompts = [replace(prompt, fields={**columns, **prompt.fields}) for prompt in self._prompts]
         _check_left(self.report, shortest, cut)
 
     def __len__(self) -> int:
@@ -282,13 +289,19 @@ def _chunks(rows: Sequence) -> Iterable[Sequence]:
     return (rows[i : i + CHUNK] for i in range(0, len(rows), CHUNK))
 
 
+def _report(key: str, limit: str, rows: Sequence) -> DataReport:
+    report = DataReport(key, limit, rows=len(rows))
+    if isinstance(rows, TypedRows) and rows.told:
+        report.note(f"format {rows.told}, told from the columns (data.format)")
+    return report
+
+
 def _note(report: DataReport, tokenizer: PreTrainedTokenizerBase, rows: Sequence, texts: list[Text], data: DataConfig):
     """What to say of the rows' conversations; raises ConfigError for an argument that the chat template lacks."""
-    conversational = any(not isinstance(text, str) for text in texts)
-    if conversational:
+    if any(not isinstance(text, str) for text in texts):
         check_arguments(tokenizer, data.template_arguments)
         if unread_tools(tokenizer, [row.tools for row in rows]):
-            report.notes.append("the column `tools` has no effect: the chat template does not read it")
+            report.note("the column `tools` has no effect: the chat template does not read it")
 
 
 def _fits(texts: Sequence[Sequence[int]], limit: int, cut: bool, report: DataReport) -> bool:

@@ -1,18 +1,20 @@
 """Rows of a file -> typed rows of a stage. The conventional columns are `messages`; `prompt`, `completion`;
 `prompt`, `chosen`, `rejected`, `margin`; and `prompt` with any other fields. A text is a string, or a list of
 {role, content} messages, whose `tools` are a further column. `data.columns` renames, `data.prompt_template` and
-`data.completion_template` build columns.
+`data.completion_template` build columns; rows of two widespread formats are converted (`alpaca_sharegpt.py`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, overload
 
 from aligner.config.schema import DataConfig
+from aligner.data.alpaca_sharegpt import converted, recognised
 from aligner.errors import DataError
 
 Messages = list[dict[str, Any]]
@@ -24,7 +26,10 @@ NEEDS = {
     "prompt_completion": ("prompt", "completion"),
     "preference": ("chosen", "rejected"),
     "prompt": ("prompt",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction",),
 }
+CONVERTED = ("sharegpt", "alpaca")
 
 
 @dataclass(frozen=True)
@@ -67,85 +72,117 @@ class PromptRow:
     tools: Tools | None = None
 
 
-def sft_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[SftRow]:
-    """Rows for supervised fine-tuning. Raises DataError for columns or values that do not fit."""
-    found = []
-    for kind, where, row in _prepared(rows, data, ("messages", "prompt_completion")):
-        if kind == "messages":
-            messages = _messages(row["messages"], "messages", where)
-            found.append(SftRow(messages=messages, where=where, tools=_tools(row, messages, where)))
-        else:
-            prompt, completion = _pair(row, "completion", where)
-            tools = _tools(row, prompt, where)
-            found.append(SftRow(prompt=prompt, completion=completion, where=where, tools=tools))
-    return found
+class TypedRows[T](Sequence[T]):
+    """Typed rows of a stage, each made when it is asked for: the file may be larger than memory. The first row decides
+    the format. Raises DataError for columns or values that do not fit."""
+
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        data: DataConfig,
+        usable: tuple[str, ...],
+        make: Callable[[str, str, dict[str, Any]], T],
+    ):
+        """`make(format, where, row)`, of a row with renamed and built columns in one of the `usable` formats, of which
+        the first is what others are converted to."""
+        if not len(rows):
+            raise DataError(f"data.train={data.train!r}: expected at least one row, the dataset is empty")
+        self._rows, self._data, self._usable, self._make = rows, data, usable, make
+        self._where = getattr(rows, "where", lambda index: f"row {index + 1}")
+        self.format = _detect(_build(rows[0], data, self._where(0)), data, usable, self._where(0))
+        self.told = self.format if data.format == "auto" and self.format in CONVERTED else ""  # to be said
+        self[0]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index):
+        numbers = range(len(self))[index]
+        if isinstance(index, slice):
+            return [self._typed(i, row) for i, row in zip(numbers, self._rows[index], strict=True)]
+        return self._typed(numbers, self._rows[numbers])
+
+    def __iter__(self) -> Iterator[T]:
+        return (self._typed(i, row) for i, row in enumerate(self._rows))
+
+    def _typed(self, index: int, original: Mapping[str, Any]) -> T:
+        where, kind = self._where(index), self.format
+        row = _build(original, self._data, where)
+        if kind in CONVERTED:
+            kind, row = self._usable[0], converted(kind, row, self._usable[0], where)
+        # of a preference file only the prompt is of use to a stage that generates
+        needs = ("prompt",) if self._usable[0] == "prompt" and kind != "messages" else NEEDS[kind]
+        missing = [name for name in needs if row.get(name) is None]
+        if missing:
+            raise DataError(_wrong_columns(where, row, (kind,), missing))
+        return self._make(kind, where, row)
 
 
-def preference_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, margin: bool = False) -> list[PreferenceRow]:
+def sft_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedRows[SftRow]:
+    """Rows for supervised fine-tuning."""
+    return TypedRows(rows, data, ("messages", "prompt_completion"), _sft_row)
+
+
+def _sft_row(kind: str, where: str, row: dict[str, Any]) -> SftRow:
+    if kind == "messages":
+        messages = _messages(row["messages"], "messages", where)
+        return SftRow(messages=messages, where=where, tools=_tools(row, messages, where))
+    prompt, completion = _pair(row, "completion", where)
+    return SftRow(prompt=prompt, completion=completion, where=where, tools=_tools(row, prompt, where))
+
+
+def preference_rows(
+    rows: Sequence[Mapping[str, Any]], data: DataConfig, margin: bool = False
+) -> TypedRows[PreferenceRow]:
     """Rows for a pairwise reward model. Without a `prompt` column, whole conversations share their first messages.
 
     `margin`: each row must have a number in the column `margin`.
     """
-    found = []
-    for _, where, row in _prepared(rows, data, ("preference",)):
-        value = None
-        if margin or row.get("margin") is not None:
-            value = _number(row, "margin", where)
-        if row.get("prompt") is not None:
-            prompt, chosen = _pair(row, "chosen", where)
-            prompt, rejected = _pair(row, "rejected", where)
-        else:
-            prompt, chosen, rejected = _shared_prompt(row, where)
-        found.append(PreferenceRow(prompt, chosen, rejected, value, where, _tools(row, chosen, where)))
-    return found
+    return TypedRows(rows, data, ("preference",), partial(_preference_row, margin))
 
 
-def scored_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, attributes: Sequence[str]) -> list[ScoredRow]:
+def _preference_row(margin: bool, _: str, where: str, row: dict[str, Any]) -> PreferenceRow:
+    value = None
+    if margin or row.get("margin") is not None:
+        value = _number(row, "margin", where)
+    if row.get("prompt") is not None:
+        prompt, chosen = _pair(row, "chosen", where)
+        prompt, rejected = _pair(row, "rejected", where)
+    else:
+        prompt, chosen, rejected = _shared_prompt(row, where)
+    return PreferenceRow(prompt, chosen, rejected, value, where, _tools(row, chosen, where))
+
+
+def scored_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, attributes: Sequence[str]) -> TypedRows[ScoredRow]:
     """Rows for a regression reward model: prompt, completion and a number in each column of `attributes`."""
-    found = []
-    for _, where, row in _prepared(rows, data, ("prompt_completion",)):
-        prompt, completion = _pair(row, "completion", where)
-        scores = tuple(_number(row, name, where, "algorithm.reward_loss.attributes") for name in attributes)
-        found.append(ScoredRow(prompt, completion, scores, where, _tools(row, prompt, where)))
-    return found
+    return TypedRows(rows, data, ("prompt_completion",), partial(_scored_row, attributes))
 
 
-def prompt_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> list[PromptRow]:
-    """Rows to generate from; all other columns stay in `fields`, None where only other rows have one. Of `messages`, a
-    last assistant turn is cut off."""
-    found, columns = [], {}
-    for kind, where, row in _prepared(rows, data, ("prompt", "prompt_completion", "preference", "messages")):
-        if kind == "messages":
-            prompt = _messages(row["messages"], "messages", where)
-            prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
-        else:
-            prompt = _text(row.get("prompt"), "prompt", where)
-        if isinstance(prompt, list) and (not prompt or prompt[-1]["role"] == "assistant"):
-            raise DataError(f"{where}: expected `prompt` to end with a user turn (data.columns)")
-        fields = {name: value for name, value in row.items() if name != "prompt"}
-        columns |= dict.fromkeys(fields)
-        found.append(PromptRow(prompt, fields, where, _tools(row, prompt, where)))
-    return [replace(row, fields={**columns, **row.fields}) for row in found]
+def _scored_row(attributes: Sequence[str], _: str, where: str, row: dict[str, Any]) -> ScoredRow:
+    prompt, completion = _pair(row, "completion", where)
+    scores = tuple(_number(row, name, where, "algorithm.reward_loss.attributes") for name in attributes)
+    return ScoredRow(prompt, completion, scores, where, _tools(row, prompt, where))
 
 
-def _prepared(
-    rows: Sequence[Mapping[str, Any]], data: DataConfig, usable: tuple[str, ...]
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(format, where, row with renamed and built columns) for each row; the first row decides the format."""
-    if not len(rows):
-        raise DataError(f"data.train={data.train!r}: expected at least one row, the dataset is empty")
-    where_of = getattr(rows, "where", lambda index: f"row {index + 1}")
-    kind = None
-    for index, original in enumerate(rows):
-        where = where_of(index)
-        row = _build(original, data, where)
-        kind = kind or _detect(row, data, usable, where)
-        # of a preference file only the prompt is of use to a stage that generates
-        needs = ("prompt",) if usable[0] == "prompt" and kind != "messages" else NEEDS[kind]
-        missing = [name for name in needs if row.get(name) is None]
-        if missing:
-            raise DataError(_wrong_columns(where, row, (kind,), missing))
-        yield kind, where, row
+def prompt_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedRows[PromptRow]:
+    """Rows to generate from; all other columns stay in `fields`. Of `messages`, a last assistant turn is cut off."""
+    return TypedRows(rows, data, ("prompt", "prompt_completion", "preference", "messages"), _prompt_row)
+
+
+def _prompt_row(kind: str, where: str, row: dict[str, Any]) -> PromptRow:
+    if kind == "messages":
+        prompt = _messages(row["messages"], "messages", where)
+        prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
+    else:
+        prompt = _text(row.get("prompt"), "prompt", where)
+    if isinstance(prompt, list) and (not prompt or prompt[-1]["role"] == "assistant"):
+        raise DataError(f"{where}: expected `prompt` to end with a user turn (data.columns)")
+    fields = {name: value for name, value in row.items() if name != "prompt"}
+    return PromptRow(prompt, fields, where, _tools(row, prompt, where))
 
 
 def _build(original: Mapping[str, Any], data: DataConfig, where: str) -> dict[str, Any]:
@@ -172,9 +209,13 @@ def _build(original: Mapping[str, Any], data: DataConfig, where: str) -> dict[st
 
 def _detect(row: Mapping[str, Any], data: DataConfig, usable: tuple[str, ...], where: str) -> str:
     if data.format != "auto":
-        if data.format not in usable:
-            raise DataError(f"{where}: data.format={data.format!r}: expected {' or '.join(usable)} for this stage")
+        if data.format not in usable + CONVERTED:
+            expected = f"{', '.join(usable)} or {' or '.join(CONVERTED)}"
+            raise DataError(f"{where}: data.format={data.format!r}: expected {expected} for this stage")
         return data.format
+    theirs = recognised(row, usable[0])
+    if theirs is not None:
+        return theirs
     for kind in usable:
         if all(row.get(name) is not None for name in NEEDS[kind]):
             return kind
@@ -188,23 +229,7 @@ def _wrong_columns(where: str, row: Mapping[str, Any], usable: tuple[str, ...], 
     return (
         f"{where}: expected the columns {expected}, found {found}{lack}. "
         "Rename with data.columns={ours: theirs}, build them with data.prompt_template, or set data.format"
-        f"{_hint(row)}"
     )
-
-
-def _hint(row: Mapping[str, Any]) -> str:
-    """What to do with the columns of two widespread formats."""
-    if "conversations" in row:
-        return (
-            ". ShareGPT's turns have other keys than messages: convert each row to {messages: [{role: t['from'], "
-            "content: t['value']}, ...]}, human as user and gpt as assistant"
-        )
-    if {"instruction", "output"} <= set(row):
-        return (
-            ". For Alpaca's columns: 'data.columns={completion: output}' "
-            "$'data.prompt_template=\"{instruction}\\n{input}\\n\"'"
-        )
-    return ""
 
 
 def _pair(row: Mapping[str, Any], answer: str, where: str) -> tuple[Text, Text]:

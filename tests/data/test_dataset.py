@@ -90,6 +90,12 @@ def test_prompts_keep_row_numbers_fields_and_tail(byte):
     assert cut[0].text == "tail" and byte.decode(list(cut[0].tokens)) == "tail" and cut.report.truncated == 1
 
 
+def test_a_column_that_only_other_prompts_have_is_none(byte):
+    rows = prompt_rows([{"prompt": "p", "answer": 4}, {"prompt": "q", "tests": ["t"]}], DataConfig())
+    found = PromptDataset(rows, byte, DataConfig())
+    assert [prompt.fields for prompt in found] == [{"answer": 4, "tests": None}, {"answer": None, "tests": ["t"]}]
+
+
 def test_chat_prompt_is_what_the_template_opens(byte):
     chat = [{"role": "user", "content": "q"}]
     data = PromptDataset(prompt_rows([{"prompt": chat}], DataConfig()), byte, DataConfig())

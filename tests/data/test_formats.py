@@ -25,7 +25,9 @@ def test_format_can_be_forced():
     both = {"messages": USER + GOOD, "prompt": "q", "completion": "a"}
     assert sft_rows([both], DataConfig())[0].messages is not None
     assert sft_rows([both], DataConfig(format="prompt_completion"))[0].prompt == "q"
-    with pytest.raises(DataError, match=r"data.format='preference': expected messages or prompt_completion"):
+    with pytest.raises(
+        DataError, match=r"data.format='preference': expected messages, prompt_completion or sharegpt or alpaca"
+    ):
         sft_rows([both], DataConfig(format="preference"))
 
 
@@ -43,7 +45,7 @@ def test_columns_rename_and_templates_build():
 def test_preference_with_and_without_prompt_agree():
     apart = {"prompt": USER, "chosen": GOOD, "rejected": BAD, "margin": 2}
     whole = {"chosen": USER + GOOD, "rejected": USER + BAD}
-    a, b = preference_rows([apart], DataConfig()) + preference_rows([whole], DataConfig())
+    a, b = [preference_rows([row], DataConfig())[0] for row in (apart, whole)]
     assert (a.prompt, a.chosen, a.rejected) == (b.prompt, b.chosen, b.rejected) == (USER, GOOD, BAD)
     assert a.margin == 2.0 and b.margin is None
     (plain,) = preference_rows([{"chosen": "x", "rejected": "y"}], DataConfig())
@@ -62,7 +64,7 @@ def test_margin_must_be_there_when_the_loss_uses_it():
     ]
     assert [r.margin for r in preference_rows(rows, DataConfig())] == [1.0, None]
     with pytest.raises(DataError, match=r"row 2: expected a finite number in the column `margin`"):
-        preference_rows(rows, DataConfig(), margin=True)
+        list(preference_rows(rows, DataConfig(), margin=True))
 
 
 def test_scored_rows_and_bad_scores():
@@ -81,11 +83,6 @@ def test_prompts_from_each_format():
         prompt_rows([{"prompt": USER + GOOD}], DataConfig())
 
 
-def test_a_column_that_only_other_prompts_have_is_none():
-    found = prompt_rows([{"prompt": "p", "answer": 4}, {"prompt": "q", "tests": ["t"]}], DataConfig())
-    assert [row.fields for row in found] == [{"answer": 4, "tests": None}, {"answer": None, "tests": ["t"]}]
-
-
 @pytest.mark.parametrize("read", [sft_rows, preference_rows, prompt_rows, lambda r, d: scored_rows(r, d, ["x"])])
 def test_wrong_columns_list_what_was_found_and_expected(tmp_path, read):
     (tmp_path / "x.jsonl").write_text(json.dumps({"question": "q", "reply": "r"}) + "\n")
@@ -98,7 +95,7 @@ def test_wrong_columns_list_what_was_found_and_expected(tmp_path, read):
 def test_a_later_row_that_lacks_a_column_is_named():
     rows = [{"prompt": "p", "completion": "c"}, {"prompt": "p", "completion": None}]
     with pytest.raises(DataError, match=r"row 2: .*found prompt, completion \(null\); missing: completion"):
-        sft_rows(rows, DataConfig())
+        list(sft_rows(rows, DataConfig()))
 
 
 @pytest.mark.parametrize(
@@ -161,11 +158,10 @@ def test_tools_are_schemas_or_their_json():
         sft_rows([{"messages": USER + GOOD, "tools": "a hammer"}], DataConfig())
 
 
-def test_columns_of_two_widespread_formats_get_a_hint():
-    with pytest.raises(DataError, match=r"ShareGPT.*convert each row to \{messages: .*gpt as assistant"):
-        sft_rows([{"conversations": [{"from": "human", "value": "q"}]}], DataConfig())
-    row = {"instruction": "Add.", "input": "1 2", "output": "3"}
-    with pytest.raises(DataError, match=r"data.columns=\{completion: output\}"):
-        sft_rows([row], DataConfig())
-    data = DataConfig(columns={"completion": "output"}, prompt_template="{instruction}\n{input}\n")
-    assert sft_rows([row], data)[0].prompt == "Add.\n1 2\n"  # what the hint says works
+def test_a_row_is_typed_when_it_is_asked_for():
+    rows = sft_rows(
+        [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}, {"prompt": "e"}], DataConfig()
+    )
+    assert [row.prompt for row in rows[:2]] == ["a", "c"] and rows[-2].completion == "d" and len(rows) == 3
+    with pytest.raises(DataError, match=r"row 3: .*missing: completion"):
+        rows[2]

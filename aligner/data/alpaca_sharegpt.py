@@ -1,0 +1,158 @@
+"""Rows of two widespread formats -> our columns.
+
+alpaca: {instruction, input?, output, system?, history?: [[question, answer], ...]}.
+sharegpt: {conversations: [{from, value}, ...], system?, tools?}; turns of the user's side (human, observation) and of
+the model's (gpt, function_call) alternate. With `chosen` and `rejected` both are preferences; `kto_tag` is our `label`.
+The columns as LLaMA-Factory reads them (its data/README.md).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from aligner.errors import DataError
+
+Row = Mapping[str, Any]
+Turns = list[dict[str, Any]]
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "observation": "tool",
+    "tool": "tool",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+}
+ASKING, ANSWERING = ("human", "observation"), ("gpt", "function_call")  # as errors name the sides
+ANSWERS = {"preference": ("chosen", "rejected"), "prompt": ()}  # a stage's columns with answers; of others: `output`
+
+
+def recognised(row: Row, target: str) -> str | None:
+    """`sharegpt`, `alpaca` or None for a row without columns of ours. `target`: what the stage makes of it."""
+    if row.get("messages") is not None or row.get("prompt") is not None:
+        return None
+    if row.get("conversations") is not None:
+        return "sharegpt"
+    answers = all(isinstance(row.get(name), str) for name in ANSWERS.get(target, ("output",)))
+    return "alpaca" if isinstance(row.get("instruction"), str) and answers else None
+
+
+def converted(kind: str, row: Row, target: str, where: str) -> dict[str, Any]:
+    """The row with the columns of format `target` beside its own. Raises DataError for turns that do not fit."""
+    found = dict(row)
+    if found.get("kto_tag") is not None:
+        found.setdefault("label", found["kto_tag"])
+    if kind == "alpaca":
+        turns, answer = _instruction(row, where), lambda name: _said(row, name, where)
+    else:
+        turns, answer = _conversation(row, where), lambda name: _answer(row, name, where)
+        found["tools"] = _wrapped(row.get("tools"))
+    if kind == "alpaca" and target in ("messages", "prompt_completion"):
+        turns.append({"role": "assistant", "content": _said(row, "output", where)})
+    answered = turns[-1]["role"] == "assistant"
+    if (target == "preference" and answered) or (target in ("messages", "prompt_completion") and not answered):
+        wanted = "turn of the user, which `chosen` and `rejected` answer" if answered else "answer of the model"
+        raise DataError(f"{where}: expected `conversations` to end with a{'n' * (not answered)} {wanted}")
+    if target == "messages":
+        return found | {"messages": turns}
+    if target == "preference":
+        return found | {"prompt": turns, "chosen": answer("chosen"), "rejected": answer("rejected")}
+    if target == "prompt":
+        return found | {"prompt": turns[:-1] if answered else turns}
+    return found | {"prompt": turns[:-1], "completion": turns[-1:]}
+
+
+def _instruction(row: Row, where: str) -> Turns:
+    """The turns up to the question. Those of `history` are learned like the last: all are answers."""
+    turns, history = _system(row, where), row.get("history")
+    if history is not None and not isinstance(history, list):
+        _refuse(where, "history", history, "a list of [question, answer] pairs of strings")
+    for number, pair in enumerate(history or ()):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            _refuse(where, f"history[{number}]", pair, "a [question, answer] pair of strings")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    question = _said(row, "instruction", where)
+    if row.get("input") not in (None, ""):
+        question += "\n" + _said(row, "input", where)
+    return [*turns, {"role": "user", "content": question}]
+
+
+def _conversation(row: Row, where: str) -> Turns:
+    listed = row.get("conversations")
+    if not isinstance(listed, list) or not listed:
+        _refuse(where, "conversations", listed, "a list of at least one {from, value}")
+    turns = _system(row, where)
+    if isinstance(listed[0], Mapping) and listed[0].get("from") == "system":
+        first = {"role": "system", "content": _said(listed[0], "value", f"{where}, conversations[0]")}
+        if turns and turns != [first]:
+            _refuse(where, "system", row["system"], "none beside conversations that begin with another system message")
+        turns, listed = [first], listed[1:]
+    skipped = len(row["conversations"]) - len(listed)
+    if not listed:
+        raise DataError(f"{where}: expected `conversations` with turns, found nothing but the system message")
+    for number, turn in enumerate(listed):
+        turns.append(_turn(turn, number % 2 == 1, f"{where}, conversations[{number + skipped}]"))
+    return turns
+
+
+def _turn(turn: Any, answers: bool, where: str) -> dict[str, Any]:
+    """The message of a turn, which must be one of the model's (`answers`) or one that the model answers."""
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("from"), str):
+        raise DataError(f"{where}: expected {{from, value}}, found {str(turn)[:80]!r}")
+    name = turn["from"]
+    expected = " or ".join(ANSWERING if answers else ASKING)
+    if name not in ROLES or (ROLES[name] == "assistant") != answers:
+        why = "sides alternate" if name in ROLES else f"known are system, {', '.join(ROLES)}"
+        _refuse(where, "from", name, f"{expected} here ({why})")
+    value = _said(turn, "value", where)
+    if name != "function_call":
+        return {"role": ROLES[name], "content": value}
+    try:
+        calls = json.loads(value)
+    except ValueError as error:
+        raise DataError(f"{where}: value={value[:80]!r}: expected the JSON of a function call ({error})") from None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        _refuse(where, "value", value, "the JSON of a function call, {name, arguments}, or of a list of them")
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]}
+
+
+def _answer(row: Row, name: str, where: str) -> Turns:
+    """`chosen` or `rejected`: one turn of the model's, or its text."""
+    if isinstance(row.get(name), str):
+        return [{"role": "assistant", "content": row[name]}]
+    return [_turn(row.get(name), True, f"{where}, {name}")]
+
+
+def _system(row: Row, where: str) -> Turns:
+    absent = row.get("system") in (None, "")
+    return [] if absent else [{"role": "system", "content": _said(row, "system", where)}]
+
+
+def _wrapped(tools: Any) -> Any:
+    """Functions that are described bare, {name, parameters}, as chat templates expect them; others as they are."""
+    if tools == "":
+        return None
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            return tools  # refused where all `tools` are read
+    if not isinstance(tools, list):
+        return tools
+    return [
+        {"type": "function", "function": tool} if isinstance(tool, dict) and "name" in tool else tool for tool in tools
+    ]
+
+
+def _said(row: Row, name: str, where: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        _refuse(where, name, value, "a string")
+    return value
+
+
+def _refuse(where: str, name: str, value: Any, expected: str) -> NoReturn:
+    raise DataError(f"{where}: {name}={str(value)[:80]!r}: expected {expected} (data.columns)")

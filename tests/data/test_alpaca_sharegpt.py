@@ -1,0 +1,138 @@
+import json
+
+import pytest
+
+from aligner.config.schema import DataConfig
+from aligner.data.dataset import PreferenceDataset, SftDataset
+from aligner.data.formats import preference_rows, prompt_rows, scored_rows, sft_rows
+from aligner.errors import DataError
+
+ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
+TURNS = [("human", "q"), ("gpt", "a"), ("human", "r"), ("gpt", "b")]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def model(text):
+    return {"role": "assistant", "content": text}
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+def talk(*turns, **columns):
+    return {"conversations": [{"from": who, "value": text} for who, text in turns], **columns}
+
+
+def test_alpaca_is_a_conversation_and_history_is_learned_too():
+    assert sft_rows([ALPACA], DataConfig())[0].messages == [user("Add.\n1 2"), model("3")]
+    row = {**ALPACA, "input": "", "system": "Short.", "history": [["hi", "ho"]]}
+    found = sft_rows([row], DataConfig())
+    assert found[0].messages == [system("Short."), user("hi"), model("ho"), user("Add."), model("3")]
+    assert found.told == "alpaca" and not sft_rows([row], DataConfig(format="alpaca")).told
+
+
+def test_alpaca_for_the_other_stages():
+    row = {"instruction": "Add.", "chosen": "3", "rejected": "4", "kto_tag": True}
+    found = preference_rows([row], DataConfig())[0]
+    assert (found.prompt, found.chosen, found.rejected) == ([user("Add.")], [model("3")], [model("4")])
+    prompt = prompt_rows([ALPACA], DataConfig())[0]
+    assert prompt.prompt == [user("Add.\n1 2")] and prompt.fields["output"] == "3"
+    scored = scored_rows([{**ALPACA, "help": 2}], DataConfig(), ["help"])[0]
+    assert (scored.prompt, scored.completion, scored.scores) == ([user("Add.\n1 2")], [model("3")], (2.0,))
+
+
+def test_columns_of_ours_come_first():
+    """What was read as a prompt and a completion before is read so still."""
+    data = DataConfig(columns={"completion": "output"}, prompt_template="{instruction}\n{input}\n")
+    assert sft_rows([ALPACA], data)[0].prompt == "Add.\n1 2\n"
+    whole = {"instruction": "x", "chosen": [user("q"), model("a")], "rejected": [user("q"), model("b")]}
+    assert preference_rows([whole], DataConfig())[0].prompt == [user("q")]
+    assert sft_rows([talk(*TURNS, messages=[user("q"), model("a")])], DataConfig())[0].messages == [
+        user("q"),
+        model("a"),
+    ]
+
+
+def test_sharegpt_for_each_stage():
+    messages = [user("q"), model("a"), user("r"), model("b")]
+    found = sft_rows([talk(*TURNS, system="S")], DataConfig())
+    assert found[0].messages == [system("S"), *messages] and found.told == "sharegpt"
+    assert sft_rows([talk(("system", "S"), *TURNS)], DataConfig())[0].messages == [system("S"), *messages]
+    assert prompt_rows([talk(*TURNS)], DataConfig())[0].prompt == messages[:3]
+    pair = talk(*TURNS[:3], chosen={"from": "gpt", "value": "b"}, rejected={"from": "gpt", "value": "c"})
+    row = preference_rows([pair], DataConfig())[0]
+    assert (row.prompt, row.chosen, row.rejected) == (messages[:3], [model("b")], [model("c")])
+    assert prompt_rows([pair], DataConfig())[0].prompt == messages[:3]
+    scored = scored_rows([talk(*TURNS, help=1)], DataConfig(), ["help"])[0]
+    assert (scored.prompt, scored.completion) == (messages[:3], messages[3:])
+
+
+def test_sharegpt_with_tools():
+    bare = [{"name": "add", "parameters": {"type": "object"}}]
+    call = {"name": "add", "arguments": {"a": 1}}
+    row = talk(("human", "q"), ("function_call", json.dumps(call)), ("observation", "3"), ("gpt", "3!"))
+    wanted = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+    for tools in (bare, json.dumps(bare), [{"type": "function", "function": bare[0]}]):
+        found = sft_rows([row | {"tools": tools}], DataConfig())[0]
+        assert found.messages == [user("q"), wanted, {"role": "tool", "content": "3"}, model("3!")]
+        assert found.tools == [{"type": "function", "function": bare[0]}]
+    assert sft_rows([row | {"tools": ""}], DataConfig())[0].tools is None
+    with pytest.raises(DataError, match=r"row 1: expected the column `tools` to be a list"):
+        sft_rows([row | {"tools": "a hammer"}], DataConfig())
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        (talk(), r"row 1: conversations='\[\]': expected a list of at least one"),
+        ({"conversations": "text"}, r"conversations='text': expected a list"),
+        (talk(("system", "S")), r"nothing but the system message"),
+        (talk(("gpt", "a"), ("human", "q")), r"conversations\[0\]: from='gpt': expected human or observation here"),
+        (talk(("human", "q"), ("human", "r")), r"conversations\[1\]: from='human': expected gpt or function_call here"),
+        (talk(("system", "S"), ("gpt", "a")), r"conversations\[1\]: from='gpt'"),
+        (talk(("human", "q"), ("bard", "a")), r"conversations\[1\]: from='bard'.*known are system, human"),
+        (talk(*TURNS, ("system", "S")), r"conversations\[4\]: from='system'"),
+        (talk(("human", "q"), ("gpt", None)), r"conversations\[1\]: value='None': expected a string"),
+        (talk(("human", "q"), ("function_call", "{")), r"expected the JSON of a function call"),
+        (talk(("human", "q"), ("function_call", "[7]")), r"of a function call, \{name, arguments\}"),
+        (talk(*TURNS[:3]), r"expected `conversations` to end with an answer of the model"),
+        ({"conversations": ["text"]}, r"conversations\[0\]: expected \{from, value\}, found 'text'"),
+        (talk(("system", "S"), *TURNS, system="T"), r"system='T': expected none beside"),
+        ({**ALPACA, "input": 7}, r"input='7': expected a string"),
+        ({**ALPACA, "history": [["q"]]}, r"history\[0\]=.*expected a \[question, answer\] pair"),
+        ({**ALPACA, "history": "q"}, r"history='q': expected a list"),
+    ],
+)
+def test_rows_that_do_not_fit(row, message):
+    good = talk(*TURNS) if "conversations" in row else ALPACA
+    with pytest.raises(DataError, match=message.replace("row 1", "row 2")) as caught:
+        list(sft_rows([good, row], DataConfig()))
+    assert str(caught.value).startswith("row 2") and "\n" not in str(caught.value)
+
+
+def test_a_pair_that_is_answered_already():
+    pair = talk(*TURNS, chosen={"from": "gpt", "value": "b"}, rejected={"from": "human", "value": "c"})
+    with pytest.raises(DataError, match=r"expected `conversations` to end with a turn of the user"):
+        preference_rows([pair], DataConfig())
+    pair["conversations"] = pair["conversations"][:3]
+    with pytest.raises(DataError, match=r"rejected: from='human': expected gpt or function_call"):
+        preference_rows([pair], DataConfig())
+
+
+def test_the_log_names_what_was_recognised(chatml):
+    line = "format sharegpt, told from the columns (data.format)"
+    assert line in str(SftDataset(sft_rows([talk(*TURNS)], DataConfig()), chatml, DataConfig()).report)
+    pair = {"instruction": "Add.", "chosen": "3", "rejected": "4"}
+    report = PreferenceDataset(preference_rows([pair], DataConfig()), chatml, DataConfig()).report
+    assert line.replace("sharegpt", "alpaca") in str(report)
+
+
+def test_both_train_what_messages_train(chatml):
+    plain = SftDataset(sft_rows([{"messages": [user("q"), model("a")]}], DataConfig()), chatml, DataConfig())[0]
+    for row in (talk(*TURNS[:2]), {"instruction": "q", "output": "a"}):
+        item = SftDataset(sft_rows([row], DataConfig()), chatml, DataConfig())[0]
+        assert item.tokens.tolist() == plain.tokens.tolist() and item.loss_mask.tolist() == plain.loss_mask.tolist()
