@@ -187,9 +187,31 @@ def add_bias(x: Tensor, bias: Tensor, sizes: Tensor) -> Tensor:
     return _AddBias.apply(x, bias, sizes)
 
 
+class _ClampedGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = _clamped(x)
+        return torch.sigmoid(GATE_ALPHA * gate).mul_(gate).mul_(up.add_(1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = _clamped(x)
+        share = torch.sigmoid(GATE_ALPHA * gate)
+        d_up = grad * gate * share
+        d_gate = share * (1 + GATE_ALPHA * gate * (1 - share)) * grad * (up + 1)
+        own_gate, own_up = x.chunk(2, -1)  # which have no part in what was cut
+        return torch.cat([d_gate.mul_(own_gate <= GATE_LIMIT), d_up.mul_(own_up.abs() <= GATE_LIMIT)], -1)
+
+
+def _clamped(x: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = x.chunk(2, -1)
+    return gate.clamp(max=GATE_LIMIT), up.clamp(-GATE_LIMIT, GATE_LIMIT)
+
+
 def clamped_gate(x: Tensor) -> Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate), x = [gate, up] along the last dimension, the gate at most the limit, up
-    within it on both sides (gpt-oss, arXiv:2508.10925)."""
-    gate, up = x.chunk(2, -1)
-    gate, up = gate.clamp(max=GATE_LIMIT), up.clamp(-GATE_LIMIT, GATE_LIMIT)
-    return (up + 1) * gate * torch.sigmoid(GATE_ALPHA * gate)
+    within it on both sides (gpt-oss, arXiv:2508.10925). Only x is kept for backward."""
+    return _ClampedGate.apply(x)

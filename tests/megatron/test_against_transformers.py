@@ -50,8 +50,9 @@ def test_logits_equal(ranks, tmp_path, name, tied):
 
 def adamw_loop(model, optim: OptimConfig, batches, total):
     """What training means, in plain PyTorch: decay for matrices only, gradient clipping, schedule."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if p.dim() >= 2 and not name.endswith("bias")]
+    others = [p for name, p in named if p.dim() < 2 or name.endswith("bias")]
     adam = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}],
         betas=tuple(optim.betas),
@@ -80,6 +81,7 @@ def adamw_loop(model, optim: OptimConfig, batches, total):
         ("qwen3", True, 0.0),
         ("qwen3_moe", True, 1.0),
         ("gemma3", True, 1.0),
+        ("gpt_oss", True, 1.0),
     ],
 )
 def test_five_steps_equal_adamw(ranks, tmp_path, name, tied, clip):

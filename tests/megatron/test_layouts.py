@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.config.schema import BatchConfig, ParallelConfig
-from tests.tiny import ADAM, LLAMA, MODELS, MORE, SGD, WINDOWS, relative
+from tests.tiny import ADAM, GPT_OSS, LLAMA, MODELS, MORE, SGD, WINDOWS, relative
 
 pytestmark = pytest.mark.multirank
 
@@ -36,7 +36,7 @@ CUT = {  # layers for two stages; yarn and longrope are Llama, but for its angle
     for name, cfg in MORE.items()
     if name not in ("yarn", "longrope")
 }
-WINDOWED = {"gemma3": {"cfg": WINDOWS["gemma3"]}, "mistral": {"cfg": WINDOWS["mistral"]}}
+WINDOWED = {name: {"cfg": cfg} for name, cfg in (WINDOWS | {"sinks": GPT_OSS}).items()}
 
 
 def train(ranks, world, cfg, outputs=0, **kwargs):
@@ -109,6 +109,8 @@ def test_layouts_learn_the_same(ranks, alone, name, layout, optim):
         ("mistral", "cp2-heads"),
         ("mistral", "padded"),
         ("mistral", "shared"),
+        ("sinks", "cp2-heads"),  # whose ranks have a share of them
+        ("sinks", "shared"),
     ],
 )
 def test_windows_learn_the_same(ranks, alone, name, layout):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.config.attention import AttentionConfig
+from aligner.config.moe import MoeConfig
 from aligner.errors import ConfigError
 from aligner.megatron import attention, model, varlen
 from aligner.ops import narrow, packing
@@ -134,6 +135,12 @@ CPU, HALF = torch.device("cpu"), torch.bfloat16
             HALF,
             (9, 0),
             "these are capped (model.attention.softcap=50)",
+        ),
+        (
+            {"family": "gpt_oss", "moe": MoeConfig(4, 2, 16)},
+            HALF,
+            (9, 0),
+            "it knows no attention sinks, which model.family=gpt_oss has",
         ),
         ({"head_dim": 512}, HALF, (9, 0), "up to 256 numbers, and these have 512"),
         ({}, HALF, (9, 0), None),

@@ -38,6 +38,11 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
     ours, theirs = config_from_hf(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
     rope = theirs.rope_parameters
     assert ours.rope_base == rope.get("full_attention", rope)["rope_theta"]
+    scaling, kind = ours.rope_scaling, rope.get("full_attention", rope).get("rope_type", "default")
+    assert (scaling.type if scaling.scales else "default") == kind
+    if kind == "yarn":
+        given = (scaling.factor, scaling.original_max_position, scaling.truncate)
+        assert given == tuple(rope[key] for key in ("factor", "original_max_position_embeddings", "truncate"))
     assert ours.norm_eps == theirs.rms_norm_eps and ours.init_std == theirs.initializer_range
     assert ours.max_position == theirs.max_position_embeddings
     assert ours.tie_embeddings == theirs.tie_word_embeddings
@@ -51,7 +56,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
         if key in SCALES:
             section, _, name = SCALES[key].partition(".")
             assert getattr(getattr(ours, section), name) == (value or 0), key
-    if "gemma" in case or case == "olmo3":
+    if "gemma" in case or case in ("olmo3", "gpt_oss"):
         kinds = [
             "sliding_attention" if ours.attention.is_local(i) else "full_attention" for i in range(ours.num_layers)
         ]

@@ -97,9 +97,14 @@ def test_each_row_gets_its_experts_bias(sizes):
 
 def test_the_clamped_gate_is_that_of_transformers():
     experts = GptOssExperts(GptOssConfig(num_local_experts=1, hidden_size=4, intermediate_size=50))
-    x = 30 * torch.randn(40, 100, dtype=torch.float64)
+    x = 15 * torch.randn(40, 100, dtype=torch.float64)
+    x[0, ::7] = 7.0
+    x.requires_grad_()
     mixed = torch.stack(x.chunk(2, 1), 2).flatten(1)  # whose gates and ups alternate
-    assert torch.allclose(clamped_gate(x), experts._apply_gate(mixed), rtol=1e-12)
+    found, wanted, weights = clamped_gate(x), experts._apply_gate(mixed), torch.randn(40, 50)
+    assert torch.allclose(found, wanted, rtol=1e-12)
+    ours, theirs = (torch.autograd.grad((out * weights).sum(), x)[0] for out in (found, wanted))
+    assert torch.allclose(ours, theirs, rtol=1e-12) and (theirs == 0).any()
 
 
 def test_the_router_decides_in_float32():
