@@ -181,7 +181,8 @@ def _run(args: argparse.Namespace) -> int:
     from aligner.cluster.mpi import join
     from aligner.cluster.signals import StopSignals
     from aligner.cluster.threads import reserve
-    from aligner.config.validate import batch_arithmetic, validate
+    from aligner.config.derived import batch_arithmetic
+    from aligner.config.validate import validate
 
     world = join()
     env = world.env

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from aligner.builders.parts import TRTLLM_ENGINES, Job, make_prompts, make_sampling
+from aligner.config.derived import evaluation_functions
 from aligner.config.quantization import describe, quantized
 from aligner.config.schema import ModelConfig
-from aligner.config.validate import evaluation_functions
 from aligner.data.dataset import PromptDataset
 from aligner.engines.base import RolloutEngine
 from aligner.engines.native.fleet import FleetEngine

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from aligner.cluster.env import RankEnv
 from aligner.cluster.seal import job_secret
 from aligner.cluster.threads import use as use_threads
+from aligner.config.derived import minibatch_samples
 from aligner.config.schema import ROLLOUT_STAGES, Config, OptimConfig
-from aligner.config.validate import minibatch_samples, validate_model, validate_on_gpu
+from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.data.batches import BatchSource
 from aligner.data.dataset import PromptDataset
 from aligner.data.formats import prompt_rows
@@ -142,9 +143,7 @@ def make_policy(job: Job, steps: int, hits: bool = False) -> Policy:
     return Policy(model, job.cfg.batch, temperature, entropy=not hits, hits=hits)
 
 
-def make_reference(job: Job) -> Reference | None:
-    if job.cfg.algorithm.kl.coef == 0:
-        return None
+def make_reference(job: Job) -> Reference:
     model = job.models["reference"] = make_model(job, job.initial, Head(), None, 0)
     return Reference(model, job.cfg.batch, job.cfg.sampling.temperature)
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from aligner.builders.parts import Job, digest, tokenizer_hash
 from aligner.config.freeze import reward_code
-from aligner.config.identity import definition
-from aligner.config.schema import ROLLOUT_STAGES
+from aligner.config.identity import definition, reads
 from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import ConfigError, EngineError, MemoryLimitError, MismatchError, RewardError
 from aligner.megatron.checkpoint_files import complete_checkpoints
@@ -72,13 +71,14 @@ def make_run(
 
 
 def _identity(job: Job) -> dict[str, Any]:
+    stage, algorithm = job.cfg.stage.name, job.cfg.algorithm
     return {
-        "stage": job.cfg.stage.name,
+        "stage": stage,
         "model": shape_of(job.initial.config),
         "tokenizer": tokenizer_hash(job),
         "algorithm": {
-            "advantage": job.cfg.algorithm.advantage if job.cfg.stage.name in ROLLOUT_STAGES else "",
-            "reward_loss": job.cfg.algorithm.reward_loss.kind if job.cfg.stage.name == "rm" else "",
+            "advantage": algorithm.advantage if reads(stage, "algorithm.advantage") else "",
+            "reward_loss": algorithm.reward_loss.kind if reads(stage, "algorithm.reward_loss.kind") else "",
         },
     }
 

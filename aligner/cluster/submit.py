@@ -20,10 +20,11 @@ from pathlib import Path
 from aligner.cluster.lock import RunLock
 from aligner.cluster.render import JobSpec, batch_script, job_lines
 from aligner.cluster.site import Site, find_site
+from aligner.config.derived import batch_arithmetic
 from aligner.config.freeze import FILE_NAME, freeze, job_file, load_frozen
 from aligner.config.resolve import compose, conf_dir, quoted, sweep
 from aligner.config.schema import Config
-from aligner.config.validate import batch_arithmetic, validate
+from aligner.config.validate import validate
 from aligner.errors import AlignerError, ConfigError
 from aligner.plan.prediction import check
 

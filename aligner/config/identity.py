@@ -13,7 +13,8 @@ from enum import Enum
 from typing import Any
 
 from aligner.config.options import hints
-from aligner.config.schema import Config
+from aligner.config.schema import STAGES, Config
+from aligner.config.stage import ROLLOUTS, SEQUENCES
 
 
 class Kind(Enum):
@@ -24,7 +25,6 @@ class Kind(Enum):
 
 D, T, H = Kind.DEFINES, Kind.TOLD, Kind.HARMLESS
 CONTENT = "content of "  # before the key of a path
-ROLLOUTS, SUPERVISED = ("grpo", "ppo"), ("sft", "rm")
 
 # by the longest prefix of a key. Of paths only the content counts: data may move
 KINDS: dict[str, Kind] = {
@@ -34,7 +34,8 @@ KINDS: dict[str, Kind] = {
     "run.name": H,
     "run.resume": H,
     "run.accept_changes": H,
-    "stage": H,  # this and the model's shape: the identity of the checkpoint, which no flag changes
+    "stage": D,
+    "stage.name": H,  # this and the model's shape: the identity of the checkpoint, which no flag changes
     "model": H,
     "model.init_std": D,
     "model.dtype": T,
@@ -86,21 +87,8 @@ KINDS: dict[str, Kind] = {
     f"{CONTENT}data.eval": T,
     f"{CONTENT}reward.functions": T,  # one that raised has to be mended before the run goes on
 }
-# keys that only these stages read
-STAGES: dict[str, tuple[str, ...]] = {
-    "critic": ("ppo",),
-    "sampling": ROLLOUTS,
-    "engine": ROLLOUTS,
-    "mismatch": ROLLOUTS,
-    "reward": ROLLOUTS,
-    "algorithm": ROLLOUTS,
-    "algorithm.reward_loss": ("rm",),
-    "batch.prompts": ROLLOUTS,
-    "batch.group": ROLLOUTS,
-    "batch.minibatch_samples": ROLLOUTS,
-    "batch.epochs": ROLLOUTS,
-    "batch.sequences": SUPERVISED,
-}
+# sections and keys that not every stage reads: those that do name them (config/stages)
+OPTIONAL = (*ROLLOUTS, *SEQUENCES, "critic", "algorithm.reward_loss")
 
 
 @dataclass(frozen=True)
@@ -120,7 +108,7 @@ def kind_of(key: str) -> Kind:
 
 def definition(cfg: Config, contents: Mapping[str, str]) -> dict[str, Any]:
     """Flat and as JSON gives it back. `contents`: key of a path -> hash of what is there."""
-    found = {key: value for key, value in _flat(cfg, "") if kind_of(key) is not H and _reads(cfg.stage.name, key)}
+    found = {key: value for key, value in _flat(cfg, "") if kind_of(key) is not H and reads(cfg.stage.name, key)}
     found |= {f"{CONTENT}{key}": digest for key, digest in contents.items()}
     return json.loads(json.dumps(found))
 
@@ -146,9 +134,12 @@ def _flat(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", plain
 
 
-def _reads(stage: str, key: str) -> bool:
-    prefix = _longest(STAGES, key, "")
-    return not prefix or stage in STAGES[prefix]
+def reads(stage: str, key: str) -> bool:
+    """Whether this stage reads a key: all do that no entry above is about, and of `stage` its own section."""
+    own = STAGES[stage].reads
+    optional = (*OPTIONAL, *own, *(f"stage.{name}" for name in STAGES))
+    prefix = _longest(dict.fromkeys(optional), key, "")
+    return not prefix or prefix in (*own, f"stage.{stage}")
 
 
 def _longest(table: Mapping[str, Any], key: str, default: str | None = None) -> str:

@@ -92,7 +92,14 @@ def _default(field: dataclasses.Field) -> str:
 
 @functools.cache
 def _comments(cls: type) -> dict[str, str]:
-    """Field name -> the comment at it."""
+    """Field name -> the comment at it, there or in a class that it inherits."""
+    found = {}
+    for base in reversed([c for c in cls.__mro__ if is_dataclass(c)]):
+        found |= _own_comments(base)
+    return found
+
+
+def _own_comments(cls: type) -> dict[str, str]:
     source = inspect.getsource(importlib.import_module(cls.__module__))
     lines, alone = {}, set()  # number of a line: its comment; those with nothing else
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -100,9 +107,9 @@ def _comments(cls: type) -> dict[str, str]:
             lines[token.start[0]] = token.string.lstrip("# ")
             if token.line.lstrip().startswith("#"):
                 alone.add(token.start[0])
-    (node,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == cls.__name__]
     found = {}
-    for field in node.body:
+    nodes = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == cls.__name__]
+    for field in (field for node in nodes for field in node.body):  # one that is put together has no text
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             first = field.lineno
             while first - 1 in alone:

@@ -6,7 +6,7 @@ Values are checked where they are born (`__post_init__`); what needs several sec
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from typing import Any
 
 from aligner.config.algorithm import AlgorithmConfig
@@ -21,11 +21,11 @@ from aligner.config.quantization import settle
 from aligner.config.rewards import EvalConfig, RewardConfig
 from aligner.config.rope import RopeScalingConfig, check_rope
 from aligner.config.scales import ScalesConfig
+from aligner.config.stages import STAGES
 from aligner.config.watchdog import WatchdogConfig
 from aligner.errors import ConfigError
 
-STAGES = ("sft", "rm", "grpo", "ppo")
-ROLLOUT_STAGES = ("grpo", "ppo")
+ROLLOUT_STAGES = tuple(name for name, stage in STAGES.items() if stage.rollouts)
 DATA_FORMATS = ("auto", "messages", "prompt_completion", "preference", "prompt", "alpaca", "sharegpt")
 RENDERING = {"messages", "tools", "chat_template", "add_generation_prompt", "tokenize"}  # no template_arguments
 
@@ -60,11 +60,20 @@ class RunConfig:
 
 
 @dataclass
-class StageConfig:
-    name: str = "sft"  # sft, rm, grpo, ppo
+class _StageName:
+    name: str = "sft"  # which one: a file of conf/stage
 
     def __post_init__(self) -> None:
-        one_of("stage.name", self.name, STAGES)
+        one_of("stage.name", self.name, tuple(STAGES))
+
+
+# the name, and the sections of stages that have keys of their own
+StageConfig = make_dataclass(
+    "StageConfig",
+    [(name, stage.section, field(default_factory=stage.section)) for name, stage in STAGES.items() if stage.section],
+    bases=(_StageName,),
+    module=__name__,
+)
 
 
 @dataclass

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
-from aligner.config.algorithm import GROUP_BASELINES, OTHER_BASELINES
+from aligner.config.algorithm import GROUP_BASELINES
 from aligner.config.checks import exists
-from aligner.config.families import TRAITS
+from aligner.config.derived import data_parallel, evaluation_functions, minibatch_samples
+from aligner.config.identity import reads
 from aligner.config.mismatch import WEIGHING
-from aligner.config.rewards import RewardFunctionConfig
-from aligner.config.rope import longest_row
-from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig, ParallelConfig
-from aligner.config.trtllm_engine import NAME as TRTLLM_ENGINE
-from aligner.config.trtllm_engine import check_run
+from aligner.config.schema import ROLLOUT_STAGES, STAGES, Config
+from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.errors import ConfigError, LayoutError
 
 
@@ -24,10 +20,9 @@ def validate(cfg: Config, world_size: int) -> None:
     _replay(cfg)
     _ranks(cfg, world_size)
     validate_model(cfg, cfg.model)
+    STAGES[cfg.stage.name].check(cfg)
     if cfg.stage.name in ROLLOUT_STAGES:
         _algorithm(cfg)
-        if cfg.stage.name == "ppo":
-            _critic(cfg)
         _rewards(cfg)
         _rollout_batch(cfg, world_size)
     else:
@@ -45,67 +40,6 @@ def validate_layout(cfg: Config, world_size: int) -> None:
         _sequence_batch(cfg, world_size)
 
 
-def validate_model(cfg: Config, model: ModelConfig, scorer: bool = False) -> None:
-    """What concerns a model's shape: `cfg.model`, or the shape found in the folder that `model.init` names (that of a
-    `scorer`: a reward model or critic, which may be dense beside a policy with experts)."""
-    if model is not cfg.model or cfg.model.init == "random":
-        _layout(model, cfg.parallel)
-        _experts(cfg, model, scorer)
-        if not scorer:
-            _engine(cfg, model)
-        _lengths(cfg, model)
-
-
-def validate_on_gpu(cfg: Config, model: ModelConfig) -> None:
-    """What a CPU does not mind: CUDA's product of all experts, in bfloat16, wants rows of whole 16 bytes."""
-    if not model.moe.num_experts or cfg.model.dtype == "float32":
-        return
-    if model.hidden_size % 8:
-        raise LayoutError("model.hidden_size", model.hidden_size, "a multiple of 8 for experts in bfloat16 on a GPU")
-    shares = {"parallel.tensor": cfg.parallel.tensor}
-    if cfg.stage.name in ROLLOUT_STAGES and cfg.engine.name == "native":
-        shares["engine.tensor_parallel"] = cfg.engine.tensor_parallel
-    for name, ranks in shares.items():
-        if model.expert_ffn // ranks % 8:
-            expected = f"a multiple of 8 x {name}={ranks} for experts in bfloat16 on a GPU"
-            raise LayoutError(_expert_ffn(model), model.expert_ffn, expected, f"Lower {name}.")
-
-
-def data_parallel(cfg: Config, world_size: int) -> int:
-    return (world_size - cfg.engine.ranks) // cfg.parallel.model_size
-
-
-def minibatch_samples(cfg: Config) -> int:
-    """Samples of one optimizer step over all ranks; batch.minibatch_samples=0 means the whole rollout."""
-    return cfg.batch.minibatch_samples or cfg.batch.prompts * cfg.batch.group
-
-
-def evaluation_functions(cfg: Config) -> list[RewardFunctionConfig]:
-    """What judges generated answers to the rows of data.eval; empty where none are to be generated."""
-    wanted = cfg.eval.generate and cfg.data.eval and cfg.stage.name != "rm"
-    return (cfg.eval.functions or cfg.reward.functions) if wanted else []
-
-
-def batch_arithmetic(cfg: Config, world_size: int) -> str:
-    """How samples become minibatches and micro-batches, with this config's numbers."""
-    dp, b = data_parallel(cfg, world_size), cfg.batch
-    if cfg.stage.name not in ROLLOUT_STAGES:
-        unit = "sequences (pairs)" if cfg.stage.name == "rm" else "sequences"
-        return f"{b.sequences} {unit} = {_micro_batches(cfg, b.sequences, dp)}"
-    samples, minibatch = b.prompts * b.group, minibatch_samples(cfg)
-    text = f"{b.prompts} prompts x {b.group} group = {samples} samples"
-    text += f" = {samples // minibatch} minibatches x {minibatch} minibatch_samples"
-    text += f" ({b.epochs} epochs)" if b.epochs > 1 else ""
-    return f"{text}\n{minibatch} minibatch_samples = {_micro_batches(cfg, minibatch, dp)}"
-
-
-def _micro_batches(cfg: Config, total: int, dp: int) -> str:
-    if cfg.batch.micro_batch_tokens:
-        return f"micro-batches of at most {cfg.batch.micro_batch_tokens} micro_batch_tokens x {dp} dp"
-    micro = min(cfg.batch.micro_batch_samples, total // dp)
-    return f"{total // dp // micro} micro-batches x {micro} micro_batch_samples x {dp} dp"
-
-
 def _paths(cfg: Config) -> None:
     if not (cfg.data.train or cfg.debug.train_only):
         raise ConfigError("data.train", "", "a file or folder with training data")
@@ -113,8 +47,8 @@ def _paths(cfg: Config) -> None:
         "data.train": cfg.data.train,
         "data.eval": cfg.data.eval,
         "model.init": "" if cfg.model.init == "random" else cfg.model.init,
-        "critic.init": cfg.critic.init if cfg.stage.name == "ppo" else "",
-        "reward.model": cfg.reward.model if cfg.stage.name in ROLLOUT_STAGES else "",
+        "critic.init": cfg.critic.init if reads(cfg.stage.name, "critic.init") else "",
+        "reward.model": cfg.reward.model if reads(cfg.stage.name, "reward.model") else "",
         "run.resume": "" if cfg.run.resume in ("auto", "never") else cfg.run.resume,
         "debug.train_only": cfg.debug.train_only,
     }
@@ -130,15 +64,16 @@ def _without_effect(cfg: Config) -> None:
     if cfg.run.stop.metric and not (cfg.run.eval_every and cfg.data.eval):
         expected = "none without run.eval_every > 0 and data.eval: it is looked at after each evaluation"
         raise ConfigError("run.stop.metric", cfg.run.stop.metric, expected)
-    if cfg.debug.shuffle_rewards and cfg.stage.name != "grpo":
+    if cfg.debug.shuffle_rewards and "shuffle_rewards" not in STAGES[cfg.stage.name].debug:
         raise ConfigError("debug.shuffle_rewards", True, "false but for stage grpo: rewards are permuted within groups")
     for key in ("record", "rollout_only", "train_only"):
         value = getattr(cfg.debug, key)
         if value and cfg.stage.name not in ROLLOUT_STAGES:
             expected = f"off for stage {cfg.stage.name}, which has no rollouts: {', '.join(ROLLOUT_STAGES)} have"
             raise ConfigError(f"debug.{key}", value, expected)
-    if cfg.debug.first_step_checks and cfg.stage.name == "sft":
-        raise ConfigError("debug.first_step_checks", True, "false for stage sft, which has nothing to compare")
+    if cfg.debug.first_step_checks and "first_step_checks" not in STAGES[cfg.stage.name].debug:
+        expected = f"false for stage {cfg.stage.name}, which has nothing to compare"
+        raise ConfigError("debug.first_step_checks", True, expected)
     if cfg.debug.rollout_only and cfg.run.resume not in ("auto", "never"):
         expected = "auto with debug.rollout_only: name the checkpoint in model.init"
         raise ConfigError("run.resume", cfg.run.resume, expected)
@@ -200,86 +135,10 @@ def _ranks(cfg: Config, world_size: int) -> None:
         raise LayoutError("parallel.expert", parallel.expert, expected)
 
 
-def _layout(model: ModelConfig, parallel: ParallelConfig) -> None:
-    for name in ("num_heads", "num_kv_heads", *(["ffn_hidden_size"] if model.layers_of("dense") else [])):
-        if getattr(model, name) % parallel.tensor:
-            raise LayoutError(f"model.{name}", getattr(model, name), f"a multiple of parallel.tensor={parallel.tensor}")
-    if parallel.context > 1 and parallel.context_mode == "alltoall":
-        shares = parallel.tensor * parallel.context
-        for name in ("num_heads", "num_kv_heads"):
-            if getattr(model, name) % shares:
-                expected = f"a multiple of parallel.tensor*context={parallel.tensor}*{parallel.context}"
-                hint = "parallel.context_mode=allgather takes any number of heads."
-                raise LayoutError(f"model.{name}", getattr(model, name), expected, hint)
-    if model.num_layers % parallel.pipeline:
-        raise LayoutError("model.num_layers", model.num_layers, f"a multiple of parallel.pipeline={parallel.pipeline}")
-
-
-def _engine(cfg: Config, model: ModelConfig) -> None:
-    if cfg.engine.name == TRTLLM_ENGINE and cfg.stage.name in ROLLOUT_STAGES:
-        check_run(cfg, model)
-    if cfg.engine.name == "trtllm" and cfg.stage.name in ROLLOUT_STAGES and TRAITS[model.family].fused:
-        expected = "a family whose files keep each matrix by itself with engine.name=trtllm, which gets them so"
-        raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
-    if cfg.engine.cuda_graphs and model.moe.num_experts:
-        raise ConfigError("engine.cuda_graphs", True, "false with experts: how many rows one gets is not known ahead")
-    ranks = cfg.engine.tensor_parallel
-    sizes = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}
-    sizes |= {"ffn_hidden_size": model.ffn_hidden_size} if model.layers_of("dense") else {}
-    sizes |= {"moe.ffn_hidden_size": model.expert_ffn} if model.moe.num_experts else {}
-    for name, size in sizes.items():
-        if size % ranks:
-            raise LayoutError(f"model.{name}", size, f"a multiple of engine.tensor_parallel={ranks}")
-
-
-def _experts(cfg: Config, model: ModelConfig, scorer: bool) -> None:
-    experts, parallel = model.moe.num_experts, cfg.parallel
-    if not experts:
-        if cfg.mismatch.replay_routing and not scorer:
-            expected = "false for a model without experts (model.moe)"
-            raise ConfigError("mismatch.replay_routing", True, expected)
-        if parallel.expert > 1 and not scorer:
-            raise LayoutError("parallel.expert", parallel.expert, "1 for a model without experts (model.moe)")
-        return
-    if experts % parallel.expert:
-        raise LayoutError("model.moe.num_experts", experts, f"a multiple of parallel.expert={parallel.expert}")
-    if model.expert_ffn % parallel.tensor:
-        raise LayoutError(_expert_ffn(model), model.expert_ffn, f"a multiple of parallel.tensor={parallel.tensor}")
-    if parallel.expert > 1 and cfg.batch.micro_batch_tokens and not cfg.batch.packing:
-        expected = "true with parallel.expert > 1 and batch.micro_batch_tokens: every rank takes part in every layer"
-        raise ConfigError("batch.packing", False, expected + " of every micro-batch, so all need equally many")
-
-
-def _expert_ffn(model: ModelConfig) -> str:
-    """The key that `expert_ffn` comes from."""
-    return "model.moe.ffn_hidden_size" if model.moe.ffn_hidden_size else "model.ffn_hidden_size"
-
-
-def _lengths(cfg: Config, model: ModelConfig) -> None:
-    limit = longest_row(model.rope_scaling, model.max_position)
-    of = "model.max_position" if limit == model.max_position else "model.rope_scaling.original_max_position"
-    if cfg.data.max_tokens > limit:
-        raise ConfigError("data.max_tokens", cfg.data.max_tokens, f"at most {of}={limit}")
-    prompt, responses = cfg.data.max_prompt_tokens, {}
-    if cfg.stage.name in ROLLOUT_STAGES or (evaluation_functions(cfg) and not cfg.eval.max_response_tokens):
-        responses["sampling.max_response_tokens"] = cfg.sampling.max_response_tokens
-    if evaluation_functions(cfg):
-        responses["eval.max_response_tokens"] = cfg.eval.max_response_tokens
-    for key, response in responses.items():
-        if prompt + response > limit:
-            expected = f"at most {of}={limit} less data.max_prompt_tokens={prompt}"
-            raise ConfigError(key, response, expected)
-
-
 def _algorithm(cfg: Config) -> None:
     advantage, stage = cfg.algorithm.advantage, cfg.stage.name
     if cfg.sampling.temperature <= 0:
         raise ConfigError("sampling.temperature", cfg.sampling.temperature, f"a number > 0 for stage {stage}")
-    if stage == "ppo" and advantage != "gae":
-        raise ConfigError("algorithm.advantage", advantage, "gae for stage ppo, which has a critic")
-    if stage != "ppo" and advantage == "gae":
-        known = ", ".join((*GROUP_BASELINES, *OTHER_BASELINES))
-        raise ConfigError("algorithm.advantage", advantage, f"{known}; gae is for stage ppo")
     if advantage in GROUP_BASELINES and cfg.batch.group < 2:
         raise ConfigError("batch.group", cfg.batch.group, f"at least 2: {advantage} compares the samples of a prompt")
     if cfg.algorithm.filter_groups and cfg.batch.group < 2:
@@ -291,14 +150,6 @@ def _algorithm(cfg: Config) -> None:
     if cfg.algorithm.policy_loss == "dppo" and set(cfg.mismatch.methods) & set(WEIGHING):
         expected = "no weights with algorithm.policy_loss=dppo, whose ratio is to the engine already"
         raise ConfigError("mismatch.correction", cfg.mismatch.correction, expected)
-
-
-def _critic(cfg: Config) -> None:
-    if not (cfg.critic.init or cfg.reward.model):
-        raise ConfigError("critic.init", "", "a folder to start the critic from, or reward.model for stage ppo")
-    if cfg.critic.parallel != cfg.parallel:
-        expected = "the same as parallel: samples stay on the ranks of the policy's layout"
-        raise ConfigError("critic.parallel", asdict(cfg.critic.parallel), expected)
 
 
 def _rewards(cfg: Config) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from aligner.config.attention import AttentionConfig
 from aligner.config.checks import one_of
+from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update
 from aligner.config.families import TRAITS
-from aligner.config.passes import old_logprobs_in_update
 from aligner.config.rope import RopeScalingConfig
 from aligner.config.scales import ScalesConfig
-from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig
-from aligner.config.validate import evaluation_functions, minibatch_samples
+from aligner.config.schema import STAGES, Config, ModelConfig
 from aligner.errors import CheckpointError, ConfigError
 from aligner.foreign import read_record
 from aligner.plan.shapes import Grid, kv_bytes, routing_bytes
@@ -97,7 +96,7 @@ class Job:
     logits_bytes: float = 1 << 30
     bucket_bytes: float = 256 << 20
     offload: tuple[str, ...] = ()  # memory.offload
-    old_in_update: bool = False  # `config.passes.old_logprobs_in_update`
+    old_in_update: bool = False  # `config.derived.old_logprobs_in_update`
     sleeps: bool = True  # the KV cache is given back while others work
     routing: int = 0  # bytes of a token, if the engine's routing is replayed
 
@@ -107,7 +106,7 @@ class Job:
 
     @property
     def rollout(self) -> bool:
-        return self.stage in ROLLOUT_STAGES
+        return STAGES[self.stage].rollouts
 
     def micro_batches(self, worst: bool = False) -> tuple[int, float]:
         """(how many of a rank and an optimizer step, tokens in the stream of one): on average, or with longest rows."""
@@ -152,12 +151,12 @@ def job_of(
     """The job of a config on so many GPUs, in bfloat16 unless the config says float32. Mean lengths that are not given
     are half of the longest."""
     shape = shape_at(cfg.model, cfg.model.init)
-    b, rollout = cfg.batch, cfg.stage.name in ROLLOUT_STAGES
+    stage, b = STAGES[cfg.stage.name], cfg.batch
+    rollout, pairs = stage.rollouts, stage.rows(cfg)
     element = 4 if cfg.model.dtype == "float32" else 2
     longest, limit = cfg.data.max_prompt_tokens, cfg.sampling.max_response_tokens
     if not rollout:
         limit = max(1, cfg.data.max_tokens - longest)
-    pairs = 2 if cfg.stage.name == "rm" and cfg.algorithm.reward_loss.kind == "bradley_terry" else 1
     rows = Rows(
         b.prompts * b.group if rollout else pairs * b.sequences,
         b.prompts if rollout else b.sequences,
@@ -213,20 +212,19 @@ def job_of(
 
 
 def _parts(cfg: Config, shape: ModelConfig) -> tuple[Part, ...]:
-    trains = not cfg.debug.rollout_only
+    stage, trains = STAGES[cfg.stage.name], not cfg.debug.rollout_only
+    beside = stage.beside(cfg) if trains else ()
     mixed = cfg.model.dtype != "float32"  # a float32 head on a bfloat16 body has the distributed optimizer in any case
-    if cfg.stage.name == "rm":
+    if stage.scores:
         outputs = max(1, len(cfg.algorithm.reward_loss.attributes))
         return (Part("policy", shape, "score", True, outputs, cfg.optim.distributed or mixed),)
     parts = [Part("policy", shape, trained=trains, distributed=cfg.optim.distributed)]
-    if cfg.stage.name not in ROLLOUT_STAGES:
-        return tuple(parts)
     scorer = shape_at(shape, cfg.reward.model)
-    if cfg.algorithm.kl.coef > 0 and trains:
+    if "reference" in beside:
         parts.append(Part("reference", shape))
-    if cfg.reward.model and not cfg.debug.train_only:
+    if stage.rollouts and cfg.reward.model and not cfg.debug.train_only:
         parts.append(Part("reward", scorer, "score"))
-    if cfg.stage.name == "ppo" and trains:
+    if "critic" in beside:
         critic = shape_at(scorer, cfg.critic.init)
         parts.append(Part("critic", critic, "score", True, distributed=cfg.critic.optim.distributed or mixed))
     return tuple(parts)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.config.schema import Config
-from aligner.config.validate import validate_on_gpu
+from aligner.config.validate_model import validate_on_gpu
 from aligner.plan.devices import GIB, Assumptions, Device, find_device
 from aligner.plan.host import host_items
 from aligner.plan.job import Job, job_of

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aligner.config.schema import STAGES
 from aligner.plan.job import Job, Part
 
 LAST_LAYER_MASK, WORTH = 1 << 26, 0.9  # as in `ops/narrow.py`, which imports torch
@@ -25,7 +26,7 @@ def reads(job: Job, part: Part, tokens: float) -> Reads:
     """Of each row a reward model reads the last token, every other model the token before each one of the response.
     Counted as without TransformerEngine, whose attention computes every token."""
     rows, grid = job.rows, job.grid
-    last = part.name == "reward" or job.stage == "rm"
+    last = part.name == "reward" or STAGES[job.stage].scores
     each = 1.0 if last else rows.response_mean
     pairs = tokens * each / (rows.mean if job.packing else rows.longest)
     elsewhere = grid.context > 1 or grid.sequence or part.shape.moe.num_experts

@@ -11,7 +11,7 @@ from aligner.algorithms.losses import policy_loss
 from aligner.builders.parts import Job, make_policy, make_reference, make_reward_model, optimizer_steps
 from aligner.builders.rollouts import attach, make_rollouts
 from aligner.builders.runs import finish, make_run, saved_first
-from aligner.config.passes import old_logprobs_in_update
+from aligner.config.derived import old_logprobs_in_update
 from aligner.config.schema import Config
 from aligner.ops.mismatch import finish_mismatch
 from aligner.ops.seeds import derive
@@ -34,7 +34,8 @@ from aligner.run.mismatch import check_mismatch, correct_mismatch
 
 def main(job: Job) -> None:
     cfg, reward_model = job.cfg, make_reward_model(job)
-    policy, reference = make_policy(job, optimizer_steps(job)), make_reference(job)
+    policy = make_policy(job, optimizer_steps(job))
+    reference = make_reference(job) if cfg.algorithm.kl.coef else None
     rollouts, state, evaluation = make_rollouts(job, policy, reward_model)
     kl = KLController(cfg.algorithm.kl)
     run = make_run(job, {"policy": policy.model}, state | {"kl": kl}, evaluation)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from aligner.builders.engines import make_evaluator, make_refit
 from aligner.builders.parts import Job, make_batches, make_policy, rows_of
 from aligner.builders.runs import finish, make_run, saved_first, together
-from aligner.config.validate import evaluation_functions
+from aligner.config.derived import evaluation_functions
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_sft
 from aligner.data.dataset import SftDataset

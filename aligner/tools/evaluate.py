@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.cluster.env import RankEnv
-from aligner.config.schema import ROLLOUT_STAGES, Config
+from aligner.config.schema import STAGES, Config
 from aligner.data.dataset import PromptDataset
 from aligner.data.formats import prompt_rows
 from aligner.data.readers import read_rows
@@ -58,12 +58,13 @@ def evaluate(cfg: Config) -> ScalarMetrics:
     if not cfg.data.eval:
         raise ConfigError("data.eval", "", "a file with held-out rows")
     functions = (cfg.eval.functions or cfg.reward.functions) if cfg.eval.generate else []
-    if is_scorer(folder) or (cfg.stage.name == "sft" and not functions):
+    stage = STAGES[cfg.stage.name]
+    if is_scorer(folder) or not (stage.rollouts or stage.scores or functions):
         found = Found(*measure_rows(cfg, folder, is_scorer(folder)))
     elif functions:
         found = _answers(cfg, folder)
     else:
-        kind = f"stage {cfg.stage.name}" + (" with reward.model alone" if cfg.stage.name in ROLLOUT_STAGES else "")
+        kind = f"stage {cfg.stage.name}" + (" with reward.model alone" if stage.rollouts else "")
         expected = f"at least one function that scores an answer ({kind} has none)"
         raise ConfigError("eval.functions", [], expected, "Example: eval.functions=[{path: math}]")
     return _tell(cfg, folder, found)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aligner.config.passes import old_logprobs_in_update
+from aligner.config.derived import old_logprobs_in_update
 from aligner.config.resolve import compose
 from tests import stages
 

@@ -8,7 +8,7 @@ from aligner.config.attention import AttentionConfig
 from aligner.config.moe import MoeConfig
 from aligner.config.resolve import compose
 from aligner.config.rope import RopeScalingConfig
-from aligner.config.validate import validate_model
+from aligner.config.validate_model import validate_model
 from aligner.errors import ConfigError
 from tests import tiny
 

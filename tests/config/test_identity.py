@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from aligner.config.identity import CONTENT, KINDS, STAGES, Kind, changes, definition, kind_of
+from aligner.config.identity import CONTENT, KINDS, OPTIONAL, Kind, changes, definition, kind_of
 from aligner.config.options import all_keys, key_type
 from aligner.config.resolve import compose
 
@@ -21,7 +21,7 @@ def test_every_key_has_its_place_in_the_table(key):
 
 
 def test_the_table_names_keys_that_exist():
-    for key in [*KINDS, *STAGES]:
+    for key in [*KINDS, *OPTIONAL]:
         assert key == CONTENT or key_type(key.removeprefix(CONTENT)) is not None, key
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from aligner.config.resolve import compose
 from aligner.config.schema import ModelConfig
-from aligner.config.validate import validate, validate_model, validate_on_gpu
+from aligner.config.validate import validate
+from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.errors import ConfigError, LayoutError
 
 RUN = ["stage=sft", "data.train=conf/config.yaml", "model=tiny_moe", "model.tokenizer=."]

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aligner.config.derived import batch_arithmetic
 from aligner.config.resolve import compose
-from aligner.config.validate import batch_arithmetic, validate
+from aligner.config.validate import validate
 from aligner.errors import ConfigError, LayoutError
 
 

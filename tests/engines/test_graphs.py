@@ -8,7 +8,7 @@ import torch
 
 from aligner.config.engine import EngineConfig
 from aligner.config.resolve import compose
-from aligner.config.validate import validate_model
+from aligner.config.validate_model import validate_model
 from aligner.engines.native import NativeEngine
 from aligner.engines.native.graphs import DecodeGraphs, rounded_rows
 from aligner.errors import ConfigError

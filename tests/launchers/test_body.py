@@ -217,8 +217,8 @@ def _without_sbatch(folder: Path, path: str) -> str:
     return str(links)
 
 
-def test_all_stages_have_launchers():
-    assert {path.stem for path in (ROOT / "launchers").glob("*.sbatch")} == set(STAGES)
+def test_launchers_start_stages():
+    assert {path.stem for path in (ROOT / "launchers").glob("*.sbatch")} <= set(STAGES)
 
 
 @pytest.mark.parametrize("stage", STAGES)

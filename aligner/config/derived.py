@@ -1,0 +1,57 @@
+"""What follows from a config: numbers of ranks and samples, what is evaluated, which forward passes are needed."""
+
+from __future__ import annotations
+
+from aligner.config.rewards import RewardFunctionConfig
+from aligner.config.schema import STAGES, Config
+
+
+def data_parallel(cfg: Config, world_size: int) -> int:
+    return (world_size - cfg.engine.ranks) // cfg.parallel.model_size
+
+
+def minibatch_samples(cfg: Config) -> int:
+    """Samples of one optimizer step over all ranks; batch.minibatch_samples=0 means the whole rollout."""
+    return cfg.batch.minibatch_samples or cfg.batch.prompts * cfg.batch.group
+
+
+def evaluation_functions(cfg: Config) -> list[RewardFunctionConfig]:
+    """What judges generated answers to the rows of data.eval; empty where none are to be generated."""
+    wanted = cfg.eval.generate and cfg.data.eval and not STAGES[cfg.stage.name].scores
+    return (cfg.eval.functions or cfg.reward.functions) if wanted else []
+
+
+def batch_arithmetic(cfg: Config, world_size: int) -> str:
+    """How samples become minibatches and micro-batches, with this config's numbers."""
+    dp, b = data_parallel(cfg, world_size), cfg.batch
+    stage = STAGES[cfg.stage.name]
+    if not stage.rollouts:
+        return f"{b.sequences} {stage.unit} = {_micro_batches(cfg, b.sequences, dp)}"
+    samples, minibatch = b.prompts * b.group, minibatch_samples(cfg)
+    text = f"{b.prompts} prompts x {b.group} group = {samples} samples"
+    text += f" = {samples // minibatch} minibatches x {minibatch} minibatch_samples"
+    text += f" ({b.epochs} epochs)" if b.epochs > 1 else ""
+    return f"{text}\n{minibatch} minibatch_samples = {_micro_batches(cfg, minibatch, dp)}"
+
+
+def _micro_batches(cfg: Config, total: int, dp: int) -> str:
+    if cfg.batch.micro_batch_tokens:
+        return f"micro-batches of at most {cfg.batch.micro_batch_tokens} micro_batch_tokens x {dp} dp"
+    micro = min(cfg.batch.micro_batch_samples, total // dp)
+    return f"{total // dp // micro} micro-batches x {micro} micro_batch_samples x {dp} dp"
+
+
+def old_logprobs_in_update(cfg: Config) -> bool:
+    """Whether the policy's update itself gives the logprobs before it (`algorithm.old_logprobs`): it is the only
+    optimizer step of its rollout, so they are what its own forward pass finds, and nothing asks for them earlier."""
+    a, b = cfg.algorithm, cfg.batch
+    one_step = b.epochs == 1 and b.minibatch_samples in (0, b.prompts * b.group)
+    asked_earlier = (
+        cfg.mismatch.methods != ["none"]
+        or cfg.mismatch.stop_above > 0
+        or (a.kl.coef > 0 and a.kl.placement == "reward")
+        or a.policy_loss in ("clip_cov", "kl_cov")
+        or cfg.debug.first_step_checks
+        or cfg.debug.rollout_only
+    )
+    return cfg.stage.name == "grpo" and a.old_logprobs == "auto" and one_step and not asked_earlier

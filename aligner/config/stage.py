@@ -1,0 +1,51 @@
+"""What the rest of the program asks about a stage before it is built. Each stage says it in a file of `config/stages/`,
+and is built by the file of the same name in `aligner/stages/`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aligner.config.schema import Config
+
+# what stages with rollouts read and others do not
+ROLLOUTS = (
+    "sampling",
+    "engine",
+    "mismatch",
+    "reward",
+    "algorithm",
+    "batch.prompts",
+    "batch.group",
+    "batch.minibatch_samples",
+    "batch.epochs",
+)
+SEQUENCES = ("batch.sequences",)  # likewise stages without
+
+
+def _one(cfg: Config) -> int:
+    return 1
+
+
+def _none(cfg: Config) -> tuple[str, ...]:
+    return ()
+
+
+def _fine(cfg: Config) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Stage:
+    reads: tuple[str, ...]  # of the sections and keys that not every stage reads (config/identity.py)
+    rollouts: bool = False  # it generates; else it takes sequences of data.train
+    scores: bool = False  # what it trains has a head of scores, else it is a language model
+    unit: str = "sequences"  # what batch.sequences counts
+    rows: Callable[[Config], int] = _one  # in one of them
+    beside: Callable[[Config], tuple[str, ...]] = _none  # models beside the one of model.init: reference, critic
+    debug: tuple[str, ...] = ()  # shuffle_rewards, first_step_checks: where they mean something
+    check: Callable[[Config], None] = _fine  # of its own, raises ConfigError
+    section: type | None = None  # its own keys, as stage.<name>.<key>: a dataclass that checks its values

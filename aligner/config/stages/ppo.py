@@ -1,0 +1,29 @@
+"""Stage ppo: a policy and its critic."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from aligner.config.stage import ROLLOUTS, Stage
+from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aligner.config.schema import Config
+
+
+def beside(cfg: Config) -> tuple[str, ...]:
+    return ("reference", "critic") if cfg.algorithm.kl.coef > 0 else ("critic",)
+
+
+def check(cfg: Config) -> None:
+    if cfg.algorithm.advantage != "gae":
+        raise ConfigError("algorithm.advantage", cfg.algorithm.advantage, "gae for stage ppo, which has a critic")
+    if not (cfg.critic.init or cfg.reward.model):
+        raise ConfigError("critic.init", "", "a folder to start the critic from, or reward.model for stage ppo")
+    if cfg.critic.parallel != cfg.parallel:
+        expected = "the same as parallel: samples stay on the ranks of the policy's layout"
+        raise ConfigError("critic.parallel", asdict(cfg.critic.parallel), expected)
+
+
+STAGE = Stage(reads=(*ROLLOUTS, "critic"), rollouts=True, beside=beside, debug=("first_step_checks",), check=check)

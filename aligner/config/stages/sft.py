@@ -1,0 +1,5 @@
+"""Stage sft: supervised fine-tuning."""
+
+from aligner.config.stage import SEQUENCES, Stage
+
+STAGE = Stage(reads=SEQUENCES)

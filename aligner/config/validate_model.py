@@ -1,0 +1,108 @@
+"""Checks of a model's shape against the layout, the engine and the lengths of a config."""
+
+from __future__ import annotations
+
+from aligner.config.derived import evaluation_functions
+from aligner.config.families import TRAITS
+from aligner.config.rope import longest_row
+from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig, ParallelConfig
+from aligner.config.trtllm_engine import NAME as TRTLLM_ENGINE
+from aligner.config.trtllm_engine import check_run
+from aligner.errors import ConfigError, LayoutError
+
+
+def validate_model(cfg: Config, model: ModelConfig, scorer: bool = False) -> None:
+    """What concerns a model's shape: `cfg.model`, or the shape found in the folder that `model.init` names (that of a
+    `scorer`: a reward model or critic, which may be dense beside a policy with experts)."""
+    if model is not cfg.model or cfg.model.init == "random":
+        _layout(model, cfg.parallel)
+        _experts(cfg, model, scorer)
+        if not scorer:
+            _engine(cfg, model)
+        _lengths(cfg, model)
+
+
+def validate_on_gpu(cfg: Config, model: ModelConfig) -> None:
+    """What a CPU does not mind: CUDA's product of all experts, in bfloat16, wants rows of whole 16 bytes."""
+    if not model.moe.num_experts or cfg.model.dtype == "float32":
+        return
+    if model.hidden_size % 8:
+        raise LayoutError("model.hidden_size", model.hidden_size, "a multiple of 8 for experts in bfloat16 on a GPU")
+    shares = {"parallel.tensor": cfg.parallel.tensor}
+    if cfg.stage.name in ROLLOUT_STAGES and cfg.engine.name == "native":
+        shares["engine.tensor_parallel"] = cfg.engine.tensor_parallel
+    for name, ranks in shares.items():
+        if model.expert_ffn // ranks % 8:
+            expected = f"a multiple of 8 x {name}={ranks} for experts in bfloat16 on a GPU"
+            raise LayoutError(_expert_ffn(model), model.expert_ffn, expected, f"Lower {name}.")
+
+
+def _layout(model: ModelConfig, parallel: ParallelConfig) -> None:
+    for name in ("num_heads", "num_kv_heads", *(["ffn_hidden_size"] if model.layers_of("dense") else [])):
+        if getattr(model, name) % parallel.tensor:
+            raise LayoutError(f"model.{name}", getattr(model, name), f"a multiple of parallel.tensor={parallel.tensor}")
+    if parallel.context > 1 and parallel.context_mode == "alltoall":
+        shares = parallel.tensor * parallel.context
+        for name in ("num_heads", "num_kv_heads"):
+            if getattr(model, name) % shares:
+                expected = f"a multiple of parallel.tensor*context={parallel.tensor}*{parallel.context}"
+                hint = "parallel.context_mode=allgather takes any number of heads."
+                raise LayoutError(f"model.{name}", getattr(model, name), expected, hint)
+    if model.num_layers % parallel.pipeline:
+        raise LayoutError("model.num_layers", model.num_layers, f"a multiple of parallel.pipeline={parallel.pipeline}")
+
+
+def _engine(cfg: Config, model: ModelConfig) -> None:
+    if cfg.engine.name == TRTLLM_ENGINE and cfg.stage.name in ROLLOUT_STAGES:
+        check_run(cfg, model)
+    if cfg.engine.name == "trtllm" and cfg.stage.name in ROLLOUT_STAGES and TRAITS[model.family].fused:
+        expected = "a family whose files keep each matrix by itself with engine.name=trtllm, which gets them so"
+        raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
+    if cfg.engine.cuda_graphs and model.moe.num_experts:
+        raise ConfigError("engine.cuda_graphs", True, "false with experts: how many rows one gets is not known ahead")
+    ranks = cfg.engine.tensor_parallel
+    sizes = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}
+    sizes |= {"ffn_hidden_size": model.ffn_hidden_size} if model.layers_of("dense") else {}
+    sizes |= {"moe.ffn_hidden_size": model.expert_ffn} if model.moe.num_experts else {}
+    for name, size in sizes.items():
+        if size % ranks:
+            raise LayoutError(f"model.{name}", size, f"a multiple of engine.tensor_parallel={ranks}")
+
+
+def _experts(cfg: Config, model: ModelConfig, scorer: bool) -> None:
+    experts, parallel = model.moe.num_experts, cfg.parallel
+    if not experts:
+        if cfg.mismatch.replay_routing and not scorer:
+            expected = "false for a model without experts (model.moe)"
+            raise ConfigError("mismatch.replay_routing", True, expected)
+        if parallel.expert > 1 and not scorer:
+            raise LayoutError("parallel.expert", parallel.expert, "1 for a model without experts (model.moe)")
+        return
+    if experts % parallel.expert:
+        raise LayoutError("model.moe.num_experts", experts, f"a multiple of parallel.expert={parallel.expert}")
+    if model.expert_ffn % parallel.tensor:
+        raise LayoutError(_expert_ffn(model), model.expert_ffn, f"a multiple of parallel.tensor={parallel.tensor}")
+    if parallel.expert > 1 and cfg.batch.micro_batch_tokens and not cfg.batch.packing:
+        expected = "true with parallel.expert > 1 and batch.micro_batch_tokens: every rank takes part in every layer"
+        raise ConfigError("batch.packing", False, expected + " of every micro-batch, so all need equally many")
+
+
+def _expert_ffn(model: ModelConfig) -> str:
+    """The key that `expert_ffn` comes from."""
+    return "model.moe.ffn_hidden_size" if model.moe.ffn_hidden_size else "model.ffn_hidden_size"
+
+
+def _lengths(cfg: Config, model: ModelConfig) -> None:
+    limit = longest_row(model.rope_scaling, model.max_position)
+    of = "model.max_position" if limit == model.max_position else "model.rope_scaling.original_max_position"
+    if cfg.data.max_tokens > limit:
+        raise ConfigError("data.max_tokens", cfg.data.max_tokens, f"at most {of}={limit}")
+    prompt, responses = cfg.data.max_prompt_tokens, {}
+    if cfg.stage.name in ROLLOUT_STAGES or (evaluation_functions(cfg) and not cfg.eval.max_response_tokens):
+        responses["sampling.max_response_tokens"] = cfg.sampling.max_response_tokens
+    if evaluation_functions(cfg):
+        responses["eval.max_response_tokens"] = cfg.eval.max_response_tokens
+    for key, response in responses.items():
+        if prompt + response > limit:
+            expected = f"at most {of}={limit} less data.max_prompt_tokens={prompt}"
+            raise ConfigError(key, response, expected)
