@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FOLDER = Path(__file__).with_name("chat_templates")
-# in place of templates that render an earlier part of a conversation in another way once it goes on
+# in place of templates that render answers otherwise than they are generated, at once or when the conversation goes on
 FOR_TRAINING = ("qwen3", "qwen3_thinking", "phi3", "deepseek_r1")
 
 _USER = [{"role": "user", "content": "a question"}]

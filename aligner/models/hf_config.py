@@ -104,9 +104,8 @@ def _attention_out(cfg: ModelConfig, family: Family, rope: dict[str, Any]) -> di
         return out
     if family.windows == "every":
         return out | {"sliding_window": attention.window or None}
-    out["sliding_window"] = (
-        attention.window or family.default_window
-    )  # transformers wants one even if no layer is local
+    # transformers wants one even where no layer is local
+    out["sliding_window"] = attention.window or family.default_window
     local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
     out["layer_types"] = ["sliding_attention" if here else "full_attention" for here in local]
     if family.default_global[0] == "max_window_layers":  # what older readers look at: layers before the first local one
