@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from aligner.config.attention import AttentionConfig
+from aligner.config.latent import LatentConfig
 from aligner.config.moe import MoeConfig
 from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ModelConfig, OptimConfig, RopeScalingConfig
@@ -129,6 +130,18 @@ MORE |= {
     "glm": replace(LLAMA, family="glm", qkv_bias=True, attention=AttentionConfig(rotary_fraction=0.5)),
     "glm4": replace(LLAMA, family="glm4", attention=AttentionConfig(rotary_fraction=0.25), head_dim=16),
 }
+LATENT = LatentConfig(kv_rank=24, query_rank=20, plain_dim=12, rotary_dim=6, value_dim=10)
+DEEPSEEK = replace(
+    LLAMA,
+    family="deepseek_v3",
+    num_layers=3,
+    num_kv_heads=4,
+    rope_scaling=RopeScalingConfig(8.0, original_max_position=32, type="yarn", mscale=1.0, mscale_all_dim=0.7),
+    latent=LATENT,
+    moe=MoeConfig(
+        12, top_k=3, ffn_hidden_size=20, shared_ffn_hidden_size=40, groups=4, top_groups=2, scale=2.5, dense_layers=[0]
+    ),
+)
 MOE = replace(MODELS["qwen3"], family="qwen3_moe", moe=MoeConfig(4, top_k=2, ffn_hidden_size=24))
 MIXTRAL = replace(LLAMA, family="mixtral", ffn_hidden_size=40, moe=MoeConfig(6, top_k=3, ffn_hidden_size=40))
 GPT_OSS = replace(
@@ -145,6 +158,14 @@ GPT_OSS = replace(
 MORE |= {
     "gpt_oss": GPT_OSS,
     "mixtral-window": replace(MIXTRAL, attention=AttentionConfig(window=6)),
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3-direct": replace(
+        DEEPSEEK,
+        num_layers=2,
+        rope_scaling=RopeScalingConfig(),
+        latent=replace(LATENT, query_rank=0, value_dim=20, neighbours=False),
+        moe=replace(DEEPSEEK.moe, dense_layers=[], norm_topk_prob=False, shared_ffn_hidden_size=20),
+    ),
     "qwen3_moe-window": replace(MOE, qkv_bias=True, attention=AttentionConfig(window=6)),
     "qwen3_moe-mixed": replace(MOE, num_layers=4, moe=replace(MOE.moe, dense_layers=[0, 1, 3])),
 }
@@ -196,6 +217,9 @@ def transformers_model(cfg: ModelConfig, head: str = "lm", outputs: int = 1, see
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(torch.randn(p.shape, generator=g) * 0.2 + (middle if "norm" in name else 0.0))
+        for name, b in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                b.copy_(torch.randn(b.shape, generator=g) * 0.2)
     return model, raw
 
 

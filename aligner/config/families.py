@@ -3,10 +3,11 @@ are in `models/families.py`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from aligner.config.attention import AttentionConfig
+from aligner.config.latent import LatentConfig
 from aligner.config.scales import ScalesConfig
 from aligner.errors import ConfigError
 
@@ -24,6 +25,8 @@ class Traits:
     experts: bool = False
     fused: bool = False  # its files keep several matrices in one tensor
     norms: int = 2  # of a layer, over the hidden size
+    latent: bool = False  # latent attention
+    sigmoid_router: bool = False  # experts are chosen by sigmoids and a bias, in groups, not by a softmax
     output_bias: bool = False  # attention's output has a bias where queries, keys and values have one
     sinks: bool = False  # a learned score of each head joins the softmax, for which there is no value
     expert_bias: bool = False  # router and experts have biases
@@ -33,6 +36,8 @@ _BIASES = ("qkv_bias", "mlp_bias")
 _WINDOW = ("attention.window",)
 _LAYERS = (*_WINDOW, "attention.global_every", "attention.global_layers")
 _GEMMA = (*_LAYERS, "attention.query_scale_dim", "qkv_bias")
+_LATENT = tuple(f"latent.{f.name}" for f in fields(LatentConfig))
+_GROUPED = tuple(f"moe.{name}" for name in ("dense_layers", "shared_ffn_hidden_size", "groups", "top_groups", "scale"))
 TRAITS = {
     "llama": Traits(_BIASES, output_bias=True),
     "mistral": Traits(_WINDOW),
@@ -62,6 +67,7 @@ TRAITS = {
         sinks=True,
         expert_bias=True,
     ),
+    "deepseek_v3": Traits((*_LATENT, *_GROUPED), experts=True, latent=True, sigmoid_router=True),
 }
 MOE_FAMILIES = tuple(name for name, traits in TRAITS.items() if traits.experts)
 
@@ -85,8 +91,9 @@ def check_traits(model: ModelConfig) -> None:
 def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
     """(key, value, what it is in a plain model) of optional keys that are not plain."""
     found: list[tuple[str, Any, Any]] = [("mlp_bias", model.mlp_bias, False)]
-    found.append(("moe.dense_layers", model.moe.dense_layers, []))
-    for section, plain in (("attention", AttentionConfig()), ("scales", ScalesConfig())):
+    moe = {"dense_layers": [], "shared_ffn_hidden_size": 0, "groups": 1, "top_groups": 1, "scale": 1.0}
+    found += [(f"moe.{name}", getattr(model.moe, name), plain) for name, plain in moe.items()]
+    for section, plain in (("attention", AttentionConfig()), ("latent", LatentConfig()), ("scales", ScalesConfig())):
         mine, theirs = asdict(getattr(model, section)), asdict(plain)
         found += [(f"{section}.{name}", mine[name], theirs[name]) for name in mine]
     return [(key, value, plain) for key, value, plain in found if value != plain]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from aligner.config.checks import at_least, one_of
-from aligner.config.families import MOE_FAMILIES
+from aligner.config.checks import above, at_least, one_of
+from aligner.config.families import MOE_FAMILIES, TRAITS
 from aligner.errors import ConfigError
 
 ALWAYS_NORMALISED = ("mixtral", "gpt_oss")
@@ -21,11 +21,18 @@ class MoeConfig:
     norm_topk_prob: bool = True  # the weights of a token's experts sum to 1
     aux_coef: float = 0.0  # of the load-balancing loss
     aux_over: str = "minibatch"  # tokens whose load it balances: minibatch (an extra forward pass), micro_batch
+    shared_ffn_hidden_size: int = 0  # of one more MLP, which computes every token of such a layer; 0: none
+    groups: int = 1  # equal groups of experts, of which a token's come from
+    top_groups: int = 1  # so many: those with the largest sums of their two best scores
+    scale: float = 1.0  # the weights of a token's experts are multiplied by it
     dense_layers: list[int] = field(default_factory=list)  # from 0, with one MLP of model.ffn_hidden_size instead
 
     def __post_init__(self) -> None:
-        for key, low in (("num_experts", 0), ("top_k", 1), ("ffn_hidden_size", 0), ("aux_coef", 0)):
-            at_least(f"model.moe.{key}", getattr(self, key), low)
+        for key in ("num_experts", "ffn_hidden_size", "shared_ffn_hidden_size", "aux_coef"):
+            at_least(f"model.moe.{key}", getattr(self, key), 0)
+        for key in ("top_k", "groups", "top_groups"):
+            at_least(f"model.moe.{key}", getattr(self, key), 1)
+        above("model.moe.scale", self.scale, 0)
         one_of("model.moe.aux_over", self.aux_over, ("minibatch", "micro_batch"))
         if self.num_experts and self.top_k > self.num_experts:
             expected = f"at most model.moe.num_experts={self.num_experts}"
@@ -40,6 +47,23 @@ def check_moe_family(family: str, moe: MoeConfig) -> None:
         raise ConfigError("model.family", family, expected)
     if family in ALWAYS_NORMALISED and not moe.norm_topk_prob:
         raise ConfigError("model.moe.norm_topk_prob", False, f"true for model.family={family}")
+    if TRAITS[family].sigmoid_router:
+        _check_groups(family, moe)
+
+
+def _check_groups(family: str, moe: MoeConfig) -> None:
+    if moe.num_experts % moe.groups or moe.num_experts // moe.groups < 2:
+        expected = f"a multiple of model.moe.groups={moe.groups}, at least 2 in each"
+        raise ConfigError("model.moe.num_experts", moe.num_experts, expected)
+    if moe.top_groups > moe.groups:
+        raise ConfigError("model.moe.top_groups", moe.top_groups, f"at most model.moe.groups={moe.groups}")
+    if moe.top_k > moe.num_experts // moe.groups * moe.top_groups:
+        raise ConfigError("model.moe.top_k", moe.top_k, f"at most the experts of {moe.top_groups} groups")
+    if not moe.shared_ffn_hidden_size or (moe.ffn_hidden_size and moe.shared_ffn_hidden_size % moe.ffn_hidden_size):
+        expected = f"a multiple of model.moe.ffn_hidden_size={moe.ffn_hidden_size} for model.family={family}"
+        raise ConfigError("model.moe.shared_ffn_hidden_size", moe.shared_ffn_hidden_size, expected)
+    if moe.dense_layers != list(range(len(moe.dense_layers))):
+        raise ConfigError("model.moe.dense_layers", moe.dense_layers, f"the first layers for model.family={family}")
 
 
 def check_dense_layers(moe: MoeConfig, layers: int) -> None:

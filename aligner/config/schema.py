@@ -14,6 +14,7 @@ from aligner.config.attention import AttentionConfig, check_layers
 from aligner.config.checks import above, at_least, one_of, within
 from aligner.config.engine import EngineConfig, RefitConfig
 from aligner.config.families import TRAITS, check_traits
+from aligner.config.latent import LatentConfig, check_latent
 from aligner.config.memory import MemoryConfig
 from aligner.config.mismatch import MismatchConfig
 from aligner.config.moe import MoeConfig, check_dense_layers, check_moe_family
@@ -95,6 +96,7 @@ class ModelConfig:
     qkv_bias: bool = False  # of most families with it also the projection behind attention
     mlp_bias: bool = False  # in the MLP
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    latent: LatentConfig = field(default_factory=LatentConfig)
     scales: ScalesConfig = field(default_factory=ScalesConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
     init_std: float = 0.02  # of random weights
@@ -108,6 +110,7 @@ class ModelConfig:
         one_of("model.family", self.family, tuple(TRAITS))
         check_moe_family(self.family, self.moe)
         check_traits(self)
+        check_latent(self, TRAITS[self.family].latent)
         check_layers(self.attention, self.num_layers)
         check_dense_layers(self.moe, self.num_layers)
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "max_position"):
@@ -119,7 +122,7 @@ class ModelConfig:
         one_of("model.recompute", self.recompute, ("none", "full"))
         if self.num_heads % self.num_kv_heads:
             raise ConfigError("model.num_kv_heads", self.num_kv_heads, f"a divisor of model.num_heads={self.num_heads}")
-        if not self.head_dim and self.hidden_size % self.num_heads:
+        if not (self.head_dim or self.latent.kv_rank) and self.hidden_size % self.num_heads:
             raise ConfigError(
                 "model.hidden_size", self.hidden_size, f"a multiple of model.num_heads={self.num_heads}, or head_dim"
             )
@@ -127,12 +130,26 @@ class ModelConfig:
 
     @property
     def kv_channels(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_heads
+        """Numbers of a head of queries, and of keys."""
+        return self.head_dim or self.latent.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def value_channels(self) -> int:
+        """Numbers of a head of values."""
+        return self.latent.value_dim or self.kv_channels
+
+    @property
+    def latent_queries(self) -> bool:
+        return self.latent.query_rank > 0
+
+    @property
+    def direct_queries(self) -> bool:
+        return not self.latent_queries
 
     @property
     def rotary_dim(self) -> int:
         """Numbers of a head that are rotated."""
-        return int(self.kv_channels * self.attention.rotary_fraction)
+        return self.latent.rotary_dim or int(self.kv_channels * self.attention.rotary_fraction)
 
     @property
     def output_bias(self) -> bool:

@@ -136,20 +136,20 @@ def attend(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within rows. query [N, heads, d], key and value [N, kv_heads, d] -> [N, heads, d]. `scale` of
-    their products: None for 1 / sqrt(d); `softcap` of scores: 0 for none; `sinks` [heads]: scores that join them."""
+    """Causal attention within rows. query [N, heads, d], key [N, kv_heads, d], value [N, kv_heads, e] -> [N, heads, e].
+    `scale` of their products: None for 1 / sqrt(d); `softcap` of scores: 0 for none; `sinks` [heads]: scores that join
+    them."""
     if stream.group is None:
         return _segments(query, key, value, stream.packing, scale, softcap, sinks)
-    heads, kv_heads = query.shape[1], key.shape[1]
     if stream.over_heads:
         mixed = tokens_to_heads([query, key, value], stream.group)
         if sinks is not None:
             sinks = sinks.chunk(stream.group.size())[stream.group.rank()]
         out = _segments(*mixed, stream.packing, scale, softcap, sinks)
         return heads_to_tokens(out, stream.group)
-    both = gather_first(torch.cat([key, value], 1), stream.group)
-    out = _segments(query, *both.split([kv_heads, kv_heads], 1), stream.packing, scale, softcap, sinks)
-    return out.view(-1, heads, query.shape[2])
+    both = gather_first(torch.cat([key, value], 2), stream.group)
+    key, value = both.split([key.shape[2], value.shape[2]], 2)
+    return _segments(query, key, value, stream.packing, scale, softcap, sinks)
 
 
 def _segments(
@@ -165,9 +165,9 @@ def _segments(
     fewer than the keys (other ranks have them, or nobody reads them)."""
     if packing.ragged is not None:
         return varlen.attend(query, key, value, packing.ragged, scale)
-    n, heads, d = query.shape
+    n, heads, width = len(query), query.shape[1], value.shape[2]
     if packing.q_index is None:
-        return _sdpa(query, key, value, packing.segments[0], scale, softcap, sinks).reshape(n, heads, d)
+        return _sdpa(query, key, value, packing.segments[0], scale, softcap, sinks).reshape(n, heads, width)
     query = kernels.spread(query, packing.q_index, packing.out_index)
     own_keys = packing.segments[0].k_index is None
     if own_keys:
@@ -179,7 +179,7 @@ def _segments(
     for i, segment in enumerate(packing.segments):
         k = keys[i] if own_keys else key.index_select(0, segment.k_index)
         v = values[i] if own_keys else value.index_select(0, segment.k_index)
-        outs.append(_sdpa(queries[i], k, v, segment, scale, softcap, sinks).reshape(-1, heads, d))
+        outs.append(_sdpa(queries[i], k, v, segment, scale, softcap, sinks).reshape(-1, heads, width))
     return kernels.collect(outs[0] if len(outs) == 1 else torch.cat(outs), packing.out_index)
 
 
@@ -192,14 +192,14 @@ def _sdpa(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[rows * width, heads, d] each -> [rows, q_width, heads, d]. Padding needs no mask of its own: a padded key comes
-    after every real query, and nobody reads a padded query."""
+    """[rows * width, heads, d] each (values may be of another width) -> [rows, q_width, heads, that width]. Padding
+    needs no mask of its own: a padded key comes after every real query, and nobody reads a padded query."""
     rows = segment.rows
     q = query.view(rows, segment.q_width, *query.shape[1:]).transpose(1, 2)
     k, v = (x.view(rows, segment.k_width, *x.shape[1:]).transpose(1, 2) for x in (key, value))
-    mask, dtype, d = segment.mask, q.dtype, q.shape[3]
+    mask, dtype, width = segment.mask, q.dtype, v.shape[3]
     if sinks is not None:
-        scale = scale or d**-0.5
+        scale = scale or q.shape[3] ** -0.5
         q, k, v, mask = with_sinks(q, k, v, mask, sinks, scale)
     if widened(q.device, dtype):  # the fused kernel has products of its own
         q, k, v = q.float(), k.float(), v.float()
@@ -209,7 +209,7 @@ def _sdpa(
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if softcap:
         return scored_attention(q, k, v, mask, scale, softcap).to(dtype).transpose(1, 2)
-    return fused_attention(q, k, v, mask, scale)[..., :d].to(dtype).transpose(1, 2)
+    return fused_attention(q, k, v, mask, scale)[..., :width].to(dtype).transpose(1, 2)
 
 
 def _flash_takes(query: Tensor, mask: Tensor | None) -> bool:

@@ -34,6 +34,7 @@ from aligner.megatron import varlen
 from aligner.megatron.attention import GatedMLP, NoCoreAttention, RMSNorm, StreamAttention, residual_adder
 from aligner.megatron.groups import Layout
 from aligner.megatron.kernels import gelu_tanh
+from aligner.megatron.latent import LatentAttention
 from aligner.megatron.moe import ExpertLayer, StreamLayer
 from aligner.megatron.variants import NormedAttention, NormedMLP, scale_embeddings
 from aligner.models.families import FAMILIES, embedding_factor
@@ -147,10 +148,13 @@ def _own_layer(cfg: ModelConfig, kinds: tuple[str, ...], experts: partial | None
     family, wide = FAMILIES[cfg.family], TRAITS[cfg.family].wide_qk_norm
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm if family.pre_norms else IdentityOp
     post_norms = family.post_norms
-    submodules.self_attention.module = NormedAttention if post_norms else StreamAttention
-    submodules.self_attention.params["model"] = cfg
     attention = submodules.self_attention.submodules
-    attention.core_attention = NoCoreAttention
+    if cfg.latent.kv_rank:
+        submodules.self_attention = ModuleSpec(module=LatentAttention)
+    else:
+        submodules.self_attention.module = NormedAttention if post_norms else StreamAttention
+        attention.core_attention = NoCoreAttention
+    submodules.self_attention.params["model"] = cfg
     submodules.self_attn_bda = residual_adder(cfg.scales.residual)
     if cfg.scales.residual != 1:
         submodules.mlp_bda = submodules.self_attn_bda

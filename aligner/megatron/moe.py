@@ -26,25 +26,30 @@ A token that stands for several rows (`batch.share_prompts`) counts several time
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from aligner.config.families import TRAITS
+from aligner.config.families import TRAITS, Traits
 from aligner.config.schema import ModelConfig
 from aligner.megatron import kernels
+from aligner.megatron.attention import GatedMLP
 from aligner.megatron.collectives import all_to_all
 from aligner.megatron.groups import Layout
 from aligner.models.families import FAMILIES
@@ -60,6 +65,7 @@ from aligner.ops.experts import (
     permute,
     rerouted,
     route,
+    route_by_groups,
     sort_pairs,
 )
 from aligner.ops.packing import Times
@@ -73,13 +79,16 @@ class StreamLayer(TransformerLayer):
 
 
 class Router(torch.nn.Module):
-    """weight [E, H] and, in some families, bias [E], the same on every rank."""
+    """weight [E, H] and, in some families, bias [E], the same on every rank; or `expert_bias` [E] of the choice alone,
+    float32 and changed by no gradient."""
 
-    def __init__(self, config: TransformerConfig, num_experts: int, has_bias: bool):
+    def __init__(self, config: TransformerConfig, num_experts: int, traits: Traits):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(num_experts, config.hidden_size, dtype=config.params_dtype))
-        bias = torch.nn.Parameter(torch.zeros(num_experts, dtype=config.params_dtype)) if has_bias else None
+        bias = torch.nn.Parameter(torch.zeros(num_experts, dtype=config.params_dtype)) if traits.expert_bias else None
         self.register_parameter("bias", bias)
+        choice = torch.nn.Parameter(torch.zeros(num_experts), requires_grad=False) if traits.sigmoid_router else None
+        self.register_parameter("expert_bias", choice)
 
 
 class ExpertBias(torch.nn.Module):
@@ -144,13 +153,15 @@ class Experts(torch.nn.Module):
 
 class ExpertLayer(torch.nn.Module):
     """Takes the place of Megatron's MLP: hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> the same
-    shape, and no bias."""
+    shape, and no bias. In some families one more MLP computes every token (`shared_experts`)."""
 
     def __init__(self, config: TransformerConfig, model: ModelConfig, layout: Layout, **unused: Any):
         super().__init__()
         self.moe, self.layout = model.moe, layout
-        self.router = Router(config, model.moe.num_experts, TRAITS[model.family].expert_bias)
+        self.router = Router(config, model.moe.num_experts, TRAITS[model.family])
         self.experts = Experts(config, model, layout)
+        width = model.moe.shared_ffn_hidden_size
+        self.shared_experts = _shared(config, width, layout) if width else None
         self.counting = False  # also in passes without gradient
         # f of the auxiliary loss; None: of each micro-batch, with those that the ranks of `peers` compute meanwhile
         self.fractions: Tensor | None = None
@@ -191,7 +202,8 @@ class ExpertLayer(torch.nn.Module):
             out = reduce_scatter_to_sequence_parallel_region(out, group=tp)
         elif self.layout.tensor > 1:
             out = reduce_from_tensor_model_parallel_region(out, group=tp)
-        return out[:, None], None
+        out = out[:, None]
+        return out if self.shared_experts is None else out + self.shared_experts(hidden)[0], None
 
     def _mix(self, x: Tensor, times: Times) -> Tensor:
         """x [n, H], every one a token -> this tensor rank's addend [n, H]."""
@@ -201,7 +213,10 @@ class ExpertLayer(torch.nn.Module):
             bias = None if bias is None else copy_to_tensor_model_parallel_region(bias, group=tp)
         replay = times.replay
         given = None if replay is None else Chosen(replay.experts[self.place], replay.known)
-        routing = route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias, given)
+        if self.router.expert_bias is None:
+            routing = route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias, given)
+        else:
+            routing = route_by_groups(x, router, self.router.expert_bias, self.moe, given)
         if given is not None and (self.counting or self._learns()):
             both = torch.stack([given.known, given.known & rerouted(routing)]).double() @ times.count.double()
             self.replays = both if self.replays is None else self.replays + both
@@ -256,14 +271,25 @@ class ExpertLayer(torch.nn.Module):
         return _AddLoss.apply(routing.weights, self.moe.aux_coef * loss / self.layout.tensor)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        return make_sharded_tensors_for_checkpoint(
+        found = make_sharded_tensors_for_checkpoint(
             self.router.state_dict(prefix="", keep_vars=True),
             f"{prefix}router.",
             {},
             sharded_offsets,
             tp_group=self.layout.pgs.tp,
             dp_cp_group=self.layout.pgs.dp_cp,
-        ) | self.experts.sharded_state_dict(f"{prefix}experts.", sharded_offsets, metadata)
+        )
+        for name in ("experts", "shared_experts"):
+            if (module := getattr(self, name)) is not None:
+                found |= module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+        return found
+
+
+def _shared(config: TransformerConfig, width: int, layout: Layout) -> GatedMLP:
+    own = copy.copy(config)
+    own.ffn_hidden_size = width
+    matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return GatedMLP(own, matrices, tp_group=layout.pgs.tp)
 
 
 class _AddLoss(torch.autograd.Function):

@@ -76,6 +76,8 @@ def _refused(cfg: ModelConfig, dtype: torch.dtype) -> str:
         return f"it does not cap scores, and these are capped (model.attention.softcap={cfg.attention.softcap:g})"
     if TRAITS[cfg.family].sinks:
         return f"it knows no attention sinks, which model.family={cfg.family} has"
+    if cfg.latent.kv_rank:
+        return "it takes keys and values of one width, and those of latent attention have two (model.latent)"
     if cfg.kv_channels % 8 or cfg.kv_channels > LARGEST_HEAD:
         return f"it takes heads of a multiple of 8 up to {LARGEST_HEAD} numbers, and these have {cfg.kv_channels}"
     return ""

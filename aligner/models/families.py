@@ -29,6 +29,8 @@ class MoeKeys:
     top_k: str = "num_experts_per_tok"
     aux_coef: str = "router_aux_loss_coef"
     dense_layers: str = ""  # empty: none is
+    first_dense: str = ""  # instead, how many layers are
+    shared: str = ""  # how many times an expert's width the MLP for every token has; empty: there is none
 
 
 Key = tuple[str, str, Any]  # key of `model`, what config.json calls it, what a config.json without it means
@@ -52,6 +54,7 @@ class Family:
     window_switch: bool = False  # config.json must say use_sliding_window
     default_window: int = 0  # what one without sliding_window means
     default_global: tuple[str, int] = ("", 0)  # without layer_types: key and default of every n-th layer's being global
+    written: tuple[tuple[str, Any], ...] = ()  # what config.json says here of parts that are not read
     defaults: tuple[tuple[str, Any], ...] = ()  # what one without other keys means, where not DEFAULTS
     default_rope: tuple[tuple[str, Any], ...] = ()  # what one without rope_parameters and rope_scaling means
     score_architecture: str = ""  # prefix in `architectures` of a sequence classifier; empty: `architecture`
@@ -73,6 +76,7 @@ class Family:
     def own_modules(self) -> bool:
         """Whether layers differ from those that Megatron's own modules can build."""
         usual = self.pre_norms and self.activation == "silu" and not self.interleaved_rotary
+        usual = usual and not TRAITS[self.model_type].latent
         return self.offset_norms or self.post_norms or not usual
 
 
@@ -102,7 +106,7 @@ _COMMON = (
         (_OUT + "self_attn.o_proj.weight",),
         "copy",
         1,
-        ("hidden", "q"),
+        ("hidden", "context"),
         "heads",
     ),
     ParamSpec(_IN + "pre_mlp_layernorm.weight", (_OUT + "post_attention_layernorm.weight",), "copy", None, ("hidden",)),
@@ -180,6 +184,35 @@ def _expert_biases(block: str, gate: str, up: str, down: str, router: str) -> tu
     )
 
 
+def _sigmoid_router(block: str, shared: str) -> tuple[ParamSpec, ...]:
+    """The rows beside `_experts` of a router with a bias, and of the MLP for every token."""
+    at, ours = f"{_OUT}{block}.{shared}.", _IN + "mlp.shared_experts."
+    both, bias = (f"{at}gate_proj.weight", f"{at}up_proj.weight"), f"{_OUT}{block}.gate.e_score_correction_bias"
+    inner, outer, units = ("2shared_ffn", "hidden"), ("hidden", "shared_ffn"), "shared_ffn"
+    return (
+        ParamSpec(_IN + "mlp.router.expert_bias", (bias,), "copy", None, ("experts",), float32=True, kind="sparse"),
+        ParamSpec(ours + "linear_fc1.weight", both, "gate_up", 0, inner, units, kind="sparse"),
+        ParamSpec(ours + "linear_fc2.weight", (f"{at}down_proj.weight",), "copy", 1, outer, units, kind="sparse"),
+    )
+
+
+def _latent(ours: str, hf: str, shape: tuple[str, ...], units: str = "", when: str = "") -> ParamSpec:
+    """`units`: empty for what every tensor rank has whole."""
+    names = f"{_IN}self_attention.{ours}.weight", (f"{_OUT}self_attn.{hf}.weight",)
+    return ParamSpec(*names, "copy", 0 if units else None, shape, units or 0, when=when)
+
+
+# Megatron's names (`MLASelfAttention`)
+_LATENT = (
+    *(row for row in _COMMON if "linear_qkv" not in row.canonical),
+    _latent("linear_q_proj", "q_proj", ("q", "hidden"), "heads", when="direct_queries"),
+    _latent("linear_q_down_proj", "q_a_proj", ("q_rank", "hidden"), when="latent_queries"),
+    _latent("q_layernorm", "q_a_layernorm", ("q_rank",), when="latent_queries"),
+    _latent("linear_q_up_proj", "q_b_proj", ("q", "q_rank"), "heads", when="latent_queries"),
+    _latent("linear_kv_down_proj", "kv_a_proj_with_mqa", ("kv_rank+rotary", "hidden")),
+    _latent("kv_layernorm", "kv_a_layernorm", ("kv_rank",)),
+    _latent("linear_kv_up_proj", "kv_b_proj", ("plain+value", "kv_rank"), "heads"),
+)
 _QKV_BIAS = (
     ParamSpec(
         _IN + "self_attention.linear_qkv.bias",
@@ -456,6 +489,36 @@ FAMILIES = {
         ),
         clamped_gate=True,
     ),
+    "deepseek_v3": Family(
+        "deepseek_v3",
+        "DeepseekV3",
+        _LATENT
+        + _MLP
+        + _experts("mlp", "gate_proj", "up_proj", "down_proj")
+        + _sigmoid_router("mlp", "shared_experts"),
+        moe=MoeKeys(
+            "n_routed_experts",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+            aux_coef="",
+            first_dense="first_k_dense_replace",
+            shared="n_shared_experts",
+        ),
+        keys=(
+            ("latent.kv_rank", "kv_lora_rank", 512),
+            ("latent.query_rank", "q_lora_rank", 1536),
+            ("latent.plain_dim", "qk_nope_head_dim", 128),
+            ("latent.rotary_dim", "qk_rope_head_dim", 64),
+            ("latent.value_dim", "v_head_dim", 128),
+            ("latent.neighbours", "rope_interleave", True),
+            ("moe.groups", "n_group", 8),
+            ("moe.top_groups", "topk_group", 4),
+            ("moe.scale", "routed_scaling_factor", 2.5),
+        ),
+        constants=(("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
+        written=(("num_nextn_predict_layers", 0),),
+        defaults=(("max_position_embeddings", 4096),),
+    ),
 }
 
 
@@ -493,7 +556,14 @@ def dimensions(cfg: ModelConfig, num_labels: int = 1) -> dict[str, int]:
         "head": head,
         "heads": heads,
         "groups": groups,
+        "shared_ffn": cfg.moe.shared_ffn_hidden_size,
+        "2shared_ffn": 2 * cfg.moe.shared_ffn_hidden_size,
         "q": heads * head,
+        "context": heads * cfg.value_channels,
+        "q_rank": cfg.latent.query_rank,
+        "kv_rank": cfg.latent.kv_rank,
+        "kv_rank+rotary": cfg.latent.kv_rank + cfg.latent.rotary_dim,
+        "plain+value": heads * (cfg.latent.plain_dim + cfg.latent.value_dim),
         "kv": groups * head,
         "qkv": (heads + 2 * groups) * head,
         "labels": num_labels,
@@ -530,6 +600,7 @@ def family_table(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> lis
                     sizes[row.units] if isinstance(row.units, str) else 0,
                     row.padded,
                     row.experts,
+                    float32=row.float32,
                 )
             )
     return out

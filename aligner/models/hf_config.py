@@ -8,6 +8,7 @@ from typing import Any
 
 from aligner.config.attention import AttentionConfig, layer_pattern
 from aligner.config.families import TRAITS
+from aligner.config.latent import LatentConfig
 from aligner.config.moe import MoeConfig
 from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ModelConfig
@@ -60,12 +61,15 @@ def hf_config(
         "torch_dtype": dtype,
         "dtype": dtype,
     }
-    out |= family.constants
+    if cfg.latent.kv_rank:
+        del out["head_dim"]  # transformers has the rotated part of a head by this name
+    out |= (*family.constants, *family.written)
     out |= {theirs: _out_value(cfg, ours, default) for ours, theirs, default in family.keys}
     if family.moe is not None:
         keys = {name: key for name, key in dataclasses.asdict(family.moe).items() if key}
-        out |= {key: getattr(cfg.moe, name) for name, key in keys.items()}
-        out[family.moe.ffn_hidden_size] = cfg.expert_ffn
+        ours = dataclasses.asdict(cfg.moe) | {"ffn_hidden_size": cfg.expert_ffn}
+        ours |= {"first_dense": len(cfg.moe.dense_layers), "shared": cfg.moe.shared_ffn_hidden_size // cfg.expert_ffn}
+        out |= {key: ours[name] for name, key in keys.items()}
     if head != "lm":  # transformers derives num_labels from the label maps
         out["id2label"] = {str(i): f"LABEL_{i}" for i in range(num_labels)}
         out["label2id"] = {f"LABEL_{i}": i for i in range(num_labels)}
@@ -135,6 +139,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     base, scaling = rope_in(raw, path, dict(family.default_rope), default["rope_theta"], max_position)
     heads = raw.integer("num_attention_heads", low=1, high=MOST_HEADS)
     traits, (flags, sections) = TRAITS[family.model_type], _keys_in(raw, family)
+    latent = LatentConfig(**sections["latent"])
     return ModelConfig(
         family=family.model_type,
         num_layers=raw.integer("num_hidden_layers", low=1, high=MOST_LAYERS),
@@ -142,7 +147,8 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
         ffn_hidden_size=raw.integer("intermediate_size", low=1, high=MOST_CHANNELS),
         num_heads=heads,
         num_kv_heads=raw.integer("num_key_value_heads", heads, low=1, high=heads),
-        head_dim=raw.integer("head_dim", family.default_head_dim, low=1, high=MOST_CHANNELS),
+        head_dim=latent.head_dim or raw.integer("head_dim", family.default_head_dim, low=1, high=MOST_CHANNELS),
+        latent=latent,
         vocab_size=raw.integer("vocab_size", low=1, high=MOST_CHANNELS),
         rope_base=base,
         rope_scaling=scaling,
@@ -158,7 +164,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
             nope_layers=[layer for layer, rotated in enumerate(_rotated_layers(raw, family)) if not rotated],
         ),
         scales=ScalesConfig(**sections["scales"]),
-        moe=_experts_in(raw, family),
+        moe=_experts_in(raw, family, sections["moe"]),
         init_std=raw.number("initializer_range", default["initializer_range"], above=0),
         init=str(folder),
     )
@@ -166,7 +172,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
 
 def _keys_in(raw: Record, family: Family) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Fields of ModelConfig, and of its sections, by the family's `keys`; null is 0, which means none."""
-    fields: dict[str, dict[str, Any]] = {"": {}, "attention": {}, "scales": {}}
+    fields: dict[str, dict[str, Any]] = {"": {}, "attention": {}, "latent": {}, "moe": {}, "scales": {}}
     for ours, theirs, default in family.keys:
         section, _, name = ours.rpartition(".")
         if isinstance(default, bool):
@@ -238,7 +244,7 @@ def is_known(folder: Path) -> bool:
     return kind in FAMILIES
 
 
-def _experts_in(raw: Record, family: Family) -> MoeConfig:
+def _experts_in(raw: Record, family: Family, more: dict[str, Any]) -> MoeConfig:
     """Without the coefficient of the auxiliary loss, which a run decides."""
     if family.moe is None:
         return MoeConfig()
@@ -251,9 +257,14 @@ def _experts_in(raw: Record, family: Family) -> MoeConfig:
         raw.integer(count, low=1, high=MOST_EXPERTS),
         raw.integer(keys.top_k, low=1),
         raw.integer(keys.ffn_hidden_size, low=1, high=MOST_CHANNELS),
+        **more,
     )
     if keys.norm_topk_prob:
         found.norm_topk_prob = raw.flag(keys.norm_topk_prob)
+    if keys.first_dense:
+        found.dense_layers = list(range(raw.integer(keys.first_dense, high=MOST_LAYERS)))
+    if keys.shared:
+        found.shared_ffn_hidden_size = found.ffn_hidden_size * raw.integer(keys.shared, low=1, high=MOST_EXPERTS)
     if keys.dense_layers:
         layers = raw.integer("num_hidden_layers")
         found.dense_layers = sorted({layer for layer in raw.integers(keys.dense_layers, []) if layer < layers})

@@ -29,6 +29,7 @@ class ParamSpec:
     padded: bool = False  # the vocabulary: split pads it to a multiple of TP, merge cuts it to `units`
     experts: bool = False  # axis 0 is the expert; expert-parallel ranks have equal shares of it
     when: str = ""  # in a family's table: the flag of ModelConfig with which models have it; empty: all do
+    float32: bool = False  # whatever the model's dtype; no gradient changes it
     kind: str = ""  # in a family's table: of which layers (`ModelConfig.layer_kinds`); empty: of all
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from aligner.config.schema import ModelConfig
 
+LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever `model.norm_eps` is
+
 
 def inverse_frequencies(cfg: ModelConfig, local: bool = False) -> Tensor:
     """float32 [rotary_dim / 2]: theta_i = base^(-2i/d) (Su et al. 2021, RoFormer, eq. 15), scaled by
@@ -41,6 +43,15 @@ def attention_factor(cfg: ModelConfig, local: bool = False) -> float:
     if scaling.mscale and scaling.mscale_all_dim:
         return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
     return _mscale(scaling.factor, 1.0)
+
+
+def score_scale(cfg: ModelConfig) -> float | None:
+    """Of attention's scores; None: 1 / sqrt(head_dim). With latent attention a scaling that says `mscale_all_dim`
+    sharpens them, not cosines and sines alone (DeepSeek-V3's modeling files)."""
+    scaling = cfg.rope_scaling
+    if not (cfg.latent.kv_rank and scaling.scales and scaling.mscale_all_dim):
+        return cfg.attention.scale
+    return cfg.kv_channels**-0.5 * _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
 def _mscale(factor: float, weight: float) -> float:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from aligner.config.moe import MoeConfig
 from aligner.ops.products import product_into
 
 
@@ -62,6 +63,26 @@ def route(
 def rerouted(routing: Routing) -> Tensor:
     """bool [N]: the router itself would have sent the token to another set of experts."""
     return (routing.experts.sort(-1).values != routing.own.sort(-1).values).any(-1)
+
+
+def route_by_groups(
+    hidden: Tensor, router: Tensor, bias: Tensor, moe: MoeConfig, given: Chosen | None = None
+) -> Routing:
+    """hidden [N, H], router [E, H], bias float32 [E]. DeepSeek-V3's (arXiv:2412.19437, section 2.1.2): scores s =
+    sigmoid(z) of each expert alone. `bias` is added for the choice: of `moe.groups` groups the `top_groups` with the
+    largest sums of their two best, and of their experts the k best. Weights are those of s, without the bias, divided
+    by their sum if `norm_topk_prob`, times `moe.scale`. `probs` is s divided by its sum over all experts; `given` as in
+    `route`."""
+    scores = torch.nn.functional.linear(hidden.float(), router.float()).sigmoid()
+    found = (scores.detach() + bias).unflatten(1, (moe.groups, -1))
+    best = found.topk(2, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
+    closed = torch.ones(best.shape[0], moe.groups, dtype=torch.bool, device=best.device).scatter_(1, best, False)
+    own = found.masked_fill(closed[..., None], -torch.inf).flatten(1).topk(moe.top_k, dim=-1).indices
+    experts = own if given is None else given.experts.long().where(given.known[:, None], own)
+    weights = scores.gather(1, experts)
+    if moe.norm_topk_prob:
+        weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+    return Routing(scores / scores.sum(1, keepdim=True), weights * moe.scale, experts, own)
 
 
 class Pairs(NamedTuple):

@@ -78,16 +78,20 @@ def with_sinks(
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None) -> Tensor:
-    """torch's, with a shape and `mask` as in `scored_attention`."""
+    """torch's, with a shape and `mask` as in `scored_attention`; values may have another width, as the result then
+    has."""
     n, m, grouped = query.shape[2], key.shape[2], query.shape[1] != key.shape[1]
     if mask is None and n != m:
         from torch.nn.attention.bias import causal_lower_right  # imports the compiler: a second of every start
 
         mask = causal_lower_right(n, m)
-    causal = mask is None
-    return F.scaled_dot_product_attention(
+    causal, width = mask is None, value.shape[3]
+    if width < query.shape[3]:  # fused kernels want one width: zeros beside the values give zeros
+        value = F.pad(value, (0, query.shape[3] - width))
+    out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped, scale=scale
     )
+    return out[..., :width]
 
 
 def _causal(first: int, stop: int, n: int, key: Tensor) -> Tensor:

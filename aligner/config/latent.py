@@ -1,0 +1,51 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): `model.latent.*`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aligner.config.checks import at_least
+from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aligner.config.schema import ModelConfig
+
+
+@dataclass
+class LatentConfig:
+    """Keys and values of all heads are made of one latent vector for each token, and of one rotated key for all heads.
+    A head of queries and keys is `plain_dim` numbers that are not rotated, then `rotary_dim` that are."""
+
+    kv_rank: int = 0  # numbers of the latent vector of keys and values; 0: attention has none
+    query_rank: int = 0  # of that of queries; 0: queries are made of the hidden state
+    plain_dim: int = 0  # numbers of a head of queries and keys that are not rotated
+    rotary_dim: int = 0  # those that are; of keys the same for all heads
+    value_dim: int = 0  # of a head of values
+    neighbours: bool = True  # neighbouring numbers are rotated together, not halves
+
+    def __post_init__(self) -> None:
+        for name in ("kv_rank", "query_rank", "plain_dim", "rotary_dim", "value_dim"):
+            at_least(f"model.latent.{name}", getattr(self, name), 0)
+
+    @property
+    def head_dim(self) -> int:
+        return self.plain_dim + self.rotary_dim
+
+
+def check_latent(model: ModelConfig, has_latent: bool) -> None:
+    """`has_latent`: models of the family have it; that no other has is checked with the other traits."""
+    latent = model.latent
+    if not has_latent:
+        return
+    for name in ("kv_rank", "plain_dim", "rotary_dim", "value_dim"):
+        if not getattr(latent, name):
+            raise ConfigError(f"model.latent.{name}", 0, f"at least 1 for model.family={model.family}")
+    if latent.rotary_dim % 2:
+        raise ConfigError("model.latent.rotary_dim", latent.rotary_dim, "an even number")
+    if model.num_kv_heads != model.num_heads:
+        expected = f"model.num_heads={model.num_heads} with latent attention, which makes a key of each head"
+        raise ConfigError("model.num_kv_heads", model.num_kv_heads, expected)
+    if model.head_dim not in (0, latent.head_dim):
+        expected = f"0, or model.latent.plain_dim + rotary_dim = {latent.head_dim}"
+        raise ConfigError("model.head_dim", model.head_dim, expected)
