@@ -217,10 +217,14 @@ def transformers_model(cfg: ModelConfig, head: str = "lm", outputs: int = 1, see
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(torch.randn(p.shape, generator=g) * 0.2 + (middle if "norm" in name else 0.0))
-        for name, b in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                b.copy_(torch.randn(b.shape, generator=g) * 0.2)
+        for b in choice_biases(model):
+            b.copy_(torch.randn(b.shape, generator=g) * 0.2)
     return model, raw
+
+
+def choice_biases(model) -> list[torch.Tensor]:
+    """Buffers that are weights: what routers add to scores for the choice of experts. transformers makes them 0."""
+    return [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def hf_weights(model) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from aligner.models.hf_config import hf_config
 from aligner.ops.checksum import tensor_checksum
 from aligner.refit.verify import staleness
 from aligner.types import LENGTH, STOP, SamplingParams
-from tests.tiny import hf_weights, norm_middle
+from tests.tiny import choice_biases, hf_weights, norm_middle
 
 SHAPE = {
     "num_layers": 2,
@@ -60,6 +60,8 @@ def reference(cfg: ModelConfig, seed: int = 0):
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.normal_(norm_middle(cfg), 0.2) if "norm" in name else p.normal_(0.0, 0.3)
+        for b in choice_biases(model):
+            b.normal_(0.0, 0.2)
     return model
 
 

@@ -18,7 +18,7 @@ from aligner.models.hf_config import config_from_hf, hf_config
 from aligner.models.params import from_hf, merge_tp, split_tp, to_hf
 from aligner.models.rope import inverse_frequencies
 from aligner.models.safetensors_io import INDEX, open_hf, write_hf
-from tests.tiny import MORE, hf_weights
+from tests.tiny import MORE, choice_biases, hf_weights
 
 SMALL = {
     "num_layers": 2,
@@ -60,7 +60,7 @@ def reference(cfg, head="lm", num_labels=1):
     torch.manual_seed(0)
     model = kind.from_config(transformers.AutoConfig.for_model(**raw))
     with torch.no_grad():  # norms and biases start as constants, which would hide a mix-up
-        for p in model.parameters():
+        for p in (*model.parameters(), *choice_biases(model)):
             p.normal_()
     return model, raw
 

@@ -23,9 +23,9 @@ def prefill_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal. q [P, T, heads, d], k and v [P, T, kv_heads, d], right-padded -> [P, T, heads * d]. `mask` bool [T, T]:
-    what a query sees instead of all keys up to its own; `scale` of their products: None for 1 / sqrt(d); `softcap` of
-    scores: 0 for none; `sinks` [heads]: scores that join them.
+    """Causal. q [P, T, heads, d], k [P, T, kv_heads, d], v [P, T, kv_heads, e], right-padded -> [P, T, heads * e].
+    `mask` bool [T, T]: what a query sees instead of all keys up to its own; `scale` of their products: None for
+    1 / sqrt(d); `softcap` of scores: 0 for none; `sinks` [heads]: scores that join them.
 
     Right padding needs no mask: a padded key comes after every real query.
     """
@@ -33,11 +33,22 @@ def prefill_attention(
     if softcap:
         seen = None if mask is None else mask[None, None]
         return scored_attention(q, k, v, seen, scale, softcap).transpose(1, 2).flatten(2)
-    d = q.shape[3]
+    width = v.shape[3]
     if sinks is not None:
-        scale = scale or d**-0.5
+        scale = scale or q.shape[3] ** -0.5
         q, k, v, mask = with_sinks(q, k, v, mask, sinks, scale)
-    return fused_attention(q, k, v, mask, scale)[..., :d].transpose(1, 2).flatten(2)
+    return fused_attention(q, k, v, mask, scale)[..., :width].transpose(1, 2).flatten(2)
+
+
+def rotate(x: Tensor, rope: Tensor, neighbours: bool) -> None:
+    """In place: x float32 [M, heads, d] times rope complex64 [M, 1, d / 2], which pairs neighbours or halves."""
+    if neighbours:
+        torch.view_as_complex(x.unflatten(2, (-1, 2))).mul_(rope)
+        return
+    a, b = x.chunk(2, 2)
+    turned = torch.complex(a, b).mul_(rope)
+    a.copy_(turned.real)
+    b.copy_(turned.imag)
 
 
 def decode_attention(

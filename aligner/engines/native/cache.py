@@ -12,11 +12,14 @@ from aligner.engines.native.scratch import Scratch
 
 
 class SlotCache:
-    """kv [layer, 2 (k, v), slot, kv_head, position, head_dim]."""
+    """kv [layer, plane, slot, kv_head, position, head_dim]. There are two planes, keys and values; with latent
+    attention one, of one head: what keys and values are made of."""
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype):
-        self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
-        self.token_bytes = layers * 2 * kv_heads * head_dim * torch.empty((), dtype=dtype).element_size()
+    def __init__(
+        self, layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, planes: int = 2
+    ):
+        self.layers, self.planes, self.kv_heads, self.head_dim = layers, planes, kv_heads, head_dim
+        self.token_bytes = layers * planes * kv_heads * head_dim * torch.empty((), dtype=dtype).element_size()
         self._scratch = Scratch(device, dtype)
         self.kv = self.staged = torch.empty(0, dtype=dtype, device=device)
 
@@ -34,11 +37,11 @@ class SlotCache:
         self.kv = self.staged = self.kv.new_empty(0)  # or what is replaced would live until its successor does
         if sum(max(n * self.token_bytes, held[name]) for name, n in wanted.items()) > budget_bytes:
             self._scratch.clear()
-        self.kv = self._scratch.take("slots", self.layers, 2, slots, self.kv_heads, positions, self.head_dim)
+        self.kv = self._scratch.take("slots", self.layers, self.planes, slots, self.kv_heads, positions, self.head_dim)
 
     def stage(self, prompts: int, positions: int) -> Tensor:
         """Room for the keys and values of prefilled prompts until their rows get slots."""
-        shape = (self.layers, 2, prompts, self.kv_heads, positions, self.head_dim)
+        shape = (self.layers, self.planes, prompts, self.kv_heads, positions, self.head_dim)
         self.staged = self.staged.new_empty(0)
         self.staged = self._scratch.take("staged", *shape)
         return self.staged
@@ -49,17 +52,17 @@ class SlotCache:
         self.kv[:, :, first : first + count, :, :length].copy_(source)
 
     def places(self, positions: Tensor) -> Tensor:
-        """Where the next keys and values of slots [0, n) belong, for `write`: int64 [n * 2 * kv_head]. The same for
-        every layer, so it is computed once per step."""
+        """Where the next keys and values of slots [0, n) belong, for `write`: int64 [n * planes * kv_head]. The same
+        for every layer, so it is computed once per step."""
         slots, groups, length = self.kv.shape[2:5]
         n = len(positions)
-        planes = torch.arange(2, device=positions.device)[:, None] * (slots * groups * length)
-        heads = planes + torch.arange(groups, device=positions.device) * length  # [2, kv_head]
+        planes = torch.arange(self.planes, device=positions.device)[:, None] * (slots * groups * length)
+        heads = planes + torch.arange(groups, device=positions.device) * length  # [planes, kv_head]
         rows = torch.arange(n, device=positions.device) * (groups * length) + positions
         return (rows[:, None] + heads.flatten()).flatten()
 
     def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
-        """kv [n, 2 * kv_head, head_dim]: keys, then values, of one new token per slot [0, n)."""
+        """kv [n, planes * kv_head, head_dim]: keys, then values, of one new token per slot [0, n)."""
         self.kv[layer].view(-1, self.head_dim).index_copy_(0, places, kv.reshape(-1, self.head_dim))
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:

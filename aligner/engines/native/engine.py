@@ -66,7 +66,8 @@ class NativeEngine:
         self.dtype = dtype
         self.peers = Peers(group)
         self.model = NativeModel(model, self.device, dtype, self.peers)
-        self.cache = SlotCache(model.num_layers, self.model.groups, model.kv_channels, self.device, dtype)
+        planes, heads, width = self.model.cached
+        self.cache = SlotCache(model.num_layers, heads, width, self.device, dtype, planes)
         self.routes = None
         if reports_routing:
             layers = len(model.layers_of("sparse"))

@@ -14,15 +14,25 @@ from torch import Tensor
 
 from aligner.config.families import TRAITS
 from aligner.config.schema import ModelConfig
-from aligner.engines.native.attention import decode_attention, prefill_attention
+from aligner.engines.native.attention import decode_attention, prefill_attention, rotate
 from aligner.engines.native.cache import SlotCache
+from aligner.engines.native.latent import LatentHeads
 from aligner.engines.native.peers import Peers
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.scratch import Scratch
 from aligner.models.families import FAMILIES, embedding_factor, expected_hf_shapes, family_table
 from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.models.shards import HfTensor, hf_tensors
-from aligner.ops.experts import add_bias, clamped_gate, combine, expand, grouped_linear, route, sort_pairs
+from aligner.ops.experts import (
+    add_bias,
+    clamped_gate,
+    combine,
+    expand,
+    grouped_linear,
+    route,
+    route_by_groups,
+    sort_pairs,
+)
 from aligner.ops.products import product_into, use_fast_products
 from aligner.ops.reduce import sum_halves
 from aligner.ops.scored_attention import scaled_logits
@@ -34,7 +44,7 @@ NORMS = BEFORE, BEFORE_MLP, BEHIND, BEHIND_MLP = (
     "self_attention.post_layernorm",
     "mlp.post_layernorm",
 )
-Attend = Callable[[int, Tensor], Tensor]  # (layer, rotated qkv [M, heads, d]) -> [M, heads * d]
+Attend = Callable[[int, Tensor], Tensor]  # (layer, normalised hidden states [M, H]) -> [M, heads * d of values]
 
 
 class NativeModel:
@@ -57,7 +67,7 @@ class NativeModel:
         dense, sparse = cfg.layers_of("dense"), cfg.layers_of("sparse")
         self.sparse = set(sparse)
         self.place = {layer: i for kind in (dense, sparse) for i, layer in enumerate(kind)}  # among those of its kind
-        width = (self.heads + 2 * self.groups) * self.head_dim
+        width = 0 if cfg.latent.kv_rank else (self.heads + 2 * self.groups) * self.head_dim
 
         def empty(*shape: int) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
@@ -76,7 +86,10 @@ class NativeModel:
         self.wide = self.traits.wide_qk_norm  # one norm over all query heads of a token, one over its key heads
         wide = empty(layers, self.rotated * self.head_dim) if self.wide else None
         self.qk_norm = wide if self.wide else empty(layers, 2, self.head_dim) if cfg.qk_norm else None
-        self.out = empty(layers, hidden, self.heads * self.head_dim)
+        self.latent = LatentHeads(cfg, self.heads, device, dtype) if cfg.latent.kv_rank else None
+        # of each position: planes, heads, numbers of a head
+        self.cached = (2, self.groups, self.head_dim) if self.latent is None else (1, 1, self.latent.width)
+        self.out = empty(layers, hidden, self.heads * cfg.value_channels)
         self.sinks = empty(layers, self.heads) if self.traits.sinks else None
         self.gate_up = empty(len(dense), 2 * ffn, hidden)
         self.down = empty(len(dense), hidden, ffn)
@@ -90,6 +103,12 @@ class NativeModel:
         self.expert_gate_up_bias = empty(len(sparse), experts, 2 * ffn) if biased else None
         self.expert_down = empty(len(sparse), experts, hidden, ffn)
         self.expert_down_bias = empty(len(sparse), experts, hidden) if biased else None
+        self.score_bias = None  # float32, as the scores of the choice are
+        if self.traits.sigmoid_router:
+            self.score_bias = torch.zeros(len(sparse), experts, device=device)
+        wide_ffn = cfg.moe.shared_ffn_hidden_size // share
+        self.shared_gate_up = empty(len(sparse), 2 * wide_ffn, hidden) if wide_ffn else None
+        self.shared_down = empty(len(sparse), hidden, wide_ffn) if wide_ffn else None
         self.views = self._hf_views()
         assert self.views.keys() == self.shapes.keys(), self.views.keys() ^ self.shapes.keys()
         self.scratch = Scratch(device, dtype)
@@ -108,6 +127,9 @@ class NativeModel:
         for layer in range(self.cfg.num_layers):
             at = f"model.layers.{layer}."
             fused = {"weight": self.qkv, "bias": self.qkv_bias}
+            if self.latent is not None:
+                views |= self.latent.views(layer)
+                fused = {}
             for kind, buffer in fused.items():
                 if buffer is not None:
                     q, k, v = buffer[layer].split(parts)
@@ -150,6 +172,11 @@ class NativeModel:
             parts["router.bias"] = self.router_bias[:, None]
             parts["experts.linear_fc1.bias"] = self.expert_gate_up_bias.unflatten(2, (2, -1)).flatten(1, 2)
             parts["experts.linear_fc2.bias"] = self.expert_down_bias
+        if self.score_bias is not None:
+            parts["router.expert_bias"] = self.score_bias[:, None]
+        if self.shared_gate_up is not None:
+            parts["shared_experts.linear_fc1.weight"] = self.shared_gate_up.unflatten(1, (2, -1))
+            parts["shared_experts.linear_fc2.weight"] = self.shared_down[:, None]
         views = {}
         for spec in family_table(self.cfg):
             at, _, part = spec.canonical.partition(".mlp.")
@@ -198,7 +225,8 @@ class NativeModel:
         self.scratch.clear()
         self.views.clear()
         self.embedding = self.head = self.qkv = self.out = self.gate_up = self.down = self.router = self.final_norm
-        self.expert_gate_up = self.expert_down = self.final_norm
+        self.expert_gate_up = self.expert_down = self.shared_gate_up = self.shared_down = self.final_norm
+        self.latent = None
 
     # ---- forward
 
@@ -234,15 +262,23 @@ class NativeModel:
     def prefill(self, tokens: Tensor, staged: Tensor | None = None, routes: Tensor | None = None) -> Tensor:
         """tokens int64 [P, T] right-padded -> normalised hidden states [P, T, hidden].
 
-        Keys and values go to staged [layer, 2, P, kv_head, T, d] if given, each token's experts to routes [P, T, layer,
-        top_k].
+        Keys and values go to staged [layer, plane, P, kv_head, T, d] if given, each token's experts to routes [P, T,
+        layer, top_k].
         """
         rows, length = tokens.shape
         positions = torch.arange(length, device=self.device).repeat(rows)
         near = self._near(positions[:length], length)
+        rope = self.rotations(positions, length)
 
-        def attend(layer: int, qkv: Tensor) -> Tensor:
-            q, k, v = qkv.view(rows, length, -1, self.head_dim).split([self.heads, self.groups, self.groups], dim=2)
+        def attend(layer: int, y: Tensor) -> Tensor:
+            if self.latent is not None:
+                kept = None if staged is None else staged[layer, 0, :, 0]
+                return self.latent.prefill(layer, y, rope[0], rows, kept)
+            q, k, v = (
+                self._heads(layer, y, rope)
+                .view(rows, length, -1, self.head_dim)
+                .split([self.heads, self.groups, self.groups], dim=2)
+            )
             if staged is not None:
                 staged[layer, 0].copy_(k.transpose(1, 2))
                 staged[layer, 1].copy_(v.transpose(1, 2))
@@ -250,8 +286,7 @@ class NativeModel:
             return prefill_attention(q, k, v, seen, self.scale, self.softcap, _of(self.sinks, layer)).flatten(0, 1)
 
         flat = None if routes is None else routes.flatten(0, 1)
-        hidden = self._forward(tokens.reshape(-1), self.rotations(positions, length), attend, flat)
-        return hidden.view(rows, length, -1)
+        return self._forward(tokens.reshape(-1), attend, flat).view(rows, length, -1)
 
     def decode(
         self, tokens: Tensor, positions: Tensor, cache: SlotCache, longest: int, routes: Routes | None = None
@@ -265,7 +300,14 @@ class NativeModel:
         if near is not None:
             near = torch.zeros(n, longest, device=self.device).masked_fill_(~near, float("-inf"))[:, None, None]
 
-        def attend(layer: int, qkv: Tensor) -> Tensor:
+        rope = self.rotations(positions, longest)
+
+        def attend(layer: int, y: Tensor) -> Tensor:
+            if self.latent is not None:
+                query, kept = self.latent.absorbed(layer, y, rope[0])
+                cache.write(layer, places, kept[:, None])
+                return self.latent.decode(layer, query, cache.kv[layer, 0, :n, 0, :longest], mask[:, 0])
+            qkv = self._heads(layer, y, rope)
             cache.write(layer, places, qkv[:, self.heads :])
             keys, values = cache.kv[layer, :, :n, :, :longest]
             seen = mask if near is None or not self.local[layer] else near
@@ -273,7 +315,7 @@ class NativeModel:
             return decode_attention(query, keys, values, seen, self.scratch, self.scale, self.softcap, sinks)
 
         routing = None if routes is None else routes.empty(n)
-        hidden = self._forward(tokens, self.rotations(positions, longest), attend, routing)
+        hidden = self._forward(tokens, attend, routing)
         if routes is not None:
             routes.write(positions, routing)
         return self.logits(hidden)
@@ -291,19 +333,23 @@ class NativeModel:
         rows = self.embedding[local.where(mine, 0)] if len(self.embedding) else self.embedding.new_zeros(1, 1)
         return self.peers.add(rows.expand(len(tokens), self.cfg.hidden_size) * mine[:, None])
 
-    def _forward(self, tokens: Tensor, rope: Tensor, attend: Attend, routes: Tensor | None = None) -> Tensor:
+    def _heads(self, layer: int, y: Tensor, rope: Tensor) -> Tensor:
+        """Queries, keys and values [M, heads + 2 kv_heads, d], in a buffer that the next layer uses again."""
+        qkv = self.scratch.take("qkv", len(y), self.qkv.shape[1])
+        product_into(qkv, y, self.qkv[layer].t(), _of(self.qkv_bias, layer))
+        heads = qkv.view(len(y), -1, self.head_dim)
+        self._norm_and_rotate(layer, heads[:, : self.rotated], rope[-1 if self.local[layer] else 0])
+        return heads
+
+    def _forward(self, tokens: Tensor, attend: Attend, routes: Tensor | None = None) -> Tensor:
         """tokens int64 [M] -> [M, hidden] after the final norm; their experts to routes [M, layer, top_k] if given.
         Large intermediates live in scratch buffers."""
         x = self._embed(tokens)
         if self._embedding_factor != 1:
             x *= self._embedding_factor
-        qkv = self.scratch.take("qkv", len(x), self.qkv.shape[1])
         for layer in range(self.cfg.num_layers):
             y = self._normed(x, layer, BEFORE)
-            product_into(qkv, y, self.qkv[layer].t(), _of(self.qkv_bias, layer))
-            heads = qkv.view(len(x), -1, self.head_dim)
-            self._norm_and_rotate(layer, heads[:, : self.rotated], rope[-1 if self.local[layer] else 0])
-            self._add(x, attend(layer, heads), self.out[layer], _of(self.out_bias, layer), layer, BEHIND)
+            self._add(x, attend(layer, y), self.out[layer], _of(self.out_bias, layer), layer, BEHIND)
             y = self._normed(x, layer, BEFORE_MLP)
             place = self.place[layer]
             if layer in self.sparse:
@@ -348,7 +394,10 @@ class NativeModel:
         """y [M, hidden] -> what each row's experts make of it, of layer `place` with experts; all rows of an expert in
         one product."""
         moe = self.cfg.moe
-        routing = route(y, self.router[place], moe.top_k, moe.norm_topk_prob, _of(self.router_bias, place))
+        if self.score_bias is None:
+            routing = route(y, self.router[place], moe.top_k, moe.norm_topk_prob, _of(self.router_bias, place))
+        else:
+            routing = route_by_groups(y, self.router[place], self.score_bias[place], moe)
         if routes is not None:
             routes[:, place] = routing.experts
         pairs = sort_pairs(routing.experts, moe.num_experts)
@@ -363,7 +412,11 @@ class NativeModel:
         out = grouped_linear(mixed, self.expert_down[place], pairs.counts)
         if self.expert_down_bias is not None and self.peers.rank == 0:  # of all ranks' sum
             out = add_bias(out, self.expert_down_bias[place], pairs.counts)
-        return combine(out, pairs, routing.weights)
+        out = combine(out, pairs, routing.weights)
+        if self.shared_gate_up is None:
+            return out
+        gate, up = F.linear(y, self.shared_gate_up[place]).chunk(2, dim=1)
+        return out.addmm_(F.silu(gate).mul_(up), self.shared_down[place].t())
 
     def _norm_and_rotate(self, layer: int, qk: Tensor, rope: Tensor) -> None:
         """In place on the query and key heads [M, rotated, d]; the rotation is done in float32."""
@@ -371,13 +424,7 @@ class NativeModel:
         if self.turns[layer]:
             y = y.float()
             part = y[..., : self.cfg.rotary_dim]
-            if self.interleaves or self.family.interleaved_rotary:
-                torch.view_as_complex(part.unflatten(2, (-1, 2))).mul_(rope)
-            else:
-                a, b = part.chunk(2, 2)
-                turned = torch.complex(a, b).mul_(rope)
-                a.copy_(turned.real)
-                b.copy_(turned.imag)
+            rotate(part, rope, self.interleaves or self.family.interleaved_rotary)
         if y.data_ptr() != qk.data_ptr():
             qk.copy_(y)
 

@@ -1,0 +1,102 @@
+"""Multi-head latent attention of the native engine (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+What is kept of a position is the normalised latent vector c, of which all heads' plain keys and values are made, and
+the rotated key that the heads share: kv_rank + rotary_dim numbers, the same on every rank of an engine. Prompts make
+their keys and values of them. A new token does not: with a head's plain key K c and value V c, its scores are (K^T q) c
+and its result V (sum of weights times c), so that the cache is read as it is, by all heads alike.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.config.schema import ModelConfig
+from aligner.engines.native.attention import prefill_attention, rotate
+from aligner.models.rope import LATENT_EPS, score_scale
+
+
+class LatentHeads:
+    """Weights of all layers, of this rank's `heads`, and what attention makes with them."""
+
+    def __init__(self, cfg: ModelConfig, heads: int, device: torch.device, dtype: torch.dtype):
+        self.shape, self.heads = cfg.latent, heads
+        self.scale = score_scale(cfg) or cfg.kv_channels**-0.5
+        layers, hidden, latent = cfg.num_layers, cfg.hidden_size, cfg.latent
+
+        def empty(*shape: int) -> Tensor:
+            return torch.zeros(layers, *shape, device=device, dtype=dtype)
+
+        rank = latent.query_rank
+        self.query_down, self.query_norm = (empty(rank, hidden), empty(rank)) if rank else (None, None)
+        self.query_up = empty(heads * latent.head_dim, rank or hidden)
+        self.down, self.norm = empty(self.width, hidden), empty(latent.kv_rank)
+        self.up = empty(heads * (latent.plain_dim + latent.value_dim), latent.kv_rank)
+
+    @property
+    def width(self) -> int:
+        """Numbers that are kept of a position."""
+        return self.shape.kv_rank + self.shape.rotary_dim
+
+    def views(self, layer: int) -> dict[str, Tensor]:
+        """By Hugging Face's names."""
+        found = {"kv_a_proj_with_mqa": self.down, "kv_a_layernorm": self.norm, "kv_b_proj": self.up}
+        if self.query_down is None:
+            found["q_proj"] = self.query_up
+        else:
+            found |= {"q_a_proj": self.query_down, "q_a_layernorm": self.query_norm, "q_b_proj": self.query_up}
+        return {f"model.layers.{layer}.self_attn.{name}.weight": buffer[layer] for name, buffer in found.items()}
+
+    def prefill(self, layer: int, y: Tensor, rope: Tensor, rows: int, staged: Tensor | None) -> Tensor:
+        """y [rows * T, hidden] of whole rows -> [rows * T, heads * value_dim]; what is kept goes to `staged` [rows, T,
+        width] if given."""
+        latent, (plain, rotated) = self.shape, self._queries(layer, y, rope)
+        kept = self._kept(layer, y, rope)
+        if staged is not None:
+            staged.copy_(kept.view(rows, -1, self.width))
+        c, shared = kept.split([latent.kv_rank, latent.rotary_dim], 1)
+        both = F.linear(c, self.up[layer]).view(len(y), self.heads, -1)
+        key, value = both.split([latent.plain_dim, latent.value_dim], 2)
+        key = torch.cat([key, shared[:, None].expand(-1, self.heads, -1)], 2)
+        q, k, v = (x.unflatten(0, (rows, -1)) for x in (torch.cat([plain, rotated], 2), key, value))
+        return prefill_attention(q, k, v, scale=self.scale).flatten(0, 1)
+
+    def absorbed(self, layer: int, y: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """y [n, hidden] -> queries of what is kept [n, heads, width], and what to keep [n, width]."""
+        plain, rotated = self._queries(layer, y, rope)
+        keys, _ = self._ups(layer)
+        query = torch.bmm(plain.transpose(0, 1), keys).transpose(0, 1)
+        return torch.cat([query, rotated], 2), self._kept(layer, y, rope)
+
+    def decode(self, layer: int, query: Tensor, kept: Tensor, mask: Tensor) -> Tensor:
+        """query [n, heads, width], kept [n, T, width], mask float32 [n, 1, T] (0 or -inf) -> [n, heads * value_dim]."""
+        scores = torch.add(mask, torch.matmul(query, kept.transpose(1, 2)).float(), alpha=self.scale)
+        found = torch.matmul(scores.softmax(-1).to(kept.dtype), kept[..., : self.shape.kv_rank])
+        _, values = self._ups(layer)
+        return torch.bmm(found.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+    def _ups(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K [heads, plain_dim, kv_rank] and V [heads, value_dim, kv_rank]."""
+        both = self.up[layer].unflatten(0, (self.heads, -1))
+        return both.split([self.shape.plain_dim, self.shape.value_dim], 1)
+
+    def _queries(self, layer: int, y: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """[M, heads, plain_dim] and, rotated, [M, heads, rotary_dim]."""
+        if self.query_down is not None:
+            y = F.linear(y, self.query_down[layer])
+            y = F.rms_norm(y, y.shape[1:], self.query_norm[layer], LATENT_EPS)
+        heads = F.linear(y, self.query_up[layer]).view(len(y), self.heads, -1)
+        plain, rotated = heads.split([self.shape.plain_dim, self.shape.rotary_dim], 2)
+        return plain, self._rotated(rotated, rope)
+
+    def _kept(self, layer: int, y: Tensor, rope: Tensor) -> Tensor:
+        c, shared = F.linear(y, self.down[layer]).split([self.shape.kv_rank, self.shape.rotary_dim], 1)
+        c = F.rms_norm(c, c.shape[1:], self.norm[layer], LATENT_EPS)
+        return torch.cat([c, self._rotated(shared[:, None], rope)[:, 0]], 1)
+
+    def _rotated(self, x: Tensor, rope: Tensor) -> Tensor:
+        """In float32, whatever the dtype."""
+        turned = x.float() if x.dtype != torch.float32 else x.clone()
+        rotate(turned, rope, self.shape.neighbours)
+        return turned.to(x.dtype)
