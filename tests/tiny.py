@@ -139,7 +139,7 @@ DEEPSEEK = replace(
     rope_scaling=RopeScalingConfig(8.0, original_max_position=32, type="yarn", mscale=1.0, mscale_all_dim=0.7),
     latent=LATENT,
     moe=MoeConfig(
-        12, top_k=3, ffn_hidden_size=20, shared_ffn_hidden_size=40, groups=4, top_groups=2, scale=2.5, dense_layers=[0]
+        9, top_k=4, ffn_hidden_size=20, shared_ffn_hidden_size=20, groups=3, top_groups=2, scale=0.6, dense_layers=[0]
     ),
 )
 MOE = replace(MODELS["qwen3"], family="qwen3_moe", moe=MoeConfig(4, top_k=2, ffn_hidden_size=24))
@@ -164,7 +164,7 @@ MORE |= {
         num_layers=2,
         rope_scaling=RopeScalingConfig(),
         latent=replace(LATENT, query_rank=0, value_dim=20, neighbours=False),
-        moe=replace(DEEPSEEK.moe, dense_layers=[], norm_topk_prob=False, shared_ffn_hidden_size=20),
+        moe=replace(DEEPSEEK.moe, dense_layers=[], norm_topk_prob=False, shared_ffn_hidden_size=40),
     ),
     "qwen3_moe-window": replace(MOE, qkv_bias=True, attention=AttentionConfig(window=6)),
     "qwen3_moe-mixed": replace(MOE, num_layers=4, moe=replace(MOE.moe, dense_layers=[0, 1, 3])),
