@@ -15,13 +15,20 @@ def row_costs(lengths: Tensor, model: ModelConfig) -> Tensor:
     """float64 [B]: operations of a forward pass by row of n tokens, per layer (of mixed ones on average): 2 P n for the
     matrix products with P parameters (the output layer's spread over the layers), 2 n^2 A for causal attention over
     heads of A = heads x head_dim numbers in all (scores and weighted sums, half of the square)."""
-    n, h, wide = lengths.double(), model.hidden_size, model.num_heads * model.kv_channels
-    projections = 2 * h * wide + 2 * h * model.num_kv_heads * model.kv_channels
-    sparse = 3 * h * model.expert_ffn * model.moe.top_k + h * model.moe.num_experts  # what computes a token
+    n, h, wide, latent = lengths.double(), model.hidden_size, model.num_heads * model.kv_channels, model.latent
+    out = model.num_heads * model.value_channels
+    if latent.kv_rank:
+        vectors = latent.query_rank + latent.kv_rank + latent.rotary_dim
+        ups = wide * (latent.query_rank or h) + (model.num_heads * latent.plain_dim + out) * latent.kv_rank
+        projections = h * vectors + ups + h * out
+    else:
+        projections = 2 * h * wide + 2 * h * model.num_kv_heads * model.kv_channels
+    # what computes a token
+    sparse = 3 * h * (model.expert_ffn * model.moe.top_k + model.moe.shared_ffn_hidden_size) + h * model.moe.num_experts
     share = len(model.layers_of("sparse")) / model.num_layers
     mlp = 3 * h * model.ffn_hidden_size * (1 - share) + sparse * share
     parameters = projections + mlp + h * model.vocab_size / model.num_layers
-    return 2 * parameters * n + 2 * wide * n.square()
+    return 2 * parameters * n + (wide + out) * n.square()
 
 
 def deal(costs: Sequence[float], parts: int) -> list[list[int]]:

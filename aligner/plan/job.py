@@ -10,6 +10,8 @@ from aligner.config.attention import AttentionConfig
 from aligner.config.checks import one_of
 from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update
 from aligner.config.families import TRAITS
+from aligner.config.latent import LatentConfig
+from aligner.config.moe import MoeConfig
 from aligner.config.rope import RopeScalingConfig
 from aligner.config.scales import ScalesConfig
 from aligner.config.schema import STAGES, Config, ModelConfig
@@ -123,7 +125,7 @@ class Job:
         """(rows decoded together by one engine, bytes of its cache per GPU), as `plan_generation` cuts the budget."""
         engine, shape = self.engine, self.policy.shape
         assert engine is not None
-        token = kv_bytes(shape, engine.element) / engine.tensor + self.routing
+        token = kv_bytes(shape, engine.element, engine.tensor) + self.routing
         replicas = self.grid.gpus / engine.tensor
         rows, prompts = self.rows.count / replicas, self.rows.prompts / replicas
         positions = self.rows.longest - 1
@@ -243,6 +245,15 @@ _KEYS = {
 }
 
 
+_LATENT_KEYS = {
+    "kv_rank": "kv_lora_rank",
+    "query_rank": "q_lora_rank",
+    "plain_dim": "qk_nope_head_dim",
+    "rotary_dim": "qk_rope_head_dim",
+    "value_dim": "v_head_dim",
+}
+
+
 def shape_at(like: ModelConfig, init: str) -> ModelConfig:
     """The sizes in the config.json of the folder `init` (or of its `hf`, of a finished run, or `source`, of an
     import), the rest as in `like`;
@@ -257,13 +268,14 @@ def shape_at(like: ModelConfig, init: str) -> ModelConfig:
     flag = "tie_word_embeddings"
     sizes = {ours: raw.integer(theirs, low=1) for theirs, ours in _KEYS.items() if theirs in raw and theirs != flag}
     sizes |= {_KEYS[flag]: raw.flag(flag)} if flag in raw else {}
-    experts = raw.integer("num_experts", 0) or raw.integer("num_local_experts", 0)
-    moe = replace(like.moe, num_experts=0, top_k=1, dense_layers=[])
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((raw.integer(name) for name in names if name in raw), 0)
+    moe = MoeConfig(top_k=1, aux_coef=like.moe.aux_coef, aux_over=like.moe.aux_over)
     if experts:
         width = raw.integer("moe_intermediate_size", 0) or raw.integer("intermediate_size")
-        dense = sorted(raw.integers("mlp_only_layers", []))
+        dense = sorted(raw.integers("mlp_only_layers", [])) or list(range(raw.integer("first_k_dense_replace", 0)))
         moe = replace(moe, num_experts=experts, top_k=raw.integer("num_experts_per_tok", 2), ffn_hidden_size=width)
-        moe.dense_layers = dense
+        moe.dense_layers, moe.shared_ffn_hidden_size = dense, width * raw.integer("n_shared_experts", 0)
     kind = raw.text("model_type", like.family)
     one_of("model.family", kind, tuple(TRAITS))
     traits = TRAITS[kind]
@@ -276,4 +288,8 @@ def shape_at(like: ModelConfig, init: str) -> ModelConfig:
     sizes = {"tie_embeddings": traits.tied} | sizes
     sizes.setdefault("num_kv_heads", sizes.get("num_heads", like.num_heads))
     sizes.setdefault("head_dim", 0)
-    return replace(like, family=kind, moe=moe, **plain, **flags, **sizes)
+    latent = LatentConfig()
+    if traits.latent:
+        latent = LatentConfig(**{ours: raw.integer(theirs, 0) for ours, theirs in _LATENT_KEYS.items()})
+        sizes["head_dim"] = 0
+    return replace(like, family=kind, moe=moe, latent=latent, **plain, **flags, **sizes)

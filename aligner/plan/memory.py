@@ -13,7 +13,17 @@ from aligner.errors import AlignerError
 from aligner.plan.devices import GIB, Assumptions, Device
 from aligner.plan.job import PREFILL_TOKENS, Job, Part
 from aligner.plan.reads import most_read
-from aligner.plan.shapes import Count, Grid, mlp_width, parameters, rank_parameters, stage_layers, widest_mlp
+from aligner.plan.shapes import (
+    Count,
+    Grid,
+    attention_widths,
+    latent_widths,
+    mlp_width,
+    parameters,
+    rank_parameters,
+    stage_layers,
+    widest_mlp,
+)
 
 SAMPLED_LOGITS = 1 << 26  # float64 cumulative sums of the native sampler at a time
 
@@ -89,17 +99,19 @@ def layer_activations(part: Part, grid: Grid, sparse: bool) -> tuple[float, floa
 
     By own token: inputs and outputs of two norms (4 H; a 1/tp share with sequence parallelism), queries and the
     attention's output (2 A / tp; 3 A where context parallelism reorders), gate, up and their product (3 F / tp), keys
-    and values (2 K / tp). An expert's token also keeps its input and output (2 H) for each of k. With all-gather,
-    keys and values of the whole row, once as gathered and about once as used."""
+    and values (2 K / tp); of latent attention its vectors, twice. An expert's token also keeps its input and output
+    (2 H) for each of k. With all-gather, keys and values of the whole row, once as gathered and about once as used."""
     m, tp = part.shape, grid.tensor
-    a, k = m.num_heads * m.kv_channels, m.num_kv_heads * m.kv_channels
+    a, k, v, _ = attention_widths(m)
+    v = max(v, k)  # fused attention pads narrower ones
     own = 4 * m.hidden_size / (tp if grid.sequence else 1) + (2 if grid.context == 1 else 3) * a / tp
+    own += 2 * sum(latent_widths(m)) / (tp if grid.sequence else 1)
     own += 3 * mlp_width(m, sparse) / tp
     if sparse:
         own += m.hidden_size + m.moe.top_k * 2 * m.hidden_size
     if grid.context > 1 and not grid.over_heads:
-        return own, 2 * k * (1 + 1 / (2 * grid.context)) / tp
-    return own + 2 * k / tp, 0.0
+        return own, (k + v) * (1 + 1 / (2 * grid.context)) / tp
+    return own + (k + v) / tp, 0.0
 
 
 def activation_bytes(job: Job, part: Part, stage: int) -> float:

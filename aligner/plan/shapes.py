@@ -54,8 +54,10 @@ class Count:
         return self.dense + self.experts + self.score
 
 
-def _widths(m: ModelConfig) -> tuple[int, int]:
-    return m.num_heads * m.kv_channels, m.num_kv_heads * m.kv_channels
+def attention_widths(m: ModelConfig) -> tuple[int, int, int, int]:
+    """Numbers of a token's queries, keys, values and of what attention makes of them, over all heads."""
+    a, k = m.num_heads * m.kv_channels, m.num_kv_heads * m.kv_channels
+    return a, k, m.num_kv_heads * m.value_channels, m.num_heads * m.value_channels
 
 
 def sparse_share(m: ModelConfig) -> float:
@@ -70,19 +72,45 @@ def stage_layers(m: ModelConfig, grid: Grid, stage: int) -> list[bool]:
 
 
 def attention_matrices(m: ModelConfig) -> int:
-    """Elements: H(A + 2K) + AH."""
-    a, k = _widths(m)
-    return m.hidden_size * (2 * a + 2 * k)
+    """Elements that tensor ranks share: H(A + 2K) + AH; of latent attention what makes queries, keys and values of its
+    vectors, and the output."""
+    (a, k, v, out), latent = attention_widths(m), m.latent
+    if not latent.kv_rank:
+        return m.hidden_size * (a + k + v + out)
+    ups = a * (latent.query_rank or m.hidden_size) + (m.num_heads * latent.plain_dim + v) * latent.kv_rank
+    return ups + m.hidden_size * out
+
+
+def latent_widths(m: ModelConfig) -> list[int]:
+    """Of latent attention: numbers of a token's vectors of queries, of keys and values, and of the rotated key."""
+    latent = m.latent
+    return [latent.query_rank, latent.kv_rank, latent.rotary_dim] if latent.kv_rank else []
+
+
+def latent_matrices(m: ModelConfig) -> int:
+    """Elements of what makes those: every tensor rank has them whole."""
+    return m.hidden_size * sum(latent_widths(m))
+
+
+def kept_widths(m: ModelConfig) -> tuple[int, int]:
+    """Numbers that an engine keeps of a position and layer: of its tensor ranks together, and on each of them."""
+    _, k, v, _ = attention_widths(m)
+    return (0, m.latent.kv_rank + m.latent.rotary_dim) if m.latent.kv_rank else (k + v, 0)
 
 
 def mlp_matrices(m: ModelConfig, sparse: bool) -> int:
-    """Elements that every token of a layer meets: 3HF of a dense MLP, the router's HE."""
+    """Elements that every token of a layer meets: 3HF of a dense MLP; the router's HE, beside `shared_matrices`."""
     return m.hidden_size * (m.moe.num_experts if sparse else 3 * m.ffn_hidden_size)
+
+
+def shared_matrices(m: ModelConfig) -> int:
+    """Elements of the MLP for every token beside the experts."""
+    return 3 * m.hidden_size * m.moe.shared_ffn_hidden_size
 
 
 def mlp_width(m: ModelConfig, sparse: bool) -> int:
     """Of what a token has between the matrices of an MLP."""
-    return m.moe.top_k * m.expert_ffn if sparse else m.ffn_hidden_size
+    return m.moe.top_k * m.expert_ffn + m.moe.shared_ffn_hidden_size if sparse else m.ffn_hidden_size
 
 
 def widest_mlp(m: ModelConfig) -> int:
@@ -91,15 +119,16 @@ def widest_mlp(m: ModelConfig) -> int:
 
 def _mean_mlp(m: ModelConfig) -> float:
     share = sparse_share(m)
-    return share * mlp_matrices(m, True) + (1 - share) * mlp_matrices(m, False)
+    return share * (mlp_matrices(m, True) + shared_matrices(m)) + (1 - share) * mlp_matrices(m, False)
 
 
 def layer_norms(m: ModelConfig) -> int:
-    """Elements that every tensor rank holds alike and sequence parallelism computes on shares of the tokens: norms, and
-    the biases that are added like them."""
+    """Elements that every tensor rank holds alike and sequence parallelism computes on shares of the tokens: norms,
+    the biases that are added like them, and what makes the vectors of latent attention."""
     biases, traits = m.output_bias + m.mlp_bias, TRAITS[m.family]  # of projections into the residual stream
     each_head = m.qk_norm and not traits.wide_qk_norm
-    return (traits.norms + biases) * m.hidden_size + (2 * m.kv_channels if each_head else 0)
+    latent = m.latent.query_rank + m.latent.kv_rank + latent_matrices(m)
+    return (traits.norms + biases) * m.hidden_size + (2 * m.kv_channels if each_head else 0) + latent
 
 
 def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", outputs: int = 1) -> Count:
@@ -107,16 +136,17 @@ def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", ou
     ep); the vocabulary, padded to a multiple of tp, on the first stage and again on the last (once where tied and pp =
     1)."""
     h, tp, moe, traits = m.hidden_size, grid.tensor, m.moe, TRAITS[m.family]
-    a, k = _widths(m)
+    a, k, _, _ = attention_widths(m)
     bias = (a + 2 * k if m.qkv_bias else 0) + (2 * m.ffn_hidden_size if m.mlp_bias else 0)
     bias += (a + k if traits.wide_qk_norm else 0) + (m.num_heads if traits.sinks else 0)
     layers, last = stage_layers(m, grid, stage), stage == grid.pipeline - 1
     each = (attention_matrices(m) + bias) // tp + layer_norms(m)
     expert = (3 * h + 2 * traits.expert_bias) * m.expert_ffn // tp + h * traits.expert_bias
     experts = moe.num_experts // grid.expert * expert
-    router = mlp_matrices(m, True) + moe.num_experts * traits.expert_bias
+    router = mlp_matrices(m, True) + moe.num_experts * (traits.expert_bias or traits.sigmoid_router)
+    sparse_layer = router + shared_matrices(m) // tp
     vocabulary = -(-m.vocab_size // tp) * h
-    dense = sum(each + (router if sparse else mlp_matrices(m, False) // tp) for sparse in layers)
+    dense = sum(each + (sparse_layer if sparse else mlp_matrices(m, False) // tp) for sparse in layers)
     dense += (vocabulary if stage == 0 else 0) + (h if last else 0)
     if last and head == "lm" and not (m.tie_embeddings and grid.pipeline == 1):
         dense += vocabulary
@@ -131,11 +161,11 @@ def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float 
     """Of one layer's forward pass over `tokens` that see `context` tokens each on average (causal: half the row):
     2 x matrix elements, and 4 A x context for scores and their sum over values. Without experts' own: see below.
     `kept`: of the other tokens queries, keys and values alone are made, 2 H (A + 2K); `context` is of the kept ones."""
-    a, k = _widths(m)
+    a, _, _, out = attention_widths(m)
     kept = tokens if kept is None else kept
-    mixed = m.hidden_size * (a + 2 * k)
-    rest = attention_matrices(m) + _mean_mlp(m) - mixed
-    return 2 * tokens * mixed + kept * (2 * rest + 4 * a * context)
+    mixed = attention_matrices(m) - m.hidden_size * out + latent_matrices(m)
+    rest = m.hidden_size * out + _mean_mlp(m)
+    return 2 * tokens * mixed + kept * (2 * rest + 2 * (a + out) * context)
 
 
 def expert_operations(m: ModelConfig, tokens: float) -> float:
@@ -159,9 +189,10 @@ def routing_bytes(m: ModelConfig) -> int:
     return len(m.layers_of("sparse")) * m.moe.top_k * (1 if m.moe.num_experts <= 256 else 2)
 
 
-def kv_bytes(m: ModelConfig, element: int) -> int:
-    """Keys and values of one position."""
-    return 2 * m.num_layers * m.num_kv_heads * m.kv_channels * element
+def kv_bytes(m: ModelConfig, element: int, tensor: int = 1) -> float:
+    """Keys and values of one position, or what latent attention makes them of, on one of an engine's `tensor` ranks."""
+    shared, whole = kept_widths(m)
+    return m.num_layers * (shared / tensor + whole) * element
 
 
 def decode_weight_bytes(m: ModelConfig, rows: float, element: int) -> float:

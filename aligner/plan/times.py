@@ -178,9 +178,9 @@ def decode_step(job: Job, machine: Machine, rows: float, context: float) -> tupl
     engine, m = job.engine, job.policy.shape
     assert engine is not None
     tp, assumed = engine.tensor, machine.assumed
-    moved = decode_weight_bytes(m, rows, engine.element) + rows * context * kv_bytes(m, engine.element)
+    moved = decode_weight_bytes(m, rows, engine.element) / tp + rows * context * kv_bytes(m, engine.element, tp)
     products = m.num_layers * machine.layer_seconds(m, rows, context) + head_operations(m, rows) / machine.rate
-    busy = max(moved / tp / machine.bandwidth, products / tp)
+    busy = max(moved / machine.bandwidth, products / tp)
     if engine.launches:
         busy = max(busy, m.num_layers * assumed.layer_s)
     if tp == 1:

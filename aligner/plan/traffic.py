@@ -12,9 +12,18 @@ from dataclasses import dataclass
 from itertools import chain
 from math import ceil
 
+from aligner.config.schema import ModelConfig
 from aligner.plan.job import Job, Part
 from aligner.plan.reads import reads
-from aligner.plan.shapes import Grid, layer_norms, mlp_matrices, rank_parameters, stage_layers
+from aligner.plan.shapes import (
+    Grid,
+    attention_widths,
+    latent_widths,
+    layer_norms,
+    mlp_matrices,
+    rank_parameters,
+    stage_layers,
+)
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
@@ -72,12 +81,13 @@ def layer_forward(part: Part, grid: Grid, tokens: float, kept: float, element: i
     Tensor parallelism: the outputs of attention and MLP are summed (Megatron-LM, arXiv:1909.08053); with sequence
     parallelism scattered, and their inputs gathered (arXiv:2205.05198)."""
     m, own = part.shape, tokens / grid.context
-    hidden = kept / grid.context * m.hidden_size * element
+    hidden, inputs, mlps = kept / grid.context * m.hidden_size * element, _inputs(m), _mlps(m, sparse)
     if grid.sequence:
-        yield Call("tp", "all_gather", 2 * hidden, 2)
-        yield Call("tp", "reduce_scatter", 2 * hidden, 2)
+        share = sum(inputs) / m.hidden_size
+        yield Call("tp", "all_gather", (share + mlps) * hidden, len(inputs) + mlps)
+        yield Call("tp", "reduce_scatter", (1 + mlps) * hidden, 1 + mlps)
     else:
-        yield Call("tp", "all_reduce", 2 * hidden, 2)
+        yield Call("tp", "all_reduce", (1 + mlps) * hidden, 1 + mlps)
     yield from _context(part, grid, tokens, element, backward=False)
     if sparse:
         yield _experts(part, own, element)
@@ -87,13 +97,16 @@ def layer_backward(part: Part, grid: Grid, tokens: float, kept: float, element: 
     """The gradients of the same; with sequence parallelism the inputs of the two column-parallel products are gathered
     a second time for the gradients of their weights (experts keep theirs)."""
     m, own = part.shape, tokens / grid.context
-    hidden = own * m.hidden_size * element
-    again = 1 if sparse else 2
+    hidden, inputs, mlps = own * m.hidden_size * element, _inputs(m), _mlps(m, sparse)
+    given = sum(inputs) / m.hidden_size
     if grid.sequence:
-        yield Call("tp", "all_gather", (2 + again) * hidden, 2 + again)
-        yield Call("tp", "reduce_scatter", 2 * hidden, 2)
+        again = sum(inputs[:2]) / m.hidden_size  # the rotated key goes through no product
+        dense = mlps - sparse
+        yield Call("tp", "all_gather", (1 + mlps + again + dense) * hidden, 1 + mlps + len(inputs[:2]) + dense)
+        yield Call("tp", "reduce_scatter", (given + mlps) * hidden, len(inputs) + mlps)
     else:
-        yield Call("tp", "all_reduce", hidden + kept / grid.context * m.hidden_size * element, 2)
+        last = kept / grid.context * m.hidden_size * element
+        yield Call("tp", "all_reduce", given * hidden + mlps * last, len(inputs) + mlps)
     if sparse:
         yield Call("tp", "all_reduce", m.moe.num_experts * m.hidden_size * element)  # of the router's weight
     yield from _context(part, grid, tokens, element, backward=True)
@@ -101,14 +114,26 @@ def layer_backward(part: Part, grid: Grid, tokens: float, kept: float, element: 
         yield _experts(part, own, element)
 
 
+def _inputs(m: ModelConfig) -> list[int]:
+    """Numbers of a token that attention's column-parallel products are given, each by a collective of its own."""
+    if not m.latent.kv_rank:
+        return [m.hidden_size]
+    query, *others = latent_widths(m)
+    return [query or m.hidden_size, *others]
+
+
+def _mlps(m: ModelConfig, sparse: bool) -> int:
+    return 2 if sparse and m.moe.shared_ffn_hidden_size else 1
+
+
 def _context(part: Part, grid: Grid, tokens: float, element: int, backward: bool) -> Iterator[Call]:
     """Keys and values to all ranks, their gradients back; or queries, keys, values and the output over heads."""
     m = part.shape
-    a, k = (heads * m.kv_channels / grid.tensor for heads in (m.num_heads, m.num_kv_heads))
+    a, k, v, out = (width / grid.tensor for width in attention_widths(m))
     if grid.over_heads:
-        yield Call("cp", "all_to_all", tokens / grid.context * (2 * a + 2 * k) * element, 4)
+        yield Call("cp", "all_to_all", tokens / grid.context * (a + k + v + out) * element, 4)
     else:
-        yield Call("cp", "reduce_scatter" if backward else "all_gather", tokens * 2 * k * element)
+        yield Call("cp", "reduce_scatter" if backward else "all_gather", tokens * (k + v) * element)
 
 
 def _experts(part: Part, own: float, element: int) -> Call:
