@@ -18,6 +18,7 @@ import torch
 from aligner.config.attention import AttentionConfig, layer_pattern
 from aligner.config.engine import EngineConfig
 from aligner.config.families import TRAITS
+from aligner.config.latent import LatentConfig
 from aligner.config.moe import ALWAYS_NORMALISED, MoeConfig
 from aligner.config.rope import ROPE_TYPES, RopeScalingConfig
 from aligner.config.scales import ScalesConfig
@@ -43,6 +44,16 @@ KEYS: dict[str, Draw] = {
     "attention.local_rope_base": lambda r, _: r.uniform(20, 1000),
     "attention.nope_layers": lambda r, shape: [n for n in range(shape.num_layers) if r.random() < 0.4],
     "moe.dense_layers": lambda r, shape: [n for n in range(shape.num_layers - 1) if r.random() < 0.4],
+    "moe.shared_ffn_hidden_size": lambda r, _: r.randint(1, 2),  # times an expert's
+    "moe.groups": lambda r, _: r.randint(1, 3),
+    "moe.top_groups": lambda r, _: r.randint(1, 3),  # at most the groups
+    "moe.scale": lambda r, _: r.uniform(0.3, 1.5),
+    "latent.kv_rank": lambda r, _: r.randint(3, 24),
+    "latent.query_rank": lambda r, _: r.choice([0, r.randint(3, 24)]),
+    "latent.plain_dim": lambda r, _: r.randint(1, 12),
+    "latent.rotary_dim": lambda r, _: 2 * r.randint(1, 6),
+    "latent.value_dim": lambda r, _: r.randint(1, 20),
+    "latent.neighbours": lambda r, _: r.random() < 0.5,
     "scales.embedding": lambda r, _: r.uniform(0.5, 4),
     "scales.residual": lambda r, _: r.uniform(0.2, 1.5),
     "scales.logits": lambda r, _: r.uniform(0.5, 3),
@@ -79,9 +90,14 @@ def draw(family: str, seed: int) -> ModelConfig:
         pattern = layer_pattern([r.random() < 0.5 for _ in range(shape.num_layers)])
         values |= {f"attention.{name}": value for name, value in pattern.items()}
     rotary_dim = int(shape.kv_channels * values.get("attention.rotary_fraction", 1.0))
+    latent = LatentConfig(**_section("latent", values))
+    if traits.latent:
+        sizes |= {"num_kv_heads": heads, "head_dim": latent.head_dim}
+        rotary_dim = latent.rotary_dim
     return ModelConfig(
         **sizes | {"family": family, "qkv_bias": traits.qkv_bias, "qk_norm": traits.qk_norm} | _section("", values),
         attention=AttentionConfig(**_section("attention", values)),
+        latent=latent,
         scales=ScalesConfig(**_section("scales", values)),
         moe=_experts(r, family, shape.ffn_hidden_size, _section("moe", values)) if traits.experts else MoeConfig(),
         rope_scaling=_scaling(r, ROPE.get(family, ROPE_TYPES), rotary_dim),
@@ -94,8 +110,16 @@ def _section(name: str, values: dict[str, Any]) -> dict[str, Any]:
 
 def _experts(r: random.Random, family: str, ffn_hidden_size: int, values: dict[str, Any]) -> MoeConfig:
     count, always = r.randint(1, 6), family in ALWAYS_NORMALISED  # whose config.json has neither key
-    width = ffn_hidden_size if always else r.randint(7, 40)
-    return MoeConfig(count, r.randint(1, count), width, norm_topk_prob=always or r.random() < 0.5, **values)
+    width, open_ = ffn_hidden_size if always else r.randint(7, 40), count
+    if TRAITS[family].sigmoid_router:
+        each, groups = r.randint(2, 4), values["groups"]
+        values = values | {
+            "shared_ffn_hidden_size": width * values["shared_ffn_hidden_size"],
+            "top_groups": min(groups, values["top_groups"]),
+            "dense_layers": list(range(len(values["dense_layers"]))),
+        }
+        count, open_ = each * groups, each * values["top_groups"]
+    return MoeConfig(count, r.randint(1, open_), width, norm_topk_prob=always or r.random() < 0.5, **values)
 
 
 def _scaling(r: random.Random, types: tuple[str, ...], rotary_dim: int) -> RopeScalingConfig:
