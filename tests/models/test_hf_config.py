@@ -14,7 +14,8 @@ from tests.tiny import MIXTRAL, MODELS, MOE, MORE, WINDOWS
 CASES = {**MODELS, **WINDOWS, **MORE, "moe": MOE, "mixtral": MIXTRAL}
 KEPT = ("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 KEPT += ("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "num_experts_per_tok")
-KEPT += ("moe_intermediate_size", "norm_topk_prob")
+KEPT += ("moe_intermediate_size", "norm_topk_prob", "n_routed_experts", "n_shared_experts")
+KEPT += ("n_group", "topk_group", "first_k_dense_replace")
 SCALES = {
     "attn_logit_softcapping": "attention.softcap",
     "final_logit_softcapping": "scales.logits_softcap",
@@ -22,6 +23,13 @@ SCALES = {
     "embedding_multiplier": "scales.embedding",
     "residual_multiplier": "scales.residual",
     "logits_scaling": "scales.logits",
+    "kv_lora_rank": "latent.kv_rank",
+    "q_lora_rank": "latent.query_rank",
+    "qk_nope_head_dim": "latent.plain_dim",
+    "qk_rope_head_dim": "latent.rotary_dim",
+    "v_head_dim": "latent.value_dim",
+    "rope_interleave": "latent.neighbours",
+    "routed_scaling_factor": "moe.scale",
 }
 
 
@@ -46,7 +54,8 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
     assert ours.norm_eps == theirs.rms_norm_eps and ours.init_std == theirs.initializer_range
     assert ours.max_position == theirs.max_position_embeddings
     assert ours.tie_embeddings == theirs.tie_word_embeddings
-    assert ours.kv_channels == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    of_head = getattr(theirs, "qk_head_dim", None) or getattr(theirs, "head_dim", None)
+    assert ours.kv_channels == (of_head or theirs.hidden_size // theirs.num_attention_heads)
     window = getattr(theirs, "sliding_window", None) if getattr(theirs, "use_sliding_window", True) else 0
     assert ours.attention.window == (window or 0)
     biased = getattr(theirs, "attention_bias", ours.family == "qwen2")
@@ -70,8 +79,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
 def test_what_is_written_is_read(case, tmp_path):
     written(tmp_path, CASES[case])
     cfg = CASES[case]
-    moe = replace(cfg.moe, norm_topk_prob=True)
-    assert config_from_hf(tmp_path) == replace(cfg, head_dim=cfg.kv_channels, moe=moe, init=str(tmp_path))
+    assert config_from_hf(tmp_path) == replace(cfg, head_dim=cfg.kv_channels, init=str(tmp_path))
 
 
 @pytest.mark.parametrize(
