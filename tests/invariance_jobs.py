@@ -34,6 +34,7 @@ STEEP = replace(PLAIN, lr=1e8)
 ADAM = OptimConfig(lr=1e-3)
 
 
+POLICIES = ("sft", "grpo", "ppo")
 PLAIN_BATCH = BatchConfig(micro_batch_samples=16, share_prompts=False)
 
 
@@ -48,7 +49,7 @@ class Case:
     distributed: bool = True
     dtype: torch.dtype = torch.float32
     model: ModelConfig | None = None  # None: the table's
-    replay: bool = False  # experts by lot for every token, in place of the routers' choice
+    replay: bool = False  # a policy's tokens go to experts by lot
 
 
 NEAR = 1e-6  # of probability: what rounding may turn around
@@ -86,11 +87,11 @@ def replay(file: Path, stage: str, model: ModelConfig, case: Case, without: str 
 def _replay(recording, stage: str, model: ModelConfig, case: Case, without: str) -> dict:
     cfg = replace(model, vocab_size=recording.header.origin.vocab_size, recompute=case.recompute)
     rows = prepare(recording.rollout, without)
-    if case.replay:
+    if case.replay and stage in POLICIES:
         rows.routing = random_routing(cfg, rows)
     result = {}
     for name, optim, steps in (("steep", STEEP, 1), ("sgd", PLAIN, 2), ("adam", ADAM, 2)):
-        head = Head("lm" if stage in ("sft", "grpo", "ppo") else "score")
+        head = Head("lm" if stage in POLICIES else "score")
         optim = replace(optim, distributed=case.distributed)
         sharded = build(
             cfg, case.parallel, optim, head, case.dtype, packed=case.batch.packing, share=case.batch.share_prompts

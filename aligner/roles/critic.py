@@ -37,7 +37,8 @@ class Critic:
         return forward_rows(self.model, rows, self.batch, self._values, wanted=wanted)
 
     def update(self, minibatch: TrainBatch, loss: ValueLoss) -> ScalarMetrics:
-        minibatch = replace(minibatch, wanted=predicting(minibatch.loss_mask))
+        # its own routers choose, or it is dense: the routing is that of the policy's weights
+        minibatch = replace(minibatch, wanted=predicting(minibatch.loss_mask), routing=None)
         parts = micro_batches(minibatch, self.batch, group=self.model.layout.pgs.dp)
         stats = self.model.step(parts, lambda output, batch: loss(self._values(output, batch), batch))
         own = ("loss", "grad_norm", "lr", "moe/balance", "moe/aux_loss", "moe/dropped")  # not the policy's

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import safe_open
+from torch import Tensor
 
 from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError, DataError
@@ -62,6 +63,15 @@ def _check_routing(path: Path, model: ModelConfig) -> None:
         raise DataError(f"{path}: routing: {shape}: expected {expected}. Record it with that key, by the native engine")
 
 
+def _check_experts(path: Path, routing: Tensor, model: ModelConfig) -> None:
+    wanted, count = no_routing(model).dtype, model.moe.num_experts
+    if routing.dtype != wanted:
+        raise DataError(f"{path}: routing in {routing.dtype}: expected {wanted} for {count} experts")
+    for number in (int(routing.min()), int(routing.max())):
+        if not 0 <= number < count:
+            raise DataError(f"{path}: routing to expert {number}: expected numbers from 0 and below {count}")
+
+
 @dataclass
 class RecordedSource:
     """The i-th file in the order of the steps is the rollout of step i, of any data-parallel size: each rank takes the
@@ -105,7 +115,7 @@ class RecordedSource:
             recording = read_recording(self.files[step - 1], range(mine.start, mine.stop))
             if self.routed is None:
                 recording.rollout.routing = None
-            elif (most := int(recording.rollout.routing.max())) >= (count := self.routed.moe.num_experts):
-                raise DataError(f"{self.files[step - 1]}: routing to expert {most}: expected numbers below {count}")
+            else:
+                _check_experts(self.files[step - 1], recording.rollout.routing, self.routed)
         behind = float(self.version() - recording.rollout.weight_version)
         return recording.rollout, {"staleness/mean": behind, "staleness/max": behind}, recording.scores

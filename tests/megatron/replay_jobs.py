@@ -9,10 +9,13 @@ import torch
 from aligner.config.engine import EngineConfig
 from aligner.config.schema import BatchConfig, ModelConfig, ParallelConfig
 from aligner.engines.native import NativeEngine
+from aligner.megatron.model import Head
 from aligner.megatron.moe import ExpertLayer
 from aligner.ops.packing import Times
 from aligner.ops.routing import Replay, widened
+from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy, Reference
+from aligner.stages.ppo import value_loss
 from aligner.types import SamplingParams, TrainBatch
 from tests.megatron.jobs import build, from_folder, nll_loss, weights
 from tests.tiny import SGD, wild_source
@@ -70,6 +73,17 @@ def engine_and_trainer(cfg: ModelConfig, dtype: torch.dtype, prompts: list[list[
         "reference": Reference(model, bc).logprobs(full),
     }
     return found | {"metrics": model.step([full], nll_loss(model, full)), "without": step(cfg, bare)}
+
+
+def critics(cfg: ModelConfig, rows: TrainBatch) -> list[tuple]:
+    """What a critic's step tells, and its values afterwards: with rows that have routing and without."""
+    found = []
+    for batch in (rows, replace(rows, routing=None)):
+        batch = replace(batch, values=torch.zeros_like(rows.loss_mask), returns=rows.loss_mask * rows.tokens / 50)
+        critic = Critic(build(cfg, optim=SGD, head=Head("score")), BatchConfig())
+        group = critic.model.layout.pgs.dp
+        found.append((critic.update(batch, value_loss(batch, 0.2, group)), critic.values(batch)))
+    return found
 
 
 def step(cfg: ModelConfig, rows: TrainBatch) -> dict[str, float]:

@@ -164,6 +164,14 @@ def test_prompts_are_shared_as_far_as_their_experts_are_the_same(ranks):
         same(train(ranks, world, parallel, replace(plain, share_prompts=True), full), wanted)
 
 
+def test_a_critic_routes_by_itself(ranks):
+    """The rows of PPO's minibatches, of a policy with other layers than the critic's."""
+    rows = batch(MOE)
+    rows.routing = random_routing(replace(MOE, num_layers=3), rows)
+    ((told, values), (wanted, same_values)) = ranks.run("tests.megatron.replay_jobs:critics", cfg=MOE, rows=rows)[0]
+    assert told == wanted and torch.equal(values, same_values) and values.abs().max() > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_engines_routing_removes_its_part_of_the_mismatch(ranks, dtype):
     """In float32 both route alike, and replay changes nothing; in bfloat16 they do not always."""

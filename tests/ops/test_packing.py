@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.ops.packing import Segment, pack
+from aligner.ops.packing import Segment, pack, shared_beginnings
 
 cases = st.fixed_dictionaries(
     {
@@ -152,3 +152,14 @@ def test_attention_pads_little():
     lengths = torch.randint(16, 2001, (300,), generator=torch.Generator().manual_seed(0))
     padded = sum(segment.rows * segment.q_width**2 for segment in pack(lengths, 2000).segments)
     assert 1 <= padded / int((lengths**2).sum()) < 1.6
+
+
+def test_rows_share_tokens_as_far_as_their_experts_are_the_same():
+    """Of one expert in one layer: the leader's last token has none, whatever stands there."""
+    tokens = torch.arange(1, 13).repeat(3, 1)
+    lengths = torch.tensor([8, 12, 12])
+    routing = torch.zeros(3, 12, 1, 1, dtype=torch.uint8)
+    routing[2, 5] = 3
+    assert shared_beginnings(tokens, lengths, True)[1].tolist() == [0, 8, 8]
+    leader, shared = shared_beginnings(tokens, lengths, True, routing)
+    assert leader.tolist() == [0, 0, 0] and shared.tolist() == [0, 7, 5]
