@@ -4,6 +4,7 @@ Flips, cuts, doubled and lost pieces of the bytes; of JSON also lost keys and va
 What is accepted must be what an independent reader makes of the same bytes, or what the whole file held.
 """
 
+import gzip
 import json
 import math
 import random
@@ -11,6 +12,7 @@ import shutil
 import struct
 from dataclasses import fields
 
+import pyarrow
 import pytest
 import torch
 import transformers
@@ -236,7 +238,7 @@ def test_rows_of_data(tmp_path):
 
     def read():
         found = read_rows(str(path))
-        sft_rows(found, DataConfig())
+        list(sft_rows(found, DataConfig()))
         return list(found)
 
     fuzz(path, read, lambda found, data: equal(found, plain_rows(data)), 5, bytes_=50)
@@ -245,6 +247,17 @@ def test_rows_of_data(tmp_path):
     path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "\\ud800", "completion": "b"}\n')
     with pytest.raises(AlignerError, match=r"x.jsonl:2: expected Unicode text, found '\\ud800'"):
         read()
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_archives_of_rows(tmp_path, suffix):
+    """A .gz has a checksum: nothing damaged passes but in its header; of a .zst what is not told may have changed."""
+    path = tmp_path / f"x.jsonl{suffix}"
+    text = "".join(json.dumps({"prompt": f"{i} + 1 =", "completion": str(i + 1)}) + "\n" for i in range(30)).encode()
+    path.write_bytes(gzip.compress(text) if suffix == ".gz" else pyarrow.compress(text, "zstd", asbytes=True))
+    whole = plain_rows(text)
+    same = lambda found, _: suffix == ".zst" or equal(found, whole)  # noqa: E731
+    assert fuzz(path, lambda: list(read_rows(str(path))), same, 14, bytes_=60)["refused"] > 30
 
 
 def test_records_of_metrics(tmp_path):

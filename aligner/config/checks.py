@@ -45,6 +45,9 @@ def within(key: str, value: float, low: float, high: float) -> None:
         raise ConfigError(key, value, f"a number in [{low}, {high}]")
 
 
+DATA_FILES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
+
+
 def exists(key: str, path: str) -> None:
     """Raise ConfigError if there is nothing at the path."""
     if not Path(path).expanduser().exists():
@@ -53,7 +56,7 @@ def exists(key: str, path: str) -> None:
 
 def hub_hint(key: str, path: str) -> str:
     """What to do with a name of the Hub in place of a path; empty for what does not look like one."""
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) or Path(path).suffix in (".jsonl", ".json", ".parquet"):
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) or path.endswith(DATA_FILES):
         return ""
     kind = "--repo-type dataset " if key.startswith("data.") else ""
     return f"Nothing is fetched from the Hub: hf download {kind}{path} --local-dir FOLDER, then {key}=FOLDER."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from aligner.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+IN_MEMORY = 1 << 28  # bytes of a flat array
 CHUNK = 2048  # rows tokenized by one call: bounds the lists that exist at one time
 
 
@@ -66,23 +69,48 @@ class DataReport:
 
 
 class Ragged:
-    """Rows of different lengths in one flat array; row i is a view of flat[offsets[i]:offsets[i + 1]]."""
+    """Rows of different lengths in one flat array; row i is a view of flat[offsets[i]:offsets[i + 1]]. Beyond IN_MEMORY
+    bytes the array lies in a temporary file (TMPDIR), mapped into memory: what is not read needs none."""
 
     def __init__(self, dtype: type):
-        self._parts: list[np.ndarray] = []
-        self._lengths: list[int] = []
-        self.flat, self.offsets = np.zeros(0, dtype=dtype), np.zeros(1, dtype=np.int64)
+        self._dtype = np.dtype(dtype)
+        self._new: list[np.ndarray] = []
+        self._blocks: list[np.ndarray] = []  # rows, end to end
+        self._file: IO[bytes] | None = None  # or there
+        self._lengths: list[np.ndarray] = []
 
     def append(self, row: Sequence[int]) -> None:
-        self._parts.append(np.asarray(row, dtype=self.flat.dtype))
-        self._lengths.append(len(row))
+        self._new.append(np.asarray(row, dtype=self._dtype))
 
     def pack(self) -> Ragged:
-        """Move what was appended into the flat array."""
-        self.flat = np.concatenate([self.flat, *self._parts])
-        self.offsets = np.concatenate([self.offsets, self.offsets[-1] + np.cumsum(self._lengths, dtype=np.int64)])
-        self._parts, self._lengths = [], []
+        """Move what was appended to the flat array. Raises DataError if there is no room for it."""
+        if self._new:
+            self._lengths.append(np.fromiter(map(len, self._new), np.int64, len(self._new)))
+            self._blocks.append(np.concatenate(self._new))
+            self._new = []
+            self.__dict__.pop("flat", None), self.__dict__.pop("offsets", None)
+        if self._file is not None or sum(block.nbytes for block in self._blocks) > IN_MEMORY:
+            try:
+                self._file = self._file or tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the rows)
+                self._file.writelines(block.data for block in self._blocks)
+                self._file.flush()
+            except OSError as error:
+                where = f"{tempfile.gettempdir()} (TMPDIR)"
+                raise DataError(f"cannot keep the tokens of the data in {where}: {error.strerror}") from error
+            self._blocks = []
         return self
+
+    @cached_property
+    def flat(self) -> np.ndarray:
+        if self._file is not None:
+            return np.memmap(self._file, self._dtype, mode="r")
+        self._blocks = [np.concatenate([np.zeros(0, self._dtype), *self._blocks])]
+        return self._blocks[0]
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """int64 [len(self) + 1]"""
+        return np.concatenate([[0], *self._lengths]).cumsum().astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -1,47 +1,63 @@
-"""Read a dataset into rows: JSONL, JSON, Parquet, a `datasets.save_to_disk` folder, or a folder of such files."""
+"""A dataset as rows: JSONL (also .gz, .zst), JSON, Parquet, a `datasets.save_to_disk` folder, or a folder of files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from aligner.config.checks import DATA_FILES
+from aligner.data.files import Lines, ParquetRows, Row, SavedRows
 from aligner.errors import DataError
-from aligner.foreign import parse_json, record
+from aligner.foreign import parse_json
 
-Row = dict[str, Any]
-SUFFIXES = (".jsonl", ".json", ".parquet")
 WRITTEN = (bytes, date, time, timedelta, Decimal, UUID)  # of Parquet, beside JSON's kinds: their repr is their value
 
 
 class Rows(Sequence):
-    """A list of rows that remembers which file each came from."""
+    """The rows of several files, of which each is read when it is asked for. Raises DataError where it cannot be."""
 
-    def __init__(self, parts: list[tuple[str, list[Row]]]):
-        self.rows = [row for _, part in parts for row in part]
-        self._parts = [(name, len(part)) for name, part in parts]
+    def __init__(self, parts: Sequence[tuple[str, Sequence[Row]]]):
+        """Name and rows of each."""
+        self._parts, self._ends = list(parts), list(accumulate(len(part) for _, part in parts))
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index):
-        return self.rows[index]
+        places = range(len(self))[index]
+        if not isinstance(index, slice):
+            _, part, inside = self._find(places)
+            return part[inside]
+        found: list[Row] = []
+        start = places.start
+        while start < places.stop:
+            _, part, inside = self._find(start)
+            found += part[inside : inside + places.stop - start]
+            start += len(part) - inside
+        return found[:: places.step]
 
     def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
+        return (row for _, part in self._parts for row in part)
+
+    def _find(self, index: int) -> tuple[str, Sequence[Row], int]:
+        """Name and rows of the file with row `index`, and its place there."""
+        number = bisect_right(self._ends, index)
+        name, part = self._parts[number]
+        return name, part, index - self._ends[number] + len(part)
 
     def where(self, index: int) -> str:
-        """`file, row n` (from 1, blank lines not counted) of row `index`."""
-        for name, size in self._parts:
-            if index < size:
-                return f"{name}, row {index + 1}"
-            index -= size
-        raise IndexError(index)
+        """`file, row n` (from 1, blank lines not counted) of row `index`; with the line where that is another one."""
+        name, part, inside = self._find(index)
+        line = part.numbers[inside] if isinstance(part, Lines) else inside + 1
+        return f"{name}, row {inside + 1}" + (f" (line {line})" if line != inside + 1 else "")
 
     def content(self) -> str:
         """16 hexadecimal digits of SHA-256 over the rows, whatever kind of file they came from. All columns count:
@@ -56,7 +72,7 @@ class Rows(Sequence):
                 f"{type(value).__name__}. Leave that column out of the data"
             )
 
-        for index, row in enumerate(self.rows):  # noqa: B007 (read by `written`)
+        for index, row in enumerate(self):  # noqa: B007 (read by `written`)
             digest.update(json.dumps(row, sort_keys=True, default=written).encode() + b"\n")
         return digest.hexdigest()[:16]
 
@@ -64,7 +80,8 @@ class Rows(Sequence):
 def read_rows(path: str, key: str = "data.train") -> Rows:
     """All rows of the dataset at `path`, in file order (files of a folder by name).
 
-    Raises DataError, naming `key` and the file (and line), for a missing file, malformed content or an empty dataset.
+    Raises DataError, naming `key` and the file (and line), for a missing file, an empty dataset or, when they are read,
+    malformed rows.
     """
     if not path:
         raise DataError(f"{key}={path!r}: expected a file or folder")
@@ -78,65 +95,31 @@ def read_rows(path: str, key: str = "data.train") -> Rows:
     return rows
 
 
-def _read_folder(root: Path, key: str) -> list[tuple[str, list[Row]]]:
+def _read_folder(root: Path, key: str) -> list[tuple[str, Sequence[Row]]]:
     if (root / "dataset_dict.json").is_file() or (root / "dataset_info.json").is_file():
-        return [(str(root), _read_saved(root, key))]
-    files = sorted(f for f in root.iterdir() if f.suffix in SUFFIXES and f.is_file())
+        return [(str(root), SavedRows(root, key))]
+    files = sorted(f for f in root.iterdir() if f.name.endswith(DATA_FILES) and f.is_file())
     if not files:
-        raise DataError(
-            f"{key}={str(root)!r}: expected a datasets.save_to_disk folder, or files that end in {', '.join(SUFFIXES)}"
-        )
+        expected = f"a datasets.save_to_disk folder, or files that end in {', '.join(DATA_FILES)}"
+        raise DataError(f"{key}={str(root)!r}: expected {expected}")
     return [(str(file), _read_file(file, key)) for file in files]
 
 
-def _read_file(file: Path, key: str) -> list[Row]:
+def _read_file(file: Path, key: str) -> Sequence[Row]:
+    if not file.name.endswith(DATA_FILES):
+        raise DataError(f"{key}={str(file)!r}: expected a file that ends in {', '.join(DATA_FILES)}")
     if file.suffix == ".parquet":
-        return _read_parquet(file, key)
-    if file.suffix not in SUFFIXES:
-        raise DataError(f"{key}={str(file)!r}: expected a file that ends in {', '.join(SUFFIXES)}")
+        return ParquetRows(file, key)
+    return _read_json(file, key) if file.suffix == ".json" else Lines(file, key)
+
+
+def _read_json(file: Path, key: str) -> list[Row]:
+    """Held whole: a list has no beginning of a row that could be found without reading all before it."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (UnicodeDecodeError, OSError) as error:
         raise DataError(f"{key}={str(file)!r}: expected a readable UTF-8 file ({error})") from error
-    return _parse_jsonl(text, file, key) if file.suffix == ".jsonl" else _parse_json(text, file, key)
-
-
-def _parse_jsonl(text: str, file: Path, key: str) -> list[Row]:
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also split at U+2028 inside strings
-        if line.strip():
-            row = parse_json(line, f"{key}: {file}", DataError, line=number, nan=True)
-            rows.append(record(row, f"{key}: {file}:{number}", DataError).fields)
-    return rows
-
-
-def _parse_json(text: str, file: Path, key: str) -> list[Row]:
     rows = parse_json(text, f"{key}: {file}", DataError, nan=True)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{key}={str(file)!r}: expected a JSON list of objects (one object per line is .jsonl)")
     return rows
-
-
-def _read_parquet(file: Path, key: str) -> list[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.ParquetFile(file).read().to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{key}={str(file)!r}: expected a Parquet file ({error})") from error
-
-
-def _read_saved(root: Path, key: str) -> list[Row]:
-    import datasets
-
-    try:
-        data = datasets.load_from_disk(str(root))
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{key}={str(root)!r}: expected a datasets.save_to_disk folder ({error})") from error
-    if isinstance(data, datasets.DatasetDict):
-        if len(data) != 1:
-            names = ", ".join(f"{root / name}" for name in data)
-            raise DataError(f"{key}={str(root)!r}: expected one split, found {len(data)}: name one of {names}")
-        data = next(iter(data.values()))
-    return data.with_format(None).to_list()

@@ -25,6 +25,18 @@ def test_items_equal_the_tokenization_and_chunks_change_nothing(byte, monkeypatc
     assert whole[0].tokens.base is not None  # a view into flat storage, not a list per row
 
 
+def test_tokens_beyond_a_limit_lie_in_a_file_and_are_the_same(byte, monkeypatch):
+    rows = sft(*range(4, 60))
+    held = SftDataset(rows, byte, DataConfig())
+    monkeypatch.setattr(module, "CHUNK", 8)
+    monkeypatch.setattr(module, "IN_MEMORY", 500)
+    mapped = SftDataset(rows, byte, DataConfig())
+    assert isinstance(mapped[0].tokens, np.memmap) and not isinstance(held[0].tokens, np.memmap)
+    assert len(mapped) == len(held) == 56 and mapped.lengths.tolist() == held.lengths.tolist()
+    for one, other in zip(held, mapped, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist() and one.loss_mask.tolist() == other.loss_mask.tolist()
+
+
 def test_sft_drop_and_truncate_are_counted(byte):
     rows = [*sft(10, 11, 12), SftRow(prompt="p" * 40, completion="a")]
     dropped = SftDataset(rows, byte, DataConfig(max_tokens=10))

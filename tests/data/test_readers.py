@@ -1,13 +1,18 @@
 import datetime
 import decimal
+import errno
+import gzip
 import hashlib
+import io
 import json
+import tracemalloc
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from aligner.data import files
 from aligner.data.readers import Rows, read_rows
 from aligner.errors import DataError
 
@@ -20,6 +25,9 @@ ROWS = [
     },
     {"prompt": "c", "answer": "3", "messages": [{"role": "user", "content": "\n"}]},
 ]
+
+
+PACKED = ("rows.jsonl.gz", "rows.jsonl.zst")
 
 
 def jsonl(path, rows):
@@ -37,21 +45,83 @@ def stored(tmp_path):
     (tmp_path / "folder").mkdir()
     jsonl(tmp_path / "folder" / "a.jsonl", ROWS[:2])
     pq.write_table(pa.Table.from_pylist(ROWS[2:]), tmp_path / "folder" / "b.parquet")
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
+    whole = (tmp_path / "rows.jsonl").read_bytes()
+    parts = whole[:40], whole[40:]  # frames of a .zst may follow each other, as members of a .gz may
+    (tmp_path / "rows.jsonl.zst").write_bytes(b"".join(pa.compress(part, "zstd", asbytes=True) for part in parts))
     (tmp_path / "folder" / "README.md").write_text("not data")
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "saved", "saved_dict", "folder"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "saved", "saved_dict", "folder", *PACKED])
 def test_every_format_gives_the_same_rows(stored, name):
     rows = read_rows(str(stored / name))
-    assert list(rows) == ROWS
-    assert len(rows) == 3 and rows[1] == ROWS[1]
+    assert list(rows) == ROWS and rows.content() == read_rows(str(stored / "rows.jsonl")).content()
+    assert len(rows) == 3 and rows[1] == ROWS[1] and rows[-1] == ROWS[2]
+    for part in (slice(0, 2), slice(1, 3), slice(None), slice(0, 0), slice(None, None, 2)):
+        assert rows[part] == ROWS[part]
 
 
 def test_where_names_file_and_row(stored):
     rows = read_rows(str(stored / "folder"))
     assert rows.where(1).endswith("a.jsonl, row 2")
     assert rows.where(2).endswith("b.parquet, row 1")
+
+
+def test_where_names_the_line_too_where_it_is_another(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"a": 1}\n\n \n{"a": 2}\n')
+    rows = read_rows(str(tmp_path / "x.jsonl"))
+    assert rows.where(0).endswith("x.jsonl, row 1") and rows.where(1).endswith("x.jsonl, row 2 (line 4)")
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_damaged_archives(stored, name):
+    path = stored / name
+    whole = path.read_bytes()
+    read = lambda: list(read_rows(str(path), "data.eval"))  # noqa: E731
+    message = rf"^data.eval='.*{name}': expected a whole \{path.suffix} archive \(damaged behind byte \d+ of its text: "
+    for damaged in (whole[:-5], whole[:20], b"no archive", whole + b"more"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=message) as caught:
+            read()
+        assert "\n" not in str(caught.value)
+    path.write_bytes(gzip.compress(b'{"a": 1}\n{') if path.suffix == ".gz" else pa.compress(b'{"a": 1}\n{', "zstd"))
+    with pytest.raises(DataError, match=rf"{name}:2: not valid JSON"):
+        read()
+
+
+def test_no_room_to_unpack(stored, monkeypatch):
+    def full(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    temporary = type("Full", (io.BytesIO,), {"writelines": full})
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", temporary)
+    with pytest.raises(DataError, match=r"rows.jsonl.gz': cannot be unpacked to .*TMPDIR.*No space left"):
+        read_rows(str(stored / "rows.jsonl.gz"))
+
+
+def test_row_groups_are_read_one_at_a_time(tmp_path):
+    rows = [{"n": i, "t": "x" * (i % 3)} for i in range(50)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet", row_group_size=7)
+    found = read_rows(str(tmp_path / "x.parquet"))
+    assert (
+        list(found) == rows
+        and found[5:30] == rows[5:30]
+        and [found[i]["n"] for i in (49, 0, 13, 14)] == [49, 0, 13, 14]
+    )
+
+
+def test_rows_of_a_file_are_not_held(tmp_path):
+    """Of 12 MB of text some bytes a row, whatever has been read of it."""
+    jsonl(tmp_path / "x.jsonl", [{"text": f"{i} " + "x" * 12_000} for i in range(1000)])
+    tracemalloc.start()
+    try:
+        rows = read_rows(str(tmp_path / "x.jsonl"))
+        rows.content()
+        last, (held, _) = rows[999]["text"][:4], tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert last == "999 " and held < 400_000
 
 
 def test_blank_lines_and_byte_order_mark(tmp_path):
@@ -69,7 +139,7 @@ def test_missing_file(tmp_path, path):
 def test_malformed_jsonl_names_file_and_line(tmp_path, line):
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n\n' + line + "\n")
     with pytest.raises(DataError, match=r"data\.train.*x\.jsonl:3"):
-        read_rows(str(tmp_path / "x.jsonl"))
+        list(read_rows(str(tmp_path / "x.jsonl")))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +149,7 @@ def test_malformed_jsonl_names_file_and_line(tmp_path, line):
         ("x.json", b'{"a": 1}', "expected a JSON list of objects"),
         ("x.jsonl", b'{"a": "\xff"}', "readable UTF-8"),
         ("x.parquet", b"no parquet at all", "expected a Parquet file"),
-        ("x.csv", b"a,b\n1,2\n", "expected a file that ends in .jsonl, .json, .parquet"),
+        ("x.csv", b"a,b\n1,2\n", "expected a file that ends in .jsonl, .jsonl.gz, .jsonl.zst, .json, .parquet"),
         ("x.jsonl", b"\n", "the dataset is empty"),
         ("x.json", b"[]", "the dataset is empty"),
     ],
@@ -87,7 +157,7 @@ def test_malformed_jsonl_names_file_and_line(tmp_path, line):
 def test_bad_content(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
-        read_rows(str(tmp_path / name))
+        list(read_rows(str(tmp_path / name)))
     assert "data.train" in str(caught.value)
 
 

@@ -1,0 +1,177 @@
+"""Files of rows, read a stretch at a time: what is held of a file is where its rows begin, not the rows.
+
+A file may be larger than memory. Compressed lines are unpacked once, into a temporary file (TMPDIR).
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import tempfile
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from aligner.errors import DataError
+from aligner.foreign import parse_json, record
+
+Row = dict[str, Any]
+BOM = b"\xef\xbb\xbf"
+BLOCK = 1 << 20  # bytes that are unpacked at a time
+STRETCH = 1024  # rows that are read together, going through all
+
+
+class Part(Sequence):
+    """The rows of one file. A subclass says how many there are, and reads a stretch of them."""
+
+    def read(self, start: int, stop: int) -> list[Row]:
+        raise NotImplementedError
+
+    def __getitem__(self, index):
+        places = range(len(self))[index]
+        if isinstance(index, slice):
+            return self.read(places.start, places.stop)[:: places.step]
+        return self.read(places, places + 1)[0]
+
+    def __iter__(self) -> Iterator[Row]:
+        for start in range(0, len(self), STRETCH):
+            yield from self.read(start, min(start + STRETCH, len(self)))
+
+
+class Lines(Part):
+    """A JSONL file. Raises DataError that names the line, of one that is no JSON object when it is read."""
+
+    def __init__(self, file: Path, key: str):
+        self.file, self.key = file, key
+        self._starts, self._ends, self.numbers = array("q"), array("q"), array("q")  # of lines that are not blank
+        try:
+            self._data = unpacked(file, key)
+            start = end = 0
+            for number, line in enumerate(self._data, start=1):  # binary: ends at \n alone, not at U+2028
+                start, end = end, end + len(line)
+                if number == 1 and line.startswith(BOM):
+                    start, line = len(BOM), line[len(BOM) :]
+                if line.strip():
+                    self._starts.append(start)
+                    self._ends.append(end)
+                    self.numbers.append(number)
+        except OSError as error:
+            raise DataError(f"{key}={str(file)!r}: expected a readable UTF-8 file ({error})") from error
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def read(self, start: int, stop: int) -> list[Row]:
+        if start >= stop:
+            return []
+        first = self._starts[start]
+        try:
+            data = os.pread(self._data.fileno(), self._ends[stop - 1] - first, first)
+        except OSError as error:
+            raise DataError(f"{self.key}={str(self.file)!r}: cannot be read any more ({error})") from error
+        return [self._parsed(data[self._starts[i] - first : self._ends[i] - first], i) for i in range(start, stop)]
+
+    def _parsed(self, line: bytes, index: int) -> Row:
+        number = self.numbers[index]
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            place = f"line {number}: {error}"
+            raise DataError(f"{self.key}={str(self.file)!r}: expected a readable UTF-8 file ({place})") from error
+        row = parse_json(text, f"{self.key}: {self.file}", DataError, line=number, nan=True)
+        return record(row, f"{self.key}: {self.file}:{number}", DataError).fields
+
+
+class ParquetRows(Part):
+    """A Parquet file, of which one row group at a time is in memory."""
+
+    def __init__(self, file: Path, key: str):
+        import pyarrow
+        import pyarrow.parquet
+
+        self._name, self._errors = f"{key}={str(file)!r}", (pyarrow.ArrowException, OSError)
+        try:
+            self._file = pyarrow.parquet.ParquetFile(file)
+        except self._errors as error:
+            raise DataError(f"{self._name}: expected a Parquet file ({error})") from error
+        meta = self._file.metadata
+        sizes = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
+        self._starts = np.cumsum([0, *sizes])
+        self._group: tuple[int, Any] = (-1, None)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, start: int, stop: int) -> list[Row]:
+        found: list[Row] = []
+        while start < stop:
+            number = int(np.searchsorted(self._starts, start, side="right")) - 1
+            here = min(stop, int(self._starts[number + 1]))
+            try:
+                if self._group[0] != number:
+                    self._group = number, self._file.read_row_group(number)
+                found += self._group[1].slice(start - int(self._starts[number]), here - start).to_pylist()
+            except self._errors as error:
+                raise DataError(f"{self._name}: expected a Parquet file ({error}, row group {number})") from error
+            start = here
+        return found
+
+
+class SavedRows(Part):
+    """A folder written by `datasets.save_to_disk`, which the library maps into memory."""
+
+    def __init__(self, root: Path, key: str):
+        import datasets
+
+        try:
+            data = datasets.load_from_disk(str(root))
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{key}={str(root)!r}: expected a datasets.save_to_disk folder ({error})") from error
+        if isinstance(data, datasets.DatasetDict):
+            if len(data) != 1:
+                names = ", ".join(f"{root / name}" for name in data)
+                raise DataError(f"{key}={str(root)!r}: expected one split, found {len(data)}: name one of {names}")
+            data = next(iter(data.values()))
+        self._data = data.with_format(None)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read(self, start: int, stop: int) -> list[Row]:
+        return self._data.select(range(start, stop)).to_list()
+
+
+def unpacked(file: Path, key: str) -> IO[bytes]:
+    """The bytes of a file, which can be read at any place; of a .gz or .zst those in it. Raises DataError for a damaged
+    archive, OSError."""
+    if file.suffix not in (".gz", ".zst"):
+        return file.open("rb")
+    try:
+        out = tempfile.TemporaryFile()  # noqa: SIM115 (gone with its last handle)
+        out.writelines(_blocks(file, key))
+        out.seek(0)
+    except OSError as error:
+        where = f"{tempfile.gettempdir()} (TMPDIR)"
+        raise DataError(f"{key}={str(file)!r}: cannot be unpacked to {where} ({error})") from error
+    return out
+
+
+def _blocks(file: Path, key: str) -> Iterator[bytes]:
+    import pyarrow
+
+    opened = (
+        gzip.open if file.suffix == ".gz" else lambda f: pyarrow.CompressedInputStream(pyarrow.OSFile(str(f)), "zstd")
+    )
+    done = 0
+    with opened(file) as packed:
+        try:
+            while block := packed.read(BLOCK):
+                done += len(block)
+                yield block
+        except (EOFError, zlib.error, pyarrow.ArrowException, OSError) as error:
+            place = f"damaged behind byte {done} of its text: {error}"
+            raise DataError(f"{key}={str(file)!r}: expected a whole {file.suffix} archive ({place})") from error
