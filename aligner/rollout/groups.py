@@ -22,6 +22,7 @@ from aligner.ops.advantages import learnable
 from aligner.ops.reduce import sum_over
 from aligner.rewards.composite import Component, Scores
 from aligner.rollout.collate import join_generations
+from aligner.rollout.statistics import by_function
 from aligner.types import Generations, Prompt, ScalarMetrics
 
 
@@ -98,6 +99,7 @@ class Refill:
     group: int
     rounds_allowed: int
     ranks: dist.ProcessGroup | None = None  # data-parallel
+    each_function: bool = False  # a group is all equal only if it is in the scores of every reward function (gdpo)
     rounds: int = 0
     generated: int = 0
     accepted: int = 0  # groups that are not all equal; some find their slot filled
@@ -124,7 +126,8 @@ class Refill:
 
     def keep(self, groups: Groups, scores: Scores) -> Groups:
         """Of this round's groups those that fill a slot of this rank. Collective over `ranks`."""
-        rewards, valid = torch.tensor(scores.total, dtype=torch.float64), torch.tensor(scores.valid, dtype=torch.bool)
+        rewards = by_function(scores) if self.each_function else torch.tensor(scores.total, dtype=torch.float64)
+        valid = torch.tensor(scores.valid, dtype=torch.bool)
         number = torch.arange(len(groups.slots)).repeat_interleave(self.group)
         good = learnable(rewards, number, valid).view(len(groups.slots), self.group).any(1).tolist()
         first: dict[int, int] = {}

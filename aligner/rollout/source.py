@@ -129,7 +129,8 @@ class RolloutSource:
 
     def _filtered(self, step: int) -> tuple[Groups, ScalarMetrics]:
         """Rounds of generation until every slot has a group with different rewards; see `rollout/groups.py`."""
-        refill = Refill(self.batch.prompts, self.batch.group, self.algorithm.filter_rounds, self.layout.pgs.dp)
+        rounds, each = self.algorithm.filter_rounds, self.algorithm.advantage == "gdpo"
+        refill = Refill(self.batch.prompts, self.batch.group, rounds, self.layout.pgs.dp, each)
         number, kept = Requests(self.batch.group), []
         while refill.open:
             slots = refill.wanted()

@@ -35,12 +35,17 @@ def reduce_metrics(
     return values | dict(zip(tops, highs.tolist(), strict=True))
 
 
+def by_function(scores: Scores) -> Tensor:
+    """float64 [B, K], NaN where a function does not apply."""
+    columns = [[math.nan if v is None else v for v in column] for column in scores.components.values()]
+    return torch.tensor(columns, dtype=torch.float64).reshape(len(columns), -1).T
+
+
 def compared(rollout: RolloutBatch, scores: Scores, algorithm: AlgorithmConfig) -> Tensor:
     """What the samples of a group differ in, for them to train: their shaped rewards [B], where there are some; with
-    gdpo, which standardises each function's scores by themselves, those [B, K], NaN where one does not apply."""
+    gdpo, which standardises each function's scores by themselves, those."""
     if algorithm.advantage == "gdpo":
-        columns = [[math.nan if v is None else v for v in column] for column in scores.components.values()]
-        return torch.tensor(columns, dtype=torch.float64).reshape(len(columns), -1).T
+        return by_function(scores)
     return rollout.rewards.nan_to_num() if rollout.token_rewards is None else rollout.token_rewards.sum(1)
 
 

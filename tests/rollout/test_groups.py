@@ -64,6 +64,18 @@ class Right:
         return [None if len(s.prompt.tokens) == 1 else float(s.tokens[-1] == 2) for s in samples]
 
 
+class Each:
+    """A reward of each sample's own."""
+
+    main_thread = False
+
+    def __init__(self, name, score):
+        self.name, self.score = name, score
+
+    def __call__(self, samples):
+        return [self.score(sample) for sample in samples]
+
+
 def make_source(world: int = 1, rank: int = 0, **algorithm) -> RolloutSource:
     prompts = [Prompt(i, tuple(range(2, 3 + (i % 5))), f"p{i}") for i in range(ROWS)]
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -182,6 +194,21 @@ def test_refill_keeps_the_first_good_group_of_a_slot():
     assert refill.wanted() == [0, 1, 2, 3, 4, 5]
     refill.open = [1, 4]
     assert refill.wanted() == [1, 4] * 3  # no more than `prompts` in a round
+
+
+@pytest.mark.parametrize("advantage, differ", [("grpo", "sum"), ("gdpo", "terms")])
+def test_filtered_groups_differ_in_what_the_advantage_compares(world, advantage, differ):
+    """Of two functions whose sum is the same for every sample, and a third that is so for every other prompt."""
+    source = make_source(filter_groups=True, advantage=advantage)
+    parts = {
+        "even": lambda s: 0.0 if s.prompt.id % 2 else float(s.index % 2),
+        "first": lambda s: float(s.index % 2),
+        "other": lambda s: 1.0 - s.index % 2,
+    }
+    source.rewards = RewardPipeline([(Each(*part), 1.0) for part in parts.items()], RewardConfig())
+    _, metrics, scores = source.next(1)
+    odd = [not any(scores.components["even"][i : i + GROUP]) for i in range(0, PROMPTS * GROUP, GROUP)]
+    assert any(odd) == (differ == "terms") and (metrics["filter/dropped_prompts"] > 0) == (differ == "sum")
 
 
 def test_a_filtered_group_is_counted_once_by_the_running_normaliser(world):
