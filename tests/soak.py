@@ -50,7 +50,8 @@ from aligner.megatron.checkpoint import ModelSave
 from aligner.megatron.train import ShardedModel
 from aligner.refit.transfer import Refit
 from aligner.rollout import pending
-from aligner.rollout.source import RolloutSource
+from aligner.rollout.generate import Generator
+from aligner.rollout.score import Scorer
 from aligner.run.loop import Run
 from aligner.run.metrics import MetricsLogger
 from aligner.run.retention import Retention
@@ -75,8 +76,8 @@ POINTS: dict[str, tuple[object, str]] = {
     "a record that is joined": (MetricsLogger, "_cut"),
     "a refit": (Refit, "__call__"),
     "a bucket of a refit": (Refit, "_ask"),
-    "generation": (RolloutSource, "_generate"),
-    "scoring": (RolloutSource, "_score"),
+    "generation": (Generator, "__call__"),
+    "scoring": (Scorer, "__call__"),
     "a stored rollout": (pending, "write_recording"),
     "a minibatch": (ShardedModel, "step"),
     "an epoch": (IndexStream, "take"),

@@ -35,7 +35,7 @@ from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.evaluate import Evaluator
 from aligner.rollout.references import check_rows
-from aligner.rollout.source import raised_together
+from aligner.rollout.sharing import raised_together
 from aligner.run.phases import PhaseMemory
 from aligner.types import TrainBatch
 

@@ -71,6 +71,7 @@ class Job:
     models: dict[str, ShardedModel] = field(default_factory=dict)  # by role, for the memory's turns
     engine: RolloutEngine | None = None
     start: Start = field(default_factory=lambda: Start("", 1, {}))  # rank 0 has a real one
+    on_commit: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of a whole checkpoint
     contents: dict[str, str] = field(default_factory=dict)  # key of a path -> hash of what this run finds there
 
     def __post_init__(self) -> None:

@@ -14,14 +14,17 @@ from aligner.roles.initial import shape_of
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.evaluate import Evaluator
+from aligner.rollout.generate import Generator
 from aligner.rollout.pending import FOLDER as PENDING
 from aligner.rollout.pending import PendingRollouts
 from aligner.rollout.record import FOLDER, Origin, Recorder
 from aligner.rollout.references import check_rows
 from aligner.rollout.replay import RecordedSource
-from aligner.rollout.source import Rollouts, RolloutSource
+from aligner.rollout.requests import Requests
+from aligner.rollout.score import Scorer
+from aligner.rollout.sharing import share
+from aligner.rollout.source import Rollouts, RolloutSource, Weights
 from aligner.run.checkpoints import Stateful
-from aligner.run.loop import Run
 
 
 def make_rollouts(
@@ -35,6 +38,7 @@ def make_rollouts(
         routed = model.cfg if cfg.mismatch.replay_routing else None
         source = RecordedSource.open(*where, lambda: model.step_count, job.say, routed)
         seen = same_view(cfg.debug.train_only, lambda: {p.name: file_fingerprint(p) for p in source.files})
+        source.timers = job.timers
         job.contents["debug.train_only"] = seen[source.files[0].name]
         return source, {}, None
     rewards = make_rewards(job, reward_model)
@@ -43,27 +47,23 @@ def make_rollouts(
     rewards.probe([prompts[0], prompts[len(prompts) - 1]])
     refit = make_refit(job, policy.model)
     verifier = make_verifier(job, refit, policy, prompts)
+    stream, layout, count = make_stream(job, len(prompts), cfg.batch.prompts), job.layout, cfg.batch.prompts
+    mine = range(count)[share(count, layout.data, layout.dp_rank)]
+    sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
     source = RolloutSource(
-        refit.engine,
-        refit,
-        verifier,
-        prompts,
-        make_stream(job, len(prompts), cfg.batch.prompts),
-        rewards,
-        job.tokenizer,
-        make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens),
-        cfg.batch,
-        job.layout,
-        cfg.seed,
+        Weights(refit, verifier, job.timers),
+        Requests(prompts, stream, cfg.batch.group, count, mine, cfg.seed),
+        Generator(refit.engine, job.tokenizer, sampling, layout.peers, job.timers),
+        Scorer(rewards, layout.peers, job.timers),
         cfg.algorithm,
-        job.timers,
+        layout.pgs.dp,
     )
-    count = cfg.debug.record or (cfg.run.steps if cfg.debug.rollout_only else 0)
-    state = {"data": source.stream, "rewards": rewards, "sentinel": verifier}
+    state = {"data": stream, "rewards": rewards, "sentinel": verifier}
     found = _stored(job, source, state, policy.model)
-    if count:
+    recorded = cfg.debug.record or (cfg.run.steps if cfg.debug.rollout_only else 0)
+    if recorded:
         folder = Path(cfg.run.dir) / FOLDER
-        found = Recorder(found, folder, count, _origin(job), job.layout, job.tokenizer.pad_token_id)
+        found = Recorder(found, folder, recorded, _origin(job), job.layout, job.tokenizer.pad_token_id)
     return found, state, make_evaluator(job, refit, reward_model)
 
 
@@ -80,18 +80,14 @@ def _stored(job: Job, source: RolloutSource, state: dict[str, Stateful], model: 
         state,
         lambda: model.step_count,
         job.tokenizer.pad_token_id,
+        job.timers,
     )
     if cfg.run.resume != "auto":
         pending.clear()
-    return pending if cfg.checkpoint.rollouts and cfg.checkpoint.every and not cfg.debug.rollout_only else source
-
-
-def attach(run: Run, source: Rollouts) -> None:
-    """The run times the source, and its checkpoints make stored rollouts superfluous."""
-    source.timers = run.timers
-    inner = source.source if isinstance(source, Recorder) else source
-    if isinstance(inner, PendingRollouts):
-        run.checkpoints.on_commit.append(inner.drop)
+    if not (cfg.checkpoint.rollouts and cfg.checkpoint.every) or cfg.debug.rollout_only:
+        return source
+    job.on_commit.append(pending.drop)
+    return pending
 
 
 def _origin(job: Job) -> Origin:

@@ -44,6 +44,7 @@ def make_run(
         cfg.run.accept_changes,
     )
     checkpoints.now = job.watchdog.clock.now
+    checkpoints.on_commit += job.on_commit
     logger = MetricsLogger(run_dir, cfg.logging, dataclasses.asdict(cfg), job.env.rank)
     run = Run(
         cfg.run,

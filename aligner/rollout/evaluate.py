@@ -19,7 +19,7 @@ from aligner.refit.transfer import Refit
 from aligner.rewards.composite import Component, RewardPipeline
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.collate import make_samples
-from aligner.rollout.source import raised_together, share
+from aligner.rollout.sharing import raised_together, share
 from aligner.rollout.statistics import reduce_metrics
 from aligner.run.timers import Timers
 from aligner.types import Sample, SamplingParams, ScalarMetrics, Sums

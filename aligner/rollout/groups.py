@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,53 +19,36 @@ from torch import Tensor
 from aligner.errors import RewardError
 from aligner.ops.advantages import learnable
 from aligner.ops.reduce import sum_over
-from aligner.rewards.composite import Component, Scores
+from aligner.rewards.composite import Component, Early, Scores
 from aligner.rollout.collate import join_generations
 from aligner.rollout.statistics import by_function
-from aligner.types import Generations, Prompt, ScalarMetrics
-
-
-class Request(NamedTuple):
-    """One group to generate."""
-
-    slot: int  # of the rollout
-    row: int  # of the dataset
-    first: int  # sample index of the group's first request seed
-
-
-@dataclass
-class Requests:
-    """Numbers the requests of one rollout: a dataset row's k-th occurrence starts at sample index k x group, so that a
-    small dataset never gives two samples the same request seed."""
-
-    group: int
-    _seen: dict[int, int] = field(default_factory=dict)
-
-    def __call__(self, slots: Sequence[int], rows: Sequence[int]) -> list[Request]:
-        found = []
-        for slot, row in zip(slots, rows, strict=True):
-            found.append(Request(slot, row, self._seen.get(row, 0) * self.group))
-            self._seen[row] = self._seen.get(row, 0) + 1
-        return found
+from aligner.types import Generations, Prompt, Sample, ScalarMetrics
 
 
 @dataclass
 class Groups:
-    """Whole groups of one data-parallel rank: N requests, N x group samples, prompt-major."""
+    """Whole groups of one data-parallel rank: N of them, N x `size` samples, prompt-major."""
 
     slots: list[int]
-    prompts: list[Prompt]
     generations: Generations
+    samples: list[Sample]
     components: dict[str, Component] = field(default_factory=dict)  # scores of the samples
+    begun: dict[int, Early] = field(default_factory=dict)  # scores on their way, by place among this peer's samples
+
+    @property
+    def size(self) -> int:
+        return len(self.samples) // len(self.slots) if self.slots else 0
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return [sample.prompt for sample in self.samples[:: self.size or 1]]
 
     def take(self, places: Sequence[int]) -> Groups:
-        size = len(self.generations.lengths) // len(self.slots) if self.slots else 0
-        rows = [place * size + i for place in places for i in range(size)]
+        rows = [place * self.size + i for place in places for i in range(self.size)]
         index = torch.tensor(rows, dtype=torch.int64)
         g = self.generations
         return Groups(
             [self.slots[i] for i in places],
-            [self.prompts[i] for i in places],
             replace(
                 g,
                 tokens=g.tokens[index],
@@ -76,6 +58,7 @@ class Groups:
                 full_logprobs=None if g.full_logprobs is None else g.full_logprobs[index],
                 routing=None if g.routing is None else g.routing[index],
             ),
+            [self.samples[row] for row in rows],
             {name: [column[row] for row in rows] for name, column in self.components.items()},
         )
 
@@ -84,8 +67,8 @@ def join_groups(parts: Sequence[Groups]) -> Groups:
     """All groups, in the order of their slots."""
     whole = Groups(
         [slot for part in parts for slot in part.slots],
-        [prompt for part in parts for prompt in part.prompts],
         join_generations([part.generations for part in parts]),
+        [sample for part in parts for sample in part.samples],
         {name: [v for part in parts for v in part.components[name]] for name in parts[0].components},
     )
     return whole.take(sorted(range(len(whole.slots)), key=whole.slots.__getitem__))

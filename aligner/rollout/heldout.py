@@ -12,7 +12,7 @@ from aligner.errors import ConfigError
 from aligner.ops.reward_loss import bradley_terry, regression
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel
-from aligner.rollout.source import share
+from aligner.rollout.sharing import share
 from aligner.rollout.statistics import reduce_metrics
 from aligner.types import ScalarMetrics
 

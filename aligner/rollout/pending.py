@@ -34,7 +34,8 @@ from aligner.megatron.groups import Layout
 from aligner.ops.reduce import first_cause
 from aligner.rewards.composite import Scores
 from aligner.rollout.record import Origin, join_rollouts, join_scores, read_recording, write_recording
-from aligner.rollout.source import Rollouts, share
+from aligner.rollout.sharing import share
+from aligner.rollout.source import Rollout, Rollouts
 from aligner.run.timers import Timers
 from aligner.types import RolloutBatch, ScalarMetrics
 
@@ -60,17 +61,10 @@ class PendingRollouts:
     states: Mapping[str, Stateful]  # what `source.next` changes
     version: Callable[[], int]  # of the policy's weights
     pad_id: int
+    timers: Timers = field(default_factory=Timers)
     _stored: dict[int, Manifest] | None = field(default=None, init=False)
 
-    @property
-    def timers(self) -> Timers:
-        return self.source.timers
-
-    @timers.setter
-    def timers(self, timers: Timers) -> None:
-        self.source.timers = timers
-
-    def next(self, step: int) -> tuple[RolloutBatch, ScalarMetrics, Scores]:
+    def next(self, step: int) -> Rollout:
         """The stored rollout of `step` if there is one that was made by these weights and this config; else a new one.
         A damaged one is reported and made again. Collective, as the source is."""
         if self._stored is None:
@@ -81,13 +75,13 @@ class PendingRollouts:
             if found is not None:
                 return found
         before = rng_state()
-        rollout, metrics, scores = self.source.next(step)
+        found = self.source.next(step)
         with self.timers("store"):
             after = rng_state()
             # one that has drawn from the process's random state could not be given again without that
             if self.layout.peers.rank() == 0 and all(torch.equal(t, after[name]) for name, t in before.items()):
-                self._store(step, rollout, metrics, scores)
-        return rollout, metrics, scores
+                self._store(step, *found)
+        return found
 
     def drop(self, step: int) -> None:
         """The checkpoint of `step` is complete: forget the rollouts up to it."""
@@ -142,7 +136,7 @@ class PendingRollouts:
             dist.broadcast_object_list(found, src=0)
         return found[0]
 
-    def _load(self, step: int, manifest: Manifest) -> tuple[RolloutBatch, ScalarMetrics, Scores] | None:
+    def _load(self, step: int, manifest: Manifest) -> Rollout | None:
         """This rank's slots out of the parts that hold them; None on every rank if any of them is damaged."""
         mine = share(self.origin.prompts, self.layout.data, self.layout.dp_rank)
         parts, cause = [], ""
@@ -162,7 +156,7 @@ class PendingRollouts:
         for name, item in self.states.items():
             item.load_state_dict(manifest[0]["state"][name])
         rollout = join_rollouts([rollout for rollout, _ in parts], self.pad_id).trim()
-        return rollout, dict(manifest[0]["metrics"]), join_scores([scores for _, scores in parts])
+        return Rollout(rollout, dict(manifest[0]["metrics"]), join_scores([scores for _, scores in parts]))
 
 
 def _tell_again(step: int, why: str) -> None:

@@ -28,9 +28,8 @@ from aligner.models.safetensors_io import save_whole
 from aligner.ops.reduce import first_cause
 from aligner.ops.routing import widened
 from aligner.rewards.composite import Scores
-from aligner.rollout.source import Rollouts
-from aligner.run.timers import Timers
-from aligner.types import Prompt, RolloutBatch, Sample, ScalarMetrics
+from aligner.rollout.source import Rollout, Rollouts
+from aligner.types import Prompt, RolloutBatch, Sample
 
 FORMAT, VERSION = "aligner-rollout", 1
 FOLDER = "rollouts"  # in the run folder
@@ -263,19 +262,11 @@ class Recorder:
     layout: Layout
     pad_id: int
 
-    @property
-    def timers(self) -> Timers:
-        return self.source.timers
-
-    @timers.setter
-    def timers(self, timers: Timers) -> None:
-        self.source.timers = timers
-
-    def next(self, step: int) -> tuple[RolloutBatch, ScalarMetrics, Scores]:
+    def next(self, step: int) -> Rollout:
         """What the source gives. Raises AlignerError on every rank if the file cannot be written."""
-        rollout, metrics, scores = self.source.next(step)
+        found = self.source.next(step)
         if step <= self.count:
-            whole, cause = gather_rollout(rollout, scores, self.layout, self.pad_id), ""
+            whole, cause = gather_rollout(found.batch, found.scores, self.layout, self.pad_id), ""
             path = self.folder / file_name(step)
             if whole is not None:
                 try:
@@ -285,4 +276,4 @@ class Recorder:
             first = first_cause(cause)
             if first is not None:
                 raise AlignerError(first[1])
-        return rollout, metrics, scores
+        return found

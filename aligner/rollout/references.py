@@ -9,7 +9,7 @@ import torch.distributed as dist
 from aligner.data.dataset import PromptDataset
 from aligner.errors import DataError
 from aligner.rewards.composite import RewardPipeline
-from aligner.rollout.source import raised_together
+from aligner.rollout.sharing import raised_together
 
 LISTED = 10
 

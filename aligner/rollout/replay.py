@@ -13,11 +13,10 @@ from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError, DataError
 from aligner.megatron.groups import Layout
 from aligner.ops.routing import no_routing
-from aligner.rewards.composite import Scores
 from aligner.rollout.record import FOLDER, Header, Origin, read_header, read_recording
-from aligner.rollout.source import share
+from aligner.rollout.sharing import share
+from aligner.rollout.source import Rollout
 from aligner.run.timers import Timers
-from aligner.types import RolloutBatch, ScalarMetrics
 
 
 def find_recordings(path: str) -> list[Path]:
@@ -108,7 +107,7 @@ class RecordedSource:
                 _check_routing(file, routed)
         return cls(files, layout, mine.prompts, version, routed)
 
-    def next(self, step: int) -> tuple[RolloutBatch, ScalarMetrics, Scores]:
+    def next(self, step: int) -> Rollout:
         """This rank's part of the step's recording, as `RolloutSource.next` gives it."""
         with self.timers("read"):
             mine = share(self.prompts, self.layout.data, self.layout.dp_rank)
@@ -118,4 +117,4 @@ class RecordedSource:
             else:
                 _check_experts(self.files[step - 1], recording.rollout.routing, self.routed)
         behind = float(self.version() - recording.rollout.weight_version)
-        return recording.rollout, {"staleness/mean": behind, "staleness/max": behind}, recording.scores
+        return Rollout(recording.rollout, {"staleness/mean": behind, "staleness/max": behind}, recording.scores)

@@ -1,213 +1,121 @@
-"""The synchronous source of rollouts: refit, verify, generate, score, collate.
+"""The way of a rollout, one step after the other:
 
-Prompts are dealt to data-parallel ranks in contiguous slices of the global batch, and within a replica to its
-tensor and pipeline ranks, each of which has a whole engine. Samples stay with their data-parallel rank from then on.
+    weights -> prompts -> requests -> generations -> scores -> groups kept -> batch
+
+Each step is an object with one type in and one out. Samples stay with their data-parallel rank throughout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.algorithm import AlgorithmConfig
-from aligner.config.schema import BatchConfig
-from aligner.data.dataset import PromptDataset
-from aligner.data.stream import IndexStream
-from aligner.data.tokenizer import decode_responses
-from aligner.engines.base import RolloutEngine, TellingEngine
-from aligner.errors import AlignerError, EngineError, RewardError
-from aligner.megatron.groups import Layout
-from aligner.ops.reduce import first_cause
-from aligner.ops.seeds import request_seed
 from aligner.ops.shaping import shaped_rewards
 from aligner.refit.transfer import Refit
 from aligner.refit.verify import Verifier
-from aligner.rewards.composite import Component, Early, RewardPipeline, Scores
-from aligner.rollout.collate import collate, join_generations, make_samples
-from aligner.rollout.groups import Groups, Refill, Request, Requests, join_groups
+from aligner.rewards.composite import Scores
+from aligner.rollout.collate import collate
+from aligner.rollout.generate import Generator
+from aligner.rollout.groups import Groups, Refill, join_groups
+from aligner.rollout.requests import Request, Requests
+from aligner.rollout.score import Scorer
 from aligner.rollout.statistics import reduce_metrics
 from aligner.run.timers import Timers
-from aligner.types import STOP, Generations, Prompt, RolloutBatch, Sample, SamplingParams, ScalarMetrics
+from aligner.types import STOP, RolloutBatch, ScalarMetrics
 
 
-def share(count: int, parts: int, index: int) -> slice:
-    """The `index`-th of `parts` contiguous shares of `count` things, sizes differing by at most one."""
-    return slice(count * index // parts, count * (index + 1) // parts)
+class Rollout(NamedTuple):
+    """This rank's part of a rollout, its metrics so far, and the scores with components."""
 
-
-@contextmanager
-def raised_together(kind: type[RewardError | EngineError] = RewardError) -> Iterator[None]:
-    """Each rank generates and scores its own samples: an error of this `kind` on one of them is raised on every rank,
-    so that all of them stop (and save) instead of waiting for the one. Collective over the world."""
-    error: AlignerError | None = None
-    try:
-        yield
-    except kind as caught:
-        error = caught
-    first = first_cause(str(error) if error else "")
-    if error is not None:
-        raise error
-    if first is not None:
-        raise kind(f"on rank {first[0]}: {first[1]}")
+    batch: RolloutBatch
+    metrics: ScalarMetrics
+    scores: Scores
 
 
 class Rollouts(Protocol):
-    """Where a recipe's rollouts come from."""
+    """Where a stage's rollouts come from."""
 
-    timers: Timers
+    def next(self, step: int) -> Rollout: ...
 
-    def next(self, step: int) -> tuple[RolloutBatch, ScalarMetrics, Scores]:
-        """This rank's part of rollout `step`, its metrics so far, and the scores with components."""
-        ...
+
+@dataclass
+class Weights:
+    """The trainer's weights in the engine, and the proof that they are there."""
+
+    refit: Refit
+    verifier: Verifier
+    timers: Timers = field(default_factory=Timers)
+
+    def __call__(self) -> ScalarMetrics:
+        with self.timers("refit"):
+            metrics = self.refit()
+            with self.timers("verify"):
+                return metrics | self.verifier.check()
+
+    @property
+    def version(self) -> int:
+        return self.refit.model.step_count
 
 
 @dataclass
 class RolloutSource:
-    engine: RolloutEngine
-    refit: Refit
-    verifier: Verifier
-    prompts: PromptDataset
-    stream: IndexStream
-    rewards: RewardPipeline
-    tokenizer: object
-    sampling: SamplingParams
-    batch: BatchConfig
-    layout: Layout
-    seed: int
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    timers: Timers = field(default_factory=Timers)
+    """The synchronous one."""
 
-    def next(self, step: int) -> tuple[RolloutBatch, ScalarMetrics, Scores]:
-        """This rank's part of rollout `step`: scored samples, metrics of the refit, and the scores with components."""
-        with self.timers("refit"):
-            metrics = self.refit()
-            with self.timers("verify"):
-                metrics |= self.verifier.check()
+    weights: Weights
+    requests: Requests
+    generate: Generator
+    score: Scorer
+    algorithm: AlgorithmConfig
+    ranks: dist.ProcessGroup | None = None  # data-parallel
+
+    def next(self, step: int) -> Rollout:
+        metrics = self.weights()
+        self.requests.begin(step)
         if self.algorithm.filter_groups:
-            groups, found = self._filtered(step)
+            groups, found = self._filtered()
             metrics |= found
         else:
-            requests = Requests(self.batch.group)(range(self.batch.prompts), self.stream.next().tolist())
-            groups = self._groups(step, requests)
-        rollout = collate(
-            self._samples(groups),
-            groups.generations,
-            torch.tensor(groups.slots).repeat_interleave(self.batch.group),
-            self.tokenizer.pad_token_id,  # type: ignore[attr-defined]
-        )
-        scores = self.rewards.combine(groups.components, len(rollout.samples), update=True)
-        rollout.rewards = torch.tensor(scores.total, dtype=torch.float32)
-        rollout.valid = torch.tensor(scores.valid)
-        if self.algorithm.advantage == "remax":
-            rollout.greedy_rewards = self._greedy_rewards(groups).repeat_interleave(self.batch.group)
-        behind = float(self.refit.model.step_count - rollout.weight_version)  # 0 here; a queue will tell otherwise
+            groups = self._scored(self.requests.take(range(self.requests.slots)))
+        batch, scores = self._batch(groups)
+        behind = float(self.weights.version - batch.weight_version)  # 0 here; a queue will tell otherwise
         metrics |= {"staleness/mean": behind, "staleness/max": behind}
-        if late := self.rewards.take_late():
+        if late := self.score.rewards.take_late():
             metrics |= reduce_metrics(late, {}, dist.group.WORLD)
-        return rollout, metrics, scores
+        return Rollout(batch, metrics, scores)
 
-    def _groups(self, step: int, requests: Sequence[Request]) -> Groups:
-        """Generate and score this rank's requests: those for its share of the slots."""
-        slots = range(self.batch.prompts)[share(self.batch.prompts, self.layout.data, self.layout.dp_rank)]
-        mine = [request for request in requests if request.slot in slots]
-        prompts = [self.prompts[request.row] for request in mine]
-        seeds = [
-            [request_seed(self.seed, step, prompt.id, request.first + i) for i in range(self.batch.group)]
-            for prompt, request in zip(prompts, mine, strict=True)
-        ]
-        early: dict[int, Early] = {}
-        generations = self._generate(prompts, seeds, self.sampling, early if self.rewards.scores_early else None)
-        groups = Groups([request.slot for request in mine], prompts, generations)
-        groups.components = self._score(self._samples(groups), self.batch.group, early)
-        return groups
+    def _scored(self, requests: list[Request]) -> Groups:
+        rewards = self.score.rewards
+        return self.score(self.generate(requests, score=rewards.score_early if rewards.scores_early else None))
 
-    def _filtered(self, step: int) -> tuple[Groups, ScalarMetrics]:
+    def _filtered(self) -> tuple[Groups, ScalarMetrics]:
         """Rounds of generation until every slot has a group with different rewards; see `rollout/groups.py`."""
-        rounds, each = self.algorithm.filter_rounds, self.algorithm.advantage == "gdpo"
-        refill = Refill(self.batch.prompts, self.batch.group, rounds, self.layout.pgs.dp, each)
-        number, kept = Requests(self.batch.group), []
+        requests, kept, each = self.requests, [], self.algorithm.advantage == "gdpo"
+        refill = Refill(requests.slots, requests.group, self.algorithm.filter_rounds, self.ranks, each)
         while refill.open:
-            slots = refill.wanted()
-            groups = self._groups(step, number(slots, self.stream.take(len(slots)).tolist()))
+            groups = self._scored(requests.take(refill.wanted()))
             # the running statistics of reward.normalize see what is kept, once
-            scores = self.rewards.combine(groups.components, len(groups.slots) * self.batch.group, update=False)
-            kept.append(refill.keep(groups, scores))
+            kept.append(refill.keep(groups, self.score.combined(groups, update=False)))
         return join_groups(kept), refill.metrics()
+
+    def _batch(self, groups: Groups) -> tuple[RolloutBatch, Scores]:
+        slots = torch.tensor(groups.slots).repeat_interleave(groups.size)
+        batch = collate(groups.samples, groups.generations, slots, self.generate.tokenizer.pad_token_id)
+        scores = self.score.combined(groups, update=True)
+        batch.rewards, batch.valid = torch.tensor(scores.total, dtype=torch.float32), torch.tensor(scores.valid)
+        if self.algorithm.advantage == "remax":
+            batch.greedy_rewards = self._greedy_rewards(groups).repeat_interleave(groups.size)
+        return batch, scores
 
     def _greedy_rewards(self, groups: Groups) -> Tensor:
         """float32 [N]: the shaped reward of each prompt's greedy response, NaN where it has no score (ReMax)."""
-        greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        generations = self._generate(groups.prompts, [[0]] * len(groups.prompts), greedy)
-        samples = make_samples(self.tokenizer, groups.prompts, generations, 1)
-        scores = self.rewards.combine(self._score(samples, 1), len(samples), update=False)
-        rewards, finished = torch.tensor(scores.total, dtype=torch.float32), generations.finish_reason == STOP
-        limit = self.sampling.max_response_tokens
-        return shaped_rewards(rewards, generations.lengths, finished, self.algorithm.overlong, limit)
-
-    def _samples(self, groups: Groups) -> list[Sample]:
-        return make_samples(self.tokenizer, groups.prompts, groups.generations, self.batch.group)
-
-    def _generate(
-        self,
-        prompts: list[Prompt],
-        seeds: list[list[int]],
-        sampling: SamplingParams,
-        early: dict[int, Early] | None = None,
-    ) -> Generations:
-        """Each tensor, context and pipeline peer generates for its share of the prompts. Into `early` go scores that
-        were begun meanwhile, by the place of the sample among this peer's."""
-        peers = self.layout.peers
-        part = share(len(prompts), peers.size(), peers.rank())
-        with self.timers("generate"):
-            with raised_together(EngineError), self._scoring(prompts[part], early):
-                generations = self.engine.generate([prompt.tokens for prompt in prompts[part]], seeds[part], sampling)
-            if peers.size() > 1:
-                parts: list[Generations | None] = [None] * peers.size()
-                dist.all_gather_object(parts, generations, group=peers)
-                generations = join_generations([part for part in parts if part is not None])
-        return generations
-
-    @contextmanager
-    def _scoring(self, prompts: list[Prompt], early: dict[int, Early] | None) -> Iterator[None]:
-        """Samples that end while the engine generates for `prompts` are scored at once, if it tells."""
-        if early is None or not isinstance(self.engine, TellingEngine):
-            yield
-            return
-
-        def finished(number: int, index: int, tokens: list[int], stopped: bool) -> None:
-            (text,) = decode_responses(self.tokenizer, torch.tensor([tokens]), [len(tokens)])  # type: ignore[arg-type]
-            sample = Sample(prompts[number], index, text, tuple(tokens), stopped, self.engine.weight_version)
-            early[number * self.batch.group + index] = self.rewards.score_early(sample)
-
-        self.engine.finished = finished
-        try:
-            yield
-        except BaseException:  # nobody will read them
-            for begun in early.values():
-                for score in begun.values():
-                    score.cancel()
-            raise
-        finally:
-            self.engine.finished = None
-
-    def _score(self, samples: list[Sample], group: int, early: dict[int, Early] | None = None) -> dict[str, Component]:
-        """Reward functions run on one share per peer, of the prompts that it generated for; models on all samples, by
-        all peers. `group` samples a prompt; `early`: see `_generate`."""
-        peers = self.layout.peers
-        mine = share(len(samples) // group, peers.size(), peers.rank())
-        with self.timers("score"):
-            with raised_together():
-                components = self.rewards.functions(samples[mine.start * group : mine.stop * group], early)
-            if peers.size() > 1:
-                gathered: list[dict | None] = [None] * peers.size()
-                dist.all_gather_object(gathered, components, group=peers)
-                components = {name: [v for piece in gathered for v in piece[name]] for name in components}  # type: ignore[index]
-            with raised_together():
-                components |= self.rewards.models(samples)
-        return components
+        greedy = replace(self.generate.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        requests = [Request(slot, prompt, [0]) for slot, prompt in zip(groups.slots, groups.prompts, strict=True)]
+        found = self.score(self.generate(requests, greedy))
+        rewards = torch.tensor(self.score.combined(found, update=False).total, dtype=torch.float32)
+        ends, limit = found.generations, self.generate.sampling.max_response_tokens
+        return shaped_rewards(rewards, ends.lengths, ends.finish_reason == STOP, self.algorithm.overlong, limit)

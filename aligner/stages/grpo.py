@@ -9,7 +9,7 @@ from aligner.algorithms.advantages import group_advantages
 from aligner.algorithms.first_step import FirstStepChecks
 from aligner.algorithms.losses import policy_loss
 from aligner.builders.parts import Job, make_policy, make_reference, make_reward_model, optimizer_steps
-from aligner.builders.rollouts import attach, make_rollouts
+from aligner.builders.rollouts import make_rollouts
 from aligner.builders.runs import finish, make_run, saved_first
 from aligner.config.derived import old_logprobs_in_update
 from aligner.config.schema import Config
@@ -39,7 +39,6 @@ def main(job: Job) -> None:
     rollouts, state, evaluation = make_rollouts(job, policy, reward_model)
     kl = KLController(cfg.algorithm.kl)
     run = make_run(job, {"policy": policy.model}, state | {"kl": kl}, evaluation)
-    attach(run, rollouts)
     with saved_first(run):
         grpo(run, rollouts, policy, reference, kl, cfg)
     finish(job, run, policy.model)

@@ -6,7 +6,7 @@ refit -> generate -> score -> logprobs -> metrics, samples, recordings
 from __future__ import annotations
 
 from aligner.builders.parts import Job, make_policy, make_reward_model
-from aligner.builders.rollouts import attach, make_rollouts
+from aligner.builders.rollouts import make_rollouts
 from aligner.builders.runs import make_run, refuse_checkpoints
 from aligner.config.schema import Config
 from aligner.roles.policy import Policy
@@ -23,7 +23,6 @@ def main(job: Job) -> None:
     policy = make_policy(job, 0)
     rollouts, _, evaluation = make_rollouts(job, policy, make_reward_model(job))
     run = make_run(job, {}, {}, evaluation)
-    attach(run, rollouts)
     rollout_only(run, rollouts, policy, job.cfg)
     run.logger.close()
 

@@ -9,13 +9,16 @@ import torch.distributed as dist
 
 from aligner.config.algorithm import AlgorithmConfig, OverlongConfig
 from aligner.config.rewards import RewardConfig
-from aligner.config.schema import BatchConfig
 from aligner.data.stream import IndexStream
 from aligner.errors import RewardError
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import RewardPipeline
+from aligner.rollout.generate import Generator
 from aligner.rollout.groups import Refill
-from aligner.rollout.source import RolloutSource, share
+from aligner.rollout.requests import Requests
+from aligner.rollout.score import Scorer
+from aligner.rollout.sharing import share
+from aligner.rollout.source import RolloutSource, Weights
 from aligner.types import LENGTH, STOP, Generations, Prompt, SamplingParams
 
 PROMPTS, GROUP, ROWS, LIMIT = 8, 3, 20, 4
@@ -79,22 +82,16 @@ class Each:
 def make_source(world: int = 1, rank: int = 0, **algorithm) -> RolloutSource:
     prompts = [Prompt(i, tuple(range(2, 3 + (i % 5))), f"p{i}") for i in range(ROWS)]
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    layout = SimpleNamespace(data=world, dp_rank=rank, peers=alone, pgs=SimpleNamespace(dp=dist.group.WORLD))
     refit = lambda: {}  # noqa: E731 (a function that can carry an attribute)
     refit.model = SimpleNamespace(step_count=5)
+    mine = range(PROMPTS)[share(PROMPTS, world, rank)]
     return RolloutSource(
-        FakeEngine(),
-        refit,
-        SimpleNamespace(check=lambda: {}),
-        prompts,
-        IndexStream(ROWS, 1, True, PROMPTS),
-        RewardPipeline([(Right(), 2.0)], RewardConfig()),
-        Letters(),
-        SamplingParams(LIMIT),
-        BatchConfig(prompts=PROMPTS, group=GROUP),
-        layout,
-        7,
+        Weights(refit, SimpleNamespace(check=lambda: {})),
+        Requests(prompts, IndexStream(ROWS, 1, True, PROMPTS), GROUP, PROMPTS, mine, seed=7),
+        Generator(FakeEngine(), Letters(), SamplingParams(LIMIT), alone),
+        Scorer(RewardPipeline([(Right(), 2.0)], RewardConfig()), alone),
         AlgorithmConfig(**algorithm),
+        dist.group.WORLD,
     )
 
 
@@ -104,7 +101,9 @@ def filtered(steps: int = 3):
     out = []
     for step in range(1, steps + 1):
         rollout, metrics, scores = source.next(step)
-        out.append((rollout.tensors(), metrics, scores, [s.prompt.id for s in rollout.samples], source.stream.cursor))
+        out.append(
+            (rollout.tensors(), metrics, scores, [s.prompt.id for s in rollout.samples], source.requests.stream.cursor)
+        )
     return out
 
 
@@ -118,7 +117,7 @@ def world():
 def simulate(steps: int):
     """Dynamic sampling by its definition: [(prompt of each slot, cursor, generated, dropped)] of each step."""
     source = make_source()
-    stream, out = source.stream, []
+    stream, out = source.requests.stream, []
     for step in range(1, steps + 1):
         slots, seen, generated, dropped = [None] * PROMPTS, {}, 0, 0
         while None in slots:
@@ -128,7 +127,7 @@ def simulate(steps: int):
                 for slot in holes:
                     row = int(stream.take(1)[0])
                     first, seen[row] = seen.get(row, 0) * GROUP, seen.get(row, 0) + 1
-                    prompt = source.prompts[row]
+                    prompt = source.requests.prompts[row]
                     rewards = {
                         answer(prompt.tokens, request_seed(7, step, row, first + i))[-1] == 2 for i in range(GROUP)
                     }
@@ -174,9 +173,9 @@ def test_two_ranks_fill_the_same_slots_with_the_same_samples(ranks, world):
 def test_a_saved_cursor_resumes_with_the_same_rollout(world):
     source, other = make_source(filter_groups=True), make_source(filter_groups=True)
     source.next(1)
-    other.stream.load_state_dict(source.stream.state_dict())
+    other.requests.stream.load_state_dict(source.requests.stream.state_dict())
     a, b = source.next(2)[0], other.next(2)[0]
-    assert torch.equal(a.tokens, b.tokens) and source.stream.cursor == other.stream.cursor
+    assert torch.equal(a.tokens, b.tokens) and source.requests.stream.cursor == other.requests.stream.cursor
 
 
 def test_too_many_rounds_are_an_error_that_says_what_to_change(world):
@@ -184,7 +183,7 @@ def test_too_many_rounds_are_an_error_that_says_what_to_change(world):
     with pytest.raises(RewardError, match=r"algorithm\.filter_rounds=1 .* of 8 prompts .*batch\.group"):
         source.next(1)
     hopeless = make_source(filter_groups=True, filter_rounds=4)
-    hopeless.prompts = [Prompt(i, (2,), "") for i in range(ROWS)]  # no score at all
+    hopeless.requests.prompts = [Prompt(i, (2,), "") for i in range(ROWS)]  # no score at all
     with pytest.raises(RewardError, match=r"8 of 8 prompts .* 32 of 32 generated groups were all equal or invalid"):
         hopeless.next(1)
 
@@ -205,7 +204,7 @@ def test_filtered_groups_differ_in_what_the_advantage_compares(world, advantage,
         "first": lambda s: float(s.index % 2),
         "other": lambda s: 1.0 - s.index % 2,
     }
-    source.rewards = RewardPipeline([(Each(*part), 1.0) for part in parts.items()], RewardConfig())
+    source.score.rewards = RewardPipeline([(Each(*part), 1.0) for part in parts.items()], RewardConfig())
     _, metrics, scores = source.next(1)
     odd = [not any(scores.components["even"][i : i + GROUP]) for i in range(0, PROMPTS * GROUP, GROUP)]
     assert any(odd) == (differ == "terms") and (metrics["filter/dropped_prompts"] > 0) == (differ == "sum")
@@ -213,16 +212,16 @@ def test_filtered_groups_differ_in_what_the_advantage_compares(world, advantage,
 
 def test_a_filtered_group_is_counted_once_by_the_running_normaliser(world):
     source = make_source(filter_groups=True)
-    source.rewards = RewardPipeline([(Right(), 2.0)], RewardConfig(normalize=True))
+    source.score.rewards = RewardPipeline([(Right(), 2.0)], RewardConfig(normalize=True))
     source.next(1)
-    assert source.rewards.normalizer.state_dict()["count"] == PROMPTS * GROUP
+    assert source.score.rewards.normalizer.state_dict()["count"] == PROMPTS * GROUP
 
 
 def test_remax_generates_and_scores_one_greedy_response_for_each_prompt(world):
     overlong = OverlongConfig(penalty=0.25, soft_fraction=0.5)
     source = make_source(advantage="remax", overlong=overlong)
     rollout, _, _ = source.next(1)
-    (_, _, sampled), (prompts, seeds, greedy) = source.engine.calls
+    (_, _, sampled), (prompts, seeds, greedy) = source.generate.engine.calls
     assert sampled.temperature == 1 and greedy.temperature == 0 and greedy.max_response_tokens == LIMIT
     assert [tuple(p) for p in prompts] == [s.prompt.tokens for s in rollout.samples[::GROUP]]
     assert all(len(s) == 1 for s in seeds) and len(rollout.lengths) == PROMPTS * GROUP  # it does not train

@@ -15,7 +15,7 @@ from aligner.rewards.composite import Scores
 from aligner.rollout.record import Origin, file_name, join_rollouts, join_scores, read_header, read_recording
 from aligner.rollout.record import write_recording as write
 from aligner.rollout.replay import RecordedSource, check_origin, find_recordings
-from aligner.rollout.source import share
+from aligner.rollout.sharing import share
 from aligner.types import Prompt, RolloutBatch, Sample
 
 PAD, PROMPTS, GROUP = 9, 4, 3

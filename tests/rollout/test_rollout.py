@@ -22,7 +22,7 @@ from aligner.rewards.composite import RewardPipeline, Scores
 from aligner.rewards.functions import FunctionReward
 from aligner.rollout.collate import collate, join_generations, make_samples
 from aligner.rollout.evaluate import Evaluator, judge
-from aligner.rollout.groups import Requests
+from aligner.rollout.generate import Generator
 from aligner.rollout.heldout import held_out_loss, pair_accuracy, score_statistics
 from aligner.rollout.prepare import (
     KLController,
@@ -33,7 +33,10 @@ from aligner.rollout.prepare import (
     set_token_rewards,
     shuffle_within_groups,
 )
-from aligner.rollout.source import RolloutSource, share
+from aligner.rollout.requests import Requests
+from aligner.rollout.score import Scorer
+from aligner.rollout.sharing import share
+from aligner.rollout.source import RolloutSource
 from aligner.rollout.statistics import compared, reduce_metrics, rollout_metrics, value_metrics
 from aligner.types import LENGTH, STOP, Generations, Prompt, Sample, SamplingParams
 
@@ -167,11 +170,15 @@ def test_shares_are_a_balanced_partition(count, parts):
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(1, 5))
 def test_a_repeated_row_never_repeats_a_seed(rows, group):
-    number, half = Requests(group), len(rows) // 2  # a rollout may be asked for in several rounds
-    dealt = number(range(half), rows[:half]) + number(range(half, len(rows)), rows[half:])
-    assert [r.slot for r in dealt] == list(range(len(rows))) and [r.row for r in dealt] == rows
-    seeds = [request_seed(1, 2, r.row, r.first + i) for r in dealt for i in range(group)]
-    assert len(set(seeds)) == len(rows) * group
+    prompts = [Prompt(10 * i, (2,), "") for i in range(4)]
+    made = Requests(prompts, None, group, len(rows), range(len(rows)), seed=1)
+    half, rollouts = len(rows) // 2, []  # a rollout may be asked for in several rounds
+    for step in (1, 2, 1):
+        made.begin(step)
+        dealt = made.made(range(half), rows[:half]) + made.made(range(half, len(rows)), rows[half:])
+        assert [r.slot for r in dealt] == list(range(len(rows))) and [r.prompt.id // 10 for r in dealt] == rows
+        rollouts.append([seed for request in dealt for seed in request.seeds])
+    assert len({*rollouts[0], *rollouts[1]}) == 2 * len(rows) * group and rollouts[2] == rollouts[0]
 
 
 @dataclass
@@ -218,15 +225,14 @@ def requests(ranks: int, tensor: int, monkeypatch) -> list[tuple]:
     found = []
     for rank in range(ranks):
         for peer in range(tensor):
-            engine, batch = Recorder(), BatchConfig(prompts=8, group=2)
+            engine = Recorder()
             stream, layout = IndexStream(3, 5, True, 8), Peers(rank, ranks, peer, tensor)
-            source = RolloutSource(
-                engine, None, None, make_prompts(3), stream, RewardPipeline([], RewardConfig()), Words(),
-                SamplingParams(5), batch, layout, seed=4,
-            )  # fmt: skip
-            monkeypatch.setattr(source, "_score", lambda *about: {})
-            groups = source._groups(3, Requests(2)(range(8), stream.next().tolist()))
-            assert len(groups.prompts) == 8 // ranks and groups.slots == list(range(8))[share(8, ranks, rank)]
+            mine = range(8)[share(8, ranks, rank)]
+            made = Requests(make_prompts(3), stream, 2, 8, mine, seed=4)
+            made.begin(3)
+            taken = made.take(range(8))
+            Generator(engine, Words(), SamplingParams(5), layout)(taken)
+            assert len(taken) == 8 // ranks and [request.slot for request in taken] == list(mine)
             found += engine.requests
     return found
 
@@ -253,6 +259,13 @@ class Telling(Recorder):
         return out
 
 
+def rolling(engine, rewards: RewardPipeline) -> RolloutSource:
+    """Of rollouts of 4 groups of 2 samples of 3 prompts."""
+    requests = Requests(make_prompts(3), None, 2, 4, range(4), seed=4)
+    generator = Generator(engine, Words(), SamplingParams(5), Peers(0, 1))
+    return RolloutSource(None, requests, generator, Scorer(rewards, Peers(0, 1)), AlgorithmConfig())
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("engine", [Telling, Recorder])
 def test_samples_are_scored_while_others_are_generated(overlap, engine, world):
@@ -275,12 +288,9 @@ def test_samples_are_scored_while_others_are_generated(overlap, engine, world):
     rewards = RewardPipeline(
         [(FunctionReward(letters, "letters", {}, "key"), 1.0)], RewardConfig(workers=2, overlap=overlap)
     )
-    source = RolloutSource(
-        engine, None, None, make_prompts(3), None, rewards, Words(), SamplingParams(5),
-        BatchConfig(prompts=4, group=2), Peers(0, 1), seed=4,
-    )  # fmt: skip
-    groups = source._groups(3, Requests(2)(range(4), [2, 0, 1, 2]))
-    samples, early = source._samples(groups), overlap and isinstance(engine, Telling)
+    source = rolling(engine, rewards)
+    groups = source._scored(source.requests.made(range(4), [2, 0, 1, 2]))
+    samples, early = groups.samples, overlap and isinstance(engine, Telling)
     if isinstance(engine, Telling):
         assert engine.scored_before_return == (4 if early else 0) and engine.finished is None
     assert len(seen) == 8 and sorted(map(repr, seen)) == sorted(map(repr, samples))
@@ -306,12 +316,9 @@ def test_what_was_begun_for_a_generation_that_failed_is_not_scored(world):
     engine = Telling()
     engine.wait = fail
     rewards = RewardPipeline([(FunctionReward(slow, "slow", {}, "key"), 1.0)], RewardConfig(workers=1))
-    source = RolloutSource(
-        engine, None, None, make_prompts(3), None, rewards, Words(), SamplingParams(5),
-        BatchConfig(prompts=4, group=2), Peers(0, 1), seed=4,
-    )  # fmt: skip
+    source = rolling(engine, rewards)
     with pytest.raises(EngineError, match="out of memory"):
-        source._groups(3, Requests(2)(range(4), [2, 0, 1, 2]))
+        source._scored(source.requests.made(range(4), [2, 0, 1, 2]))
     go.set()
     rewards.score_early(seen[0])["slow"].result(60)  # the one worker has come to what was asked for last
     assert len(seen) == 2 and engine.finished is None
@@ -600,7 +607,7 @@ def test_evaluator_generates_k_samples_with_seeds_of_its_own(world):
     assert not training & set(seeds)
 
 
-class Scorer:
+class SecondToken:
     """A reward model whose score is the row's second token."""
 
     @property
@@ -615,7 +622,7 @@ class Scorer:
 
 
 def test_pair_accuracy_and_score_statistics(world):
-    model = Scorer()
+    model = SecondToken()
     model.layout = Peers(0, 1)
     Peers.dp = property(lambda self: world)
     pairs = [PreferenceItem([9, a], [9, b, 5], 0.0) for a, b in ((4, 2), (3, 5), (8, 1), (2, 2))]
@@ -654,7 +661,7 @@ def test_finish_reasons_are_two():
 
 
 def test_ranks_that_exchange_tokens_all_need_a_held_out_row():
-    model = Scorer()
+    model = SecondToken()
     Peers.expert = 2
     model.layout, model.exchanges = Peers(0, 4), True
     pairs = [PreferenceItem([9, 1], [9, 2], 0.0)] * 3

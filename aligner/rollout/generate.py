@@ -1,0 +1,82 @@
+"""Requests -> groups of samples: each tensor, context and pipeline peer generates for its share of the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from aligner.data.tokenizer import decode_responses
+from aligner.engines.base import RolloutEngine, TellingEngine
+from aligner.errors import EngineError
+from aligner.rewards.composite import Early
+from aligner.rollout.collate import join_generations, make_samples
+from aligner.rollout.groups import Groups
+from aligner.rollout.requests import Request
+from aligner.rollout.sharing import raised_together, share
+from aligner.run.timers import Timers
+from aligner.types import Generations, Sample, SamplingParams
+
+
+@dataclass
+class Generator:
+    engine: RolloutEngine
+    tokenizer: Any
+    sampling: SamplingParams
+    peers: dist.ProcessGroup  # ranks with the same samples
+    timers: Timers = field(default_factory=Timers)
+
+    def __call__(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams | None = None,
+        score: Callable[[Sample], Early] | None = None,
+    ) -> Groups:
+        """One group for each request. `score` is begun of samples that end while others are generated. Raises
+        EngineError on every rank. Collective over the peers, and over the world where one fails."""
+        part = share(len(requests), self.peers.size(), self.peers.rank())
+        mine, begun = requests[part], {}
+        with self.timers("generate"):
+            with raised_together(EngineError), self._scoring(mine, begun, score):
+                generations = self.engine.generate(
+                    [request.prompt.tokens for request in mine],
+                    [request.seeds for request in mine],
+                    sampling or self.sampling,
+                )
+            if self.peers.size() > 1:
+                parts: list[Generations | None] = [None] * self.peers.size()
+                dist.all_gather_object(parts, generations, group=self.peers)
+                generations = join_generations([part for part in parts if part is not None])
+        group = len(requests[0].seeds) if requests else 1
+        samples = make_samples(self.tokenizer, [request.prompt for request in requests], generations, group)
+        return Groups([request.slot for request in requests], generations, samples, begun=begun)
+
+    @contextmanager
+    def _scoring(
+        self, requests: Sequence[Request], begun: dict[int, Early], score: Callable[[Sample], Early] | None
+    ) -> Iterator[None]:
+        """Samples that end while the engine generates are scored at once, if it tells."""
+        if score is None or not isinstance(self.engine, TellingEngine):
+            yield
+            return
+
+        def finished(number: int, index: int, tokens: list[int], stopped: bool) -> None:
+            (text,) = decode_responses(self.tokenizer, torch.tensor([tokens]), [len(tokens)])
+            request = requests[number]
+            sample = Sample(request.prompt, index, text, tuple(tokens), stopped, self.engine.weight_version)
+            begun[number * len(request.seeds) + index] = score(sample)
+
+        self.engine.finished = finished
+        try:
+            yield
+        except BaseException:  # nobody will read them
+            for scores in begun.values():
+                for one in scores.values():
+                    one.cancel()
+            raise
+        finally:
+            self.engine.finished = None

@@ -1,0 +1,41 @@
+"""Groups -> scored groups: reward functions run on one share per peer, models on all samples by all peers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from aligner.rewards.composite import RewardPipeline, Scores
+from aligner.rollout.groups import Groups
+from aligner.rollout.sharing import raised_together, share
+from aligner.run.timers import Timers
+
+
+@dataclass
+class Scorer:
+    rewards: RewardPipeline
+    peers: dist.ProcessGroup  # ranks with the same samples
+    timers: Timers = field(default_factory=Timers)
+
+    def __call__(self, groups: Groups) -> Groups:
+        """The same with their scores. Functions see the samples that this peer has generated, less those begun. Raises
+        RewardError on every rank. Collective over the peers, and over the world where one fails."""
+        peers, samples, size = self.peers, groups.samples, groups.size
+        mine = share(len(groups.slots), peers.size(), peers.rank())
+        with self.timers("score"):
+            with raised_together():
+                components = self.rewards.functions(samples[mine.start * size : mine.stop * size], groups.begun)
+            if peers.size() > 1:
+                gathered: list[Any] = [None] * peers.size()
+                dist.all_gather_object(gathered, components, group=peers)
+                components = {name: [v for piece in gathered for v in piece[name]] for name in components}
+            with raised_together():
+                components |= self.rewards.models(samples)
+        groups.components, groups.begun = components, {}
+        return groups
+
+    def combined(self, groups: Groups, update: bool) -> Scores:
+        """`update`: the running statistics of reward.normalize see them."""
+        return self.rewards.combine(groups.components, len(groups.samples), update=update)
