@@ -7,7 +7,18 @@ import torch
 
 from aligner.config.moe import MoeConfig
 from aligner.config.schema import BatchConfig, ParallelConfig
-from tests.tiny import GPT_OSS, MIXTRAL, MOE, SGD, batch, random_routing, relative, transformers_model, write_folder
+from tests.tiny import (
+    DEEPSEEK,
+    GPT_OSS,
+    MIXTRAL,
+    MOE,
+    SGD,
+    batch,
+    random_routing,
+    relative,
+    transformers_model,
+    write_folder,
+)
 
 pytestmark = pytest.mark.multirank
 
@@ -68,15 +79,16 @@ def test_the_layer_against_loops(ranks, normalise):
         assert relative(found[0]["params"][name], value) < 1e-5, name
 
 
-@pytest.mark.parametrize("cfg", [MOE, MIXTRAL, GPT_OSS], ids=["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("cfg", [MOE, MIXTRAL, GPT_OSS, DEEPSEEK], ids=lambda cfg: cfg.family)
 def test_logits_equal_transformers_whose_routers_choose_the_same(ranks, tmp_path, cfg, monkeypatch):
     model, raw = transformers_model(cfg)
     folder = write_folder(model, raw, tmp_path / "hf")
     rows = batch(cfg, rows=3, width=19)
     routing = random_routing(cfg, rows)
-    for number, layer in enumerate(model.model.layers):
-        router = layer.mlp.router if cfg is GPT_OSS else layer.mlp.gate
-        monkeypatch.setattr(router, "forward", chooser(router, routing[:, :, number].flatten(0, 1)))
+    for place, number in enumerate(cfg.layers_of("sparse")):
+        mlp = model.model.layers[number].mlp
+        router = mlp.router if cfg is GPT_OSS else mlp.gate
+        monkeypatch.setattr(router, "forward", chooser(router, routing[:, :, place].flatten(0, 1), cfg))
     with torch.no_grad():
         wanted = model(rows.tokens).logits
     (got,) = ranks.run("tests.megatron.replay_jobs:logits", folder=folder, rows=replace(rows, routing=routing))
@@ -86,14 +98,15 @@ def test_logits_equal_transformers_whose_routers_choose_the_same(ranks, tmp_path
     assert (own - wanted[:, :-1])[real].abs().max() > 0.1
 
 
-def chooser(router, experts: torch.Tensor):
+def chooser(router, experts: torch.Tensor, cfg):
     """A router of transformers that is told what to choose."""
 
     def forward(hidden):
         bias = getattr(router, "bias", None)
         logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight, bias)
-        weights = logits.softmax(-1).gather(-1, experts.long())
-        return logits, weights / weights.sum(-1, keepdim=True), experts.long()
+        scores = logits.sigmoid() if cfg is DEEPSEEK else logits.softmax(-1)
+        weights = scores.gather(-1, experts.long())
+        return logits, cfg.moe.scale * weights / weights.sum(-1, keepdim=True), experts.long()
 
     return forward
 

@@ -24,10 +24,6 @@ class Routes:
         shape = (*shape, self.layers, self.top_k)
         return torch.empty(shape, dtype=self._scratch.dtype, device=self._scratch.device)
 
-    def zeros(self, rows: int, positions: int) -> Tensor:
-        """[rows, positions, layer, top_k] on the CPU, for what `take` gives."""
-        return torch.zeros(rows, positions, self.layers, self.top_k, dtype=self._scratch.dtype)
-
     @property
     def held_bytes(self) -> int:
         return self._scratch.held_bytes
@@ -58,6 +54,14 @@ class Routes:
         found = self.slots[slots.to(self.slots.device), :most].cpu()
         found[torch.arange(most) >= fed[:, None]] = 0
         return found
+
+    def joined(self, parts: list[tuple[Tensor, Tensor]], rows: int) -> Tensor:
+        """[rows, tokens of the longest row, layer, top_k] of what `take` gave, each for some rows (int64 [m])."""
+        width = max((found.shape[1] + 1 for _, found in parts), default=0)
+        out = torch.zeros(rows, width, self.layers, self.top_k, dtype=self._scratch.dtype)
+        for which, found in parts:
+            out[which, : found.shape[1]] = found
+        return out
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Slots `source` -> slots `target` (int64 [m] each), the first `length` positions."""

@@ -166,9 +166,7 @@ class Batch:
         self._broken = torch.zeros(0, dtype=torch.bool, device=device)  # of the active rows: the last logits are NaN
         self._ended = self._lengths[:0]  # rows that left in the last `settle`
         self._routes = routes
-        # on the CPU, where pages are taken as they are written
-        self._routing = None if routes is None else routes.zeros(plan.rows, plan.row_tokens)
-        self._fed = 0  # tokens of the longest row that has ended, less its last
+        self._routing: list[tuple[Tensor, Tensor]] = []  # (rows that have ended, theirs), on the CPU
 
     def add(self, prompt: Waiting, first: int, count: int) -> None:
         """Samples [first, first + count) of the prompt take the next slots; their first token is sampled next."""
@@ -193,7 +191,6 @@ class Batch:
         self._tokens, self._logprobs, self._lengths = (longer(t) for t in (self._tokens, self._logprobs, self._lengths))
         self._full = None if self._full is None else longer(self._full)
         self._reasons = longer(self._reasons, LENGTH)
-        self._routing = None if self._routing is None else longer(self._routing)
 
     def inputs(self, running: int) -> tuple[Tensor, Tensor]:
         return self.state[TOKEN, :running], self.state[POSITION, :running]
@@ -242,9 +239,10 @@ class Batch:
         if left == self.active:
             self._ended = self._ended[:0]
             return []
-        self._ended = state[ROW, flags.nonzero().squeeze(1).to(state.device)]  # `done` as index would synchronise again
-        if self._routes is not None:
-            self._keep_routing(self._routes, flags.nonzero().squeeze(1))
+        slots = flags.nonzero().squeeze(1)
+        self._ended = state[ROW, slots.to(state.device)]  # `done` as index would synchronise again
+        if self._routes is not None:  # of tokens that were fed: not of the last ones, which stand at these positions
+            self._routing.append((self._ended.cpu(), self._routes.take(slots, self._positions[slots])))
         self.finished += self.active - left
         gaps = flags[:left].nonzero().squeeze(1)
         movers = (~flags[left:]).nonzero().squeeze(1) + left
@@ -255,12 +253,6 @@ class Batch:
         gaps, movers = gaps.to(self.state.device), movers.to(self.state.device)
         self.state[:, gaps] = self.state[:, movers]
         return [(movers, gaps)]
-
-    def _keep_routing(self, routes: Routes, slots: Tensor) -> None:
-        """Of the rows that leave these slots (int64 [m], on the CPU) all tokens that were fed: not the last ones."""
-        found = routes.take(slots, self._positions[slots])
-        self._routing[self._ended.cpu(), : found.shape[1]] = found
-        self._fed = max(self._fed, found.shape[1])
 
     def ended(self) -> Iterator[tuple[int, list[int], bool]]:
         """(row, tokens, whether it stopped by itself) of the rows that left in the last `settle`, on the host."""
@@ -282,5 +274,5 @@ class Batch:
             finish_reason=self._reasons.cpu(),
             weight_version=version,
             full_logprobs=full,
-            routing=None if self._routing is None else self._routing[:, : self._fed + 1].contiguous(),
+            routing=None if self._routes is None else self._routes.joined(self._routing, len(self._lengths)),
         )
