@@ -11,6 +11,7 @@ import argparse
 import random
 import tempfile
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from aligner.config.attention import AttentionConfig, layer_pattern
 from aligner.config.engine import EngineConfig
 from aligner.config.families import TRAITS
 from aligner.config.latent import LatentConfig
+from aligner.config.linear import LinearConfig
 from aligner.config.moe import ALWAYS_NORMALISED, MoeConfig
 from aligner.config.rope import ROPE_TYPES, RopeScalingConfig
 from aligner.config.scales import ScalesConfig
@@ -83,7 +85,9 @@ def draw(family: str, seed: int) -> ModelConfig:
         "tie_embeddings": r.random() < 0.5,
     }
     shape = ModelConfig(**sizes)
-    values = {key: KEYS[key](r, shape) for key in traits.varies if key not in LAYERS}
+    linear = _linear(r, shape.num_layers) if traits.linear else LinearConfig()
+    together = (*LAYERS, *(f"linear.{field.name}" for field in fields(LinearConfig)))
+    values = {key: KEYS[key](r, shape) for key in traits.varies if key not in together}
     if "attention.local_rope_base" in values:
         values["attention.window"] = values["attention.window"] or 1
     if set(LAYERS) <= set(traits.varies) and values["attention.window"]:
@@ -98,10 +102,19 @@ def draw(family: str, seed: int) -> ModelConfig:
         **sizes | {"family": family, "qkv_bias": traits.qkv_bias, "qk_norm": traits.qk_norm} | _section("", values),
         attention=AttentionConfig(**_section("attention", values)),
         latent=latent,
+        linear=linear,
         scales=ScalesConfig(**_section("scales", values)),
         moe=_experts(r, family, shape.ffn_hidden_size, _section("moe", values)) if traits.experts else MoeConfig(),
         rope_scaling=_scaling(r, ROPE.get(family, ROPE_TYPES), rotary_dim),
     )
+
+
+def _linear(r: random.Random, layers: int) -> LinearConfig:
+    """One layer at least has attention."""
+    keys, has = r.randint(1, 3), r.randrange(layers)
+    pattern = layer_pattern([n == has or r.random() < 0.3 for n in range(layers)])
+    found = {name.replace("global", "attention"): value for name, value in pattern.items()}
+    return LinearConfig(keys, keys * r.randint(1, 3), r.randint(4, 9), r.randint(1, 9), r.randint(2, 5), **found)
 
 
 def _section(name: str, values: dict[str, Any]) -> dict[str, Any]:

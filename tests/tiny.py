@@ -13,6 +13,7 @@ import torch
 
 from aligner.config.attention import AttentionConfig
 from aligner.config.latent import LatentConfig
+from aligner.config.linear import LinearConfig
 from aligner.config.moe import MoeConfig
 from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ModelConfig, OptimConfig, RopeScalingConfig
@@ -169,25 +170,34 @@ MORE |= {
     "qwen3_moe-window": replace(MOE, qkv_bias=True, attention=AttentionConfig(window=6)),
     "qwen3_moe-mixed": replace(MOE, num_layers=4, moe=replace(MOE.moe, dense_layers=[0, 1, 3])),
 }
+MORE |= {
+    "qwen3_next": replace(
+        MOE,
+        family="qwen3_next",
+        num_kv_heads=2,
+        attention=AttentionConfig(rotary_fraction=0.25),
+        linear=LinearConfig(4, 8, 8, 6, 4, attention_every=2),
+        moe=MoeConfig(4, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=20),
+    ),
+}
 ADAM = OptimConfig(lr=1e-3)
 # Adam with a huge eps and no memory is gradient descent with learning rate 1: updates are gradients
 SGD = OptimConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad=0.0)
 
 
-def norm_middle(cfg: ModelConfig) -> float:
-    """The weight with which a norm multiplies by 1."""
-    return 0.0 if FAMILIES[cfg.family].offset_norms else 1.0
+def norm_middle(cfg: ModelConfig, name: str) -> float:
+    """The weight with which the norm of that name, in Megatron or in files, multiplies by 1."""
+    of_linear_attention = "out_norm" in name or "linear_attn.norm" in name
+    return 0.0 if FAMILIES[cfg.family].offset_norms and not of_linear_attention else 1.0
 
 
 def wild_source(cfg: ModelConfig, seed: int = 0):
     """Random weights by name with distributions far from uniform and no constants that would hide a mix-up."""
 
-    middle = norm_middle(cfg)
-
     def source(spec) -> torch.Tensor:
         word = hashlib.sha256(f"{seed}/{spec.canonical}".encode()).digest()
         noise = torch.randn(spec.shape, generator=torch.Generator().manual_seed(int.from_bytes(word[:6], "big")))
-        return middle + 0.2 * noise if "norm" in spec.canonical else 0.2 * noise
+        return 0.2 * noise + (norm_middle(cfg, spec.canonical) if "norm" in spec.canonical else 0.0)
 
     return source
 
@@ -213,10 +223,9 @@ def transformers_model(cfg: ModelConfig, head: str = "lm", outputs: int = 1, see
     kind = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForSequenceClassification
     model = kind.from_config(transformers.AutoConfig.for_model(**copy.deepcopy(raw))).eval()  # Phi-3 changes it
     g = torch.Generator().manual_seed(seed)
-    middle = norm_middle(cfg)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(torch.randn(p.shape, generator=g) * 0.2 + (middle if "norm" in name else 0.0))
+            p.copy_(torch.randn(p.shape, generator=g) * 0.2 + (norm_middle(cfg, name) if "norm" in name else 0.0))
         for b in choice_biases(model):
             b.copy_(torch.randn(b.shape, generator=g) * 0.2)
     return model, raw

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aligner.config.attention import AttentionConfig
 from aligner.config.latent import LatentConfig
+from aligner.config.linear import LinearConfig
 from aligner.config.scales import ScalesConfig
 from aligner.errors import ConfigError
 
@@ -30,11 +31,15 @@ class Traits:
     output_bias: bool = False  # attention's output has a bias where queries, keys and values have one
     sinks: bool = False  # a learned score of each head joins the softmax, for which there is no value
     expert_bias: bool = False  # router and experts have biases
+    gated_attention: bool = False  # attention's output is multiplied by the sigmoid of gates, made with the queries
+    shared_gate: bool = False  # the output of the MLP for every token is multiplied by the sigmoid of a gate
+    linear: bool = False  # layers without attention: `model.linear`
 
 
 _BIASES = ("qkv_bias", "mlp_bias")
 _WINDOW = ("attention.window",)
 _LAYERS = (*_WINDOW, "attention.global_every", "attention.global_layers")
+_LINEAR = tuple(f"linear.{f.name}" for f in fields(LinearConfig))
 _GEMMA = (*_LAYERS, "attention.query_scale_dim", "qkv_bias")
 _LATENT = tuple(f"latent.{f.name}" for f in fields(LatentConfig))
 _GROUPED = tuple(f"moe.{name}" for name in ("dense_layers", "shared_ffn_hidden_size", "groups", "top_groups", "scale"))
@@ -68,6 +73,14 @@ TRAITS = {
         expert_bias=True,
     ),
     "deepseek_v3": Traits((*_LATENT, *_GROUPED), experts=True, latent=True, sigmoid_router=True),
+    "qwen3_next": Traits(
+        (*_LINEAR, "attention.rotary_fraction", "moe.dense_layers", "moe.shared_ffn_hidden_size"),
+        qk_norm=True,
+        experts=True,
+        gated_attention=True,
+        shared_gate=True,
+        linear=True,
+    ),
 }
 MOE_FAMILIES = tuple(name for name, traits in TRAITS.items() if traits.experts)
 
@@ -93,7 +106,8 @@ def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
     found: list[tuple[str, Any, Any]] = [("mlp_bias", model.mlp_bias, False)]
     moe = {"dense_layers": [], "shared_ffn_hidden_size": 0, "groups": 1, "top_groups": 1, "scale": 1.0}
     found += [(f"moe.{name}", getattr(model.moe, name), plain) for name, plain in moe.items()]
-    for section, plain in (("attention", AttentionConfig()), ("latent", LatentConfig()), ("scales", ScalesConfig())):
+    sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "linear": LinearConfig()}
+    for section, plain in (sections | {"scales": ScalesConfig()}).items():
         mine, theirs = asdict(getattr(model, section)), asdict(plain)
         found += [(f"{section}.{name}", mine[name], theirs[name]) for name in mine]
     return [(key, value, plain) for key, value, plain in found if value != plain]

@@ -47,6 +47,8 @@ def check_moe_family(family: str, moe: MoeConfig) -> None:
         raise ConfigError("model.family", family, expected)
     if family in ALWAYS_NORMALISED and not moe.norm_topk_prob:
         raise ConfigError("model.moe.norm_topk_prob", False, f"true for model.family={family}")
+    if TRAITS[family].shared_gate and not moe.shared_ffn_hidden_size:
+        raise ConfigError("model.moe.shared_ffn_hidden_size", 0, f"at least 1 with model.family={family}")
     if TRAITS[family].sigmoid_router:
         _check_groups(family, moe)
 

@@ -15,6 +15,7 @@ from aligner.config.checks import above, at_least, one_of, within
 from aligner.config.engine import EngineConfig, RefitConfig
 from aligner.config.families import TRAITS, check_traits
 from aligner.config.latent import LatentConfig, check_latent
+from aligner.config.linear import LinearConfig, check_linear
 from aligner.config.memory import MemoryConfig
 from aligner.config.mismatch import MismatchConfig
 from aligner.config.moe import MoeConfig, check_dense_layers, check_moe_family
@@ -97,6 +98,7 @@ class ModelConfig:
     mlp_bias: bool = False  # in the MLP
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     latent: LatentConfig = field(default_factory=LatentConfig)
+    linear: LinearConfig = field(default_factory=LinearConfig)
     scales: ScalesConfig = field(default_factory=ScalesConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
     init_std: float = 0.02  # of random weights
@@ -113,6 +115,7 @@ class ModelConfig:
         check_latent(self, TRAITS[self.family].latent)
         check_layers(self.attention, self.num_layers)
         check_dense_layers(self.moe, self.num_layers)
+        check_linear(self.linear, self.num_layers, self.family, TRAITS[self.family].linear)
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "max_position"):
             at_least(f"model.{name}", getattr(self, name), 1)
         above("model.rope_base", self.rope_base, 0)
@@ -159,11 +162,16 @@ class ModelConfig:
     def expert_ffn(self) -> int:
         return self.moe.ffn_hidden_size or self.ffn_hidden_size
 
+    @property
+    def queries_per_group(self) -> int:
+        """Heads that the queries' product makes for each of keys: queries and, in some families, their gates."""
+        return self.num_heads * (2 if TRAITS[self.family].gated_attention else 1) // self.num_kv_heads
+
     def layer_kinds(self, layer: int) -> tuple[str, ...]:
         """Layer 0, 1, ... has the rows of the family's table that are of one of these kinds, or of none. Its MLP:
-        "dense", or "sparse" with experts."""
+        "dense", or "sparse" with experts. Before it: "attention", or "linear"."""
         sparse = self.moe.num_experts and layer not in self.moe.dense_layers
-        return ("sparse" if sparse else "dense",)
+        return "sparse" if sparse else "dense", "linear" if self.linear.is_linear(layer) else "attention"
 
     def layers_of(self, kind: str) -> list[int]:
         return [layer for layer in range(self.num_layers) if kind in self.layer_kinds(layer)]

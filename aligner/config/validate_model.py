@@ -38,18 +38,30 @@ def validate_on_gpu(cfg: Config, model: ModelConfig) -> None:
 
 
 def _layout(model: ModelConfig, parallel: ParallelConfig) -> None:
-    for name in ("num_heads", "num_kv_heads", *(["ffn_hidden_size"] if model.layers_of("dense") else [])):
-        if getattr(model, name) % parallel.tensor:
-            raise LayoutError(f"model.{name}", getattr(model, name), f"a multiple of parallel.tensor={parallel.tensor}")
+    for name, size in (_heads(model) | _widths(model)).items():
+        if size % parallel.tensor:
+            raise LayoutError(f"model.{name}", size, f"a multiple of parallel.tensor={parallel.tensor}")
     if parallel.context > 1 and parallel.context_mode == "alltoall":
         shares = parallel.tensor * parallel.context
-        for name in ("num_heads", "num_kv_heads"):
-            if getattr(model, name) % shares:
+        for name, size in _heads(model).items():
+            if size % shares:
                 expected = f"a multiple of parallel.tensor*context={parallel.tensor}*{parallel.context}"
                 hint = "parallel.context_mode=allgather takes any number of heads."
-                raise LayoutError(f"model.{name}", getattr(model, name), expected, hint)
+                raise LayoutError(f"model.{name}", size, expected, hint)
     if model.num_layers % parallel.pipeline:
         raise LayoutError("model.num_layers", model.num_layers, f"a multiple of parallel.pipeline={parallel.pipeline}")
+
+
+def _heads(model: ModelConfig) -> dict[str, int]:
+    """Of attention and of linear attention."""
+    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}
+    return heads | ({"linear.key_heads": model.linear.key_heads} if model.linear.key_heads else {})
+
+
+def _widths(model: ModelConfig) -> dict[str, int]:
+    """Of the MLPs that every token meets."""
+    found = {"ffn_hidden_size": model.ffn_hidden_size} if model.layers_of("dense") else {}
+    return found | {"moe.shared_ffn_hidden_size": model.moe.shared_ffn_hidden_size}
 
 
 def _engine(cfg: Config, model: ModelConfig) -> None:
@@ -58,11 +70,13 @@ def _engine(cfg: Config, model: ModelConfig) -> None:
     if cfg.engine.name == "trtllm" and cfg.stage.name in ROLLOUT_STAGES and TRAITS[model.family].fused:
         expected = "a family whose files keep each matrix by itself with engine.name=trtllm, which gets them so"
         raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
+    if cfg.engine.name == "trtllm" and cfg.stage.name in ROLLOUT_STAGES and TRAITS[model.family].linear:
+        expected = "a family without linear attention with engine.name=trtllm, where it was not tried"
+        raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
     if cfg.engine.cuda_graphs and model.moe.num_experts:
         raise ConfigError("engine.cuda_graphs", True, "false with experts: how many rows one gets is not known ahead")
     ranks = cfg.engine.tensor_parallel
-    sizes = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}
-    sizes |= {"ffn_hidden_size": model.ffn_hidden_size} if model.layers_of("dense") else {}
+    sizes = _heads(model) | _widths(model)
     sizes |= {"moe.ffn_hidden_size": model.expert_ffn} if model.moe.num_experts else {}
     for name, size in sizes.items():
         if size % ranks:

@@ -67,6 +67,7 @@ class StreamAttention(SelfAttention):
         self.wide = TRAITS[model.family].wide_qk_norm
         has_sinks, tp = TRAITS[model.family].sinks, self.pg_collection.tp
         self.sinks = Sinks(config, tp) if has_sinks else None
+        self.gated = TRAITS[model.family].gated_attention
         if self.wide:
             for name, heads in (("q_layernorm", model.num_heads), ("k_layernorm", model.num_kv_heads)):
                 setattr(self, name, WideNorm(config, heads * model.kv_channels, tp))
@@ -75,7 +76,7 @@ class StreamAttention(SelfAttention):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: Stream, **unused: Any
     ) -> tuple[Tensor, Tensor | None]:
         stream = packed_seq_params.local if self.is_local else packed_seq_params
-        query, key, value = self._heads(hidden_states, stream)
+        query, key, value, gate = self._heads(hidden_states, stream)
         final = stream.packing.final if self.is_last else None
         sinks = None if self.sinks is None else self.sinks.weight
         if final is None:
@@ -83,22 +84,27 @@ class StreamAttention(SelfAttention):
         else:
             query = kernels.collect(query, final.kept)
             context = _segments(query, key, value, final, self.scale, self.softcap, sinks)
+            gate = None if gate is None else kernels.collect(gate, final.kept)
+        if gate is not None:
+            context = context * gate.sigmoid()
         out, bias = self.linear_proj(context.reshape(len(context), 1, -1))
         return out if bias is None else out + bias, None if final is None else final.kept
 
-    def _heads(self, hidden: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, hidden: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys, values and, in some families, gates of the outputs."""
         mixed, _ = self.linear_qkv(hidden)
         groups, d = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         mixed = mixed.view(len(mixed), groups, -1, d)
         normed = self.q_layernorm is not None and not isinstance(self.q_layernorm, IdentityOp)
         if self.is_rotated and not normed:
-            return kernels.split_and_rotate(mixed, stream.cos, stream.sin, self.neighbours)
+            return *kernels.split_and_rotate(mixed, stream.cos, stream.sin, self.neighbours), None
         query, key, value = (x.reshape(len(mixed), -1, d) for x in mixed.split([mixed.shape[2] - 2, 1, 1], dim=2))
+        query, gate = (query[:, ::2], query[:, 1::2]) if self.gated else (query, None)
         if normed:
             query, key = self._normed(self.q_layernorm, query), self._normed(self.k_layernorm, key)
         if self.is_rotated:
             query, key = (kernels.rotate(x, stream.cos, stream.sin, self.neighbours) for x in (query, key))
-        return query, key, value
+        return query, key, value, gate
 
     def _normed(self, norm: torch.nn.Module, x: Tensor) -> Tensor:
         return norm(x.flatten(1)).view(x.shape) if self.wide else norm(x)

@@ -32,6 +32,7 @@ from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError
 from aligner.megatron import varlen
 from aligner.megatron.attention import GatedMLP, NoCoreAttention, RMSNorm, StreamAttention, residual_adder
+from aligner.megatron.delta_net import DeltaNet
 from aligner.megatron.groups import Layout
 from aligner.megatron.kernels import gelu_tanh
 from aligner.megatron.latent import LatentAttention
@@ -100,6 +101,7 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> 
         add_bias_linear=cfg.output_bias,  # of attention; the MLP has its own (`GatedMLP`)
         add_qkv_bias=cfg.qkv_bias,
         qk_layernorm=cfg.qk_norm and not TRAITS[cfg.family].wide_qk_norm,
+        attention_output_gate=TRAITS[cfg.family].gated_attention,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -162,6 +164,8 @@ def _own_layer(cfg: ModelConfig, kinds: tuple[str, ...], experts: partial | None
     submodules.mlp = experts or partial(_dense, dense, cfg.mlp_bias, **submodules.mlp.keywords)
     if cfg.qk_norm and not wide:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if "linear" in kinds:
+        submodules.self_attention = ModuleSpec(module=DeltaNet, params={"linear": cfg.linear})
     return ModuleSpec(module=StreamLayer if experts else TransformerLayer, submodules=submodules)
 
 

@@ -161,7 +161,7 @@ class ExpertLayer(torch.nn.Module):
         self.router = Router(config, model.moe.num_experts, TRAITS[model.family])
         self.experts = Experts(config, model, layout)
         width = model.moe.shared_ffn_hidden_size
-        self.shared_experts = _shared(config, width, layout) if width else None
+        self.shared_experts = _shared(config, width, layout, TRAITS[model.family].shared_gate) if width else None
         self.counting = False  # also in passes without gradient
         # f of the auxiliary loss; None: of each micro-batch, with those that the ranks of `peers` compute meanwhile
         self.fractions: Tensor | None = None
@@ -285,11 +285,36 @@ class ExpertLayer(torch.nn.Module):
         return found
 
 
-def _shared(config: TransformerConfig, width: int, layout: Layout) -> GatedMLP:
+def _shared(config: TransformerConfig, width: int, layout: Layout, gated: bool) -> GatedMLP:
     own = copy.copy(config)
     own.ffn_hidden_size = width
     matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return GatedMLP(own, matrices, tp_group=layout.pgs.tp)
+    return (GatedShared if gated else GatedMLP)(own, matrices, tp_group=layout.pgs.tp)
+
+
+class GatedShared(GatedMLP):
+    """An MLP whose output is multiplied by the sigmoid of one more product, `gate_weight` [1, H] on every rank."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.gate_weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.gate_weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor, **unused: Any) -> tuple[Tensor, Tensor | None]:
+        out, bias = super().forward(hidden)
+        return out * torch.nn.functional.linear(hidden, self.gate_weight).sigmoid(), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        """Megatron's goes through the modules inside alone."""
+        gate = make_sharded_tensors_for_checkpoint(
+            {"gate_weight": self.gate_weight},
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata) | gate
 
 
 class _AddLoss(torch.autograd.Function):

@@ -74,6 +74,8 @@ def _refused(cfg: ModelConfig, dtype: torch.dtype) -> str:
         return f"it computes in bfloat16 or float16, and the model is {str(dtype).removeprefix('torch.')} (model.dtype)"
     if cfg.attention.softcap:
         return f"it does not cap scores, and these are capped (model.attention.softcap={cfg.attention.softcap:g})"
+    if cfg.linear.key_heads:
+        return f"linear attention takes rows that are padded, which model.family={cfg.family} has"
     if TRAITS[cfg.family].sinks:
         return f"it knows no attention sinks, which model.family={cfg.family} has"
     if cfg.latent.kv_rank:

@@ -75,18 +75,22 @@ def _shard(spec: ParamSpec, source: WeightSource, layout: Layout) -> Tensor:
 
 
 def random_source(cfg: ModelConfig, seed: int) -> WeightSource:
-    """Gaussian weights that depend on seed and name alone, never on the layout. Norms multiply by 1, biases are
-    0; projections into the residual stream are scaled by 1/sqrt(2 x layers) (GPT-2)."""
+    """Gaussian weights that depend on seed and name alone, never on the layout. Norms multiply by 1, biases are 0;
+    projections into the residual stream are scaled by 1/sqrt(2 x layers) (GPT-2). Linear attention forgets as in
+    transformers' random models."""
 
     def source(spec: ParamSpec) -> Tensor:
         if spec.canonical.endswith("norm.weight"):
-            return torch.full(spec.shape, 0.0 if FAMILIES[cfg.family].offset_norms else 1.0)
+            offset = FAMILIES[cfg.family].offset_norms and not spec.canonical.endswith("out_norm.weight")
+            return torch.full(spec.shape, 0.0 if offset else 1.0)
         if spec.canonical.endswith("bias"):
-            return torch.zeros(spec.shape)
+            return torch.full(spec.shape, float(spec.canonical.endswith("dt_bias")))
         word = hashlib.sha256(f"{seed}/{spec.canonical}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(word[:7], "big"))
+        if spec.canonical.endswith("A_log"):
+            return (0.01 + 15.99 * torch.rand(spec.shape, generator=generator)).log()
         std = cfg.init_std
-        if spec.canonical.endswith(("linear_proj.weight", "linear_fc2.weight", "experts.down")):
+        if spec.canonical.endswith(("linear_proj.weight", "out_proj.weight", "linear_fc2.weight", "experts.down")):
             std /= (2 * cfg.num_layers) ** 0.5
         return torch.randn(spec.shape, generator=generator) * std
 

@@ -15,8 +15,9 @@ from aligner.models.quantised import FLOAT8, MXFP4, grid
 from aligner.models.safetensors_io import HfTensors
 
 EMBEDDING, LM_HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
-# buffers that old versions of transformers stored, and every version computes anew
-DISPENSABLE = (re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),)
+# buffers that old versions of transformers stored, and every version computes anew; Qwen3-Next's layers that predict
+# further tokens, which transformers passes over, too
+DISPENSABLE = (re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"), re.compile(r"mtp\..*"))
 FLOATS = ("F64", "F32", "F16", "BF16")
 ROWS = 4096  # of tied embeddings that are compared at a time
 

@@ -6,7 +6,7 @@ vocabulary. Import, export, refit and the engines read the same rows, so a famil
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -70,6 +70,7 @@ class Family:
     clamped_gate: bool = False  # of experts, instead of SwiGLU (`ops/experts.py`)
     interleaved_rotary: bool = False  # neighbours are rotated together, not halves of the head
     scaled_embeddings: bool = False  # multiplied by the square root of the hidden size
+    default_attention_every: int = 0  # config.json has layer_types: linear_attention, but for layers n, 2n, ...
     default_local_base: float = 0.0  # of local layers, where they have a rotary base of their own; 0: they have not
 
     @property
@@ -186,14 +187,25 @@ def _expert_biases(block: str, gate: str, up: str, down: str, router: str) -> tu
 
 def _sigmoid_router(block: str, shared: str) -> tuple[ParamSpec, ...]:
     """The rows beside `_experts` of a router with a bias, and of the MLP for every token."""
-    at, ours = f"{_OUT}{block}.{shared}.", _IN + "mlp.shared_experts."
-    both, bias = (f"{at}gate_proj.weight", f"{at}up_proj.weight"), f"{_OUT}{block}.gate.e_score_correction_bias"
-    inner, outer, units = ("2shared_ffn", "hidden"), ("hidden", "shared_ffn"), "shared_ffn"
+    bias = f"{_OUT}{block}.gate.e_score_correction_bias"
     return (
         ParamSpec(_IN + "mlp.router.expert_bias", (bias,), "copy", None, ("experts",), float32=True, kind="sparse"),
+        *_shared_expert(block, shared),
+    )
+
+
+def _shared_expert(block: str, shared: str, gate: str = "") -> tuple[ParamSpec, ...]:
+    """The rows of the MLP for every token and, if it has a name, of the gate of its output."""
+    at, ours = f"{_OUT}{block}.{shared}.", _IN + "mlp.shared_experts."
+    both = f"{at}gate_proj.weight", f"{at}up_proj.weight"
+    inner, outer, units = ("2shared_ffn", "hidden"), ("hidden", "shared_ffn"), "shared_ffn"
+    gates = (f"{_OUT}{block}.{gate}.weight",)
+    rows = (
+        ParamSpec(ours + "gate_weight", gates, "copy", None, ("1", "hidden"), kind="sparse"),
         ParamSpec(ours + "linear_fc1.weight", both, "gate_up", 0, inner, units, kind="sparse"),
         ParamSpec(ours + "linear_fc2.weight", (f"{at}down_proj.weight",), "copy", 1, outer, units, kind="sparse"),
     )
+    return rows if gate else rows[1:]
 
 
 def _latent(ours: str, hf: str, shape: tuple[str, ...], units: str = "", when: str = "") -> ParamSpec:
@@ -284,6 +296,46 @@ _GEMMA_NORMS = _with_norms(
     behind_mlp="post_feedforward_layernorm",
 )
 _SINKS = ParamSpec(_IN + "self_attention.sinks.weight", (_OUT + "self_attn.sinks",), "copy", 0, ("heads",), "heads")
+_AT, _AT_HF = _IN + "self_attention.", _OUT + "linear_attn."
+_DELTA_NET = (
+    ParamSpec(
+        _AT + "in_proj.weight",
+        (_AT_HF + "in_proj_qkvz.weight", _AT_HF + "in_proj_ba.weight"),
+        "linear_in",
+        0,
+        ("linear_in", "hidden"),
+        "key_heads",
+        kind="linear",
+    ),
+    # whole on every tensor rank: its queries, keys and values are not neighbours
+    ParamSpec(
+        _AT + "conv1d.weight",
+        (_AT_HF + "conv1d.weight",),
+        "copy",
+        None,
+        ("linear_mixed", "1", "conv"),
+        kind="linear",
+    ),
+    ParamSpec(_AT + "A_log", (_AT_HF + "A_log",), "copy", 0, ("value_heads",), "key_heads", kind="linear"),
+    ParamSpec(_AT + "dt_bias", (_AT_HF + "dt_bias",), "copy", 0, ("value_heads",), "key_heads", kind="linear"),
+    ParamSpec(_AT + "out_norm.weight", (_AT_HF + "norm.weight",), "copy", None, ("value_head",), kind="linear"),
+    ParamSpec(
+        _AT + "out_proj.weight",
+        (_AT_HF + "out_proj.weight",),
+        "copy",
+        1,
+        ("hidden", "linear_out"),
+        "key_heads",
+        kind="linear",
+    ),
+)
+
+
+def _in_attention_layers(rows: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
+    """The same, those of attention in layers alone that have it."""
+    return tuple(replace(row, kind="attention") if row.canonical.startswith(_AT) else row for row in rows)
+
+
 _LM_HEAD = ParamSpec("output_layer.weight", ("lm_head.weight",), "copy", 0, ("vocab", "hidden"), "vocab", padded=True)
 _SCORE_HEAD = ParamSpec("output_layer.weight", ("score.weight",), "copy", None, ("labels", "hidden"))
 
@@ -519,6 +571,29 @@ FAMILIES = {
         written=(("num_nextn_predict_layers", 0),),
         defaults=(("max_position_embeddings", 4096),),
     ),
+    "qwen3_next": Family(
+        "qwen3_next",
+        "Qwen3Next",
+        _in_attention_layers(_COMMON + _QK_NORM)
+        + _DELTA_NET
+        + _MLP
+        + _experts("mlp", "gate_proj", "up_proj", "down_proj")
+        + _shared_expert("mlp", "shared_expert", "shared_expert_gate"),
+        moe=MoeKeys("num_experts", "moe_intermediate_size", "norm_topk_prob", dense_layers="mlp_only_layers"),
+        keys=(
+            ("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
+            ("linear.key_heads", "linear_num_key_heads", 16),
+            ("linear.value_heads", "linear_num_value_heads", 32),
+            ("linear.key_head_dim", "linear_key_head_dim", 128),
+            ("linear.value_head_dim", "linear_value_head_dim", 128),
+            ("linear.conv", "linear_conv_kernel_dim", 4),
+        ),
+        constants=(("decoder_sparse_step", 1),),
+        default_head_dim=256,
+        default_rotary_fraction=0.25,
+        default_attention_every=4,
+        offset_norms=True,
+    ),
 }
 
 
@@ -544,8 +619,9 @@ def embedding_factor(cfg: ModelConfig, dtype: torch.dtype) -> float:
 
 
 def dimensions(cfg: ModelConfig, num_labels: int = 1) -> dict[str, int]:
-    head, heads, groups = cfg.kv_channels, cfg.num_heads, cfg.num_kv_heads
+    head, heads, groups, linear = cfg.kv_channels, cfg.num_heads, cfg.num_kv_heads, cfg.linear
     return {
+        "1": 1,
         "vocab": cfg.vocab_size,
         "hidden": cfg.hidden_size,
         "ffn": cfg.ffn_hidden_size,
@@ -565,7 +641,14 @@ def dimensions(cfg: ModelConfig, num_labels: int = 1) -> dict[str, int]:
         "kv_rank+rotary": cfg.latent.kv_rank + cfg.latent.rotary_dim,
         "plain+value": heads * (cfg.latent.plain_dim + cfg.latent.value_dim),
         "kv": groups * head,
-        "qkv": (heads + 2 * groups) * head,
+        "qkv": (cfg.queries_per_group + 2) * groups * head,
+        "key_heads": linear.key_heads,
+        "value_heads": linear.value_heads,
+        "value_head": linear.value_head_dim,
+        "linear_in": linear.key_heads * linear.width,
+        "linear_mixed": linear.key_heads * linear.mixed_width,
+        "linear_out": linear.value_heads * linear.value_head_dim,
+        "conv": linear.conv,
         "labels": num_labels,
     }
 

@@ -9,6 +9,7 @@ from typing import Any
 from aligner.config.attention import AttentionConfig, layer_pattern
 from aligner.config.families import TRAITS
 from aligner.config.latent import LatentConfig
+from aligner.config.linear import LinearConfig
 from aligner.config.moe import MoeConfig
 from aligner.config.scales import ScalesConfig
 from aligner.config.schema import ModelConfig
@@ -85,6 +86,9 @@ def hf_config(
         out["original_max_position_embeddings"] = cfg.rope_scaling.original_max_position
     if family.nope_every:
         out["no_rope_layers"] = [int(layer not in cfg.attention.nope_layers) for layer in range(cfg.num_layers)]
+    if family.default_attention_every:
+        linear = [cfg.linear.is_linear(layer) for layer in range(cfg.num_layers)]
+        out["layer_types"] = ["linear_attention" if here else "full_attention" for here in linear]
     return out | _attention_out(cfg, family, out["rope_parameters"])
 
 
@@ -163,6 +167,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
             rotary_fraction=rotary_fraction_in(raw, family.default_rotary_fraction),
             nope_layers=[layer for layer, rotated in enumerate(_rotated_layers(raw, family)) if not rotated],
         ),
+        linear=LinearConfig(**sections["linear"], **_linear_layers_in(raw, family, path)),
         scales=ScalesConfig(**sections["scales"]),
         moe=_experts_in(raw, family, sections["moe"]),
         init_std=raw.number("initializer_range", default["initializer_range"], above=0),
@@ -172,7 +177,8 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
 
 def _keys_in(raw: Record, family: Family) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Fields of ModelConfig, and of its sections, by the family's `keys`; null is 0, which means none."""
-    fields: dict[str, dict[str, Any]] = {"": {}, "attention": {}, "latent": {}, "moe": {}, "scales": {}}
+    names = ("", "attention", "latent", "linear", "moe", "scales")
+    fields: dict[str, dict[str, Any]] = {name: {} for name in names}
     for ours, theirs, default in family.keys:
         section, _, name = ours.rpartition(".")
         if isinstance(default, bool):
@@ -196,13 +202,30 @@ def _windows_in(raw: Record, family: Family, path: Path) -> dict[str, Any]:
     if family.windows == "every" or not window:
         return {"window": window}
     layers = raw.integer("num_hidden_layers")
-    kinds = raw.texts("layer_types", _default_layers(raw, family, layers))
-    if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
-        expected = f"sliding_attention or full_attention for each of {layers} layers"
-        raise ConfigError("model.init", str(path.parent), expected, f"layer_types: {kinds}.")
+    kinds = _layer_types(raw, _default_layers(raw, family, layers), path, "sliding_attention")
     return (
         {"window": window} | layer_pattern([kind == "full_attention" for kind in kinds]) | _local_rope_in(raw, family)
     )
+
+
+def _linear_layers_in(raw: Record, family: Family, path: Path) -> dict[str, Any]:
+    """Fields of LinearConfig that say which layers have attention."""
+    if not family.default_attention_every:
+        return {}
+    layers, every = raw.integer("num_hidden_layers"), family.default_attention_every
+    every = raw.integer("full_attention_interval", every, low=1)
+    usual = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    kinds = _layer_types(raw, usual, path, "linear_attention")
+    pattern = layer_pattern([kind == "full_attention" for kind in kinds])
+    return {name.replace("global", "attention"): value for name, value in pattern.items()}
+
+
+def _layer_types(raw: Record, usual: list[str], path: Path, other: str) -> list[str]:
+    kinds = raw.texts("layer_types", usual)
+    if len(kinds) != len(usual) or set(kinds) - {other, "full_attention"}:
+        expected = f"{other} or full_attention for each of {len(usual)} layers"
+        raise ConfigError("model.init", str(path.parent), expected, f"layer_types: {kinds}.")
+    return kinds
 
 
 def _rotated_layers(raw: Record, family: Family) -> list[int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from aligner.config.schema import ModelConfig
 from aligner.errors import CheckpointError, LayoutError
 
-Transform = Literal["copy", "qkv", "qkv_bias", "gate_up", "experts_gate_up", "experts"]
+Transform = Literal["copy", "qkv", "qkv_bias", "linear_in", "gate_up", "experts_gate_up", "experts"]
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,17 @@ def to_hf(spec: ParamSpec, full: Tensor, cfg: ModelConfig) -> dict[str, Tensor]:
         return dict(zip(spec.hf, full.chunk(2, dim=0), strict=True))
     if spec.experts:  # [E, 2, F, H] -> gate and up of every expert; [E, H, F] -> one tensor of every expert
         return dict(zip(spec.hf, full.flatten(0, 1) if spec.transform == "experts_gate_up" else full, strict=True))
-    # Megatron interleaves by query group: [q heads of the group, k, v], group after group
-    head, groups = cfg.kv_channels, cfg.num_kv_heads
-    queries = cfg.num_heads // groups
-    parts = full.unflatten(0, (groups, queries + 2, head)).split([queries, 1, 1], dim=1)
-    return {name: part.flatten(0, 2) for name, part in zip(spec.hf, parts, strict=True)}
+    parts = full.unflatten(0, (spec.units, -1)).split(rows_of_group(spec, cfg), dim=1)
+    return {name: part.flatten(0, 1) for name, part in zip(spec.hf, parts, strict=True)}
+
+
+def rows_of_group(spec: ParamSpec, cfg: ModelConfig) -> list[int]:
+    """Of each Hugging Face tensor, where the canonical one interleaves them: Megatron has [queries of the group, key,
+    value], group after group, and of linear attention all of a key head. Queries with gates alternate with them."""
+    if spec.transform == "linear_in":
+        return [cfg.linear.gated_width, cfg.linear.width - cfg.linear.gated_width]
+    head = cfg.kv_channels
+    return [cfg.queries_per_group * head, head, head]
 
 
 def from_hf(spec: ParamSpec, tensors: Mapping[str, Tensor] | Callable[[str], Tensor], cfg: ModelConfig) -> Tensor:
@@ -73,9 +79,8 @@ def assemble(spec: ParamSpec, parts: Sequence[Tensor], cfg: ModelConfig) -> Tens
     if spec.experts:
         stacked = torch.stack(list(parts))
         return stacked.unflatten(0, (-1, 2)) if spec.transform == "experts_gate_up" else stacked
-    head = cfg.kv_channels
-    groups = len(parts[1]) // head
-    return torch.cat([p.unflatten(0, (groups, -1, head)) for p in parts], dim=1).flatten(0, 2)
+    sizes = rows_of_group(spec, cfg)
+    return torch.cat([p.unflatten(0, (-1, n)) for p, n in zip(parts, sizes, strict=True)], dim=1).flatten(0, 1)
 
 
 def _named(tensors: Mapping[str, Tensor], name: str) -> Tensor:

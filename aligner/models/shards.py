@@ -14,8 +14,10 @@ from torch import Tensor
 from aligner.config.schema import ModelConfig
 from aligner.errors import LayoutError
 from aligner.models.families import expected_hf_shapes, family_table
-from aligner.models.params import ParamSpec, hf_axis, shard_interval
+from aligner.models.params import ParamSpec, hf_axis, rows_of_group, shard_interval
 from aligner.ops.checksum import part_checksum
+
+INTERLEAVED = ("qkv", "qkv_bias", "linear_in")  # the canonical tensor has parts of each Hugging Face tensor by turns
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class HfTensor:
     shape: tuple[int, ...]
     spec: ParamSpec
     index: int  # in spec.hf
-    group_rows: tuple[int, int] = (0, 0)  # qkv: first row and number of rows in a query group's rows
+    group_rows: tuple[int, int] = (0, 0)  # of interleaved ones: first row and number of rows in a query group's rows
 
     @property
     def sharded(self) -> bool:
@@ -88,7 +90,7 @@ class HfTensor:
             return shard[self.expert - first_expert, self.index % 2, a:b]
         if spec.transform == "experts":
             return shard[self.expert - first_expert].narrow(self.axis, a, b - a)
-        assert spec.transform in ("qkv", "qkv_bias"), f"{spec.transform}: no view of its parts"
+        assert spec.transform in INTERLEAVED, f"{spec.transform}: no view of its parts"
         (at, rows), groups = self.group_rows, spec.units
         grouped = shard.unflatten(0, (-1, spec.shape[0] // groups))
         return grouped[a // rows : b // rows, at : at + rows]
@@ -97,11 +99,10 @@ class HfTensor:
 def hf_tensors(cfg: ModelConfig) -> tuple[HfTensor, ...]:
     """Every tensor of a language model of this shape, in the order of the family table."""
     shapes, found = expected_hf_shapes(cfg), []
-    head, queries = cfg.kv_channels, cfg.num_heads // cfg.num_kv_heads
-    parts = ((0, queries * head), (queries * head, head), ((queries + 1) * head, head))
     for spec in family_table(cfg):
+        sizes = rows_of_group(spec, cfg) if spec.transform in INTERLEAVED else []
         for index, name in enumerate(spec.hf):
-            rows = parts[index] if spec.transform in ("qkv", "qkv_bias") else (0, 0)
+            rows = (sum(sizes[:index]), sizes[index]) if sizes else (0, 0)
             found.append(HfTensor(name, shapes[name], spec, index, rows))
     return tuple(found)
 

@@ -11,12 +11,14 @@ from aligner.config.checks import one_of
 from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update
 from aligner.config.families import TRAITS
 from aligner.config.latent import LatentConfig
+from aligner.config.linear import LinearConfig
 from aligner.config.moe import MoeConfig
 from aligner.config.rope import RopeScalingConfig
 from aligner.config.scales import ScalesConfig
 from aligner.config.schema import STAGES, Config, ModelConfig
 from aligner.errors import CheckpointError, ConfigError
-from aligner.foreign import read_record
+from aligner.foreign import Record, read_record
+from aligner.plan.linear import row_bytes
 from aligner.plan.shapes import Grid, kv_bytes, routing_bytes
 
 PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill of the native engine
@@ -130,9 +132,12 @@ class Job:
         rows, prompts = self.rows.count / replicas, self.rows.prompts / replicas
         positions = self.rows.longest - 1
         budget, longest = engine.kv_bytes // token, self.rows.prompt_longest
-        chunk = max(longest, min(PREFILL_TOKENS, budget // 4, budget - positions, longest * ceil(prompts)))
-        slots = int(max(1, min(engine.max_batch, ceil(rows), (budget - chunk) // positions)))
-        return slots, (slots * positions + chunk) * token
+        more = ceil(row_bytes(shape) / engine.tensor / token)  # in positions
+        each = longest + more
+        most = PREFILL_TOKENS * each // longest
+        chunk = max(each, min(most, budget // 4, budget - positions - more, each * ceil(prompts)))
+        slots = int(max(1, min(engine.max_batch, ceil(rows), (budget - chunk) // (positions + more))))
+        return slots, (slots * (positions + more) + chunk) * token
 
 
 def grid_of(cfg: Config, gpus: int) -> Grid:
@@ -292,4 +297,16 @@ def shape_at(like: ModelConfig, init: str) -> ModelConfig:
     if traits.latent:
         latent = LatentConfig(**{ours: raw.integer(theirs, 0) for ours, theirs in _LATENT_KEYS.items()})
         sizes["head_dim"] = 0
-    return replace(like, family=kind, moe=moe, latent=latent, **plain, **flags, **sizes)
+    linear = LinearConfig()
+    if traits.linear:
+        linear, moe.shared_ffn_hidden_size = _linear(raw), raw.integer("shared_expert_intermediate_size", 512)
+    return replace(like, family=kind, moe=moe, latent=latent, linear=linear, **plain, **flags, **sizes)
+
+
+def _linear(raw: Record) -> LinearConfig:
+    sizes = ("num_key_heads", 16), ("num_value_heads", 32), ("key_head_dim", 128), ("value_head_dim", 128)
+    numbers = [raw.integer(f"linear_{name}", usual, low=1) for name, usual in (*sizes, ("conv_kernel_dim", 4))]
+    kinds = raw.texts("layer_types", [])
+    found = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    every = 0 if kinds else raw.integer("full_attention_interval", 4, low=1)
+    return LinearConfig(*numbers, attention_every=every, attention_layers=found)

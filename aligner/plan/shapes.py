@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from aligner.config.families import TRAITS
 from aligner.config.schema import ModelConfig
+from aligner.plan.linear import linear_alike, linear_matrices, linear_share, linear_vectors, rule_operations
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,18 @@ def stage_layers(m: ModelConfig, grid: Grid, stage: int) -> list[bool]:
     return ["sparse" in m.layer_kinds(layer) for layer in range(stage * count, (stage + 1) * count)]
 
 
+def stage_linear(m: ModelConfig, grid: Grid, stage: int) -> list[bool]:
+    """Whether each layer of a pipeline stage is of linear attention."""
+    count = m.num_layers // grid.pipeline
+    return [m.linear.is_linear(layer) for layer in range(stage * count, (stage + 1) * count)]
+
+
 def attention_matrices(m: ModelConfig) -> int:
-    """Elements that tensor ranks share: H(A + 2K) + AH; of latent attention what makes queries, keys and values of its
-    vectors, and the output."""
+    """Elements that tensor ranks share: H(A + 2K) + AH, and HA of gates where a family has them; of latent attention
+    what makes queries, keys and values of its vectors, and the output."""
     (a, k, v, out), latent = attention_widths(m), m.latent
     if not latent.kv_rank:
-        return m.hidden_size * (a + k + v + out)
+        return m.hidden_size * (a + k + v + out + a * TRAITS[m.family].gated_attention)
     ups = a * (latent.query_rank or m.hidden_size) + (m.num_heads * latent.plain_dim + v) * latent.kv_rank
     return ups + m.hidden_size * out
 
@@ -104,7 +111,7 @@ def mlp_matrices(m: ModelConfig, sparse: bool) -> int:
 
 
 def shared_matrices(m: ModelConfig) -> int:
-    """Elements of the MLP for every token beside the experts."""
+    """Elements of the MLP for every token beside the experts, without its gate."""
     return 3 * m.hidden_size * m.moe.shared_ffn_hidden_size
 
 
@@ -122,11 +129,13 @@ def _mean_mlp(m: ModelConfig) -> float:
     return share * (mlp_matrices(m, True) + shared_matrices(m)) + (1 - share) * mlp_matrices(m, False)
 
 
-def layer_norms(m: ModelConfig) -> int:
-    """Elements that every tensor rank holds alike and sequence parallelism computes on shares of the tokens: norms,
-    the biases that are added like them, and what makes the vectors of latent attention."""
+def layer_norms(m: ModelConfig, linear: bool = False) -> int:
+    """Elements of a layer (`linear`: of linear attention) that every tensor rank holds alike and sequence parallelism
+    computes on shares of the tokens: norms, the biases that are added like them, what makes the vectors of latent
+    attention, and the gate of the MLP for every token."""
     biases, traits = m.output_bias + m.mlp_bias, TRAITS[m.family]  # of projections into the residual stream
-    each_head = m.qk_norm and not traits.wide_qk_norm
+    biases += traits.shared_gate
+    each_head = m.qk_norm and not traits.wide_qk_norm and not linear
     latent = m.latent.query_rank + m.latent.kv_rank + latent_matrices(m)
     return (traits.norms + biases) * m.hidden_size + (2 * m.kv_channels if each_head else 0) + latent
 
@@ -146,7 +155,9 @@ def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", ou
     router = mlp_matrices(m, True) + moe.num_experts * (traits.expert_bias or traits.sigmoid_router)
     sparse_layer = router + shared_matrices(m) // tp
     vocabulary = -(-m.vocab_size // tp) * h
-    dense = sum(each + (sparse_layer if sparse else mlp_matrices(m, False) // tp) for sparse in layers)
+    remembers = (sum(linear_matrices(m)) + linear_vectors(m)) // tp + linear_alike(m) + layer_norms(m, True)
+    dense = sum(sparse_layer if sparse else mlp_matrices(m, False) // tp for sparse in layers)
+    dense += sum(remembers if linear else each for linear in stage_linear(m, grid, stage))
     dense += (vocabulary if stage == 0 else 0) + (h if last else 0)
     if last and head == "lm" and not (m.tie_embeddings and grid.pipeline == 1):
         dense += vocabulary
@@ -160,12 +171,15 @@ def parameters(m: ModelConfig, head: str = "lm", outputs: int = 1) -> int:
 def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float | None = None) -> float:
     """Of one layer's forward pass over `tokens` that see `context` tokens each on average (causal: half the row):
     2 x matrix elements, and 4 A x context for scores and their sum over values. Without experts' own: see below.
-    `kept`: of the other tokens queries, keys and values alone are made, 2 H (A + 2K); `context` is of the kept ones."""
+    `kept`: of the other tokens queries, keys and values alone are made, 2 H (A + 2K); `context` is of the kept ones.
+    Layers of linear attention count by their share of all."""
     a, _, _, out = attention_widths(m)
-    kept = tokens if kept is None else kept
+    kept, linear = tokens if kept is None else kept, linear_share(m)
     mixed = attention_matrices(m) - m.hidden_size * out + latent_matrices(m)
-    rest = m.hidden_size * out + _mean_mlp(m)
-    return 2 * tokens * mixed + kept * (2 * rest + 2 * (a + out) * context)
+    attention = 2 * tokens * mixed + kept * (2 * m.hidden_size * out + 2 * (a + out) * context)
+    into, onto = linear_matrices(m)
+    remembers = 2 * tokens * into + 2 * kept * onto + rule_operations(m, tokens)
+    return (1 - linear) * attention + linear * remembers + 2 * kept * _mean_mlp(m)
 
 
 def expert_operations(m: ModelConfig, tokens: float) -> float:
@@ -192,13 +206,15 @@ def routing_bytes(m: ModelConfig) -> int:
 def kv_bytes(m: ModelConfig, element: int, tensor: int = 1) -> float:
     """Keys and values of one position, or what latent attention makes them of, on one of an engine's `tensor` ranks."""
     shared, whole = kept_widths(m)
-    return m.num_layers * (shared / tensor + whole) * element
+    return len(m.layers_of("attention")) * (shared / tensor + whole) * element
 
 
 def decode_weight_bytes(m: ModelConfig, rows: float, element: int) -> float:
     """Read by one decode step over `rows` rows. Of E experts, rows that choose evenly touch E (1 - (1 - k/E)^rows)."""
     moe, h = m.moe, m.hidden_size
-    layer = attention_matrices(m) + _mean_mlp(m) + layer_norms(m)
+    linear = linear_share(m)
+    layer = (1 - linear) * (attention_matrices(m) + layer_norms(m)) + _mean_mlp(m)
+    layer += linear * (sum(linear_matrices(m)) + linear_alike(m) + layer_norms(m, True))
     if moe.num_experts:
         touched = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** rows)
         layer += sparse_share(m) * touched * 3 * h * m.expert_ffn

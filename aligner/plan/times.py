@@ -12,6 +12,7 @@ from math import ceil, exp
 from aligner.config.schema import ModelConfig
 from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import Job, Part
+from aligner.plan.linear import row_bytes
 from aligner.plan.memory import optimizer_share
 from aligner.plan.reads import reads
 from aligner.plan.shapes import (
@@ -178,7 +179,8 @@ def decode_step(job: Job, machine: Machine, rows: float, context: float) -> tupl
     engine, m = job.engine, job.policy.shape
     assert engine is not None
     tp, assumed = engine.tensor, machine.assumed
-    moved = decode_weight_bytes(m, rows, engine.element) / tp + rows * context * kv_bytes(m, engine.element, tp)
+    kept = context * kv_bytes(m, engine.element, tp) + 2 * row_bytes(m) / tp  # memories are written too
+    moved = decode_weight_bytes(m, rows, engine.element) / tp + rows * kept
     products = m.num_layers * machine.layer_seconds(m, rows, context) + head_operations(m, rows) / machine.rate
     busy = max(moved / machine.bandwidth, products / tp)
     if engine.launches:

@@ -11,6 +11,9 @@ import torch
 
 from aligner.config.attention import AttentionConfig
 from aligner.config.freeze import load_frozen
+from aligner.config.latent import LatentConfig
+from aligner.config.linear import LinearConfig
+from aligner.config.moe import MoeConfig
 from aligner.config.options import from_plain
 from aligner.config.rope import RopeScalingConfig
 from aligner.config.scales import ScalesConfig
@@ -37,6 +40,7 @@ _MOE_OF_THE_RUN = ("aux_coef", "aux_over")
 _OLD = {
     "rope_scaling": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position"),
     "attention": ("window", "global_every", "local_rope_base", "query_scale_dim"),
+    "moe": ("num_experts", "top_k", "ffn_hidden_size", "norm_topk_prob"),
 }
 
 
@@ -155,7 +159,8 @@ def _with_tokenizer(model: InitialModel, folder: str) -> InitialModel:
 def shape_of(cfg: ModelConfig) -> dict[str, Any]:
     """The fields that make two models' weights exchangeable: the identity of a checkpoint."""
     shape = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in (*_OF_THE_RUN, "init_std")}
-    sections = {"attention": AttentionConfig(), "scales": ScalesConfig(), "rope_scaling": RopeScalingConfig()}
+    sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "linear": LinearConfig()}
+    sections |= {"scales": ScalesConfig(), "rope_scaling": RopeScalingConfig()}
     for name, plain in sections.items():
         found, usual = shape.pop(name), dataclasses.asdict(plain)
         kept = {key: found[key] for key in found if key in _OLD.get(name, ()) or found[key] != usual[key]}
@@ -165,5 +170,8 @@ def shape_of(cfg: ModelConfig) -> dict[str, Any]:
         del shape["mlp_bias"]
     moe = shape.pop("moe")
     if cfg.moe.num_experts:  # the identity of a dense model is what it was before there were others
-        shape["moe"] = {name: value for name, value in moe.items() if name not in _MOE_OF_THE_RUN}
+        usual = dataclasses.asdict(MoeConfig())
+        shape["moe"] = {name: moe[name] for name in moe if name in _OLD["moe"] or moe[name] != usual[name]}
+        for name in _MOE_OF_THE_RUN:
+            shape["moe"].pop(name, None)
     return shape

@@ -59,7 +59,7 @@ def reference(cfg: ModelConfig, seed: int = 0):
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw)).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.normal_(norm_middle(cfg), 0.2) if "norm" in name else p.normal_(0.0, 0.3)
+            p.normal_(norm_middle(cfg, name), 0.2) if "norm" in name else p.normal_(0.0, 0.3)
         for b in choice_biases(model):
             b.normal_(0.0, 0.2)
     return model

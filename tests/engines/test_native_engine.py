@@ -13,7 +13,7 @@ from aligner.engines.native import NativeEngine
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.sampler import cut_logits, sample, uniforms
 from aligner.engines.native.scratch import Scratch
-from aligner.errors import EngineError
+from aligner.errors import ConfigError, EngineError
 from aligner.types import STOP, SamplingParams
 from tests.engines.contract import (
     LLAMA,
@@ -120,6 +120,24 @@ def test_small_budgets_give_the_same_tokens():
         assert responses(engine.generate(prompts, seeds_for(prompts, 3), sampling)) == wanted
         held = engine.cache.kv.nbytes + engine.cache.staged.nbytes
         assert held <= budget * position
+
+
+def test_rows_with_memories_stay_within_small_budgets():
+    """What linear layers remember goes with its row: prefilled, admitted, moved."""
+    cfg, sampling = MORE["qwen3_next"], SamplingParams(10, stop_token_ids=(3, 11))
+    model, prompts = reference(cfg), [PROMPTS[i % 5] for i in range(30)]
+    ample = fill(make_engine(cfg), model)
+    wanted = responses(ample.generate(prompts, seeds_for(prompts, 3), sampling))
+    position, row = ample.cache.token_bytes, ample.cache.row_bytes
+    assert row == 4 * (8 * 8 * 6 + 3 * 4 * (2 * 8 + 2 * 6))
+    for rows in (2, 5, 17):
+        budget = rows * (20 * position + row)
+        engine = fill(make_engine(cfg, kv_cache_bytes=budget), model)
+        for _ in range(2):
+            assert responses(engine.generate(prompts, seeds_for(prompts, 3), sampling)) == wanted
+            assert engine.held_bytes()["cache"] <= budget
+    with pytest.raises(ConfigError, match="kv_cache_bytes"):
+        fill(make_engine(cfg, kv_cache_bytes=row + 20 * position), model).generate([[1] * 9], [[0]], sampling)
 
 
 def test_the_cache_stays_within_its_budget_over_generations(monkeypatch):

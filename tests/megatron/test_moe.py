@@ -103,6 +103,12 @@ def test_biased_experts_learn_the_same(ranks, alone, layout):
     check(train(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(cfg, SGD), SGD)
 
 
+def test_gated_shared_experts_learn_the_same(ranks, alone):
+    world, parallel = LAYOUTS["ep2-tp2-sequence"]
+    cfg, optim = MORE["qwen3_next"], replace(SGD, lr=SGD.lr / 10)
+    check(train(ranks, world, cfg=cfg, parallel=parallel, optim=optim, bc=BASE), alone(cfg, optim), SGD)
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("layout", "distributed"), [("ep2", True), ("ep2-tp2-sequence", True), ("ep2-dp4", True), ("ep2-tp2", False)]
@@ -272,6 +278,7 @@ def test_forward_passes_of_different_lengths_meet(ranks, given):
 CHAINS = {
     "sharded": ["one", "ep2-dp4", "ep2-pp2", "tp2"],
     "plain": ["one", "ep2-dp4", "ep2-pp2", "tp2"],
+    "linear": ["ep2-tp2", "ep2-pp2"],
     "mixed": ["ep2-pp2", "one"],  # some layers are dense, all of those on the first of two stages
 }
 
@@ -281,7 +288,8 @@ CHAINS = {
 def test_checkpoints_change_layouts(ranks, tmp_path, kind):
     """Two expert ranks -> one -> four, two of which have the same experts -> two stages -> two tensor ranks: weights
     bit by bit, and the optimizer goes on."""
-    optim, cfg = replace(ADAM, distributed=kind != "plain"), MORE["qwen3_moe-mixed"] if kind == "mixed" else MOE
+    models = {"linear": MORE["qwen3_next"], "mixed": MORE["qwen3_moe-mixed"]}
+    optim, cfg = replace(ADAM, distributed=kind != "plain"), models.get(kind, MOE)
     first = ranks.run(
         "tests.megatron.moe_jobs:save", world=2, folder=tmp_path / "0", cfg=cfg, parallel=LAYOUTS["ep2"][1], optim=optim
     )[0]

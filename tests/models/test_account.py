@@ -87,7 +87,7 @@ def test_trainer_and_engine_refuse_what_config_json_does_not_announce(read, tmp_
 def test_a_copy_of_tied_embeddings_and_rotary_buffers_are_no_harm(read, tmp_path):
     cfg = replace(MODELS["qwen3"], tie_embeddings=True)
     whole = weights(cfg)
-    more = {HEAD: whole[EMBEDDING].clone(), "model.rotary_emb.inv_freq": torch.ones(8)}
+    more = {HEAD: whole[EMBEDDING].clone(), "model.rotary_emb.inv_freq": torch.ones(8), "mtp.fc.weight": torch.ones(2)}
     more |= {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     read(folder_of(tmp_path / "hf", cfg, whole | more))
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import transformers
 
+from aligner.config.linear import LinearConfig
 from aligner.errors import CheckpointError
 from aligner.models.families import FAMILIES
 from aligner.models.hf_config import config_from_hf, hf_config
@@ -41,7 +42,8 @@ def written(folder, cfg, **change):
 
 @pytest.mark.parametrize("case", CASES)
 def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
-    raw = written(tmp_path, CASES[case])
+    cfg = CASES[case]
+    raw = written(tmp_path, replace(cfg, num_layers=5) if cfg.linear.key_heads else cfg)
     (tmp_path / "config.json").write_text(json.dumps({key: raw[key] for key in KEPT if key in raw}))
     ours, theirs = config_from_hf(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
     rope = theirs.rope_parameters
@@ -65,6 +67,13 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
         if key in SCALES:
             section, _, name = SCALES[key].partition(".")
             assert getattr(getattr(ours, section), name) == (value or 0), key
+    if ours.linear.key_heads:
+        kinds = ["linear_attention" if ours.linear.is_linear(i) else "full_attention" for i in range(ours.num_layers)]
+        assert kinds == theirs.layer_types and ours.attention.rotary_fraction == rope["partial_rotary_factor"]
+        heads = theirs.linear_num_key_heads, theirs.linear_num_value_heads
+        sizes = theirs.linear_key_head_dim, theirs.linear_value_head_dim, theirs.linear_conv_kernel_dim
+        assert ours.linear == LinearConfig(*heads, *sizes, attention_every=4)
+        assert ours.moe.shared_ffn_hidden_size == theirs.shared_expert_intermediate_size
     if "gemma" in case or case in ("olmo3", "gpt_oss"):
         kinds = [
             "sliding_attention" if ours.attention.is_local(i) else "full_attention" for i in range(ours.num_layers)

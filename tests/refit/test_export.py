@@ -15,7 +15,18 @@ from tests.tiny import MIXTRAL, MODELS, MOE, MORE, WINDOWS, batch, transformers_
 pytestmark = pytest.mark.multirank
 NEW = {
     name: MORE[name]
-    for name in ("llama-biases", "gemma2", "granite", "olmo2", "smollm3-windows", "phi3", "glm", "glm4", "gpt_oss")
+    for name in (
+        "llama-biases",
+        "gemma2",
+        "granite",
+        "olmo2",
+        "smollm3-windows",
+        "phi3",
+        "glm",
+        "glm4",
+        "qwen3_next",
+        "gpt_oss",
+    )
 }
 FAMILIES = {
     name: replace(cfg, vocab_size=263, tie_embeddings=name in ("gemma3", "qwen3"), init_std=0.03)

@@ -8,7 +8,7 @@ import torch
 from aligner.config.schema import BatchConfig, ParallelConfig
 from aligner.megatron.model import Head
 from aligner.roles.initial import shape_of
-from tests.tiny import LLAMA, MODELS, MOE, WINDOWS, batch, relative, transformers_model, write_folder
+from tests.tiny import LLAMA, MODELS, MOE, MORE, WINDOWS, batch, relative, transformers_model, write_folder
 
 pytestmark = pytest.mark.multirank
 
@@ -148,6 +148,13 @@ def test_leaving_out_what_nobody_reads_changes_nothing(ranks, head, cfg, world, 
 
 def test_rows_of_any_length_are_a_choice_of_the_run():
     assert shape_of(replace(LLAMA, varlen_attention=True)) == shape_of(LLAMA)  # the identity of a checkpoint
+
+
+def test_what_other_families_have_is_not_in_an_identity():
+    """Or checkpoints from before there were those would not be resumed."""
+    assert not shape_of(LLAMA).keys() & {"attention", "latent", "linear", "scales", "moe"}
+    assert shape_of(MOE)["moe"].keys() == {"num_experts", "top_k", "ffn_hidden_size", "norm_topk_prob"}
+    assert shape_of(MORE["qwen3_next"])["linear"]["key_heads"] == 4
 
 
 @pytest.mark.few(3)

@@ -8,16 +8,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aligner.engines.native.linear import Memories
 from aligner.engines.native.scratch import Scratch
 
 
 class SlotCache:
     """kv [layer, plane, slot, kv_head, position, head_dim]. There are two planes, keys and values; with latent
-    attention one, of one head: what keys and values are made of."""
+    attention one, of one head: what keys and values are made of. `memories`: of layers without attention."""
 
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, planes: int = 2
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        planes: int = 2,
+        memories: Memories | None = None,
     ):
+        self.memories = memories
         self.layers, self.planes, self.kv_heads, self.head_dim = layers, planes, kv_heads, head_dim
         self.token_bytes = layers * planes * kv_heads * head_dim * torch.empty((), dtype=dtype).element_size()
         self._scratch = Scratch(device, dtype)
@@ -25,18 +34,29 @@ class SlotCache:
 
     @property
     def held_bytes(self) -> int:
-        return self._scratch.held_bytes
+        return self._scratch.held_bytes + (self.memories.held_bytes if self.memories else 0)
 
-    def resize(self, slots: int, positions: int, staged: int = 0, budget_bytes: int = 1 << 62) -> None:
-        """Shape the cache for one generation, in which at most `staged` positions of prompts wait for slots. Memory is
-        kept between generations and grows when it must, but never beyond the budget: what an earlier generation took
-        for its slots may not add up with what this one takes for its prompts."""
+    @property
+    def row_bytes(self) -> int:
+        """Of a row, whatever its length."""
+        return self.memories.row_bytes if self.memories else 0
+
+    def resize(
+        self, slots: int, positions: int, staged: int = 0, budget_bytes: int = 1 << 62, prompts: int = 0
+    ) -> None:
+        """Shape the cache for one generation, in which at most `staged` positions of prompts wait for slots, of at most
+        `prompts` prompts where there are memories. Memory is kept between generations and grows when it must, but never
+        beyond the budget: what an earlier generation took for its slots may not add up with what this one takes for its
+        prompts."""
         size = self.kv.element_size()
         wanted = {"slots": slots * positions, "staged": staged}
         held = {name: self._scratch.size(name) * size for name in wanted}
         self.kv = self.staged = self.kv.new_empty(0)  # or what is replaced would live until its successor does
-        if sum(max(n * self.token_bytes, held[name]) for name, n in wanted.items()) > budget_bytes:
-            self._scratch.clear()
+        total = sum(max(n * self.token_bytes, held[name]) for name, n in wanted.items())
+        if total + (self.memories.needs(slots, prompts) if self.memories else 0) > budget_bytes:
+            self.release()
+        if self.memories:
+            self.memories.resize(slots)
         self.kv = self._scratch.take("slots", self.layers, self.planes, slots, self.kv_heads, positions, self.head_dim)
 
     def stage(self, prompts: int, positions: int) -> Tensor:
@@ -44,12 +64,16 @@ class SlotCache:
         shape = (self.layers, self.planes, prompts, self.kv_heads, positions, self.head_dim)
         self.staged = self.staged.new_empty(0)
         self.staged = self._scratch.take("staged", *shape)
+        if self.memories:
+            self.memories.stage(prompts)
         return self.staged
 
     def admit(self, prompt: int, length: int, first: int, count: int) -> None:
         """Copy the `length` positions of staged prompt `prompt` into slots [first, first + count)."""
         source = self.staged[:, :, prompt : prompt + 1, :, :length]
         self.kv[:, :, first : first + count, :, :length].copy_(source)
+        if self.memories:
+            self.memories.admit(prompt, first, count)
 
     def places(self, positions: Tensor) -> Tensor:
         """Where the next keys and values of slots [0, n) belong, for `write`: int64 [n * planes * kv_head]. The same
@@ -69,7 +93,11 @@ class SlotCache:
         """Slots `source` -> slots `target` (int64 [m] each), the first `length` positions."""
         view = self.kv[:, :, :, :, :length]
         view[:, :, target] = view[:, :, source]
+        if self.memories:
+            self.memories.move(source, target)
 
     def release(self) -> None:
+        if self.memories:
+            self.memories.release()
         self._scratch.clear()
         self.kv = self.staged = self.kv.new_empty(0)

@@ -20,6 +20,7 @@ from aligner.config.schema import ModelConfig
 from aligner.engines.base import Finished, UpdateLedger, require_finite
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.graphs import REACH, CudaRecorder, DecodeGraphs
+from aligner.engines.native.linear import Memories
 from aligner.engines.native.model import NativeModel
 from aligner.engines.native.peers import Peers
 from aligner.engines.native.routes import Routes
@@ -67,7 +68,9 @@ class NativeEngine:
         self.peers = Peers(group)
         self.model = NativeModel(model, self.device, dtype, self.peers)
         planes, heads, width = self.model.cached
-        self.cache = SlotCache(model.num_layers, heads, width, self.device, dtype, planes)
+        memories = Memories(model, self.peers.size, self.device) if model.layers_of("linear") else None
+        layers = len(model.layers_of("attention"))
+        self.cache = SlotCache(layers, heads, width, self.device, dtype, planes, memories)
         self.routes = None
         if reports_routing:
             layers = len(model.layers_of("sparse"))
@@ -183,7 +186,8 @@ class NativeEngine:
         unit = 1 if self.graphs is None else REACH  # graphs are of one shape of the cache
         routes, token_bytes = self.routes, self.cache.token_bytes
         token_bytes += 0 if routes is None else routes.token_bytes
-        plan = plan_generation(prompts, seeds, sampling, self.config, token_bytes, pool, unit)
+        sizes = token_bytes, pool, unit, self.cache.row_bytes
+        plan = plan_generation(prompts, seeds, sampling, self.config, *sizes)
         if plan.row_tokens > self.model.cfg.max_position:
             raise ConfigError(
                 "model.max_position",
@@ -196,7 +200,7 @@ class NativeEngine:
         batch = Batch(plan, sampling, self.device, routes)  # its output tensors must not be inference tensors
         with torch.inference_mode():
             budget = self.config.kv_cache_bytes * self.cache.token_bytes // token_bytes
-            self.cache.resize(plan.slots, plan.positions, plan.chunk_tokens, budget)
+            self.cache.resize(plan.slots, plan.positions, plan.chunk_tokens, budget, plan.chunk_prompts)
             if routes is not None:
                 routes.resize(plan.slots, plan.positions)
             while self._goes_on(plan, batch):
@@ -258,8 +262,9 @@ class NativeEngine:
         padded = [list(p.tokens) + [self.pad_id] * (width - p.length) for p in chunk]
         tokens = torch.tensor(padded, device=self.device)
         routes = None if self.routes is None else self.routes.stage(len(chunk), width)
-        hidden = self.model.prefill(tokens, self.cache.stage(len(chunk), width), routes)
         last = torch.tensor([p.length - 1 for p in chunk], device=self.device)
+        staged = self.cache.stage(len(chunk), width)
+        hidden = self.model.prefill(tokens, staged, routes, self.cache.memories, last + 1)
         self._staged_logits = self.model.logits(hidden[torch.arange(len(chunk), device=self.device), last])
         self.stats.prefilled_prompts += len(chunk)
 

@@ -17,6 +17,7 @@ from aligner.config.schema import ModelConfig
 from aligner.engines.native.attention import decode_attention, prefill_attention, rotate
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.latent import LatentHeads
+from aligner.engines.native.linear import LinearLayers, Memories
 from aligner.engines.native.peers import Peers
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.scratch import Scratch
@@ -55,8 +56,9 @@ class NativeModel:
         self.heads, self.groups, self.head_dim = cfg.num_heads // share, cfg.num_kv_heads // share, cfg.kv_channels
         self.rotated = self.heads + self.groups  # query and key heads
         self.family, self.traits, attention = FAMILIES[cfg.family], TRAITS[cfg.family], cfg.attention
-        # halves are interleaved unless a part of a head alone is rotated, or its neighbours together
-        self.interleaves = cfg.rotary_dim == self.head_dim and not self.family.interleaved_rotary
+        # halves are interleaved unless a part of a head alone is rotated, its neighbours together, or gates lie between
+        own_order = self.family.interleaved_rotary or self.traits.gated_attention
+        self.interleaves = cfg.rotary_dim == self.head_dim and not own_order
         self.turns = [layer not in attention.nope_layers for layer in range(cfg.num_layers)]
         self.local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
         self.scale, self.softcap = attention.scale, attention.softcap
@@ -67,7 +69,11 @@ class NativeModel:
         dense, sparse = cfg.layers_of("dense"), cfg.layers_of("sparse")
         self.sparse = set(sparse)
         self.place = {layer: i for kind in (dense, sparse) for i, layer in enumerate(kind)}  # among those of its kind
-        width = 0 if cfg.latent.kv_rank else (self.heads + 2 * self.groups) * self.head_dim
+        attention = cfg.layers_of("attention")
+        self.attends = {layer: i for i, layer in enumerate(attention)}
+        # queries, keys, values and, in some families, gates of the queries' outputs
+        self.gated, made = self.traits.gated_attention, self.rotated + self.groups
+        width = 0 if cfg.latent.kv_rank else (made + (self.heads if self.gated else 0)) * self.head_dim
 
         def empty(*shape: int) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
@@ -81,19 +87,20 @@ class NativeModel:
         self.norm_rows = [name for name in NORMS if f"decoder.layers.0.{name}.weight" in table]
         self.norms = empty(layers, len(self.norm_rows), hidden)
         self.final_norm = empty(hidden)
-        self.qkv = empty(layers, width, hidden)
-        self.qkv_bias = empty(layers, width) if cfg.qkv_bias else None
+        self.qkv = empty(len(attention), width, hidden)
+        self.qkv_bias = empty(len(attention), width) if cfg.qkv_bias else None
         self.wide = self.traits.wide_qk_norm  # one norm over all query heads of a token, one over its key heads
-        wide = empty(layers, self.rotated * self.head_dim) if self.wide else None
-        self.qk_norm = wide if self.wide else empty(layers, 2, self.head_dim) if cfg.qk_norm else None
+        wide = empty(len(attention), self.rotated * self.head_dim) if self.wide else None
+        self.qk_norm = wide if self.wide else empty(len(attention), 2, self.head_dim) if cfg.qk_norm else None
         self.latent = LatentHeads(cfg, self.heads, device, dtype) if cfg.latent.kv_rank else None
         # of each position: planes, heads, numbers of a head
         self.cached = (2, self.groups, self.head_dim) if self.latent is None else (1, 1, self.latent.width)
-        self.out = empty(layers, hidden, self.heads * cfg.value_channels)
-        self.sinks = empty(layers, self.heads) if self.traits.sinks else None
+        self.linear = LinearLayers(cfg, share, self.peers.rank, device, dtype) if cfg.layers_of("linear") else None
+        self.out = empty(len(attention), hidden, self.heads * cfg.value_channels)
+        self.sinks = empty(len(attention), self.heads) if self.traits.sinks else None
         self.gate_up = empty(len(dense), 2 * ffn, hidden)
         self.down = empty(len(dense), hidden, ffn)
-        self.out_bias = empty(layers, hidden) if cfg.output_bias else None
+        self.out_bias = empty(len(attention), hidden) if cfg.output_bias else None
         self.gate_up_bias = empty(len(dense), 2 * ffn) if cfg.mlp_bias else None
         self.down_bias = empty(len(dense), hidden) if cfg.mlp_bias else None
         experts, ffn, biased = cfg.moe.num_experts, cfg.expert_ffn // share, self.traits.expert_bias
@@ -109,6 +116,7 @@ class NativeModel:
         wide_ffn = cfg.moe.shared_ffn_hidden_size // share
         self.shared_gate_up = empty(len(sparse), 2 * wide_ffn, hidden) if wide_ffn else None
         self.shared_down = empty(len(sparse), hidden, wide_ffn) if wide_ffn else None
+        self.shared_gate = empty(len(sparse), 1, hidden) if self.traits.shared_gate else None
         self.views = self._hf_views()
         assert self.views.keys() == self.shapes.keys(), self.views.keys() ^ self.shapes.keys()
         self.scratch = Scratch(device, dtype)
@@ -124,7 +132,7 @@ class NativeModel:
         if not self.cfg.tie_embeddings:
             views["lm_head.weight"] = self.head
         parts = [n * self.head_dim for n in (self.heads, self.groups, self.groups)]
-        for layer in range(self.cfg.num_layers):
+        for layer, i in self.attends.items():
             at = f"model.layers.{layer}."
             fused = {"weight": self.qkv, "bias": self.qkv_bias}
             if self.latent is not None:
@@ -132,26 +140,30 @@ class NativeModel:
                 fused = {}
             for kind, buffer in fused.items():
                 if buffer is not None:
-                    q, k, v = buffer[layer].split(parts)
-                    views[at + f"self_attn.q_proj.{kind}"] = self._halves(q)
+                    q, k, v = buffer[i, : sum(parts)].split(parts)
+                    q = self._with_gates(buffer[i]) if self.gated else self._halves(q)
+                    views[at + f"self_attn.q_proj.{kind}"] = q
                     views[at + f"self_attn.k_proj.{kind}"] = self._halves(k)
                     views[at + f"self_attn.v_proj.{kind}"] = v
             if self.qk_norm is not None:
-                rows = self.qk_norm[layer].split(parts[:2]) if self.wide else self.qk_norm[layer]
+                rows = self.qk_norm[i].split(parts[:2]) if self.wide else self.qk_norm[i]
                 for x, row in zip("qk", rows, strict=True):
                     views[at + f"self_attn.{x}_norm.weight"] = self._halves(row)
             for kind, out in (("weight", self.out), ("bias", self.out_bias)):
                 if out is not None:
-                    views[at + f"self_attn.o_proj.{kind}"] = out[layer]
+                    views[at + f"self_attn.o_proj.{kind}"] = out[i]
             if self.sinks is not None:
-                views[at + "self_attn.sinks"] = self.sinks[layer]
+                views[at + "self_attn.sinks"] = self.sinks[i]
+        for layer in range(self.cfg.num_layers):
+            at = f"model.layers.{layer}."
             dense = (("weight", self.gate_up, self.down), ("bias", self.gate_up_bias, self.down_bias))
             for kind, gate_up, down in () if layer in self.sparse else dense:
                 if gate_up is not None:
                     gate, up = gate_up[self.place[layer]].chunk(2)
                     views[at + f"mlp.gate_proj.{kind}"], views[at + f"mlp.up_proj.{kind}"] = gate, up
                     views[at + f"mlp.down_proj.{kind}"] = down[self.place[layer]]
-        return views | self._norm_views() | self._expert_views()
+        linear = {} if self.linear is None else self.linear.views()
+        return views | self._norm_views() | self._expert_views() | linear
 
     def _norm_views(self) -> dict[str, Tensor]:
         """Named by the family's table."""
@@ -177,6 +189,8 @@ class NativeModel:
         if self.shared_gate_up is not None:
             parts["shared_experts.linear_fc1.weight"] = self.shared_gate_up.unflatten(1, (2, -1))
             parts["shared_experts.linear_fc2.weight"] = self.shared_down[:, None]
+        if self.shared_gate is not None:
+            parts["shared_experts.gate_weight"] = self.shared_gate[:, None]
         views = {}
         for spec in family_table(self.cfg):
             at, _, part = spec.canonical.partition(".mlp.")
@@ -190,6 +204,12 @@ class NativeModel:
         if not self.interleaves:
             return t
         return t.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2)
+
+    def _with_gates(self, t: Tensor) -> Tensor:
+        """[queries, keys, values, gates] -> [heads, 2, d, ...]: each head's queries, then its gates."""
+        each = self.head_dim * t.stride(0)
+        strides = each, (self.rotated + self.groups) * each, *t.stride()
+        return t.as_strided((self.heads, 2, self.head_dim, *t.shape[1:]), strides, t.storage_offset())
 
     def load(self, name: str, tensor: Tensor) -> None:
         """A whole tensor, of which this rank keeps its share."""
@@ -226,7 +246,7 @@ class NativeModel:
         self.views.clear()
         self.embedding = self.head = self.qkv = self.out = self.gate_up = self.down = self.router = self.final_norm
         self.expert_gate_up = self.expert_down = self.shared_gate_up = self.shared_down = self.final_norm
-        self.latent = None
+        self.latent = self.linear = None
 
     # ---- forward
 
@@ -259,31 +279,39 @@ class NativeModel:
         key = torch.arange(keys, device=self.device)
         return (key <= query[:, None]) & (key > query[:, None] - window)
 
-    def prefill(self, tokens: Tensor, staged: Tensor | None = None, routes: Tensor | None = None) -> Tensor:
+    def prefill(
+        self,
+        tokens: Tensor,
+        staged: Tensor | None = None,
+        routes: Tensor | None = None,
+        memories: Memories | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
         """tokens int64 [P, T] right-padded -> normalised hidden states [P, T, hidden].
 
         Keys and values go to staged [layer, plane, P, kv_head, T, d] if given, each token's experts to routes [P, T,
-        layer, top_k].
+        layer, top_k]; what linear layers remember behind the `lengths` int64 [P] of the rows to the staged `memories`.
         """
         rows, length = tokens.shape
         positions = torch.arange(length, device=self.device).repeat(rows)
         near = self._near(positions[:length], length)
         rope = self.rotations(positions, length)
+        real = None if lengths is None else positions[:length] < lengths[:, None]
 
         def attend(layer: int, y: Tensor) -> Tensor:
+            if layer not in self.attends:
+                return self.linear.prefill(layer, y.view(rows, length, -1), real, memories)
             if self.latent is not None:
                 kept = None if staged is None else staged[layer, 0, :, 0]
                 return self.latent.prefill(layer, y, rope[0], rows, kept)
-            q, k, v = (
-                self._heads(layer, y, rope)
-                .view(rows, length, -1, self.head_dim)
-                .split([self.heads, self.groups, self.groups], dim=2)
-            )
+            heads, place = self._heads(layer, y, rope).view(rows, length, -1, self.head_dim), self.attends[layer]
+            q, k, v, gates = self._parts(heads)
             if staged is not None:
-                staged[layer, 0].copy_(k.transpose(1, 2))
-                staged[layer, 1].copy_(v.transpose(1, 2))
+                staged[place, 0].copy_(k.transpose(1, 2))
+                staged[place, 1].copy_(v.transpose(1, 2))
             seen = near if self.local[layer] else None
-            return prefill_attention(q, k, v, seen, self.scale, self.softcap, _of(self.sinks, layer)).flatten(0, 1)
+            out = prefill_attention(q, k, v, seen, self.scale, self.softcap, _of(self.sinks, place))
+            return _gated(out, gates).flatten(0, 1)
 
         flat = None if routes is None else routes.flatten(0, 1)
         return self._forward(tokens.reshape(-1), attend, flat).view(rows, length, -1)
@@ -303,16 +331,19 @@ class NativeModel:
         rope = self.rotations(positions, longest)
 
         def attend(layer: int, y: Tensor) -> Tensor:
+            if layer not in self.attends:
+                return self.linear.decode(layer, y, cache.memories)
             if self.latent is not None:
                 query, kept = self.latent.absorbed(layer, y, rope[0])
                 cache.write(layer, places, kept[:, None])
                 return self.latent.decode(layer, query, cache.kv[layer, 0, :n, 0, :longest], mask[:, 0])
-            qkv = self._heads(layer, y, rope)
-            cache.write(layer, places, qkv[:, self.heads :])
-            keys, values = cache.kv[layer, :, :n, :, :longest]
+            heads, place = self._heads(layer, y, rope), self.attends[layer]
+            cache.write(place, places, heads[:, self.heads : self.rotated + self.groups])
+            keys, values = cache.kv[place, :, :n, :, :longest]
             seen = mask if near is None or not self.local[layer] else near
-            query, sinks = qkv[:, : self.heads], _of(self.sinks, layer)
-            return decode_attention(query, keys, values, seen, self.scratch, self.scale, self.softcap, sinks)
+            query, sinks = heads[:, : self.heads], _of(self.sinks, place)
+            out = decode_attention(query, keys, values, seen, self.scratch, self.scale, self.softcap, sinks)
+            return _gated(out, self._parts(heads)[3])
 
         routing = None if routes is None else routes.empty(n)
         hidden = self._forward(tokens, attend, routing)
@@ -334,12 +365,18 @@ class NativeModel:
         return self.peers.add(rows.expand(len(tokens), self.cfg.hidden_size) * mine[:, None])
 
     def _heads(self, layer: int, y: Tensor, rope: Tensor) -> Tensor:
-        """Queries, keys and values [M, heads + 2 kv_heads, d], in a buffer that the next layer uses again."""
-        qkv = self.scratch.take("qkv", len(y), self.qkv.shape[1])
-        product_into(qkv, y, self.qkv[layer].t(), _of(self.qkv_bias, layer))
+        """Queries, keys, values and, in some families, gates [M, heads + 2 kv_heads (+ heads), d], in a buffer that the
+        next layer uses again."""
+        qkv, place = self.scratch.take("qkv", len(y), self.qkv.shape[1]), self.attends[layer]
+        product_into(qkv, y, self.qkv[place].t(), _of(self.qkv_bias, place))
         heads = qkv.view(len(y), -1, self.head_dim)
         self._norm_and_rotate(layer, heads[:, : self.rotated], rope[-1 if self.local[layer] else 0])
         return heads
+
+    def _parts(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """[..., heads, d] -> queries, keys, values, gates."""
+        q, k, v, gates = heads.tensor_split([self.heads, self.rotated, self.rotated + self.groups], dim=-2)
+        return q, k, v, gates if self.gated else None
 
     def _forward(self, tokens: Tensor, attend: Attend, routes: Tensor | None = None) -> Tensor:
         """tokens int64 [M] -> [M, hidden] after the final norm; their experts to routes [M, layer, top_k] if given.
@@ -349,7 +386,11 @@ class NativeModel:
             x *= self._embedding_factor
         for layer in range(self.cfg.num_layers):
             y = self._normed(x, layer, BEFORE)
-            self._add(x, attend(layer, y), self.out[layer], _of(self.out_bias, layer), layer, BEHIND)
+            if layer in self.attends:
+                out, bias = self.out[self.attends[layer]], _of(self.out_bias, self.attends[layer])
+            else:
+                out, bias = self.linear.out_of(layer), None
+            self._add(x, attend(layer, y), out, bias, layer, BEHIND)
             y = self._normed(x, layer, BEFORE_MLP)
             place = self.place[layer]
             if layer in self.sparse:
@@ -416,7 +457,10 @@ class NativeModel:
         if self.shared_gate_up is None:
             return out
         gate, up = F.linear(y, self.shared_gate_up[place]).chunk(2, dim=1)
-        return out.addmm_(F.silu(gate).mul_(up), self.shared_down[place].t())
+        hidden = F.silu(gate).mul_(up)
+        if self.shared_gate is not None:
+            hidden *= F.linear(y, self.shared_gate[place]).sigmoid()
+        return out.addmm_(hidden, self.shared_down[place].t())
 
     def _norm_and_rotate(self, layer: int, qk: Tensor, rope: Tensor) -> None:
         """In place on the query and key heads [M, rotated, d]; the rotation is done in float32."""
@@ -431,7 +475,7 @@ class NativeModel:
     def _norm_heads(self, layer: int, qk: Tensor) -> Tensor:
         if self.wide:
             return self._norm_wide(layer, qk)
-        y, weight = qk, self.qk_norm[layer][self._head_kind]
+        y, weight = qk, self.qk_norm[self.attends[layer]][self._head_kind]
         if self.family.offset_norms:
             y, weight = y.float(), 1 + weight.float()
         return F.rms_norm(y, (self.head_dim,), None, self.cfg.norm_eps) * weight
@@ -442,7 +486,12 @@ class NativeModel:
         squares, parts = y.square().sum(-1), [self.heads, self.groups]
         sums = self.peers.add(torch.stack([part.sum(1) for part in squares.split(parts, 1)], 1))
         factors = (sums / self._wide_sizes + self.cfg.norm_eps).rsqrt()[:, self._head_kind]  # [M, rotated]
-        return (y * factors[..., None] * self.qk_norm[layer].view(-1, self.head_dim)).to(qk.dtype)
+        return (y * factors[..., None] * self.qk_norm[self.attends[layer]].view(-1, self.head_dim)).to(qk.dtype)
+
+
+def _gated(out: Tensor, gates: Tensor | None) -> Tensor:
+    """out [..., heads * d], gates [..., heads, d]."""
+    return out if gates is None else out * gates.flatten(-2).sigmoid()
 
 
 def _of(biases: Tensor | None, layer: int) -> Tensor | None:

@@ -63,6 +63,7 @@ class Plan:
     waiting: deque[Waiting]  # longest first: a chunk has little padding, and long rows do not come last
     staged: deque[Waiting]
     pool: Pool | None = None
+    chunk_prompts: int = 1 << 62  # at most in a chunk, beside its tokens
 
     def refill(self, active: int) -> None:
         """Take from the pool what it wants to give."""
@@ -87,7 +88,8 @@ class Plan:
     def next_chunk(self) -> list[Waiting]:
         """The next prompts to prefill together; they become the staged ones."""
         width = self.waiting[0].length
-        chunk = [self.waiting.popleft() for _ in range(min(len(self.waiting), max(1, self.chunk_tokens // width)))]
+        most = min(len(self.waiting), self.chunk_prompts, max(1, self.chunk_tokens // width))
+        chunk = [self.waiting.popleft() for _ in range(most)]
         for i, prompt in enumerate(chunk):
             prompt.staged_at = i
         self.staged.extend(chunk)
@@ -111,28 +113,34 @@ def plan_generation(
     token_bytes: int,
     pool: Pool | None = None,
     unit: int = 1,
+    row_bytes: int = 0,
 ) -> Plan:
-    """Slots and prefill size within `engine.kv_cache_bytes`. `token_bytes`: keys and values of one position. A slot's
-    positions are a multiple of `unit` if the budget allows it."""
+    """Slots and prefill size within `engine.kv_cache_bytes`. `token_bytes`: keys and values of one position;
+    `row_bytes`: of a row, in a slot or waiting for one, whatever its length. A slot's positions are a multiple of
+    `unit` if the budget allows it."""
     assert len(prompts) == len(seeds), f"{len(prompts)} prompts, but seeds for {len(seeds)}"
     waiting, rows = _queue(prompts, seeds)
     longest, expected, count = waiting[0].length if waiting else 1, rows, len(waiting)
     if pool is not None:
         longest, expected, count = max(longest, pool.longest), max(rows, pool.rows), max(count, pool.prompts)
     positions = longest + sampling.max_response_tokens - 1
-    budget = config.kv_cache_bytes // token_bytes
-    if positions + longest > budget:
+    budget, more = config.kv_cache_bytes // token_bytes, -(-row_bytes // token_bytes)  # in positions
+    if positions + longest + 2 * more > budget:
+        least = (positions + longest + 2 * more) * token_bytes
         raise ConfigError(
             "engine.kv_cache_bytes",
             config.kv_cache_bytes,
-            f"at least {(positions + longest) * token_bytes} bytes for one row of {longest} prompt tokens and "
+            f"at least {least} bytes for one row of {longest} prompt tokens and "
             f"{sampling.max_response_tokens} response tokens in phase generate",
         )
-    row, positions = positions + 1, min(-(-positions // unit) * unit, budget - longest)
-    prompt_tokens = longest * count  # padded
-    chunk = max(longest, min(_PREFILL_TOKENS, budget // 4, budget - positions, prompt_tokens))
-    slots = max(1, min(config.max_batch, expected, (budget - chunk) // positions))
-    return Plan(rows, slots, row, positions, chunk, waiting, deque(), pool)
+    row, positions = positions + 1, min(-(-positions // unit) * unit, budget - longest - 2 * more)
+    each = longest + more  # of a prompt, padded
+    chunk = max(each, min(_PREFILL_TOKENS * each // longest, budget // 4, budget - positions - more, each * count))
+    slots = max(1, min(config.max_batch, expected, (budget - chunk) // (positions + more)))
+    if not more:
+        return Plan(rows, slots, row, positions, chunk, waiting, deque(), pool)
+    prompts = chunk // each
+    return Plan(rows, slots, row, positions, prompts * longest, waiting, deque(), pool, prompts)
 
 
 def _queue(

@@ -1,0 +1,68 @@
+"""Layers of linear attention, a gated delta rule in place of attention (`ops/delta_rule.py`): `model.linear.*`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aligner.config.checks import at_least
+from aligner.errors import ConfigError
+
+
+@dataclass
+class LinearConfig:
+    """Every layer is linear but for those that are said to have attention."""
+
+    key_heads: int = 0  # 0: no layer is linear
+    value_heads: int = 0  # a multiple of the heads of keys, and as many of outputs
+    key_head_dim: int = 0  # of queries and keys
+    value_head_dim: int = 0  # of values and outputs
+    conv: int = 0  # inputs that a token's channels are mixed of, its own included
+    attention_every: int = 0  # layers n, 2n, ... have attention; 0: none has
+    attention_layers: list[int] = field(default_factory=list)  # others that have attention, counted from 0
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_head_dim", "value_head_dim", "conv", "attention_every"):
+            at_least(f"model.linear.{name}", getattr(self, name), 1 if self.key_heads and name in SIZES else 0)
+        if self.key_heads and self.value_heads % self.key_heads:
+            expected = f"a multiple of model.linear.key_heads={self.key_heads}"
+            raise ConfigError("model.linear.value_heads", self.value_heads, expected)
+
+    def is_linear(self, layer: int) -> bool:
+        """Of layer 0, 1, ..."""
+        regular = self.attention_every and (layer + 1) % self.attention_every == 0
+        return self.key_heads > 0 and not (regular or layer in self.attention_layers)
+
+    @property
+    def values_per_key(self) -> int:
+        """Heads of values that share queries and keys."""
+        return self.value_heads // max(1, self.key_heads)
+
+    @property
+    def mixed_width(self) -> int:
+        """Channels of one key head that are mixed: its query, its key, its values."""
+        return 2 * self.key_head_dim + self.values_per_key * self.value_head_dim
+
+    @property
+    def gated_width(self) -> int:
+        """The same with the gates of its values' outputs."""
+        return self.mixed_width + self.values_per_key * self.value_head_dim
+
+    @property
+    def width(self) -> int:
+        """The same with two numbers for each head of values: how far it moves, and forgets."""
+        return self.gated_width + 2 * self.values_per_key
+
+
+SIZES = ("value_heads", "key_head_dim", "value_head_dim", "conv")
+
+
+def check_linear(linear: LinearConfig, layers: int, family: str, has: bool) -> None:
+    """`has`: whether models of this family have linear layers."""
+    if has and not linear.key_heads:
+        raise ConfigError("model.linear.key_heads", 0, f"at least 1 with model.family={family}")
+    beyond = [layer for layer in linear.attention_layers if not 0 <= layer < layers]
+    if beyond:
+        raise ConfigError("model.linear.attention_layers", beyond, f"layers from 0 to {layers - 1}")
+    if layers and all(linear.is_linear(layer) for layer in range(layers)):
+        expected = f"at most model.num_layers={layers}, so that a layer has attention"
+        raise ConfigError("model.linear.attention_every", linear.attention_every, expected)

@@ -1,0 +1,156 @@
+"""The native engine's layers of linear attention (`ops/delta_rule.py`), and what they remember of running rows: for
+each slot one matrix for each head and the last inputs of the mixing, however long the row is."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from aligner.config.schema import ModelConfig
+from aligner.engines.native.scratch import Scratch
+from aligner.ops.delta_rule import by_head, delta_rule, delta_step, gated_norm, prepared
+
+
+class Memories:
+    """Of each row the state of the rule in every linear layer [H, dk, dv] and the last K - 1 inputs of its mixing, in
+    float32: [linear layer, slot, ...] of running rows, and of prompts that wait for slots."""
+
+    def __init__(self, cfg: ModelConfig, share: int, device: torch.device):
+        linear = cfg.linear
+        self.layers = len(cfg.layers_of("linear"))
+        self.state = linear.value_heads // share, linear.key_head_dim, linear.value_head_dim
+        self.inputs = linear.conv - 1, linear.key_heads // share * linear.mixed_width
+        self.row_bytes = 4 * self.layers * (math.prod(self.state) + math.prod(self.inputs))
+        self._scratch = Scratch(device, torch.float32)
+        self._forget()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._scratch.held_bytes
+
+    def needs(self, slots: int, prompts: int) -> int:
+        """Bytes, with what is held anyway, of so many rows and waiting prompts."""
+        wanted = {"slots": slots, "staged": prompts}
+        per = {"state": math.prod(self.state), "inputs": math.prod(self.inputs)}
+        held = self._scratch.size
+        return 4 * sum(
+            max(n * self.layers * size, held(f"{k} of {w}")) for w, n in wanted.items() for k, size in per.items()
+        )
+
+    def resize(self, slots: int) -> None:
+        self.slots = ()
+        self.slots = self._take("slots", slots)
+
+    def stage(self, prompts: int) -> None:
+        self.staged = ()
+        self.staged = self._take("staged", prompts)
+
+    def _take(self, where: str, rows: int) -> tuple[Tensor, Tensor]:
+        state = self._scratch.take(f"state of {where}", self.layers, rows, *self.state)
+        return state, self._scratch.take(f"inputs of {where}", self.layers, rows, *self.inputs)
+
+    def admit(self, prompt: int, first: int, count: int) -> None:
+        """Slots [first, first + count) are rows of staged prompt `prompt`."""
+        for slots, staged in zip(self.slots, self.staged, strict=True):
+            slots[:, first : first + count].copy_(staged[:, prompt : prompt + 1])
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Slots `source` -> slots `target` (int64 [m] each)."""
+        for slots in self.slots:
+            slots[:, target] = slots[:, source]
+
+    def release(self) -> None:
+        self._scratch.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.slots: tuple[Tensor, ...] = ()
+        self.staged: tuple[Tensor, ...] = ()
+
+
+class LinearLayers:
+    """Of all linear layers this rank's share of the heads, from a layer's normed input to what its last product
+    takes."""
+
+    def __init__(self, cfg: ModelConfig, share: int, rank: int, device: torch.device, dtype: torch.dtype):
+        linear = self.linear = cfg.linear
+        self.index = {layer: i for i, layer in enumerate(cfg.layers_of("linear"))}
+        self.eps, count, self.heads = cfg.norm_eps, len(self.index), linear.key_heads // share
+        self.own = slice(rank * self.heads, (rank + 1) * self.heads)
+        values = linear.value_heads // share
+
+        def empty(*shape: int) -> Tensor:
+            return torch.zeros(count, *shape, device=device, dtype=dtype)
+
+        self.into = empty(self.heads, linear.width, cfg.hidden_size)
+        self.out = empty(cfg.hidden_size, values * linear.value_head_dim)
+        self.conv = empty(linear.key_heads * linear.mixed_width, 1, linear.conv)  # every rank has the whole
+        self.log_rate, self.bias, self.norm = empty(values), empty(values), empty(linear.value_head_dim)
+
+    def views(self) -> dict[str, Tensor]:
+        """See `NativeModel._hf_views`."""
+        found = {}
+        for layer, i in self.index.items():
+            at, width = f"model.layers.{layer}.linear_attn.", self.linear.gated_width
+            found |= {
+                at + "in_proj_qkvz.weight": self.into[i, :, :width],
+                at + "in_proj_ba.weight": self.into[i, :, width:],
+                at + "conv1d.weight": self.conv[i],
+                at + "A_log": self.log_rate[i],
+                at + "dt_bias": self.bias[i],
+                at + "norm.weight": self.norm[i],
+                at + "out_proj.weight": self.out[i],
+            }
+        return found
+
+    def out_of(self, layer: int) -> Tensor:
+        return self.out[self.index[layer]]
+
+    def prefill(self, layer: int, y: Tensor, real: Tensor | None, memories: Memories | None) -> Tensor:
+        """y [P, T, hidden] right-padded, `real` bool [P, T] (None: all) -> [P * T, H * dv]; what rows are to remember,
+        behind their last real tokens, goes to the staged part of `memories` if given."""
+        i = self.index[layer]
+        mixed, gate = self._split(y @ self.into[i].flatten(0, 1).t())
+        query, key, value, decay, beta = prepared(mixed, *self._weights(i), self.linear)
+        if real is not None:
+            decay, beta = decay * real[..., None], beta * real[..., None]
+        out, state = delta_rule(query, key, value, decay, beta)
+        if memories is not None:
+            kept, inputs = (part[i] for part in memories.staged)
+            kept.copy_(state)
+            inputs.copy_(self._last_inputs(mixed, real))
+        return gated_norm(out, gate, self.norm[i], self.eps).flatten(2).flatten(0, 1)
+
+    def decode(self, layer: int, y: Tensor, memories: Memories) -> Tensor:
+        """y [n, hidden] of one new token for each of slots [0, n), whose memories change -> [n, H * dv]."""
+        i = self.index[layer]
+        state, inputs = (part[i, : len(y)] for part in memories.slots)
+        mixed, gate = self._split((y @ self.into[i].flatten(0, 1).t())[:, None])
+        given = prepared(mixed, *self._weights(i), self.linear, inputs)
+        inputs.copy_(torch.cat([inputs[:, 1:], self._channels(mixed)], 1))
+        out = delta_step(*(x.squeeze(1) for x in given), state)
+        return gated_norm(out, gate.squeeze(1), self.norm[i], self.eps).flatten(1)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, G * width] -> (channels and numbers [B, T, G, ...], gates [B, T, H, dv])."""
+        linear = self.linear
+        heads = projected.unflatten(2, (self.heads, -1))
+        gate = heads[..., linear.mixed_width : linear.gated_width].unflatten(3, (linear.values_per_key, -1))
+        mixed = torch.cat([heads[..., : linear.mixed_width], heads[..., linear.gated_width :]], -1)
+        return mixed, gate.flatten(2, 3)
+
+    def _channels(self, mixed: Tensor) -> Tensor:
+        return mixed[..., : self.linear.mixed_width].flatten(2)
+
+    def _weights(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        return by_head(self.conv[i], self.linear)[self.own], self.log_rate[i], self.bias[i]
+
+    def _last_inputs(self, mixed: Tensor, real: Tensor | None) -> Tensor:
+        """[P, K - 1, channels]: of each row's last K - 1 real tokens; 0 before its first."""
+        channels, count = self._channels(mixed), self.linear.conv - 1
+        padded = torch.cat([channels.new_zeros(len(channels), count, channels.shape[2]), channels], 1)
+        length = channels.shape[1] if real is None else real.sum(1, keepdim=True)
+        places = (length + torch.arange(count, device=channels.device)).expand(len(channels), -1)
+        return padded.gather(1, places[..., None].expand(-1, -1, channels.shape[2]))

@@ -1,0 +1,144 @@
+"""Linear attention over a flat stream of tokens (`ops/packing.py`): Gated DeltaNet as in Qwen3-Next, in place of
+attention in some layers.
+
+Megatron-Core's own (`core/ssm/gated_delta_net`) runs on CUDA alone, with flash-linear-attention installed, and knows
+neither padded rows nor prompts that rows share. The module here has its names; a row's memory begins with its first
+token, wherever that stands in the stream.
+
+The tensors of a key head (query, key, values, gates, and the two numbers of each head of values) are neighbours, so
+tensor ranks have shares of the heads. Context parallelism as attention does it: "allgather": every rank gets the tokens
+of all ranks, and computes those rows up to its own last token; "alltoall": all tokens of a share of the heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from aligner.config.linear import LinearConfig
+from aligner.megatron import kernels
+from aligner.megatron.attention import Stream
+from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
+from aligner.ops.delta_rule import by_head, delta_rule, gated_norm, prepared
+from aligner.ops.packing import Packing, Segment
+
+
+class _Weight(torch.nn.Module):
+    def __init__(self, *shape: int, dtype: torch.dtype):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+
+
+class DeltaNet(MegatronModule):
+    """hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> [N, 1, H]; of the last layer with a `Final` [K,
+    1, H] and which of the N these are, as `StreamAttention`."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, pg_collection: Any, linear: LinearConfig, **unused: Any
+    ):
+        super().__init__(config)
+        self.linear, self.pgs, self.is_last = linear, pg_collection, layer_number == config.num_layers
+        tp, dtype = pg_collection.tp, config.params_dtype
+        values = linear.value_heads * linear.value_head_dim
+        common = {"config": config, "init_method": config.init_method, "bias": False, "tp_group": tp}
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size, linear.key_heads * linear.width, gather_output=False, **common
+        )
+        self.out_proj = RowParallelLinear(
+            values, config.hidden_size, input_is_parallel=True, skip_bias_add=True, **common
+        )
+        # whole on every tensor rank, which uses the channels of its heads; the others' order is not theirs
+        self.conv1d = _Weight(linear.key_heads * linear.mixed_width, 1, linear.conv, dtype=dtype)
+        self.out_norm = _Weight(linear.value_head_dim, dtype=dtype)
+        for name in ("A_log", "dt_bias"):
+            parameter = torch.nn.Parameter(torch.zeros(linear.value_heads // tp.size(), dtype=dtype))
+            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+            setattr(self, name, parameter)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: Stream, **unused: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        linear, stream = self.linear, packed_seq_params
+        mixed, _ = self.in_proj(hidden_states)
+        mixed = mixed.view(len(mixed), -1, linear.width)
+        channels, gate, numbers = mixed.split(
+            [linear.mixed_width, linear.gated_width - linear.mixed_width, 2 * linear.values_per_key], -1
+        )
+        out = self._over_context(torch.cat([channels, numbers], -1), stream)
+        gate = gate.reshape(out.shape)
+        final = stream.packing.final if self.is_last else None
+        if final is not None:
+            out, gate = kernels.collect(out, final.kept), kernels.collect(gate, final.kept)
+        out = gated_norm(out, gate, self._whole(self.out_norm.weight), self.config.layernorm_epsilon)
+        out, _ = self.out_proj(out.view(len(out), 1, -1))
+        return out, None if final is None else final.kept
+
+    def _whole(self, weight: Tensor) -> Tensor:
+        """A weight that all tensor ranks have: each has the gradients of its own heads, which are summed."""
+        return copy_to_tensor_model_parallel_region(weight, group=self.pgs.tp)
+
+    def _over_context(self, mixed: Tensor, stream: Stream) -> Tensor:
+        """mixed [N, G, channels and numbers] of this rank's tokens -> [N, H, dv]."""
+        packing, group = stream.packing, stream.group
+        if group is None:
+            return self._segments(mixed, packing, 0)
+        if not stream.over_heads:
+            return self._segments(gather_first(mixed, group), packing, 0)
+        (mixed,) = tokens_to_heads([mixed], group)
+        return heads_to_tokens(self._segments(mixed, packing, group.rank()), group)
+
+    def _segments(self, mixed: Tensor, packing: Packing, part: int) -> Tensor:
+        """The rows of each segment in their padded shape. mixed [keys, G, ...] -> [N, H, dv]; of this rank's heads it
+        holds G, the `part`-th share. What a row's padding holds comes after it, and nobody reads it."""
+        weights = self._weights(part, mixed.shape[1])
+        if packing.q_index is None:
+            return self._rows(mixed, packing.segments[0], weights)
+        if packing.segments[0].k_index is None:
+            parts = kernels.spread(mixed, packing.q_index, packing.out_index).split(
+                [s.rows * s.q_width for s in packing.segments]
+            )
+        else:
+            parts = [mixed.index_select(0, s.k_index) for s in packing.segments]
+        outs = [self._rows(x, s, weights) for x, s in zip(parts, packing.segments, strict=True)]
+        return kernels.collect(torch.cat(outs), packing.out_index)
+
+    def _weights(self, part: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """conv [G, channels, K] and, for its heads of values, A_log and dt_bias."""
+        values = heads * self.linear.values_per_key
+        first = self.pgs.tp.rank() * (self.linear.key_heads // self.pgs.tp.size()) + part * heads
+        conv = by_head(self._whole(self.conv1d.weight), self.linear)[first : first + heads]
+        own = slice(part * values, (part + 1) * values)
+        return conv, self.A_log[own], self.dt_bias[own]
+
+    def _rows(self, mixed: Tensor, segment: Segment, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """mixed [rows * k_width, G, ...] -> of the segment's queries [rows * q_width, H, dv]."""
+        rows = mixed.unflatten(0, (segment.rows, segment.k_width))
+        out, _ = delta_rule(*prepared(rows, *weights, self.linear))
+        if segment.q_start is not None or segment.q_width != segment.k_width:
+            query = torch.arange(segment.q_width, device=out.device)
+            first = 0 if segment.q_start is None else segment.q_start[:, None]
+            places = (first + query).clamp_max(segment.k_width - 1).expand(segment.rows, -1)
+            out = out.gather(1, places[..., None, None].expand(-1, -1, *out.shape[2:]))
+        return out.flatten(0, 1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        own = {
+            name: tensor for name, tensor in self.state_dict(prefix="", keep_vars=True).items() if "_proj" not in name
+        }
+        found = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            {"A_log": 0, "dt_bias": 0},
+            sharded_offsets,
+            tp_group=self.pgs.tp,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        for name in ("in_proj", "out_proj"):
+            found |= getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+        return found

@@ -1,0 +1,129 @@
+"""The gated delta rule (Gated DeltaNet: Yang, Kautz & Hatamizadeh 2024, arXiv:2412.06464): attention whose memory of a
+row is one matrix for each head, however long the row is.
+
+    S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T        o_t = S_t^T q_t
+
+g <= 0 forgets, beta in (0, 1) says how far the value that k recalls moves to v. Queries and keys are made unit vectors
+here, queries then divided by sqrt(dk), as in Qwen3-Next. All is done in float32 (in float64 where that comes in).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.config.linear import LinearConfig
+
+CHUNK = 64
+_EPS = 1e-6
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Rows in order. query, key [B, T, G, dk], value [B, T, H, dv] (heads of a key are neighbours), decay (g) and beta
+    [B, T, H], state [B, H, dk, dv] before the first token (None: 0) -> ([B, T, H, dv] of value's dtype, state behind
+    the last). A token with g = 0 and beta = 0 leaves the state as it is.
+
+    By chunks, with products of matrices inside (section 3.3): what the tokens of a chunk write depends on what those
+    before them wrote, which is a triangular system; from chunk to chunk goes the state alone.
+    """
+    dtype, (batch, length, heads, width) = value.dtype, value.shape
+    q, k, v = _wide(query, key, value)
+    wide = v.dtype
+    chunk = min(chunk, length)
+    q, k, v, g, b = (
+        F.pad(x, (0, 0) * (x.dim() - 2) + (0, -length % chunk))
+        .unflatten(1, (-1, chunk))
+        .movedim(3, 1)  # [B, H, chunks, chunk, ...]
+        for x in (q, k, v, decay.to(wide), beta.to(wide))
+    )
+    total = g.cumsum(3)
+    # exp(g_j+1 + ... + g_i) for j <= i; the others, which may be huge, never come to be
+    ahead = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu(1)
+    between = (total[..., None] - total[..., None, :]).masked_fill(ahead, -torch.inf).exp()
+    written = torch.cat([v, k * total.exp()[..., None]], -1) * b[..., None]
+    system = (k * b[..., None]) @ k.mT * between
+    written = torch.linalg.solve_triangular(system, written, upper=False, unitriangular=True)
+    own, recalled = written.split([width, k.shape[-1]], -1)
+    inside = q @ k.mT * between
+    q, k = q * total.exp()[..., None], k * (total[..., -1:] - total).exp()[..., None]
+    kept = total[..., -1, None, None].exp()
+    state = v.new_zeros(batch, heads, k.shape[-1], width) if state is None else state.to(wide)
+    outs = []
+    for i in range(q.shape[2]):
+        new = own[:, :, i] - recalled[:, :, i] @ state
+        outs.append(q[:, :, i] @ state + inside[:, :, i] @ new)
+        state = state * kept[:, :, i] + k[:, :, i].mT @ new
+    out = torch.stack(outs, 2).flatten(2, 3)[:, :, :length]
+    return out.transpose(1, 2).to(dtype), state
+
+
+def delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """One token for each row: query, key [n, G, dk], value [n, H, dv], decay and beta [n, H] -> [n, H, dv]; `state`
+    [n, H, dk, dv] is changed in place."""
+    q, k, v = _wide(query, key, value)
+    state.mul_(decay.exp()[..., None, None])
+    change = (v - (k[..., None, :] @ state).squeeze(-2)) * beta[..., None]
+    state.addcmul_(k[..., None], change[..., None, :])
+    return (q[..., None, :] @ state).squeeze(-2).to(value.dtype)
+
+
+def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In the dtype of the computation, heads of queries and keys repeated for their values' heads."""
+    wide = torch.promote_types(value.dtype, torch.float32)
+    times = value.shape[-2] // key.shape[-2]
+    q, k = (x.to(wide) for x in (query, key))
+    q, k = (x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt() for x in (q, k))
+    q, k = ((x if times == 1 else x.repeat_interleave(times, -2)) for x in (q * key.shape[-1] ** -0.5, k))
+    return q, k, value.to(wide)
+
+
+def causal_mix(x: Tensor, weight: Tensor, before: Tensor | None = None) -> Tensor:
+    """SiLU of each channel's last K inputs, weighted: x [B, T, C], weight [C, K], the last for the token itself;
+    `before` [B, K - 1, C]: the inputs ahead of the first (None: 0) -> [B, T, C]."""
+    past = x.new_zeros(len(x), weight.shape[1] - 1, x.shape[2]) if before is None else before.to(x.dtype)
+    inputs = torch.cat([past, x], 1).transpose(1, 2)
+    return F.silu(F.conv1d(inputs, weight[:, None], groups=len(weight))).transpose(1, 2)
+
+
+def gates(beta: Tensor, step: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """(g, beta) in float32 of projections [..., H] with the heads' parameters [H]: g = -exp(log_rate) softplus(step +
+    bias)."""
+    wide = torch.promote_types(step.dtype, torch.float32)
+    return -log_rate.to(wide).exp() * F.softplus(step.to(wide) + bias), beta.to(wide).sigmoid()
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x, gate [..., dv]: root-mean-square norm of x with weight [dv], times SiLU(gate); rounded before the weight and
+    at the end, as in transformers."""
+    normed = F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
+    return (weight * normed * F.silu(gate.float())).to(x.dtype)
+
+
+def by_head(conv: Tensor, linear: LinearConfig) -> Tensor:
+    """conv [channels, 1, K], queries of all heads, then keys, then values -> [G, `mixed_width`, K]: the channels of a
+    key head together."""
+    keys = linear.key_heads * linear.key_head_dim
+    parts = conv.squeeze(1).split([keys, keys, linear.value_heads * linear.value_head_dim])
+    return torch.cat([part.unflatten(0, (linear.key_heads, -1)) for part in parts], 1)
+
+
+def prepared(
+    mixed: Tensor, conv: Tensor, log_rate: Tensor, bias: Tensor, linear: LinearConfig, before: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `delta_rule` takes, of a layer's projections: mixed [B, T, G, channels of a key head, then two numbers for
+    each head of its values], conv [G, channels, K], log_rate and bias [H]; `before` as of `causal_mix`."""
+    heads, dk, times = mixed.shape[2], linear.key_head_dim, linear.values_per_key
+    channels, forward, step = mixed.split([linear.mixed_width, times, times], -1)
+    x = causal_mix(channels.flatten(2), conv.flatten(0, 1), before).unflatten(2, (heads, -1))
+    query, key, value = x.split([dk, dk, times * linear.value_head_dim], -1)
+    value = value.unflatten(3, (times, -1)).flatten(2, 3)
+    return query, key, value, *gates(forward.flatten(2), step.flatten(2), log_rate, bias)
