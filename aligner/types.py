@@ -140,7 +140,7 @@ class TrainBatch(TensorBatch):
     response_mask: Tensor | None = None  # set where old_logprobs are None: those the update finds are to be compared
     chosen: Tensor | None = None  # float32 [B, T] 1 on tokens chosen by covariance (clip_cov, kl_cov)
     row_keys: Tensor | None = None  # int64 [B] >= 0, a hash of rollout, epoch and sample, for random choices
-    labels: Tensor | None = None  # float32 [B] or [B, K]: reward-model margins or attribute scores
+    labels: Tensor | None = None  # float32 [B] or [B, K]: margins, attribute scores, or both with rewards of pairs
     wanted: Tensor | None = None  # bool [B, T] tokens whose output is read; None: all
     packing: Any = None  # ops.packing.Packing: where its tokens stand in the model's stream, once a model has it
     routing: Tensor | None = None  # [B, T, layers, top_k] the experts to take; None: those of the model's own routers

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # A chain of stages, each started when the one before has finished. With Slurm: jobs that wait for each other (afterok,
 # and each checks its upstream's DONE file). Without: one after another, here.
-#   launchers/pipeline.sh DIR [SUBMIT OPTION...] [KEY=VALUE...] @sft [KEY=VALUE...] @rm [...] @grpo|@ppo [...]
-# What stands before the first @stage is for all stages. Runs go to DIR/sft, DIR/rm, ...; rm, grpo and ppo start from
-# the weights of sft; grpo and ppo take the reward model of rm, if it is in the chain. For example:
+#   launchers/pipeline.sh DIR [SUBMIT OPTION...] [KEY=VALUE...] @sft [KEY=VALUE...] @rm|@dpo [...] @grpo|@ppo [...]
+# What stands before the first @stage is for all stages. Runs go to DIR/sft, DIR/rm, ...; the others start from the
+# weights of sft, or of dpo where that came later; grpo and ppo take the reward model of rm, if it is in the chain:
 #   launchers/pipeline.sh runs/chain --nodes 2 model=qwen3_0.6b @sft data.train=chats.jsonl @rm data.train=pairs.jsonl \
 #       @ppo data.train=prompts.jsonl
 set -euo pipefail
@@ -26,7 +26,7 @@ declare -A count # overrides per stage, kept in one list
 own=()
 for word in "$@"; do
     case "$word" in
-        @sft | @rm | @grpo | @ppo)
+        @sft | @rm | @dpo | @grpo | @ppo)
             stages+=("${word#@}")
             count[${word#@}]=0
             ;;
@@ -54,15 +54,15 @@ command -v sbatch >/dev/null || here=1
 
 # All stages, each by `$1 STAGE UPSTREAM... -- OVERRIDE...`.
 each_stage() {
-    local first=0 sft="" rm="" stage run words upstream
+    local first=0 weights="" rm="" stage run words upstream
     for stage in "${stages[@]}"; do
         run="$folder/$stage"
         words=(${common[@]+"${common[@]}"} "run.dir=$(quoted "$run")") upstream=()
-        if [[ -n "$sft" ]]; then
-            words+=("model.init=$(quoted "$sft")")
-            upstream+=(--upstream "$sft")
+        if [[ -n "$weights" ]]; then
+            words+=("model.init=$(quoted "$weights")")
+            upstream+=(--upstream "$weights")
         fi
-        if [[ -n "$rm" && "$stage" != rm ]]; then
+        if [[ -n "$rm" && "$stage" == @(grpo|ppo) ]]; then
             words+=("reward.model=$(quoted "$rm")")
             upstream+=(--upstream "$rm")
             [[ "$stage" != ppo ]] || words+=("critic.init=$(quoted "$rm")")
@@ -71,7 +71,7 @@ each_stage() {
         first=$((first + ${count[$stage]}))
         "$1" "$stage" ${upstream[@]+"${upstream[@]}"} "${words[@]}"
         case "$stage" in
-            sft) sft="$run" ;;
+            sft | dpo) weights="$run" ;;
             rm) rm="$run" ;;
             *) ;;
         esac

@@ -11,6 +11,7 @@ import torch
 
 from aligner.algorithms.losses import policy_loss
 from aligner.config.algorithm import AlgorithmConfig, RewardLossConfig
+from aligner.config.preference import PreferenceConfig
 from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from aligner.megatron import moe
 from aligner.megatron.model import Head
@@ -20,6 +21,7 @@ from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.balance import Balancer
 from aligner.rollout.record import read_recording
+from aligner.stages.dpo import dpo_loss
 from aligner.stages.ppo import value_loss
 from aligner.stages.rm import preference_loss
 from aligner.stages.sft import sft_loss
@@ -34,7 +36,7 @@ STEEP = replace(PLAIN, lr=1e8)
 ADAM = OptimConfig(lr=1e-3)
 
 
-POLICIES = ("sft", "grpo", "ppo")
+POLICIES = ("sft", "dpo", "grpo", "ppo")
 PLAIN_BATCH = BatchConfig(micro_batch_samples=16, share_prompts=False)
 
 
@@ -52,6 +54,9 @@ class Case:
     replay: bool = False  # a policy's tokens go to experts by lot
 
 
+PAIRS = ("rm", "dpo")
+# sums, means and odds, the tail of the longer answer, weights from the whole distribution, NLL
+ROWS = PreferenceConfig(["sigmoid", "ipo", "rpo_bwd_kl"], [1.0, 0.01, 0.5], ld_alpha=0.5, wpo=True, nll_coef=0.3)
 NEAR = 1e-6  # of probability: what rounding may turn around
 
 
@@ -99,7 +104,7 @@ def _replay(recording, stage: str, model: ModelConfig, case: Case, without: str)
         start, losses = weights(sharded), []
         layout = sharded.layout
         mine = share(rows, stage, layout.data, layout.dp_rank)
-        mine = Balancer(cfg, layout.pgs.dp)(mine) if stage != "rm" else mine
+        mine = mine if stage in PAIRS else Balancer(cfg, layout.pgs.dp)(mine)
         for _ in range(steps):
             losses.append(update(stage, sharded, mine, case.batch))
         after = weights(sharded)
@@ -140,7 +145,7 @@ def prepare(rollout: RolloutBatch, without: str) -> TrainBatch:
 
 def share(rows: TrainBatch, stage: str, ranks: int, rank: int) -> TrainBatch:
     """This data-parallel rank's rows; for pairs, the best and the worst of every four rows."""
-    if stage == "rm":
+    if stage in PAIRS:
         order = rows.labels.view(-1, 4).argsort(1, descending=True) + 4 * torch.arange(len(rows.labels) // 4)[:, None]
         rows = rows.select(order[:, [0, 3, 1, 2]].flatten())
     size = len(rows.lengths) // ranks
@@ -156,6 +161,10 @@ def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
         stats = role.update(mine, preference_loss(len(mine.lengths) // 2, cfg, group), 2)
     elif stage == "critic":
         stats, name = Critic(sharded, batch).update(mine, value_loss(mine, 0.2, group)), "critic/loss"
+    elif stage == "dpo":
+        numbers = torch.stack([mine.labels, mine.labels, torch.ones_like(mine.labels)], 1)
+        pairs, role = replace(mine, labels=numbers), Policy(sharded, batch, entropy=False, log_squares=True)
+        stats, name = role.update(pairs, dpo_loss(pairs, ROWS, group), 2), "policy/loss"
     else:
         name = "policy/loss"
         role = Policy(sharded, batch, temperature=0.8)

@@ -1,6 +1,6 @@
 """Kill runs at random moments, resume them to their end, and compare with the uninterrupted run bit by bit.
 
-    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,grpo,ppo] [--layouts one,dp2,tp2]
+    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,dpo,grpo,ppo] [--layouts one,dp2,tp2]
 
 Each case is a random stage on one rank, two data-parallel or two tensor ranks, with or without checkpoint.async_save,
 killed (SIGKILL of one rank or of all) up to four times: half of the kills at a random time, half at a point that a
@@ -59,7 +59,7 @@ from tests import stages
 from tests.ranks import _free_port
 
 TOTAL = 6
-STAGES = ("sft", "rm", "grpo", "ppo")
+STAGES = ("sft", "rm", "dpo", "grpo", "ppo")
 LAYOUTS: dict[str, tuple[int, list[str]]] = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"])}
 COMMON = [f"run.steps={TOTAL}", "checkpoint.every=2", "run.eval_every=3", "logging.progress=false"]
 COMMON += ["optim.schedule=cosine", "optim.warmup_steps=2", "batch.micro_batch_samples=4"]
@@ -244,7 +244,9 @@ class Soak:
             more += [ADAPTIVE % ("loss" if stage == "grpo" else "reward")]
         if stage == "ppo":
             more.append(f"reward.model={self.folder / 'start_rm'}")
-        if stage != "rm":
+        if stage == "dpo":
+            more += [f"data.eval={self.data / 'pairs.jsonl'}", "eval.prompts=4", "algorithm.preference.nll_coef=0.1"]
+        elif stage != "rm":
             more.append(f"data.eval={self.data / 'eval.jsonl'}")
         cfg = compose(stages.overrides(stage, self.data, run, *more))
         validate(cfg, world)

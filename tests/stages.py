@@ -32,6 +32,7 @@ BASE = [
 STAGES: dict[str, list[str]] = {
     "sft": ["batch.sequences=16", "batch.micro_batch_samples=8"],
     "rm": ["batch.sequences=8", "batch.micro_batch_samples=4"],
+    "dpo": ["batch.sequences=8", "batch.micro_batch_samples=4", "algorithm.preference.beta=0.5"],
     "grpo": [
         "batch.prompts=8",
         "batch.group=4",
@@ -76,7 +77,7 @@ def make_data(root: Path) -> Path:
 
 def overrides(stage: str, data: Path, run_dir: Path, *more: str) -> list[str]:
     """The command line of a toy run; reward models and starting points are the caller's to name."""
-    train = data / ("pairs.jsonl" if stage == "rm" else "train.jsonl")
+    train = data / ("pairs.jsonl" if stage in ("rm", "dpo") else "train.jsonl")
     own = [f"stage={stage}", f"run.dir={run_dir}", f"data.train={train}", f"model.tokenizer={data / 'tokenizer'}"]
     return [*own, *BASE, *STAGES[stage], *more]
 

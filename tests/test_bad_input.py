@@ -60,6 +60,34 @@ CASES = {
         2,
         ["train.jsonl, row 1", "{chosen, rejected}", "found prompt, completion"],
     ),
+    "empty answer": (
+        "dpo",
+        ["data.train={x}/empty_answer.jsonl"],
+        DataError,
+        2,
+        ["empty_answer.jsonl, row 2", "some text in `rejected`"],
+    ),
+    "pairs of two prompts": (
+        "dpo",
+        ["data.train={x}/two_prompts.jsonl"],
+        DataError,
+        2,
+        ["two_prompts.jsonl, row 1", "the same prompt"],
+    ),
+    "no rewards": (
+        "dpo",
+        ["algorithm.preference.loss=[rpo_sq]"],
+        DataError,
+        2,
+        ["pairs.jsonl, row 1", "`chosen_reward`", "algorithm.preference.loss"],
+    ),
+    "no row weights": (
+        "dpo",
+        ["algorithm.preference.row_weights=true"],
+        DataError,
+        2,
+        ["pairs.jsonl, row 1", "`weight`", "algorithm.preference.row_weights"],
+    ),
     "no prompts for grpo": (
         "grpo",
         ["data.train={x}/other.jsonl"],
@@ -311,6 +339,10 @@ def places(tiny_data, tiny_runs, tmp_path_factory):
     (x / "torn.jsonl").write_text('{"prompt": "a", "completion": "b"}\n\n{"prompt": "c"\n')
     (x / "latin.jsonl").write_bytes(b'{"prompt": "\xe9t\xe9", "completion": "b"}\n')
     (x / "other.jsonl").write_text('{"question": "a"}\n')
+    rows = [{"prompt": "a", "chosen": "b", "rejected": answer} for answer in ("c", "")]
+    stages.write_jsonl(x / "empty_answer.jsonl", rows)
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": "x"}] for q in "ab"]
+    stages.write_jsonl(x / "two_prompts.jsonl", [{"chosen": chats[0], "rejected": chats[1]}])
     (x / "plain_pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     (x / "chat.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'

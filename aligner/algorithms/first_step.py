@@ -1,12 +1,13 @@
 """Checks of what must hold exactly before anything was learned (`debug.first_step_checks`): each names its worst value.
 
 KL of the policy to itself 0; policy = reference before the first update; ratio 1 in the first, on-policy update; a
-reward model with a zero head loses ln 2.
+reward model with a zero head loses ln 2; a preference loss is what it is where policy and reference agree.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
 # nats, of the worst token: two forward passes of the same weights over differently cut batches
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 LOSS_TOLERANCE = 1e-5
+PAIR_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the loss, relative where it is above 1
 
 
 @dataclass
@@ -75,6 +77,21 @@ class FirstStepChecks:
                 raise AlignerError(
                     f"debug.first_step_checks: {name}={stats[name]:.6g} at the first update of a zero score head: "
                     f"expected {wanted:.6g} within {LOSS_TOLERANCE:g}"
+                )
+
+    def after_preference_update(self, stats: ScalarMetrics, expected: Mapping[str, float], dtype: torch.dtype) -> None:
+        """`stats` of the first update by preference losses, whose values `expected` has for equal policy and reference,
+        by metric."""
+        if not self.wanted or self._after:
+            return
+        self._after = True
+        for name, wanted in expected.items():
+            limit = PAIR_TOLERANCE[dtype] * max(1.0, abs(wanted))
+            if not abs(stats[name] - wanted) <= limit:
+                raise AlignerError(
+                    f"debug.first_step_checks: {name}={stats[name]:.8g} at the first update: expected {wanted:.8g} "
+                    f"within {limit:.2g}, its value where policy and reference are the same. Usual causes: dropout, "
+                    "other tokens before or in the answers, positions of packed rows"
                 )
 
 

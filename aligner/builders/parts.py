@@ -137,16 +137,21 @@ def make_model(job: Job, initial: InitialModel, head: Head, optim: OptimConfig |
     return model
 
 
-def make_policy(job: Job, steps: int, hits: bool = False) -> Policy:
+def _temperature(cfg: Config) -> float:
+    """Of the policy's distribution while it learns."""
+    return cfg.sampling.temperature if cfg.stage.name in ROLLOUT_STAGES else 1.0
+
+
+def make_policy(job: Job, steps: int, **outputs: bool) -> Policy:
+    """`outputs`: which of the policy's an update finds (`Policy`)."""
     optim = None if job.cfg.debug.rollout_only else job.cfg.optim
     model = job.models["policy"] = make_model(job, job.initial, Head(), optim, steps)
-    temperature = job.cfg.sampling.temperature if job.cfg.stage.name in ROLLOUT_STAGES else 1.0
-    return Policy(model, job.cfg.batch, temperature, entropy=not hits, hits=hits)
+    return Policy(model, job.cfg.batch, _temperature(job.cfg), **outputs)
 
 
 def make_reference(job: Job) -> Reference:
     model = job.models["reference"] = make_model(job, job.initial, Head(), None, 0)
-    return Reference(model, job.cfg.batch, job.cfg.sampling.temperature)
+    return Reference(model, job.cfg.batch, _temperature(job.cfg))
 
 
 def _scorer(job: Job, path: str, key: str) -> InitialModel:

@@ -1,10 +1,11 @@
-"""The section `algorithm`: advantages, losses, KL, and the loss of a reward model."""
+"""The section `algorithm`: advantages, losses, KL, and the losses of pairs and of a reward model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from aligner.config.checks import above, at_least, one_of, within
+from aligner.config.preference import PreferenceConfig
 from aligner.errors import ConfigError
 
 # `algorithm.advantage` of stage grpo that compare the samples of a prompt, and that do not
@@ -138,6 +139,7 @@ class AlgorithmConfig:
     kl: KLConfig = field(default_factory=KLConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     reward_loss: RewardLossConfig = field(default_factory=RewardLossConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
 
     def __post_init__(self) -> None:
         one_of("algorithm.advantage", self.advantage, ("gae", *GROUP_BASELINES, *OTHER_BASELINES))

@@ -17,7 +17,7 @@ def minibatch_samples(cfg: Config) -> int:
 
 def evaluation_functions(cfg: Config) -> list[RewardFunctionConfig]:
     """What judges generated answers to the rows of data.eval; empty where none are to be generated."""
-    wanted = cfg.eval.generate and cfg.data.eval and not STAGES[cfg.stage.name].scores
+    wanted = cfg.eval.generate and cfg.data.eval and STAGES[cfg.stage.name].answers
     return (cfg.eval.functions or cfg.reward.functions) if wanted else []
 
 

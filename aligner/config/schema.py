@@ -47,7 +47,7 @@ class RunConfig:
     resume: str = "auto"  # auto, never, or a checkpoint folder
     accept_changes: bool = False  # go on from a checkpoint although what defines the run has changed (docs/resume.md)
     deterministic: bool = False  # no wall-clock decisions, deterministic kernels
-    steps: int = 100  # optimizer steps for sft and rm, rollouts for ppo and grpo
+    steps: int = 100  # optimizer steps for sft, rm and dpo, rollouts for ppo and grpo
     eval_every: int = 0  # 0: only at the end
     samples_every: int = 10  # print the sample table every n steps; 0: never
     stop: StopConfig = field(default_factory=StopConfig)
@@ -252,7 +252,7 @@ class BatchConfig:
     micro_batch_samples: int = 8  # rows of a forward and backward pass on a rank
     micro_batch_tokens: int = 0  # > 0: as many rows as fit this many padded tokens, instead of micro_batch_samples
     epochs: int = 1  # passes over a rollout
-    sequences: int = 32  # sft, rm: sequences (rm: pairs) of one optimizer step
+    sequences: int = 32  # sft, rm, dpo: sequences (rm, dpo: pairs) of one optimizer step
     logprob_tokens: int = 16384  # tokens per forward of passes without gradient
     logits_bytes: int = 1 << 30  # of logits, their softmax and gradient at a time; more is done in parts
     packing: bool = True  # rows end to end, without the padding between them

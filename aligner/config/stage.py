@@ -46,6 +46,7 @@ class Stage:
     unit: str = "sequences"  # what batch.sequences counts
     rows: Callable[[Config], int] = _one  # in one of them
     beside: Callable[[Config], tuple[str, ...]] = _none  # models beside the one of model.init: reference, critic
+    answers: bool = True  # its evaluation may generate answers to data.eval, to be scored
     debug: tuple[str, ...] = ()  # shuffle_rewards, first_step_checks: where they mean something
     check: Callable[[Config], None] = _fine  # of its own, raises ConfigError
     section: type | None = None  # its own keys, as stage.<name>.<key>: a dataclass that checks its values

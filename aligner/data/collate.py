@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from aligner.data.dataset import PreferenceItem, ScoredItem, SftItem
+from aligner.data.dataset import PairItem, PreferenceItem, ScoredItem, SftItem
 from aligner.types import TrainBatch
 
 
@@ -24,6 +25,14 @@ def collate_preference(items: Sequence[PreferenceItem], pad_id: int, multiple: i
     texts = [text for item in items for text in (item.chosen, item.rejected)]
     labels = torch.tensor([item.margin for item in items], dtype=torch.float32).repeat_interleave(2)
     return _at_last(texts, labels, pad_id, multiple)
+
+
+def collate_pairs(items: Sequence[PairItem], pad_id: int, multiple: int = 1) -> TrainBatch:
+    """B pairs -> 2B rows: chosen in rows 0, 2, 4.., rejected in rows 1, 3, 5..; loss_mask [2B, T] is 1 on the answers;
+    labels [2B, 3]: the pair's margin, the answer's reward, the pair's weight."""
+    batch = collate_sft([answer for item in items for answer in (item.chosen, item.rejected)], pad_id, multiple)
+    numbers = [(i.margin, reward, i.weight) for i in items for reward in (i.chosen_reward, i.rejected_reward)]
+    return replace(batch, labels=torch.tensor(numbers, dtype=torch.float32))
 
 
 def collate_scored(items: Sequence[ScoredItem], pad_id: int, multiple: int = 1) -> TrainBatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import IO, TYPE_CHECKING, NamedTuple
@@ -38,6 +38,21 @@ class PreferenceItem(NamedTuple):
     @property
     def lengths(self) -> tuple[int, int]:
         return len(self.chosen), len(self.rejected)
+
+
+class PairItem(NamedTuple):
+    """Two answers to one prompt, each after it."""
+
+    chosen: SftItem
+    rejected: SftItem
+    margin: float  # 0 where the row has none, as the rewards
+    chosen_reward: float
+    rejected_reward: float
+    weight: float  # 1 where the row has none
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return len(self.chosen.tokens), len(self.rejected.tokens)
 
 
 class ScoredItem(NamedTuple):
@@ -218,6 +233,67 @@ class PreferenceDataset:
         return self._chosen.lengths + self._rejected.lengths
 
 
+class PairDataset:
+    """Pairs whose answers a policy learns from, with loss masks as `SftDataset` has them. A pair is dropped if one of
+    its texts is longer than data.max_tokens; or both lose their ends, unless an answer then has no token left, or the
+    pair no difference. Equal answers stay: they have no gradient, and their share is a metric.
+
+    Raises DataError for an answer without text, and where the two do not begin with the same prompt.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[PreferenceRow],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        key: str = "data.train",
+    ):
+        limit, cut = data.max_tokens, data.overlong == "truncate"
+        self.report = _report(key, f"data.max_tokens={limit}", rows)
+        self._tokens, self._mask = Ragged(np.int32), Ragged(np.uint8)  # of pair i in rows 2i and 2i + 1
+        numbers, shortest, equal, fix = [], None, 0, data.chat_template == "auto"
+        for chunk in _chunks(rows):
+            _note(self.report, tokenizer, chunk, [row.chosen for row in chunk], data)
+            answers = [
+                SftRow(prompt=row.prompt, completion=x, where=row.where, tools=row.tools)
+                for row in chunk
+                for x in _answers(row)
+            ]
+            texts = encode_sft(tokenizer, answers, arguments=data.template_arguments, fix=fix)
+            for row, chosen, rejected in zip(chunk, texts[0::2], texts[1::2], strict=True):
+                _check_prompt(row, chosen, rejected)
+                longest = max(len(chosen[0]), len(rejected[0]))
+                shortest = longest if shortest is None else min(shortest, longest)
+                learns = (
+                    any(chosen[1][:limit]) and any(rejected[1][:limit]) and chosen[0][:limit] != rejected[0][:limit]
+                )
+                if _fits([chosen[0], rejected[0]], limit, cut and learns, self.report):
+                    for tokens, mask in (chosen, rejected):
+                        self._tokens.append(tokens[:limit])
+                        self._mask.append(mask[:limit])
+                    equal += chosen[0] == rejected[0]
+                    named = (row.numbers.get(name, 0.0) for name in ("chosen_reward", "rejected_reward"))
+                    numbers.append((row.margin or 0.0, *named, row.numbers.get("weight", 1.0)))
+            self._tokens.pack()
+            self._mask.pack()
+        self._numbers = np.asarray(numbers, dtype=np.float32).reshape(-1, 4)
+        if equal:
+            self.report.note(f"{equal} pairs have equal answers: they have no gradient")
+        _check_left(self.report, shortest, cut)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> PairItem:
+        chosen, rejected = (SftItem(self._tokens[i], self._mask[i]) for i in (2 * index, 2 * index + 1))
+        return PairItem(chosen, rejected, *map(float, self._numbers[index]))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [len(self)] tokens per pair, both texts together."""
+        return self._tokens.lengths.reshape(-1, 2).sum(1)
+
+
 class ScoredDataset:
     """Texts with target scores, for a regression reward model; over-long texts as in SftDataset."""
 
@@ -311,6 +387,26 @@ class PromptDataset:
     def lengths(self) -> np.ndarray:
         """int64 [len(self)] tokens per prompt."""
         return np.asarray([len(prompt.tokens) for prompt in self._prompts], dtype=np.int64)
+
+
+def _answers(row: PreferenceRow) -> Iterator[Text]:
+    """Chosen and rejected; raises DataError for one that says nothing."""
+    for name, answer in (("chosen", row.chosen), ("rejected", row.rejected)):
+        turns = [] if isinstance(answer, str) else [m for m in answer if m["role"] == "assistant"]
+        said = [answer] if isinstance(answer, str) else [m["content"] for m in turns]
+        if not any(text.strip() for text in said) and not any("tool_calls" in m for m in turns):
+            raise DataError(f"{row.where}: expected an answer with some text in `{name}`, found {answer!r:.120}")
+        yield answer
+
+
+def _check_prompt(row: PreferenceRow, chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[int]]):
+    """(tokens, loss mask) of both answers: the same before the first token that is learned."""
+    ends = [mask.index(1) for _, mask in (chosen, rejected)]
+    if ends[0] != ends[1] or chosen[0][: ends[0]] != rejected[0][: ends[1]]:
+        raise DataError(
+            f"{row.where}: expected `chosen` and `rejected` to answer the same prompt, found other tokens before the "
+            f"answers, of {ends[0]} and {ends[1]} tokens (a column `prompt`, or first messages that are the same)"
+        )
 
 
 def _chunks(rows: Sequence) -> Iterable[Sequence]:

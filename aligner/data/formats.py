@@ -51,6 +51,7 @@ class PreferenceRow:
     margin: float | None = None
     where: str = ""
     tools: Tools | None = None
+    numbers: Mapping[str, float] = field(default_factory=dict)  # of the columns that the stage asks for
 
 
 @dataclass(frozen=True)
@@ -136,16 +137,17 @@ def _sft_row(kind: str, where: str, row: dict[str, Any]) -> SftRow:
 
 
 def preference_rows(
-    rows: Sequence[Mapping[str, Any]], data: DataConfig, margin: bool = False
+    rows: Sequence[Mapping[str, Any]], data: DataConfig, margin: bool = False, numbers: Mapping[str, str] | None = None
 ) -> TypedRows[PreferenceRow]:
-    """Rows for a pairwise reward model. Without a `prompt` column, whole conversations share their first messages.
+    """Pairs of answers. Without a `prompt` column, whole conversations share their first messages.
 
-    `margin`: each row must have a number in the column `margin`.
+    `margin`: each row must have a number in the column `margin`. `numbers`: likewise in these columns, each with the
+    config key that asks for it.
     """
-    return TypedRows(rows, data, ("preference",), partial(_preference_row, margin))
+    return TypedRows(rows, data, ("preference",), partial(_preference_row, margin, numbers or {}))
 
 
-def _preference_row(margin: bool, _: str, where: str, row: dict[str, Any]) -> PreferenceRow:
+def _preference_row(margin: bool, numbers: Mapping[str, str], _: str, where: str, row: dict[str, Any]) -> PreferenceRow:
     value = None
     if margin or row.get("margin") is not None:
         value = _number(row, "margin", where)
@@ -154,7 +156,8 @@ def _preference_row(margin: bool, _: str, where: str, row: dict[str, Any]) -> Pr
         prompt, rejected = _pair(row, "rejected", where)
     else:
         prompt, chosen, rejected = _shared_prompt(row, where)
-    return PreferenceRow(prompt, chosen, rejected, value, where, _tools(row, chosen, where))
+    asked = {name: _number(row, name, where, key) for name, key in numbers.items()}
+    return PreferenceRow(prompt, chosen, rejected, value, where, _tools(row, chosen, where), asked)
 
 
 def scored_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, attributes: Sequence[str]) -> TypedRows[ScoredRow]:

@@ -112,6 +112,14 @@ class Job:
     def rollout(self) -> bool:
         return STAGES[self.stage].rollouts
 
+    @property
+    def asked(self) -> tuple[Part, ...]:
+        """Models with a pass of their own, without gradient, before the update."""
+        if not self.rollout:
+            return tuple(part for part in self.parts if part.name == "reference")
+        own = (part for part in self.parts if part.name != "reward")
+        return tuple(part for part in own if not (part is self.policy and self.old_in_update))
+
     def micro_batches(self, worst: bool = False) -> tuple[int, float]:
         """(how many of a rank and an optimizer step, tokens in the stream of one): on average, or with longest rows."""
         rows = self.rows.count / self.minibatches / self.grid.data

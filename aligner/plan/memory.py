@@ -218,7 +218,7 @@ def _stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
         if job.engine.resident:
             stays = {name: size for name, size in kept.items() if name != "kv cache" or not job.sleeps}
         found["refit"] = _models(job, stage, ("policy",)) | stays | {"buckets": refit_buffers(job, stage)}
-    if job.rollout:
+    if job.rollout or job.asked:
         tokens = max(job.logprob_tokens, job.rows.longest) / job.grid.context
         most = most_read(job, tokens, job.rows.count / job.grid.data)
         logits = max((logits_bytes(job, part, most) for part in job.parts), default=0.0) if last else 0.0

@@ -114,7 +114,7 @@ def _pipeline(phase: Phase, job: Job, part: Part, machine: Machine, count: int, 
 
 
 def forward_phase(job: Job, parts: Iterable[Part], machine: Machine) -> Phase:
-    """Passes without gradient over the rollout: logprobs, values, scores of reward models."""
+    """Passes without gradient over all rows: logprobs, values, scores of reward models."""
     phase = Phase()
     tokens = job.rows.tokens / job.grid.data
     if not job.packing:
@@ -239,9 +239,8 @@ def plan_times(job: Job, device: Device, assumed: Assumptions) -> dict[str, Phas
         scorers = [part for part in job.parts if part.name == "reward"]
         if scorers:
             phases["score"] = forward_phase(job, scorers, machine)
-        asked = [p for p in job.parts if p.name != "reward" and not (p is job.policy and job.old_in_update)]
-        if asked:
-            phases["logprobs"] = forward_phase(job, asked, machine)
+    if job.asked:
+        phases["logprobs"] = forward_phase(job, job.asked, machine)
     if any(part.trained for part in job.parts):
         phases["update"] = update_phase(job, machine)
     return phases

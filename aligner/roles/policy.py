@@ -12,6 +12,7 @@ from torch import Tensor
 from aligner.config.schema import BatchConfig
 from aligner.megatron.train import ShardedModel
 from aligner.ops.accuracy import greedy_hits
+from aligner.ops.concentration import log_square_sum
 from aligner.ops.logprobs import token_logprobs
 from aligner.ops.narrow import predicting
 from aligner.roles.batching import batch_metrics, forward_rows, micro_batches
@@ -24,6 +25,7 @@ class TokenOutputs(NamedTuple):
     logprobs: Tensor
     entropy: Tensor | None
     hits: Tensor | None  # 1 where the most likely token is the one that stands there
+    log_squares: Tensor | None = None  # log sum_v p_v^2, without gradient
 
 
 PolicyLoss = Callable[[TokenOutputs, TrainBatch], LossOutput]  # micro-batch -> its share of the minibatch loss
@@ -38,10 +40,12 @@ class Policy:
     temperature: float = 1.0
     entropy: bool = True  # of every token, for the metric and the bonus
     hits: bool = False
+    log_squares: bool = False
     replays: ClassVar[bool] = True  # sends tokens to the experts of the engine's choice, where rows tell them
 
-    def _outputs(self, hidden: Tensor, batch: TrainBatch, entropy: bool, hits: bool) -> TokenOutputs:
-        """Last hidden states of this rank's stream -> [B, T] each."""
+    def _outputs(self, hidden: Tensor, batch: TrainBatch, update: bool) -> TokenOutputs:
+        """Last hidden states of this rank's stream -> [B, T] each; but for an `update` only logprobs."""
+        entropy, hits, log_squares = (update and on for on in (self.entropy, self.hits, self.log_squares))
         where = {
             "vocab_size": self.model.cfg.vocab_size,
             "group": self.model.layout.pgs.tp if self.model.layout.tensor > 1 else None,
@@ -50,28 +54,30 @@ class Policy:
         def read(logits: Tensor, targets: Tensor) -> Tensor:
             lp, h = token_logprobs(logits, targets, temperature=self.temperature, entropy=entropy, **where)
             found = [lp, h, greedy_hits(logits, targets, **where) if hits else None]
+            found += [log_square_sum(logits, temperature=self.temperature, **where)] if log_squares else []
             return torch.stack([x for x in found if x is not None], 1)
 
         logprobs, *others = self.model.over_logits(hidden, batch, read, self.batch.logits_bytes).unbind(-1)
-        return TokenOutputs(logprobs, others.pop(0) if entropy else None, others.pop(0) if hits else None)
+        return TokenOutputs(logprobs, *(others.pop(0) if on else None for on in (entropy, hits, log_squares)))
 
     def logprobs(self, rows: RolloutBatch | TrainBatch, mask: Tensor | None = None) -> Tensor:
         """float32 [B, T] logprobs under the current weights, on the CPU of every rank: of the tokens in `mask` [B, T],
         the rest may be 0; None: of every token. Index 0 is 0."""
         wanted = None if mask is None else predicting(mask)
         routing = rows.routing if self.replays else None
-        read = lambda hidden, b: self._outputs(hidden, b, False, False)[0]  # noqa: E731
+        read = lambda hidden, b: self._outputs(hidden, b, update=False).logprobs  # noqa: E731
         return forward_rows(self.model, rows, self.batch, read, wanted=wanted, routing=routing)
 
-    def update(self, minibatch: TrainBatch, loss: PolicyLoss) -> ScalarMetrics:
-        """One optimizer step over this rank's rows of a minibatch."""
+    def update(self, minibatch: TrainBatch, loss: PolicyLoss, unit: int = 1) -> ScalarMetrics:
+        """One optimizer step over this rank's rows of a minibatch; `unit` consecutive ones (2: a pair) stay in one
+        micro-batch."""
 
         def from_hidden(hidden: Tensor, batch: TrainBatch) -> LossOutput:
-            return loss(self._outputs(hidden, batch, self.entropy, self.hits), batch)
+            return loss(self._outputs(hidden, batch, update=True), batch)
 
         mask = minibatch.loss_mask if minibatch.response_mask is None else minibatch.response_mask
         minibatch = replace(minibatch, wanted=predicting(mask))
-        parts = micro_batches(minibatch, self.batch, group=self.model.layout.pgs.dp)
+        parts = micro_batches(minibatch, self.batch, unit, self.model.layout.pgs.dp)
         stats = self.model.step(parts, from_hidden)
         return {f"policy/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()} | (
             batch_metrics(parts, self.batch)
@@ -83,5 +89,5 @@ class Reference(Policy):
 
     replays = False
 
-    def update(self, minibatch: TrainBatch, loss: PolicyLoss) -> ScalarMetrics:
+    def update(self, minibatch: TrainBatch, loss: PolicyLoss, unit: int = 1) -> ScalarMetrics:
         raise AssertionError("the reference is frozen")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
-from aligner.data.collate import collate_preference, collate_scored, collate_sft
-from aligner.data.dataset import SftDataset
+from aligner.config.preference import PreferenceConfig
+from aligner.data.collate import collate_pairs, collate_preference, collate_scored, collate_sft
+from aligner.data.dataset import PairDataset, SftDataset
 from aligner.errors import ConfigError
+from aligner.ops.preference import Labels, agreement, measure, pair_losses, rewards, total
 from aligner.ops.reward_loss import bradley_terry, regression
-from aligner.roles.policy import Policy
+from aligner.roles.policy import Policy, Reference
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.sharing import share
 from aligner.rollout.statistics import reduce_metrics
@@ -53,6 +56,29 @@ def pair_accuracy(model: RewardModel, dataset: Sequence, limit: int, pairwise: b
     means = {"eval/loss": (float(loss.sum()), n)}
     means |= {f"eval/{name}": (float(stats[name].sum()), n) for name in ("accuracy", "margin")}
     return reduce_metrics(means, {}, model.model.layout.pgs.dp)
+
+
+def held_out_pairs(
+    policy: Policy,
+    reference: Reference | None,
+    dataset: PairDataset,
+    cfg: PreferenceConfig,
+    limit: int,
+    reading: Callable[[], AbstractContextManager],
+) -> ScalarMetrics:
+    """eval/accuracy (the chosen answer has the larger reward; a tie is half right), eval/margin (of the rewards) and
+    eval/loss (no NLL, no weights of rows). The models are read within `reading`."""
+    items, group = _mine(policy.model, dataset, limit), policy.model.layout.pgs.dp
+    names, found = ("accuracy", "margin", "loss"), [torch.zeros(0)] * 3
+    if items:
+        batch = collate_pairs(items, 0)
+        with reading():
+            own, theirs = (model and model.logprobs(batch, batch.loss_mask) for model in (policy, reference))
+        answers, labels = measure(own, theirs, batch.loss_mask, cfg.ld_alpha), Labels.of(batch.labels, cfg)
+        chosen, rejected = rewards(answers, labels, cfg)
+        found = [agreement(chosen, rejected), chosen - rejected, total(pair_losses(answers, labels, cfg), cfg)]
+    means = {f"eval/{name}": (float(x.sum()), float(len(x))) for name, x in zip(names, found, strict=True)}
+    return reduce_metrics(means, {}, group)
 
 
 def score_statistics(model: RewardModel, dataset: Sequence, pairwise: bool) -> tuple[float, float]:

@@ -47,7 +47,7 @@ RULES = {
     "verify": Rule(after=("refit",), weights=("policy",), engine="awake", within=("refit",)),
     "generate": Rule(after=("refit", "verify", "generate", "score"), engine="awake"),
     "score": Rule(after=("generate", "score"), weights=("reward",), engine="", keeps=True),
-    "logprobs": Rule(weights=SCORED, within=("",)),
+    "logprobs": Rule(weights=SCORED),
     "update": Rule(weights=TRAINED, gradients=True, optimizer=True, within=("",)),
     "eval": Rule(weights=("policy",), within=("",)),
     "save": Rule(weights=TRAINED, optimizer=True, keeps=True, within=("",)),

@@ -28,7 +28,7 @@ from aligner.types import LossOutput, TrainBatch
 def main(job: Job) -> None:
     cfg = job.cfg
     batches = make_batches(job, _rows(job, cfg.data.train, "data.train"), collate_sft)
-    policy = make_policy(job, cfg.run.steps, hits=True)
+    policy = make_policy(job, cfg.run.steps, entropy=False, hits=True)
     run = make_run(job, {"policy": policy.model}, {"data": batches.stream}, _evaluation(job, policy))
     with saved_first(run):
         sft(run, policy, batches)

@@ -209,9 +209,9 @@ def test_a_ratio_that_is_not_one(tiny_data, tmp_path, monkeypatch, shift, name):
 
     outputs = Policy._outputs
 
-    def other(self, logits, batch, entropy, hits):
-        found = outputs(self, logits, batch, entropy, hits)
-        return found._replace(logprobs=found.logprobs + shift) if entropy else found
+    def other(self, logits, batch, update):
+        found = outputs(self, logits, batch, update)
+        return found._replace(logprobs=found.logprobs + shift) if update else found
 
     monkeypatch.setattr(Policy, "_outputs", other)
     with pytest.raises(AlignerError, match=r"policy/ratio_\w+=(1\.0202|0\.980199) at the first update: expected 1"):

@@ -20,6 +20,7 @@ def make(tmp_path):
     stages = {
         "sft": [],
         "rm": [],
+        "dpo": [],
         "grpo": ["reward.functions=[{path:math}]"],
         "ppo": [f"reward.model='{tmp_path}/rm'"],
     }
@@ -30,7 +31,7 @@ def make(tmp_path):
     return compose_valid
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm", "grpo", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "grpo", "ppo"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("parallel", ["single", "tp2", "pp2"])
 def test_the_defaults_are_valid(make, stage, world, parallel):

@@ -3,7 +3,7 @@ import pytest
 
 from aligner.config.schema import DataConfig
 from aligner.data import dataset as module
-from aligner.data.dataset import PreferenceDataset, PromptDataset, ScoredDataset, SftDataset
+from aligner.data.dataset import PairDataset, PreferenceDataset, PromptDataset, ScoredDataset, SftDataset
 from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow, prompt_rows
 from aligner.data.templates import encode_sft
 from aligner.errors import DataError
@@ -59,7 +59,7 @@ def test_everything_overlong_is_an_error(byte):
         PreferenceDataset([PreferenceRow("p", "aa", "b")], byte, DataConfig(max_tokens=2))
 
 
-@pytest.mark.parametrize("kind", [SftDataset, PreferenceDataset, ScoredDataset, PromptDataset])
+@pytest.mark.parametrize("kind", [SftDataset, PreferenceDataset, PairDataset, ScoredDataset, PromptDataset])
 def test_no_rows_is_an_error(byte, kind):
     with pytest.raises(DataError, match=r"empty"):
         kind([], byte, DataConfig())
@@ -80,6 +80,59 @@ def test_preference_pairs(byte):
     cut = PreferenceDataset(rows, byte, DataConfig(max_tokens=10, overlong="truncate"))
     assert (cut.report.kept, cut.report.dropped, cut.report.truncated) == (2, 1, 1)
     assert byte.decode(cut[1].chosen) == "ab" + "x" * 8 and cut[1].margin == 0.0
+
+
+def pair(chosen="good", rejected="bad", prompt="ab", where="f, row 3", **more):
+    return PreferenceRow(prompt, chosen, rejected, where=where, **more)
+
+
+def test_pairs_are_two_rows_as_sft_has_them(byte, chatml):
+    user, tail = [{"role": "user", "content": "hi"}], [{"role": "assistant", "content": "no"}]
+    talk = pair([{"role": "assistant", "content": "yes, \nwell"}], tail, user)
+    rows = [pair(margin=1.5, numbers={"chosen_reward": 2.0, "rejected_reward": -1.0, "weight": 0.5}), pair(prompt="c ")]
+    for tokenizer, some in ((byte, rows), (chatml, [*rows, talk])):
+        data = PairDataset(some, tokenizer, DataConfig())
+        for i, row in enumerate(some):
+            for name in ("chosen", "rejected"):
+                [(tokens, mask)] = encode_sft(tokenizer, [SftRow(prompt=row.prompt, completion=getattr(row, name))])
+                item = getattr(data[i], name)
+                assert item.tokens.tolist() == tokens and item.loss_mask.tolist() == mask
+                assert tokens.count(tokenizer.eos_token_id) - tokens[: mask.index(1)].count(tokenizer.eos_token_id) == 1
+        assert data[0][2:] == (1.5, 2.0, -1.0, 0.5) and data[1][2:] == (0.0, 0.0, 0.0, 1.0)
+        assert data.lengths.tolist() == [sum(data[i].lengths) for i in range(len(some))]
+
+
+def test_equal_answers_stay_and_overlong_pairs_go(byte):
+    rows = [pair("same", "same"), pair("x" * 20), pair("ab" * 9, "ab" * 8), pair()]
+    data = PairDataset(rows, byte, DataConfig(max_tokens=12))
+    assert (data.report.kept, data.report.dropped) == (2, 2)
+    assert "1 pairs have equal answers: they have no gradient" in str(data.report)
+    cut = PairDataset(rows, byte, DataConfig(max_tokens=12, overlong="truncate"))
+    assert (cut.report.kept, cut.report.dropped, cut.report.truncated) == (3, 1, 1)  # the third differs past its cut
+    assert cut[1].chosen.tokens.tolist() == byte("ab" + "x" * 10)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        (pair(rejected=""), "f, row 3: expected an answer with some text in `rejected`, found ''"),
+        (pair(" \n"), "f, row 3: expected an answer with some text in `chosen`"),
+        (pair([{"role": "assistant", "content": ""}], prompt=[{"role": "user", "content": "a"}]), "in `chosen`"),
+        (
+            pair(
+                [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}],
+                [{"role": "user", "content": "b"}, {"role": "assistant", "content": "x"}],
+                [],
+            ),
+            "f, row 3: expected `chosen` and `rejected` to answer the same prompt",
+        ),
+        (pair("good", "bad", ""), "to answer the same prompt"),
+    ],
+)
+def test_pairs_that_nobody_can_compare(chatml, row, said):
+    with pytest.raises(DataError) as caught:
+        PairDataset([pair(), row], chatml, DataConfig())
+    assert said in str(caught.value)
 
 
 def test_scored_rows(byte):

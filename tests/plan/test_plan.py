@@ -249,6 +249,15 @@ def test_the_job_of_a_config():
     assert sft.engine is None and list(plan_times(sft, H100, Assumptions())) == ["update"]
     pairs = job_of(compose(["stage=rm", "model=llama3_8b", "batch.sequences=16"]), 8)
     assert (pairs.rows.count, pairs.policy.head) == (32, "score")
+    dpo = job_of(compose(["stage=dpo", "model=llama3_8b", "batch.sequences=16", "batch.micro_batch_samples=2"]), 8)
+    assert [(p.name, p.trained) for p in dpo.parts] == [("policy", True), ("reference", False)]
+    assert (dpo.rows.count, dpo.rows.prompts, dpo.micro_rows) == (32, 16, 4)
+    assert list(plan_times(dpo, H100, Assumptions())) == ["logprobs", "update"]
+    alone = job_of(compose(["stage=dpo", "model=llama3_8b", "experiment=simpo", "batch.sequences=16"]), 8)
+    assert [p.name for p in alone.parts] == ["policy"]
+    assert list(plan_times(alone, H100, Assumptions())) == ["update"]
+    weights = [plan_memory(job, H100, Assumptions()).phases["update"]["weights"] for job in (dpo, alone)]
+    assert weights[0] == 2 * weights[1]
     with pytest.raises(ConfigError, match="--prompt-tokens=999"):
         job_of(compose(ppo), 16, prompt_tokens=999)
 

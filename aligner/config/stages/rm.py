@@ -17,6 +17,7 @@ def rows(cfg: Config) -> int:
 STAGE = Stage(
     reads=(*SEQUENCES, "algorithm.reward_loss"),
     scores=True,
+    answers=False,
     unit="sequences (pairs)",
     rows=rows,
     debug=("first_step_checks",),

@@ -1,0 +1,145 @@
+"""Preference losses on pairs: DPO (Rafailov et al. 2023) and its relatives, one row of a table each.
+
+pairs of the step -> logprobs by the reference -> logprobs, losses of the pairs, NLL of the chosen -> optimizer step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.algorithms.first_step import FirstStepChecks
+from aligner.builders.parts import Job, make_batches, make_policy, make_reference, rows_of
+from aligner.builders.runs import finish, make_run
+from aligner.config.preference import KEY, PreferenceConfig
+from aligner.data.batches import BatchSource
+from aligner.data.collate import collate_pairs
+from aligner.data.dataset import PairDataset
+from aligner.data.formats import preference_rows
+from aligner.ops.aggregate import aggregate, denominator
+from aligner.ops.preference import (
+    Answers,
+    Labels,
+    agreement,
+    likelihood_weights,
+    measure,
+    pair_losses,
+    rewards,
+    start_losses,
+    total,
+)
+from aligner.ops.reduce import sum_over
+from aligner.roles.policy import Policy, Reference, TokenOutputs
+from aligner.rollout.heldout import held_out_pairs
+from aligner.run.loop import Run
+from aligner.types import LossOutput, TrainBatch
+
+Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (numerator, denominator)
+
+
+def main(job: Job) -> None:
+    cfg, preference = job.cfg, job.cfg.algorithm.preference
+    batches = make_batches(job, _rows(job, cfg.data.train, "data.train"), collate_pairs)
+    policy = make_policy(job, cfg.run.steps, entropy=False, log_squares=preference.wpo)
+    reference, evaluation = make_reference(job) if preference.reference == "model" else None, None
+    if cfg.data.eval:
+        held_out = _rows(job, cfg.data.eval, "data.eval")
+        logprobs = partial(job.timers, "logprobs")
+        evaluation = partial(held_out_pairs, policy, reference, held_out, preference, cfg.eval.prompts, logprobs)
+    run = make_run(job, {"policy": policy.model}, {"data": batches.stream}, evaluation)
+    checks = FirstStepChecks(cfg.debug.first_step_checks and reference is not None)
+    dpo(run, policy, reference, batches, preference, checks)
+    finish(job, run, policy.model)
+
+
+def _rows(job: Job, path: str, key: str) -> PairDataset:
+    preference = job.cfg.algorithm.preference
+    columns = dict.fromkeys(("chosen_reward", "rejected_reward"), f"{KEY}.loss") if preference.rewards else {}
+    columns |= {"weight": f"{KEY}.row_weights"} if preference.row_weights else {}
+    rows = preference_rows(rows_of(job, path, key), job.cfg.data, preference.margin, columns)
+    dataset = PairDataset(rows, job.tokenizer, job.cfg.data, key)
+    job.say(dataset.report)
+    return dataset
+
+
+def dpo(
+    run: Run,
+    policy: Policy,
+    reference: Reference | None,
+    batches: BatchSource,
+    cfg: PreferenceConfig,
+    checks: FirstStepChecks,
+) -> None:
+    group = policy.model.layout.pgs.dp
+    for step in run.steps():
+        batch, fresh = batches.next(), policy.model.step_count == 0
+        if reference:
+            with run.timers("logprobs"):
+                batch.ref_logprobs = reference.logprobs(batch, batch.loss_mask)
+        with run.timers("update"):
+            stats = policy.update(batch, dpo_loss(batch, cfg, group), unit=2)
+        if fresh:
+            checks.after_preference_update(stats, losses_at_start(batch, cfg, group), policy.model.dtype)
+        stats["dpo/loss"] = stats["policy/loss"]
+        rows = len(batch.lengths) * group.size()
+        run.finish(step, stats | batches.metrics(), tokens=float(batch.lengths.sum()) * group.size(), rows=rows)
+
+
+def dpo_loss(
+    minibatch: TrainBatch, cfg: PreferenceConfig, group: dist.ProcessGroup
+) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
+    """The weighted losses of the pairs, averaged over all ranks' pairs, and `nll_coef` times the negative
+    log-likelihood of the chosen answers. Rows 2i are chosen, 2i + 1 rejected."""
+    pairs = len(minibatch.lengths) // 2 * group.size()
+    chosen = denominator(minibatch.loss_mask[0::2], cfg.nll_aggregation, group=group)
+
+    def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:
+        answers = measure(out.logprobs, batch.ref_logprobs, batch.loss_mask, cfg.ld_alpha)
+        labels = Labels.of(batch.labels, cfg)
+        losses = pair_losses(answers, labels, cfg)
+        each = total(losses, cfg) * labels.weight
+        if out.log_squares is not None:
+            each = each * likelihood_weights(out.logprobs, out.log_squares, batch.loss_mask)
+        found = each.sum() / pairs
+        count = torch.full((), float(len(each)), device=each.device)  # not from the host: that would wait
+        means = {f"dpo/loss/{name}": (x.detach().sum(), count) for name, x in losses.items()}
+        if cfg.nll_coef:
+            mask = batch.loss_mask[0::2]
+            nll = aggregate(-out.logprobs[0::2], mask, cfg.nll_aggregation, chosen)
+            found = found + cfg.nll_coef * nll
+            means["dpo/nll"] = (-(out.logprobs[0::2].detach() * mask).sum(), mask.sum())
+        return LossOutput(found, means | pair_metrics(answers, labels, batch, cfg))
+
+    return loss
+
+
+def pair_metrics(answers: Answers, labels: Labels, batch: TrainBatch, cfg: PreferenceConfig) -> Sums:
+    """Means over pairs, without gradient."""
+    chosen, rejected = rewards(answers, labels, cfg)
+    lengths, means = (answers.chosen_tokens, answers.rejected_tokens), (answers.chosen_mean, answers.rejected_mean)
+    logps = means if cfg.over_mean(cfg.loss[0]) else (means[0] * lengths[0], means[1] * lengths[1])
+    found = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": agreement(chosen, rejected),
+        "logps/chosen": logps[0].detach(),
+        "logps/rejected": logps[1].detach(),
+        "length/chosen": lengths[0],
+        "length/rejected": lengths[1],
+        "preference/equal_answers": (batch.tokens[0::2] == batch.tokens[1::2]).all(1).float(),
+    }
+    count = torch.full((), float(len(chosen)), device=chosen.device)
+    return {name: (x.sum(), count) for name, x in found.items()}
+
+
+def losses_at_start(batch: TrainBatch, cfg: PreferenceConfig, group: dist.ProcessGroup) -> dict[str, float]:
+    """Metric -> its mean over all ranks' pairs where policy and reference are the same."""
+    each = start_losses(Labels.of(batch.labels.double(), cfg), cfg)
+    sums = torch.stack([x.sum() for x in each.values()] + [torch.tensor(float(len(batch.lengths) // 2)).double()])
+    *found, count = sum_over(sums, group).tolist()
+    return {f"dpo/loss/{name}": x / count for name, x in zip(each, found, strict=True)}
