@@ -27,6 +27,8 @@ TEXTS = {
     " the model never learned to stop (chat template, stop tokens)",
     "length": "response/tokens_mean={value:.4g} is at the limit sampling.max_response_tokens={limit}: raise the limit,"
     " or set algorithm.overlong.penalty",
+    "equal": "preference/equal_answers={value:.3g}: most pairs have two equal answers, which have no gradient. Look at how"
+    " the pairs were made, and at data.max_tokens with data.overlong=truncate",
     "hacking": "reward/mean rose from {reward_then:.3g} to {reward:.3g} while eval/accuracy fell from {best:.3g} to"
     " {value:.3g}: the policy may exploit the reward. Raise algorithm.kl.coef, or mend the reward",
 }
@@ -89,6 +91,7 @@ class Alarms:
             "explained_variance", "critic/explained_variance", variance < 0 and step > self.critic_warmup_steps, STREAK
         )
         sign("clip_fraction", "policy/clip_fraction", known.get("policy/clip_fraction", 0) > 0.4)
+        sign("equal", "preference/equal_answers", known.get("preference/equal_answers", 0) > 0.5, STREAK)
         sign("degenerate", "reward/degenerate_groups", known.get("reward/degenerate_groups", 0) >= 1)
         no_eos = known.get("response/eos_fraction", 1) <= 0
         sign("no_eos", "response/eos_fraction", no_eos)
