@@ -1,0 +1,61 @@
+"""DPO on the quick start's task: sums that an SFT model answers a third of, pairs of right and wrong answers to them.
+
+The task is that of test_recipes: sums of two numbers from 10 to 49, about 1,300 to learn from and 170 held out.
+Accuracy on these rose from 0.29 to 0.54; the bound is 0.1, three standard deviations of such a share.
+"""
+
+import json
+import re
+
+import pytest
+
+from aligner.config.resolve import compose
+from tests import stages
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+SMALL = ["logging=quiet", "cluster.threads=1", "run.eval_every=0", "run.samples_every=0", "checkpoint.final=false"]
+SMALL += ["data.eval=''", "optim.schedule=constant", "run.stop.metric=''"]
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory):
+    """Folder with an SFT model, pairs.jsonl and held-out questions in test.jsonl."""
+    from aligner.tools.generate import Answerer
+    from aligner.tools.pairs import make_pairs
+    from aligner.tools.quickstart import make_data
+
+    root = tmp_path_factory.mktemp("preferences")
+    make_data(root, seed=0)
+    small = re.compile(r"([1-4]\d) \+ ([1-4]\d) =")
+    rows = {}
+    for name in ("train", "test"):
+        lines = (root / "data" / f"{name}.jsonl").read_text().splitlines()
+        rows[name] = [row for row in map(json.loads, lines) if small.search(row["prompt"])]
+        stages.write_jsonl(root / f"{name}.jsonl", rows[name])
+    settings = ["experiment=quickstart_sft", *SMALL, f"model.tokenizer={root / 'tokenizer'}", "run.steps=200"]
+    settings += [f"run.dir={root / 'sft'}", f"data.train={root / 'train.jsonl'}", "batch.sequences=128"]
+    stages.run([*settings, "batch.micro_batch_samples=128"])
+    model = Answerer.load(root / "sft" / "hf", compose(settings).engine, "float32")
+    pairs = make_pairs(model, rows["train"], 6, seed=0)
+    stages.write_jsonl(root / "pairs.jsonl", [pair for pair in pairs if pair["rejected"].strip()])
+    return root
+
+
+def accuracy(sums, run) -> float:
+    """Of greedy answers to the held-out questions."""
+    from aligner.tools.evaluate import evaluate
+
+    settings = ["experiment=quickstart_sft", "logging=quiet", f"run.dir={run}", f"data.eval={sums / 'test.jsonl'}"]
+    return evaluate(compose([*settings, "eval.prompts=0"]))["eval/accuracy"]
+
+
+def test_dpo_answers_more_sums(sums, tmp_path):
+    settings = ["experiment=[quickstart_sft,dpo]", *SMALL, "model.tokenizer=''", f"model.init={sums / 'sft'}"]
+    settings += [f"data.train={sums / 'pairs.jsonl'}", "run.steps=60", "batch.sequences=64", "optim.lr=1e-4"]
+    settings += ["batch.micro_batch_samples=64", "optim.warmup_steps=5", "debug.first_step_checks=true"]
+    run = stages.run([*settings, f"run.dir={tmp_path / 'run'}"])
+    before, after = accuracy(sums, sums / "sft"), accuracy(sums, run)
+    print(f"accuracy {before:.3f} -> {after:.3f}")
+    assert after > before + 0.1
+    steps = [record for record in stages.records(run) if record["step"]]
+    assert steps[-1]["rewards/accuracies"] > 0.6 and steps[-1]["dpo/loss"] < steps[0]["dpo/loss"]
