@@ -189,17 +189,18 @@ def test_a_nasty_override_is_in_the_frozen_config_and_a_nasty_folder_works(place
 
 def test_the_chain_runs_one_by_one_without_a_scheduler(place):
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "sbatch").exists())
-    chain = ["bash", str(ROOT / "launchers/pipeline.sh"), "runs/c h", "data.train=train.jsonl", "@sft", "seed=1", "@rm"]
+    chain = ["bash", str(ROOT / "launchers/pipeline.sh"), "runs/c h", "data.train=train.jsonl", "@sft", "seed=1"]
     environ = {**os.environ, "PATH": _without_sbatch(place, path)}
-    done = subprocess.run([*chain, "seed=2"], env=environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*chain, "@dpo", "@rm", "seed=2"], env=environ, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    sft, rm = load_frozen("runs/c h/sft"), load_frozen("runs/c h/rm")
-    assert (sft.seed, rm.seed, rm.model.init, sft.model.init) == (1, 2, "runs/c h/sft", "random")
-    for broken in (["@sft"], ["runs/x"], ["runs/x", "@dpo"]):
+    sft, dpo, rm = (load_frozen(f"runs/c h/{stage}") for stage in ("sft", "dpo", "rm"))
+    assert (sft.seed, dpo.seed, rm.seed) == (1, 0, 2)
+    assert [cfg.model.init for cfg in (sft, dpo, rm)] == ["random", "runs/c h/sft", "runs/c h/dpo"]
+    for broken in (["@sft"], ["runs/x"], ["runs/x", "@dqo"]):
         done = subprocess.run([*chain[:2], *broken], capture_output=True, text=True)
         assert done.returncode == 2 and "launchers/pipeline.sh DIR" in done.stderr
     done = subprocess.run(
-        [*chain[:2], "runs/y", *chain[3:], "optim.lrr=2"], env=environ, capture_output=True, text=True
+        [*chain[:2], "runs/y", *chain[3:], "@rm", "optim.lrr=2"], env=environ, capture_output=True, text=True
     )
     assert done.returncode == 2 and not Path("runs/y").exists()  # the last stage's mistake, before the first starts
 
