@@ -27,8 +27,8 @@ TEXTS = {
     " the model never learned to stop (chat template, stop tokens)",
     "length": "response/tokens_mean={value:.4g} is at the limit sampling.max_response_tokens={limit}: raise the limit,"
     " or set algorithm.overlong.penalty",
-    "equal": "preference/equal_answers={value:.3g}: most pairs have two equal answers, which have no gradient. Look at how"
-    " the pairs were made, and at data.max_tokens with data.overlong=truncate",
+    "equal": "preference/equal_answers={value:.3g}: most pairs have two equal answers, which have no gradient. Look at"
+    " how the pairs were made, and at data.max_tokens with data.overlong=truncate",
     "hacking": "reward/mean rose from {reward_then:.3g} to {reward:.3g} while eval/accuracy fell from {best:.3g} to"
     " {value:.3g}: the policy may exploit the reward. Raise algorithm.kl.coef, or mend the reward",
 }
