@@ -146,11 +146,8 @@ class HfTensors(Mapping[str, Tensor]):
 
     def itemsize(self, name: str) -> int:
         """Bytes of an element as it is given."""
-        return (
-            4
-            if name in self._scales or name in self._packed
-            else {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}.get(self.dtype(name), 1)
-        )
+        sizes = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, MXFP4: 4}
+        return 4 if name in self._scales else sizes.get(self.dtype(name), 1)
 
     def unlisted(self) -> list[str]:
         """Tensors of the files that the index does not name. Opens every file."""
