@@ -36,7 +36,7 @@ from aligner.megatron import kernels, varlen
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.models.families import FAMILIES
 from aligner.ops.packing import Final, Packing, Segment, Times
-from aligner.ops.scored_attention import fused_attention, scored_attention, with_sinks
+from aligner.ops.scored_attention import fused_attention, scored_attention, sink_attention
 from aligner.ops.wide_products import widened
 
 
@@ -203,10 +203,7 @@ def _sdpa(
     rows = segment.rows
     q = query.view(rows, segment.q_width, *query.shape[1:]).transpose(1, 2)
     k, v = (x.view(rows, segment.k_width, *x.shape[1:]).transpose(1, 2) for x in (key, value))
-    mask, dtype, width = segment.mask, q.dtype, v.shape[3]
-    if sinks is not None:
-        scale = scale or q.shape[3] ** -0.5
-        q, k, v, mask = with_sinks(q, k, v, mask, sinks, scale)
+    mask, dtype = segment.mask, q.dtype
     if widened(q.device, dtype):  # the fused kernel has products of its own
         q, k, v = q.float(), k.float(), v.float()
         mask = None if mask is None else mask.float()
@@ -215,7 +212,9 @@ def _sdpa(
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if softcap:
         return scored_attention(q, k, v, mask, scale, softcap).to(dtype).transpose(1, 2)
-    return fused_attention(q, k, v, mask, scale)[..., :width].to(dtype).transpose(1, 2)
+    if sinks is not None:
+        return sink_attention(q, k, v, mask, scale, sinks).to(dtype).transpose(1, 2)
+    return fused_attention(q, k, v, mask, scale).to(dtype).transpose(1, 2)
 
 
 def _flash_takes(query: Tensor, mask: Tensor | None) -> bool:

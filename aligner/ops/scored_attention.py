@@ -4,7 +4,7 @@
 Scores exist for a block of queries at a time, and are made again in backward.
 
 Sinks (gpt-oss, arXiv:2508.10925; Xiao et al. 2023, arXiv:2309.17453) need no kernel of their own: a score of each head
-that joins the softmax is that of one more key, whose value is 0.
+that joins the softmax is that of one more key, whose value is 0 (`sink_attention`).
 """
 
 from __future__ import annotations
@@ -59,24 +59,6 @@ def scored_attention(
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-SINK_WIDTH = 8  # numbers by which heads grow: fused kernels want multiples of 8
-
-
-def with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What attention with this `scale` must be given so that its first d numbers are attention with `sinks` [heads];
-    shapes and `mask` as in `scored_attention`. The first key's product with the queries of a head is its sink."""
-    d = query.shape[3]
-    own = sinks.to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)
-    query = F.pad(torch.cat([query, own], 3), (0, SINK_WIDTH - 1))
-    key, value = (F.pad(x, (0, SINK_WIDTH, 1, 0)) for x in (key, value))
-    key[:, :, 0, d] = 1 / scale
-    if mask is not None:
-        mask = F.pad(mask, (1, 0), value=mask.dtype == torch.bool)
-    return query, key, value, mask
-
-
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None) -> Tensor:
     """torch's, with a shape and `mask` as in `scored_attention`; values may have another width, as the result then
     has."""
@@ -92,6 +74,26 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale:
         query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped, scale=scale
     )
     return out[..., :width]
+
+
+SINK_WIDTH = 8  # numbers by which heads grow: fused kernels want multiples of 8
+
+
+def sink_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, sinks: Tensor
+) -> Tensor:
+    """As `scored_attention`, with `sinks` [heads] in place of a cap. The first of the keys is the sink's: its products
+    with the queries of a head are the head's sink. Without a mask a query that nobody reads comes first as well, so
+    that the others still see the keys up to their own."""
+    d, value_width, causal = query.shape[3], value.shape[3], mask is None
+    scale = scale or d**-0.5
+    own = sinks.to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)
+    query = F.pad(torch.cat([query, own], 3), (0, SINK_WIDTH - 1, int(causal), 0))
+    key, value = (F.pad(x, (0, SINK_WIDTH, 1, 0)) for x in (key, value))
+    key[:, :, 0, d] = 1 / scale
+    if mask is not None:
+        mask = F.pad(mask, (1, 0), value=mask.dtype == torch.bool)
+    return fused_attention(query, key, value, mask, scale)[:, :, int(causal) :, :value_width]
 
 
 def _causal(first: int, stop: int, n: int, key: Tensor) -> Tensor:

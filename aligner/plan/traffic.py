@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import ceil
 
+from aligner.config.families import TRAITS
 from aligner.config.schema import ModelConfig
 from aligner.plan.job import Job, Part
 from aligner.plan.reads import reads
@@ -108,7 +109,8 @@ def layer_backward(part: Part, grid: Grid, tokens: float, kept: float, element: 
         last = kept / grid.context * m.hidden_size * element
         yield Call("tp", "all_reduce", given * hidden + mlps * last, len(inputs) + mlps)
     if sparse:
-        yield Call("tp", "all_reduce", m.moe.num_experts * m.hidden_size * element)  # of the router's weight
+        copies = 1 + TRAITS[m.family].expert_bias  # the router's weight, and what is added behind experts
+        yield Call("tp", "all_reduce", copies * m.moe.num_experts * m.hidden_size * element, copies)
     yield from _context(part, grid, tokens, element, backward=True)
     if sparse:
         yield _experts(part, own, element)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.engines.native.scratch import Scratch
-from aligner.ops.scored_attention import capped, fused_attention, scored_attention, with_sinks
+from aligner.ops.scored_attention import capped, fused_attention, scored_attention, sink_attention
 
 # positions up to which products and sums beat thousands of tiny matrix products on CPU (measured)
 _SHORT, _SHORT_BF16 = 16, 32
@@ -33,11 +33,9 @@ def prefill_attention(
     if softcap:
         seen = None if mask is None else mask[None, None]
         return scored_attention(q, k, v, seen, scale, softcap).transpose(1, 2).flatten(2)
-    width = v.shape[3]
     if sinks is not None:
-        scale = scale or q.shape[3] ** -0.5
-        q, k, v, mask = with_sinks(q, k, v, mask, sinks, scale)
-    return fused_attention(q, k, v, mask, scale)[..., :width].transpose(1, 2).flatten(2)
+        return sink_attention(q, k, v, mask, scale, sinks).transpose(1, 2).flatten(2)
+    return fused_attention(q, k, v, mask, scale).transpose(1, 2).flatten(2)
 
 
 def rotate(x: Tensor, rope: Tensor, neighbours: bool) -> None:
