@@ -64,3 +64,6 @@ def test_joined_files_are_not_for_the_other_engine_either():
     with pytest.raises(ConfigError, match=r"model.family='phi3': expected a family whose files"):
         validate_model(compose([*[o for o in GRPO if not o.startswith("engine=")], "engine=trtllm"]), phi)
     validate_model(compose(["stage=grpo", "reward.functions=[{path: math}]"]), phi)
+    stacked = compose(["model=gpt_oss_20b"]).model
+    with pytest.raises(ConfigError, match=r"model.family='gpt_oss': expected a family whose files"):
+        validate_model(compose([*[o for o in GRPO if not o.startswith("engine=")], "engine=trtllm"]), stacked)

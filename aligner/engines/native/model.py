@@ -246,7 +246,7 @@ class NativeModel:
         self.views.clear()
         self.embedding = self.head = self.qkv = self.out = self.gate_up = self.down = self.router = self.final_norm
         self.expert_gate_up = self.expert_down = self.shared_gate_up = self.shared_down = self.final_norm
-        self.latent = self.linear = None
+        self.latent = self.linear = self.expert_gate_up_bias = self.expert_down_bias = None
 
     # ---- forward
 
