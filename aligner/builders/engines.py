@@ -12,6 +12,7 @@ from aligner.config.derived import evaluation_functions
 from aligner.config.quantization import describe, quantized
 from aligner.config.schema import ModelConfig
 from aligner.data.dataset import PromptDataset
+from aligner.data.mixture import PromptMixture
 from aligner.engines.base import RolloutEngine
 from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.native.remote import RemoteEngine
@@ -136,7 +137,7 @@ def make_refit(job: Job, model: ShardedModel) -> Refit:
     return Refit(model, _engine(job, model.cfg), job.cfg.refit, skip=job.cfg.debug.skip_refit)
 
 
-def make_verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset) -> Verifier:
+def make_verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset | PromptMixture) -> Verifier:
     """Sentinel rows: the first prompts of the training set; logprobs at temperature 1 on both sides."""
     first = [prompts[i].tokens[:SENTINEL_TOKENS] for i in range(min(SENTINEL_PROMPTS, len(prompts)))]
     # a prompt of one token has no logprob to compare
@@ -154,7 +155,7 @@ def make_evaluator(job: Job, refit: Refit, reward_model: RewardModel | None = No
     if not functions:
         return None
     rewards = RewardPipeline([(load_function(f, i), f.weight) for i, f in enumerate(functions)], job.cfg.reward)
-    prompts = make_prompts(job, job.cfg.data.eval, "data.eval")
+    prompts = make_prompts(job, job.cfg.data.eval, "data.eval", job.cfg.data)
     check_rows(rewards, prompts, min(job.cfg.eval.prompts or len(prompts), len(prompts)), job.say)
     rewards.probe([prompts[0], prompts[len(prompts) - 1]])
     limit = job.cfg.eval.max_response_tokens or job.cfg.sampling.max_response_tokens

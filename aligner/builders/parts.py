@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,15 +17,17 @@ import torch.distributed as dist
 from aligner.cluster.env import RankEnv
 from aligner.cluster.seal import job_secret
 from aligner.cluster.threads import use as use_threads
+from aligner.config.data import DataConfig
 from aligner.config.derived import minibatch_samples
 from aligner.config.schema import ROLLOUT_STAGES, Config, OptimConfig
 from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.data.batches import BatchSource
 from aligner.data.dataset import PromptDataset
 from aligner.data.formats import prompt_rows
+from aligner.data.mixture import Mixture, PromptMixture
 from aligner.data.readers import Rows, read_rows
 from aligner.data.shipped_templates import use_chat_template
-from aligner.data.stream import IndexStream
+from aligner.data.stream import IndexStream, MixedStream, Stream
 from aligner.data.tokenizer import stop_token_ids
 from aligner.engines.base import RolloutEngine
 from aligner.engines.bridge import Bridge
@@ -205,18 +207,39 @@ def rows_of(job: Job, path: str, key: str) -> Rows:
     return found[0]
 
 
-def make_prompts(job: Job, path: str, key: str) -> PromptDataset:
-    dataset = PromptDataset(prompt_rows(rows_of(job, path, key), job.cfg.data), job.tokenizer, job.cfg.data, key)
+def make_training_set[D](job: Job, build: Callable[[str, str, DataConfig], D]) -> D | Mixture:
+    """`build(path, key, data)` a dataset of data.train, or of each of data.sources to mix them."""
+    data = job.cfg.data
+    if not data.sources:
+        return build(data.train, "data.train", data)
+    parts = {
+        source.label: build(source.path, f"data.sources.{source.label}", data.of(source)) for source in data.sources
+    }
+    prompts = all(isinstance(part, PromptDataset) for part in parts.values())
+    return (PromptMixture if prompts else Mixture)(parts, [source.weight for source in data.sources])
+
+
+def make_prompts(job: Job, path: str, key: str, data: DataConfig) -> PromptDataset:
+    dataset = PromptDataset(prompt_rows(rows_of(job, path, key), data), job.tokenizer, data, key)
     job.say(dataset.report)
     return dataset
 
 
-def make_stream(job: Job, size: int, batch: int) -> IndexStream:
-    return IndexStream(size, derive(job.cfg.seed, "order"), job.cfg.data.shuffle, batch)
+def make_stream(job: Job, dataset: Sequence, batch: int) -> Stream:
+    seed, shuffle = job.cfg.seed, job.cfg.data.shuffle
+    if not isinstance(dataset, Mixture):
+        return IndexStream(len(dataset), derive(seed, "order"), shuffle, batch)
+    streams = {n: IndexStream(len(part), derive(seed, "order", n), shuffle) for n, part in dataset.parts.items()}
+    return MixedStream(streams, dataset.weights, batch)
+
+
+def in_shares(job: Job, dataset: Mixture, count: int) -> list:
+    """So many rows of a mixture, each source with its share."""
+    return [dataset[int(row)] for row in make_stream(job, dataset, count).next()]
 
 
 def make_batches(job: Job, dataset: Any, collate: Callable[[Any, int], TrainBatch]) -> BatchSource:
-    stream = make_stream(job, len(dataset), job.cfg.batch.sequences)
+    stream = make_stream(job, dataset, job.cfg.batch.sequences)
     cost = partial(row_costs, model=job.initial.config)
     return BatchSource(dataset, stream, collate, job.tokenizer.pad_token_id, job.layout.dp_rank, job.layout.data, cost)
 

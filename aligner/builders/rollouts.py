@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from aligner.builders.engines import make_evaluator, make_refit, make_verifier
-from aligner.builders.parts import Job, digest, make_prompts, make_rewards, make_sampling, make_stream, tokenizer_hash
+from aligner.builders.parts import (
+    Job,
+    digest,
+    make_prompts,
+    make_rewards,
+    make_sampling,
+    make_stream,
+    make_training_set,
+    tokenizer_hash,
+)
 from aligner.config.freeze import rollout_key
 from aligner.megatron.train import ShardedModel
 from aligner.models.fingerprint import file_fingerprint
@@ -42,12 +52,12 @@ def make_rollouts(
         job.contents["debug.train_only"] = seen[source.files[0].name]
         return source, {}, None
     rewards = make_rewards(job, reward_model)
-    prompts = make_prompts(job, cfg.data.train, "data.train")
+    prompts = make_training_set(job, partial(make_prompts, job))
     check_rows(rewards, prompts, len(prompts), job.say)
     rewards.probe([prompts[0], prompts[len(prompts) - 1]])
     refit = make_refit(job, policy.model)
     verifier = make_verifier(job, refit, policy, prompts)
-    stream, layout, count = make_stream(job, len(prompts), cfg.batch.prompts), job.layout, cfg.batch.prompts
+    stream, layout, count = make_stream(job, prompts, cfg.batch.prompts), job.layout, cfg.batch.prompts
     mine = range(count)[share(count, layout.data, layout.dp_rank)]
     sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
     source = RolloutSource(

@@ -127,6 +127,8 @@ def rollout_key(cfg: Config) -> str:
     data["run"] = {"steps": cfg.run.steps}
     if not cfg.mismatch.replay_routing:  # what was stored before there was this key goes on
         del data["mismatch"]["replay_routing"]
+    if not cfg.data.sources:
+        del data["data"]["sources"]
     for section, names in _NOT_OF_ROLLOUTS_IN.items():
         for name in names:
             del data[section][name]

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum
 from typing import Any
 
+from aligner.config.data import SourceConfig
 from aligner.config.options import hints
 from aligner.config.schema import STAGES, Config
 from aligner.config.stage import ROLLOUTS, SEQUENCES
@@ -130,8 +131,14 @@ def _flat(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         if is_dataclass(value):
             yield from _flat(value, f"{prefix}{name}.")
         else:
-            plain = [asdict(v) if is_dataclass(v) else v for v in value] if isinstance(value, list) else value
-            yield f"{prefix}{name}", plain
+            yield f"{prefix}{name}", [_plain(v) for v in value] if isinstance(value, list) else value
+
+
+def _plain(value: Any) -> Any:
+    """An element of a list. Of a source of rows only the content counts, not the path."""
+    if not is_dataclass(value):
+        return value
+    return {key: v for key, v in asdict(value).items() if not (isinstance(value, SourceConfig) and key == "path")}
 
 
 def reads(stage: str, key: str) -> bool:

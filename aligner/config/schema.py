@@ -7,11 +7,11 @@ Values are checked where they are born (`__post_init__`); what needs several sec
 from __future__ import annotations
 
 from dataclasses import dataclass, field, make_dataclass, replace
-from typing import Any
 
 from aligner.config.algorithm import AlgorithmConfig
 from aligner.config.attention import AttentionConfig, check_layers
 from aligner.config.checks import above, at_least, one_of, within
+from aligner.config.data import DataConfig
 from aligner.config.engine import EngineConfig, RefitConfig
 from aligner.config.families import TRAITS, check_traits
 from aligner.config.latent import LatentConfig, check_latent
@@ -28,8 +28,6 @@ from aligner.config.watchdog import WatchdogConfig
 from aligner.errors import ConfigError
 
 ROLLOUT_STAGES = tuple(name for name, stage in STAGES.items() if stage.rollouts)
-DATA_FORMATS = ("auto", "messages", "prompt_completion", "preference", "prompt", "alpaca", "sharegpt")
-RENDERING = {"messages", "tools", "chat_template", "add_generation_prompt", "tokenize"}  # no template_arguments
 
 
 @dataclass
@@ -287,33 +285,6 @@ class SamplingConfig:
             raise ConfigError(
                 "sampling.stop", self.stop, "texts of at least one character: every text has an empty one"
             )
-
-
-@dataclass
-class DataConfig:
-    train: str = ""  # JSONL, Parquet, or a `datasets` folder (docs/data.md)
-    eval: str = ""  # held-out rows, likewise; empty: no evaluation
-    format: str = "auto"  # of DATA_FORMATS; auto: told from the columns (docs/data.md)
-    columns: dict[str, str] = field(default_factory=dict)  # our name -> the file's column name
-    prompt_template: str = ""  # python format string over the row's columns, makes `prompt` where there is none
-    completion_template: str = ""  # likewise `completion`
-    max_prompt_tokens: int = 512  # longer prompts: see overlong
-    max_tokens: int = 1024  # prompt + response
-    overlong: str = "drop"  # drop, truncate
-    shuffle: bool = True  # anew in each epoch
-    loss_on: str = "assistant"  # assistant, all
-    chat_template: str = "auto"  # auto: the tokenizer's (docs/data.md); a shipped one's name, or a file
-    template_arguments: dict[str, Any] = field(default_factory=dict)  # of the chat template: {enable_thinking: false}
-
-    def __post_init__(self) -> None:
-        one_of("data.format", self.format, DATA_FORMATS)
-        at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
-        at_least("data.max_tokens", self.max_tokens, 2)
-        one_of("data.overlong", self.overlong, ("drop", "truncate"))
-        one_of("data.loss_on", self.loss_on, ("assistant", "all"))
-        for name in sorted(RENDERING & set(self.template_arguments)):
-            expected = "a variable of the chat template: this one is set for each rendering"
-            raise ConfigError(f"data.template_arguments.{name}", self.template_arguments[name], expected)
 
 
 @dataclass

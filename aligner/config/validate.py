@@ -41,8 +41,8 @@ def validate_layout(cfg: Config, world_size: int) -> None:
 
 
 def _paths(cfg: Config) -> None:
-    if not (cfg.data.train or cfg.debug.train_only):
-        raise ConfigError("data.train", "", "a file or folder with training data")
+    if not (cfg.data.train or cfg.data.sources or cfg.debug.train_only):
+        raise ConfigError("data.train", "", "a file or folder with training data", "Several are named in data.sources.")
     optional = {
         "data.train": cfg.data.train,
         "data.eval": cfg.data.eval,
@@ -52,6 +52,7 @@ def _paths(cfg: Config) -> None:
         "run.resume": "" if cfg.run.resume in ("auto", "never") else cfg.run.resume,
         "debug.train_only": cfg.debug.train_only,
     }
+    optional |= {f"data.sources.{source.label}.path": source.path for source in cfg.data.sources}
     for key, path in optional.items():
         if path:
             exists(key, path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aligner.data.stream import IndexStream
+from aligner.data.stream import Stream
 from aligner.ops.balance import balance, deal
 from aligner.types import ScalarMetrics, TrainBatch
 
@@ -19,7 +19,7 @@ class BatchSource:
     equal number and, by `cost` (of int64 [n] lengths), of nearly equal work."""
 
     dataset: Sequence
-    stream: IndexStream
+    stream: Stream
     collate: Callable[[Sequence, int], TrainBatch]
     pad_id: int
     rank: int
@@ -37,5 +37,5 @@ class BatchSource:
         return self.collate([self.dataset[int(row)] for row in rows], self.pad_id)
 
     def metrics(self) -> ScalarMetrics:
-        """batch/balance of the last batch: mean cost of the ranks over the largest."""
-        return {"batch/balance": self._balance}
+        """batch/balance of the last batch: mean cost of the ranks over the largest; and the stream's."""
+        return {"batch/balance": self._balance} | self.stream.metrics()

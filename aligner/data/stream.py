@@ -1,12 +1,15 @@
-"""The order in which rows are visited: one global order, whatever the number of ranks, with a cursor to save."""
+"""The order in which rows are visited: one global order, whatever the number of ranks, with cursors to save."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from aligner.errors import CheckpointError, ConfigError
+from aligner.types import ScalarMetrics
 
 
 class IndexStream:
@@ -43,6 +46,9 @@ class IndexStream:
         self.cursor += count
         return rows
 
+    def metrics(self) -> ScalarMetrics:
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         return {"cursor": self.cursor, "seed": self.seed, "size": self.size, "shuffle": self.shuffle}
 
@@ -78,3 +84,65 @@ class IndexStream:
                 order = np.arange(self.size)
             self._orders[epoch] = order.astype(np.int64)
         return self._orders[epoch]
+
+
+class MixedStream:
+    """Rows of several sources in fixed shares, each source in an order of its own, epoch after epoch. Row numbers count
+    through the sources, one after the other.
+
+    Of any first k rows a source has its share of k, rounded up or down: no randomness is in it. The rule is Tijdeman's
+    (The chairman assignment problem, 1980): of the sources whose share of the next k + 1 rows is far enough above what
+    they have, that one whose next row is due first.
+    """
+
+    def __init__(self, streams: Mapping[str, IndexStream], weights: Sequence[float], batch: int = 1):
+        """Weights are finite and positive; only their ratios count."""
+        self.streams, self.batch = dict(streams), batch
+        exact = [Fraction(weight) for weight in weights]
+        self._shares = [weight / sum(exact) for weight in exact]
+        self._slack = Fraction(1, max(2 * len(exact) - 2, 1))
+
+    def next(self) -> np.ndarray:
+        """Row numbers int64 [batch] of the batch at the cursors, which move on."""
+        return self.take(self.batch)
+
+    def take(self, count: int) -> np.ndarray:
+        """The next `count` row numbers, int64, at the cursors, which move on."""
+        streams = list(self.streams.values())
+        picks, rows, first = self._picks(count), np.empty(count, dtype=np.int64), 0
+        for number, stream in enumerate(streams):
+            places = np.flatnonzero(picks == number)
+            if len(places):
+                rows[places] = first + stream.take(len(places))
+            first += stream.size
+        return rows
+
+    def _picks(self, count: int) -> np.ndarray:
+        """Whose row each of the next `count` is, from what has been taken alone."""
+        taken, found = [stream.cursor for stream in self.streams.values()], []
+        for k in range(sum(taken) + 1, sum(taken) + count + 1):
+            behind = [share * k - n for share, n in zip(self._shares, taken, strict=True)]
+            able = [i for i, lack in enumerate(behind) if lack >= self._slack] or [int(np.argmax(behind))]
+            chosen = min(able, key=lambda i: (taken[i] + 1 - self._slack) / self._shares[i])
+            taken[chosen] += 1
+            found.append(chosen)
+        return np.array(found)
+
+    def metrics(self) -> ScalarMetrics:
+        """data/<name>/epoch: epochs done of each source, with the fraction of the current one."""
+        return {f"data/{name}/epoch": stream.epoch for name, stream in self.streams.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: stream.state_dict() for name, stream in self.streams.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises CheckpointError for other sources, or other numbers of rows."""
+        if list(state) != list(self.streams):
+            raise CheckpointError(
+                f"data.sources: expected the checkpoint's {', '.join(state)}, found {', '.join(self.streams)}"
+            )
+        for name, stream in self.streams.items():
+            stream.load_state_dict(state[name])
+
+
+Stream = IndexStream | MixedStream

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 
 from aligner.data.dataset import PromptDataset
+from aligner.data.mixture import PromptMixture
 from aligner.errors import DataError
 from aligner.rewards.composite import RewardPipeline
 from aligner.rollout.sharing import raised_together
@@ -14,7 +15,9 @@ from aligner.rollout.sharing import raised_together
 LISTED = 10
 
 
-def check_rows(rewards: RewardPipeline, prompts: PromptDataset, count: int, say: Callable[[str], None]) -> None:
+def check_rows(
+    rewards: RewardPipeline, prompts: PromptDataset | PromptMixture, count: int, say: Callable[[str], None]
+) -> None:
     """The first `count` rows. Collective over the world: each rank reads a share. Raises DataError, which lists the
     rows that cannot be scored, on every rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -26,7 +29,7 @@ def check_rows(rewards: RewardPipeline, prompts: PromptDataset, count: int, say:
     refuse({i: why for part in everyone for i, why in part.items()}, prompts, count)
 
 
-def refuse(unreadable: Mapping[int, str], prompts: PromptDataset, count: int) -> None:
+def refuse(unreadable: Mapping[int, str], prompts: PromptDataset | PromptMixture, count: int) -> None:
     """DataError where there is any; `unreadable` by row."""
     if not unreadable:
         return

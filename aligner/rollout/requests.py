@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from aligner.data.dataset import PromptDataset
-from aligner.data.stream import IndexStream
+from aligner.data.mixture import PromptMixture
+from aligner.data.stream import Stream
 from aligner.ops.seeds import request_seed
 from aligner.types import Prompt
 
@@ -29,8 +30,8 @@ class Requests:
     """Numbers the requests of one rollout: a dataset row's k-th occurrence starts at sample index k x group, so that a
     small dataset never gives two samples the same request seed."""
 
-    prompts: PromptDataset
-    stream: IndexStream
+    prompts: PromptDataset | PromptMixture
+    stream: Stream
     group: int
     slots: int  # of a rollout
     mine: range  # those of this rank

@@ -83,7 +83,7 @@ class RolloutSource:
             groups = self._scored(self.requests.take(range(self.requests.slots)))
         batch, scores = self._batch(groups)
         behind = float(self.weights.version - batch.weight_version)  # 0 here; a queue will tell otherwise
-        metrics |= {"staleness/mean": behind, "staleness/max": behind}
+        metrics |= {"staleness/mean": behind, "staleness/max": behind} | self.requests.stream.metrics()
         if late := self.score.rewards.take_late():
             metrics |= reduce_metrics(late, {}, dist.group.WORLD)
         return Rollout(batch, metrics, scores)

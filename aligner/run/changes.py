@@ -12,7 +12,7 @@ from aligner.errors import CheckpointError
 from aligner.run.metrics import append_jsonl, read_jsonl
 
 FILE = "changes.jsonl"  # in the run folder: one record for each start that changed something
-DATA = f"{CONTENT}data.train"
+DATA = (f"{CONTENT}data.train", f"{CONTENT}data.sources", "data")  # whose changes may give row numbers other rows
 
 
 class AnotherRunError(CheckpointError):
@@ -56,7 +56,7 @@ def compare(path: Path, was: Mapping[str, Any] | None, now: Mapping[str, Any], a
 
 def reorders(found: Sequence[Change]) -> bool:
     """Whether row numbers may mean other rows than before."""
-    return any(c.key == DATA or (c.key.startswith("data.") and c.kind is Kind.DEFINES) for c in found)
+    return any(c.kind is Kind.DEFINES and any(f"{c.key}.".startswith(f"{part}.") for part in DATA) for c in found)
 
 
 def note(run_dir: Path, path: Path, step: int, was: Mapping[str, Any] | None, found: Sequence[Change]) -> None:
@@ -68,7 +68,7 @@ def note(run_dir: Path, path: Path, step: int, was: Mapping[str, Any] | None, fo
     if accepted:
         print(f"run.accept_changes: from step {step} on {', '.join(map(str, accepted))}", flush=True)
     if reorders(found):
-        print("run.accept_changes: the rows of data.train are taken from their first on", flush=True)
+        print("run.accept_changes: the rows of the data are taken from their first on", flush=True)
     if told:
         print(f"changed from step {step} on: {', '.join(map(str, told))}", flush=True)
     if found:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.algorithms.first_step import FirstStepChecks
-from aligner.builders.parts import Job, make_batches, make_policy, make_reference, rows_of
+from aligner.builders.parts import Job, make_batches, make_policy, make_reference, make_training_set, rows_of
 from aligner.builders.runs import finish, make_run
+from aligner.config.data import DataConfig
 from aligner.config.preference import KEY, PreferenceConfig
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_pairs
@@ -43,11 +44,11 @@ Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (numerator, denominator)
 
 def main(job: Job) -> None:
     cfg, preference = job.cfg, job.cfg.algorithm.preference
-    batches = make_batches(job, _rows(job, cfg.data.train, "data.train"), collate_pairs)
+    batches = make_batches(job, make_training_set(job, partial(_rows, job)), collate_pairs)
     policy = make_policy(job, cfg.run.steps, entropy=False, log_squares=preference.wpo)
     reference, evaluation = make_reference(job) if preference.reference == "model" else None, None
     if cfg.data.eval:
-        held_out = _rows(job, cfg.data.eval, "data.eval")
+        held_out = _rows(job, cfg.data.eval, "data.eval", cfg.data)
         logprobs = partial(job.timers, "logprobs")
         evaluation = partial(held_out_pairs, policy, reference, held_out, preference, cfg.eval.prompts, logprobs)
     run = make_run(job, {"policy": policy.model}, {"data": batches.stream}, evaluation)
@@ -56,12 +57,12 @@ def main(job: Job) -> None:
     finish(job, run, policy.model)
 
 
-def _rows(job: Job, path: str, key: str) -> PairDataset:
+def _rows(job: Job, path: str, key: str, data: DataConfig) -> PairDataset:
     preference = job.cfg.algorithm.preference
     columns = dict.fromkeys(("chosen_reward", "rejected_reward"), f"{KEY}.loss") if preference.rewards else {}
     columns |= {"weight": f"{KEY}.row_weights"} if preference.row_weights else {}
-    rows = preference_rows(rows_of(job, path, key), job.cfg.data, preference.margin, columns)
-    dataset = PairDataset(rows, job.tokenizer, job.cfg.data, key)
+    rows = preference_rows(rows_of(job, path, key), data, preference.margin, columns)
+    dataset = PairDataset(rows, job.tokenizer, data, key)
     job.say(dataset.report)
     return dataset
 

@@ -13,16 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.algorithms.first_step import FirstStepChecks, zero_head_loss
-from aligner.builders.parts import Job, make_batches, make_scorer, rows_of
+from aligner.builders.parts import Job, in_shares, make_batches, make_scorer, make_training_set, rows_of
 from aligner.builders.runs import finish, make_run
 from aligner.config.algorithm import AlgorithmConfig
+from aligner.config.data import DataConfig
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_preference, collate_scored
 from aligner.data.dataset import PreferenceDataset, ScoredDataset
 from aligner.data.formats import preference_rows, scored_rows
+from aligner.data.mixture import Mixture
 from aligner.ops.reward_loss import bradley_terry, regression
 from aligner.roles.reward_model import RewardModel
-from aligner.rollout.heldout import pair_accuracy, score_statistics
+from aligner.rollout.heldout import STATISTICS_ROWS, pair_accuracy, score_statistics
 from aligner.run.loop import Run
 from aligner.types import LossOutput, TrainBatch
 
@@ -30,28 +32,29 @@ from aligner.types import LossOutput, TrainBatch
 def main(job: Job) -> None:
     cfg, loss = job.cfg, job.cfg.algorithm.reward_loss
     pairwise = loss.kind == "bradley_terry"
-    train = _rows(job, cfg.data.train, "data.train")
+    train = make_training_set(job, partial(_rows, job))
     batches = make_batches(job, train, collate_preference if pairwise else collate_scored)
     model, evaluation = make_scorer(job, 1 if pairwise else len(loss.attributes)), None
     if cfg.data.eval:
-        held_out = _rows(job, cfg.data.eval, "data.eval")
+        held_out = _rows(job, cfg.data.eval, "data.eval", cfg.data)
         evaluation = partial(pair_accuracy, model, held_out, cfg.eval.prompts, pairwise)
     run = make_run(job, {"model": model.model}, {"data": batches.stream}, evaluation)
     # a head that model.init lacks starts at zero where there is a Hugging Face folder, at random elsewhere
     zero_head = job.initial.folder is not None and not job.initial.has_scores
     rm(run, model, batches, cfg.algorithm, FirstStepChecks(cfg.debug.first_step_checks and zero_head))
-    bias, std = score_statistics(model, train, pairwise)
+    rows = train if not isinstance(train, Mixture) else in_shares(job, train, STATISTICS_ROWS)
+    bias, std = score_statistics(model, rows, pairwise)
     job.say(f"mean score on the training set {bias:.4g} (stored as bias), std {std:.4g}")
     finish(job, run, model.model, {"bias": bias, "std": std, "attributes": list(loss.attributes)})
 
 
-def _rows(job: Job, path: str, key: str) -> PreferenceDataset | ScoredDataset:
-    cfg, loss, rows = job.cfg, job.cfg.algorithm.reward_loss, rows_of(job, path, key)
+def _rows(job: Job, path: str, key: str, data: DataConfig) -> PreferenceDataset | ScoredDataset:
+    loss, rows = job.cfg.algorithm.reward_loss, rows_of(job, path, key)
     dataset: PreferenceDataset | ScoredDataset
     if loss.kind == "bradley_terry":
-        dataset = PreferenceDataset(preference_rows(rows, cfg.data, loss.margin), job.tokenizer, cfg.data, key)
+        dataset = PreferenceDataset(preference_rows(rows, data, loss.margin), job.tokenizer, data, key)
     else:
-        dataset = ScoredDataset(scored_rows(rows, cfg.data, loss.attributes), job.tokenizer, cfg.data, key)
+        dataset = ScoredDataset(scored_rows(rows, data, loss.attributes), job.tokenizer, data, key)
     job.say(dataset.report)
     return dataset
 

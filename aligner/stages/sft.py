@@ -11,8 +11,9 @@ from functools import partial
 import torch.distributed as dist
 
 from aligner.builders.engines import make_evaluator, make_refit
-from aligner.builders.parts import Job, make_batches, make_policy, rows_of
+from aligner.builders.parts import Job, make_batches, make_policy, make_training_set, rows_of
 from aligner.builders.runs import finish, make_run, saved_first, together
+from aligner.config.data import DataConfig
 from aligner.config.derived import evaluation_functions
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_sft
@@ -27,7 +28,7 @@ from aligner.types import LossOutput, TrainBatch
 
 def main(job: Job) -> None:
     cfg = job.cfg
-    batches = make_batches(job, _rows(job, cfg.data.train, "data.train"), collate_sft)
+    batches = make_batches(job, make_training_set(job, partial(_rows, job)), collate_sft)
     policy = make_policy(job, cfg.run.steps, entropy=False, hits=True)
     run = make_run(job, {"policy": policy.model}, {"data": batches.stream}, _evaluation(job, policy))
     with saved_first(run):
@@ -35,8 +36,8 @@ def main(job: Job) -> None:
     finish(job, run, policy.model)
 
 
-def _rows(job: Job, path: str, key: str) -> SftDataset:
-    dataset = SftDataset(sft_rows(rows_of(job, path, key), job.cfg.data), job.tokenizer, job.cfg.data, key)
+def _rows(job: Job, path: str, key: str, data: DataConfig) -> SftDataset:
+    dataset = SftDataset(sft_rows(rows_of(job, path, key), data), job.tokenizer, data, key)
     job.say(dataset.report)
     return dataset
 
@@ -46,7 +47,7 @@ def _evaluation(job: Job, policy: Policy) -> Evaluate | None:
     cfg = job.cfg
     if not cfg.data.eval:
         return None
-    loss = partial(held_out_loss, policy, _rows(job, cfg.data.eval, "data.eval"), cfg.eval.prompts)
+    loss = partial(held_out_loss, policy, _rows(job, cfg.data.eval, "data.eval", cfg.data), cfg.eval.prompts)
     answers = make_evaluator(job, make_refit(job, policy.model)) if evaluation_functions(cfg) else None
     return together(loss, answers)
 

@@ -50,7 +50,7 @@ def checks(cfg: Config, env: RankEnv) -> Iterator[Check]:
 
         yield from (Check(*found) for found in trtllm_checks(cfg.engine.trtllm, cfg.engine.name))
     yield _run_dir(cfg)
-    yield _data(cfg)
+    yield from _data(cfg)
     yield _tokenizer(cfg)
     yield from _rewards(cfg)
 
@@ -135,18 +135,22 @@ def _run_dir(cfg: Config) -> Check:
     return Check("run.dir", OK if free > 1 else WARN, f"{cfg.run.dir}, {free:.0f} GiB free")
 
 
-def _data(cfg: Config) -> Check:
-    if not cfg.data.train:
-        return Check("data.train", WARN, "not set; a run needs it")
-    path = Path(cfg.data.train).expanduser()
-    try:
-        if path.is_dir():
-            return Check("data.train", OK, f"{path}, {len(list(path.iterdir()))} entries")
-        with path.open("rb") as file:
-            file.read(1)
-    except OSError as error:
-        return Check("data.train", FAIL, f"{path}: {error.strerror}")
-    return Check("data.train", OK, f"{path}, {path.stat().st_size / 2**20:.1f} MiB")
+def _data(cfg: Config) -> Iterator[Check]:
+    if not (cfg.data.train or cfg.data.sources):
+        yield Check("data.train", WARN, "not set; a run needs it")
+    paths = {"data.train": cfg.data.train} if cfg.data.train else {}
+    for key, text in (paths | {f"data.sources.{source.label}": source.path for source in cfg.data.sources}).items():
+        path = Path(text).expanduser()
+        try:
+            if path.is_dir():
+                yield Check(key, OK, f"{path}, {len(list(path.iterdir()))} entries")
+                continue
+            with path.open("rb") as file:
+                file.read(1)
+        except OSError as error:
+            yield Check(key, FAIL, f"{path}: {error.strerror}")
+            continue
+        yield Check(key, OK, f"{path}, {path.stat().st_size / 2**20:.1f} MiB")
 
 
 def _tokenizer(cfg: Config) -> Check:
