@@ -61,7 +61,9 @@ def _check_groups(family: str, moe: MoeConfig) -> None:
         raise ConfigError("model.moe.top_groups", moe.top_groups, f"at most model.moe.groups={moe.groups}")
     if moe.top_k > moe.num_experts // moe.groups * moe.top_groups:
         raise ConfigError("model.moe.top_k", moe.top_k, f"at most the experts of {moe.top_groups} groups")
-    if not moe.shared_ffn_hidden_size or (moe.ffn_hidden_size and moe.shared_ffn_hidden_size % moe.ffn_hidden_size):
+    if not moe.ffn_hidden_size:
+        raise ConfigError("model.moe.ffn_hidden_size", 0, f"at least 1 for model.family={family}")
+    if not moe.shared_ffn_hidden_size or moe.shared_ffn_hidden_size % moe.ffn_hidden_size:
         expected = f"a multiple of model.moe.ffn_hidden_size={moe.ffn_hidden_size} for model.family={family}"
         raise ConfigError("model.moe.shared_ffn_hidden_size", moe.shared_ffn_hidden_size, expected)
     if moe.dense_layers != list(range(len(moe.dense_layers))):

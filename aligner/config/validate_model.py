@@ -73,6 +73,9 @@ def _engine(cfg: Config, model: ModelConfig) -> None:
     if cfg.engine.name == "trtllm" and cfg.stage.name in ROLLOUT_STAGES and TRAITS[model.family].linear:
         expected = "a family without linear attention with engine.name=trtllm, where it was not tried"
         raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
+    if cfg.engine.name == "trtllm" and cfg.stage.name in ROLLOUT_STAGES and TRAITS[model.family].latent:
+        expected = "a family without latent attention with engine.name=trtllm: what it makes of such weights is unknown"
+        raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
     if cfg.engine.cuda_graphs and model.moe.num_experts:
         raise ConfigError("engine.cuda_graphs", True, "false with experts: how many rows one gets is not known ahead")
     ranks = cfg.engine.tensor_parallel
@@ -94,8 +97,11 @@ def _experts(cfg: Config, model: ModelConfig, scorer: bool) -> None:
         return
     if experts % parallel.expert:
         raise LayoutError("model.moe.num_experts", experts, f"a multiple of parallel.expert={parallel.expert}")
-    if model.expert_ffn % parallel.tensor:
-        raise LayoutError(_expert_ffn(model), model.expert_ffn, f"a multiple of parallel.tensor={parallel.tensor}")
+    widths = {_expert_ffn(model): model.expert_ffn}
+    widths["model.moe.shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
+    for key, width in widths.items():
+        if width % parallel.tensor:
+            raise LayoutError(key, width, f"a multiple of parallel.tensor={parallel.tensor}")
     if parallel.expert > 1 and cfg.batch.micro_batch_tokens and not cfg.batch.packing:
         expected = "true with parallel.expert > 1 and batch.micro_batch_tokens: every rank takes part in every layer"
         raise ConfigError("batch.packing", False, expected + " of every micro-batch, so all need equally many")

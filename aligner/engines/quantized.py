@@ -24,7 +24,7 @@ from aligner.types import Generations, Progress, SamplingParams
 
 Quantize = Callable[[Tensor], Tensor]  # [rows, columns] -> the nearest values that can be held, in the same dtype
 # Hugging Face's names of the projections of attention, MLP and experts; neither embeddings, head, router nor norms
-MATRIX = re.compile(r"\.layers\.\d+\..*(?:_proj|\.w[123])\.weight$")
+MATRIX = re.compile(r"\.layers\.\d+\..*(?:_proj(?:_with_mqa)?|\.w[123])\.weight$")
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # E4M3
 _NOTHING = 2.0**-24  # a row below this is 0
 

@@ -22,7 +22,7 @@ from aligner.config.schema import ModelConfig
 from aligner.engines.base import RolloutEngine, UpdateLedger
 from aligner.errors import ConfigError, DataError, EngineError
 from aligner.foreign import parse_json, record
-from aligner.models.families import expected_hf_shapes
+from aligner.models.families import expected_hf_shapes, family_table
 from aligner.models.safetensors_io import save_whole
 from aligner.ops.checksum import tensor_checksum
 from aligner.types import Generations, Progress, SamplingParams
@@ -134,6 +134,7 @@ class RecordedEngine:
     def __init__(self, model: ModelConfig, folder: str | Path, *, dtype: torch.dtype):
         self.dtype, self.answers = dtype, Answers(Path(folder).expanduser())
         self._ledger, self._asleep = UpdateLedger(expected_hf_shapes(model)), False
+        self._kept = {name: spec.kept(dtype) for spec in family_table(model) for name in spec.hf}
         self._checksums: dict[str, int] = {}
 
     @property
@@ -147,7 +148,7 @@ class RecordedEngine:
         """Nothing of a tensor is kept but its checksum."""
         for name, tensor in tensors:
             if self._ledger.accept(name, tensor.shape):
-                self._checksums[name] = tensor_checksum(tensor.to(self.dtype))
+                self._checksums[name] = tensor_checksum(tensor.to(self._kept[name]))
 
     def finish_update(self) -> None:
         self._ledger.finish()

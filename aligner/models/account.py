@@ -6,11 +6,12 @@ The one rule for whoever reads such a folder: the trainer, `import`, and the nat
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection
 
 from aligner.config.schema import ModelConfig
 from aligner.errors import CheckpointError
-from aligner.models.families import expected_hf_shapes
+from aligner.models.families import FAMILIES, expected_hf_shapes
 from aligner.models.quantised import FLOAT8, MXFP4, grid
 from aligner.models.safetensors_io import HfTensors
 
@@ -36,7 +37,13 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
         raise CheckpointError(f"{tensors.where}: expected a language model, found {SCORE}: this is a reward model")
     wanted = announced if head == "lm" else body
     missing = [name for name in wanted if name not in tensors]
-    unknown = [n for n in tensors if n not in body and n not in (LM_HEAD, SCORE) and not _dispensable(n)]
+    ahead = f"model.layers.{cfg.num_layers}." if FAMILIES[cfg.family].predicts_ahead else None
+    unread = [name for name in tensors if ahead and name.startswith(ahead)]
+    if unread:
+        where = f"{tensors.where}: {len(unread)} tensors of multi-token prediction ({ahead}*) are not read"
+        print(where, file=sys.stderr, flush=True)
+    known = {*body, LM_HEAD, SCORE, *unread}
+    unknown = [name for name in tensors if name not in known and not _dispensable(name)]
     unknown += tensors.unlisted()
     if missing or unknown:
         told = [f"lack {_first(missing)}"] * bool(missing) + [f"also hold {_first(unknown)}"] * bool(unknown)

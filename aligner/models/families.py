@@ -54,7 +54,8 @@ class Family:
     window_switch: bool = False  # config.json must say use_sliding_window
     default_window: int = 0  # what one without sliding_window means
     default_global: tuple[str, int] = ("", 0)  # without layer_types: key and default of every n-th layer's being global
-    written: tuple[tuple[str, Any], ...] = ()  # what config.json says here of parts that are not read
+    # files may have one more layer, for predicting further tokens, which is not read; config.json's key of how many
+    predicts_ahead: str = ""
     defaults: tuple[tuple[str, Any], ...] = ()  # what one without other keys means, where not DEFAULTS
     default_rope: tuple[tuple[str, Any], ...] = ()  # what one without rope_parameters and rope_scaling means
     score_architecture: str = ""  # prefix in `architectures` of a sequence classifier; empty: `architecture`
@@ -568,7 +569,7 @@ FAMILIES = {
             ("moe.scale", "routed_scaling_factor", 2.5),
         ),
         constants=(("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
-        written=(("num_nextn_predict_layers", 0),),
+        predicts_ahead="num_nextn_predict_layers",
         defaults=(("max_position_embeddings", 4096),),
     ),
     "qwen3_next": Family(

@@ -64,7 +64,9 @@ def hf_config(
     }
     if cfg.latent.kv_rank:
         del out["head_dim"]  # transformers has the rotated part of a head by this name
-    out |= (*family.constants, *family.written)
+    out |= family.constants
+    if family.predicts_ahead:
+        out[family.predicts_ahead] = 0
     out |= {theirs: _out_value(cfg, ours, default) for ours, theirs, default in family.keys}
     if family.moe is not None:
         keys = {name: key for name, key in dataclasses.asdict(family.moe).items() if key}

@@ -32,6 +32,10 @@ class ParamSpec:
     float32: bool = False  # whatever the model's dtype; no gradient changes it
     kind: str = ""  # in a family's table: of which layers (`ModelConfig.layer_kinds`); empty: of all
 
+    def kept(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of its numbers in a model of `dtype`."""
+        return torch.float32 if self.float32 else dtype
+
 
 def to_hf(spec: ParamSpec, full: Tensor, cfg: ModelConfig) -> dict[str, Tensor]:
     """Canonical TP=1 tensor -> its Hugging Face tensors (views or copies)."""

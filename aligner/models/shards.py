@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from aligner.config.schema import ModelConfig
@@ -50,6 +51,10 @@ class HfTensor:
         for i, size in enumerate(self.shape):
             total *= size if i != self.axis else 1
         return total
+
+    def entry_words(self, item_bytes: int) -> int:
+        """Words of `item_bytes` in which an entry travels: its elements; what stays float32 may be two for each."""
+        return self.entry_numel * (torch.float32.itemsize // item_bytes if self.spec.float32 else 1)
 
     @property
     def quantum(self) -> int:

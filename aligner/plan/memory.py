@@ -72,12 +72,12 @@ class Memory:
 
 
 def weight_bytes(count: Count, element: int) -> float:
-    return element * (count.dense + count.experts) + 4 * count.score
+    return element * (count.dense + count.experts) + 4 * (count.score + count.fixed)
 
 
 def gradient_bytes(count: Count) -> float:
     """`grad_reduce_in_fp32`: one float32 number for each parameter, on every data-parallel rank."""
-    return 4.0 * count.total
+    return 4.0 * (count.total - count.fixed)
 
 
 def optimizer_bytes(count: Count, grid: Grid, element: int, distributed: bool) -> float:

@@ -44,15 +44,16 @@ class Grid:
 @dataclass(frozen=True)
 class Count:
     """Parameters by who shares them: `dense` over the data- and context-parallel ranks, `experts` over the expert
-    data-parallel ones; `score` is a scalar head, float32 in every dtype."""
+    data-parallel ones; `score` is a scalar head, float32 in every dtype; `fixed`, float32 too, no gradient changes."""
 
     dense: int = 0
     experts: int = 0
     score: int = 0
+    fixed: int = 0
 
     @property
     def total(self) -> int:
-        return self.dense + self.experts + self.score
+        return self.dense + self.experts + self.score + self.fixed
 
 
 def attention_widths(m: ModelConfig) -> tuple[int, int, int, int]:
@@ -152,7 +153,7 @@ def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", ou
     each = (attention_matrices(m) + bias) // tp + layer_norms(m)
     expert = (3 * h + 2 * traits.expert_bias) * m.expert_ffn // tp + h * traits.expert_bias
     experts = moe.num_experts // grid.expert * expert
-    router = mlp_matrices(m, True) + moe.num_experts * (traits.expert_bias or traits.sigmoid_router)
+    router = mlp_matrices(m, True) + moe.num_experts * traits.expert_bias
     sparse_layer = router + shared_matrices(m) // tp
     vocabulary = -(-m.vocab_size // tp) * h
     remembers = (sum(linear_matrices(m)) + linear_vectors(m)) // tp + linear_alike(m) + layer_norms(m, True)
@@ -161,7 +162,8 @@ def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", ou
     dense += (vocabulary if stage == 0 else 0) + (h if last else 0)
     if last and head == "lm" and not (m.tie_embeddings and grid.pipeline == 1):
         dense += vocabulary
-    return Count(dense, sum(layers) * experts, outputs * h if last and head == "score" else 0)
+    fixed = sum(layers) * moe.num_experts * traits.sigmoid_router
+    return Count(dense, sum(layers) * experts, outputs * h if last and head == "score" else 0, fixed)
 
 
 def parameters(m: ModelConfig, head: str = "lm", outputs: int = 1) -> int:

@@ -85,7 +85,11 @@ class Exchange:
         return tensor.view(parameters[tensor.spec.canonical].detach(), first, experts, part.start, part.stop)
 
     def _numel(self, part: Part) -> int:
-        return (part.stop - part.start) * self.plan.tensors[part.tensor].entry_numel
+        return (part.stop - part.start) * self.plan.tensors[part.tensor].entry_words(self.wire.itemsize)
+
+    def _as_words(self, part: Part, x: Tensor) -> Tensor:
+        """What travels of a part: its numbers, which a copy turns into `wire`, but of what stays float32 its bits."""
+        return x.view(self.wire) if self.plan.tensors[part.tensor].spec.float32 else x
 
     def _note(self, error: Exception) -> None:
         self.cause = self.cause or str(error)
@@ -114,7 +118,7 @@ class Exchange:
         try:
             view = engine.place(self.plan.tensors[part.tensor].name, part.start, part.stop)
             if view is not None:
-                copy_elements(view, block)
+                copy_elements(self._as_words(part, view), block)
         except (RefitError, RuntimeError) as error:
             self._note(error)
 
@@ -158,7 +162,7 @@ class Exchange:
             size = self._numel(part)
             if not self.cause:
                 try:
-                    copy_elements(buffer[at : at + size], self.source(part, parameters))
+                    copy_elements(buffer[at : at + size], self._as_words(part, self.source(part, parameters)))
                 except RuntimeError as error:
                     self._note(error)
             at += size

@@ -149,8 +149,8 @@ def plan_refit(
 
     @cache
     def cut(parts: tuple[Part, ...]) -> list[tuple[tuple[Part, ...], int]]:
-        total = sum((part.stop - part.start) * tensors[part.tensor].entry_numel for part in parts) * item_bytes
-        return list(_messages(parts, tensors, item_bytes, message_bytes(total, bucket_bytes)))
+        words = sum((part.stop - part.start) * tensors[part.tensor].entry_words(item_bytes) for part in parts)
+        return list(_messages(parts, tensors, item_bytes, message_bytes(words * item_bytes, bucket_bytes)))
 
     messages = []
     for (source, target), parts in sorted(routes.wire.items()):
@@ -253,7 +253,7 @@ def _messages(
     filled = 0
     for part in parts:
         tensor, start = tensors[part.tensor], part.start
-        quantum, entry_bytes = tensor.quantum, tensor.entry_numel * item_bytes
+        quantum, entry_bytes = tensor.quantum, tensor.entry_words(item_bytes) * item_bytes
         while start < part.stop:
             fits = (bucket_bytes - filled) // (entry_bytes * quantum) * quantum
             whole = (part.stop - start) * entry_bytes <= bucket_bytes  # not cut: it waits for the next bucket

@@ -33,6 +33,7 @@ from aligner.refit.exchange import Exchange
 from aligner.refit.plan import EngineGrid, TrainerGrid, buckets, plan_refit
 from aligner.types import ScalarMetrics
 
+ALIGNMENT = 4  # bytes: tensors of several dtypes share a buffer
 CAUSE_KEY = "aligner/refit/cause"  # in the store that all ranks share
 
 
@@ -43,7 +44,7 @@ class WeightStream:
         self.model, self.bucket_bytes = model, bucket_bytes
         self._owned = self._stage_names()
 
-    def _table(self) -> list[ParamSpec]:
+    def table(self) -> list[ParamSpec]:
         return family_table(self.model.cfg, self.model.head.kind, self.model.head.outputs)
 
     def _stage_names(self) -> list[list[str]]:
@@ -52,7 +53,7 @@ class WeightStream:
         named = set(local_parameters(model.module))
         if model.module.share_embeddings_and_output_weights and not model.module.pre_process:
             named.discard(EMBEDDING)
-        mine = [spec.canonical for spec in self._table() if spec.canonical in named]
+        mine = [spec.canonical for spec in self.table() if spec.canonical in named]
         owned: list[list[str] | None] = [None] * model.layout.pipeline
         if model.layout.pipeline == 1:
             return [mine]
@@ -90,14 +91,16 @@ class WeightStream:
         source = dist.get_global_rank(group, stage)
         shapes = expected_hf_shapes(model.cfg, model.head.kind, model.head.outputs)
         owned = set(self._owned[stage])
-        names = [n for spec in self._table() if spec.canonical in owned for n in spec.hf]
-        counts = [torch.Size(shapes[name]).numel() for name in names]
         dtype = torch.float32 if model.head.kind == "score" else model.dtype  # score heads are float32
-        size = dtype.itemsize
+        kept = {n: spec.kept(dtype) for spec in self.table() if spec.canonical in owned for n in spec.hf}
+        names = list(kept)
+        sizes = [torch.Size(shapes[name]).numel() * kept[name].itemsize for name in names]
+        room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         local = self._local() if model.layout.pp_rank == stage else iter(())
-        for part in buckets([c * size for c in counts], self.bucket_bytes):
-            flat = torch.empty(sum(counts[i] for i in part), dtype=dtype, device=model.device)
-            views = [v.view(shapes[names[i]]) for i, v in zip(part, flat.split([counts[i] for i in part]), strict=True)]
+        for part in buckets(room, self.bucket_bytes):
+            flat = torch.empty(sum(room[i] for i in part), dtype=torch.uint8, device=model.device)
+            blocks = zip(part, flat.split([room[i] for i in part]), strict=True)
+            views = [b[: sizes[i]].view(kept[names[i]]).view(shapes[names[i]]) for i, b in blocks]
             if model.layout.pp_rank == stage:
                 for i, view in zip(part, views, strict=True):
                     name, tensor = next(local)
@@ -202,20 +205,22 @@ class Refit:
         tensors = exchange.plan.tensors
         halves = torch.zeros(len(tensors), 2, dtype=torch.int64)  # sums of the low and of the high 32 bits
         for part in exchange.plan.owned.get(exchange.rank, ()):
-            block = exchange.source(part, parameters).to(self.engine.dtype)
+            kept = tensors[part.tensor].spec.kept(self.engine.dtype)
+            block = exchange.source(part, parameters).to(kept)
             value = tensors[part.tensor].checksum(block, part.start, part.stop)
             halves[part.tensor] += torch.tensor([value & 0xFFFFFFFF, value >> 32])
         return {t.name: value for t, value in zip(tensors, sum_halves(halves), strict=True)}
 
     def _streamed(self) -> tuple[int, int]:
         assert self.stream is not None
-        moved, dtype, layout = 0, self.engine.dtype, self.model.layout
+        moved, layout = 0, self.model.layout
+        kept = {name: spec.kept(self.engine.dtype) for spec in self.stream.table() for name in spec.hf}
         for bucket in self.stream:  # always consumed whole, even after a refusal: it is collective
             self._ask(self.engine.update_weights, bucket)
             for name, tensor in bucket:
                 moved += tensor.numel() * tensor.element_size()
                 if self.config.verify == "checksum":
-                    self.checksums[name] = tensor_checksum(tensor.to(dtype))
+                    self.checksums[name] = tensor_checksum(tensor.to(kept[name]))
         gathered = layout.tensor * layout.pipeline * layout.expert > 1
         return moved, moved if gathered else 0
 

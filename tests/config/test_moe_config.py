@@ -10,6 +10,7 @@ from aligner.config.validate import validate
 from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.errors import ConfigError, LayoutError
 
+DEEPSEEK = ["stage=sft", "data.train=conf/config.yaml", "model=deepseek_v3", "model.tokenizer=."]
 RUN = ["stage=sft", "data.train=conf/config.yaml", "model=tiny_moe", "model.tokenizer=."]
 
 
@@ -29,6 +30,32 @@ RUN = ["stage=sft", "data.train=conf/config.yaml", "model=tiny_moe", "model.toke
 def test_a_bad_value_names_its_key(overrides, key):
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         compose([*RUN, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.moe.groups=7", "model.moe.num_experts=256: expected a multiple of model.moe.groups=7"),
+        ("model.moe.top_groups=9", "model.moe.top_groups=9: expected at most model.moe.groups=8"),
+        ("model.moe.top_k=129", "model.moe.top_k=129: expected at most the experts of 4 groups"),
+        ("model.moe.shared_ffn_hidden_size=3000", "model.moe.shared_ffn_hidden_size=3000: expected a multiple of"),
+        ("model.moe.dense_layers=[1]", "model.moe.dense_layers=[1]: expected the first layers"),
+        ("model.moe.dense_layers=[61]", "model.moe.dense_layers=[61]: expected some of the layers 0 to 60"),
+        ("model.moe.scale=0", "model.moe.scale=0"),
+        ("model.latent.kv_rank=0", "model.latent.kv_rank=0: expected at least 1 for model.family=deepseek_v3"),
+        ("model.latent.rotary_dim=7", "model.latent.rotary_dim=7: expected an even number"),
+        ("model.num_kv_heads=64", "model.num_kv_heads=64: expected model.num_heads=128"),
+        ("model.head_dim=128", "model.head_dim=128: expected 0, or model.latent.plain_dim + rotary_dim = 192"),
+        ("model.attention.window=5", "model.attention.window=5: expected 0 with model.family=deepseek_v3"),
+    ],
+)
+def test_latent_attention_and_groups_are_checked(override, words):
+    compose(DEEPSEEK)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        compose([*DEEPSEEK, override])
+    for key in ("model.latent.kv_rank=3", "model.moe.groups=2", "model.moe.shared_ffn_hidden_size=8"):
+        with pytest.raises(ConfigError, match="deepseek_v3 have it"):
+            compose([*RUN, key])
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from aligner.models.params import from_hf
 from aligner.models.safetensors_io import INDEX, open_hf, write_hf
 from aligner.models.slices import Shard, read_shard
 from aligner.roles.initial import InitialModel
-from tests.tiny import GPT_OSS, MIXTRAL, MODELS, MOE, WINDOWS
+from tests.tiny import DEEPSEEK, GPT_OSS, MIXTRAL, MODELS, MOE, WINDOWS
 
-CASES = {**MODELS, **WINDOWS, "moe": MOE, "mixtral": MIXTRAL, "gpt_oss": GPT_OSS}
+CASES = {**MODELS, **WINDOWS, "moe": MOE, "mixtral": MIXTRAL, "gpt_oss": GPT_OSS, "deepseek_v3": DEEPSEEK}
 Q, EMBEDDING, HEAD = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -145,7 +145,7 @@ def float8_folder(path, cfg, block, **change):
     """(folder, weight -> its numbers in float64)."""
     stored, exact = {}, {}
     for name, tensor in weights(cfg).items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(("_proj.weight", "_with_mqa.weight")):
             stored[name], scales = quantised(tensor, block)
             stored[f"{name}_scale_inv"] = scales.bfloat16()
             scales = scales.bfloat16().double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
@@ -157,7 +157,7 @@ def float8_folder(path, cfg, block, **change):
     return folder_of(path, cfg, stored, quantization_config=told | change), exact
 
 
-@pytest.mark.parametrize("case", ["qwen3", "moe"])
+@pytest.mark.parametrize("case", ["qwen3", "moe", "deepseek_v3"])
 def test_float8_blocks_are_dequantised(case, tmp_path):
     """Of the whole tensors, of the shards of tensor ranks that cut through blocks, and in the engine."""
     cfg, block = replace(CASES[case], hidden_size=40), (12, 16)  # no multiples of each other
@@ -177,6 +177,27 @@ def test_float8_blocks_are_dequantised(case, tmp_path):
     sums = as_engine(folder).checksums()
     folder_of(tmp_path / "plain", cfg, plain)
     assert sums == as_engine(tmp_path / "plain").checksums()
+
+
+def test_the_layer_that_predicts_further_tokens_is_told_and_left(tmp_path, capsys):
+    """As in DeepSeek-V3's folders, in float8 too; in no other family, and no other layer."""
+    folder, exact = float8_folder(tmp_path / "hf", DEEPSEEK, (16, 16), num_nextn_predict_layers=1)
+    assert check_folder(open_hf(folder), DEEPSEEK).keys() == exact.keys() and not capsys.readouterr().err
+    ahead = {f"model.layers.3.{name}.weight": torch.zeros(32) for name in ("enorm", "shared_head.norm")}
+    product = {"model.layers.3.eh_proj.weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)}
+    product["model.layers.3.eh_proj.weight_scale_inv"] = torch.ones(2, 4)
+    stored = {name: t.bfloat16() for name, t in exact.items()}
+    told = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    folder = folder_of(tmp_path / "more", DEEPSEEK, stored | ahead | product, quantization_config=told)
+    assert check_folder(open_hf(folder), DEEPSEEK).keys() == exact.keys()
+    assert "3 tensors of multi-token prediction (model.layers.3.*) are not read" in capsys.readouterr().err
+    assert as_engine(folder).checksums().keys() == exact.keys()
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw["num_nextn_predict_layers"] == 0, "an export has none"
+    beyond = {"model.layers.4.enorm.weight": torch.zeros(32)}
+    refused(lambda: as_trainer(folder_of(tmp_path / "beyond", DEEPSEEK, stored | beyond)), "model.layers.4.enorm")
+    llama = weights(MODELS["llama"]) | {"model.layers.2.enorm.weight": torch.zeros(32)}
+    refused(lambda: as_trainer(folder_of(tmp_path / "llama", MODELS["llama"], llama)), "model.layers.2.enorm")
 
 
 def test_other_quantisations_are_refused_by_name(tmp_path):

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from aligner.config.moe import MoeConfig
 from aligner.ops.experts import (
+    Chosen,
     add_bias,
     balance_loss,
     clamped_gate,
@@ -16,6 +18,7 @@ from aligner.ops.experts import (
     grouped_linear,
     permute,
     route,
+    route_by_groups,
     sort_pairs,
 )
 
@@ -130,3 +133,36 @@ def test_the_kernel_on_cuda_equals_the_loop():
     for ours, theirs in zip(torch.autograd.grad(got.contiguous().mul(1.0).sum(), leaves),
                             torch.autograd.grad(wanted.sum(), plain), strict=True):  # fmt: skip
         assert torch.allclose(ours.float().cpu(), theirs, rtol=2e-2, atol=2e-1)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(("groups", "top_groups", "top_k"), [(1, 1, 3), (4, 2, 5), (5, 1, 2), (2, 2, 9)])
+def test_routing_by_groups_is_deepseeks(groups, top_groups, top_k, normalise):
+    """Against transformers' router, on random scores and biases; gradients of chosen scores alone."""
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    experts = 20
+    moe = MoeConfig(experts, top_k, 8, normalise, groups=groups, top_groups=top_groups, scale=1.7)
+    names = {"n_routed_experts": experts, "num_experts_per_tok": top_k, "n_group": groups, "topk_group": top_groups}
+    config = DeepseekV3Config(hidden_size=16, routed_scaling_factor=1.7, norm_topk_prob=normalise, **names)
+    theirs, g = DeepseekV3TopkRouter(config), torch.Generator().manual_seed(top_k)
+    x = torch.randn(200, 16, generator=g)
+    with torch.no_grad():
+        theirs.weight.copy_(torch.randn(experts, 16, generator=g))
+        theirs.e_score_correction_bias.copy_(0.5 * torch.randn(experts, generator=g))
+    weight = theirs.weight.detach().clone().requires_grad_()
+    found = route_by_groups(x, weight, theirs.e_score_correction_bias, moe)
+    _, weights, chosen = theirs(x)
+    order, other = found.experts.argsort(1), chosen.argsort(1)
+    assert torch.equal(found.experts.gather(1, order), chosen.gather(1, other))
+    assert torch.allclose(found.weights.gather(1, order), weights.gather(1, other), atol=1e-6)
+    assert torch.allclose(found.probs.sum(1), torch.ones(200)) and torch.equal(found.own, found.experts)
+    factor = torch.randn(200, top_k, generator=g)
+    (factor * found.weights.gather(1, order)).sum().backward()
+    (factor * weights.gather(1, other)).sum().backward()
+    assert torch.allclose(weight.grad, theirs.weight.grad, atol=1e-5)
+    elsewhere = Chosen(found.experts.flip(0), torch.arange(200) % 2 == 0)
+    again = route_by_groups(x, weight, theirs.e_score_correction_bias, moe, elsewhere)
+    assert torch.equal(again.experts[::2], found.experts.flip(0)[::2]) and torch.equal(again.own, found.own)
+    assert torch.equal(again.experts[1::2], found.experts[1::2])

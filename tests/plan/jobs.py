@@ -128,7 +128,7 @@ def step(
         "parameters": sum(p.numel() for p in model.module.parameters()),
         "weights": sum(p.numel() * p.element_size() for p in model.module.parameters()),
         "gradients": sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers),
-        "main_gradients": sum(p.main_grad.numel() * 4 for p in model.module.parameters()),
+        "main_gradients": sum(p.main_grad.numel() * 4 for p in model.module.parameters() if p.requires_grad),
         "tensors": len(list(model.module.parameters())),
         "optimizer": _state_bytes(model),
         "heard": dict(heard.bytes),

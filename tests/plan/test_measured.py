@@ -20,7 +20,7 @@ from aligner.plan.traffic import gathered_calls, part_calls, pass_calls, step_ca
 from aligner.refit.exchange import Exchange
 from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
 from tests.plan.jobs import ROWS, WIDTH
-from tests.tiny import ADAM, GPT_OSS, LLAMA, MIXTRAL, MODELS, MOE
+from tests.tiny import ADAM, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, MODELS, MOE
 
 pytestmark = pytest.mark.multirank
 PLAIN = replace(ADAM, distributed=False)
@@ -41,6 +41,10 @@ CASES = {
     "experts, tp2, sequence": (MOE, {"tensor": 2, **SEQ}, 2, {}),
     "biased experts, ep2": (replace(GPT_OSS, num_layers=2), {"expert": 2}, 2, {}),
     "biased experts, tp2": (replace(GPT_OSS, num_layers=2), {"tensor": 2}, 2, {}),
+    "latent": (DEEPSEEK, {}, 1, {}),
+    "latent, tp2": (DEEPSEEK, {"tensor": 2}, 2, {}),
+    "latent, tp2, sequence": (DEEPSEEK, {"tensor": 2, **SEQ}, 2, {}),
+    "latent, cp2": (DEEPSEEK, {"context": 2}, 2, {}),
     "score, tp2, dp2": (LLAMA, {"tensor": 2, **SEQ}, 4, {"outputs": 3}),
     "tp2 pp2": (UNTIED, {"tensor": 2, "pipeline": 2, **SEQ}, 4, {}),
     # what nobody reads is left out: prompts of 2/3 of the tokens, and of a row all but the last token

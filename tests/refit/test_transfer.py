@@ -12,7 +12,7 @@ from aligner.config.schema import ParallelConfig
 from aligner.models.families import family_table
 from aligner.models.params import to_hf
 from aligner.refit.plan import buckets
-from tests.tiny import LLAMA, MODELS, MOE, wild_source
+from tests.tiny import DEEPSEEK, LLAMA, MODELS, MOE, wild_source
 
 LAYOUTS = {
     "one": (1, ParallelConfig()),
@@ -73,6 +73,11 @@ def test_score_heads_and_bfloat16(ranks, layout):
     job = {"cfg": LLAMA, "parallel": parallel, "bucket_bytes": 5000}
     half = ranks.run("tests.refit.jobs:stream", world=world, dtype=torch.bfloat16, **job)
     check_stream(half, {n: t.bfloat16() for n, t in full_weights(LLAMA).items()}, 5000)
+    mixed = replace(DEEPSEEK, num_layers=4)
+    half = ranks.run("tests.refit.jobs:stream", world=world, dtype=torch.bfloat16, **job | {"cfg": mixed})
+    kept = {name: spec.kept(torch.bfloat16) for spec in family_table(mixed) for name in spec.hf}
+    assert set(kept.values()) == {torch.bfloat16, torch.float32}
+    check_stream(half, {n: t.to(kept[n]) for n, t in full_weights(mixed).items()}, 5000)
     scores = ranks.run("tests.refit.jobs:stream", world=world, outputs=3, **job)
     check_stream(scores, full_weights(LLAMA, "score", 3), 5000)
 
