@@ -21,6 +21,7 @@ from aligner.plan.shapes import (
     expert_operations,
     head_operations,
     kv_bytes,
+    latent_matrices,
     layer_operations,
     parameters,
     rank_parameters,
@@ -90,6 +91,9 @@ def micro_batch_seconds(job: Job, part: Part, stage: int, tokens: float, backwar
     total, last = m.num_layers / grid.pipeline * layer, stage == grid.pipeline - 1
     if last:
         total += machine.layer_seconds(m, own, read.context, read.kept * share) - layer
+    if not grid.sequence:  # what makes latent vectors is computed whole by every tensor rank
+        whole = 2 * latent_matrices(m) * tokens / grid.context * (1 - 1 / grid.tensor) / machine.rate
+        total += m.num_layers / grid.pipeline * whole
     total *= (4 if job.recompute else 3) if backward else 1
     if last:
         language = part.head == "lm"

@@ -40,7 +40,7 @@ def test_a_bad_value_names_its_key(overrides, key):
         ("model.moe.top_k=129", "model.moe.top_k=129: expected at most the experts of 4 groups"),
         ("model.moe.shared_ffn_hidden_size=3000", "model.moe.shared_ffn_hidden_size=3000: expected a multiple of"),
         ("model.moe.dense_layers=[1]", "model.moe.dense_layers=[1]: expected the first layers"),
-        ("model.moe.dense_layers=[61]", "model.moe.dense_layers=[61]: expected some of the layers 0 to 60"),
+        ("model.num_layers=3", "model.moe.dense_layers=[0, 1, 2]: expected some of the layers 0 to 2, ascending"),
         ("model.moe.scale=0", "model.moe.scale=0"),
         ("model.latent.kv_rank=0", "model.latent.kv_rank=0: expected at least 1 for model.family=deepseek_v3"),
         ("model.latent.rotary_dim=7", "model.latent.rotary_dim=7: expected an even number"),
