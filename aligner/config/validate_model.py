@@ -97,11 +97,8 @@ def _experts(cfg: Config, model: ModelConfig, scorer: bool) -> None:
         return
     if experts % parallel.expert:
         raise LayoutError("model.moe.num_experts", experts, f"a multiple of parallel.expert={parallel.expert}")
-    widths = {_expert_ffn(model): model.expert_ffn}
-    widths["model.moe.shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
-    for key, width in widths.items():
-        if width % parallel.tensor:
-            raise LayoutError(key, width, f"a multiple of parallel.tensor={parallel.tensor}")
+    if model.expert_ffn % parallel.tensor:
+        raise LayoutError(_expert_ffn(model), model.expert_ffn, f"a multiple of parallel.tensor={parallel.tensor}")
     if parallel.expert > 1 and cfg.batch.micro_batch_tokens and not cfg.batch.packing:
         expected = "true with parallel.expert > 1 and batch.micro_batch_tokens: every rank takes part in every layer"
         raise ConfigError("batch.packing", False, expected + " of every micro-batch, so all need equally many")
