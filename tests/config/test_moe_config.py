@@ -54,7 +54,7 @@ def test_latent_attention_and_groups_are_checked(override, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         compose([*DEEPSEEK, override])
     for key in ("model.latent.kv_rank=3", "model.moe.groups=2", "model.moe.shared_ffn_hidden_size=8"):
-        with pytest.raises(ConfigError, match="deepseek_v3.* have it"):
+        with pytest.raises(ConfigError, match=r"deepseek_v3.* have it"):
             compose([*RUN, key])
 
 
