@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from aligner.builders.engines import serve
-from aligner.builders.parts import Job, start
+from aligner.builders.job import Job, start
 from aligner.cluster.env import RankEnv
 from aligner.cluster.signals import StopSignals
 from aligner.config.schema import Config

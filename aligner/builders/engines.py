@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from aligner.builders.parts import TRTLLM_ENGINES, Job, make_prompts, make_sampling
+from aligner.builders.data import make_prompts, make_sampling
+from aligner.builders.job import TRTLLM_ENGINES, Job
 from aligner.config.derived import evaluation_functions
 from aligner.config.quantization import describe, quantized
 from aligner.config.schema import ModelConfig

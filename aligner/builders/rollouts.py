@@ -5,17 +5,9 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from aligner.builders.data import make_prompts, make_rewards, make_sampling, make_stream, make_training_set
 from aligner.builders.engines import make_evaluator, make_refit, make_verifier
-from aligner.builders.parts import (
-    Job,
-    digest,
-    make_prompts,
-    make_rewards,
-    make_sampling,
-    make_stream,
-    make_training_set,
-    tokenizer_hash,
-)
+from aligner.builders.job import Job, digest, tokenizer_hash
 from aligner.config.freeze import rollout_key
 from aligner.megatron.train import ShardedModel
 from aligner.models.fingerprint import file_fingerprint

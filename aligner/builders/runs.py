@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from aligner.builders.parts import Job, digest, tokenizer_hash
+from aligner.builders.job import Job, digest, tokenizer_hash
 from aligner.config.freeze import reward_code
 from aligner.config.identity import definition, reads
 from aligner.engines.native.remote import RemoteEngine

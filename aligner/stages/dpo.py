@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.algorithms.first_step import FirstStepChecks
-from aligner.builders.parts import Job, make_batches, make_policy, make_reference, make_training_set, rows_of
+from aligner.builders.data import make_batches, make_training_set, rows_of
+from aligner.builders.job import Job
+from aligner.builders.models import make_policy, make_reference
 from aligner.builders.runs import finish, make_run
 from aligner.config.data import DataConfig
 from aligner.config.preference import KEY, PreferenceConfig

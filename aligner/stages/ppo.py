@@ -13,7 +13,8 @@ from torch import Tensor
 from aligner.algorithms.advantages import critic_advantages
 from aligner.algorithms.first_step import FirstStepChecks
 from aligner.algorithms.losses import policy_loss
-from aligner.builders.parts import Job, make_critic, make_policy, make_reference, make_reward_model, optimizer_steps
+from aligner.builders.job import Job
+from aligner.builders.models import make_critic, make_policy, make_reference, make_reward_model, optimizer_steps
 from aligner.builders.rollouts import make_rollouts
 from aligner.builders.runs import finish, make_run, saved_first
 from aligner.config.schema import Config

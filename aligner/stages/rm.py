@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.algorithms.first_step import FirstStepChecks, zero_head_loss
-from aligner.builders.parts import Job, in_shares, make_batches, make_scorer, make_training_set, rows_of
+from aligner.builders.data import in_shares, make_batches, make_training_set, rows_of
+from aligner.builders.job import Job
+from aligner.builders.models import make_scorer
 from aligner.builders.runs import finish, make_run
 from aligner.config.algorithm import AlgorithmConfig
 from aligner.config.data import DataConfig

@@ -5,7 +5,8 @@ refit -> generate -> score -> logprobs -> metrics, samples, recordings
 
 from __future__ import annotations
 
-from aligner.builders.parts import Job, make_policy, make_reward_model
+from aligner.builders.job import Job
+from aligner.builders.models import make_policy, make_reward_model
 from aligner.builders.rollouts import make_rollouts
 from aligner.builders.runs import make_run, refuse_checkpoints
 from aligner.config.schema import Config

@@ -10,8 +10,10 @@ from functools import partial
 
 import torch.distributed as dist
 
+from aligner.builders.data import make_batches, make_training_set, rows_of
 from aligner.builders.engines import make_evaluator, make_refit
-from aligner.builders.parts import Job, make_batches, make_policy, make_training_set, rows_of
+from aligner.builders.job import Job
+from aligner.builders.models import make_policy
 from aligner.builders.runs import finish, make_run, saved_first, together
 from aligner.config.data import DataConfig
 from aligner.config.derived import evaluation_functions

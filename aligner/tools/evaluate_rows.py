@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from aligner.builders.parts import Job, make_model, start
+from aligner.builders.job import Job, start
+from aligner.builders.models import make_model
 from aligner.cluster.env import RankEnv
 from aligner.config.schema import Config, DebugConfig, EngineConfig, ParallelConfig, StageConfig
 from aligner.data.collate import collate_preference, collate_scored, collate_sft

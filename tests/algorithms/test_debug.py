@@ -130,7 +130,7 @@ def test_a_checkpoint_of_a_replay_is_no_start_for_generating(tiny_data, tiny_run
 
 @pytest.mark.parametrize("stage", ["grpo", "ppo"])
 def test_rollouts_only(tiny_data, tiny_runs, tmp_path, monkeypatch, stage):
-    from aligner.builders.parts import make_model
+    from aligner.builders.models import make_model
 
     built = []
 
@@ -142,7 +142,7 @@ def test_rollouts_only(tiny_data, tiny_runs, tmp_path, monkeypatch, stage):
     more += ["algorithm.kl.coef=0.1"]
     more += [f"reward.model={tiny_runs['rm']}"] if stage == "ppo" else []
     trained = stages.stage(stage, tiny_data, tmp_path / "trained", *more, "debug.record=1", *NOT_SAVED)
-    monkeypatch.setattr("aligner.builders.parts.make_model", spy)
+    monkeypatch.setattr("aligner.builders.models.make_model", spy)
     run = stages.stage(stage, tiny_data, tmp_path / "run", *more, "debug.rollout_only=true")
     assert built == [None] * (2 if stage == "ppo" else 1)  # the policy and what scores, without optimizers
     assert sorted(p.name for p in (run / FOLDER).iterdir()) == [f"step-0000000{i}.safetensors" for i in (1, 2)]
@@ -191,7 +191,7 @@ def test_a_policy_that_is_not_itself(tiny_data, tmp_path, monkeypatch):
 def test_a_reference_of_other_weights(tiny_data, tiny_runs, tmp_path, monkeypatch):
     import dataclasses
 
-    from aligner.builders.parts import make_reference
+    from aligner.builders.models import make_reference
 
     other = lambda job: make_reference(dataclasses.replace(job, initial=dataclasses.replace(job.initial, seed=1)))  # noqa: E731
     monkeypatch.setattr("aligner.stages.grpo.make_reference", other)

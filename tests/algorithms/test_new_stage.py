@@ -28,7 +28,8 @@ STAGE = Stage(reads=SEQUENCES, beside=lambda cfg: ("reference",), section=SharpC
 STAGE = """
 from dataclasses import replace
 
-from aligner.builders.parts import make_batches, make_policy, make_reference, rows_of
+from aligner.builders.data import make_batches, rows_of
+from aligner.builders.models import make_policy, make_reference
 from aligner.builders.runs import finish, make_run, saved_first
 from aligner.data.collate import collate_sft
 from aligner.data.dataset import SftDataset

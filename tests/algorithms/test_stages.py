@@ -213,7 +213,7 @@ def test_without_kl_no_reference_is_loaded(tiny_data, tmp_path, monkeypatch):
     def refuse(*arguments):
         raise AssertionError("a reference was built")
 
-    monkeypatch.setattr("aligner.builders.parts.Reference", refuse)
+    monkeypatch.setattr("aligner.builders.models.Reference", refuse)
     more = ["run.steps=1", "checkpoint.final=false", "run.export=false"]
     run = stages.stage("grpo", tiny_data, tmp_path / "off", "algorithm.kl.coef=0", *more)
     assert "kl/ref_k1" not in stages.records(run)[0]

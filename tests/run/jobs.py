@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import aligner.build
-import aligner.builders.parts
+import aligner.builders.job
 import aligner.megatron.checkpoint
 import aligner.roles.initial
 import aligner.run.checkpoints
@@ -49,7 +49,7 @@ def run_stage(arguments: list[str], signals: StopSignals | None = None) -> int:
     if dist.get_rank() == 0:
         freeze(cfg, cfg.run.dir)
     dist.barrier()
-    homes = (aligner.build, aligner.builders.parts)
+    homes = (aligner.build, aligner.builders.job)
     leave = aligner.build.leave_distributed
     for home in homes:
         home.leave_distributed = lambda: None

@@ -1,0 +1,97 @@
+"""From a job to its rows, prompts, batches and rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from aligner.builders.job import Job
+from aligner.config.data import DataConfig
+from aligner.data.batches import BatchSource
+from aligner.data.dataset import PromptDataset
+from aligner.data.formats import prompt_rows
+from aligner.data.mixture import Mixture, PromptMixture
+from aligner.data.readers import Rows, read_rows
+from aligner.data.stream import IndexStream, MixedStream, Stream
+from aligner.data.tokenizer import stop_token_ids
+from aligner.ops.agree import same_view
+from aligner.ops.balance import row_costs
+from aligner.ops.seeds import derive
+from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.functions import load_function
+from aligner.roles.reward_model import RewardModel
+from aligner.types import SamplingParams, TrainBatch
+
+
+def rows_of(job: Job, path: str, key: str) -> Rows:
+    """The rows of a dataset, the same on every rank. Raises DataError, ViewError."""
+    found: list[Rows] = []
+
+    def look() -> dict[str, str]:
+        found[:] = [read_rows(path, key)]
+        return {key: found[0].content()}
+
+    job.contents[key] = same_view(path, look)[key]
+    return found[0]
+
+
+def make_training_set[D](job: Job, build: Callable[[str, str, DataConfig], D]) -> D | Mixture:
+    """`build(path, key, data)` a dataset of data.train, or of each of data.sources to mix them."""
+    data = job.cfg.data
+    if not data.sources:
+        return build(data.train, "data.train", data)
+    parts = {
+        source.label: build(source.path, f"data.sources.{source.label}", data.of(source)) for source in data.sources
+    }
+    prompts = all(isinstance(part, PromptDataset) for part in parts.values())
+    return (PromptMixture if prompts else Mixture)(parts, [source.weight for source in data.sources])
+
+
+def make_prompts(job: Job, path: str, key: str, data: DataConfig) -> PromptDataset:
+    dataset = PromptDataset(prompt_rows(rows_of(job, path, key), data), job.tokenizer, data, key)
+    job.say(dataset.report)
+    return dataset
+
+
+def in_shares(job: Job, dataset: Mixture, count: int) -> list:
+    """So many rows of a mixture, each source with its share."""
+    return [dataset[int(row)] for row in make_stream(job, dataset, count).next()]
+
+
+def make_stream(job: Job, dataset: Sequence, batch: int) -> Stream:
+    seed, shuffle = job.cfg.seed, job.cfg.data.shuffle
+    if not isinstance(dataset, Mixture):
+        return IndexStream(len(dataset), derive(seed, "order"), shuffle, batch)
+    streams = {n: IndexStream(len(part), derive(seed, "order", n), shuffle) for n, part in dataset.parts.items()}
+    return MixedStream(streams, dataset.weights, batch)
+
+
+def make_batches(job: Job, dataset: Any, collate: Callable[[Any, int], TrainBatch]) -> BatchSource:
+    stream = make_stream(job, dataset, job.cfg.batch.sequences)
+    cost = partial(row_costs, model=job.initial.config)
+    return BatchSource(dataset, stream, collate, job.tokenizer.pad_token_id, job.layout.dp_rank, job.layout.data, cost)
+
+
+def _sum_over_data_ranks(job: Job, values: list[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64, device=job.device)
+    dist.all_reduce(total, group=job.layout.pgs.dp)
+    return total.tolist()
+
+
+def make_rewards(job: Job, model: RewardModel | None) -> RewardPipeline:
+    found: list[tuple[Any, float]] = [
+        (load_function(function, i), function.weight) for i, function in enumerate(job.cfg.reward.functions)
+    ]
+    if model is not None:
+        found.append((model, job.cfg.reward.model_weight))
+    return RewardPipeline(found, job.cfg.reward, reduce=partial(_sum_over_data_ranks, job))
+
+
+def make_sampling(job: Job, temperature: float, limit: int, plain: bool = False) -> SamplingParams:
+    s = job.cfg.sampling
+    cut = {} if plain else {"top_p": s.top_p, "top_k": s.top_k, "min_p": s.min_p}
+    return SamplingParams(limit, temperature, stop_token_ids=stop_token_ids(job.tokenizer), stop=tuple(s.stop), **cut)

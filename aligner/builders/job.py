@@ -1,0 +1,113 @@
+"""A job: the config, this rank, and what every stage needs of both."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aligner.cluster.env import RankEnv
+from aligner.cluster.seal import job_secret
+from aligner.cluster.threads import use as use_threads
+from aligner.config.schema import Config
+from aligner.config.validate_model import validate_model, validate_on_gpu
+from aligner.data.shipped_templates import use_chat_template
+from aligner.engines.base import RolloutEngine
+from aligner.engines.bridge import Bridge
+from aligner.engines.trtllm.built import TrtllmBuiltEngine
+from aligner.engines.trtllm.torch_backend import TrtllmEngine, require_package
+from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
+from aligner.megatron.model import check_kernels, resolve_dtype
+from aligner.megatron.train import ShardedModel
+from aligner.ops.seeds import derive
+from aligner.roles.initial import InitialModel, resolve
+from aligner.run.starts import Start
+from aligner.run.stop import Boundary
+from aligner.run.timers import Timers
+from aligner.run.watchdog import Watchdog
+
+TRTLLM_ENGINES = {engine.name: engine for engine in (TrtllmEngine, TrtllmBuiltEngine)}
+
+
+@dataclass
+class Job:
+    """What every stage needs: the config, this rank, and the policy-to-be with its layout and tokenizer."""
+
+    cfg: Config
+    env: RankEnv
+    device: torch.device
+    layout: Layout | None  # None on a rank that only generates
+    initial: InitialModel
+    bridge: Bridge | None = None  # to the ranks that only generate, or from them
+    boundary: Boundary = field(default_factory=Boundary)
+    watchdog: Watchdog = field(init=False)
+    timers: Timers = field(default_factory=Timers)
+    models: dict[str, ShardedModel] = field(default_factory=dict)  # by role, for the memory's turns
+    engine: RolloutEngine | None = None
+    start: Start = field(default_factory=lambda: Start("", 1, {}))  # rank 0 has a real one
+    on_commit: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of a whole checkpoint
+    contents: dict[str, str] = field(default_factory=dict)  # key of a path -> hash of what this run finds there
+
+    def __post_init__(self) -> None:
+        cfg, env = self.cfg, self.env
+        self.watchdog = Watchdog(cfg.cluster.watchdog, Path(cfg.run.dir), env.rank, env.world_size)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.initial.tokenizer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return resolve_dtype(self.cfg.model.dtype)
+
+    def say(self, text: object) -> None:
+        if self.env.rank == 0:
+            print(text, flush=True)
+
+
+def start(cfg: Config, env: RankEnv) -> Job:
+    """Join the other ranks, find the model and its tokenizer, and check what only they can tell. Who gets a job leaves
+    the others when it is done."""
+    if cfg.engine.name in TRTLLM_ENGINES:
+        require_package(cfg.engine.trtllm.python, cfg.engine.name)
+    use_threads(cfg.cluster.threads, env.local_world_size)
+    if env.world_size > 1:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = env.master_addr, str(env.master_port)
+    who = env.rank, env.world_size, env.local_rank, cfg.cluster.backend, cfg.cluster.timeout_s
+    device = init_distributed(*who, env.one_host, lambda: job_secret(Path(cfg.run.dir)))
+    try:
+        return _joined(cfg, env, device)
+    except BaseException:
+        leave_distributed()
+        raise
+
+
+def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:
+    bridge = Bridge(*split_world(cfg.engine.ranks), env.world_size - cfg.engine.ranks) if cfg.engine.ranks else None
+    torch.manual_seed(derive(cfg.seed, "torch"))
+    if cfg.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        # on CUDA torch calls the engine's cumulative sums nondeterministic, and would refuse them
+        torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
+    initial = resolve(cfg.model, cfg.model.init, cfg.seed)
+    use_chat_template(initial.tokenizer, cfg.data)
+    validate_model(cfg, initial.config)
+    if device.type == "cuda":
+        validate_on_gpu(cfg, initial.config)
+    generates = bridge is not None and bridge.generates
+    if not generates:
+        check_kernels(initial.config, resolve_dtype(cfg.model.dtype), device)
+    return Job(cfg, env, device, None if generates else build_layout(cfg.parallel), initial, bridge)
+
+
+def digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def tokenizer_hash(job: Job) -> str:
+    return digest(sorted(job.tokenizer.get_vocab().items()))

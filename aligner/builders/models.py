@@ -1,0 +1,100 @@
+"""From a job to its models in their roles: policy, reference, reward model, critic."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from aligner.builders.job import Job
+from aligner.config.derived import minibatch_samples
+from aligner.config.schema import ROLLOUT_STAGES, Config, OptimConfig
+from aligner.config.validate_model import validate_model, validate_on_gpu
+from aligner.errors import ConfigError
+from aligner.megatron.checkpoint import load_model
+from aligner.megatron.model import Head
+from aligner.megatron.train import ShardedModel
+from aligner.refit.export import EXTRA_FILE
+from aligner.roles.critic import Critic
+from aligner.roles.initial import InitialModel, resolve
+from aligner.roles.policy import Policy, Reference
+from aligner.roles.reward_model import RewardModel
+
+
+def make_model(job: Job, initial: InitialModel, head: Head, optim: OptimConfig | None, steps: int) -> ShardedModel:
+    """With `optim` a model to train for `steps` optimizer steps, else a frozen one."""
+    batch, source = job.cfg.batch, initial.source(head)
+    rows = {"packed": batch.packing, "share": batch.share_prompts}
+    model = ShardedModel(initial.config, job.layout, head, job.dtype, job.device, source, optim, steps, **rows)
+    if initial.checkpoint is not None:
+        same_head = initial.checkpoint.name == ("model" if head.kind == "score" else "policy")
+        load_model(model, initial.checkpoint, with_optimizer=False, with_head=same_head)
+    return model
+
+
+def _temperature(cfg: Config) -> float:
+    """Of the policy's distribution while it learns."""
+    return cfg.sampling.temperature if cfg.stage.name in ROLLOUT_STAGES else 1.0
+
+
+def make_policy(job: Job, steps: int, **outputs: bool) -> Policy:
+    """`outputs`: which of the policy's an update finds (`Policy`)."""
+    optim = None if job.cfg.debug.rollout_only else job.cfg.optim
+    model = job.models["policy"] = make_model(job, job.initial, Head(), optim, steps)
+    return Policy(model, job.cfg.batch, _temperature(job.cfg), **outputs)
+
+
+def make_reference(job: Job) -> Reference:
+    model = job.models["reference"] = make_model(job, job.initial, Head(), None, 0)
+    return Reference(model, job.cfg.batch, _temperature(job.cfg))
+
+
+def _scorer(job: Job, path: str, key: str) -> InitialModel:
+    """The shape and weights of a reward model; it must share the policy's tokenizer."""
+    like = dataclasses.replace(job.cfg.model, tokenizer="")
+    initial = resolve(like, path, job.cfg.seed, key=key)
+    job.contents[key] = initial.content
+    validate_model(job.cfg, initial.config, scorer=True)
+    if job.device.type == "cuda":
+        validate_on_gpu(job.cfg, initial.config)
+    if initial.tokenizer.get_vocab() != job.tokenizer.get_vocab():
+        raise ConfigError(key, path, "a model with the policy's tokenizer: scores are read from the same token ids")
+    return initial
+
+
+def make_reward_model(job: Job) -> RewardModel | None:
+    if not job.cfg.reward.model or job.cfg.debug.train_only:  # recordings come with their scores
+        return None
+    path = job.cfg.reward.model
+    initial = _scorer(job, path, "reward.model")
+    if not initial.has_scores:
+        raise ConfigError("reward.model", path, "a reward model: a run of stage rm, or a folder with score.weight")
+    if not initial.extra:
+        job.say(f"reward.model={path}: no {EXTRA_FILE} says the mean of its scores: they are not centred")
+    model = job.models["reward"] = make_model(job, initial, Head("score"), None, 0)
+    return RewardModel(model, job.cfg.batch, *_centring(job, initial))
+
+
+def _centring(job: Job, initial: InitialModel) -> tuple[float, float]:
+    """(bias, scale) of a reward model's scores."""
+    extra = initial.extra
+    return extra.get("bias", 0.0), extra.get("std", 1.0) if job.cfg.reward.model_standardize else 1.0
+
+
+def make_scorer(job: Job, outputs: int) -> RewardModel:
+    """The model of `model.init` with a head of so many scores, to be trained."""
+    model = make_model(job, job.initial, Head("score", outputs), job.cfg.optim, job.cfg.run.steps)
+    job.models["policy"] = model
+    return RewardModel(model, job.cfg.batch)
+
+
+def make_critic(job: Job, steps: int) -> Critic:
+    """From `critic.init`, by default the reward model; it then speaks in the reward model's centred, scaled scores."""
+    path = job.cfg.critic.init or job.cfg.reward.model
+    initial = _scorer(job, path, "critic.init" if job.cfg.critic.init else "reward.model")
+    model = job.models["critic"] = make_model(job, initial, Head("score"), job.cfg.critic.optim, steps)
+    bias, scale = _centring(job, initial) if path == job.cfg.reward.model else (0.0, 1.0)
+    return Critic(model, job.cfg.batch, bias, scale)
+
+
+def optimizer_steps(job: Job) -> int:
+    samples = job.cfg.batch.prompts * job.cfg.batch.group
+    return job.cfg.run.steps * job.cfg.batch.epochs * (samples // minibatch_samples(job.cfg))
