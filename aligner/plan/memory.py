@@ -6,12 +6,13 @@ what autograd keeps, as measured by `benchmarks/context_memory.py`; transients a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aligner.config.engine import message_bytes
 from aligner.errors import AlignerError
 from aligner.plan.devices import GIB, Assumptions, Device
 from aligner.plan.job import PREFILL_TOKENS, Job, Part
+from aligner.plan.linear import gathered_width, rule_activations
 from aligner.plan.reads import most_read
 from aligner.plan.shapes import (
     Count,
@@ -22,6 +23,7 @@ from aligner.plan.shapes import (
     parameters,
     rank_parameters,
     stage_layers,
+    stage_linear,
     widest_mlp,
 )
 
@@ -114,6 +116,17 @@ def layer_activations(part: Part, grid: Grid, sparse: bool) -> tuple[float, floa
     return own + (k + v) / tp, 0.0
 
 
+def _linear_activations(part: Part, grid: Grid, sparse: bool) -> tuple[float, float]:
+    """`layer_activations` of a layer of linear attention, without `rule_activations`: in place of queries, keys, values
+    and output what its products give and take."""
+    m, linear = part.shape, part.shape.linear
+    a, k, v, _ = attention_widths(m)
+    attention = ((2 if grid.context == 1 else 3) * a + k + max(v, k)) / grid.tensor
+    own = layer_activations(part, replace(grid, over_heads=True), sparse)[0] - attention
+    own += (linear.key_heads * linear.width + 2 * linear.value_heads * linear.value_head_dim) / grid.tensor
+    return own, gathered_width(m) / grid.tensor if grid.context > 1 and not grid.over_heads else 0.0
+
+
 def activation_bytes(job: Job, part: Part, stage: int) -> float:
     """Of the micro-batches that stage `stage` of a 1F1B pipeline holds at a time, min(micro-batches, stages - stage).
     With recomputation each layer keeps its input alone, and one layer at a time the rest. The last layer counts like
@@ -122,9 +135,12 @@ def activation_bytes(job: Job, part: Part, stage: int) -> float:
     count, tokens = job.micro_batches(worst=True)
     own, share = tokens / grid.context, grid.tensor if grid.sequence else 1
     layers = []
-    for sparse in stage_layers(m, grid, stage):
-        per_token, per_gathered = layer_activations(part, grid, sparse)
+    for sparse, linear in zip(stage_layers(m, grid, stage), stage_linear(m, grid, stage), strict=True):
+        per_token, per_gathered = (_linear_activations if linear else layer_activations)(part, grid, sparse)
         layers.append(per_token * own + per_gathered * tokens)
+        if linear:  # in float32; where others' tokens are gathered, of rows from their beginning
+            again = 1 + 1 / (2 * grid.context) if grid.context > 1 and not grid.over_heads else 1 / grid.context
+            layers[-1] += rule_activations(m) / grid.tensor * again * tokens * 4 / job.element
     ends = (stage == 0) * m.hidden_size / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
     kept = len(layers) * own * m.hidden_size / share if job.recompute else sum(layers)
     in_flight = min(count, grid.pipeline - stage)

@@ -15,6 +15,7 @@ from math import ceil
 from aligner.config.families import TRAITS
 from aligner.config.schema import ModelConfig
 from aligner.plan.job import Job, Part
+from aligner.plan.linear import gathered_width, linear_alike
 from aligner.plan.reads import reads
 from aligner.plan.shapes import (
     Grid,
@@ -24,6 +25,7 @@ from aligner.plan.shapes import (
     mlp_matrices,
     rank_parameters,
     stage_layers,
+    stage_linear,
 )
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
@@ -77,10 +79,12 @@ def within(calls: Iterable[Call], grid: Grid) -> list[Call]:
     return [call for call in calls if axis_size(grid, call.axis) > 1 and call.size]
 
 
-def layer_forward(part: Part, grid: Grid, tokens: float, kept: float, element: int, sparse: bool) -> Iterator[Call]:
-    """One layer (`sparse`: with experts), `tokens` of all context-parallel ranks, `kept` of them whole (`plan.reads`).
-    Tensor parallelism: the outputs of attention and MLP are summed (Megatron-LM, arXiv:1909.08053); with sequence
-    parallelism scattered, and their inputs gathered (arXiv:2205.05198)."""
+def layer_forward(
+    part: Part, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool
+) -> Iterator[Call]:
+    """One layer (`sparse`: with experts; `linear`: of linear attention), `tokens` of all context-parallel ranks, `kept`
+    of them whole (`plan.reads`). Tensor parallelism: the outputs of attention and MLP are summed (Megatron-LM,
+    arXiv:1909.08053); with sequence parallelism scattered, and their inputs gathered (arXiv:2205.05198)."""
     m, own = part.shape, tokens / grid.context
     hidden, inputs, mlps = kept / grid.context * m.hidden_size * element, _inputs(m), _mlps(m, sparse)
     if grid.sequence:
@@ -89,12 +93,14 @@ def layer_forward(part: Part, grid: Grid, tokens: float, kept: float, element: i
         yield Call("tp", "reduce_scatter", (1 + mlps) * hidden, 1 + mlps)
     else:
         yield Call("tp", "all_reduce", (1 + mlps) * hidden, 1 + mlps)
-    yield from _context(part, grid, tokens, element, backward=False)
+    yield from (_linear_context if linear else _context)(part, grid, tokens, element, backward=False)
     if sparse:
         yield _experts(part, own, element)
 
 
-def layer_backward(part: Part, grid: Grid, tokens: float, kept: float, element: int, sparse: bool) -> Iterator[Call]:
+def layer_backward(
+    part: Part, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool
+) -> Iterator[Call]:
     """The gradients of the same; with sequence parallelism the inputs of the two column-parallel products are gathered
     a second time for the gradients of their weights (experts keep theirs)."""
     m, own = part.shape, tokens / grid.context
@@ -111,7 +117,9 @@ def layer_backward(part: Part, grid: Grid, tokens: float, kept: float, element: 
     if sparse:
         copies = 1 + TRAITS[m.family].expert_bias  # the router's weight, and what is added behind experts
         yield Call("tp", "all_reduce", copies * m.moe.num_experts * m.hidden_size * element, copies)
-    yield from _context(part, grid, tokens, element, backward=True)
+    if linear:
+        yield Call("tp", "all_reduce", linear_alike(m) * element, 2)  # of the mixing's weight and the norm's
+    yield from (_linear_context if linear else _context)(part, grid, tokens, element, backward=True)
     if sparse:
         yield _experts(part, own, element)
 
@@ -138,6 +146,16 @@ def _context(part: Part, grid: Grid, tokens: float, element: int, backward: bool
         yield Call("cp", "reduce_scatter" if backward else "all_gather", tokens * (k + v) * element)
 
 
+def _linear_context(part: Part, grid: Grid, tokens: float, element: int, backward: bool) -> Iterator[Call]:
+    """The projections to all ranks, their gradients back; or they and the output over heads."""
+    m, width = part.shape, gathered_width(part.shape) / grid.tensor
+    if grid.over_heads:
+        out = m.linear.value_heads * m.linear.value_head_dim / grid.tensor
+        yield Call("cp", "all_to_all", tokens / grid.context * (width + out) * element, 2)
+    else:
+        yield Call("cp", "reduce_scatter" if backward else "all_gather", tokens * width * element)
+
+
 def _experts(part: Part, own: float, element: int) -> Call:
     m = part.shape
     return Call("ep", "all_to_all", 2 * own * m.moe.top_k * m.hidden_size * element, 2)
@@ -159,11 +177,11 @@ def pass_calls(job: Job, part: Part, stage: int, tokens: float, backward: bool) 
     read, kept = reads(job, part, tokens), [tokens] * len(layers)
     if last:
         kept[-1] = read.kept
-    each = list(zip(kept, layers, strict=True))
+    each = list(zip(kept, layers, stage_linear(m, grid, stage), strict=True))
     again = 2 if backward and job.recompute else 1
-    calls = _sum(layer_forward(part, grid, tokens, k, e, sparse) for k, sparse in each * again)
+    calls = _sum(layer_forward(part, grid, tokens, k, e, *kind) for k, *kind in each * again)
     if backward:
-        calls += _sum(layer_backward(part, grid, tokens, k, e, sparse) for k, sparse in each)
+        calls += _sum(layer_backward(part, grid, tokens, k, e, *kind) for k, *kind in each)
     if stage == 0:
         calls.append(Call("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden))
         if backward and grid.sequence:
@@ -205,11 +223,12 @@ def step_calls(job: Job, part: Part, stage: int) -> list[Call]:
             calls.append(Call(axis, "all_gather", times * float(e * dense + 4 * score), times))
         else:
             calls.append(Call(axis, "all_reduce", 4.0 * (dense + score)))
+    linear = stage_linear(m, grid, stage)
     if grid.sequence:
-        norms = layer_norms(m) * (m.num_layers // grid.pipeline) + m.hidden_size * (stage == grid.pipeline - 1)
+        norms = sum(layer_norms(m, each) for each in linear) + m.hidden_size * (stage == grid.pipeline - 1)
         calls.append(Call("tp", "all_reduce", 4.0 * norms))
     elif m.qk_norm:  # of which every tensor rank sees its own heads' part
-        calls.append(Call("tp", "all_reduce", 8.0 * m.kv_channels * (m.num_layers // grid.pipeline)))
+        calls.append(Call("tp", "all_reduce", 8.0 * m.kv_channels * linear.count(False)))
     if m.tie_embeddings and part.head == "lm" and stage in (0, grid.pipeline - 1):
         calls.append(Call("ends", "all_reduce", 4.0 * -(-m.vocab_size // grid.tensor) * m.hidden_size))
     return within(calls, grid)
@@ -278,5 +297,6 @@ def _copied(part: Part, grid: Grid, stage: int) -> int:
 def _replicated(part: Part, grid: Grid, stage: int) -> int:
     """Parameters of a stage that every tensor rank holds whole."""
     m = part.shape
-    layers = [layer_norms(m) + sparse * mlp_matrices(m, True) for sparse in stage_layers(m, grid, stage)]
+    layers = [sparse * mlp_matrices(m, True) for sparse in stage_layers(m, grid, stage)]
+    layers += [layer_norms(m, linear) + linear * linear_alike(m) for linear in stage_linear(m, grid, stage)]
     return sum(layers) + m.hidden_size * (stage == grid.pipeline - 1)
