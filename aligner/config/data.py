@@ -11,7 +11,7 @@ from typing import Any
 from aligner.config.checks import at_least, one_of
 from aligner.errors import ConfigError
 
-DATA_FORMATS = ("auto", "messages", "prompt_completion", "preference", "prompt", "alpaca", "sharegpt")
+DATA_FORMATS = ("auto", "messages", "prompt_completion", "preference", "prompt", "text", "alpaca", "sharegpt")
 RENDERING = {"messages", "tools", "chat_template", "add_generation_prompt", "tokenize"}  # no template_arguments
 
 
@@ -54,6 +54,7 @@ class DataConfig:
     overlong: str = "drop"  # drop, truncate
     shuffle: bool = True  # anew in each epoch
     loss_on: str = "assistant"  # assistant, all
+    across_documents: bool = False  # format text: attention and positions go on over the documents of a row
     chat_template: str = "auto"  # auto: the tokenizer's (docs/data.md); a shipped one's name, or a file
     template_arguments: dict[str, Any] = field(default_factory=dict)  # of the chat template: {enable_thinking: false}
 

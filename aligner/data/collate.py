@@ -13,10 +13,15 @@ from aligner.types import TrainBatch
 
 
 def collate_sft(items: Sequence[SftItem], pad_id: int, multiple: int = 1) -> TrainBatch:
-    """B items -> tokens [B, T], loss_mask [B, T]; T is the longest item, rounded up to `multiple`."""
+    """B items -> tokens [B, T], loss_mask [B, T], and documents [B, T] if any item has several; T is the longest item,
+    rounded up to `multiple`."""
     tokens, lengths = _pad([item.tokens for item in items], pad_id, np.int64, multiple)
     mask, _ = _pad([item.loss_mask for item in items], 0, np.float32, multiple)
-    return TrainBatch(tokens=tokens, lengths=lengths, loss_mask=mask)
+    documents = None
+    if any(item.documents is not None for item in items):
+        numbers = [np.zeros(len(item.tokens)) if item.documents is None else item.documents for item in items]
+        documents, _ = _pad(numbers, 0, np.int64, multiple)
+    return TrainBatch(tokens=tokens, lengths=lengths, loss_mask=mask, documents=documents)
 
 
 def collate_preference(items: Sequence[PreferenceItem], pad_id: int, multiple: int = 1) -> TrainBatch:

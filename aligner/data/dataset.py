@@ -28,6 +28,7 @@ CHUNK = 2048  # rows tokenized by one call: bounds the lists that exist at one t
 class SftItem(NamedTuple):
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # uint8 [T]
+    documents: np.ndarray | None = None  # int64 [T] numbers of the documents in a row of several; None: it is one
 
 
 class PreferenceItem(NamedTuple):

@@ -26,6 +26,7 @@ NEEDS = {
     "prompt_completion": ("prompt", "completion"),
     "preference": ("chosen", "rejected"),
     "prompt": ("prompt",),
+    "text": ("text",),
     "sharegpt": ("conversations",),
     "alpaca": ("instruction",),
 }
@@ -63,6 +64,14 @@ class ScoredRow:
     scores: tuple[float, ...]
     where: str = ""
     tools: Tools | None = None
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """A document, for continued pre-training."""
+
+    text: str
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,6 +143,17 @@ def _sft_row(kind: str, where: str, row: dict[str, Any]) -> SftRow:
         return SftRow(messages=messages, where=where, tools=_tools(row, messages, where))
     prompt, completion = _pair(row, "completion", where)
     return SftRow(prompt=prompt, completion=completion, where=where, tools=_tools(row, prompt, where))
+
+
+def text_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedRows[TextRow]:
+    """Documents, of the column `text`."""
+    return TypedRows(rows, data, ("text",), _text_row)
+
+
+def _text_row(_: str, where: str, row: dict[str, Any]) -> TextRow:
+    if not isinstance(row["text"], str):
+        raise DataError(f"{where}: text={str(row['text'])[:80]!r}: expected a string (data.columns)")
+    return TextRow(row["text"], where)
 
 
 def preference_rows(

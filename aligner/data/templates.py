@@ -32,6 +32,12 @@ def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     return [found[text] for text in texts]
 
 
+def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
+    """Plain texts with EOS behind them, and BOS before them if the tokenizer adds one."""
+    bos, eos = _bos(tokenizer), tokenizer.eos_token_id
+    return [_with_eos(_with_bos(ids, bos), eos) for ids in encode_plain(tokenizer, texts)]
+
+
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Text],

@@ -9,8 +9,9 @@ import torch
 
 from aligner.config.preference import PreferenceConfig
 from aligner.data.collate import collate_pairs, collate_preference, collate_scored, collate_sft
-from aligner.data.dataset import PairDataset, SftDataset
+from aligner.data.dataset import PairDataset, SftItem
 from aligner.errors import ConfigError
+from aligner.ops.documents import apart
 from aligner.ops.preference import Labels, agreement, measure, pair_losses, rewards, total
 from aligner.ops.reward_loss import bradley_terry, regression
 from aligner.roles.policy import Policy, Reference
@@ -31,12 +32,12 @@ def _mine(model, dataset: Sequence, limit: int) -> list:
     return [dataset[i] for i in range(count)[share(count, layout.data, layout.dp_rank)]]
 
 
-def held_out_loss(policy: Policy, dataset: SftDataset, limit: int) -> ScalarMetrics:
+def held_out_loss(policy: Policy, dataset: Sequence[SftItem], limit: int) -> ScalarMetrics:
     """eval/loss: mean negative log-likelihood per loss-carrying token, nats."""
     items = _mine(policy.model, dataset, limit)
     total, count = 0.0, 0.0
     if items:
-        batch = collate_sft(items, 0)
+        batch = apart(collate_sft(items, 0))
         total = -float((policy.logprobs(batch, batch.loss_mask) * batch.loss_mask).sum())
         count = float(batch.loss_mask.sum())
     return reduce_metrics({"eval/loss": (total, count)}, {}, policy.model.layout.pgs.dp)

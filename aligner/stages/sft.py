@@ -20,7 +20,7 @@ from aligner.config.derived import evaluation_functions
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_sft
 from aligner.data.dataset import SftDataset
-from aligner.data.formats import sft_rows
+from aligner.data.text import TextDataset, sft_dataset
 from aligner.ops.aggregate import aggregate, denominator
 from aligner.roles.policy import Policy, TokenOutputs
 from aligner.rollout.heldout import held_out_loss
@@ -38,8 +38,8 @@ def main(job: Job) -> None:
     finish(job, run, policy.model)
 
 
-def _rows(job: Job, path: str, key: str, data: DataConfig) -> SftDataset:
-    dataset = SftDataset(sft_rows(rows_of(job, path, key), data), job.tokenizer, data, key)
+def _rows(job: Job, path: str, key: str, data: DataConfig) -> SftDataset | TextDataset:
+    dataset = sft_dataset(rows_of(job, path, key), job.tokenizer, data, key)
     job.say(dataset.report)
     return dataset
 

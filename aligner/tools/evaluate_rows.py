@@ -12,11 +12,13 @@ from aligner.builders.models import make_model
 from aligner.cluster.env import RankEnv
 from aligner.config.schema import Config, DebugConfig, EngineConfig, ParallelConfig, StageConfig
 from aligner.data.collate import collate_preference, collate_scored, collate_sft
-from aligner.data.dataset import PreferenceDataset, ScoredDataset, SftDataset
-from aligner.data.formats import preference_rows, scored_rows, sft_rows
+from aligner.data.dataset import PreferenceDataset, ScoredDataset
+from aligner.data.formats import preference_rows, scored_rows
 from aligner.data.readers import read_rows
+from aligner.data.text import sft_dataset
 from aligner.megatron.groups import leave_distributed
 from aligner.megatron.model import Head
+from aligner.ops.documents import apart, together
 from aligner.ops.reward_loss import bradley_terry, regression
 from aligner.refit.export import read_extra
 from aligner.roles.policy import Policy
@@ -47,12 +49,13 @@ def _first(job: Job, dataset: Any) -> list:
 def _losses(job: Job) -> Measured:
     """eval/loss: mean negative log-likelihood of the tokens that carry loss, nats."""
     cfg = job.cfg
-    rows = sft_rows(read_rows(cfg.data.eval, "data.eval"), cfg.data)
-    items = _first(job, SftDataset(rows, job.tokenizer, cfg.data, "data.eval"))
+    rows = read_rows(cfg.data.eval, "data.eval")
+    items = _first(job, sft_dataset(rows, job.tokenizer, cfg.data, "data.eval"))
     policy = Policy(make_model(job, job.initial, Head(), None, 0), cfg.batch, 1.0, entropy=False)
     batch = collate_sft(items, job.tokenizer.pad_token_id)
-    losses = -(policy.logprobs(batch, batch.loss_mask) * batch.loss_mask).sum(1)
-    counts = batch.loss_mask.sum(1).tolist()
+    documents = apart(batch)
+    nll = -(policy.logprobs(documents, documents.loss_mask) * documents.loss_mask)
+    losses, counts = together(nll, batch).sum(1), batch.loss_mask.sum(1).tolist()
     records = [
         {"text": job.tokenizer.decode(item.tokens.tolist()), "tokens": int(n), "loss": loss / n}
         for item, loss, n in zip(items, losses.tolist(), counts, strict=True)
