@@ -29,7 +29,8 @@ class PreferenceConfig:
     gamma: float = 0.0  # subtracted from beta * h: the margin that SimPO wants
     margin: bool = False  # subtract the row's `margin` column from beta * h
     length: str = "auto"  # sum, mean: of an answer's log-ratios over its tokens; auto: mean for ipo, else sum
-    reference: str = "model"  # model: a frozen copy of model.init; none: logprobs in place of log-ratios
+    # model: a frozen copy of model.init; stored: its logprobs, computed before training; none: no log-ratios, logprobs
+    reference: str = "model"
     f_divergence: str = "reverse_kl"  # reverse_kl, forward_kl, js, alpha
     f_alpha: float = 0.5  # of f_divergence=alpha; 1 is reverse_kl
     ld_alpha: float = 1.0  # weight of an answer's tokens beyond the length of the shorter one
@@ -58,8 +59,10 @@ class PreferenceConfig:
         within(f"{KEY}.label_smoothing", self.label_smoothing, 0, 0.5)
         one_of(f"{KEY}.length", self.length, ("auto", "sum", "mean"))
         if self.reference == "adapter":
-            raise ConfigError(f"{KEY}.reference", "adapter", "model or none: there are no adapters to switch off")
-        one_of(f"{KEY}.reference", self.reference, ("model", "none"))
+            raise ConfigError(
+                f"{KEY}.reference", "adapter", "model, stored or none: there are no adapters to switch off"
+            )
+        one_of(f"{KEY}.reference", self.reference, ("model", "stored", "none"))
         one_of(f"{KEY}.f_divergence", self.f_divergence, DIVERGENCES)
         at_least(f"{KEY}.f_alpha", self.f_alpha, 0)
         within(f"{KEY}.ld_alpha", self.ld_alpha, 0, 1)
@@ -96,7 +99,7 @@ class PreferenceConfig:
         if self.reference == "none":
             separable = [name for name in self.loss if name in SEPARABLE]
             if separable:
-                expected = f"model with {', '.join(separable)}: 0 is where the reference stands"
+                expected = f"model or stored with {', '.join(separable)}: 0 is where the reference stands"
                 raise ConfigError(f"{KEY}.reference", "none", expected)
             if self.f_divergence != "reverse_kl":
                 expected = f"reverse_kl with {KEY}.reference=none: a divergence from what?"

@@ -34,10 +34,13 @@ def collate_preference(items: Sequence[PreferenceItem], pad_id: int, multiple: i
 
 def collate_pairs(items: Sequence[PairItem], pad_id: int, multiple: int = 1) -> TrainBatch:
     """B pairs -> 2B rows: chosen in rows 0, 2, 4.., rejected in rows 1, 3, 5..; loss_mask [2B, T] is 1 on the answers;
-    labels [2B, 3]: the pair's margin, the answer's reward, the pair's weight."""
+    labels [2B, 3]: the pair's margin, the answer's reward, the pair's weight; ref_logprobs [2B, T] where the items have
+    them."""
     batch = collate_sft([answer for item in items for answer in (item.chosen, item.rejected)], pad_id, multiple)
     numbers = [(i.margin, reward, i.weight) for i in items for reward in (i.chosen_reward, i.rejected_reward)]
-    return replace(batch, labels=torch.tensor(numbers, dtype=torch.float32))
+    stored = [row for item in items if item.reference is not None for row in item.reference]
+    reference = _pad(stored, 0.0, np.float32, multiple)[0] if stored else None
+    return replace(batch, labels=torch.tensor(numbers, dtype=torch.float32), ref_logprobs=reference)
 
 
 def collate_scored(items: Sequence[ScoredItem], pad_id: int, multiple: int = 1) -> TrainBatch:

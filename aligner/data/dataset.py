@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,7 @@ class PairItem(NamedTuple):
     chosen_reward: float
     rejected_reward: float
     weight: float  # 1 where the row has none
+    reference: tuple[np.ndarray, np.ndarray] | None = None  # float32 logprobs [T] of both, where they are stored
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -278,6 +280,7 @@ class PairDataset:
             self._tokens.pack()
             self._mask.pack()
         self._numbers = np.asarray(numbers, dtype=np.float32).reshape(-1, 4)
+        self.reference: np.ndarray | None = None  # float32 [self.tokens], where stage dpo stores it
         if equal:
             self.report.note(f"{equal} pairs have equal answers: they have no gradient")
         _check_left(self.report, shortest, cut)
@@ -287,7 +290,28 @@ class PairDataset:
 
     def __getitem__(self, index: int) -> PairItem:
         chosen, rejected = (SftItem(self._tokens[i], self._mask[i]) for i in (2 * index, 2 * index + 1))
-        return PairItem(chosen, rejected, *map(float, self._numbers[index]))
+        numbers = map(float, self._numbers[index])
+        if self.reference is None:
+            return PairItem(chosen, rejected, *numbers)
+        a, b, c = self.place(index)
+        return PairItem(chosen, rejected, *numbers, (self.reference[a:b], self.reference[b:c]))
+
+    @property
+    def tokens(self) -> int:
+        """Of all pairs."""
+        return int(self._tokens.offsets[-1])
+
+    def place(self, index: int) -> tuple[int, int, int]:
+        """Where a pair's chosen answer begins among all tokens, its rejected one, and the next pair."""
+        a, b, c = self._tokens.offsets[2 * index : 2 * index + 3]
+        return int(a), int(b), int(c)
+
+    def digest(self) -> bytes:
+        """Of all tokens and what of them is learned."""
+        found = hashlib.sha256(self._tokens.offsets.tobytes())
+        for row in range(len(self._tokens)):
+            found.update(self._tokens[row].tobytes() + self._mask[row].tobytes())
+        return found.digest()
 
     @property
     def lengths(self) -> np.ndarray:

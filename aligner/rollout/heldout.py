@@ -68,13 +68,15 @@ def held_out_pairs(
     reading: Callable[[], AbstractContextManager],
 ) -> ScalarMetrics:
     """eval/accuracy (the chosen answer has the larger reward; a tie is half right), eval/margin (of the rewards) and
-    eval/loss (no NLL, no weights of rows). The models are read within `reading`."""
+    eval/loss (no NLL, no weights of rows). The models are read within `reading`; without `reference` the rows have its
+    logprobs, or there are none."""
     items, group = _mine(policy.model, dataset, limit), policy.model.layout.pgs.dp
     names, found = ("accuracy", "margin", "loss"), [torch.zeros(0)] * 3
     if items:
         batch = collate_pairs(items, 0)
         with reading():
-            own, theirs = (model and model.logprobs(batch, batch.loss_mask) for model in (policy, reference))
+            own = policy.logprobs(batch, batch.loss_mask)
+            theirs = reference.logprobs(batch, batch.loss_mask) if reference else batch.ref_logprobs
         answers, labels = measure(own, theirs, batch.loss_mask, cfg.ld_alpha), Labels.of(batch.labels, cfg)
         chosen, rejected = rewards(answers, labels, cfg)
         found = [agreement(chosen, rejected), chosen - rejected, total(pair_losses(answers, labels, cfg), cfg)]

@@ -1,6 +1,6 @@
 """Preference losses on pairs: DPO (Rafailov et al. 2023) and its relatives, one row of a table each.
 
-pairs of the step -> logprobs by the reference -> logprobs, losses of the pairs, NLL of the chosen -> optimizer step
+pairs of the step -> logprobs by the reference, or stored -> losses of the pairs, NLL of the chosen -> optimizer step
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from aligner.builders.data import make_batches, make_training_set, rows_of
 from aligner.builders.job import Job
 from aligner.builders.models import make_policy, make_reference
 from aligner.builders.runs import finish, make_run
+from aligner.builders.stored import store_reference
 from aligner.config.data import DataConfig
 from aligner.config.preference import KEY, PreferenceConfig
 from aligner.data.batches import BatchSource
@@ -46,15 +47,18 @@ Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (numerator, denominator)
 
 def main(job: Job) -> None:
     cfg, preference = job.cfg, job.cfg.algorithm.preference
-    batches = make_batches(job, make_training_set(job, partial(_rows, job)), collate_pairs)
+    train = make_training_set(job, partial(_rows, job))
+    held_out = _rows(job, cfg.data.eval, "data.eval", cfg.data) if cfg.data.eval else None
+    if preference.reference == "stored":
+        store_reference(job, train, held_out)
+    batches = make_batches(job, train, collate_pairs)
     policy = make_policy(job, cfg.run.steps, entropy=False, log_squares=preference.wpo)
     reference, evaluation = make_reference(job) if preference.reference == "model" else None, None
-    if cfg.data.eval:
-        held_out = _rows(job, cfg.data.eval, "data.eval", cfg.data)
+    if held_out is not None:
         logprobs = partial(job.timers, "logprobs")
         evaluation = partial(held_out_pairs, policy, reference, held_out, preference, cfg.eval.prompts, logprobs)
     run = make_run(job, {"policy": policy.model}, {"data": batches.stream}, evaluation)
-    checks = FirstStepChecks(cfg.debug.first_step_checks and reference is not None)
+    checks = FirstStepChecks(cfg.debug.first_step_checks and preference.reference != "none")
     dpo(run, policy, reference, batches, preference, checks)
     finish(job, run, policy.model)
 

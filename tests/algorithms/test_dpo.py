@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 
 import pytest
 import torch
@@ -158,6 +159,33 @@ def test_cuts_and_packing_give_the_same_run(first_steps):
         for name, other in itertools.product(METRICS[:10], others):
             if name != "rewards/accuracies":  # of ties at the first step, which rounding breaks
                 assert other[name] == pytest.approx(record[name], abs=2e-4), (record["step"], name)
+
+
+def test_a_stored_reference_is_the_model(tiny_data, tiny_runs, tmp_path, first_steps, capsys):
+    """The same run without a second model; read again for the same weights and rows, else made anew."""
+
+    def go(name, *more):
+        start = [f"model.init={tiny_runs['sft']}", "debug.first_step_checks=true", "run.eval_every=1"]
+        start += [f"data.eval={tiny_data / 'pairs.jsonl'}", "algorithm.preference.reference=stored", *more]
+        capsys.readouterr()
+        found = run(name, tiny_data, tmp_path / name, *start)
+        return stages.records(found), [line for line in capsys.readouterr().out.splitlines() if "reference" in line]
+
+    records, said = go("a")
+    assert len(said) == 2 and all("written to" in line for line in said)
+    for record, other in zip(records, first_steps("plain"), strict=True):
+        for name in METRICS:
+            if name in other and not name.startswith("time/") and name not in ("rewards/accuracies", "eval/accuracy"):
+                assert record[name] == pytest.approx(other[name], abs=1e-5), (record["step"], name)
+    files = sorted((tmp_path / "a/reference").iterdir())
+    assert [file.name for file in files] == ["eval.safetensors", "train-0.safetensors"]
+    shutil.copytree(tmp_path / "a/reference", tmp_path / "b/reference")
+    again, said = go("b")
+    assert all("read from" in line for line in said) and again[-1]["dpo/loss"] == records[-1]["dpo/loss"]
+    shutil.copytree(tmp_path / "a/reference", tmp_path / "c/reference")
+    (tmp_path / "c/reference/eval.safetensors").write_bytes(files[0].read_bytes()[:99])  # torn
+    other = stages.stage("sft", tiny_data, tmp_path / "sft", "run.steps=1", f"model.init={tiny_runs['sft']}")
+    assert all("written to" in line for line in go("c", f"model.init={other}")[1])  # of other weights
 
 
 def test_a_first_step_that_is_not_its_value_is_refused(tiny_data, tiny_runs, tmp_path, monkeypatch):

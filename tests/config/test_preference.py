@@ -24,7 +24,7 @@ RECIPES = sorted(p.stem for p in (conf_dir() / "experiment").glob("*.yaml") if "
         (["loss=[robust]", "label_smoothing=0.5"], "label_smoothing", "< 0.5 with robust"),
         (["loss=[ipo]", "label_smoothing=0.1"], "label_smoothing", "0 without a loss that reads it"),
         (["reference=adapter"], "reference", "no adapters"),
-        (["reference=copy"], "reference", "model, none"),
+        (["reference=copy"], "reference", "model, stored, none"),
         (["loss=[ipo]", "gamma=1"], "gamma", "0.0 with ipo"),
         (["loss=[sigmoid,bco_pair]", "gamma=1"], "gamma", "bco_pair"),
         (["loss=[apo_zero]", "f_divergence=js"], "f_divergence", "apo_zero"),

@@ -33,7 +33,7 @@ def arguments(stage: str, runs: dict) -> list[str]:
         + {
             "sft": [],
             "rm": [f"model.init={runs['sft']}"],
-            "dpo": [f"model.init={runs['sft']}", "algorithm.preference={wpo: true, nll_coef: 0.1}"],
+            "dpo": [f"model.init={runs['sft']}", "algorithm.preference={wpo: true, nll_coef: 0.1, reference: stored}"],
             "grpo": [f"model.init={runs['sft']}", "reward.normalize=true", "batch.epochs=2", kl % "loss"],
             "ppo": [f"model.init={runs['sft']}", f"reward.model={runs['rm']}", "reward.normalize=true", kl % "reward"],
         }[stage]

@@ -1,0 +1,96 @@
+"""Reference logprobs of whole datasets, computed once before training and kept in the run folder: while the policy
+trains there is no second model."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from aligner.builders.parts import Job, make_reference
+from aligner.data.collate import collate_pairs
+from aligner.data.dataset import PairDataset
+from aligner.data.mixture import Mixture
+from aligner.roles.initial import shape_of
+from aligner.roles.policy import Reference
+from aligner.rollout.sharing import share
+from aligner.types import TrainBatch
+
+PAIRS = 1024  # of all ranks, computed between two looks at the data
+
+
+def store_reference(job: Job, train: PairDataset | Mixture, held_out: PairDataset | None) -> None:
+    """Give each of their datasets the logprobs of its tokens by the model of `model.init`: from <run.dir>/reference/<name>
+    where they were computed for the same weights, tokens and dtype; else computed there, with a model that is gone
+    afterwards. Collective."""
+    parts = list(train.parts.values()) if isinstance(train, Mixture) else [train]
+    datasets: dict[str, PairDataset] = {f"train-{i}": part for i, part in enumerate(parts)}
+    datasets |= {"eval": held_out} if held_out is not None else {}
+    reference = None
+    for name, dataset in datasets.items():
+        file, key = Path(job.cfg.run.dir) / "reference" / f"{name}.safetensors", _key(job, dataset)
+        found = _read(file, key) if job.env.rank == 0 else None
+        known = torch.tensor(int(found is not None), device=job.device)
+        dist.broadcast(known, 0)
+        if known:
+            values = torch.zeros(dataset.tokens, device=job.device) if found is None else found.to(job.device)
+            dist.broadcast(values, 0)
+        else:
+            reference = reference or make_reference(job)
+            values = _compute(reference, dataset)
+            if job.env.rank == 0:
+                _write(file, key, values)
+        job.say(f"{dataset.report.key}: reference logprobs {'read from' if known else 'written to'} {file}")
+        dataset.reference = values.cpu().numpy()
+    job.models.pop("reference", None)
+
+
+def _key(job: Job, dataset: PairDataset) -> str:
+    """Changes with whatever the numbers depend on: weights, and the tokens that template and limits left."""
+    initial = job.initial
+    digest = hashlib.sha256(repr((initial.content, initial.seed, shape_of(initial.config), str(job.dtype))).encode())
+    digest.update(dataset.digest())
+    return digest.hexdigest()
+
+
+def _read(file: Path, key: str) -> Tensor | None:
+    """None where there is no whole file of this key."""
+    if not file.is_file():
+        return None
+    try:
+        with safe_open(file, "pt") as content:
+            return content.get_tensor("logprobs") if content.metadata() == {"key": key} else None
+    except SafetensorError:
+        return None
+
+
+def _write(file: Path, key: str, values: Tensor) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    save_file({"logprobs": values.cpu()}, part, {"key": key})
+    os.replace(part, file)
+
+
+def _compute(reference: Reference, dataset: PairDataset) -> Tensor:
+    """float32 [dataset.tokens], 0 outside the answers, the same on all ranks."""
+    layout, found = reference.model.layout, torch.zeros(dataset.tokens)
+    for first in range(0, len(dataset), PAIRS):
+        pairs = range(first, min(first + PAIRS, len(dataset)))
+        mine = pairs[share(len(pairs), layout.data, layout.dp_rank)]
+        if not mine:  # ranks that share experts call together
+            reference.logprobs(TrainBatch(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0), torch.zeros(0, 1)))
+            continue
+        batch = collate_pairs([dataset[i] for i in mine], 0)
+        each = reference.logprobs(batch, batch.loss_mask) * batch.loss_mask
+        inside = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
+        start, end = dataset.place(mine[0])[0], dataset.place(mine[-1])[2]
+        found[start:end] = each[inside]  # pairs next to each other, row after row
+    found = found.to(reference.model.device)
+    dist.all_reduce(found, group=layout.pgs.dp)
+    return found
