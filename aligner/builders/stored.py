@@ -26,9 +26,9 @@ PAIRS = 1024  # of all ranks, computed between two looks at the data
 
 
 def store_reference(job: Job, train: PairDataset | Mixture, held_out: PairDataset | None) -> None:
-    """Give each of their datasets the logprobs of its tokens by the model of `model.init`: from <run.dir>/reference/<name>
-    where they were computed for the same weights, tokens and dtype; else computed there, with a model that is gone
-    afterwards. Collective."""
+    """Give each of their datasets the logprobs of its tokens by the model of `model.init`: from <run.dir>/reference, if
+    they were computed for the same weights, tokens and dtype; else computed, with a model that is gone afterwards, and
+    written there. Collective."""
     parts = list(train.parts.values()) if isinstance(train, Mixture) else [train]
     datasets: dict[str, PairDataset] = {f"train-{i}": part for i, part in enumerate(parts)}
     datasets |= {"eval": held_out} if held_out is not None else {}

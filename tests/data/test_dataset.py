@@ -98,7 +98,7 @@ def test_pairs_are_two_rows_as_sft_has_them(byte, chatml):
                 item = getattr(data[i], name)
                 assert item.tokens.tolist() == tokens and item.loss_mask.tolist() == mask
                 assert tokens.count(tokenizer.eos_token_id) - tokens[: mask.index(1)].count(tokenizer.eos_token_id) == 1
-        assert data[0][2:] == (1.5, 2.0, -1.0, 0.5) and data[1][2:] == (0.0, 0.0, 0.0, 1.0)
+        assert data[0][2:6] == (1.5, 2.0, -1.0, 0.5) and data[1][2:6] == (0.0, 0.0, 0.0, 1.0)
         assert data.lengths.tolist() == [sum(data[i].lengths) for i in range(len(some))]
 
 
