@@ -4,12 +4,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from aligner.config.resolve import compose
 from aligner.config.schema import DataConfig
 from aligner.data.collate import collate_sft
 from aligner.data.dataset import SftItem
 from aligner.data.formats import text_rows
 from aligner.data.text import TextDataset
 from aligner.errors import DataError
+from aligner.tools.evaluate import evaluate
 from tests import stages
 
 TEXTS = ["abcdefghij", "k", "", "lmnop", "q" * 23, "rs"]
@@ -108,3 +110,17 @@ def test_the_loss_is_that_of_transformers(tiny_data, byte, corpus, tmp_path, mor
     wanted = expected_loss(start, data)
     assert record["sft/loss"] == pytest.approx(wanted, rel=1e-5)
     assert record["eval/loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_text_beside_answers_and_what_eval_says_of_it(tiny_data, byte, corpus, tmp_path):
+    """A batch of both kinds; and `aligner eval`, whose mean over rows is that over documents."""
+    root, texts, start = corpus
+    text = f"{{path: {root / 'train.jsonl'}, format: text}}"
+    answers = f"{{path: {tiny_data / 'train.jsonl'}, name: answers}}"
+    both = [f"data.sources=[{text}, {answers}]", "data.train=''", f"model.init={start}", "run.steps=1"]
+    run = stages.stage("sft", tiny_data, tmp_path / "run", *both)
+    (record,) = stages.records(run)
+    assert record["data/train/epoch"] > 0 and record["data/answers/epoch"] > 0
+    cfg = compose(stages.overrides("sft", tiny_data, start, f"data.eval={root / 'train.jsonl'}", "data.format=text"))
+    found = evaluate(cfg)
+    assert found["eval/loss"] == pytest.approx(expected_loss(start, make(byte, 32, texts)), rel=1e-5)
