@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aligner.builders.parts import Job, make_reference
+from aligner.builders.job import Job
+from aligner.builders.models import make_reference
 from aligner.data.collate import collate_pairs
 from aligner.data.dataset import PairDataset
 from aligner.data.mixture import Mixture
