@@ -43,6 +43,9 @@ CASES = {
     "biased experts, tp2": (replace(GPT_OSS, num_layers=2), {"tensor": 2}, 2, {}),
     "latent": (DEEPSEEK, {}, 1, {}),
     "linear attention, cp2": (MORE["qwen3_next"], {"context": 2}, 2, {}),
+    "latent, tp2": (DEEPSEEK, {"tensor": 2}, 2, {}),
+    "latent, tp2, sequence": (DEEPSEEK, {"tensor": 2, **SEQ}, 2, {}),
+    "latent, cp2": (DEEPSEEK, {"context": 2}, 2, {}),
     "score, tp2, dp2": (LLAMA, {"tensor": 2, **SEQ}, 4, {"outputs": 3}),
     "tp2 pp2": (UNTIED, {"tensor": 2, "pipeline": 2, **SEQ}, 4, {}),
     # what nobody reads is left out: prompts of 2/3 of the tokens, and of a row all but the last token
