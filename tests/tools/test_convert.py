@@ -18,13 +18,14 @@ from aligner.data.tokenizer import byte_tokenizer, train_tokenizer
 from aligner.megatron.checkpoint_files import write_manifest
 from aligner.models.safetensors_io import INDEX, open_hf
 from tests.ranks import RankError
-from tests.tiny import MODELS, MOE, MORE, WINDOWS, transformers_model, write_folder
+from tests.tiny import DEEPSEEK, MODELS, MOE, MORE, WINDOWS, transformers_model, write_folder
 
 pytestmark = pytest.mark.multirank
 MODELS = {
     "gemma3": replace(WINDOWS["gemma3"], vocab_size=263),  # tied; three vocabulary rows are padding at TP=2
     "qwen2": replace(MODELS["qwen2"], vocab_size=263, tie_embeddings=False),
     "qwen3_moe": replace(MOE, vocab_size=263, tie_embeddings=False),
+    "deepseek_v3": replace(DEEPSEEK, num_layers=6, vocab_size=263, moe=replace(DEEPSEEK.moe, num_experts=6, top_k=3)),
     "olmo2": replace(MORE["olmo2"], num_layers=6, vocab_size=263),
     "phi3": replace(MORE["phi3"], num_layers=6, vocab_size=263),
     "biases": replace(MORE["llama-biases"], num_layers=6, vocab_size=263),
@@ -71,6 +72,7 @@ def convert(ranks, what, source, target, world=1, error="", **options):
         ("biases", "lm", 2, ParallelConfig(tensor=2)),
         ("phi3", "lm", 2, ParallelConfig(tensor=2)),
         ("gpt_oss", "lm", 4, ParallelConfig(tensor=2, expert=2)),
+        ("deepseek_v3", "lm", 2, ParallelConfig(tensor=2)),
     ],
 )
 def test_any_layout_in_and_out(ranks, tmp_path, name, head, world, parallel):
