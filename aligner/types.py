@@ -56,7 +56,7 @@ class Generations:
     finish_reason: Tensor  # int64 [N], STOP or LENGTH
     weight_version: int
     full_logprobs: Tensor | None = None  # float32 [N, R], of the tempered full distribution, if top-p/top-k/min-p cut
-    routing: Tensor | None = None  # uint8 or int16 [N, P + R, layers, top_k]: see ops/routing.py; of the prompts too
+    routing: Tensor | None = None  # uint8 or int16 [N, P + R, layers, top_k]: ops/packing/routing.py; of prompts too
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from aligner.ops.products import product_into
+from aligner.ops.kernels.products import product_into
 
 PACKAGES = ("torch", "megatron-core", "transformers")
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from aligner.config.schema import BatchConfig, ModelConfig
-from aligner.ops.wide_products import widened
+from aligner.ops.kernels.bfloat16_products import widened
 from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import Engine, Job, Part, Rows
 from aligner.plan.reads import reads

@@ -23,7 +23,7 @@ from aligner.megatron.groups import build_layout, init_distributed
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import random_source
-from aligner.ops.narrow import WORTH
+from aligner.ops.packing.needed import WORTH
 from aligner.roles.policy import Policy
 from aligner.stages.sft import sft_loss
 from aligner.types import TrainBatch

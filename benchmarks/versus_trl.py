@@ -35,7 +35,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from aligner.ops.wide_products import widened
+from aligner.ops.kernels.bfloat16_products import widened
 from benchmarks.versus.workload import SIZES, Work, build
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ from aligner.config.preference import PreferenceConfig
 from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from aligner.megatron import moe
 from aligner.megatron.model import Head
-from aligner.ops import advantages
+from aligner.ops.rl import advantages
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel

@@ -1,5 +1,5 @@
-"""From a rollout's token rewards to its advantages, by `algorithm.advantage`: the formulas are in `ops/advantages.py`
-and `ops/token_advantages.py`."""
+"""From a rollout's token rewards to its advantages, by `algorithm.advantage`: formulas are in `ops/rl/advantages.py`
+and `ops/rl/token_advantages.py`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from aligner.config.algorithm import WHITENED, AlgorithmConfig
 from aligner.config.rewards import RewardConfig
 from aligner.config.schema import Config
 from aligner.errors import ConfigError
-from aligner.ops import advantages as ops
-from aligner.ops.token_advantages import broadcast, gae, return_to_go, whiten
+from aligner.ops.rl import advantages as ops
+from aligner.ops.rl.token_advantages import broadcast, gae, return_to_go, whiten
 from aligner.rewards.composite import Component, Scores
 from aligner.rollout.statistics import compared
 from aligner.types import RolloutBatch

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.algorithm import AlgorithmConfig
-from aligner.ops.aggregate import aggregate, denominator
-from aligner.ops.covariance import choose_random, choose_top, covariance, token_keys
-from aligner.ops.kl import kl_estimate
-from aligner.ops.policy_loss import POLICY_LOSSES
+from aligner.ops.rl.aggregate import aggregate, denominator
+from aligner.ops.rl.covariance import choose_random, choose_top, covariance, token_keys
+from aligner.ops.rl.kl import kl_estimate
+from aligner.ops.rl.policy_loss import POLICY_LOSSES
 from aligner.roles.policy import TokenOutputs
 from aligner.rollout.statistics import trainer_sums
 from aligner.types import LossOutput, TrainBatch

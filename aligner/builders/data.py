@@ -19,7 +19,7 @@ from aligner.data.readers import Rows, read_rows
 from aligner.data.stream import IndexStream, MixedStream, Stream
 from aligner.data.tokenizer import stop_token_ids
 from aligner.ops.agree import same_view
-from aligner.ops.balance import row_costs
+from aligner.ops.packing.balance import row_costs
 from aligner.ops.seeds import derive
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function

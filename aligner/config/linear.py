@@ -1,4 +1,4 @@
-"""Layers of linear attention, a gated delta rule in place of attention (`ops/delta_rule.py`): `model.linear.*`."""
+"""Layers with a gated delta rule in place of attention (`ops/kernels/delta_rule.py`): `model.linear.*`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from aligner.config.checks import above, at_least, one_of, within
 from aligner.errors import ConfigError
 
-# rows of the table in ops/preference.py, by what they are functions of
+# rows of the table in ops/rl/preference.py, by what they are functions of
 OF_Z = ("sigmoid", "robust", "hinge", "exo_pair", "discopop", "rpo_bwd_kl", "rpo_fwd_kl")  # z: beta h less margins
 OF_H = ("ipo", "rpo_sq")  # h: the chosen answer's log-ratio less the rejected one's
 SEPARABLE = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")  # both log-ratios

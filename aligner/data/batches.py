@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.stream import Stream
-from aligner.ops.balance import balance, deal
+from aligner.ops.packing.balance import balance, deal
 from aligner.types import ScalarMetrics, TrainBatch
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from aligner.engines.base import MeasuredEngine, RolloutEngine
-from aligner.ops.checksum import tensor_checksum
+from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import Generations, Progress, SamplingParams
 
 Quantize = Callable[[Tensor], Tensor]  # [rows, columns] -> the nearest values that can be held, in the same dtype

@@ -24,7 +24,7 @@ from aligner.errors import ConfigError, DataError, EngineError
 from aligner.foreign import parse_json, record
 from aligner.models.families import expected_hf_shapes, family_table
 from aligner.models.safetensors_io import save_whole
-from aligner.ops.checksum import tensor_checksum
+from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import Generations, Progress, SamplingParams
 
 FOLDER = "answers"  # in the run folder

@@ -1,5 +1,5 @@
-"""Self-attention over a flat stream of tokens (`ops/packing.py`): packed rows that do not see each other, padded rows,
-and context parallelism.
+"""Self-attention over a flat stream of tokens (`ops/packing/pack.py`): packed rows that do not see each other, padded
+rows, and context parallelism.
 
 Megatron's local attention builds the [s, s] score matrix, needs a mask, and knows neither packed rows nor context
 parallelism; the module here replaces its forward between the two linear layers. Rotary positions come with the stream,
@@ -35,9 +35,9 @@ from aligner.config.schema import ModelConfig
 from aligner.megatron import kernels, varlen
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.models.families import FAMILIES
-from aligner.ops.packing import Final, Packing, Segment, Times
-from aligner.ops.scored_attention import fused_attention, scored_attention, sink_attention
-from aligner.ops.wide_products import widened
+from aligner.ops.kernels.bfloat16_products import widened
+from aligner.ops.kernels.scored_attention import fused_attention, scored_attention, sink_attention
+from aligner.ops.packing.pack import Final, Packing, Segment, Times
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ def _segments(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of each segment in its padded shape, or of all rows as they are (`ops/ragged.py`). The queries may be
-    fewer than the keys (other ranks have them, or nobody reads them)."""
+    """Attention of each segment in its padded shape, or of all rows as they are (`ops/packing/ragged.py`). The queries
+    may be fewer than the keys (other ranks have them, or nobody reads them)."""
     if packing.ragged is not None:
         return varlen.attend(query, key, value, packing.ragged, scale)
     n, heads, width = len(query), query.shape[1], value.shape[2]
@@ -252,7 +252,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class Sinks(torch.nn.Module):
-    """A score of each of this tensor rank's heads (`ops/scored_attention.py`)."""
+    """A score of each of this tensor rank's heads (`ops/kernels/scored_attention.py`)."""
 
     def __init__(self, config: TransformerConfig, group: dist.ProcessGroup):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Linear attention over a flat stream of tokens (`ops/packing.py`): Gated DeltaNet as in Qwen3-Next, in place of
+"""Linear attention over a flat stream of tokens (`ops/packing/pack.py`): Gated DeltaNet as in Qwen3-Next, in place of
 attention in some layers.
 
 Megatron-Core's own (`core/ssm/gated_delta_net`) runs on CUDA alone, with flash-linear-attention installed, and knows
@@ -25,8 +25,8 @@ from aligner.config.linear import LinearConfig
 from aligner.megatron import kernels
 from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
-from aligner.ops.delta_rule import by_head, delta_rule, gated_norm, prepared
-from aligner.ops.packing import Packing, Segment
+from aligner.ops.kernels.delta_rule import by_head, delta_rule, gated_norm, prepared
+from aligner.ops.packing.pack import Packing, Segment
 
 
 class _Weight(torch.nn.Module):

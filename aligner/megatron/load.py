@@ -11,7 +11,7 @@ import torch.distributed as dist
 from aligner.config.moe import MoeConfig
 from aligner.megatron.groups import Layout
 from aligner.megatron.moe import ExpertLayer
-from aligner.ops.experts import balance_loss
+from aligner.ops.kernels.experts import balance_loss
 from aligner.types import ScalarMetrics, TrainBatch
 
 

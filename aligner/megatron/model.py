@@ -39,7 +39,7 @@ from aligner.megatron.latent import LatentAttention
 from aligner.megatron.moe import ExpertLayer, StreamLayer
 from aligner.megatron.variants import NormedAttention, NormedMLP, scale_embeddings
 from aligner.models.families import FAMILIES, embedding_factor
-from aligner.ops.products import use_fast_products
+from aligner.ops.kernels.products import use_fast_products
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_pytorch_tanh": gelu_tanh}
 

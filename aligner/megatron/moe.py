@@ -53,7 +53,7 @@ from aligner.megatron.attention import GatedMLP
 from aligner.megatron.collectives import all_to_all
 from aligner.megatron.groups import Layout
 from aligner.models.families import FAMILIES
-from aligner.ops.experts import (
+from aligner.ops.kernels.experts import (
     Chosen,
     Routing,
     add_bias,
@@ -68,7 +68,7 @@ from aligner.ops.experts import (
     route_by_groups,
     sort_pairs,
 )
-from aligner.ops.packing import Times
+from aligner.ops.packing.pack import Times
 
 
 class StreamLayer(TransformerLayer):

@@ -35,14 +35,14 @@ from aligner.megatron.optimizer_state import fuse
 from aligner.megatron.pipeline import Pipeline
 from aligner.megatron.weights import WeightSource, load_weights
 from aligner.models.rope import attention_factor, inverse_frequencies
-from aligner.ops.narrow import narrowed, without_unread
-from aligner.ops.packing import Packing, Times, pack
+from aligner.ops.kernels.scored_attention import scaled_logits
+from aligner.ops.kernels.upload import upload
+from aligner.ops.packing.needed import narrowed, without_unread
+from aligner.ops.packing.pack import Packing, Times, pack
+from aligner.ops.packing.routing import Replay
+from aligner.ops.packing.windows import windowed
 from aligner.ops.reduce import max_over
-from aligner.ops.routing import Replay
 from aligner.ops.schedules import lr_at
-from aligner.ops.scored_attention import scaled_logits
-from aligner.ops.upload import upload
-from aligner.ops.window import windowed
 from aligner.types import LossOutput, ScalarMetrics, TrainBatch
 
 # (what the last stage gives for each token of its stream, micro-batch with its `packing`): hidden states [N, H] for

@@ -12,7 +12,7 @@ from aligner.config.families import TRAITS
 from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError
 from aligner.megatron import kernels
-from aligner.ops.ragged import Ragged
+from aligner.ops.packing.ragged import Ragged
 
 OPTIONS = {"scale", "window_size", "enable_gqa"}  # not every version of torch's function has them
 CAPABILITY = (8, 0)  # of the kernels that torch brings

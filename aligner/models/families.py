@@ -16,7 +16,7 @@ from aligner.config.moe import check_moe_family
 from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError
 from aligner.models.params import ParamSpec, to_hf
-from aligner.ops.experts import GATE_ALPHA, GATE_LIMIT
+from aligner.ops.kernels.experts import GATE_ALPHA, GATE_LIMIT
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Family:
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     # what its files stack, one entry for each expert, transposed: name there, names of parts whose columns alternate
     stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    clamped_gate: bool = False  # of experts, instead of SwiGLU (`ops/experts.py`)
+    clamped_gate: bool = False  # of experts, instead of SwiGLU (`ops/kernels/experts.py`)
     interleaved_rotary: bool = False  # neighbours are rotated together, not halves of the head
     scaled_embeddings: bool = False  # multiplied by the square root of the hidden size
     default_attention_every: int = 0  # config.json has layer_types: linear_attention, but for layers n, 2n, ...

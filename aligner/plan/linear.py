@@ -1,4 +1,4 @@
-"""Parameters, operations and memory of layers of linear attention (`ops/delta_rule.py`).
+"""Parameters, operations and memory of layers of linear attention (`ops/kernels/delta_rule.py`).
 
 Names: H hidden; G heads of keys with dk numbers, V heads of values with dv, W what the first product makes for a head
 of keys, M its mixed channels of K inputs each.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from aligner.config.schema import ModelConfig
 
-CHUNK = 64  # tokens, as in `ops/delta_rule.py`, which imports torch
+CHUNK = 64  # tokens, as in `ops/kernels/delta_rule.py`, which imports torch
 
 
 def linear_share(m: ModelConfig) -> float:

@@ -1,6 +1,6 @@
 """What the trainer leaves out because nobody reads it, in numbers: logits that no loss asks for, and in the last layer
 all but queries, keys and values for the tokens of a row before the first and after the last one that is read
-(`ops/narrow.py`).
+(`ops/packing/needed.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from aligner.config.schema import STAGES
 from aligner.plan.job import Job, Part
 
-LAST_LAYER_MASK, WORTH = 1 << 26, 0.9  # as in `ops/narrow.py`, which imports torch
+LAST_LAYER_MASK, WORTH = 1 << 26, 0.9  # as in `ops/packing/needed.py`, which imports torch
 
 
 @dataclass(frozen=True)

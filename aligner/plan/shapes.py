@@ -201,7 +201,7 @@ def active_parameters(m: ModelConfig) -> int:
 
 
 def routing_bytes(m: ModelConfig) -> int:
-    """Of a token: the numbers of its experts in all layers (`ops/routing.py`)."""
+    """Of a token: the numbers of its experts in all layers (`ops/packing/routing.py`)."""
     return len(m.layers_of("sparse")) * m.moe.top_k * (1 if m.moe.num_experts <= 256 else 2)
 
 

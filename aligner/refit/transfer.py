@@ -27,7 +27,7 @@ from aligner.megatron.weights import EMBEDDING, gather_weights, local_parameters
 from aligner.models.families import expected_hf_shapes, family_table
 from aligner.models.params import ParamSpec, to_hf
 from aligner.models.shards import hf_tensors
-from aligner.ops.checksum import tensor_checksum
+from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.ops.reduce import first_cause, sum_halves
 from aligner.refit.exchange import Exchange
 from aligner.refit.plan import EngineGrid, TrainerGrid, buckets, plan_refit

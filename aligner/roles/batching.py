@@ -10,8 +10,8 @@ from torch import Tensor
 
 from aligner.config.schema import BatchConfig
 from aligner.megatron.train import ShardedModel
-from aligner.ops.balance import deal
-from aligner.ops.documents import apart
+from aligner.ops.packing.balance import deal
+from aligner.ops.packing.documents import apart
 from aligner.ops.reduce import max_over
 from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aligner.config.schema import BatchConfig
 from aligner.megatron.train import ShardedModel
-from aligner.ops.narrow import predicting
+from aligner.ops.packing.needed import predicting
 from aligner.roles.batching import forward_rows, micro_batches
 from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch
 

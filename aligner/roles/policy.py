@@ -11,10 +11,10 @@ from torch import Tensor
 
 from aligner.config.schema import BatchConfig
 from aligner.megatron.train import ShardedModel
-from aligner.ops.accuracy import greedy_hits
-from aligner.ops.concentration import log_square_sum
-from aligner.ops.logprobs import token_logprobs
-from aligner.ops.narrow import predicting
+from aligner.ops.kernels.concentration import log_square_sum
+from aligner.ops.kernels.logprobs import token_logprobs
+from aligner.ops.packing.needed import predicting
+from aligner.ops.rl.accuracy import greedy_hits
 from aligner.roles.batching import batch_metrics, forward_rows, micro_batches
 from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch
 

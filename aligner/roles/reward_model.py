@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aligner.config.schema import BatchConfig
 from aligner.megatron.train import ShardedModel
-from aligner.ops.narrow import last_tokens
+from aligner.ops.packing.needed import last_tokens
 from aligner.roles.batching import batch_metrics, forward_rows, micro_batches
 from aligner.types import LossOutput, RolloutBatch, Sample, ScalarMetrics, TrainBatch
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.schema import ModelConfig
-from aligner.ops.balance import balance, deal, row_costs
-from aligner.ops.routing import widened
+from aligner.ops.packing.balance import balance, deal, row_costs
+from aligner.ops.packing.routing import widened
 from aligner.types import ScalarMetrics, TrainBatch
 
 ENOUGH = 0.98  # rows stay where they are if the ranks' costs are that even (mean over largest)

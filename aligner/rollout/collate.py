@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.tokenizer import decode_responses
-from aligner.ops.routing import widened
+from aligner.ops.packing.routing import widened
 from aligner.types import STOP, Generations, Prompt, RolloutBatch, Sample
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import RewardError
-from aligner.ops.advantages import learnable
 from aligner.ops.reduce import sum_over
+from aligner.ops.rl.advantages import learnable
 from aligner.rewards.composite import Component, Early, Scores
 from aligner.rollout.collate import join_generations
 from aligner.rollout.statistics import by_function

@@ -11,9 +11,9 @@ from aligner.config.preference import PreferenceConfig
 from aligner.data.collate import collate_pairs, collate_preference, collate_scored, collate_sft
 from aligner.data.dataset import PairDataset, SftItem
 from aligner.errors import ConfigError
-from aligner.ops.documents import apart
-from aligner.ops.preference import Labels, agreement, measure, pair_losses, rewards, total
-from aligner.ops.reward_loss import bradley_terry, regression
+from aligner.ops.packing.documents import apart
+from aligner.ops.rl.preference import Labels, agreement, measure, pair_losses, rewards, total
+from aligner.ops.rl.reward_loss import bradley_terry, regression
 from aligner.roles.policy import Policy, Reference
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.sharing import share

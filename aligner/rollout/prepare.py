@@ -14,11 +14,11 @@ from torch import Tensor
 
 from aligner.config.algorithm import AlgorithmConfig, KLConfig
 from aligner.config.schema import BatchConfig
-from aligner.ops.kl import adapt_kl_coef, kl_estimate
+from aligner.ops.packing.minibatches import minibatch_rows, places
+from aligner.ops.rl.kl import adapt_kl_coef, kl_estimate
+from aligner.ops.rl.shaping import shaped_rewards
+from aligner.ops.rl.token_advantages import token_rewards
 from aligner.ops.seeds import derive, scatter
-from aligner.ops.shaping import shaped_rewards
-from aligner.ops.stratify import minibatch_rows, places
-from aligner.ops.token_advantages import token_rewards
 from aligner.rewards.composite import Scores
 from aligner.rollout.balance import Balancer
 from aligner.run.sample_table import SampleRow
@@ -87,7 +87,7 @@ def minibatches(
     rollout: RolloutBatch, batch: BatchConfig, seed: int, epoch: int, balancer: Balancer
 ) -> Iterator[TrainBatch]:
     """This rank's rows of each minibatch of one epoch. The global minibatch has the same members for any number of
-    data-parallel ranks (`ops/stratify.py`); `balancer` decides which rank computes which of them."""
+    data-parallel ranks (`ops/packing/minibatches.py`); `balancer` decides which rank computes which of them."""
     count = batch.prompts * batch.group // (batch.minibatch_samples or batch.prompts * batch.group)
     seed = derive(seed, "epoch", epoch)
     keys = row_keys(rollout, batch.group, seed)

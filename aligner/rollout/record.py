@@ -25,8 +25,8 @@ from aligner.errors import AlignerError, ConfigError, DataError
 from aligner.foreign import parse_json, record
 from aligner.megatron.groups import Layout
 from aligner.models.safetensors_io import save_whole
+from aligner.ops.packing.routing import widened
 from aligner.ops.reduce import first_cause
-from aligner.ops.routing import widened
 from aligner.rewards.composite import Scores
 from aligner.rollout.source import Rollout, Rollouts
 from aligner.types import Prompt, RolloutBatch, Sample

@@ -12,7 +12,7 @@ from torch import Tensor
 from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError, DataError
 from aligner.megatron.groups import Layout
-from aligner.ops.routing import no_routing
+from aligner.ops.packing.routing import no_routing
 from aligner.rollout.record import FOLDER, Header, Origin, read_header, read_recording
 from aligner.rollout.sharing import share
 from aligner.rollout.source import Rollout

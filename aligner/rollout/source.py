@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.algorithm import AlgorithmConfig
-from aligner.ops.shaping import shaped_rewards
+from aligner.ops.rl.shaping import shaped_rewards
 from aligner.refit.transfer import Refit
 from aligner.refit.verify import Verifier
 from aligner.rewards.composite import Scores

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.algorithm import AlgorithmConfig
-from aligner.ops.advantages import count_degenerate
-from aligner.ops.kl import reference_kl_sums
-from aligner.ops.mismatch import correction_sums, cut_sums, finish_mismatch, mismatch_sums
-from aligner.ops.value_loss import explained_variance, explained_variance_sums
+from aligner.ops.rl.advantages import count_degenerate
+from aligner.ops.rl.kl import reference_kl_sums
+from aligner.ops.rl.mismatch import correction_sums, cut_sums, finish_mismatch, mismatch_sums
+from aligner.ops.rl.value_loss import explained_variance, explained_variance_sums
 from aligner.rewards.composite import Scores, finish_metrics
 from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
 

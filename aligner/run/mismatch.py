@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from aligner.config.mismatch import MismatchConfig
 from aligner.errors import MismatchError
-from aligner.ops.mismatch import REJECTIONS, WEIGHTS
+from aligner.ops.rl.mismatch import REJECTIONS, WEIGHTS
 from aligner.types import RolloutBatch, ScalarMetrics
 
 

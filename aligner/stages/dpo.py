@@ -24,8 +24,9 @@ from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_pairs
 from aligner.data.dataset import PairDataset
 from aligner.data.formats import preference_rows
-from aligner.ops.aggregate import aggregate, denominator
-from aligner.ops.preference import (
+from aligner.ops.reduce import sum_over
+from aligner.ops.rl.aggregate import aggregate, denominator
+from aligner.ops.rl.preference import (
     Answers,
     Labels,
     agreement,
@@ -36,7 +37,6 @@ from aligner.ops.preference import (
     start_losses,
     total,
 )
-from aligner.ops.reduce import sum_over
 from aligner.roles.policy import Policy, Reference, TokenOutputs
 from aligner.rollout.heldout import held_out_pairs
 from aligner.run.loop import Run

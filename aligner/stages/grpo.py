@@ -14,7 +14,7 @@ from aligner.builders.rollouts import make_rollouts
 from aligner.builders.runs import finish, make_run, saved_first
 from aligner.config.derived import old_logprobs_in_update
 from aligner.config.schema import Config
-from aligner.ops.mismatch import finish_mismatch
+from aligner.ops.rl.mismatch import finish_mismatch
 from aligner.ops.seeds import derive
 from aligner.roles.policy import Policy, Reference
 from aligner.rollout.balance import Balancer

@@ -18,9 +18,9 @@ from aligner.builders.models import make_critic, make_policy, make_reference, ma
 from aligner.builders.rollouts import make_rollouts
 from aligner.builders.runs import finish, make_run, saved_first
 from aligner.config.schema import Config
-from aligner.ops.aggregate import aggregate, denominator
+from aligner.ops.rl.aggregate import aggregate, denominator
+from aligner.ops.rl.value_loss import clipped_value_loss
 from aligner.ops.seeds import derive
-from aligner.ops.value_loss import clipped_value_loss
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy, Reference
 from aligner.rollout.balance import Balancer

@@ -24,7 +24,7 @@ from aligner.data.collate import collate_preference, collate_scored
 from aligner.data.dataset import PreferenceDataset, ScoredDataset
 from aligner.data.formats import preference_rows, scored_rows
 from aligner.data.mixture import Mixture
-from aligner.ops.reward_loss import bradley_terry, regression
+from aligner.ops.rl.reward_loss import bradley_terry, regression
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.heldout import STATISTICS_ROWS, pair_accuracy, score_statistics
 from aligner.run.loop import Run

@@ -21,7 +21,7 @@ from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_sft
 from aligner.data.dataset import SftDataset
 from aligner.data.text import TextDataset, sft_dataset
-from aligner.ops.aggregate import aggregate, denominator
+from aligner.ops.rl.aggregate import aggregate, denominator
 from aligner.roles.policy import Policy, TokenOutputs
 from aligner.rollout.heldout import held_out_loss
 from aligner.run.loop import Evaluate, Run

@@ -18,8 +18,8 @@ from aligner.data.readers import read_rows
 from aligner.data.text import sft_dataset
 from aligner.megatron.groups import leave_distributed
 from aligner.megatron.model import Head
-from aligner.ops.documents import apart, together
-from aligner.ops.reward_loss import bradley_terry, regression
+from aligner.ops.packing.documents import apart, together
+from aligner.ops.rl.reward_loss import bradley_terry, regression
 from aligner.refit.export import read_extra
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel

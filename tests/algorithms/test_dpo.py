@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from aligner.config.preference import PreferenceConfig
 from aligner.errors import AlignerError
-from aligner.ops.preference import Labels, measure, pair_losses, total
+from aligner.ops.rl.preference import Labels, measure, pair_losses, total
 from aligner.roles.policy import TokenOutputs
 from aligner.stages.dpo import dpo_loss
 from aligner.types import TrainBatch
@@ -87,7 +87,7 @@ def test_two_data_parallel_ranks_share_one_denominator(alone, monkeypatch):
         def size(self):
             return 2
 
-    monkeypatch.setattr("aligner.ops.aggregate.sum_over", lambda count, group: 2 * count)
+    monkeypatch.setattr("aligner.ops.rl.aggregate.sum_over", lambda count, group: 2 * count)
     half = dpo_loss(batch, PreferenceConfig(nll_coef=1.0), Two())(TokenOutputs(logprobs, None, None), batch)
     monkeypatch.undo()
     whole = dpo_loss(batch, PreferenceConfig(nll_coef=1.0), alone)(TokenOutputs(logprobs, None, None), batch)

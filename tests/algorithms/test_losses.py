@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from aligner.algorithms.losses import policy_loss
 from aligner.config.algorithm import AlgorithmConfig, CovConfig, KLConfig, RewardLossConfig
-from aligner.ops.covariance import choose_random, choose_top, covariance, token_keys
+from aligner.ops.rl.covariance import choose_random, choose_top, covariance, token_keys
 from aligner.roles.policy import TokenOutputs
 from aligner.stages.ppo import value_loss
 from aligner.stages.rm import attribute_loss, preference_loss

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aligner.ops import wide_products
+from aligner.ops.kernels import bfloat16_products
 from benchmarks.floor_phases import PHASES, WORKS, Subject
 from benchmarks.floors import measure
 from tests.operations import counted
@@ -45,7 +45,7 @@ def stored(name: str) -> dict[str, float]:
     return found
 
 
-REPLACED = (  # by `ops/wide_products.py`
+REPLACED = (  # by `ops/kernels/bfloat16_products.py`
     aten.mm.default,
     aten.bmm.default,
     aten.addmm.default,
@@ -80,7 +80,7 @@ class SlowKernels(TorchDispatchMode):
 def slow_products(name: str) -> dict[str, list[str]]:
     """phase -> torch's own products in bfloat16, if the processor had no instructions for it."""
     found = {}
-    with patch.object(wide_products, "_slow_here", lambda: True):
+    with patch.object(bfloat16_products, "_slow_here", lambda: True):
         timed = Subject(WORKS[name], torch.bfloat16, torch.device("cpu"))
         for phase in PHASES:
             with SlowKernels() as heard:

@@ -14,7 +14,7 @@ from aligner.config.moe import MoeConfig
 from aligner.config.schema import ModelConfig, RopeScalingConfig
 from aligner.errors import ConfigError, EngineError, RefitError
 from aligner.models.hf_config import hf_config
-from aligner.ops.checksum import tensor_checksum
+from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.refit.verify import staleness
 from aligner.types import LENGTH, STOP, SamplingParams
 from tests.tiny import choice_biases, hf_weights, norm_middle

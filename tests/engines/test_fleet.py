@@ -11,7 +11,7 @@ from aligner.config.engine import EngineConfig
 from aligner.engines.native import NativeEngine
 from aligner.engines.native.fleet import ENOUGH, assign
 from aligner.errors import LayoutError
-from aligner.ops.balance import balance
+from aligner.ops.packing.balance import balance
 from aligner.types import STOP, SamplingParams
 from tests.engines.contract import LLAMA, MODELS, PROMPTS, fill, hf_weights, reference, responses, seeds_for
 from tests.tiny import MORE

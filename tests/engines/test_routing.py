@@ -1,8 +1,6 @@
 """Which experts the native engine reports for each token: those of transformers' routers, whatever slot a row had."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +8,8 @@ import torch
 from aligner.config.engine import EngineConfig
 from aligner.engines.native import NativeEngine
 from aligner.types import SamplingParams
+from tests.engines.contract import MODELS, PROMPTS, fill, hf_weights, reference, responses, seeds_for
 from tests.tiny import DEEPSEEK, GPT_OSS
-
-sys.path.insert(0, str(Path(__file__).parent))
-from contract import MODELS, PROMPTS, fill, hf_weights, reference, responses, seeds_for
 
 QWEN3 = MODELS["qwen3_moe"]
 MIXED = replace(QWEN3, num_layers=3, moe=replace(QWEN3.moe, dense_layers=[1]))

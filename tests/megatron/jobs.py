@@ -22,7 +22,7 @@ from aligner.megatron.train import ShardedModel
 from aligner.models.hf_config import config_from_hf
 from aligner.models.params import from_hf
 from aligner.models.safetensors_io import open_hf
-from aligner.ops.logprobs import token_logprobs
+from aligner.ops.kernels.logprobs import token_logprobs
 from aligner.refit.transfer import WeightStream
 from aligner.roles.batching import micro_batches
 from aligner.roles.policy import Policy

@@ -13,7 +13,7 @@ from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head
 from aligner.megatron.moe import ExpertLayer
 from aligner.megatron.train import ShardedModel
-from aligner.ops.packing import Times
+from aligner.ops.packing.pack import Times
 from aligner.roles.batching import micro_batches
 from aligner.roles.policy import Policy
 from aligner.types import TrainBatch

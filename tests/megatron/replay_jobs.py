@@ -11,8 +11,8 @@ from aligner.config.schema import BatchConfig, ModelConfig, ParallelConfig
 from aligner.engines.native import NativeEngine
 from aligner.megatron.model import Head
 from aligner.megatron.moe import ExpertLayer
-from aligner.ops.packing import Times
-from aligner.ops.routing import Replay, widened
+from aligner.ops.packing.pack import Times
+from aligner.ops.packing.routing import Replay, widened
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy, Reference
 from aligner.stages.ppo import value_loss

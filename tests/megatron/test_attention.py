@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aligner.megatron import attention, cpu
-from aligner.ops.packing import pack
-from aligner.ops.upload import upload
+from aligner.ops.kernels.upload import upload
+from aligner.ops.packing.pack import pack
 
 HEADS, KV_HEADS, HEAD_DIM, LENGTH = 8, 2, 64, 8192
 CONTEXT = {"context": 2, "rank": 1}  # half of the queries against all keys: a bias, not a mask

@@ -12,11 +12,11 @@ from aligner.config.attention import AttentionConfig
 from aligner.config.moe import MoeConfig
 from aligner.errors import ConfigError
 from aligner.megatron import attention, model, varlen
-from aligner.ops import narrow, packing
-from aligner.ops.narrow import narrowed, without_unread
-from aligner.ops.packing import pack
-from aligner.ops.upload import upload
-from aligner.ops.window import windowed
+from aligner.ops.kernels.upload import upload
+from aligner.ops.packing import needed
+from aligner.ops.packing.needed import narrowed, without_unread
+from aligner.ops.packing.pack import pack
+from aligner.ops.packing.windows import windowed
 from tests import varlen_stand_in
 from tests.tiny import LLAMA, MODELS, MORE
 
@@ -112,8 +112,8 @@ def test_nothing_is_moved_where_rows_lie_in_order(how):
 
 
 def test_without_masks_rows_may_be_long(monkeypatch):
-    monkeypatch.setattr(packing, "SHARED_MASK", 30)
-    monkeypatch.setattr(narrow, "LAST_LAYER_MASK", 30)
+    monkeypatch.setattr("aligner.ops.packing.pack.SHARED_MASK", 30)
+    monkeypatch.setattr(needed, "LAST_LAYER_MASK", 30)
     case = {"rows": [(15, 5), (15, 6), (15, 4)], "how": "shared", "multiple": 1, "reads": "last"}
     ((with_masks,), (without,)) = (layouts(case, ragged) for ragged in (False, True))
     assert with_masks.final is None and with_masks.tokens == 60

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from aligner.config.schema import BatchConfig, ModelConfig, ParallelConfig
 from aligner.megatron import train
 from aligner.megatron.grad_norm import norm_of_all
-from aligner.ops.upload import _mapped
+from aligner.ops.kernels.upload import _mapped
 from aligner.roles.batching import micro_batches
 from aligner.roles.policy import Policy
 from tests.megatron.jobs import build, nll_loss

@@ -272,9 +272,9 @@ def test_activations_are_what_autograd_keeps(ranks, cfg, layout, recompute):
 
 
 def test_the_limits_of_leaving_out_are_those_of_the_trainer():
-    from aligner.ops import narrow
+    from aligner.ops.packing import needed
 
-    assert (reads.WORTH, reads.LAST_LAYER_MASK) == (narrow.WORTH, narrow.LAST_LAYER_MASK)
+    assert (reads.WORTH, reads.LAST_LAYER_MASK) == (needed.WORTH, needed.LAST_LAYER_MASK)
 
 
 def test_optimizer_config_default_is_distributed():

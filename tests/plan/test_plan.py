@@ -321,7 +321,7 @@ def test_a_save_takes_nothing_on_the_device_and_its_share_on_the_host():
 
 def test_replayed_routing_is_on_the_host_and_in_the_budget_of_the_cache():
     """384 bytes of a token of Qwen3-30B-A3B, twice that with two bytes for an expert."""
-    from aligner.ops.routing import no_routing
+    from aligner.ops.packing.routing import no_routing
 
     line = ["stage=grpo", "model=qwen3_30b_a3b", "batch.group=16", "sampling.max_response_tokens=4096"]
     plain, job = (job_of(compose([*line, *more]), 8) for more in ([], ["mismatch.replay_routing=true"]))

@@ -8,7 +8,7 @@ import torch
 from aligner.config.schema import ParallelConfig
 from aligner.models.families import family_table
 from aligner.models.params import to_hf
-from aligner.ops.checksum import tensor_checksum
+from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.refit.plan import EngineGrid, TrainerGrid
 from tests.tiny import DEEPSEEK, LLAMA, MODELS, MOE, wild_source
 

@@ -16,7 +16,7 @@ from aligner.config.rewards import EvalConfig, RewardConfig
 from aligner.config.schema import BatchConfig
 from aligner.data.dataset import PreferenceItem, ScoredItem, SftItem
 from aligner.errors import ConfigError, EngineError
-from aligner.ops.advantages import gdpo, grpo
+from aligner.ops.rl.advantages import gdpo, grpo
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import RewardPipeline, Scores
 from aligner.rewards.functions import FunctionReward

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.engines.native.scratch import Scratch
-from aligner.ops.scored_attention import capped, fused_attention, scored_attention, sink_attention
+from aligner.ops.kernels.scored_attention import capped, fused_attention, scored_attention, sink_attention
 
 # positions up to which products and sums beat thousands of tiny matrix products on CPU (measured)
 _SHORT, _SHORT_BF16 = 16, 32

@@ -26,7 +26,7 @@ from aligner.engines.native.peers import Peers
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.schedule import Batch, Plan, Pool, plan_generation
 from aligner.errors import ConfigError, RefitError
-from aligner.ops.checksum import tensor_checksum
+from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import Generations, Progress, SamplingParams
 
 Decode = Callable[[list[int]], str]

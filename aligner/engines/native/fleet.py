@@ -24,8 +24,8 @@ from aligner.engines.base import require_finite
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.sampler import cuts
 from aligner.engines.native.schedule import Pool
-from aligner.ops.balance import balance, row_costs
-from aligner.ops.routing import widened
+from aligner.ops.packing.balance import balance, row_costs
+from aligner.ops.packing.routing import widened
 from aligner.types import Generations, Progress, SamplingParams
 
 ENOUGH = 0.98  # requests stay with their rank's replica if the replicas' costs are that even (mean over largest)

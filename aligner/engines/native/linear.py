@@ -1,5 +1,5 @@
-"""The native engine's layers of linear attention (`ops/delta_rule.py`), and what they remember of running rows: for
-each slot one matrix for each head and the last inputs of the mixing, however long the row is."""
+"""The native engine's layers of linear attention (`ops/kernels/delta_rule.py`), and what they remember of running rows:
+for each slot one matrix for each head and the last inputs of the mixing, however long the row is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aligner.config.schema import ModelConfig
 from aligner.engines.native.scratch import Scratch
-from aligner.ops.delta_rule import by_head, delta_rule, delta_step, gated_norm, prepared
+from aligner.ops.kernels.delta_rule import by_head, delta_rule, delta_step, gated_norm, prepared
 
 
 class Memories:

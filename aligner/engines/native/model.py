@@ -24,7 +24,7 @@ from aligner.engines.native.scratch import Scratch
 from aligner.models.families import FAMILIES, embedding_factor, expected_hf_shapes, family_table
 from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.models.shards import HfTensor, hf_tensors
-from aligner.ops.experts import (
+from aligner.ops.kernels.experts import (
     add_bias,
     clamped_gate,
     combine,
@@ -34,9 +34,9 @@ from aligner.ops.experts import (
     route_by_groups,
     sort_pairs,
 )
-from aligner.ops.products import product_into, use_fast_products
+from aligner.ops.kernels.products import product_into, use_fast_products
+from aligner.ops.kernels.scored_attention import scaled_logits
 from aligner.ops.reduce import sum_halves
-from aligner.ops.scored_attention import scaled_logits
 
 # before attention, before the MLP, behind either: a family has some of them
 NORMS = BEFORE, BEFORE_MLP, BEHIND, BEHIND_MLP = (

@@ -13,7 +13,7 @@ from aligner.engines.bridge import Answer, Bridge
 from aligner.engines.native.fleet import Fleet, nothing
 from aligner.engines.native.sampler import cuts
 from aligner.errors import RefitError
-from aligner.ops.routing import no_routing
+from aligner.ops.packing.routing import no_routing
 from aligner.types import Generations, Progress, SamplingParams
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aligner.engines.native.scratch import Scratch
-from aligner.ops.routing import routing_dtype
+from aligner.ops.packing.routing import routing_dtype
 
 
 class Routes:

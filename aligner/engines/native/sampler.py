@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aligner.ops.checksum import GOLDEN, mix64_
+from aligner.ops.kernels.checksum import GOLDEN, mix64_
 from aligner.types import SamplingParams
 
 _LOGIT_ELEMENTS = 1 << 26  # logits handled at once: bounds the float64 cumulative sums to 512 MiB

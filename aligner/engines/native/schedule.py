@@ -14,7 +14,7 @@ from aligner.config.engine import EngineConfig
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.sampler import cuts, sample
 from aligner.errors import ConfigError
-from aligner.ops.checksum import signed64
+from aligner.ops.kernels.checksum import signed64
 from aligner.types import LENGTH, STOP, Generations, SamplingParams
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aligner.engines.child.buckets import MemoryFile, Slot, open_shared
 from aligner.errors import EngineError, RefitError
-from aligner.ops.checksum import tensor_checksum
+from aligner.ops.kernels.checksum import tensor_checksum
 
 PYTORCH, TENSORRT = "pytorch", "tensorrt"  # Settings.backend
 KV_CACHE, WEIGHTS = "kv_cache", "model_weights"  # TensorRT-LLM's tags of those memories

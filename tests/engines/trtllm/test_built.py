@@ -10,7 +10,7 @@ from aligner.engines.trtllm.built_worker import EngineWorker
 from aligner.engines.trtllm.steps import Watch
 from aligner.engines.trtllm.worker import Settings
 from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
-from aligner.ops.checksum import tensor_checksum
+from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.refit.verify import staleness
 from aligner.types import STOP, SamplingParams
 from tests.engines.contract import (

@@ -12,7 +12,7 @@ import torch
 
 from aligner.engines.child.process import clean_environment
 from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
-from aligner.ops.checksum import tensor_checksum
+from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import LENGTH, SamplingParams
 from tests.engines.contract import (
     LLAMA,

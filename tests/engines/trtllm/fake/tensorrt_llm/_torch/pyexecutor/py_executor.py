@@ -11,7 +11,7 @@ from aligner.config.engine import EngineConfig
 from aligner.engines.native.engine import NativeEngine
 from aligner.models.families import expected_hf_shapes
 from aligner.models.hf_config import config_from_hf
-from aligner.ops.checksum import tensor_checksum
+from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import SamplingParams
 from tensorrt_llm._torch.pyexecutor.model import Model
 from tensorrt_llm._torch.pyexecutor.model_loader import ModelLoader

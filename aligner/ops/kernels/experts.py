@@ -1,0 +1,240 @@
+"""Mixtures of experts: who computes which token, and the matrix products of all experts at once.
+
+A token's router logits z give p = softmax(z) over all experts; the k experts of largest p compute it, weighted by their
+p, which `normalise` divides by their sum (Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021, arXiv:2101.03961).
+A *pair* is one token with one of its experts. Pairs are sorted by expert, so that an expert's tokens lie together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from aligner.config.moe import MoeConfig
+from aligner.ops.kernels.products import product_into
+
+
+class Routing(NamedTuple):
+    probs: Tensor  # float32 [N, E], sums to 1
+    weights: Tensor  # float32 [N, k]
+    experts: Tensor  # int64 [N, k]
+    own: Tensor  # int64 [N, k]: those of largest p, which `experts` are unless others were given
+
+
+GATE_LIMIT, GATE_ALPHA = 7.0, 1.702  # of gpt-oss
+
+
+class Chosen(NamedTuple):
+    """Experts that somebody else chose, for some of the tokens."""
+
+    experts: Tensor  # integers [N, k]
+    known: Tensor  # bool [N]
+
+
+def route(
+    hidden: Tensor,
+    router: Tensor,
+    top_k: int,
+    normalise: bool,
+    bias: Tensor | None = None,
+    given: Chosen | None = None,
+) -> Routing:
+    """hidden [N, H], router [E, H], bias [E]. In float32 whatever the dtype: a token near a tie of two experts should
+    fall on the same side in the trainer and in the engine. Normalised weights are a softmax over the chosen logits
+    alone: the same number, and an expert that was not chosen has a gradient of exactly 0, not one of rounding, of which
+    Adam would make a step.
+
+    Experts that are `given` take the place of those of largest p, and are weighted by this router's p: it learns as if
+    it had chosen them (arXiv:2510.11370)."""
+    logits = torch.nn.functional.linear(hidden.float(), router.float(), None if bias is None else bias.float())
+    probs = logits.softmax(-1)
+    chosen, own = logits.topk(top_k, dim=-1)
+    experts = own
+    if given is not None:
+        experts = given.experts.long().where(given.known[:, None], own)
+        chosen = logits.gather(-1, experts)
+    return Routing(probs, chosen.softmax(-1) if normalise else probs.gather(-1, experts), experts, own)
+
+
+def rerouted(routing: Routing) -> Tensor:
+    """bool [N]: the router itself would have sent the token to another set of experts."""
+    return (routing.experts.sort(-1).values != routing.own.sort(-1).values).any(-1)
+
+
+def route_by_groups(
+    hidden: Tensor, router: Tensor, bias: Tensor, moe: MoeConfig, given: Chosen | None = None
+) -> Routing:
+    """hidden [N, H], router [E, H], bias float32 [E]. DeepSeek-V3's (arXiv:2412.19437, section 2.1.2): scores s =
+    sigmoid(z) of each expert alone. `bias` is added for the choice: of `moe.groups` groups the `top_groups` with the
+    largest sums of their two best, and of their experts the k best. Weights are those of s, without the bias, divided
+    by their sum if `norm_topk_prob`, times `moe.scale`. `probs` is s divided by its sum over all experts; `given` as in
+    `route`."""
+    scores = torch.nn.functional.linear(hidden.float(), router.float()).sigmoid()
+    found = (scores.detach() + bias).unflatten(1, (moe.groups, -1))
+    best = found.topk(2, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
+    closed = torch.ones(best.shape[0], moe.groups, dtype=torch.bool, device=best.device).scatter_(1, best, False)
+    own = found.masked_fill(closed[..., None], -torch.inf).flatten(1).topk(moe.top_k, dim=-1).indices
+    experts = own if given is None else given.experts.long().where(given.known[:, None], own)
+    weights = scores.gather(1, experts)
+    if moe.norm_topk_prob:
+        weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+    return Routing(scores / scores.sum(1, keepdim=True), weights * moe.scale, experts, own)
+
+
+class Pairs(NamedTuple):
+    order: Tensor  # int64 [N * k]: pairs by expert, then by token; pair i is of token i // k
+    inverse: Tensor  # int64 [N * k]: where pair i is in `order`
+    counts: Tensor  # int64 [E]: pairs of each expert
+    top_k: int
+
+
+def sort_pairs(experts: Tensor, num_experts: int) -> Pairs:
+    """experts int64 [N, k]."""
+    by_expert, order = experts.reshape(-1).sort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    # not by bincount, for which CUDA lets the host wait
+    ends = torch.searchsorted(by_expert, torch.arange(num_experts, device=order.device), right=True)
+    return Pairs(order, inverse, ends.diff(prepend=ends.new_zeros(1)), experts.shape[1])
+
+
+def balance_loss(mean_probs: Tensor, fractions: Tensor) -> Tensor:
+    """E * sum_i f_i P_i (Fedus et al. 2021, eq. 4 without alpha): 1 where load and probability are even.
+
+    f_i, the fraction of pairs of expert i, is a constant; P_i is the mean of p_i over tokens. [..., E] each -> [...].
+    """
+    return mean_probs.shape[-1] * (fractions * mean_probs).sum(-1)
+
+
+class _Expand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.top_k = top_k
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = grad.index_select(0, ctx.saved_tensors[0])
+        return grad.view(-1, ctx.top_k, grad.shape[1]).sum(1), None, None, None
+
+
+def expand(x: Tensor, pairs: Pairs) -> Tensor:
+    """x [N, H] -> the token of each pair [N * k, H], by expert. The gradient is a sum of k, in a fixed order."""
+    return _Expand.apply(x, pairs.order, pairs.inverse, pairs.top_k)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """x[index], `index` being a permutation and `inverse` its inverse."""
+    return _Permute.apply(x, index, inverse)
+
+
+def combine(x: Tensor, pairs: Pairs, weights: Tensor) -> Tensor:
+    """What the experts computed for each pair [N * k, H], by expert -> its weighted sum for each token [N, H]."""
+    n, k = weights.shape
+    x = permute(x, pairs.inverse, pairs.order).view(n, k, x.shape[1])
+    return torch.bmm(weights.to(x.dtype)[:, None], x)[:, 0]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sizes = sizes
+        out = x.new_empty(len(x), weight.shape[1])
+        for part, w, y in zip(x.split(sizes), weight, out.split(sizes), strict=True):
+            if len(part):
+                product_into(y, part, w.t())
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        d_x, d_weight = torch.empty_like(x), torch.zeros_like(weight)
+        parts = (t.split(ctx.sizes) for t in (x, grad, d_x))
+        for w, d_w, part, g, d_part in zip(weight, d_weight, *parts, strict=True):
+            if len(part):
+                product_into(d_part, g, w)
+                product_into(d_w, g.t(), part)
+        return d_x, d_weight, None
+
+
+def grouped_linear(x: Tensor, weight: Tensor, sizes: Sequence[int] | Tensor) -> Tensor:
+    """The first sizes[0] rows of x [M, I] times weight[0]^T, the next sizes[1] rows times weight[1]^T, ...; weight
+    [E, O, I] -> [M, O]. On CUDA in bfloat16, `sizes` may be a tensor there: one kernel (torch's `grouped_mm`)."""
+    if x.device.type == "cuda" and x.dtype == torch.bfloat16:
+        ends = torch.as_tensor(sizes, device=x.device).cumsum(0).int()
+        return torch.nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    sizes = tuple(sizes.tolist() if isinstance(sizes, Tensor) else sizes)
+    return _GroupedLinear.apply(x, weight, sizes)
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, sizes: Tensor) -> Tensor:
+        ctx.save_for_backward(sizes)
+        return x + bias.repeat_interleave(sizes, 0, output_size=len(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (sizes,) = ctx.saved_tensors
+        # in float32 and in the order of rows: neither the dtype nor atomic additions round it. `unsafe`: the host does
+        # not wait to check the sizes
+        rows = grad.float().contiguous()
+        total = torch.segment_reduce(rows, "sum", lengths=sizes, axis=0, initial=0, unsafe=True)
+        return grad, total.to(grad.dtype), None
+
+
+def add_bias(x: Tensor, bias: Tensor, sizes: Tensor) -> Tensor:
+    """x [M, O] by expert + the bias of each row's expert; bias [E, O], sizes int64 [E] sums to M."""
+    return _AddBias.apply(x, bias, sizes)
+
+
+class _ClampedGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = _clamped(x)
+        return torch.sigmoid(GATE_ALPHA * gate).mul_(gate).mul_(up.add_(1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = _clamped(x)
+        share = torch.sigmoid(GATE_ALPHA * gate)
+        d_up = grad * gate * share
+        d_gate = share * (1 + GATE_ALPHA * gate * (1 - share)) * grad * (up + 1)
+        own_gate, own_up = x.chunk(2, -1)  # which have no part in what was cut
+        return torch.cat([d_gate.mul_(own_gate <= GATE_LIMIT), d_up.mul_(own_up.abs() <= GATE_LIMIT)], -1)
+
+
+def _clamped(x: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = x.chunk(2, -1)
+    return gate.clamp(max=GATE_LIMIT), up.clamp(-GATE_LIMIT, GATE_LIMIT)
+
+
+def clamped_gate(x: Tensor) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), x = [gate, up] along the last dimension, the gate at most the limit, up
+    within it on both sides (gpt-oss, arXiv:2508.10925). Only x is kept for backward."""
+    return _ClampedGate.apply(x)

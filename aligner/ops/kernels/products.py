@@ -1,0 +1,28 @@
+"""Matrix products the fastest way that this machine has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aligner.ops.kernels.bfloat16_products import widen_bfloat16_products, widened
+from aligner.ops.kernels.onednn_products import add_product, onednn_product, use_onednn_products
+
+
+def use_fast_products(device: torch.device, dtype: torch.dtype) -> None:
+    """Let this process' matrix products of such tensors be made that way, for good."""
+    if widened(device, dtype):
+        widen_bfloat16_products()
+    elif device.type == "cpu" and dtype == torch.float32:
+        use_onednn_products()
+
+
+def product_into(out: Tensor, a: Tensor, b: Tensor, base: Tensor | None = None) -> Tensor:
+    """out = a b, plus `base` [m, n] or [n], rounded once: instead of the `out=` variants. Without autograd."""
+    if widened(a.device, a.dtype):
+        wide = a.float(), b.float()
+        return out.copy_(torch.mm(*wide) if base is None else torch.addmm(base.float(), *wide))
+    if base is not None:
+        return add_product(out, base, a, b)
+    product = onednn_product(a, b)
+    return torch.mm(a, b, out=out) if product is None else out.copy_(product)

@@ -1,0 +1,96 @@
+"""What nobody reads is not computed: logits that no loss asks for; and in the last layer, for the tokens of a row
+before the first and after the last one that is read (a prompt; for a reward model all but the last token), everything
+behind the product that makes queries, keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from aligner.ops.packing.pack import SMALL_MASK, Final, Packing, Segment, assign_cells, length_classes
+from aligner.ops.packing.ragged import in_rows
+
+LAST_LAYER_MASK = 1 << 26  # cells of a segment's mask: beyond, the last layer computes every token
+WORTH = 0.9  # if a larger share of the tokens is read, the last layer computes every token
+
+
+def predicting(mask: Tensor) -> Tensor:
+    """mask [B, T] of tokens -> bool [B, T], the tokens before them: those that predict them."""
+    return torch.nn.functional.pad(mask[:, 1:] > 0, (0, 1))
+
+
+def last_tokens(lengths: Tensor, width: int) -> Tensor:
+    """bool [B, width]: the last token of each row."""
+    return torch.arange(width) == lengths[:, None] - 1
+
+
+def without_unread(packing: Packing, wanted: Tensor) -> Packing:
+    """The same stream without the pairs of tokens that are not `wanted`: bool [B, T], True where a token's output is
+    read. One pair stays where none is, so that a loss has something to hang on."""
+    count = len(packing.targets)
+    keep = torch.zeros(count + 1, dtype=torch.bool)
+    keep[packing.predicted[1:][wanted.flatten()[:-1]]] = True  # a cell's pair is computed at the cell before it
+    keep = keep[:count]
+    keep[0] |= ~keep.any()
+    pairs = keep.nonzero().flatten()
+    return replace(
+        packing,
+        outputs=pairs if packing.outputs is None else packing.outputs[pairs],
+        targets=packing.targets[pairs],
+        predicted=_renumber(packing.predicted, keep),
+    )
+
+
+def _renumber(grid: Tensor, keep: Tensor) -> Tensor:
+    """A grid over n rows, as one over those that are kept (bool [n])."""
+    count = keep.sum()[None]
+    return torch.cat([(keep.cumsum(0) - 1).where(keep, count), count])[grid]
+
+
+def narrowed(packing: Packing, wanted: Tensor) -> Packing:
+    """What `without_unread` gave, with a `Final`: of each row the tokens from the first wanted one to the last one. Not
+    where that would save little. Only for whole rows: without context parallelism."""
+    size, own = packing.tokens, packing.lengths
+    read = torch.zeros(size + 1, dtype=torch.bool)
+    read[packing.here[wanted.flatten()]] = True
+    read = read[:size]
+    read[0] |= ~read.any()
+    row, place = torch.repeat_interleave(own), torch.arange(size)
+    first = torch.full_like(own, size).scatter_reduce(0, row, place.where(read, size), "amin")
+    last = torch.full_like(own, -1).scatter_reduce(0, row, place.where(read, -1), "amax")
+    keep = (place >= first[row]) & (place <= last[row])
+    if int(keep.sum()) > WORTH * size:
+        return packing
+    kept, number = keep.nonzero().flatten(), keep.cumsum(0) - 1
+    cells = packing.here.view(packing.rows, packing.width)
+    some = (last >= first).nonzero().flatten()
+    segments, q_index, out_index, done = [], [], torch.empty_like(kept), 0
+    count, starts = last - first + 1, packing.positions[first.clamp_max(size - 1)]
+    for inside in length_classes(count[some], (starts + count)[some]):
+        rows = some[inside]
+        begin, queries, start = first[rows], count[rows], starts[rows]
+        q_width, k_width = int(queries.max()), int((start + queries).max())
+        mask_cells = len(rows) * q_width * k_width
+        alike = int(queries.min()) == q_width and int(start.min()) == int(start.max())
+        masked = packing.ragged is None and not (alike and mask_cells > SMALL_MASK)
+        if masked and mask_cells > LAST_LAYER_MASK:
+            return packing
+        query, key = torch.arange(q_width).expand(len(rows), q_width), torch.arange(k_width)
+        real = query < queries[:, None]
+        index = assign_cells(out_index, number[begin, None] + query.where(real, 0), real, done)
+        keys = cells[rows, :k_width]
+        keys = keys.where(keys < size, begin[:, None]).flatten()  # past a row's end, which no query sees
+        seen = key <= (start[:, None] + query)[:, None, :, None] if masked else None
+        segments.append(Segment(len(rows), q_width, k_width, keys, seen, start))
+        q_index.append(index)
+        done += len(index)
+    final = Final(kept, segments, torch.cat(q_index), out_index)
+    return replace(
+        packing,
+        here=_renumber(packing.here, keep),
+        before=_renumber(packing.before, keep),
+        outputs=number[packing.outputs].clamp_min(0),  # the one pair of a head that reads no pairs may not be kept
+        final=final if packing.ragged is None else in_rows(final),
+    )

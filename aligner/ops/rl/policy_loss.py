@@ -1,0 +1,167 @@
+"""Policy losses per token; `ops.aggregate` turns them into one number. Those of whole sequences: `ops.sequence_loss`.
+
+All tensors are [B, T]; lr = clamp(logprobs - old_logprobs, -20, 20), r = exp(lr).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from aligner.config.algorithm import AlgorithmConfig
+from aligner.ops.rl.policy_term import PolicyTerm, log_ratio
+from aligner.ops.rl.sequence_loss import gmpo, gspo
+from aligner.types import TrainBatch
+
+
+def ppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = 0.0,
+) -> PolicyTerm:
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); where A < 0 and dual_clip = c > 0: min(that, -A c).
+
+    Sources: arXiv:1707.06347, equation 7; separate bounds DAPO, arXiv:2503.14476; dual clip arXiv:1912.09729.
+    """
+    r = log_ratio(logprobs, old_logprobs).exp()
+    a = advantages.float()
+    loss = torch.maximum(-a * r, -a * r.clamp(1 - clip_low, 1 + clip_high))
+    low, high = (a < 0) & (r < 1 - clip_low), (a > 0) & (r > 1 + clip_high)
+    if dual_clip:
+        loss = torch.where(a < 0, torch.minimum(loss, -a * dual_clip), loss)
+        high = high | ((a < 0) & (r > dual_clip))
+    return PolicyTerm(loss, r.detach(), low, high)
+
+
+def reinforce(logprobs: Tensor, advantages: Tensor) -> PolicyTerm:
+    """-A * logprobs; ratio 1, nothing clipped. Also GPG's loss (arXiv:2504.02546).
+
+    Source: Williams 1992, doi:10.1007/BF00992696.
+    """
+    none = torch.zeros_like(advantages, dtype=torch.bool)
+    ones = torch.ones_like(advantages, dtype=torch.float32)
+    return PolicyTerm(-advantages.float() * logprobs.float(), ones, none, none)
+
+
+def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, ratio_cap: float) -> PolicyTerm:
+    """-sg(min(r, ratio_cap)) * A * logprobs: a capped token keeps its gradient. ratio_cap is a raw ratio, about 5.
+
+    Source: CISPO of MiniMax-M1, arXiv:2506.13585, without a lower bound.
+    """
+    r = log_ratio(logprobs, old_logprobs).detach().exp()
+    loss = -r.clamp(max=ratio_cap) * advantages.float() * logprobs.float()
+    return PolicyTerm(loss, r, torch.zeros_like(r, dtype=torch.bool), r > ratio_cap)
+
+
+def sapo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> PolicyTerm:
+    """-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg: a soft gate in place of the clip.
+
+    Its gradient at r = 1 is REINFORCE's. Source: SAPO, arXiv:2511.20347.
+    """
+    r = log_ratio(logprobs, old_logprobs).exp()
+    a = advantages.float()
+    tau = torch.where(a > 0, tau_pos, tau_neg)
+    none = torch.zeros_like(a, dtype=torch.bool)
+    return PolicyTerm(-a * (4 / tau) * torch.sigmoid(tau * (r - 1)), r.detach(), none, none)
+
+
+def dppo(
+    logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, limit: float, penalty: float
+) -> PolicyTerm:
+    """-A exp(lr), lr = clamp(logprobs - rollout_logprobs, -20, 20), dropped where A > 0 and pi - mu > limit or A < 0
+    and pi - mu < -limit; plus penalty * (logprobs - rollout_logprobs)^2 on all tokens.
+
+    pi = exp(logprobs) and mu = exp(rollout_logprobs) are probabilities: a bound of the divergence rather than of the
+    ratio. Source: DPPO, arXiv:2602.04879 (binary total variation); the penalty is prime-rl's.
+    """
+    a = advantages.float()
+    moved = (logprobs.float().exp() - rollout_logprobs.float().exp()).detach()
+    low, high = (a < 0) & (moved < -limit), (a > 0) & (moved > limit)
+    surrogate = torch.where(low | high, 0.0, -a * log_ratio(logprobs, rollout_logprobs).exp())
+    loss = surrogate + penalty * (logprobs.float() - rollout_logprobs.float()).square()
+    return PolicyTerm(loss, log_ratio(logprobs, old_logprobs).detach().exp(), low, high)
+
+
+def clip_cov(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    chosen: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = 0.0,
+) -> PolicyTerm:
+    """`ppo` without the tokens that `ops.covariance.choose_random` chose (1 there, 0 elsewhere). They are of all tokens
+    within the bounds, as in the paper; veRL leaves out those that the clip holds already.
+
+    Source: Clip-Cov of "The entropy mechanism of RL for reasoning language models", arXiv:2505.22617.
+    """
+    term = ppo(logprobs, old_logprobs, advantages, clip_low, clip_high, dual_clip)
+    return term._replace(per_token=torch.where(chosen.bool(), 0.0, term.per_token))
+
+
+def kl_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, chosen: Tensor, coef: float) -> PolicyTerm:
+    """-A r, plus coef |lr| on the chosen tokens; nothing is clipped. Source: KL-Cov, arXiv:2505.22617."""
+    lr = log_ratio(logprobs, old_logprobs)
+    loss = -advantages.float() * lr.exp() + torch.where(chosen.bool(), coef * lr.abs(), 0.0)
+    none = torch.zeros_like(lr, dtype=torch.bool)
+    return PolicyTerm(loss, lr.detach().exp(), none, none)
+
+
+def _ppo(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
+    return ppo(logprobs, batch.old_logprobs, batch.advantages, cfg.clip_low, cfg.clip_high, cfg.dual_clip)
+
+
+def _reinforce(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
+    ratio = log_ratio(logprobs, batch.old_logprobs).detach().exp()
+    return reinforce(logprobs, batch.advantages)._replace(ratio=ratio)
+
+
+def _gspo(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
+    return gspo(logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, cfg.clip_low, cfg.clip_high)
+
+
+def _gmpo(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
+    return gmpo(logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, cfg.clip_low, cfg.clip_high)
+
+
+def _cispo(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
+    return cispo(logprobs, batch.old_logprobs, batch.advantages, cfg.ratio_cap)
+
+
+def _sapo(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
+    return sapo(logprobs, batch.old_logprobs, batch.advantages, cfg.sapo.tau_pos, cfg.sapo.tau_neg)
+
+
+def _dppo(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
+    limit, penalty = cfg.dppo.limit, cfg.dppo.penalty
+    return dppo(logprobs, batch.old_logprobs, batch.rollout_logprobs, batch.advantages, limit, penalty)
+
+
+def _clip_cov(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
+    bounds = cfg.clip_low, cfg.clip_high, cfg.dual_clip
+    return clip_cov(logprobs, batch.old_logprobs, batch.advantages, batch.chosen, *bounds)
+
+
+def _kl_cov(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
+    return kl_cov(logprobs, batch.old_logprobs, batch.advantages, batch.chosen, cfg.cov.kl_coef)
+
+
+# `algorithm.policy_loss` -> f(logprobs, micro-batch, cfg.algorithm)
+POLICY_LOSSES: dict[str, Callable[[Tensor, TrainBatch, AlgorithmConfig], PolicyTerm]] = {
+    "ppo": _ppo,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "sapo": _sapo,
+    "gmpo": _gmpo,
+    "dppo": _dppo,
+    "gpg": _reinforce,
+    "reinforce": _reinforce,
+    "clip_cov": _clip_cov,
+    "kl_cov": _kl_cov,
+}

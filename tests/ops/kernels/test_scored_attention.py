@@ -1,0 +1,84 @@
+"""Attention with explicit scores, against the formula in float64 and against torch's own where nothing is capped."""
+
+import pytest
+import torch
+
+from aligner.config.scales import ScalesConfig
+from aligner.ops.kernels import scored_attention as module
+from aligner.ops.kernels.scored_attention import capped, scaled_logits, scored_attention, sink_attention
+
+
+def plain(q, k, v, seen, scale, softcap):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * scale / softcap)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("block", [1, 70, 1 << 24])
+@pytest.mark.parametrize("mask", ["causal", "bool", "added", "rows"])
+def test_forward_and_backward(monkeypatch, block, mask):
+    """Also where queries are the last ones of their keys, and in blocks that are made again in backward."""
+    monkeypatch.setattr(module, "BLOCK", block)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, n, 8, generator=g, dtype=torch.float64) for heads, n in ((6, 5), (3, 9), (3, 9)))
+    seen = torch.arange(9) <= torch.arange(5)[:, None] + 4
+    if mask != "causal":
+        seen = seen & (torch.arange(9) > torch.arange(5)[:, None])
+    seen = seen.expand(2, 1, 5, 9) if mask == "rows" else seen[None, None]
+    added = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+    given = {"causal": None, "bool": seen, "added": added, "rows": added}[mask]
+    inputs = [x.float().requires_grad_() for x in (q, k, v)]
+    exact = [x.clone().requires_grad_() for x in (q, k, v)]
+    got = scored_attention(*inputs, None if given is None else given if mask == "bool" else given.float(), 0.3, 0.8)
+    wanted = plain(*exact, seen, 0.3, 0.8)
+    assert torch.allclose(got.double(), wanted, atol=1e-6)
+    weight = torch.randn(wanted.shape, generator=g, dtype=torch.float64)
+    (got * weight.float()).sum().backward()
+    (wanted * weight).sum().backward()
+    for ours, theirs in zip(inputs, exact, strict=True):
+        assert torch.allclose(ours.grad.double(), theirs.grad, atol=1e-5)
+
+
+@pytest.mark.parametrize("sink", [-1e4, 0.0, 3.0, 40.0])
+@pytest.mark.parametrize("mask", ["causal", "bool", "added"])
+def test_sinks_join_the_softmax(mask, sink):
+    """Also where queries are the last ones of their keys; one far below the scores is none, one far above leaves 0."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, n, 8, generator=g, dtype=torch.float64) for heads, n in ((6, 5), (3, 9), (3, 9)))
+    sinks, scale = sink + torch.randn(6, generator=g, dtype=torch.float64), 0.3
+    seen = (torch.arange(9) <= torch.arange(5)[:, None] + 4)[None, None]
+    if mask != "causal":
+        seen = seen & (torch.arange(9) > torch.arange(5)[:, None])
+    added = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+    given = {"causal": None, "bool": seen, "added": added}[mask]
+    inputs = [x.float().requires_grad_() for x in (q, k, v, sinks)]
+    exact = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+    got = sink_attention(*inputs[:3], given, scale, inputs[3])
+
+    q, k, v, sinks = exact
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
+    both = torch.cat([scores, sinks[:, None, None].expand(2, 6, 5, 1)], -1)
+    wanted = both.softmax(-1)[..., :-1] @ v
+    assert torch.allclose(got.double(), wanted, atol=1e-6)
+    weight = torch.randn(wanted.shape, generator=g, dtype=torch.float64)
+    (got * weight.float()).sum().backward()
+    (wanted * weight).sum().backward()
+    for ours, theirs in zip(inputs, exact, strict=True):
+        assert torch.allclose(ours.grad.double(), theirs.grad, atol=1e-5)
+
+
+def test_a_cap_far_away_is_none():
+    q, k, v = torch.randn(3, 2, 4, 11, 8).unbind()
+    q, k, v = (x[:2] for x in (q, k, v))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.allclose(scored_attention(q, k, v, None, None, 1e4), wanted, atol=1e-5)
+    assert torch.allclose(capped(q, 1e4), q, atol=1e-5) and capped(q * 1e6, 2.0).abs().max() <= 2
+
+
+def test_logits():
+    logits = torch.randn(3, 7)
+    assert scaled_logits(logits, ScalesConfig()) is logits
+    assert torch.equal(scaled_logits(logits, ScalesConfig(logits=4.0)), logits / 4)
+    both = scaled_logits(logits, ScalesConfig(logits=0.5, logits_softcap=3.0))
+    assert torch.allclose(both, 3 * torch.tanh(2 * logits / 3))
