@@ -37,7 +37,7 @@ def on_cuda(monkeypatch):
             kept[storage._cdata] = storage.nbytes()
             return tensor
 
-        monkeypatch.setattr(attention, "scaled_dot_product_attention", kernel)
+        monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", kernel)
         monkeypatch.setattr("torch.nn.attention.bias.causal_lower_right", lambda *size: size)  # no plain tensor
         packing, ours = pack(torch.tensor(lengths), max(lengths), **layout), sum(lengths) // layout.get("context", 1)
         with ExitStack() as stack:
