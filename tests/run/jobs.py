@@ -32,7 +32,7 @@ from aligner.megatron.model import Head
 from aligner.ops import agree
 from aligner.roles.initial import resolve
 from aligner.roles.policy import Policy
-from aligner.rollout import source
+from aligner.rollout import requests
 from aligner.rollout.pending import PendingRollouts
 from aligner.run.checkpoints import Checkpoints
 from aligner.run.loop import Run
@@ -214,17 +214,17 @@ def slow_rank(arguments: list[str], rank: int) -> dict[int, tuple[list[int], lis
 def seeds_of(arguments: list[str]) -> set[tuple[int, int, int, int]]:
     """`run_stage`; (step, prompt, sample, seed) of all requests of training that this rank made."""
     made: set[tuple[int, int, int, int]] = set()
-    original = source.request_seed
+    original = requests.request_seed
 
     def noted(seed: int, step: int, prompt: int, sample: int) -> int:
         made.add((step, prompt, sample, original(seed, step, prompt, sample)))
         return original(seed, step, prompt, sample)
 
-    source.request_seed = noted
+    requests.request_seed = noted
     try:
         run_stage(arguments)
     finally:
-        source.request_seed = original
+        requests.request_seed = original
     return made
 
 
