@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,13 +70,14 @@ class _Writing:
     seconds: float = 0.0  # until this rank had written its part
     thread: threading.Thread | None = None
     error: str = ""
+    rank: int = field(default_factory=dist.get_rank)  # the thread may outlive the group that knows it
 
     def write(self) -> None:
         """This rank's files; no messages to other ranks."""
         try:
             for model in self.models:
                 model.write()
-            path = self.aside / "rng" / f"rank-{dist.get_rank():04d}.pt"
+            path = self.aside / "rng" / f"rank-{self.rank:04d}.pt"
             torch.save(self.rng, path)
             fsync_file(path)
         except (OSError, RuntimeError) as error:
