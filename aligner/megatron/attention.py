@@ -37,6 +37,7 @@ from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_t
 from aligner.models.families import FAMILIES
 from aligner.ops.kernels.bfloat16_products import widened
 from aligner.ops.kernels.scored_attention import fused_attention, scored_attention, sink_attention
+from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.pack import Final, Packing, Segment, Times
 
 
@@ -174,10 +175,10 @@ def _segments(
     n, heads, width = len(query), query.shape[1], value.shape[2]
     if packing.q_index is None:
         return _sdpa(query, key, value, packing.segments[0], scale, softcap, sinks).reshape(n, heads, width)
-    query = kernels.spread(query, packing.q_index, packing.out_index)
+    query = spread(query, packing.q_index, packing.out_index)
     own_keys = packing.segments[0].k_index is None
     if own_keys:
-        key, value = (kernels.spread(x, packing.q_index, packing.out_index) for x in (key, value))
+        key, value = (spread(x, packing.q_index, packing.out_index) for x in (key, value))
     sizes = [s.rows * s.q_width for s in packing.segments]
     queries = query.split(sizes)
     keys, values = (key.split(sizes), value.split(sizes)) if own_keys else (None, None)

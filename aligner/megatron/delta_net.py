@@ -26,6 +26,7 @@ from aligner.megatron import kernels
 from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.ops.kernels.delta_rule import by_head, delta_rule, gated_norm, prepared
+from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.pack import Packing, Segment
 
 
@@ -100,7 +101,7 @@ class DeltaNet(MegatronModule):
         if packing.q_index is None:
             return self._rows(mixed, packing.segments[0], weights)
         if packing.segments[0].k_index is None:
-            parts = kernels.spread(mixed, packing.q_index, packing.out_index).split(
+            parts = spread(mixed, packing.q_index, packing.out_index).split(
                 [s.rows * s.q_width for s in packing.segments]
             )
         else:

@@ -143,24 +143,6 @@ def split_and_rotate(
     return _SplitAndRotate.apply(mixed, cos, sin, neighbours)
 
 
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-def spread(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """x [N, ...] -> x[index] [G, ...] where x[index][inverse] = x. Cells of G that are not in `inverse` hold copies of
-    something: nothing may depend on them (their gradient is taken for 0)."""
-    return _Take.apply(x, index, inverse)
-
-
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:

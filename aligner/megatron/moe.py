@@ -62,12 +62,12 @@ from aligner.ops.kernels.experts import (
     combine,
     expand,
     grouped_linear,
-    permute,
     rerouted,
     route,
     route_by_groups,
     sort_pairs,
 )
+from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.pack import Times
 
 
@@ -241,8 +241,8 @@ class ExpertLayer(torch.nn.Module):
         order = own.argsort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=x.device)
-        x = permute(all_to_all(x, sent, got, group), order, inverse)
-        x = permute(self.experts(x, theirs.sum(0)), inverse, order)
+        x = spread(all_to_all(x, sent, got, group), order, inverse)
+        x = spread(self.experts(x, theirs.sum(0)), inverse, order)
         return all_to_all(x, got, sent, group)
 
     def _learns(self) -> bool:

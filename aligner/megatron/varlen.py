@@ -11,7 +11,7 @@ from torch import Tensor
 from aligner.config.families import TRAITS
 from aligner.config.schema import ModelConfig
 from aligner.errors import ConfigError
-from aligner.megatron import kernels
+from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.ragged import Ragged
 
 OPTIONS = {"scale", "window_size", "enable_gqa"}  # not every version of torch's function has them
@@ -24,11 +24,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rows: Ragged, scale: float
     from torch.nn.attention.varlen import varlen_attn
 
     if rows.order is not None:
-        query = kernels.spread(query, rows.order, rows.back)
+        query = spread(query, rows.order, rows.back)
     if rows.k_index is not None:
         key, value = key.index_select(0, rows.k_index), value.index_select(0, rows.k_index)
     elif rows.order is not None:
-        key, value = (kernels.spread(x, rows.order, rows.back) for x in (key, value))
+        key, value = (spread(x, rows.order, rows.back) for x in (key, value))
     out = varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -41,7 +41,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rows: Ragged, scale: float
         window_size=rows.sight,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return out if rows.order is None else kernels.spread(out, rows.back, rows.order)
+    return out if rows.order is None else spread(out, rows.back, rows.order)
 
 
 def check(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:

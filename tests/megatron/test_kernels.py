@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import silu
 
 from aligner.megatron import kernels
+from aligner.ops.kernels.spread import spread
 
 G = torch.Generator().manual_seed(0)
 
@@ -94,6 +95,6 @@ def test_spread_and_collect():
     inverse = torch.tensor([0, 3, 1])
     x, w = random(3, 2).requires_grad_(), random(4, 2)
     w[2] = 0  # nothing depends on padding
-    (kernels.spread(x, index, inverse) * w).sum().backward()
+    (spread(x, index, inverse) * w).sum().backward()
     assert torch.equal(x.grad, w[inverse])
     same(lambda x: kernels.collect(x, inverse), lambda x: x[inverse], random(4, 2))

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from aligner.config.moe import MoeConfig
 from aligner.ops.kernels.products import product_into
+from aligner.ops.kernels.spread import spread
 
 
 class Routing(NamedTuple):
@@ -129,27 +130,10 @@ def expand(x: Tensor, pairs: Pairs) -> Tensor:
     return _Expand.apply(x, pairs.order, pairs.inverse, pairs.top_k)
 
 
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-def permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """x[index], `index` being a permutation and `inverse` its inverse."""
-    return _Permute.apply(x, index, inverse)
-
-
 def combine(x: Tensor, pairs: Pairs, weights: Tensor) -> Tensor:
     """What the experts computed for each pair [N * k, H], by expert -> its weighted sum for each token [N, H]."""
     n, k = weights.shape
-    x = permute(x, pairs.inverse, pairs.order).view(n, k, x.shape[1])
+    x = spread(x, pairs.inverse, pairs.order).view(n, k, x.shape[1])
     return torch.bmm(weights.to(x.dtype)[:, None], x)[:, 0]
 
 

@@ -16,11 +16,11 @@ from aligner.ops.kernels.experts import (
     combine,
     expand,
     grouped_linear,
-    permute,
     route,
     route_by_groups,
     sort_pairs,
 )
+from aligner.ops.kernels.spread import spread
 
 
 def mixture(x, router, gate, down, k, normalise):
@@ -72,7 +72,7 @@ def test_pairs_lie_by_expert_and_by_token():
     assert (pairs.order // 2).tolist() == [0, 1, 1, 2, 0, 2]
     assert experts.flatten()[pairs.order].tolist() == [0, 0, 1, 1, 2, 2]
     x = torch.randn(6, 3)
-    assert torch.equal(permute(x[pairs.order], pairs.inverse, pairs.order), x)
+    assert torch.equal(spread(x[pairs.order], pairs.inverse, pairs.order), x)
 
 
 def test_no_tokens_at_all():
