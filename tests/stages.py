@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -102,6 +104,31 @@ def run(arguments: list[str]) -> Path:
 
 def stage(name: str, data: Path, run_dir: Path, *more: str) -> Path:
     return run(overrides(name, data, run_dir, *more))
+
+
+class PowerCut(Exception):
+    """A process ends here, as tests play it."""
+
+
+@contextmanager
+def power_cut_in_update(step: int) -> Iterator[None]:
+    """Within, the first update of `step` raises PowerCut."""
+    from aligner.roles.policy import Policy
+    from aligner.rollout.source import RolloutSource
+
+    now, update, take = [0], Policy.update, RolloutSource.next
+
+    def counted(self, number):
+        now[0] = number
+        return take(self, number)
+
+    def cut(self, *args, **kwargs):
+        if now[0] == step:
+            raise PowerCut
+        return update(self, *args, **kwargs)
+
+    with patch.object(RolloutSource, "next", counted), patch.object(Policy, "update", cut):
+        yield
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:

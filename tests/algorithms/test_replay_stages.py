@@ -14,32 +14,6 @@ EXPERTS = [
 REPLAY = [*EXPERTS, "mismatch.replay_routing=true", "engine.dtype=bfloat16", "batch.epochs=2"]
 
 
-class PowerCut(Exception):
-    pass
-
-
-def cut_in_update(monkeypatch, data, run, step: int, more: list[str]) -> None:
-    """The power goes off in the first update of `step`."""
-    from aligner.roles.policy import Policy
-    from aligner.rollout.source import RolloutSource
-
-    now, update, take = [0], Policy.update, RolloutSource.next
-
-    def counted(self, number):
-        now[0] = number
-        return take(self, number)
-
-    def cut(self, *args, **kwargs):
-        if now[0] == step:
-            raise PowerCut
-        return update(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch, pytest.raises(PowerCut):
-        patch.setattr(RolloutSource, "next", counted)
-        patch.setattr(Policy, "update", cut)
-        stages.stage("grpo", data, run, *more)
-
-
 @pytest.fixture(scope="module")
 def replayed(tiny_data, tmp_path_factory):
     return stages.stage("grpo", tiny_data, tmp_path_factory.mktemp("replay") / "run", *REPLAY, "debug.record=3")
@@ -61,7 +35,8 @@ def test_a_stored_rollout_has_its_routing(tiny_data, tmp_path, replayed, monkeyp
     from aligner.rollout.source import RolloutSource
 
     run = tmp_path / "run"
-    cut_in_update(monkeypatch, tiny_data, run, 3, [*REPLAY, "debug.record=3"])
+    with stages.power_cut_in_update(3), pytest.raises(stages.PowerCut):
+        stages.stage("grpo", tiny_data, run, *REPLAY, "debug.record=3")
     assert stages.checkpoints(run) == [2] and (run / "pending_rollouts" / "step-00000003").is_dir()
     monkeypatch.delattr(RolloutSource, "next")
     stages.stage("grpo", tiny_data, run, *REPLAY, "debug.record=3")

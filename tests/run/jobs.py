@@ -31,13 +31,12 @@ from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.megatron.model import Head
 from aligner.ops import agree
 from aligner.roles.initial import resolve
-from aligner.roles.policy import Policy
 from aligner.rollout import requests
-from aligner.rollout.pending import PendingRollouts
 from aligner.run.checkpoints import Checkpoints
 from aligner.run.loop import Run
 from aligner.run.mismatch import check_mismatch
 from aligner.types import RolloutBatch
+from tests.stages import PowerCut, power_cut_in_update
 
 MAIN = threading.main_thread()
 
@@ -155,31 +154,14 @@ def run_with_own(arguments: list[str], own: list[str]) -> str:
     return ""
 
 
-class PowerCut(Exception):
-    pass
-
-
 def cut_in_update(arguments: list[str], step: int) -> bool:
     """`run_stage` until the power goes off on all ranks in the first update of `step`."""
-    now, update, take = [0], Policy.update, PendingRollouts.next
-
-    def counted(self, number):
-        now[0] = number
-        return take(self, number)
-
-    def cut(self, *args, **kwargs):
-        if now[0] == step:
-            raise PowerCut
-        return update(self, *args, **kwargs)
-
-    PendingRollouts.next, Policy.update = counted, cut
     try:
-        run_stage(arguments)
+        with power_cut_in_update(step):
+            run_stage(arguments)
     except PowerCut:
         dist.barrier()
         return True
-    finally:
-        PendingRollouts.next, Policy.update = take, update
     return False
 
 

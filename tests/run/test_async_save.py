@@ -12,12 +12,9 @@ from aligner.megatron.checkpoint import ModelSave
 from aligner.run.checkpoints import SaveError
 from aligner.run.loop import Run
 from tests import stages
+from tests.stages import PowerCut
 
 MORE = ["run.steps=5", "checkpoint.every=2", "checkpoint.keep_last=9", "logging.progress=false"]
-
-
-class PowerCut(Exception):
-    pass
 
 
 def hashes(run: Path, step: int) -> dict:

@@ -25,10 +25,6 @@ MORE = {
 }
 
 
-class PowerCut(Exception):
-    pass
-
-
 @pytest.fixture
 def arguments(tiny_runs):
     def get(case: str) -> list[str]:
@@ -39,26 +35,11 @@ def arguments(tiny_runs):
 
 
 @pytest.fixture
-def interrupt(monkeypatch, tiny_data):
+def interrupt(tiny_data):
     """Run a stage until the power goes off in the middle of `step`: in its first update."""
-    from aligner.roles.policy import Policy
-    from aligner.rollout.source import RolloutSource
 
     def go(case: str, run: Path, step: int, more: list[str]) -> None:
-        now, update, take = [0], Policy.update, RolloutSource.next
-
-        def counted(self, number):
-            now[0] = number
-            return take(self, number)
-
-        def cut(self, *args, **kwargs):
-            if now[0] == step:
-                raise PowerCut
-            return update(self, *args, **kwargs)
-
-        with monkeypatch.context() as patch, pytest.raises(PowerCut):
-            patch.setattr(RolloutSource, "next", counted)
-            patch.setattr(Policy, "update", cut)
+        with stages.power_cut_in_update(step), pytest.raises(stages.PowerCut):
             stages.stage("ppo" if case == "ppo" else "grpo", tiny_data, run, *more)
 
     return go

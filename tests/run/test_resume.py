@@ -16,12 +16,9 @@ import torch
 from aligner.config.schema import CheckpointConfig
 from aligner.errors import CheckpointError, RewardError
 from tests import stages
+from tests.stages import PowerCut
 
 TOTAL, HALF = 4, 2
-
-
-class PowerCut(Exception):
-    pass
 
 
 def arguments(stage: str, runs: dict) -> list[str]:
