@@ -13,7 +13,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from aligner.config.schema import ModelConfig, ParallelConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.plan.job import Part
 from aligner.plan.memory import layer_activations
 from aligner.plan.shapes import Grid

@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from aligner.config.schema import BatchConfig, ModelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.ops.kernels.bfloat16_products import widened
 from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import Engine, Job, Part, Rows

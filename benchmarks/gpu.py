@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import AlignerError
 from aligner.plan.devices import DEVICES, Assumptions, Device
 from aligner.plan.job import Engine, Job, Part, Rows

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from aligner.algorithms.losses import policy_loss
-from aligner.config.algorithm import AlgorithmConfig
-from aligner.config.engine import EngineConfig, RefitConfig
-from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from aligner.config.sections.algorithm import AlgorithmConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.engine import EngineConfig, RefitConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.graphs import CudaRecorder, DecodeGraphs
 from aligner.megatron.groups import build_layout

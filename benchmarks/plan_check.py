@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aligner.config.resolve import compose
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.plan.devices import DEVICES, Assumptions, Device
 from aligner.plan.job import Engine, Job, Part, Rows
 from aligner.plan.prediction import predict

@@ -20,8 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aligner.config.engine import EngineConfig, RefitConfig
-from aligner.config.schema import ModelConfig, ParallelConfig
+from aligner.config.sections.engine import EngineConfig, RefitConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.parallel import ParallelConfig
 
 if TYPE_CHECKING:
     from aligner.engines.bridge import Bridge

@@ -16,7 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from aligner.config.schema import ModelConfig, ParallelConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.plan.job import Job, Part, Rows
 from aligner.plan.shapes import Grid
 from aligner.plan.traffic import pass_calls, step_calls
@@ -44,7 +45,8 @@ def measure(parallel: ParallelConfig, steps: int = 2) -> dict:
     """Of one rank: the least CPU and wall seconds of a step after a warm one, and the bytes of its collectives."""
     import torch
 
-    from aligner.config.schema import BatchConfig, OptimConfig
+    from aligner.config.sections.batch import BatchConfig
+    from aligner.config.sections.optim import OptimConfig
     from aligner.megatron.groups import build_layout
     from aligner.megatron.model import Head
     from aligner.megatron.train import ShardedModel

@@ -18,7 +18,10 @@ from pathlib import Path
 
 import torch
 
-from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron.groups import build_layout, init_distributed
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel

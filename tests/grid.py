@@ -1,9 +1,8 @@
 """Random small models of every family against transformers: `python -m tests.grid --draws 200 --seed 0`.
 
-A family is drawn by its entry in `config/families.py`: each key in which its models differ has a draw in `KEYS`, and
-one without is an error that names it. Draws are as wild as the config allows: heads that do not multiply to the hidden
-size, one head, odd widths, local and unrotated layers in any order, every rotary scaling.
-"""
+A family is drawn by its entry in `config/sections/model/families.py`: each key in which its models differ has a draw
+in `KEYS`, and one without is an error that names it. Draws are as wild as the config allows: heads that do not
+multiply to the hidden size, one head, odd widths, local and unrotated layers in any order, every rotary scaling."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ from typing import Any
 
 import torch
 
-from aligner.config.attention import AttentionConfig, layer_pattern
-from aligner.config.engine import EngineConfig
-from aligner.config.families import TRAITS
-from aligner.config.latent import LatentConfig
-from aligner.config.linear import LinearConfig
-from aligner.config.moe import ALWAYS_NORMALISED, MoeConfig
-from aligner.config.rope import ROPE_TYPES, RopeScalingConfig
-from aligner.config.scales import ScalesConfig
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.model.attention import AttentionConfig, layer_pattern
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.families import TRAITS
+from aligner.config.sections.model.latent import LatentConfig
+from aligner.config.sections.model.linear import LinearConfig
+from aligner.config.sections.model.moe import ALWAYS_NORMALISED, MoeConfig
+from aligner.config.sections.model.rope import ROPE_TYPES, RopeScalingConfig
+from aligner.config.sections.model.scales import ScalesConfig
 from aligner.engines.native import NativeEngine
 from aligner.types import SamplingParams
 from tests.ranks import Ranks

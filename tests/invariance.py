@@ -18,8 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aligner.config.moe import MoeConfig
-from aligner.config.schema import BatchConfig, ModelConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.moe import MoeConfig
+from aligner.config.sections.parallel import ParallelConfig
 
 if TYPE_CHECKING:
     from tests.invariance_jobs import Case

@@ -10,9 +10,12 @@ from pathlib import Path
 import torch
 
 from aligner.algorithms.losses import policy_loss
-from aligner.config.algorithm import AlgorithmConfig, RewardLossConfig
-from aligner.config.preference import PreferenceConfig
-from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from aligner.config.sections.algorithm import AlgorithmConfig, RewardLossConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.parallel import ParallelConfig
+from aligner.config.sections.preference import PreferenceConfig
 from aligner.megatron import moe
 from aligner.megatron.model import Head
 from aligner.ops.rl import advantages

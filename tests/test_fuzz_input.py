@@ -22,7 +22,7 @@ from safetensors import safe_open
 from aligner.cluster import failure
 from aligner.config.freeze import freeze, load_frozen
 from aligner.config.resolve import compose
-from aligner.config.schema import DataConfig
+from aligner.config.sections.data import DataConfig
 from aligner.data.formats import sft_rows
 from aligner.data.readers import read_rows
 from aligner.data.tokenizer import byte_tokenizer, load_tokenizer, stop_token_ids

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aligner.config.families import TRAITS
+from aligner.config.sections.model.families import TRAITS
 from tests import grid
 
 pytestmark = pytest.mark.multirank

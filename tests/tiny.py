@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 
-from aligner.config.attention import AttentionConfig
-from aligner.config.latent import LatentConfig
-from aligner.config.linear import LinearConfig
-from aligner.config.moe import MoeConfig
-from aligner.config.scales import ScalesConfig
-from aligner.config.schema import ModelConfig, OptimConfig, RopeScalingConfig
+from aligner.config.sections.model.attention import AttentionConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.latent import LatentConfig
+from aligner.config.sections.model.linear import LinearConfig
+from aligner.config.sections.model.moe import MoeConfig
+from aligner.config.sections.model.rope import RopeScalingConfig
+from aligner.config.sections.model.scales import ScalesConfig
+from aligner.config.sections.optim import OptimConfig
 from aligner.models.families import FAMILIES
 from aligner.models.fused import joined, parts_of
 from aligner.models.hf_config import config_from_hf, hf_config

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.algorithm import WHITENED, AlgorithmConfig
-from aligner.config.rewards import RewardConfig
 from aligner.config.schema import Config
+from aligner.config.sections.algorithm import WHITENED, AlgorithmConfig
+from aligner.config.sections.rewards import RewardConfig
 from aligner.errors import ConfigError
 from aligner.ops.rl import advantages as ops
 from aligner.ops.rl.token_advantages import broadcast, gae, return_to_go, whiten

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.algorithm import AlgorithmConfig
+from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.ops.rl.aggregate import aggregate, denominator
 from aligner.ops.rl.covariance import choose_random, choose_top, covariance, token_keys
 from aligner.ops.rl.kl import kl_estimate

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.builders.job import Job
-from aligner.config.data import DataConfig
+from aligner.config.sections.data import DataConfig
 from aligner.data.batches import BatchSource
 from aligner.data.dataset import PromptDataset
 from aligner.data.formats import prompt_rows

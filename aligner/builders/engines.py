@@ -11,7 +11,7 @@ from aligner.builders.data import make_prompts, make_sampling
 from aligner.builders.job import TRTLLM_ENGINES, Job
 from aligner.config.derived import evaluation_functions
 from aligner.config.quantization import describe, quantized
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.data.dataset import PromptDataset
 from aligner.data.mixture import PromptMixture
 from aligner.engines.base import RolloutEngine

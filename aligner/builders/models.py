@@ -6,7 +6,8 @@ import dataclasses
 
 from aligner.builders.job import Job
 from aligner.config.derived import minibatch_samples
-from aligner.config.schema import ROLLOUT_STAGES, Config, OptimConfig
+from aligner.config.schema import ROLLOUT_STAGES, Config
+from aligner.config.sections.optim import OptimConfig
 from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.errors import ConfigError
 from aligner.megatron.checkpoint import load_model

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from aligner.config.rewards import RewardFunctionConfig
-from aligner.config.schema import STAGES, Config
+from aligner.config.schema import Config
+from aligner.config.sections.rewards import RewardFunctionConfig
+from aligner.config.stages import STAGES
 
 
 def data_parallel(cfg: Config, world_size: int) -> int:

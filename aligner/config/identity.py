@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum
 from typing import Any
 
-from aligner.config.data import SourceConfig
 from aligner.config.options import hints
-from aligner.config.schema import STAGES, Config
+from aligner.config.schema import Config
+from aligner.config.sections.data import SourceConfig
 from aligner.config.stage import ROLLOUTS, SEQUENCES
+from aligner.config.stages import STAGES
 
 
 class Kind(Enum):

@@ -1,6 +1,6 @@
 """What the schema offers: dotted names, their types, the nearest name to a wrong one, and plain data <-> dataclass.
 
-Everything is read off the dataclasses of `schema.py` and its neighbours, so a new field needs no entry here.
+Everything is read off the dataclasses of `schema.py` and its sections, so a new field needs no entry here.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from aligner.config.algorithm import GROUP_BASELINES
 from aligner.config.checks import exists
 from aligner.config.derived import data_parallel, evaluation_functions, minibatch_samples
 from aligner.config.identity import reads
-from aligner.config.mismatch import WEIGHING
-from aligner.config.schema import ROLLOUT_STAGES, STAGES, Config
+from aligner.config.schema import ROLLOUT_STAGES, Config
+from aligner.config.sections.algorithm import GROUP_BASELINES
+from aligner.config.sections.mismatch import WEIGHING
+from aligner.config.stages import STAGES
 from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.errors import ConfigError, LayoutError
 

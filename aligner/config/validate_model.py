@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from aligner.config.derived import evaluation_functions
-from aligner.config.families import TRAITS
-from aligner.config.rope import longest_row
-from aligner.config.schema import ROLLOUT_STAGES, Config, ModelConfig, ParallelConfig
-from aligner.config.trtllm_engine import NAME as TRTLLM_ENGINE
-from aligner.config.trtllm_engine import check_run
+from aligner.config.schema import ROLLOUT_STAGES, Config
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.families import TRAITS
+from aligner.config.sections.model.rope import longest_row
+from aligner.config.sections.parallel import ParallelConfig
+from aligner.config.sections.trtllm_engine import NAME as TRTLLM_ENGINE
+from aligner.config.sections.trtllm_engine import check_run
 from aligner.errors import ConfigError, LayoutError
 
 

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aligner.config.schema import DataConfig
+from aligner.config.sections.data import DataConfig
 from aligner.data.chats import check_arguments, unread_tools
 from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow, Text, TypedRows
 from aligner.data.templates import encode_answers, encode_prompts, encode_sft, shipped_in_use

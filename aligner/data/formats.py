@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, overload
 
-from aligner.config.schema import DataConfig
+from aligner.config.sections.data import DataConfig
 from aligner.data.alpaca_sharegpt import converted, recognised
 from aligner.errors import DataError
 

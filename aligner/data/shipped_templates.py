@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aligner.config.schema import DataConfig
+from aligner.config.sections.data import DataConfig
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aligner.config.data import DataConfig
+from aligner.config.sections.data import DataConfig
 from aligner.data.dataset import CHUNK, DataReport, Ragged, SftDataset, SftItem
 from aligner.data.formats import TextRow, sft_rows, text_rows
 from aligner.data.templates import encode_documents

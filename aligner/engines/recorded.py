@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import RolloutEngine, UpdateLedger
 from aligner.errors import ConfigError, DataError, EngineError
 from aligner.foreign import parse_json, record

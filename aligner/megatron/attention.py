@@ -30,8 +30,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import silu
 
-from aligner.config.families import TRAITS
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.families import TRAITS
 from aligner.megatron import kernels, varlen
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.models.families import FAMILIES

@@ -31,7 +31,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from aligner.config.schema import ModelConfig, ParallelConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import CheckpointError
 from aligner.megatron.checkpoint_index import read_index, read_stored
 from aligner.megatron.groups import build_layout

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from aligner.cluster.seal import VARIABLE, Seal
-from aligner.config.schema import ParallelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import ConfigError, LayoutError
 from aligner.megatron import cpu
 from aligner.megatron.rendezvous import meet

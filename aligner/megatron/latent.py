@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.megatron import kernels
 from aligner.megatron.attention import RMSNorm, Stream, attend
 from aligner.models.rope import LATENT_EPS, score_scale

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from aligner.config.moe import MoeConfig
+from aligner.config.sections.model.moe import MoeConfig
 from aligner.megatron.groups import Layout
 from aligner.megatron.moe import ExpertLayer
 from aligner.ops.kernels.experts import balance_loss

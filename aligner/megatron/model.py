@@ -25,10 +25,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from aligner.config.attention import AttentionConfig
-from aligner.config.families import TRAITS
-from aligner.config.scales import ScalesConfig
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.attention import AttentionConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.families import TRAITS
+from aligner.config.sections.model.scales import ScalesConfig
 from aligner.errors import ConfigError
 from aligner.megatron import varlen
 from aligner.megatron.attention import GatedMLP, NoCoreAttention, RMSNorm, StreamAttention, residual_adder

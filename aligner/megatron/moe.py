@@ -46,8 +46,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from aligner.config.families import TRAITS, Traits
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.families import TRAITS, Traits
 from aligner.megatron import kernels
 from aligner.megatron.attention import GatedMLP
 from aligner.megatron.collectives import all_to_all

@@ -23,7 +23,8 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from aligner.config.schema import ModelConfig, OptimConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.optim import OptimConfig
 from aligner.errors import AlignerError
 from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import sum_parts

@@ -8,8 +8,8 @@ import inspect
 import torch
 from torch import Tensor
 
-from aligner.config.families import TRAITS
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.families import TRAITS
 from aligner.errors import ConfigError
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.ragged import Ragged

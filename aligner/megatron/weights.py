@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.megatron.groups import Layout
 from aligner.megatron.model import Head
 from aligner.models.families import FAMILIES, family_table

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Collection
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import CheckpointError
 from aligner.models.families import FAMILIES, expected_hf_shapes
 from aligner.models.quantised import FLOAT8, MXFP4, grid

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import torch
 
-from aligner.config.families import TRAITS
-from aligner.config.moe import check_moe_family
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.families import TRAITS
+from aligner.config.sections.model.moe import check_moe_family
 from aligner.errors import ConfigError
 from aligner.models.params import ParamSpec, to_hf
 from aligner.ops.kernels.experts import GATE_ALPHA, GATE_LIMIT
@@ -39,7 +39,7 @@ Key = tuple[str, str, Any]  # key of `model`, what config.json calls it, what a 
 @dataclass(frozen=True)
 class Family:
     """`model_type` and the prefix of the `architectures` entry in config.json, the flags it implies, its rows. What the
-    config must know of it is in `config/families.py`."""
+    config must know of it is in `config/sections/model/families.py`."""
 
     model_type: str
     architecture: str

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.models.families import FAMILIES, Family, expected_hf_shapes
 
 _EXPERT = re.compile(r"(?P<before>.+\.experts\.)(?P<number>\d+)\.(?P<part>\w+\.\w+)")

@@ -6,13 +6,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from aligner.config.attention import AttentionConfig, layer_pattern
-from aligner.config.families import TRAITS
-from aligner.config.latent import LatentConfig
-from aligner.config.linear import LinearConfig
-from aligner.config.moe import MoeConfig
-from aligner.config.scales import ScalesConfig
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.attention import AttentionConfig, layer_pattern
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.families import TRAITS
+from aligner.config.sections.model.latent import LatentConfig
+from aligner.config.sections.model.linear import LinearConfig
+from aligner.config.sections.model.moe import MoeConfig
+from aligner.config.sections.model.scales import ScalesConfig
 from aligner.errors import CheckpointError, ConfigError
 from aligner.foreign import Record, read_record
 from aligner.models.families import DEFAULTS, FAMILIES, Family, check_family

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from aligner.config.rope import ROPE_TYPES, RopeScalingConfig
+from aligner.config.sections.model.rope import ROPE_TYPES, RopeScalingConfig
 from aligner.errors import CheckpointError, ConfigError
 from aligner.foreign import Record
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import CheckpointError, LayoutError
 
 Transform = Literal["copy", "qkv", "qkv_bias", "linear_in", "gate_up", "experts_gate_up", "experts"]

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 
 LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever `model.norm_eps` is
 

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import LayoutError
 from aligner.models.families import expected_hf_shapes, family_table
 from aligner.models.params import ParamSpec, hf_axis, rows_of_group, shard_interval

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import CheckpointError, LayoutError
 from aligner.models.params import ParamSpec, assemble, hf_axis, shard_interval, to_hf
 from aligner.models.safetensors_io import HfTensors

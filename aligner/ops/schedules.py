@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from aligner.config.schema import OptimConfig
+from aligner.config.sections.optim import OptimConfig
 
 
 def lr_at(step: int, cfg: OptimConfig, total_steps: int) -> float:

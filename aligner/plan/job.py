@@ -6,16 +6,18 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from aligner.config.attention import AttentionConfig
 from aligner.config.checks import one_of
 from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update
-from aligner.config.families import TRAITS
-from aligner.config.latent import LatentConfig
-from aligner.config.linear import LinearConfig
-from aligner.config.moe import MoeConfig
-from aligner.config.rope import RopeScalingConfig
-from aligner.config.scales import ScalesConfig
-from aligner.config.schema import STAGES, Config, ModelConfig
+from aligner.config.schema import Config
+from aligner.config.sections.model.attention import AttentionConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.families import TRAITS
+from aligner.config.sections.model.latent import LatentConfig
+from aligner.config.sections.model.linear import LinearConfig
+from aligner.config.sections.model.moe import MoeConfig
+from aligner.config.sections.model.rope import RopeScalingConfig
+from aligner.config.sections.model.scales import ScalesConfig
+from aligner.config.stages import STAGES
 from aligner.errors import CheckpointError, ConfigError
 from aligner.foreign import Record, read_record
 from aligner.plan.linear import row_bytes

@@ -6,7 +6,7 @@ of keys, M its mixed channels of K inputs each.
 
 from __future__ import annotations
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 
 CHUNK = 64  # tokens, as in `ops/kernels/delta_rule.py`, which imports torch
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.config.schema import STAGES
+from aligner.config.stages import STAGES
 from aligner.plan.job import Job, Part
 
 LAST_LAYER_MASK, WORTH = 1 << 26, 0.9  # as in `ops/packing/needed.py`, which imports torch

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.config.families import TRAITS
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.families import TRAITS
 from aligner.plan.linear import linear_alike, linear_matrices, linear_share, linear_vectors, rule_operations
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from aligner.config.schema import Config, ModelConfig, ParallelConfig
+from aligner.config.schema import Config
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.config.validate import validate_layout
 from aligner.errors import ConfigError
 from aligner.plan.devices import Assumptions, Device

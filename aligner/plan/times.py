@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil, exp
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import Job, Part
 from aligner.plan.linear import row_bytes

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import chain
 from math import ceil
 
-from aligner.config.families import TRAITS
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.families import TRAITS
 from aligner.plan.job import Job, Part
 from aligner.plan.linear import gathered_width, linear_alike
 from aligner.plan.reads import reads

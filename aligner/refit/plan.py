@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from heapq import heapify, heapreplace
 
-from aligner.config.engine import message_bytes
+from aligner.config.sections.engine import message_bytes
 from aligner.errors import LayoutError
 from aligner.models.shards import HfTensor
 

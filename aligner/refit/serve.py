@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from aligner.config.engine import RefitConfig
-from aligner.config.watchdog import IDLE
+from aligner.config.sections.engine import RefitConfig
+from aligner.config.sections.watchdog import IDLE
 from aligner.engines.bridge import DISMISS, Bridge
 from aligner.engines.native.fleet import Fleet, FleetEngine, Request
 from aligner.engines.native.sampler import cuts

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.engine import RefitConfig
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.engine import RefitConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import PlacingEngine, RolloutEngine
 from aligner.engines.bridge import Bridge
 from aligner.engines.native.remote import RemoteEngine

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.config.engine import RefitConfig
+from aligner.config.sections.engine import RefitConfig
 from aligner.engines.base import RolloutEngine
 from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import EngineError

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 
-from aligner.config.rewards import RewardConfig
+from aligner.config.sections.rewards import RewardConfig
 from aligner.errors import ConfigError, RewardError
 from aligner.rewards.base import Reward, check_scores
 from aligner.rewards.normalizer import Reduce, RunningNormalizer

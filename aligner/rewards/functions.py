@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from aligner.config.rewards import RewardFunctionConfig
+from aligner.config.sections.rewards import RewardFunctionConfig
 from aligner.errors import AlignerError, RewardError, RewardPathError
 from aligner.rewards.base import Reward, check_scores, describe
 from aligner.types import Prompt, Sample

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from aligner.config.schema import BatchConfig
+from aligner.config.sections.batch import BatchConfig
 from aligner.megatron.train import ShardedModel
 from aligner.ops.packing.needed import predicting
 from aligner.roles.batching import forward_rows, micro_batches

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from aligner.config.attention import AttentionConfig
 from aligner.config.freeze import load_frozen
-from aligner.config.latent import LatentConfig
-from aligner.config.linear import LinearConfig
-from aligner.config.moe import MoeConfig
 from aligner.config.options import from_plain
-from aligner.config.rope import RopeScalingConfig
-from aligner.config.scales import ScalesConfig
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.attention import AttentionConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.latent import LatentConfig
+from aligner.config.sections.model.linear import LinearConfig
+from aligner.config.sections.model.moe import MoeConfig
+from aligner.config.sections.model.rope import RopeScalingConfig
+from aligner.config.sections.model.scales import ScalesConfig
 from aligner.data.tokenizer import check_vocab, load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.megatron.checkpoint_files import find_checkpoint, read_checked, view

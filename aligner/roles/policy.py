@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from aligner.config.schema import BatchConfig
+from aligner.config.sections.batch import BatchConfig
 from aligner.megatron.train import ShardedModel
 from aligner.ops.kernels.concentration import log_square_sum
 from aligner.ops.kernels.logprobs import token_logprobs

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from aligner.config.schema import BatchConfig
+from aligner.config.sections.batch import BatchConfig
 from aligner.megatron.train import ShardedModel
 from aligner.ops.packing.needed import last_tokens
 from aligner.roles.batching import batch_metrics, forward_rows, micro_batches

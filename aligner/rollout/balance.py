@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.ops.packing.balance import balance, deal, row_costs
 from aligner.ops.packing.routing import widened
 from aligner.types import ScalarMetrics, TrainBatch

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from aligner.config.rewards import EvalConfig
+from aligner.config.sections.rewards import EvalConfig
 from aligner.data.dataset import PromptDataset
 from aligner.engines.base import RolloutEngine
 from aligner.errors import EngineError

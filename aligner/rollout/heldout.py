@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from aligner.config.preference import PreferenceConfig
+from aligner.config.sections.preference import PreferenceConfig
 from aligner.data.collate import collate_pairs, collate_preference, collate_scored, collate_sft
 from aligner.data.dataset import PairDataset, SftItem
 from aligner.errors import ConfigError

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.algorithm import AlgorithmConfig, KLConfig
-from aligner.config.schema import BatchConfig
+from aligner.config.sections.algorithm import AlgorithmConfig, KLConfig
+from aligner.config.sections.batch import BatchConfig
 from aligner.ops.packing.minibatches import minibatch_rows, places
 from aligner.ops.rl.kl import adapt_kl_coef, kl_estimate
 from aligner.ops.rl.shaping import shaped_rewards

@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import ConfigError, DataError
 from aligner.megatron.groups import Layout
 from aligner.ops.packing.routing import no_routing

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.algorithm import AlgorithmConfig
+from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.ops.rl.shaping import shaped_rewards
 from aligner.refit.transfer import Refit
 from aligner.refit.verify import Verifier

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.algorithm import AlgorithmConfig
+from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.ops.rl.advantages import count_degenerate
 from aligner.ops.rl.kl import reference_kl_sums
 from aligner.ops.rl.mismatch import correction_sums, cut_sums, finish_mismatch, mismatch_sums

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from aligner.config.schema import CheckpointConfig
+from aligner.config.sections.checkpoint import CheckpointConfig
 from aligner.errors import CheckpointError
 from aligner.megatron.checkpoint import (
     ModelSave,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.config.freeze import accept, refuse
-from aligner.config.schema import RunConfig
+from aligner.config.sections.run import RunConfig
 from aligner.errors import AlignerError
 from aligner.run.alarms import Alarms, truncate_alarms, write_alarms
 from aligner.run.changes import AnotherRunError

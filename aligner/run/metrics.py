@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from aligner.config.schema import LoggingConfig, WandbConfig
+from aligner.config.sections.logging import LoggingConfig, WandbConfig
 from aligner.errors import AlignerError, ConfigError, MissingExtraError, WriteError
 from aligner.foreign import parse_json, record
 

@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from aligner.config.mismatch import MismatchConfig
+from aligner.config.sections.mismatch import MismatchConfig
 from aligner.errors import MismatchError
 from aligner.ops.rl.mismatch import REJECTIONS, WEIGHTS
 from aligner.types import RolloutBatch, ScalarMetrics

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from aligner.config.memory import MemoryConfig
+from aligner.config.sections.memory import MemoryConfig
 from aligner.engines.base import MeasuredEngine, RolloutEngine
 from aligner.errors import ConfigError, MemoryLimitError, OutOfMemoryError
 from aligner.megatron.offload import KINDS, ModelMemory

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from pathlib import Path
 
-from aligner.config.schema import CheckpointConfig
+from aligner.config.sections.checkpoint import CheckpointConfig
 from aligner.errors import CheckpointError
 from aligner.megatron.checkpoint_files import complete_checkpoints, read_state, remove_whole
 

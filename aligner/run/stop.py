@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.cluster.signals import StopSignals
-from aligner.config.schema import ClusterConfig
+from aligner.config.sections.cluster import ClusterConfig
 from aligner.errors import AlignerError
 from aligner.foreign import read_record
 from aligner.run.contract import PROGRESS, STOPPED

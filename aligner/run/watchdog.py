@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from aligner.cluster import failure
-from aligner.config.watchdog import WatchdogConfig
+from aligner.config.sections.watchdog import WatchdogConfig
 from aligner.run.awake import AwakeClock
 from aligner.run.keeper import Keeper
 

@@ -18,8 +18,8 @@ from aligner.builders.job import Job
 from aligner.builders.models import make_policy, make_reference
 from aligner.builders.runs import finish, make_run
 from aligner.builders.stored import store_reference
-from aligner.config.data import DataConfig
-from aligner.config.preference import KEY, PreferenceConfig
+from aligner.config.sections.data import DataConfig
+from aligner.config.sections.preference import KEY, PreferenceConfig
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_pairs
 from aligner.data.dataset import PairDataset

@@ -17,8 +17,8 @@ from aligner.builders.data import in_shares, make_batches, make_training_set, ro
 from aligner.builders.job import Job
 from aligner.builders.models import make_scorer
 from aligner.builders.runs import finish, make_run
-from aligner.config.algorithm import AlgorithmConfig
-from aligner.config.data import DataConfig
+from aligner.config.sections.algorithm import AlgorithmConfig
+from aligner.config.sections.data import DataConfig
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_preference, collate_scored
 from aligner.data.dataset import PreferenceDataset, ScoredDataset

@@ -15,8 +15,8 @@ from aligner.builders.engines import make_evaluator, make_refit
 from aligner.builders.job import Job
 from aligner.builders.models import make_policy
 from aligner.builders.runs import finish, make_run, saved_first, together
-from aligner.config.data import DataConfig
 from aligner.config.derived import evaluation_functions
+from aligner.config.sections.data import DataConfig
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_sft
 from aligner.data.dataset import SftDataset

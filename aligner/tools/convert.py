@@ -23,7 +23,7 @@ from aligner.cluster.env import RankEnv
 from aligner.cluster.seal import job_secret
 from aligner.config.freeze import freeze
 from aligner.config.resolve import compose
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.data.tokenizer import check_vocab, load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.megatron import bridge

@@ -7,7 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 
-from aligner.config.trtllm import TrtllmConfig
+from aligner.config.sections.trtllm import TrtllmConfig
 from aligner.engines.child.process import clean_environment, interpreter
 from aligner.engines.trtllm import built_api, torch_api
 from aligner.engines.trtllm.torch_api import Findings, Version

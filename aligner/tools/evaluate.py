@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from aligner.cluster.env import RankEnv
-from aligner.config.schema import STAGES, Config
+from aligner.config.schema import Config
+from aligner.config.stages import STAGES
 from aligner.data.dataset import PromptDataset
 from aligner.data.formats import prompt_rows
 from aligner.data.readers import read_rows

@@ -10,7 +10,10 @@ from typing import Any
 from aligner.builders.job import Job, start
 from aligner.builders.models import make_model
 from aligner.cluster.env import RankEnv
-from aligner.config.schema import Config, DebugConfig, EngineConfig, ParallelConfig, StageConfig
+from aligner.config.schema import Config, StageConfig
+from aligner.config.sections.debug import DebugConfig
+from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.data.collate import collate_preference, collate_scored, collate_sft
 from aligner.data.dataset import PreferenceDataset, ScoredDataset
 from aligner.data.formats import preference_rows, scored_rows

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from aligner.config.engine import EngineConfig
 from aligner.config.schema import Config
+from aligner.config.sections.engine import EngineConfig
 from aligner.data.tokenizer import load_tokenizer, stop_token_ids
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.load import engine_from_folder

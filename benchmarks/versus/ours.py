@@ -14,8 +14,8 @@ import torch
 from aligner.build import run_stage
 from aligner.cluster.env import RankEnv
 from aligner.cluster.threads import use
-from aligner.config.engine import EngineConfig
 from aligner.config.resolve import compose
+from aligner.config.sections.engine import EngineConfig
 from aligner.config.validate import validate
 from aligner.engines.native import engine as native
 from aligner.engines.native.load import engine_from_folder

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aligner.config.preference import PreferenceConfig
+from aligner.config.sections.preference import PreferenceConfig
 from aligner.errors import AlignerError
 from aligner.ops.rl.preference import Labels, measure, pair_losses, total
 from aligner.roles.policy import TokenOutputs

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.roles.initial import resolve
 from tests import stages
 

@@ -8,9 +8,15 @@ import torch
 import torch.distributed as dist
 
 from aligner.algorithms.advantages import critic_advantages, group_advantages, reward_weights
-from aligner.config.algorithm import GROUP_BASELINES, OTHER_BASELINES, AlgorithmConfig, KLConfig, OverlongConfig
-from aligner.config.rewards import RewardConfig, RewardFunctionConfig
 from aligner.config.schema import Config
+from aligner.config.sections.algorithm import (
+    GROUP_BASELINES,
+    OTHER_BASELINES,
+    AlgorithmConfig,
+    KLConfig,
+    OverlongConfig,
+)
+from aligner.config.sections.rewards import RewardConfig, RewardFunctionConfig
 from aligner.errors import ConfigError
 from aligner.rewards.composite import Scores
 from aligner.rollout.prepare import set_token_rewards

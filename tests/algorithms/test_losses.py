@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.algorithms.losses import policy_loss
-from aligner.config.algorithm import AlgorithmConfig, CovConfig, KLConfig, RewardLossConfig
+from aligner.config.sections.algorithm import AlgorithmConfig, CovConfig, KLConfig, RewardLossConfig
 from aligner.ops.rl.covariance import choose_random, choose_top, covariance, token_keys
 from aligner.roles.policy import TokenOutputs
 from aligner.stages.ppo import value_loss

@@ -150,7 +150,7 @@ def test_rejected_samples_are_in_no_baseline_and_no_loss(grpo, monkeypatch):
 def test_token_weights_multiply_the_policy_loss_alone():
     """A weight is a factor of the token's term; denominators, KL in the loss and entropy do not know it."""
     from aligner.algorithms.losses import policy_loss
-    from aligner.config.algorithm import AlgorithmConfig, KLConfig
+    from aligner.config.sections.algorithm import AlgorithmConfig, KLConfig
     from aligner.roles.policy import TokenOutputs
     from aligner.types import TrainBatch
 

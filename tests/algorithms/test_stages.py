@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aligner.config.freeze import load_frozen
-from aligner.config.schema import DataConfig
+from aligner.config.sections.data import DataConfig
 from aligner.megatron.train import ShardedModel
 from tests import stages
 

@@ -11,8 +11,11 @@ from functools import partial
 import torch
 import transformers
 
-from aligner.config.engine import EngineConfig, RefitConfig
-from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.engine import EngineConfig, RefitConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.engines.native.engine import NativeEngine
 from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head

@@ -2,8 +2,8 @@
 
 import pytest
 
-from aligner.config.algorithm import AlgorithmConfig
 from aligner.config.resolve import compose, conf_dir
+from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.config.validate import validate
 from aligner.errors import ConfigError
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from aligner.config.attention import AttentionConfig
-from aligner.config.moe import MoeConfig
 from aligner.config.resolve import compose
-from aligner.config.rope import RopeScalingConfig
+from aligner.config.sections.model.attention import AttentionConfig
+from aligner.config.sections.model.moe import MoeConfig
+from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.config.validate_model import validate_model
 from aligner.errors import ConfigError
 from tests import tiny

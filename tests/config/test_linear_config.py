@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from aligner.config.linear import LinearConfig
 from aligner.config.resolve import compose
-from aligner.config.schema import ParallelConfig
+from aligner.config.sections.model.linear import LinearConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.config.validate_model import validate_model
 from aligner.errors import ConfigError, LayoutError
 from tests.tiny import LLAMA, MORE

@@ -2,8 +2,8 @@
 
 import pytest
 
-from aligner.config.mismatch import MISMATCH_BOUNDS, MismatchConfig
 from aligner.config.resolve import compose, compose_over
+from aligner.config.sections.mismatch import MISMATCH_BOUNDS, MismatchConfig
 from aligner.config.validate import validate
 from aligner.errors import ConfigError
 

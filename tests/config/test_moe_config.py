@@ -5,7 +5,7 @@ import re
 import pytest
 
 from aligner.config.resolve import compose
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.config.validate import validate
 from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.errors import ConfigError, LayoutError
@@ -90,7 +90,7 @@ def test_layouts_that_can_be(overrides, world):
 
 
 def test_the_experts_ffn_falls_back_to_the_models():
-    from aligner.config.moe import MoeConfig
+    from aligner.config.sections.model.moe import MoeConfig
 
     assert ModelConfig(family="mixtral", ffn_hidden_size=40, moe=MoeConfig(4)).expert_ffn == 40
     assert ModelConfig(family="mixtral", moe=MoeConfig(4, ffn_hidden_size=24)).expert_ffn == 24

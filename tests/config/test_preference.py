@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from aligner.config.preference import LOSSES, PreferenceConfig
 from aligner.config.resolve import compose, conf_dir
+from aligner.config.sections.preference import LOSSES, PreferenceConfig
 from aligner.errors import ConfigError
 
 RECIPES = sorted(p.stem for p in (conf_dir() / "experiment").glob("*.yaml") if "/stage: dpo" in p.read_text())

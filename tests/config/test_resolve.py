@@ -12,7 +12,8 @@ import yaml
 
 from aligner.config.options import GROUPS, all_keys, key_type
 from aligner.config.resolve import compose, compose_over, conf_dir, quoted, sweep
-from aligner.config.schema import STAGES, Config
+from aligner.config.schema import Config
+from aligner.config.stages import STAGES
 from aligner.errors import ConfigError, UnknownKeyError
 
 CONF = conf_dir()

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from aligner.config.schema import DataConfig
+from aligner.config.sections.data import DataConfig
 from aligner.data.dataset import PreferenceDataset, SftDataset
 from aligner.data.formats import preference_rows, prompt_rows, scored_rows, sft_rows
 from aligner.errors import DataError

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from aligner.config.schema import DataConfig
+from aligner.config.sections.data import DataConfig
 from aligner.data import dataset as module
 from aligner.data.dataset import PairDataset, PreferenceDataset, PromptDataset, ScoredDataset, SftDataset
 from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow, prompt_rows

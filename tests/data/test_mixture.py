@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.config.resolve import compose
-from aligner.config.schema import DataConfig
+from aligner.config.sections.data import DataConfig
 from aligner.config.validate import validate
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_sft

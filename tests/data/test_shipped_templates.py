@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 
-from aligner.config.schema import DataConfig
+from aligner.config.sections.data import DataConfig
 from aligner.data.dataset import PromptDataset, SftDataset
 from aligner.data.formats import SftRow, prompt_rows, sft_rows
 from aligner.data.shipped_templates import shipped, shipped_template, training_template, use_chat_template

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.schema import DataConfig
+from aligner.config.sections.data import DataConfig
 from aligner.data.formats import SftRow, sft_rows
 from aligner.data.templates import encode_answers, encode_prompts, encode_sft
 from aligner.data.tokenizer import load_tokenizer, stop_token_ids

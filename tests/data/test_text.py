@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from aligner.config.resolve import compose
-from aligner.config.schema import DataConfig
+from aligner.config.sections.data import DataConfig
 from aligner.data.collate import collate_sft
 from aligner.data.dataset import SftItem
 from aligner.data.formats import text_rows

@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 
-from aligner.config.attention import AttentionConfig
-from aligner.config.moe import MoeConfig
-from aligner.config.schema import ModelConfig, RopeScalingConfig
+from aligner.config.sections.model.attention import AttentionConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.moe import MoeConfig
+from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.errors import ConfigError, EngineError, RefitError
 from aligner.models.hf_config import hf_config
 from aligner.ops.kernels.checksum import tensor_checksum

@@ -7,8 +7,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from aligner.config.engine import EngineConfig
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.fleet import FleetEngine
 from aligner.errors import EngineError
 from aligner.megatron.groups import neighbours

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.engine import EngineConfig
+from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native import NativeEngine
 from aligner.engines.native.fleet import ENOUGH, assign
 from aligner.errors import LayoutError

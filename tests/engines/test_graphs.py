@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.config.engine import EngineConfig
 from aligner.config.resolve import compose
+from aligner.config.sections.engine import EngineConfig
 from aligner.config.validate_model import validate_model
 from aligner.engines.native import NativeEngine
 from aligner.engines.native.graphs import DecodeGraphs, rounded_rows

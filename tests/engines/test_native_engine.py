@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as lp
 
-from aligner.config.engine import EngineConfig
+from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native import NativeEngine
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.sampler import cut_logits, sample, uniforms

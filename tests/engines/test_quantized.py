@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aligner.config.engine import EngineConfig
+from aligner.config.sections.engine import EngineConfig
 from aligner.engines.base import MeasuredEngine
 from aligner.engines.native import NativeEngine
 from aligner.engines.quantized import MATRIX, QuantizedEngine, has_modelopt, make_quantizer, quantize_rows

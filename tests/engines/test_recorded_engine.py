@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.config.engine import EngineConfig
 from aligner.config.resolve import compose
+from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native import NativeEngine
 from aligner.engines.recorded import RecordedEngine, RecordingEngine
 from aligner.errors import ConfigError, DataError, EngineError, RefitError

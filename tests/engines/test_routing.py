@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.config.engine import EngineConfig
+from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native import NativeEngine
 from aligner.types import SamplingParams
 from tests.engines.contract import MODELS, PROMPTS, fill, hf_weights, reference, responses, seeds_for

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from aligner.__main__ import main
 from aligner.config.freeze import load_frozen
 from aligner.config.resolve import quoted
-from aligner.config.schema import STAGES
+from aligner.config.stages import STAGES
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = Path(__file__).parent / "stand_in.sh"

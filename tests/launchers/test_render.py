@@ -11,7 +11,7 @@ import pytest
 
 from aligner.cluster.render import JobSpec, batch_script, job_lines, sbatch_flags
 from aligner.cluster.site import load_site, names
-from aligner.config.schema import STAGES
+from aligner.config.stages import STAGES
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
-from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.optim import OptimConfig
 from aligner.megatron.checkpoint import load_model, save_model
 from aligner.roles.batching import micro_batches
 from tests.megatron.jobs import ONE, build, nll_loss, weights

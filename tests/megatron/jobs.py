@@ -11,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import CheckpointError, LayoutError
 from aligner.megatron import checkpoint, cpu, groups
 from aligner.megatron.attention import RMSNorm

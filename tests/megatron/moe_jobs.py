@@ -7,7 +7,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron.checkpoint import load_model, save_model
 from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron.model import Head
 from aligner.megatron.offload import KINDS, ModelMemory, _optimizer_tensors
 from aligner.roles.batching import micro_batches

@@ -8,7 +8,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from aligner.config.schema import BatchConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.roles.batching import micro_batches
 from tests.megatron.jobs import build, nll_loss
 from tests.tiny import ADAM, LLAMA, batch

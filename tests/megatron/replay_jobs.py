@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from aligner.config.engine import EngineConfig
-from aligner.config.schema import BatchConfig, ModelConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.engines.native import NativeEngine
 from aligner.megatron.model import Head
 from aligner.megatron.moe import ExpertLayer

@@ -18,7 +18,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron.checkpoint import ModelSave, load_model
 from aligner.megatron.optimizer_state import give_state
 from aligner.roles.batching import micro_batches

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.config.schema import OptimConfig
+from aligner.config.sections.optim import OptimConfig
 from aligner.ops.schedules import lr_at
 from tests.tiny import (
     LLAMA,

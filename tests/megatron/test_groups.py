@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aligner.cluster.seal import VARIABLE
-from aligner.config.schema import ParallelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron import groups
 
 pytestmark = pytest.mark.multirank

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.config.schema import BatchConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.parallel import ParallelConfig
 from tests.tiny import ADAM, GPT_OSS, LLAMA, MODELS, MORE, SGD, WINDOWS, relative
 
 pytestmark = pytest.mark.multirank

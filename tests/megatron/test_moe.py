@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.config.moe import MoeConfig
-from aligner.config.schema import BatchConfig, OptimConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.moe import MoeConfig
+from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.parallel import ParallelConfig
 from tests.tiny import ADAM, DEEPSEEK, GPT_OSS, MIXTRAL, MOE, MORE, SGD, batch, relative
 
 pytestmark = pytest.mark.multirank

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.config.schema import OptimConfig, ParallelConfig
+from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.parallel import ParallelConfig
 from tests.tiny import LLAMA, MODELS, MOE
 
 pytestmark = pytest.mark.multirank

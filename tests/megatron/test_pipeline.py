@@ -3,7 +3,7 @@ many lengths, is in `test_layouts.py`."""
 
 import pytest
 
-from aligner.config.schema import ParallelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from tests.tiny import LLAMA
 
 pytestmark = pytest.mark.multirank

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.config.moe import MoeConfig
-from aligner.config.schema import BatchConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.moe import MoeConfig
+from aligner.config.sections.parallel import ParallelConfig
 from tests.tiny import (
     DEEPSEEK,
     GPT_OSS,

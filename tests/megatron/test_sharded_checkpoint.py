@@ -11,7 +11,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from aligner.config.schema import OptimConfig, ParallelConfig
+from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import CheckpointError
 from aligner.megatron.checkpoint import file_hash
 from aligner.megatron.chunks import Blocks

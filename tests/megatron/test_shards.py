@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.config.schema import ParallelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron.shards import boxes
 from aligner.plan.host import checkpoint_bytes
 from aligner.plan.shapes import Grid, parameters, rank_parameters

@@ -8,8 +8,8 @@ import torch.nn.attention.varlen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.attention import AttentionConfig
-from aligner.config.moe import MoeConfig
+from aligner.config.sections.model.attention import AttentionConfig
+from aligner.config.sections.model.moe import MoeConfig
 from aligner.errors import ConfigError
 from aligner.megatron import attention, model, varlen
 from aligner.ops.kernels.upload import upload

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from aligner.config.schema import ParallelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from tests.tiny import LLAMA, MODELS, MOE, WINDOWS
 
 pytestmark = pytest.mark.multirank

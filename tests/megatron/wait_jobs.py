@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from aligner.config.schema import BatchConfig, ModelConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron import train
 from aligner.megatron.grad_norm import norm_of_all
 from aligner.ops.kernels.upload import _mapped

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from aligner.config.engine import EngineConfig
+from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.load import engine_from_folder
 from aligner.errors import AlignerError, CheckpointError, ConfigError
 from aligner.megatron.model import Head

@@ -8,9 +8,10 @@ import pytest
 import torch
 import transformers
 
-from aligner.config.attention import AttentionConfig
-from aligner.config.moe import MoeConfig
-from aligner.config.schema import ModelConfig, RopeScalingConfig
+from aligner.config.sections.model.attention import AttentionConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.moe import MoeConfig
+from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.errors import CheckpointError, ConfigError, LayoutError
 from aligner.models.families import expected_hf_shapes, family_table
 from aligner.models.fused import joined, parts_of

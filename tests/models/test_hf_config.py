@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import transformers
 
-from aligner.config.linear import LinearConfig
+from aligner.config.sections.model.linear import LinearConfig
 from aligner.errors import CheckpointError
 from aligner.models.families import FAMILIES
 from aligner.models.hf_config import config_from_hf, hf_config

@@ -9,8 +9,8 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from aligner.config.rope import RopeScalingConfig, longest_row
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.rope import RopeScalingConfig, longest_row
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.hf_config import config_from_hf, hf_config
 from aligner.models.rope import attention_factor, inverse_frequencies

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from aligner.config.resolve import compose
-from aligner.config.schema import ModelConfig, OptimConfig, ParallelConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.models.shards import hf_tensors
 from aligner.plan import reads
 from aligner.plan.devices import Assumptions, Device

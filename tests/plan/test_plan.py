@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aligner.config.resolve import compose
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import ConfigError
 from aligner.plan.devices import DEVICES, GIB, Assumptions
 from aligner.plan.host import host_items
@@ -104,7 +104,7 @@ def test_activations_by_mode():
 
 
 def test_the_kv_cache_is_cut_as_the_engine_cuts_it():
-    from aligner.config.engine import EngineConfig
+    from aligner.config.sections.engine import EngineConfig
     from aligner.engines.native.schedule import plan_generation
     from aligner.plan.shapes import kv_bytes
     from aligner.types import SamplingParams

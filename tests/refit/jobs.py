@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aligner.config.engine import EngineConfig, RefitConfig
-from aligner.config.schema import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.engine import EngineConfig, RefitConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.load import engine_from_folder
 from aligner.errors import RefitError

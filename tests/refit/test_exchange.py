@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.config.schema import ParallelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.models.families import family_table
 from aligner.models.params import to_hf
 from aligner.ops.kernels.checksum import tensor_checksum

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.moe import MoeConfig
+from aligner.config.sections.model.moe import MoeConfig
 from aligner.errors import LayoutError
 from aligner.models.families import FAMILIES, family_table
 from aligner.models.params import split_tp, to_hf

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aligner.config.schema import ParallelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.models.families import family_table
 from aligner.models.params import to_hf
 from aligner.refit.plan import buckets

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from aligner.config.schema import OptimConfig, ParallelConfig
+from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.parallel import ParallelConfig
 from tests.tiny import LLAMA, MODELS, MOE
 
 pytestmark = pytest.mark.multirank

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.rewards import RewardConfig
+from aligner.config.sections.rewards import RewardConfig
 from aligner.errors import ConfigError, RewardError
 from aligner.rewards.composite import RewardPipeline, finish_metrics
 from aligner.rewards.functions import FunctionReward
@@ -255,7 +255,8 @@ def test_rows_that_cannot_be_scored_are_told_by_their_place():
 
 def test_a_hanging_function_does_not_keep_the_process():
     program = (
-        "import time\nfrom aligner.config.rewards import RewardConfig\nfrom aligner.rewards.composite import *\n"
+        "import time\nfrom aligner.config.sections.rewards import RewardConfig\n"
+        "from aligner.rewards.composite import *\n"
         "from aligner.rewards.functions import FunctionReward\n"
         "hang = FunctionReward(lambda samples: time.sleep(600), 'hang', {}, 'k')\n"
         "sample = Sample(Prompt(0, (1,), ''), 0, '', (1,), True)\n"

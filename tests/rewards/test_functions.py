@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.config.rewards import RewardFunctionConfig
+from aligner.config.sections.rewards import RewardFunctionConfig
 from aligner.errors import RewardError
 from aligner.rewards.base import check_scores
 from aligner.rewards.functions import FunctionReward, load_function

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from aligner.config.rewards import RewardFunctionConfig
+from aligner.config.sections.rewards import RewardFunctionConfig
 from aligner.errors import RewardError
 from aligner.rewards.functions import load_function
 from aligner.rewards.verifiable import exact_match, format, length, math

@@ -7,7 +7,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from aligner.config.schema import BatchConfig, ModelConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron.model import Head
 from aligner.roles.batching import forward_rows, micro_batches
 from aligner.roles.critic import Critic

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.schema import BatchConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.parallel import ParallelConfig
 from tests.tiny import LLAMA, batch
 
 pytestmark = pytest.mark.multirank

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.config.schema import BatchConfig, ParallelConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron.model import Head
 from aligner.roles.initial import shape_of
 from tests.tiny import LLAMA, MODELS, MOE, MORE, WINDOWS, batch, relative, transformers_model, write_folder

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aligner.config.algorithm import AlgorithmConfig, OverlongConfig
-from aligner.config.rewards import RewardConfig
+from aligner.config.sections.algorithm import AlgorithmConfig, OverlongConfig
+from aligner.config.sections.rewards import RewardConfig
 from aligner.data.stream import IndexStream
 from aligner.errors import RewardError
 from aligner.ops.seeds import request_seed

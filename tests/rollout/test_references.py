@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from aligner.config.rewards import RewardConfig, RewardFunctionConfig
-from aligner.config.schema import DataConfig
+from aligner.config.sections.data import DataConfig
+from aligner.config.sections.rewards import RewardConfig, RewardFunctionConfig
 from aligner.data.dataset import PromptDataset
 from aligner.data.formats import prompt_rows
 from aligner.data.readers import read_rows

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.algorithm import AlgorithmConfig, KLConfig, KLControllerConfig, OverlongConfig
-from aligner.config.rewards import EvalConfig, RewardConfig
-from aligner.config.schema import BatchConfig
+from aligner.config.sections.algorithm import AlgorithmConfig, KLConfig, KLControllerConfig, OverlongConfig
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.rewards import EvalConfig, RewardConfig
 from aligner.data.dataset import PreferenceItem, ScoredItem, SftItem
 from aligner.errors import ConfigError, EngineError
 from aligner.ops.rl.advantages import gdpo, grpo

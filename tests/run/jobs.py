@@ -21,9 +21,9 @@ import aligner.run.checkpoints
 from aligner.cluster.env import RankEnv
 from aligner.cluster.signals import StopSignals
 from aligner.config.freeze import freeze
-from aligner.config.mismatch import MismatchConfig
 from aligner.config.resolve import compose
-from aligner.config.schema import CheckpointConfig
+from aligner.config.sections.checkpoint import CheckpointConfig
+from aligner.config.sections.mismatch import MismatchConfig
 from aligner.config.validate import validate
 from aligner.errors import AlignerError, MismatchError
 from aligner.megatron.checkpoint import ModelSave

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from aligner.config.schema import LoggingConfig, WandbConfig
+from aligner.config.sections.logging import LoggingConfig, WandbConfig
 from aligner.errors import AlignerError, ConfigError, MissingExtraError
 from aligner.run.metrics import MetricsLogger, read_jsonl, truncate_jsonl
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aligner.config.memory import OFFLOADS, MemoryConfig, MemoryLimitConfig
+from aligner.config.sections.memory import OFFLOADS, MemoryConfig, MemoryLimitConfig
 from aligner.errors import ConfigError, MemoryLimitError, OutOfMemoryError
 from aligner.run.memory import PeakMeter, peak_rss_bytes
 from aligner.run.phases import PhaseMemory

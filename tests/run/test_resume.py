@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.config.schema import CheckpointConfig
+from aligner.config.sections.checkpoint import CheckpointConfig
 from aligner.errors import CheckpointError, RewardError
 from tests import stages
 from tests.stages import PowerCut

@@ -13,7 +13,7 @@ import pytest
 
 from aligner.__main__ import main
 from aligner.cluster.watch import newest_step
-from aligner.config.schema import ClusterConfig
+from aligner.config.sections.cluster import ClusterConfig
 from aligner.errors import NO_RESTART, AlignerError, CheckpointError, ConfigError, RewardError, WriteError
 from aligner.run.stop import Boundary, Deadline, allocation_end, process_age_s, read_saves, restarted
 from tests import stages

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config.watchdog import WatchdogConfig
+from aligner.config.sections.watchdog import WatchdogConfig
 from aligner.errors import ConfigError
 from aligner.run.timers import Timers
 from tests import stages
@@ -18,7 +18,7 @@ from tests import stages
 HEAD = """
 import re, sys, time
 from pathlib import Path
-from aligner.config.watchdog import WatchdogConfig
+from aligner.config.sections.watchdog import WatchdogConfig
 from aligner.run.timers import Timers
 from aligner.run.watchdog import Watchdog
 """

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from aligner.cluster.env import RankEnv
-from aligner.config.schema import ModelConfig, ParallelConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import AlignerError
 from aligner.megatron.attention import RMSNorm
 from aligner.megatron.checkpoint import load_model, save_model

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from aligner.config.engine import EngineConfig
+from aligner.config.sections.engine import EngineConfig
 from aligner.errors import ConfigError, DataError
 from aligner.tools.chat import Chat, read_line
 from aligner.tools.generate import Answerer

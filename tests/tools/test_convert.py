@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from aligner.config.freeze import freeze, load_frozen
-from aligner.config.schema import ModelConfig, ParallelConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.data.tokenizer import byte_tokenizer, train_tokenizer
 from aligner.megatron.checkpoint_files import write_manifest
 from aligner.models.safetensors_io import INDEX, open_hf

@@ -7,7 +7,7 @@ import pytest
 
 from aligner.cluster.env import RankEnv
 from aligner.config.resolve import compose
-from aligner.config.trtllm import TrtllmConfig
+from aligner.config.sections.trtllm import TrtllmConfig
 from aligner.engines.trtllm import build, built_api, built_worker, torch_api, torch_worker
 from aligner.engines.trtllm.sampling import runner_arguments, sampling_arguments
 from aligner.errors import ConfigError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aligner.config.algorithm import GROUP_BASELINES, OTHER_BASELINES
+from aligner.config.sections.algorithm import GROUP_BASELINES, OTHER_BASELINES
 from aligner.config.stage import ROLLOUTS, Stage
 from aligner.errors import ConfigError
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.attention import prefill_attention, rotate
 from aligner.models.rope import LATENT_EPS, score_scale
 

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.scratch import Scratch
 from aligner.ops.kernels.delta_rule import by_head, delta_rule, delta_step, gated_norm, prepared
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from aligner.config.engine import EngineConfig
+from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.engine import Decode, NativeEngine
 from aligner.models.account import check_folder
 from aligner.models.hf_config import config_from_hf

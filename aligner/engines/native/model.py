@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.config.families import TRAITS
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.families import TRAITS
 from aligner.engines.native.attention import decode_attention, prefill_attention, rotate
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.latent import LatentHeads

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aligner.config.engine import EngineConfig
+from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.sampler import cuts, sample
 from aligner.errors import ConfigError

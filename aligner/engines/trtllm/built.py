@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aligner.config.trtllm_engine import NAME, check_window
+from aligner.config.sections.trtllm_engine import NAME, check_window
 from aligner.engines.trtllm.built_api import version_row
 from aligner.engines.trtllm.torch_backend import TrtllmEngine
 from aligner.engines.trtllm.worker import TENSORRT, Settings

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.models.families import family_table
 from aligner.models.params import ParamSpec, to_hf
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.config.engine import EngineConfig
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import UpdateLedger
 from aligner.engines.child.buckets import BucketWriter, MemoryFile, share
 from aligner.engines.child.process import Channel, Child, clean_environment, interpreter, spawn

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.config.linear import LinearConfig
+from aligner.config.sections.model.linear import LinearConfig
 
 CHUNK = 64
 _EPS = 1e-6

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.config.moe import MoeConfig
+from aligner.config.sections.model.moe import MoeConfig
 from aligner.ops.kernels.products import product_into
 from aligner.ops.kernels.spread import spread
 

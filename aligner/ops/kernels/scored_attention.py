@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from aligner.config.scales import ScalesConfig
+from aligner.config.sections.model.scales import ScalesConfig
 
 BLOCK = 1 << 24  # scores at a time
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from aligner.config.schema import ModelConfig
+from aligner.config.sections.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from aligner.ops.packing.pack import Packing

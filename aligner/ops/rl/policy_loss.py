@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aligner.config.algorithm import AlgorithmConfig
+from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.ops.rl.policy_term import PolicyTerm, log_ratio
 from aligner.ops.rl.sequence_loss import gmpo, gspo
 from aligner.types import TrainBatch

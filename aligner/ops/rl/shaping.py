@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from aligner.config.algorithm import OverlongConfig
+from aligner.config.sections.algorithm import OverlongConfig
 
 
 def soft_overlong(lengths: Tensor, limit: float, cache: float) -> Tensor:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from aligner.config.engine import EngineConfig
-from aligner.config.trtllm import TrtllmConfig
+from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.trtllm import TrtllmConfig
 from aligner.engines.child.serve import serve
 from aligner.engines.trtllm.built import TrtllmBuiltEngine
 from aligner.engines.trtllm.child import make_worker

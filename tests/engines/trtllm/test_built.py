@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.config.attention import AttentionConfig
+from aligner.config.sections.model.attention import AttentionConfig
 from aligner.engines.trtllm.built_worker import EngineWorker
 from aligner.engines.trtllm.steps import Watch
 from aligner.engines.trtllm.worker import Settings

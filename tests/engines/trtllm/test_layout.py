@@ -72,8 +72,8 @@ def test_the_halves_of_the_mlp_by_name():
 
 
 def test_families_with_other_rows_have_no_layout():
-    from aligner.config.trtllm_engine import FAMILIES as SERVING
-    from aligner.config.trtllm_engine import REFUSED
+    from aligner.config.sections.trtllm_engine import FAMILIES as SERVING
+    from aligner.config.sections.trtllm_engine import REFUSED
 
     assert set(SERVING) | set(REFUSED) <= set(FAMILIES) and not set(SERVING) & set(REFUSED)
     for name in ("qwen3_moe", "mixtral", "gemma3"):

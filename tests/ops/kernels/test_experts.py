@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from aligner.config.moe import MoeConfig
+from aligner.config.sections.model.moe import MoeConfig
 from aligner.ops.kernels.experts import (
     Chosen,
     add_bias,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aligner.config.scales import ScalesConfig
+from aligner.config.sections.model.scales import ScalesConfig
 from aligner.ops.kernels import scored_attention as module
 from aligner.ops.kernels.scored_attention import capped, scaled_logits, scored_attention, sink_attention
 

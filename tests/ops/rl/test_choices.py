@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.schema import OptimConfig
+from aligner.config.sections.optim import OptimConfig
 from aligner.errors import ConfigError
 from aligner.ops.packing.minibatches import minibatch_rows
 from aligner.ops.schedules import lr_at

@@ -8,8 +8,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from aligner.config import algorithm
-from aligner.config.algorithm import AlgorithmConfig, CovConfig, DppoConfig, SapoConfig
+from aligner.config.sections import algorithm
+from aligner.config.sections.algorithm import AlgorithmConfig, CovConfig, DppoConfig, SapoConfig
 from aligner.ops.rl.aggregate import AGGREGATIONS, aggregate, denominator
 from aligner.ops.rl.policy_loss import POLICY_LOSSES, ppo, reinforce
 from aligner.ops.rl.reward_loss import bradley_terry, regression

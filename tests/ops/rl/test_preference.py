@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aligner.config.preference import LOSSES, OF_MEANS, PreferenceConfig
+from aligner.config.sections.preference import LOSSES, OF_MEANS, PreferenceConfig
 from aligner.ops.kernels.concentration import log_square_sum
 from aligner.ops.rl.preference import (
     Labels,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.algorithm import OverlongConfig
+from aligner.config.sections.algorithm import OverlongConfig
 from aligner.ops.rl import token_advantages as adv
 from aligner.ops.rl.shaping import shaped_rewards, soft_overlong
 

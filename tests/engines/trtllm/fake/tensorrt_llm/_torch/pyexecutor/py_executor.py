@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from aligner.config.engine import EngineConfig
+from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.engine import NativeEngine
 from aligner.models.families import expected_hf_shapes
 from aligner.models.hf_config import config_from_hf

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from aligner.config.checks import above, at_least, one_of, within
-from aligner.config.preference import PreferenceConfig
+from aligner.config.sections.preference import PreferenceConfig
 from aligner.errors import ConfigError
 
 # `algorithm.advantage` of stage grpo that compare the samples of a prompt, and that do not

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from aligner.config.checks import above, at_least, one_of
 from aligner.config.quantization import KINDS
-from aligner.config.trtllm import ONE_RANK, TrtllmConfig
-from aligner.config.trtllm_engine import NAME as TRTLLM_ENGINE
-from aligner.config.trtllm_engine import check_engine
+from aligner.config.sections.trtllm import ONE_RANK, TrtllmConfig
+from aligner.config.sections.trtllm_engine import NAME as TRTLLM_ENGINE
+from aligner.config.sections.trtllm_engine import check_engine
 from aligner.errors import ConfigError
 
 

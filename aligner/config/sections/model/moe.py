@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from aligner.config.checks import above, at_least, one_of
-from aligner.config.families import MOE_FAMILIES, TRAITS
+from aligner.config.sections.model.families import MOE_FAMILIES, TRAITS
 from aligner.errors import ConfigError
 
 ALWAYS_NORMALISED = ("mixtral", "gpt_oss")

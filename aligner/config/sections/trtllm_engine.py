@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aligner.config.families import unusual
+from aligner.config.sections.model.families import unusual
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
-    from aligner.config.engine import EngineConfig
-    from aligner.config.schema import Config, ModelConfig
+    from aligner.config.schema import Config
+    from aligner.config.sections.engine import EngineConfig
+    from aligner.config.sections.model.config import ModelConfig
 
 NAME = "trtllm_engine"
 SERVED = "engine=trtllm and engine=native serve it."

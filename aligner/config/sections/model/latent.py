@@ -9,7 +9,7 @@ from aligner.config.checks import at_least
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
-    from aligner.config.schema import ModelConfig
+    from aligner.config.sections.model.config import ModelConfig
 
 
 @dataclass

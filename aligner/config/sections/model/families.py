@@ -6,14 +6,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from aligner.config.attention import AttentionConfig
-from aligner.config.latent import LatentConfig
-from aligner.config.linear import LinearConfig
-from aligner.config.scales import ScalesConfig
+from aligner.config.sections.model.attention import AttentionConfig
+from aligner.config.sections.model.latent import LatentConfig
+from aligner.config.sections.model.linear import LinearConfig
+from aligner.config.sections.model.scales import ScalesConfig
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
-    from aligner.config.schema import ModelConfig
+    from aligner.config.sections.model.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,22 @@
+"""The section `critic`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aligner.config.checks import at_least
+from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.parallel import ParallelConfig
+
+
+@dataclass
+class CriticConfig:
+    init: str = ""  # empty: the reward model (reward.model)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    warmup_steps: int = 0  # rollouts in which only the critic learns
+    clip: float = 0.2  # of values around the old ones; 0: off
+
+    def __post_init__(self) -> None:
+        at_least("critic.warmup_steps", self.warmup_steps, 0)
+        at_least("critic.clip", self.clip, 0)
