@@ -6,7 +6,7 @@ vocabulary. Import, export, refit and the engines read the same rows, so a famil
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.families import TRAITS
 from aligner.config.sections.model.moe import check_moe_family
 from aligner.errors import ConfigError
+from aligner.models import rows
 from aligner.models.params import ParamSpec, to_hf
 from aligner.ops.kernels.experts import GATE_ALPHA, GATE_LIMIT
 
@@ -82,264 +83,12 @@ class Family:
         return self.offset_norms or self.post_norms or not usual
 
 
-_IN, _OUT = "decoder.layers.{layer}.", "model.layers.{layer}."
-_QKV_HF = tuple(_OUT + f"self_attn.{name}_proj." for name in "qkv")
-_COMMON = (
-    ParamSpec(
-        "embedding.word_embeddings.weight",
-        ("model.embed_tokens.weight",),
-        "copy",
-        0,
-        ("vocab", "hidden"),
-        "vocab",
-        padded=True,
-    ),
-    ParamSpec(_IN + "input_layernorm.weight", (_OUT + "input_layernorm.weight",), "copy", None, ("hidden",)),
-    ParamSpec(
-        _IN + "self_attention.linear_qkv.weight",
-        tuple(name + "weight" for name in _QKV_HF),
-        "qkv",
-        0,
-        ("qkv", "hidden"),
-        "groups",
-    ),
-    ParamSpec(
-        _IN + "self_attention.linear_proj.weight",
-        (_OUT + "self_attn.o_proj.weight",),
-        "copy",
-        1,
-        ("hidden", "context"),
-        "heads",
-    ),
-    ParamSpec(_IN + "pre_mlp_layernorm.weight", (_OUT + "post_attention_layernorm.weight",), "copy", None, ("hidden",)),
-    ParamSpec("decoder.final_layernorm.weight", ("model.norm.weight",), "copy", None, ("hidden",)),
-)
-_MLP = (
-    ParamSpec(
-        _IN + "mlp.linear_fc1.weight",
-        (_OUT + "mlp.gate_proj.weight", _OUT + "mlp.up_proj.weight"),
-        "gate_up",
-        0,
-        ("2ffn", "hidden"),
-        "ffn",
-        kind="dense",
-    ),
-    ParamSpec(
-        _IN + "mlp.linear_fc2.weight",
-        (_OUT + "mlp.down_proj.weight",),
-        "copy",
-        1,
-        ("hidden", "ffn"),
-        "ffn",
-        kind="dense",
-    ),
-)
-
-
-def _experts(block: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[ParamSpec, ...]:
-    """Rows of a layer of experts by its names in Hugging Face's files."""
-    at = f"{_OUT}{block}.experts.{{expert}}."
-    both = (f"{at}{gate}.weight", f"{at}{up}.weight")
-    inner, outer = ("experts", "2", "expert_ffn", "hidden"), ("experts", "hidden", "expert_ffn")
-    return (
-        ParamSpec(
-            _IN + "mlp.router.weight",
-            (f"{_OUT}{block}.{router}.weight",),
-            "copy",
-            None,
-            ("experts", "hidden"),
-            kind="sparse",
-        ),
-        ParamSpec(
-            _IN + "mlp.experts.gate_up",
-            both,
-            "experts_gate_up",
-            2,
-            inner,
-            "expert_ffn",
-            experts=True,
-            kind="sparse",
-        ),
-        ParamSpec(
-            _IN + "mlp.experts.down",
-            (f"{at}{down}.weight",),
-            "experts",
-            2,
-            outer,
-            "expert_ffn",
-            experts=True,
-            kind="sparse",
-        ),
-    )
-
-
-def _expert_biases(block: str, gate: str, up: str, down: str, router: str) -> tuple[ParamSpec, ...]:
-    at = f"{_OUT}{block}.experts.{{expert}}."
-    both, inner = (f"{at}{gate}.bias", f"{at}{up}.bias"), ("experts", "2", "expert_ffn")
-    fc1, fc2 = (f"{_IN}mlp.experts.linear_fc{i}.bias" for i in (1, 2))
-    return (
-        ParamSpec(
-            _IN + "mlp.router.bias", (f"{_OUT}{block}.{router}.bias",), "copy", None, ("experts",), kind="sparse"
-        ),
-        ParamSpec(fc1, both, "experts_gate_up", 2, inner, "expert_ffn", experts=True, kind="sparse"),
-        ParamSpec(fc2, (f"{at}{down}.bias",), "experts", None, ("experts", "hidden"), experts=True, kind="sparse"),
-    )
-
-
-def _sigmoid_router(block: str, shared: str) -> tuple[ParamSpec, ...]:
-    """The rows beside `_experts` of a router with a bias, and of the MLP for every token."""
-    bias = f"{_OUT}{block}.gate.e_score_correction_bias"
-    return (
-        ParamSpec(_IN + "mlp.router.expert_bias", (bias,), "copy", None, ("experts",), float32=True, kind="sparse"),
-        *_shared_expert(block, shared),
-    )
-
-
-def _shared_expert(block: str, shared: str, gate: str = "") -> tuple[ParamSpec, ...]:
-    """The rows of the MLP for every token and, if it has a name, of the gate of its output."""
-    at, ours = f"{_OUT}{block}.{shared}.", _IN + "mlp.shared_experts."
-    both = f"{at}gate_proj.weight", f"{at}up_proj.weight"
-    inner, outer, units = ("2shared_ffn", "hidden"), ("hidden", "shared_ffn"), "shared_ffn"
-    gates = (f"{_OUT}{block}.{gate}.weight",)
-    rows = (
-        ParamSpec(ours + "gate_weight", gates, "copy", None, ("1", "hidden"), kind="sparse"),
-        ParamSpec(ours + "linear_fc1.weight", both, "gate_up", 0, inner, units, kind="sparse"),
-        ParamSpec(ours + "linear_fc2.weight", (f"{at}down_proj.weight",), "copy", 1, outer, units, kind="sparse"),
-    )
-    return rows if gate else rows[1:]
-
-
-def _latent(ours: str, hf: str, shape: tuple[str, ...], units: str = "", when: str = "") -> ParamSpec:
-    """`units`: empty for what every tensor rank has whole."""
-    names = f"{_IN}self_attention.{ours}.weight", (f"{_OUT}self_attn.{hf}.weight",)
-    return ParamSpec(*names, "copy", 0 if units else None, shape, units or 0, when=when)
-
-
-# Megatron's names (`MLASelfAttention`)
-_LATENT = (
-    *(row for row in _COMMON if "linear_qkv" not in row.canonical),
-    _latent("linear_q_proj", "q_proj", ("q", "hidden"), "heads", when="direct_queries"),
-    _latent("linear_q_down_proj", "q_a_proj", ("q_rank", "hidden"), when="latent_queries"),
-    _latent("q_layernorm", "q_a_layernorm", ("q_rank",), when="latent_queries"),
-    _latent("linear_q_up_proj", "q_b_proj", ("q", "q_rank"), "heads", when="latent_queries"),
-    _latent("linear_kv_down_proj", "kv_a_proj_with_mqa", ("kv_rank+rotary", "hidden")),
-    _latent("kv_layernorm", "kv_a_layernorm", ("kv_rank",)),
-    _latent("linear_kv_up_proj", "kv_b_proj", ("plain+value", "kv_rank"), "heads"),
-)
-_QKV_BIAS = (
-    ParamSpec(
-        _IN + "self_attention.linear_qkv.bias",
-        tuple(name + "bias" for name in _QKV_HF),
-        "qkv_bias",
-        0,
-        ("qkv",),
-        "groups",
-        when="qkv_bias",
-    ),
-)
-_BIASES = (
-    *_QKV_BIAS,
-    ParamSpec(
-        _IN + "self_attention.linear_proj.bias",
-        (_OUT + "self_attn.o_proj.bias",),
-        "copy",
-        None,
-        ("hidden",),
-        when="output_bias",
-    ),
-)
-_MLP_BIASES = (
-    ParamSpec(
-        _IN + "mlp.linear_fc1.bias",
-        (_OUT + "mlp.gate_proj.bias", _OUT + "mlp.up_proj.bias"),
-        "gate_up",
-        0,
-        ("2ffn",),
-        "ffn",
-        when="mlp_bias",
-    ),
-    ParamSpec(_IN + "mlp.linear_fc2.bias", (_OUT + "mlp.down_proj.bias",), "copy", None, ("hidden",), when="mlp_bias"),
-)
-_QK_NORM = tuple(
-    ParamSpec(
-        _IN + f"self_attention.{x}_layernorm.weight", (_OUT + f"self_attn.{x}_norm.weight",), "copy", None, ("head",)
-    )
-    for x in "qk"
-)
-_WIDE_QK_NORM = tuple(
-    ParamSpec(
-        _IN + f"self_attention.{x}_layernorm.weight", (_OUT + f"self_attn.{x}_norm.weight",), "copy", 0, (size,), units
-    )
-    for x, size, units in (("q", "q", "heads"), ("k", "kv", "groups"))
-)
-
-
-def _with_norms(**names: str) -> tuple[ParamSpec, ...]:
-    """The common rows with these norms in the layers, by the names in Hugging Face's files, in place of the usual two:
-    `before` and `behind` attention, `before_mlp`, `behind_mlp`. Families call different norms by one name."""
-    places = {
-        "before": "input_layernorm",
-        "before_mlp": "pre_mlp_layernorm",
-        "behind": "self_attention.post_layernorm",
-        "behind_mlp": "mlp.post_layernorm",
-    }
-    others = tuple(row for row in _COMMON if not row.canonical.startswith(_IN) or "layernorm" not in row.canonical)
-    return others + tuple(
-        ParamSpec(f"{_IN}{places[place]}.weight", (f"{_OUT}{hf}.weight",), "copy", None, ("hidden",))
-        for place, hf in names.items()
-    )
-
-
-_GEMMA_NORMS = _with_norms(
+_GEMMA_NORMS = rows.norms(
     before="input_layernorm",
     before_mlp="pre_feedforward_layernorm",
     behind="post_attention_layernorm",
     behind_mlp="post_feedforward_layernorm",
 )
-_SINKS = ParamSpec(_IN + "self_attention.sinks.weight", (_OUT + "self_attn.sinks",), "copy", 0, ("heads",), "heads")
-_AT, _AT_HF = _IN + "self_attention.", _OUT + "linear_attn."
-_DELTA_NET = (
-    ParamSpec(
-        _AT + "in_proj.weight",
-        (_AT_HF + "in_proj_qkvz.weight", _AT_HF + "in_proj_ba.weight"),
-        "linear_in",
-        0,
-        ("linear_in", "hidden"),
-        "key_heads",
-        kind="linear",
-    ),
-    # whole on every tensor rank: its queries, keys and values are not neighbours
-    ParamSpec(
-        _AT + "conv1d.weight",
-        (_AT_HF + "conv1d.weight",),
-        "copy",
-        None,
-        ("linear_mixed", "1", "conv"),
-        kind="linear",
-    ),
-    ParamSpec(_AT + "A_log", (_AT_HF + "A_log",), "copy", 0, ("value_heads",), "key_heads", kind="linear"),
-    ParamSpec(_AT + "dt_bias", (_AT_HF + "dt_bias",), "copy", 0, ("value_heads",), "key_heads", kind="linear"),
-    ParamSpec(_AT + "out_norm.weight", (_AT_HF + "norm.weight",), "copy", None, ("value_head",), kind="linear"),
-    ParamSpec(
-        _AT + "out_proj.weight",
-        (_AT_HF + "out_proj.weight",),
-        "copy",
-        1,
-        ("hidden", "linear_out"),
-        "key_heads",
-        kind="linear",
-    ),
-)
-
-
-def _in_attention_layers(rows: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
-    """The same, those of attention in layers alone that have it."""
-    return tuple(replace(row, kind="attention") if row.canonical.startswith(_AT) else row for row in rows)
-
-
-_LM_HEAD = ParamSpec("output_layer.weight", ("lm_head.weight",), "copy", 0, ("vocab", "hidden"), "vocab", padded=True)
-_SCORE_HEAD = ParamSpec("output_layer.weight", ("score.weight",), "copy", None, ("labels", "hidden"))
-
 # what config.json means to transformers where it lacks a key; families differ in some of them
 DEFAULTS = {
     "rope_theta": 1e4,
@@ -368,10 +117,10 @@ _GLM: dict[str, Any] = {
     "defaults": (_LONG, ("rms_norm_eps", 1.5625e-7)),
 }
 _OLMO: dict[str, Any] = {
-    "table": _with_norms(behind="post_attention_layernorm", behind_mlp="post_feedforward_layernorm")
-    + _MLP
-    + _WIDE_QK_NORM
-    + _BIASES,
+    "table": rows.norms(behind="post_attention_layernorm", behind_mlp="post_feedforward_layernorm")
+    + rows.MLP
+    + rows.WIDE_QK_NORM
+    + rows.BIASES,
     "keys": (_ATTENTION_BIAS,),
     "pre_norms": False,
     "post_norms": True,
@@ -381,16 +130,18 @@ FAMILIES = {
     "llama": Family(
         "llama",
         "Llama",
-        _COMMON + _MLP + _BIASES + _MLP_BIASES,
+        rows.COMMON + rows.MLP + rows.BIASES + rows.MLP_BIASES,
         keys=_BIAS_KEYS,
         defaults=(("max_position_embeddings", 2048),),
     ),
-    "mistral": Family("mistral", "Mistral", _COMMON + _MLP, windows="every", default_window=4096, defaults=(_LONG,)),
-    "qwen2": Family("qwen2", "Qwen2", _COMMON + _MLP + _QKV_BIAS, **_QWEN_LAYERS),
+    "mistral": Family(
+        "mistral", "Mistral", rows.COMMON + rows.MLP, windows="every", default_window=4096, defaults=(_LONG,)
+    ),
+    "qwen2": Family("qwen2", "Qwen2", rows.COMMON + rows.MLP + rows.QKV_BIAS, **_QWEN_LAYERS),
     "qwen3": Family(
         "qwen3",
         "Qwen3",
-        _COMMON + _MLP + _QK_NORM + _BIASES,
+        rows.COMMON + rows.MLP + rows.QK_NORM + rows.BIASES,
         keys=(_ATTENTION_BIAS,),
         default_head_dim=128,
         **_QWEN_LAYERS,
@@ -398,7 +149,7 @@ FAMILIES = {
     "gemma3_text": Family(
         "gemma3_text",
         "Gemma3",
-        _GEMMA_NORMS + _MLP + _QK_NORM + _BIASES,
+        _GEMMA_NORMS + rows.MLP + rows.QK_NORM + rows.BIASES,
         keys=(_ATTENTION_BIAS, ("attention.query_scale_dim", "query_pre_attn_scalar", 256)),
         constants=(
             ("attn_logit_softcapping", None),
@@ -421,7 +172,7 @@ FAMILIES = {
     "gemma2": Family(
         "gemma2",
         "Gemma2",
-        _GEMMA_NORMS + _MLP + _BIASES,
+        _GEMMA_NORMS + rows.MLP + rows.BIASES,
         keys=(
             _ATTENTION_BIAS,
             ("attention.query_scale_dim", "query_pre_attn_scalar", 256),
@@ -443,30 +194,30 @@ FAMILIES = {
     "phi3": Family(
         "phi3",
         "Phi3",
-        _COMMON + _MLP,
+        rows.COMMON + rows.MLP,
         fused=(_FUSED_QKV, _FUSED_MLP),
         windows="every",
         defaults=(("max_position_embeddings", 4096), ("rms_norm_eps", 1e-5)),
     ),
-    "glm": Family("glm", "Glm", _COMMON + _MLP + _QKV_BIAS, **_GLM),
+    "glm": Family("glm", "Glm", rows.COMMON + rows.MLP + rows.QKV_BIAS, **_GLM),
     "glm4": Family(
         "glm4",
         "Glm4",
-        _with_norms(
+        rows.norms(
             before="input_layernorm",
             before_mlp="post_attention_layernorm",
             behind="post_self_attn_layernorm",
             behind_mlp="post_mlp_layernorm",
         )
-        + _MLP
-        + _QKV_BIAS,
+        + rows.MLP
+        + rows.QKV_BIAS,
         post_norms=True,
         **_GLM,
     ),
     "granite": Family(
         "granite",
         "Granite",
-        _COMMON + _MLP + _BIASES + _MLP_BIASES,
+        rows.COMMON + rows.MLP + rows.BIASES + rows.MLP_BIASES,
         keys=(
             *_BIAS_KEYS,
             ("attention.multiplier", "attention_multiplier", 1.0),
@@ -479,7 +230,7 @@ FAMILIES = {
     "smollm3": Family(
         "smollm3",
         "SmolLM3",
-        _COMMON + _MLP + _BIASES + _MLP_BIASES,
+        rows.COMMON + rows.MLP + rows.BIASES + rows.MLP_BIASES,
         keys=_BIAS_KEYS,
         windows="layers",
         window_switch=True,
@@ -500,7 +251,7 @@ FAMILIES = {
     "qwen3_moe": Family(
         "qwen3_moe",
         "Qwen3Moe",
-        _COMMON + _MLP + _experts("mlp", "gate_proj", "up_proj", "down_proj") + _QK_NORM + _BIASES,
+        rows.COMMON + rows.MLP + rows.experts("mlp", "gate_proj", "up_proj", "down_proj") + rows.QK_NORM + rows.BIASES,
         moe=MoeKeys("num_experts", "moe_intermediate_size", "norm_topk_prob", dense_layers="mlp_only_layers"),
         keys=(_ATTENTION_BIAS,),
         windows="every",
@@ -511,7 +262,7 @@ FAMILIES = {
     "mixtral": Family(
         "mixtral",
         "Mixtral",
-        _COMMON + _experts("block_sparse_moe", "w1", "w3", "w2"),
+        rows.COMMON + rows.experts("block_sparse_moe", "w1", "w3", "w2"),
         moe=MoeKeys("num_local_experts", "intermediate_size"),
         windows="every",
         defaults=(_LONG, ("rope_theta", 1e6), ("rms_norm_eps", 1e-5)),
@@ -519,7 +270,11 @@ FAMILIES = {
     "gpt_oss": Family(
         "gpt_oss",
         "GptOss",
-        _COMMON + _experts(*_GPT_OSS_EXPERTS) + _expert_biases(*_GPT_OSS_EXPERTS) + _BIASES + (_SINKS,),
+        rows.COMMON
+        + rows.experts(*_GPT_OSS_EXPERTS)
+        + rows.expert_biases(*_GPT_OSS_EXPERTS)
+        + rows.BIASES
+        + (rows.SINKS,),
         moe=MoeKeys("num_local_experts", "intermediate_size"),
         keys=(("qkv_bias", "attention_bias", True),),
         constants=(("swiglu_limit", GATE_LIMIT), ("swiglu_alpha", GATE_ALPHA)),
@@ -545,10 +300,10 @@ FAMILIES = {
     "deepseek_v3": Family(
         "deepseek_v3",
         "DeepseekV3",
-        _LATENT
-        + _MLP
-        + _experts("mlp", "gate_proj", "up_proj", "down_proj")
-        + _sigmoid_router("mlp", "shared_experts"),
+        rows.LATENT
+        + rows.MLP
+        + rows.experts("mlp", "gate_proj", "up_proj", "down_proj")
+        + rows.sigmoid_router("mlp", "shared_experts"),
         moe=MoeKeys(
             "n_routed_experts",
             "moe_intermediate_size",
@@ -575,11 +330,11 @@ FAMILIES = {
     "qwen3_next": Family(
         "qwen3_next",
         "Qwen3Next",
-        _in_attention_layers(_COMMON + _QK_NORM)
-        + _DELTA_NET
-        + _MLP
-        + _experts("mlp", "gate_proj", "up_proj", "down_proj")
-        + _shared_expert("mlp", "shared_expert", "shared_expert_gate"),
+        rows.in_attention_layers(rows.COMMON + rows.QK_NORM)
+        + rows.DELTA_NET
+        + rows.MLP
+        + rows.experts("mlp", "gate_proj", "up_proj", "down_proj")
+        + rows.shared_expert("mlp", "shared_expert", "shared_expert_gate"),
         moe=MoeKeys("num_experts", "moe_intermediate_size", "norm_topk_prob", dense_layers="mlp_only_layers"),
         keys=(
             ("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
@@ -660,14 +415,14 @@ def family_table(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> lis
     `head`: "lm" (no row of its own when embeddings are tied) or "score" (reward and value models, `num_labels` rows).
     """
     assert head in ("lm", "score"), f"head={head!r}: expected lm or score"
-    rows = [row for row in check_family(cfg).table if not row.when or getattr(cfg, row.when)]
+    table = [row for row in check_family(cfg).table if not row.when or getattr(cfg, row.when)]
     if head == "score":
-        rows.append(_SCORE_HEAD)
+        table.append(rows.SCORE_HEAD)
     elif not cfg.tie_embeddings:
-        rows.append(_LM_HEAD)
+        table.append(rows.LM_HEAD)
     sizes = dimensions(cfg, num_labels)
     out = []
-    for row in rows:
+    for row in table:
         layers = cfg.layers_of(row.kind) if row.kind else range(cfg.num_layers)
         for layer in layers if "{layer}" in row.canonical else (0,):
             out.append(

@@ -1,0 +1,168 @@
+"""The rows that families are made of: parameters as Megatron's `GPTModel` and as Hugging Face's files name them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from aligner.models.params import ParamSpec, Transform
+
+
+def layer(
+    ours: str,
+    hf: str | tuple[str, ...],
+    shape: str,
+    axis: int | None = None,
+    units: int | str = 0,
+    transform: Transform = "copy",
+    **more: Any,
+) -> ParamSpec:
+    """A row of every decoder layer: names within the layer, sizes by their names in `dimensions`."""
+    names = (hf,) if isinstance(hf, str) else hf
+    hf_names = tuple(f"model.layers.{{layer}}.{name}" for name in names)
+    return ParamSpec(f"decoder.layers.{{layer}}.{ours}", hf_names, transform, axis, tuple(shape.split()), units, **more)
+
+
+def experts(block: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[ParamSpec, ...]:
+    """A layer of experts by its names in Hugging Face's files."""
+    at = f"{block}.experts.{{expert}}."
+    both, each = (f"{at}{gate}.weight", f"{at}{up}.weight"), {"experts": True, "kind": "sparse"}
+    inner, outer, units = "experts 2 expert_ffn hidden", "experts hidden expert_ffn", "expert_ffn"
+    return (
+        layer("mlp.router.weight", f"{block}.{router}.weight", "experts hidden", kind="sparse"),
+        layer("mlp.experts.gate_up", both, inner, 2, units, "experts_gate_up", **each),
+        layer("mlp.experts.down", f"{at}{down}.weight", outer, 2, units, "experts", **each),
+    )
+
+
+def expert_biases(block: str, gate: str, up: str, down: str, router: str) -> tuple[ParamSpec, ...]:
+    at = f"{block}.experts.{{expert}}."
+    both, each = (f"{at}{gate}.bias", f"{at}{up}.bias"), {"experts": True, "kind": "sparse"}
+    fc1, fc2 = (f"mlp.experts.linear_fc{i}.bias" for i in (1, 2))
+    return (
+        layer("mlp.router.bias", f"{block}.{router}.bias", "experts", kind="sparse"),
+        layer(fc1, both, "experts 2 expert_ffn", 2, "expert_ffn", "experts_gate_up", **each),
+        layer(fc2, f"{at}{down}.bias", "experts hidden", transform="experts", **each),
+    )
+
+
+def sigmoid_router(block: str, shared: str) -> tuple[ParamSpec, ...]:
+    """The rows beside `experts` of a router with a bias, and of the MLP for every token."""
+    bias = f"{block}.gate.e_score_correction_bias"
+    router = layer("mlp.router.expert_bias", bias, "experts", float32=True, kind="sparse")
+    return router, *shared_expert(block, shared)
+
+
+def shared_expert(block: str, shared: str, gate: str = "") -> tuple[ParamSpec, ...]:
+    """The rows of the MLP for every token and, if it has a name, of the gate of its output."""
+    at, ours, units = f"{block}.{shared}.", "mlp.shared_experts.", "shared_ffn"
+    both = f"{at}gate_proj.weight", f"{at}up_proj.weight"
+    rows = (
+        layer(ours + "gate_weight", f"{block}.{gate}.weight", "1 hidden", kind="sparse"),
+        layer(ours + "linear_fc1.weight", both, "2shared_ffn hidden", 0, units, "gate_up", kind="sparse"),
+        layer(ours + "linear_fc2.weight", f"{at}down_proj.weight", "hidden shared_ffn", 1, units, kind="sparse"),
+    )
+    return rows if gate else rows[1:]
+
+
+def norms(**names: str) -> tuple[ParamSpec, ...]:
+    """The common rows with these norms in the layers, by the names in Hugging Face's files, in place of the usual two:
+    `before` and `behind` attention, `before_mlp`, `behind_mlp`. Families call different norms by one name."""
+    places = {
+        "before": "input_layernorm",
+        "before_mlp": "pre_mlp_layernorm",
+        "behind": "self_attention.post_layernorm",
+        "behind_mlp": "mlp.post_layernorm",
+    }
+    others = tuple(row for row in COMMON if "{layer}" not in row.canonical or "layernorm" not in row.canonical)
+    return others + tuple(layer(f"{places[place]}.weight", f"{hf}.weight", "hidden") for place, hf in names.items())
+
+
+def in_attention_layers(rows: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
+    """The same, those of attention in layers alone that have it."""
+    return tuple(replace(row, kind="attention") if ".self_attention." in row.canonical else row for row in rows)
+
+
+_QKV = tuple(f"self_attn.{name}_proj." for name in "qkv")
+_GATE_UP = "mlp.gate_proj.", "mlp.up_proj."
+
+
+def _named(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
+    return tuple(name + kind for name in names)
+
+
+COMMON = (
+    ParamSpec(
+        "embedding.word_embeddings.weight",
+        ("model.embed_tokens.weight",),
+        "copy",
+        0,
+        ("vocab", "hidden"),
+        "vocab",
+        padded=True,
+    ),
+    layer("input_layernorm.weight", "input_layernorm.weight", "hidden"),
+    layer("self_attention.linear_qkv.weight", _named(_QKV, "weight"), "qkv hidden", 0, "groups", "qkv"),
+    layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden context", 1, "heads"),
+    layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
+    ParamSpec("decoder.final_layernorm.weight", ("model.norm.weight",), "copy", None, ("hidden",)),
+)
+MLP = (
+    layer("mlp.linear_fc1.weight", _named(_GATE_UP, "weight"), "2ffn hidden", 0, "ffn", "gate_up", kind="dense"),
+    layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden ffn", 1, "ffn", kind="dense"),
+)
+QKV_BIAS = (
+    layer("self_attention.linear_qkv.bias", _named(_QKV, "bias"), "qkv", 0, "groups", "qkv_bias", when="qkv_bias"),
+)
+BIASES = (
+    *QKV_BIAS,
+    layer("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "hidden", when="output_bias"),
+)
+MLP_BIASES = (
+    layer("mlp.linear_fc1.bias", _named(_GATE_UP, "bias"), "2ffn", 0, "ffn", "gate_up", when="mlp_bias"),
+    layer("mlp.linear_fc2.bias", "mlp.down_proj.bias", "hidden", when="mlp_bias"),
+)
+QK_NORM = tuple(layer(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "head") for x in "qk")
+WIDE_QK_NORM = tuple(
+    layer(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", size, 0, units)
+    for x, size, units in (("q", "q", "heads"), ("k", "kv", "groups"))
+)
+SINKS = layer("self_attention.sinks.weight", "self_attn.sinks", "heads", 0, "heads")
+
+
+def _latent(ours: str, hf: str, shape: str, units: str = "", when: str = "") -> ParamSpec:
+    """`units`: empty for what every tensor rank has whole."""
+    names = f"self_attention.{ours}.weight", f"self_attn.{hf}.weight"
+    return layer(*names, shape, 0 if units else None, units or 0, when=when)
+
+
+# Megatron's names (`MLASelfAttention`)
+LATENT = (
+    *(row for row in COMMON if "linear_qkv" not in row.canonical),
+    _latent("linear_q_proj", "q_proj", "q hidden", "heads", when="direct_queries"),
+    _latent("linear_q_down_proj", "q_a_proj", "q_rank hidden", when="latent_queries"),
+    _latent("q_layernorm", "q_a_layernorm", "q_rank", when="latent_queries"),
+    _latent("linear_q_up_proj", "q_b_proj", "q q_rank", "heads", when="latent_queries"),
+    _latent("linear_kv_down_proj", "kv_a_proj_with_mqa", "kv_rank+rotary hidden"),
+    _latent("kv_layernorm", "kv_a_layernorm", "kv_rank"),
+    _latent("linear_kv_up_proj", "kv_b_proj", "plain+value kv_rank", "heads"),
+)
+
+
+def _linear(ours: str, hf: tuple[str, ...], shape: str, *where: Any) -> ParamSpec:
+    return layer(f"self_attention.{ours}", tuple(f"linear_attn.{name}" for name in hf), shape, *where, kind="linear")
+
+
+DELTA_NET = (
+    _linear(
+        "in_proj.weight", ("in_proj_qkvz.weight", "in_proj_ba.weight"), "linear_in hidden", 0, "key_heads", "linear_in"
+    ),
+    # whole on every tensor rank: its queries, keys and values are not neighbours
+    _linear("conv1d.weight", ("conv1d.weight",), "linear_mixed 1 conv"),
+    _linear("A_log", ("A_log",), "value_heads", 0, "key_heads"),
+    _linear("dt_bias", ("dt_bias",), "value_heads", 0, "key_heads"),
+    _linear("out_norm.weight", ("norm.weight",), "value_head"),
+    _linear("out_proj.weight", ("out_proj.weight",), "hidden linear_out", 1, "key_heads"),
+)
+LM_HEAD = ParamSpec("output_layer.weight", ("lm_head.weight",), "copy", 0, ("vocab", "hidden"), "vocab", padded=True)
+SCORE_HEAD = ParamSpec("output_layer.weight", ("score.weight",), "copy", None, ("labels", "hidden"))
