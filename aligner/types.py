@@ -7,7 +7,7 @@ Rows are right-padded: prompt, response, padding. With causal attention no atten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,11 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are sampled from a part of the tempered distribution only."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 STOP, LENGTH = 0, 1  # Generations.finish_reason codes: a stop token or string was met / the token limit was met
@@ -163,3 +168,5 @@ class LossOutput:
 ScalarMetrics = dict[str, float]
 Sums = dict[str, tuple[float, float]]  # name -> (numerator, denominator): add over ranks, then divide
 Progress = Callable[[int, int], None]  # (done, total)
+TokenLists = Sequence[Sequence[int]]  # of each prompt its tokens
+SeedLists = Sequence[Sequence[int]]  # of each prompt a seed for each of its samples

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from aligner.errors import EngineError, RefitError
-from aligner.types import Generations, Progress, SamplingParams
+from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 
 class RolloutEngine(Protocol):
@@ -23,11 +23,7 @@ class RolloutEngine(Protocol):
     dtype: torch.dtype  # of its weights
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        progress: Progress | None = None,
+        self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
         """len(seeds[i]) samples of prompts[i], prompt-major. A sample depends on its prompt, its seed and `sampling`
         alone. `progress` gets (finished samples, all samples). CPU tensors. ConfigError if a row can never fit."""
@@ -96,6 +92,20 @@ class PlacingEngine(Protocol):
         """Where entries [start, stop) of the tensor's `HfTensor.axis` go (counted in the whole tensor): a view whose
         elements are in the tensor's order. They count as written. None if they must not be (`finish_update` tells)."""
         ...
+
+
+class EngineAround:
+    """Stands before another engine; what a subclass does not change, the inner engine does. It is none of the protocols
+    above unless it says so: they are asked by attributes of its own."""
+
+    def __init__(self, engine: RolloutEngine):
+        self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def held_bytes(self) -> Mapping[str, int]:
+        return self.engine.held_bytes() if isinstance(self.engine, MeasuredEngine) else {}
 
 
 class UpdateLedger:

@@ -13,14 +13,13 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from aligner.engines.base import MeasuredEngine, RolloutEngine
+from aligner.engines.base import EngineAround, RolloutEngine
 from aligner.ops.kernels.checksum import tensor_checksum
-from aligner.types import Generations, Progress, SamplingParams
 
 Quantize = Callable[[Tensor], Tensor]  # [rows, columns] -> the nearest values that can be held, in the same dtype
 # Hugging Face's names of the projections of attention, MLP and experts; neither embeddings, head, router nor norms
@@ -61,22 +60,14 @@ def make_quantizer(kind: str, modelopt: bool) -> tuple[Quantize, str]:
     return inner, f"nvidia-modelopt {importlib.metadata.version('nvidia-modelopt')}"
 
 
-class QuantizedEngine:
+class QuantizedEngine(EngineAround):
     """`RolloutEngine` around another one. With `hashes` (`refit.verify=checksum`) a tensor has the checksum of what was
     given if the engine holds exactly what that became, else that of what it holds."""
 
     def __init__(self, engine: RolloutEngine, quantize: Quantize, hashes: bool = False):
-        self.engine, self.hashes = engine, hashes
-        self._quantize = quantize
+        super().__init__(engine)
+        self.hashes, self._quantize = hashes, quantize
         self._given: dict[str, tuple[int, int]] = {}  # name -> checksums as given, and as handed on
-
-    @property
-    def weight_version(self) -> int:
-        return self.engine.weight_version
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.engine.dtype
 
     def begin_update(self, version: int) -> None:
         self._given.clear()
@@ -96,36 +87,9 @@ class QuantizedEngine:
                 self._given[name] = tensor_checksum(tensor.to(self.dtype)), tensor_checksum(held.to(self.dtype))
             yield name, held
 
-    def finish_update(self) -> None:
-        self.engine.finish_update()
-
     def checksums(self) -> dict[str, int]:
         found = dict(self.engine.checksums())
         for name, (given, held) in self._given.items():
             if found.get(name) == held:
                 found[name] = given
         return found
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        progress: Progress | None = None,
-    ) -> Generations:
-        return self.engine.generate(prompts, seeds, sampling, progress)
-
-    def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
-        return self.engine.logprobs(tokens, lengths, temperature)
-
-    def held_bytes(self) -> dict[str, int]:
-        return dict(self.engine.held_bytes()) if isinstance(self.engine, MeasuredEngine) else {}
-
-    def sleep(self) -> None:
-        self.engine.sleep()
-
-    def wake(self) -> None:
-        self.engine.wake()
-
-    def close(self) -> None:
-        self.engine.close()

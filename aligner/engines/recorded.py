@@ -19,13 +19,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.base import RolloutEngine, UpdateLedger
+from aligner.engines.base import EngineAround, RolloutEngine, UpdateLedger
 from aligner.errors import ConfigError, DataError, EngineError
 from aligner.foreign import parse_json, record
 from aligner.models.families import expected_hf_shapes, family_table
 from aligner.models.safetensors_io import save_whole
 from aligner.ops.kernels.checksum import tensor_checksum
-from aligner.types import Generations, Progress, SamplingParams
+from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 FOLDER = "answers"  # in the run folder
 FORMAT, VERSION = "aligner-answers", 1
@@ -46,23 +46,17 @@ def _score_keys(version: int, tokens: Tensor, lengths: Tensor, temperature: floa
     return [_key("score", version, row[:n], float(temperature)) for row, n in rows]
 
 
-class RecordingEngine:
+class RecordingEngine(EngineAround):
     """The `RolloutEngine` it stands before, writing to `folder`; `rank` keeps the files of ranks apart."""
 
     def __init__(self, engine: RolloutEngine, folder: Path, rank: int):
-        self.engine, self.folder, self.rank = engine, folder, rank
+        super().__init__(engine)
+        self.folder, self.rank = folder, rank
         folder.mkdir(parents=True, exist_ok=True)
         self.count = len(list(folder.glob(f"{rank:05d}-*.safetensors")))
 
-    def __getattr__(self, name: str) -> Any:  # weights, memory, version: the engine's own
-        return getattr(self.engine, name)
-
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        progress: Progress | None = None,
+        self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
         found = self.engine.generate(prompts, seeds, sampling, progress)
         columns = {name: getattr(found, name) for name in _COLUMNS if getattr(found, name) is not None}
@@ -166,11 +160,7 @@ class RecordedEngine:
         self._ledger.lose()
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        progress: Progress | None = None,
+        self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
         """See `RolloutEngine.generate`. Raises EngineError for what was not recorded."""
         self._ledger.require()

@@ -12,7 +12,6 @@ from aligner.config.sections.engine import RefitConfig
 from aligner.config.sections.watchdog import IDLE
 from aligner.engines.bridge import DISMISS, Bridge
 from aligner.engines.native.fleet import Fleet, FleetEngine, Request
-from aligner.engines.native.sampler import cuts
 from aligner.errors import RefitError
 from aligner.refit.exchange import Exchange
 from aligner.refit.transfer import any_rank, fail_together, telling_the_others
@@ -114,7 +113,7 @@ class Server:
             if self.bridge.answer(work, self._version):
                 mine, generations, _ = done[0]
                 with self.bridge.contact():
-                    self.fleet.deliver(mine, generations, [], cuts(sampling))
+                    self.fleet.deliver(mine, generations, [], sampling.truncates)
 
     def _version(self) -> int:
         return self.engine.weight_version

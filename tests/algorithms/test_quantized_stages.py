@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from aligner.engines.native import NativeEngine
 from aligner.engines.quantized import MATRIX, QuantizedEngine, quantize_rows
 from aligner.errors import RefitError
 from aligner.refit.transfer import Refit
@@ -49,13 +50,13 @@ def test_a_run_with_quantised_rollouts(tiny_data, tiny_runs, tmp_path, held, cap
 
 def test_an_engine_that_holds_something_else_is_refused(tiny_data, tiny_runs, tmp_path, monkeypatch):
     """Checksums see through the quantisation."""
-    finish = QuantizedEngine.finish_update
+    finish = NativeEngine.finish_update
 
     def finished(self):
         finish(self)
-        self.engine.model.views["model.layers.1.mlp.up_proj.weight"].mul_(1 + 1e-6)
+        self.model.views["model.layers.1.mlp.up_proj.weight"].mul_(1 + 1e-6)
 
-    monkeypatch.setattr(QuantizedEngine, "finish_update", finished)
+    monkeypatch.setattr(NativeEngine, "finish_update", finished)
     more = [*MORE, f"model.init={tiny_runs['sft']}", "engine.quantization=int8"]
     with pytest.raises(RefitError, match=r"checksum of 1 tensors differs, first model.layers.1.mlp.up_proj.weight"):
         stages.stage("grpo", tiny_data, tmp_path / "run", *more)

@@ -27,7 +27,7 @@ from aligner.engines.native.routes import Routes
 from aligner.engines.native.schedule import Batch, Plan, Pool, plan_generation
 from aligner.errors import ConfigError, RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
-from aligner.types import Generations, Progress, SamplingParams
+from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 Decode = Callable[[list[int]], str]
 _SCORED_TOKENS = 8192  # per forward of `logprobs`
@@ -156,11 +156,7 @@ class NativeEngine:
     # ---- generation
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        progress: Progress | None = None,
+        self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
         """See `RolloutEngine.generate`. Raises ConfigError `engine.kv_cache_bytes` if the longest row can never fit,
         `model.max_position` if it is longer than the model's positions, `sampling.stop` without a `decode`; EngineError
@@ -169,8 +165,8 @@ class NativeEngine:
 
     def _generated(
         self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[Sequence[int]],
+        prompts: TokenLists,
+        seeds: SeedLists,
         sampling: SamplingParams,
         progress: Progress | None = None,
         pool: Pool | None = None,
@@ -209,13 +205,10 @@ class NativeEngine:
                 if progress and batch.finished != before:
                     progress(batch.finished, plan.rows)
                 if self.finished is not None and batch.finished != before:
-                    self._tell(batch, asked)
+                    for row, tokens, stopped in batch.ended():
+                        if (whose := asked[row]) is not None:
+                            self.finished(*whose, tokens, stopped)
         return batch.result(self.weight_version)
-
-    def _tell(self, batch: Batch, asked: Sequence[tuple[int, int] | None]) -> None:
-        for row, tokens, stopped in batch.ended():
-            if (whose := asked[row]) is not None:
-                self.finished(*whose, tokens, stopped)  # type: ignore[misc]
 
     def _goes_on(self, plan: Plan, batch: Batch) -> bool:
         with torch.inference_mode(False):

@@ -22,11 +22,10 @@ from torch import Tensor
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import require_finite
 from aligner.engines.native.engine import NativeEngine
-from aligner.engines.native.sampler import cuts
 from aligner.engines.native.schedule import Pool
 from aligner.ops.packing.balance import balance, row_costs
 from aligner.ops.packing.routing import widened
-from aligner.types import Generations, Progress, SamplingParams
+from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 ENOUGH = 0.98  # requests stay with their rank's replica if the replicas' costs are that even (mean over largest)
 
@@ -148,7 +147,7 @@ class Fleet:
         """The replica that a rank's requests go to if that is even enough."""
         return rank * self.replicas // self.first if self.first else rank // self.width
 
-    def gather(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[Request]:
+    def gather(self, prompts: TokenLists, seeds: SeedLists) -> list[Request]:
         """All ranks' requests on every rank. Collective, as `deliver` is."""
         own: list[tuple] = [(list(p), list(s)) for p, s in zip(prompts, seeds, strict=True)]
         everyone: list[list[tuple]] = [[] for _ in range(self.size)]
@@ -194,18 +193,14 @@ class FleetEngine(NativeEngine):
     stolen = 0  # chunks of others that this replica took in the last `generate`
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        progress: Progress | None = None,
+        self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
         """See `RolloutEngine.generate`; raises what it raises, on every rank, but EngineError on those that asked."""
         if dist.get_world_size() == 1:
             return super().generate(prompts, seeds, sampling, progress)
         fleet = Fleet(self.tensor_parallel)
         mine, generations, moved = self.work(fleet, fleet.gather(prompts, seeds), sampling, progress)
-        return require_finite(fleet.deliver(mine, generations, [len(s) for s in seeds], cuts(sampling), moved))
+        return require_finite(fleet.deliver(mine, generations, [len(s) for s in seeds], sampling.truncates, moved))
 
     def work(
         self, fleet: Fleet, requests: list[Request], sampling: SamplingParams, progress: Progress | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,10 +11,9 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import require_finite
 from aligner.engines.bridge import Answer, Bridge
 from aligner.engines.native.fleet import Fleet, nothing
-from aligner.engines.native.sampler import cuts
 from aligner.errors import RefitError
 from aligner.ops.packing.routing import no_routing
-from aligner.types import Generations, Progress, SamplingParams
+from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 
 class RemoteEngine:
@@ -55,11 +54,7 @@ class RemoteEngine:
     # --- generation
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        progress: Progress | None = None,
+        self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
         """See `RolloutEngine.generate`; raises what it raises on any rank, on every rank. Without `progress`."""
         self.bridge.order("generate", sampling)
@@ -67,9 +62,8 @@ class RemoteEngine:
             self.fleet.gather(prompts, seeds)
         self._answers()
         with self.bridge.contact():
-            cut = cuts(sampling)
-            mine = nothing(cut, self.weight_version, self._routing)
-            found = self.fleet.deliver([], mine, [len(s) for s in seeds], cut)
+            mine = nothing(sampling.truncates, self.weight_version, self._routing)
+            found = self.fleet.deliver([], mine, [len(s) for s in seeds], sampling.truncates)
         return require_finite(found)
 
     def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:

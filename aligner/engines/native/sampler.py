@@ -30,11 +30,6 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     return ((x >> 11) & ((1 << 53) - 1)).double().mul_(2.0**-53)
 
 
-def cuts(sampling: SamplingParams) -> bool:
-    """Whether the sampled-from distribution is not the whole tempered one."""
-    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
-
-
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingParams) -> Picked:
     """logits float32 [n, V] (overwritten); seeds, positions int64 [n].
 
@@ -57,7 +52,7 @@ def _sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling
         return Picked(tokens, _at(logits, tokens) - logits.logsumexp(-1), None)
     if sampling.temperature != 1:
         logits.div_(sampling.temperature)
-    if not cuts(sampling):
+    if not sampling.truncates:
         probs = logits.softmax(-1)
         tokens = _invert(probs, uniforms(seeds, positions))
         return Picked(tokens, _at(probs, tokens).log(), None)

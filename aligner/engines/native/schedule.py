@@ -12,10 +12,10 @@ from torch import Tensor
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.routes import Routes
-from aligner.engines.native.sampler import cuts, sample
+from aligner.engines.native.sampler import sample
 from aligner.errors import ConfigError
 from aligner.ops.kernels.checksum import signed64
-from aligner.types import LENGTH, STOP, Generations, SamplingParams
+from aligner.types import LENGTH, STOP, Generations, SamplingParams, SeedLists, TokenLists
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill
 ROW, SEED, POSITION, COUNT, TOKEN = range(5)  # the rows of Batch.state
@@ -106,8 +106,8 @@ class Plan:
 
 
 def plan_generation(
-    prompts: Sequence[Sequence[int]],
-    seeds: Sequence[Sequence[int]],
+    prompts: TokenLists,
+    seeds: SeedLists,
     sampling: SamplingParams,
     config: EngineConfig,
     token_bytes: int,
@@ -143,9 +143,7 @@ def plan_generation(
     return Plan(rows, slots, row, positions, prompts * longest, waiting, deque(), pool, prompts)
 
 
-def _queue(
-    prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], first_row: int = 0
-) -> tuple[deque[Waiting], int]:
+def _queue(prompts: TokenLists, seeds: SeedLists, first_row: int = 0) -> tuple[deque[Waiting], int]:
     """(prompts that have samples, longest first; the number of their samples)."""
     waiting, rows = [], 0
     for tokens, own in zip(prompts, seeds, strict=True):
@@ -168,7 +166,7 @@ class Batch:
         self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
-        self._full = torch.zeros_like(self._logprobs) if cuts(sampling) else None
+        self._full = torch.zeros_like(self._logprobs) if sampling.truncates else None
         self._lengths = torch.zeros(plan.rows, dtype=torch.int64, device=device)
         self._reasons = torch.full_like(self._lengths, LENGTH)
         self._broken = torch.zeros(0, dtype=torch.bool, device=device)  # of the active rows: the last logits are NaN

@@ -79,16 +79,11 @@ def _stop_words(tokens: Sequence[int], rows: int) -> Any:
     return words.expand(rows, -1, -1).contiguous().numpy()
 
 
-def is_cut(sampling: SamplingParams) -> bool:
-    """Whether the sampled-from distribution is not the whole tempered one."""
-    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
-
-
 def logprob_source(sampling: SamplingParams, row: Version) -> str:
     """RAW: the sampler's logprobs of the untempered distribution are the ones wanted. PROCESSED: those of the
     sampled-from one, where a version gives them. RESCORE: neither, or two kinds are wanted: a forward over the finished
     rows gives them."""
-    if is_cut(sampling):
+    if sampling.truncates:
         return RESCORE
     if sampling.temperature in (0, 1):
         return RAW

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aligner.engines.native.sampler import cut_logits, cuts
+from aligner.engines.native.sampler import cut_logits
 from aligner.engines.trtllm.worker import Abort
 from aligner.types import SamplingParams
 
@@ -41,7 +41,7 @@ class Watch:
         logits = self._logits / (self.sampling.temperature or 1.0)
         chosen = logits.gather(1, picked)[:, 0]
         self._full.append(chosen - logits.logsumexp(-1))
-        if cuts(self.sampling):
+        if self.sampling.truncates:
             kept = cut_logits(logits, self.sampling)
             self._cut.append(kept.gather(1, picked)[:, 0] - kept.logsumexp(-1))
 

@@ -29,13 +29,13 @@ from aligner.engines.base import UpdateLedger
 from aligner.engines.child.buckets import BucketWriter, MemoryFile, share
 from aligner.engines.child.process import Channel, Child, clean_environment, interpreter, spawn
 from aligner.engines.trtllm.child import SINGLE_PROCESS
-from aligner.engines.trtllm.sampling import RESCORE, is_cut, logprob_source
+from aligner.engines.trtllm.sampling import RESCORE, logprob_source
 from aligner.engines.trtllm.torch_api import Version, version_row
 from aligner.engines.trtllm.worker import KV_CACHE, PYTORCH, WEIGHTS, Row, Settings
 from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
 from aligner.models.families import expected_hf_shapes
 from aligner.models.hf_config import hf_config
-from aligner.types import STOP, Generations, Progress, SamplingParams
+from aligner.types import STOP, Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 Decode = Callable[[list[int]], str]
 _CHILD = "aligner.engines.trtllm.child"
@@ -202,11 +202,7 @@ class TrtllmEngine:
     # ---- generation
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        progress: Progress | None = None,
+        self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
         """See `RolloutEngine.generate`. With stop strings responses are generated to their limit and then cut.
         Raises EngineError when the child ends, hangs or fails; ConfigError as the native engine does, and
@@ -274,7 +270,7 @@ class TrtllmEngine:
     def _result(self, rows: list[Row], sampling: SamplingParams) -> Generations:
         shape = len(rows), max((len(row[0]) for row in rows), default=0)
         tokens, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        full = torch.zeros(shape) if is_cut(sampling) else None
+        full = torch.zeros(shape) if sampling.truncates else None
         for i, row in enumerate(rows):
             n = len(row[0])
             tokens[i, :n], logprobs[i, :n] = torch.tensor(row[0], dtype=torch.int64), torch.tensor(row[1])
