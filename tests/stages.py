@@ -157,15 +157,18 @@ def differences(a: Path, b: Path) -> list[tuple]:
     ]
 
 
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+def weights(run_dir: Path, export: str = "hf") -> dict[str, torch.Tensor]:
     from aligner.models.safetensors_io import open_hf
 
-    return dict(open_hf(run_dir / "hf"))
+    return dict(open_hf(run_dir / export))
 
 
 def same_weights(a: Path, b: Path) -> bool:
-    left, right = weights(a), weights(b)
-    return left.keys() == right.keys() and all(torch.equal(t, right[name]) for name, t in left.items())
+    exports = [sorted(path.name for path in run.glob("hf*")) for run in (a, b)]
+    if exports[0] != exports[1]:
+        return False
+    both = [(weights(a, name), weights(b, name)) for name in exports[0]]
+    return all(x.keys() == y.keys() and all(torch.equal(t, y[name]) for name, t in x.items()) for x, y in both)
 
 
 def checkpoints(run_dir: Path) -> list[int]:

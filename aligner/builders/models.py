@@ -11,6 +11,7 @@ from aligner.config.sections.optim import OptimConfig
 from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.errors import ConfigError
 from aligner.megatron.checkpoint import load_model
+from aligner.megatron.ema import Ema
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.refit.export import EXTRA_FILE
@@ -40,6 +41,8 @@ def make_policy(job: Job, steps: int, **outputs: bool) -> Policy:
     """`outputs`: which of the policy's an update finds (`Policy`)."""
     optim = None if job.cfg.debug.rollout_only else job.cfg.optim
     model = job.models["policy"] = make_model(job, job.initial, Head(), optim, steps)
+    if optim is not None and job.cfg.ema.decay:
+        model.ema = Ema(model, job.cfg.ema.decay)
     return Policy(model, job.cfg.batch, _temperature(job.cfg), **outputs)
 
 

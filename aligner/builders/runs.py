@@ -130,4 +130,8 @@ def finish(job: Job, run: Run, model: ShardedModel, extra: dict[str, Any] | None
         with run.timers("export"):
             folder = export_hf(model, Path(job.cfg.run.dir) / "hf", job.tokenizer, extra, job.initial.origin)
         job.say(f"exported {folder}")
+        if model.ema is not None:
+            with run.timers("export_ema"), model.ema.in_place():
+                folder = export_hf(model, Path(job.cfg.run.dir) / "hf_ema", job.tokenizer, extra, job.initial.origin)
+            job.say(f"exported {folder}, the average of decay {model.ema.decay:g}")
     run.logger.close()

@@ -48,6 +48,7 @@ KINDS: dict[str, Kind] = {
     "model.moe.aux_over": D,
     "parallel": T,
     "optim": T,
+    "ema": T,
     "critic": D,
     "critic.init": H,
     "critic.parallel": T,

@@ -14,6 +14,7 @@ from aligner.config.sections.cluster import ClusterConfig
 from aligner.config.sections.critic import CriticConfig
 from aligner.config.sections.data import DataConfig
 from aligner.config.sections.debug import DebugConfig
+from aligner.config.sections.ema import EmaConfig
 from aligner.config.sections.engine import EngineConfig, RefitConfig
 from aligner.config.sections.logging import LoggingConfig
 from aligner.config.sections.memory import MemoryConfig
@@ -55,6 +56,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -79,6 +79,9 @@ def _without_effect(cfg: Config) -> None:
     if cfg.debug.rollout_only and cfg.run.resume not in ("auto", "never"):
         expected = "auto with debug.rollout_only: name the checkpoint in model.init"
         raise ConfigError("run.resume", cfg.run.resume, expected)
+    if cfg.ema.decay and (STAGES[cfg.stage.name].scores or cfg.debug.rollout_only):
+        why = "debug.rollout_only, which trains nothing" if cfg.debug.rollout_only else f"stage {cfg.stage.name}"
+        raise ConfigError("ema.decay", cfg.ema.decay, f"0 with {why}: it is an average of a policy's weights")
     if cfg.debug.train_only and evaluation_functions(cfg):
         raise ConfigError("eval.generate", True, "false with debug.train_only: no engine is there to answer data.eval")
 

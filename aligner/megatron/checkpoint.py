@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from aligner.errors import CheckpointError
 from aligner.megatron.checkpoint_index import check_before_loading, noted_checksums
+from aligner.megatron.ema import EMA
 from aligner.megatron.optimizer_state import give_state, set_step
 from aligner.megatron.shards import optimizer_shards, weight_shards
 from aligner.megatron.train import ShardedModel
@@ -55,6 +56,8 @@ class ModelSave:
         if model.optimizer is not None:
             give_state(model.optimizer)  # a policy that waits for its critic to warm up has not stepped yet
             state["shards"] = optimizer_shards(state["model"], model.optimizer, MAIN)
+            if model.ema is not None:
+                state["ema"] = model.ema.shards(state["model"])
             state["model"] = weight_shards(state["model"], model.optimizer)
         # A plain queue spares the manager process that Megatron would spawn (20 s of imports on a laptop) for writers
         # in other processes; one for each save, so that a failed one leaves nothing behind.
@@ -117,17 +120,22 @@ def save_model(model: ShardedModel, folder: Path) -> None:
 
 def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, with_head: bool = True) -> None:
     """Load what `save_model` wrote, on any layout; without its head, for a model that has another one. Collective.
-    Learning rates, weight decay, betas and eps stay those of the model's own config.
+    Learning rates, weight decay, betas and eps stay those of the model's own config. An average of the weights that the
+    folder lacks begins with those of the folder.
 
     Raises CheckpointError naming the folder.
     """
     with_optimizer = with_optimizer and model.optimizer is not None
     state: dict[str, Any] = {"model": _weights(model), "step_count": 0}
-    plain = _verified(folder)
+    names = _verified(folder)
     try:
         if with_optimizer:
             give_state(model.optimizer)
-            state["shards"] = optimizer_shards(state["model"], model.optimizer, PLAIN_MAIN if plain else MAIN)
+            state["shards"] = optimizer_shards(
+                state["model"], model.optimizer, PLAIN_MAIN if PLAIN_MAIN in names else MAIN
+            )
+            if model.ema is not None and EMA in names:
+                state["ema"] = model.ema.shards(state["model"])
         if not with_head:
             state["model"].pop("output_layer.weight", None)  # only the last pipeline stage has it
         loaded = dist_checkpointing.load(state, str(folder), strict=StrictHandling.ASSUME_OK_UNEXPECTED)
@@ -139,21 +147,23 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
     if with_optimizer:  # whose shards have been read into their places
         model.step_count = int(loaded["step_count"])
         set_step(model.optimizer, model.step_count)
+        if model.ema is not None and EMA not in names:
+            model.ema.restart()
     elif model.optimizer is not None:
         model.optimizer.reload_model_params()
 
 
-def _verified(folder: Path) -> bool:
-    """Whether the optimizer's copies of weights are called PLAIN_MAIN in a checkpoint whose files are what was written:
-    rank 0 reads the index and the objects, each rank its share of the files. Collective. Raises CheckpointError, the
-    same on all ranks."""
+def _verified(folder: Path) -> set[str]:
+    """Which of PLAIN_MAIN and EMA a checkpoint has, whose files are what was written: rank 0 reads the index and the
+    objects, each rank its share of the files. Collective. Raises CheckpointError, the same on all ranks."""
 
-    def check() -> tuple[bool, dict[str, str]]:
+    def check() -> tuple[set[str], dict[str, str]]:
         index = check_before_loading(folder)
-        plain = any(key.startswith(f"optimizer.state.{PLAIN_MAIN}.") for key in index.state_dict_metadata)
-        return plain, noted_checksums(folder, index)
+        kinds = {PLAIN_MAIN: f"optimizer.state.{PLAIN_MAIN}.", EMA: f"{EMA}."}
+        names = {kind for kind, prefix in kinds.items() if any(k.startswith(prefix) for k in index.state_dict_metadata)}
+        return names, noted_checksums(folder, index)
 
-    plain, hashes = by_rank_0(check)
+    names, hashes = by_rank_0(check)
     wrong = ""
     try:
         wrong = _wrong_file(folder, hashes)
@@ -161,7 +171,7 @@ def _verified(folder: Path) -> bool:
         wrong = str(error)
     if cause := first_cause(wrong):
         raise CheckpointError(cause[1])
-    return plain
+    return names
 
 
 def _wrong_file(folder: Path, hashes: dict[str, str]) -> str:

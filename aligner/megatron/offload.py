@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -91,7 +92,8 @@ class ModelMemory:
         if kind == "gradients":
             wrapped = self.model.wrapped
             return list(_unique(b.grad_data for b in wrapped.buffers + wrapped.expert_parallel_buffers).values())
-        found = _unique(_optimizer_tensors(self.model.optimizer))
+        means = self.model.ema.means if self.model.ema is not None else []
+        found = _unique(chain(_optimizer_tensors(self.model.optimizer), means))
         return [storage for key, storage in found.items() if key not in weights]
 
     def _host(self, kind: str, index: int, size: int) -> Tensor:

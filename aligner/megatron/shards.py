@@ -10,7 +10,7 @@ find the numbers of their boxes by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -55,6 +55,13 @@ def optimizer_shards(state: dict[str, Any], optimizer: MegatronOptimizer, main: 
         for name, tensor in tensors.items():
             found += _pieces(item, own, tensor, f"optimizer.state.{name}.")
     return {str(i): piece for i, piece in enumerate(found)}
+
+
+def pieces(state: dict[str, Any], numbers: Iterable[tuple[Owned, Tensor]], prefix: str) -> Iterator[ShardedTensor]:
+    """Tensors beside what the optimizer owns, each in the boxes of its parameter, whose key gets a `prefix`."""
+    items = _by_param(state)
+    for own, tensor in numbers:
+        yield from _pieces(items[id(own.param)][1], own, tensor, prefix)
 
 
 def weight_shards(state: dict[str, Any], optimizer: MegatronOptimizer) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,9 @@ from aligner.ops.packing.windows import windowed
 from aligner.ops.reduce import max_over
 from aligner.ops.schedules import lr_at
 from aligner.types import LossOutput, ScalarMetrics, TrainBatch
+
+if TYPE_CHECKING:
+    from aligner.megatron.ema import Ema
 
 # (what the last stage gives for each token of its stream, micro-batch with its `packing`): hidden states [N, H] for
 # `over_logits` with a language-model head, [N, K] with a scalar head
@@ -94,6 +98,7 @@ class ShardedModel:
         mixed = head.kind == "score" and dtype == torch.bfloat16
         self._distributed = optim is not None and (optim.distributed or mixed)
         self.optimizer: MegatronOptimizer | None = None
+        self.ema: Ema | None = None  # of the weights, from the step after which it is set
         self.step_count = 0  # optimizer steps taken: the weight version
         if optim is None:
             self.module.eval().requires_grad_(False)
@@ -334,6 +339,8 @@ class ShardedModel:
                 f"gradient norm {stats['grad_norm']} at optimizer step {self.step_count} (loss {stats['loss']}, lr "
                 f"{lr:g}): expected a finite number. Resume from the last checkpoint with a lower optim.lr"
             )
+        if self.ema is not None:
+            self.ema.update()
         return stats
 
     def _reduce(self, outputs: list[LossOutput]) -> ScalarMetrics:

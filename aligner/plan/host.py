@@ -8,11 +8,11 @@ from aligner.plan.memory import optimizer_bytes, weight_bytes
 from aligner.plan.shapes import Count, Grid, rank_parameters
 
 
-def checkpoint_bytes(count: Count, grid: Grid, element: int, distributed: bool) -> float:
+def checkpoint_bytes(count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False) -> float:
     """Of one rank's part, which lies in host memory until it is written, by whichever of `checkpoint.async_save`: with
     the distributed optimizer the weights and state of the numbers it updates; else everything, on the first of the
     data-parallel ranks."""
-    optimizer = optimizer_bytes(count, grid, element, distributed)
+    optimizer = optimizer_bytes(count, grid, element, distributed, averaged)
     if not distributed:
         return weight_bytes(count, element) + optimizer
     experts = Count(experts=count.experts)
@@ -41,6 +41,7 @@ def _of_part(job: Job, part: Part, stage: int) -> dict[str, float]:
     away = weight_bytes(count, job.element) if "weights" in job.offload else 0.0
     if not part.trained:
         return {"offloaded": away}
+    how = count, job.grid, job.element, part.distributed, part.averaged
     if "optimizer" in job.offload:
-        away += optimizer_bytes(count, job.grid, job.element, part.distributed)
-    return {"checkpoint": checkpoint_bytes(count, job.grid, job.element, part.distributed), "offloaded": away}
+        away += optimizer_bytes(*how)
+    return {"checkpoint": checkpoint_bytes(*how), "offloaded": away}

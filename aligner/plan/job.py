@@ -36,6 +36,7 @@ class Part:
     trained: bool = False
     outputs: int = 1
     distributed: bool = True  # optimizer state over data-parallel ranks
+    averaged: bool = False  # `ema` beside it
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,8 @@ def _parts(cfg: Config, shape: ModelConfig) -> tuple[Part, ...]:
     if stage.scores:
         outputs = max(1, len(cfg.algorithm.reward_loss.attributes))
         return (Part("policy", shape, "score", True, outputs, cfg.optim.distributed or mixed),)
-    parts = [Part("policy", shape, trained=trains, distributed=cfg.optim.distributed)]
+    averaged = cfg.ema.decay > 0
+    parts = [Part("policy", shape, trained=trains, distributed=cfg.optim.distributed, averaged=averaged)]
     scorer = shape_at(shape, cfg.reward.model)
     if "reference" in beside:
         parts.append(Part("reference", shape))

@@ -82,10 +82,11 @@ def gradient_bytes(count: Count) -> float:
     return 4.0 * (count.total - count.fixed)
 
 
-def optimizer_bytes(count: Count, grid: Grid, element: int, distributed: bool) -> float:
+def optimizer_bytes(count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False) -> float:
     """Adam: two float32 moments, and a float32 main copy of what is bfloat16; the distributed optimizer cuts them over
-    the ranks with the same parameters (ZeRO-1; for experts data x context / expert of them)."""
-    per, dense, experts = 8 if element == 4 else 12, 1, 1
+    the ranks with the same parameters (ZeRO-1; for experts data x context / expert of them). `averaged`: with `ema`'s
+    float32 numbers beside them."""
+    per, dense, experts = (8 if element == 4 else 12) + 4 * averaged, 1, 1
     if distributed:
         dense, experts = grid.replicas, max(1, grid.replicas // grid.expert)
     return per * (count.dense / dense + count.experts / experts) + 8 * count.score / dense
@@ -174,7 +175,7 @@ def _models(job: Job, stage: int, reads: tuple[str, ...] = (), trains: bool = Fa
         if part.trained and (trains or "gradients" not in job.offload):
             items["gradients"] += gradient_bytes(count)
         if part.trained and (trains or "optimizer" not in job.offload):
-            items["optimizer"] += optimizer_bytes(count, job.grid, job.element, part.distributed)
+            items["optimizer"] += optimizer_bytes(count, job.grid, job.element, part.distributed, part.averaged)
     return items
 
 

@@ -52,6 +52,7 @@ RULES = {
     "eval": Rule(weights=("policy",), within=("",)),
     "save": Rule(weights=TRAINED, optimizer=True, keeps=True, within=("",)),
     "export": Rule(weights=("policy",), within=("",)),
+    "export_ema": Rule(weights=("policy",), optimizer=True, within=("",)),
 }
 METERED = ("refit", "generate", "score", "logprobs", "update", "eval", "save")
 # what makes a phase smaller, besides memory.offload

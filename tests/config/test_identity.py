@@ -49,6 +49,7 @@ def test_the_table_names_keys_that_exist():
         ("stage=grpo|algorithm.kl.coef=0.1", Kind.DEFINES),
         ("stage=grpo|engine.max_batch=3", Kind.TOLD),
         ("stage=ppo|critic.optim.lr=1", Kind.TOLD),
+        ("ema.decay=0.9", Kind.TOLD),
     ],
 )
 def test_a_change_of_one_key(change, kind):

@@ -57,6 +57,8 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("grpo", ["engine.ranks=1", "engine.quantization=int8"], 2, "engine.quantization"),
         ("grpo", ["engine.ranks=1", "debug.record_answers=true"], 2, "debug.record_answers"),
         ("sft", ["engine.ranks=1"], 2, "engine.ranks"),
+        ("rm", ["ema.decay=0.9"], 1, "ema.decay"),
+        ("grpo", ["ema.decay=0.9", "debug.rollout_only=true"], 1, "ema.decay"),
         ("sft", ["data.train=/nowhere/a.jsonl"], 1, "data.train"),
         ("sft", ["data.eval=/nowhere/a.jsonl"], 1, "data.eval"),
         ("sft", ["model.init=/nowhere/model"], 1, "model.init"),

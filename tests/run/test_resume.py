@@ -28,10 +28,16 @@ def arguments(stage: str, runs: dict) -> list[str]:
     return (
         more
         + {
-            "sft": [],
+            "sft": ["ema.decay=0.5"],
             "rm": [f"model.init={runs['sft']}"],
             "dpo": [f"model.init={runs['sft']}", "algorithm.preference={wpo: true, nll_coef: 0.1, reference: stored}"],
-            "grpo": [f"model.init={runs['sft']}", "reward.normalize=true", "batch.epochs=2", kl % "loss"],
+            "grpo": [
+                f"model.init={runs['sft']}",
+                "reward.normalize=true",
+                "batch.epochs=2",
+                "ema.decay=0.9",
+                kl % "loss",
+            ],
             "ppo": [f"model.init={runs['sft']}", f"reward.model={runs['rm']}", "reward.normalize=true", kl % "reward"],
         }[stage]
     )
@@ -88,6 +94,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tiny_data, tiny_runs, straight, 
     assert [r["step"] for r in stages.records(run)] == list(range(1, TOTAL + 1))
     assert stages.differences(run, straight(stage)) == []
     assert stages.same_weights(run, straight(stage))
+    assert (run / "hf_ema").exists() == (stage in ("sft", "grpo"))
     assert (run / "DONE").exists()
 
 

@@ -1,0 +1,61 @@
+"""The average of the weights: the sum that its definition says, on any layout, kept by checkpoints."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aligner.config.schema import ParallelConfig
+from aligner.plan.memory import optimizer_bytes
+from aligner.plan.shapes import Grid, rank_parameters
+from tests.tiny import ADAM, LLAMA, MOE
+
+ONE, PLAIN = ParallelConfig(), replace(ADAM, distributed=False)
+BF16, FP32 = torch.bfloat16, torch.float32
+TIED = replace(LLAMA, tie_embeddings=True)
+CASES = [
+    (1, ONE, LLAMA, FP32, ADAM),
+    (2, ONE, LLAMA, FP32, ADAM),
+    (2, ParallelConfig(pipeline=2), TIED, FP32, PLAIN),
+    (2, ParallelConfig(expert=2), MOE, FP32, ADAM),
+    (2, ParallelConfig(tensor=2), LLAMA, BF16, ADAM),
+]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("world", "parallel", "cfg", "dtype", "optim"), CASES)
+def test_the_mean_is_the_sum_of_its_definition_and_goes_through_a_checkpoint(
+    ranks, tmp_path, world, parallel, cfg, dtype, optim
+):
+    job = {"cfg": cfg, "parallel": parallel, "dtype": dtype, "optim": optim, "folder": tmp_path / "c"}
+    results = ranks.run("tests.megatron.ema_jobs:train", world=world, **job)
+    found, bound = results[0], 1e-6 if dtype == FP32 else 2e-2  # the means are of the float32 copies
+    first, *rest = found["each"]
+    assert any(not torch.equal(t, found["own"][name]) for name, t in found["mean"].items())
+    for name, mean in found["mean"].items():
+        wanted = 0.75**3 * first[name].double() + sum(0.25 * 0.75**k * w[name] for k, w in enumerate(reversed(rest)))
+        assert torch.allclose(mean.double(), wanted, rtol=bound, atol=bound), name
+        assert torch.equal(found["own"][name], rest[-1][name])  # in their place again
+
+    grid = Grid(parallel.tensor, parallel.pipeline, parallel.context, parallel.expert)
+    grid = replace(grid, data=world // grid.gpus)
+    planned = 0.0
+    for out in results:
+        assert out["leaves"] == out["bytes"]  # with memory.offload
+        count = rank_parameters(cfg, grid, out["stage"])
+        sizes = (optimizer_bytes(count, grid, dtype.itemsize, optim.distributed, on) for on in (True, False))
+        planned += next(sizes) - next(sizes)
+    assert sum(out["bytes"] for out in results) == pytest.approx(planned, rel=1e-6)
+
+    same = ranks.run("tests.megatron.ema_jobs:go_on", world=world, **job)[0]
+    assert all(torch.equal(found["mean"][name], t) for name, t in same["mean"].items())
+    if world > 1 and parallel != ParallelConfig(expert=2):
+        other = ranks.run("tests.megatron.ema_jobs:go_on", **job | {"parallel": ONE})[0]
+        assert all(torch.equal(same["loaded"][name], t) for name, t in other["loaded"].items())
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_mean_that_the_checkpoint_lacks_begins_with_its_weights(ranks, tmp_path, dtype):
+    found = ranks.run("tests.megatron.ema_jobs:begin", cfg=LLAMA, dtype=dtype, optim=ADAM, folder=tmp_path / "c")[0]
+    assert all(torch.equal(found["own"][name], t) for name, t in found["mean"].items())
