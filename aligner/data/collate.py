@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from aligner.data.dataset import PairItem, PreferenceItem, ScoredItem, SftItem
+from aligner.data.items import PairItem, PreferenceItem, ScoredItem, SftItem
 from aligner.types import TrainBatch
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from aligner.data.dataset import DataReport, PromptDataset
+from aligner.data.dataset import PromptDataset
+from aligner.data.reading import DataReport
 from aligner.types import Prompt
 
 

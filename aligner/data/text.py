@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aligner.config.sections.data import DataConfig
-from aligner.data.dataset import CHUNK, DataReport, Ragged, SftDataset, SftItem
+from aligner.data.dataset import SftDataset
 from aligner.data.formats import TextRow, sft_rows, text_rows
+from aligner.data.items import SftItem
+from aligner.data.ragged import Ragged
+from aligner.data.reading import CHUNK, DataReport
 from aligner.data.templates import encode_documents
 from aligner.errors import DataError
 
@@ -32,7 +35,6 @@ class TextDataset(Sequence):
             texts = [row.text for row in rows[start : start + CHUNK]]
             for tokens in encode_documents(tokenizer, [text for text in texts if text]):
                 self._documents.append(tokens)
-            self._documents.pack()
         self.report.kept = len(self._documents)
         self._total = int(self._documents.offsets[-1])
         if self._total < 2:

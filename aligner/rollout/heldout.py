@@ -9,7 +9,8 @@ import torch
 
 from aligner.config.sections.preference import PreferenceConfig
 from aligner.data.collate import collate_pairs, collate_preference, collate_scored, collate_sft
-from aligner.data.dataset import PairDataset, SftItem
+from aligner.data.dataset import PairDataset
+from aligner.data.items import SftItem
 from aligner.errors import ConfigError
 from aligner.ops.packing.documents import apart
 from aligner.ops.rl.preference import Labels, agreement, measure, pair_losses, rewards, total

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aligner.data.collate import collate_preference, collate_scored, collate_sft
-from aligner.data.dataset import PreferenceItem, ScoredItem, SftItem
+from aligner.data.items import PreferenceItem, ScoredItem, SftItem
 
 ROWS = st.lists(st.lists(st.integers(0, 90), min_size=1, max_size=9), min_size=1, max_size=6)
 

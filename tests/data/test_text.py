@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 from aligner.config.resolve import compose
 from aligner.config.sections.data import DataConfig
 from aligner.data.collate import collate_sft
-from aligner.data.dataset import SftItem
 from aligner.data.formats import text_rows
+from aligner.data.items import SftItem
 from aligner.data.text import TextDataset
 from aligner.errors import DataError
 from aligner.tools.evaluate import evaluate

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from aligner.config.sections.algorithm import AlgorithmConfig, KLConfig, KLControllerConfig, OverlongConfig
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.rewards import EvalConfig, RewardConfig
-from aligner.data.dataset import PreferenceItem, ScoredItem, SftItem
+from aligner.data.items import PreferenceItem, ScoredItem, SftItem
 from aligner.errors import ConfigError, EngineError
 from aligner.ops.rl.advantages import gdpo, grpo
 from aligner.ops.seeds import request_seed

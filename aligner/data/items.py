@@ -1,0 +1,44 @@
+"""What a dataset gives for one row: tokens, and what a stage learns from them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class SftItem(NamedTuple):
+    tokens: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # uint8 [T]
+    documents: np.ndarray | None = None  # int64 [T] numbers of the documents in a row of several; None: it is one
+
+
+class PreferenceItem(NamedTuple):
+    chosen: np.ndarray  # int32 [Tc]
+    rejected: np.ndarray  # int32 [Tr]
+    margin: float  # 0 where the row has none
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return len(self.chosen), len(self.rejected)
+
+
+class PairItem(NamedTuple):
+    """Two answers to one prompt, each after it."""
+
+    chosen: SftItem
+    rejected: SftItem
+    margin: float  # 0 where the row has none, as the rewards
+    chosen_reward: float
+    rejected_reward: float
+    weight: float  # 1 where the row has none
+    reference: tuple[np.ndarray, np.ndarray] | None = None  # float32 logprobs [T] of both, where they are stored
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return len(self.chosen.tokens), len(self.rejected.tokens)
+
+
+class ScoredItem(NamedTuple):
+    tokens: np.ndarray  # int32 [T]
+    scores: np.ndarray  # float32 [K]

@@ -1,0 +1,92 @@
+"""Typed rows of a file on their way into a dataset: which of them fit, and what is to be said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from aligner.config.sections.data import DataConfig
+from aligner.data.chats import check_arguments, unread_tools
+from aligner.data.formats import Text, TypedRows
+from aligner.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK = 2048  # rows tokenized by one call: bounds the lists that exist at one time
+
+
+@dataclass
+class DataReport:
+    """What became of the rows of a file. `truncated` rows are among the `kept`."""
+
+    key: str
+    limit: str
+    rows: int = 0
+    kept: int = 0
+    dropped: int = 0
+    truncated: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def __str__(self) -> str:
+        text = f"{self.key}: {self.rows} rows, {self.kept} kept"
+        if self.dropped or self.truncated:
+            text += f", {self.dropped} dropped and {self.truncated} truncated by {self.limit}"
+        return "; ".join([text, *self.notes])
+
+
+class Reading[Row]:
+    """Raises DataError if no row is left, ConfigError for an argument that the chat template lacks."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        key: str,
+        limit_key: str = "max_tokens",
+    ):
+        self.rows, self.tokenizer, self.data = rows, tokenizer, data
+        self.limit, self.cut = getattr(data, limit_key), data.overlong == "truncate"
+        self.report = DataReport(key, f"data.{limit_key}={self.limit}", rows=len(rows))
+        self._shortest: int | None = None
+        if isinstance(rows, TypedRows) and rows.told:
+            self.report.note(f"format {rows.told}, told from the columns (data.format)")
+
+    def chunks(self, text: Callable[[Row], Text]) -> Iterator[Sequence[Row]]:
+        """A few rows at a time. `text`: of a row, what may be a conversation."""
+        for first in range(0, len(self.rows), CHUNK):
+            chunk = self.rows[first : first + CHUNK]
+            if any(not isinstance(text(row), str) for row in chunk):
+                check_arguments(self.tokenizer, self.data.template_arguments)
+                if unread_tools(self.tokenizer, [row.tools for row in chunk]):
+                    self.report.note("the column `tools` has no effect: the chat template does not read it")
+            yield chunk
+        self._check_left()
+
+    def fits(self, *texts: Sequence[int], learns: bool = True) -> bool:
+        """Count a row of these tokens in the report; True if it is kept, where it is longer cut to the limit. `learns`:
+        whether anything can then be learned from it."""
+        longest = max(map(len, texts))
+        self._shortest = longest if self._shortest is None else min(self._shortest, longest)
+        kept = longest <= self.limit or (self.cut and learns)
+        self.report.kept += kept
+        self.report.dropped += not kept
+        self.report.truncated += kept and longest > self.limit
+        return kept
+
+    def _check_left(self) -> None:
+        report = self.report
+        if not report.rows:
+            raise DataError(f"{report.key}: expected at least one row, the dataset is empty")
+        if not report.kept:
+            name, less = report.limit.partition("=")[0], "" if self.cut else ", or set data.overlong=truncate"
+            raise DataError(
+                f"{report.key}: expected rows within {report.limit}, found none: all {report.rows} rows were dropped, "
+                f"the shortest has {self._shortest} tokens. Raise {name}{less}"
+            )
