@@ -6,6 +6,7 @@ translated into ours, which name the key, the value and what was expected.
 
 from __future__ import annotations
 
+import copy
 import re
 import shlex
 import sys
@@ -13,17 +14,19 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
@@ -54,11 +57,15 @@ def compose(overrides: list[str], *, config_dir: str | None = None) -> Config:
     """
     with _hydra():
         parsed = _single(overrides)
-        lines = [_line(o) for o in parsed]
+        choices = tuple(str(o.input_line) for o in parsed if _chooses(o))
         if config_dir is not None:
-            lines.append(_searchpath(config_dir))
+            choices += (_searchpath(config_dir),)
+        values = [_value(o) for o in parsed if not _chooses(o)]
+        # files of users may change while this process lives, the project's own do not
+        chosen = _chosen.__wrapped__ if any("searchpath" in choice for choice in choices) else _chosen
         try:
-            node = hydra_compose("config", overrides=lines)
+            node = copy.deepcopy(chosen(choices))
+            ConfigLoaderImpl._apply_overrides_to_config(values, node)
         except (HydraException, OmegaConfBaseException) as error:
             raise _translated(error, parsed) from None
         except yaml.YAMLError as error:
@@ -96,9 +103,20 @@ def sweep(overrides: list[str]) -> list[list[str]]:
     return [list(job) for batch in batches for job in batch]
 
 
+@cache
+def _chosen(choices: tuple[str, ...]) -> DictConfig:
+    """The composed files of these choices of groups' options. Hydra sets values on top of them, after the last file."""
+    return hydra_compose("config", overrides=list(choices))
+
+
+@cache
+def _store_schema() -> None:
+    ConfigStore.instance().store(name="schema", node=Config, provider="aligner")
+
+
 @contextmanager
 def _hydra() -> Iterator[None]:
-    ConfigStore.instance().store(name="schema", node=Config, provider="aligner")
+    _store_schema()
     with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name="aligner"):
         yield
 
@@ -150,14 +168,17 @@ def _checked(override: Override) -> Override:
     return override
 
 
-def _line(override: Override) -> str:
-    assert override.input_line is not None
-    text = override.input_line
-    if override.key_or_group in GROUPS or override.key_or_group == "hydra.searchpath":
-        return text
-    # Free dictionaries take new entries, and `+key=` of an existing key means `key=`.
-    free = in_free_dict(override.key_or_group) or get_origin(key_type(override.key_or_group)) is dict
-    return ("++" if free else "") + text.lstrip("+")
+def _chooses(override: Override) -> bool:
+    """Whether it chooses files: an option of a group, or where further groups are. Others set values."""
+    key = override.key_or_group
+    return key == "hydra.searchpath" or (key in GROUPS and not isinstance(override.value(), dict))
+
+
+def _value(override: Override) -> Override:
+    """Free dictionaries take new entries, and `+key=` of an existing key means `key=`."""
+    key = override.key_or_group
+    free = in_free_dict(key) or get_origin(key_type(key)) is dict
+    return replace(override, type=OverrideType.FORCE_ADD if free else OverrideType.CHANGE)
 
 
 def _searchpath(config_dir: str) -> str:

@@ -84,6 +84,17 @@ def test_an_experiment_selects_groups_and_the_command_line_beats_it(user_conf):
     assert (cfg.stage.name, cfg.algorithm.advantage) == ("ppo", "grpo")
 
 
+def test_a_config_knows_nothing_of_those_composed_before(user_conf):
+    """Files of the project are read once, a user's each time; values of one config are in no other."""
+    changed = compose(["stage=grpo", "sampling.top_p=0.5", "data.columns.prompt=question"])
+    assert changed.sampling.top_p == 0.5 and changed.data.columns["prompt"] == "question"
+    plain = compose(["stage=grpo"])
+    assert plain.sampling.top_p == 1.0 and "prompt" not in plain.data.columns
+    for steps in (7, 8):
+        folder = user_conf("experiment/mine", f"# @package _global_\nrun: {{steps: {steps}}}\n")
+        assert compose(["experiment=mine"], config_dir=folder).run.steps == steps
+
+
 def test_values_of_every_kind():
     cfg = compose(
         [
