@@ -35,9 +35,19 @@ PLAIN_MAIN = "fp32_param"  # in files of earlier versions, if the optimizer was 
 
 def _weights(model: ShardedModel) -> dict[str, Any]:
     """Tensors by name. Not the `_extra_state` of modules: TransformerEngine unpickles its own, which only float8
-    needs, and other modules, that read the same checkpoint, have none."""
+    needs, and other modules, that read the same checkpoint, have none. Of a model with adapters what is trained."""
+    if model.adapted is not None:
+        return _trained(model)
     state = model.module.sharded_state_dict(metadata={"dp_cp_group": model.layout.pgs.dp_cp})
     return {name: item for name, item in state.items() if not isinstance(item, ShardedObject)}
+
+
+def _trained(model: ShardedModel) -> dict[str, Any]:
+    state = model.adapted.sharded_state(model.module)
+    if model.head.kind == "score" and model.layout.is_last_stage:
+        metadata = {"dp_cp_group": model.layout.pgs.dp_cp}
+        state |= model.module.output_layer.sharded_state_dict("output_layer.", metadata=metadata)
+    return state
 
 
 class ModelSave:

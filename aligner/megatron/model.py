@@ -60,11 +60,11 @@ def has_transformer_engine() -> bool:
 
 def uses_transformer_engine(cfg: ModelConfig) -> bool:
     """What its modules, or this file's use of them, do not know runs on modules of our own: norms, gates, windows and
-    the like, sinks, biases but of queries, keys and values, and rotary embeddings other than Llama's."""
+    the like, sinks, adapters, biases but of queries, keys and values, and rotary embeddings other than Llama's."""
     usual = cfg.attention == AttentionConfig() and cfg.scales == ScalesConfig() and cfg.rope_scaling.type == "llama3"
     family, traits = FAMILIES[cfg.family], TRAITS[cfg.family]
     own = family.own_modules or traits.sinks or cfg.output_bias or cfg.mlp_bias or cfg.mixed_layers
-    return has_transformer_engine() and usual and not own
+    return has_transformer_engine() and usual and not own and not cfg.lora.rank
 
 
 def resolve_dtype(name: str) -> torch.dtype:

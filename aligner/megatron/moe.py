@@ -27,7 +27,7 @@ A token that stands for several rows (`batch.share_prompts`) counts several time
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,9 @@ from aligner.ops.kernels.experts import (
 )
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.pack import Times
+
+if TYPE_CHECKING:
+    from aligner.megatron.lora import Adapters
 
 
 class StreamLayer(TransformerLayer):
@@ -124,17 +127,19 @@ class Experts(torch.nn.Module):
         if self.has_bias:
             self.linear_fc1 = ExpertBias(config, (local, 2, share), split=True)
             self.linear_fc2 = ExpertBias(config, (local, hidden), split=False)
+        self.gate_up_adapters: Adapters | None = None  # `lora.attach` may give some
+        self.down_adapters: Adapters | None = None
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         """x [M, H] by expert, sizes int64 [E / ep] -> this tensor rank's addend [M, H]."""
-        mixed = grouped_linear(x, self.gate_up.flatten(1, 2), sizes)
+        mixed = _product(x, self.gate_up.flatten(1, 2), self.gate_up_adapters, sizes)
         if not self.has_bias:
-            return grouped_linear(self.gate(mixed), self.down, sizes)
+            return _product(self.gate(mixed), self.down, self.down_adapters, sizes)
         mixed = add_bias(mixed, self.linear_fc1.bias.flatten(1, 2), sizes)
         bias, tp = self.linear_fc2.bias, self.layout.pgs.tp
         if self.layout.tensor > 1:
             bias = copy_to_tensor_model_parallel_region(bias, group=tp) * float(self.layout.tp_rank == 0)
-        return add_bias(grouped_linear(self.gate(mixed), self.down, sizes), bias, sizes)
+        return add_bias(_product(self.gate(mixed), self.down, self.down_adapters, sizes), bias, sizes)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         """Axis 0 is sharded over expert ranks, axis 2, where there is one, over tensor ranks, whatever Megatron puts
@@ -149,6 +154,11 @@ class Experts(torch.nn.Module):
                 prefix + name, param, *sharded_offsets, *own, replica_id=replica, prepend_axis_num=before
             )
         return found
+
+
+def _product(x: Tensor, weight: Tensor, adapters: Adapters | None, sizes: Tensor) -> Tensor:
+    out = grouped_linear(x, weight, sizes)
+    return out if adapters is None else out + adapters.of_experts(x, sizes)
 
 
 class ExpertLayer(torch.nn.Module):

@@ -10,7 +10,7 @@ simply add:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -32,10 +32,11 @@ from aligner.megatron.collectives import sum_parts
 from aligner.megatron.grad_norm import use_one_norm
 from aligner.megatron.groups import Layout
 from aligner.megatron.load import ExpertLoad
+from aligner.megatron.lora import AdaptedModel, MergedWeights, attach, factor_source
 from aligner.megatron.model import Head, build_model, uses_transformer_engine
 from aligner.megatron.optimizer_state import fuse
 from aligner.megatron.pipeline import Pipeline
-from aligner.megatron.weights import WeightSource, load_weights
+from aligner.megatron.weights import EMBEDDING, WeightSource, load_weights, local_parameters
 from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.ops.kernels.scored_attention import scaled_logits
 from aligner.ops.kernels.upload import upload
@@ -87,19 +88,28 @@ class ShardedModel:
         total_steps: int = 0,
         packed: bool = True,
         share: bool = False,
+        seed: int = 0,
+        restore: Callable[[ShardedModel], None] | None = None,
     ):
+        """`restore` loads weights over those of `source`; `seed`: of adapters, which a model with `optim` has if
+        `cfg.lora` says so."""
         self.cfg, self.layout, self.head, self.device, self.dtype = cfg, layout, head, device, dtype
         self.module = build_model(cfg, layout, head, dtype, device)
         load_weights(self.module, cfg, layout, head, source)
         self.optim, self.total_steps, self.packed, self.share = optim, total_steps, packed, share
+        self.optimizer: MegatronOptimizer | None = None
+        self.ema: Ema | None = None  # of the weights, from the step after which it is set
+        self.adapted: AdaptedModel | None = None  # instead of all weights its adapters are trained
+        self.step_count = 0  # optimizer steps taken: the weight version
+        if restore is not None:
+            restore(self)
+        if optim is not None and cfg.lora.rank:
+            self.adapted = attach(self.module, cfg, layout, head, factor_source(seed))
         self.load = ExpertLoad(self.module, cfg.moe, layout)
         self._frequencies = {local: inverse_frequencies(cfg, local).to(device) for local in (False, True)}
         # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can
-        mixed = head.kind == "score" and dtype == torch.bfloat16
+        mixed = (head.kind == "score" or (self.adapted is not None and cfg.lora.dora)) and dtype == torch.bfloat16
         self._distributed = optim is not None and (optim.distributed or mixed)
-        self.optimizer: MegatronOptimizer | None = None
-        self.ema: Ema | None = None  # of the weights, from the step after which it is set
-        self.step_count = 0  # optimizer steps taken: the weight version
         if optim is None:
             self.module.eval().requires_grad_(False)
             self.wrapped = self.module
@@ -116,6 +126,14 @@ class ShardedModel:
     def exchanges(self) -> bool:
         """Whether data-parallel ranks need each other in every forward pass: each has a share of the experts."""
         return self.layout.expert > 1 and bool(self.cfg.moe.num_experts)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Canonical name -> this rank's shard as engines and files are to have it, with adapters merged. Collective
+        over tensor ranks."""
+        named = local_parameters(self.module)
+        if self.module.share_embeddings_and_output_weights and not self.module.pre_process:
+            named.pop(EMBEDDING, None)  # the last stage's copy
+        return named if self.adapted is None else MergedWeights(named, self.adapted)
 
     def _wrap(self, optim: OptimConfig) -> DistributedDataParallel:
         self.module.train()
@@ -334,6 +352,8 @@ class ShardedModel:
         assert applied, "the optimizer refused the step"
         self.step_count += 1
         stats = self._reduce(outputs) | self.load.metrics() | {"grad_norm": float(grad_norm or 0.0), "lr": lr}
+        if self.adapted is not None:
+            stats["lora/b_norm"] = self.adapted.b_norm()
         if not math.isfinite(stats["grad_norm"]):  # the same on every rank, and the weights are lost
             raise AlignerError(
                 f"gradient norm {stats['grad_norm']} at optimizer step {self.step_count} (loss {stats['loss']}, lr "

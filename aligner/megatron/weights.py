@@ -7,7 +7,7 @@ the TransformerEngine layer spec (which fuses the norms into the next linear), p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -42,11 +42,22 @@ def canonical_name(name: str, first_layer: int) -> str:
     return name
 
 
-def local_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """canonical name -> this rank's parameter (its tensor-parallel shard)."""
+def _first_layer(model: GPTModel) -> int:
     layers = model.decoder.layers
-    first = layers[0].layer_number - 1 if len(layers) else 0
-    named = {canonical_name(name, first): p for name, p in model.named_parameters()}
+    return layers[0].layer_number - 1 if len(layers) else 0
+
+
+def local_modules(model: GPTModel) -> dict[str, torch.nn.Module]:
+    """canonical name -> this rank's module that has parameters of its own."""
+    first = _first_layer(model)
+    own = ((name, module) for name, module in model.named_modules() if list(module.parameters(recurse=False)))
+    return {canonical_name(f"{name}.", first).removesuffix("."): module for name, module in own}
+
+
+def local_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
+    """canonical name -> this rank's parameter (its tensor-parallel shard), without those of adapters."""
+    first = _first_layer(model)
+    named = {canonical_name(name, first): p for name, p in model.named_parameters() if "adapters." not in name}
     if model.share_embeddings_and_output_weights and not model.pre_process and OUTPUT in named:
         named[EMBEDDING] = named.pop(OUTPUT)  # the last stage's copy of the tied embedding
     return named
@@ -61,12 +72,13 @@ def load_weights(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, 
     assert not unknown, f"parameters without a row in the family table: {unknown}"
     for name, spec in table.items():
         if name in named:
-            shard = _shard(spec, source, layout)
+            shard = own_shard(spec, source, layout)
             assert shard.shape == named[name].shape, (name, tuple(shard.shape), tuple(named[name].shape))
             named[name].copy_(shard)
 
 
-def _shard(spec: ParamSpec, source: WeightSource, layout: Layout) -> Tensor:
+def own_shard(spec: ParamSpec, source: WeightSource, layout: Layout) -> Tensor:
+    """What this rank has of a tensor of `source`."""
     if isinstance(source, HfSource):
         share = spec.shape[0] // layout.expert if spec.experts else 0
         return source.shard(spec, Shard(layout.tensor, layout.tp_rank, layout.ep_rank * share, share))
@@ -98,14 +110,12 @@ def random_source(cfg: ModelConfig, seed: int) -> WeightSource:
 
 
 @torch.no_grad()
-def gather_weights(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head) -> Iterator[tuple[ParamSpec, Tensor]]:
-    """(spec, full canonical tensor) of every parameter this pipeline stage owns, in table order, all-gathered over
-    tensor and expert ranks. Collective over `layout.pgs.tp_ep`. The last stage's copy of a tied embedding is left
-    out."""
-    named = local_parameters(model)
-    if model.share_embeddings_and_output_weights and not model.pre_process:
-        named.pop(EMBEDDING, None)
-    for spec in family_table(cfg, head.kind, head.outputs):
+def gather_weights(
+    table: Iterable[ParamSpec], named: Mapping[str, Tensor], layout: Layout
+) -> Iterator[tuple[ParamSpec, Tensor]]:
+    """(spec, full canonical tensor) of every row whose shard is among those `named`, in table order, all-gathered over
+    tensor and expert ranks. Collective over `layout.pgs.tp_ep`."""
+    for spec in table:
         if spec.canonical not in named:
             continue
         shard = named[spec.canonical].detach()

@@ -32,6 +32,7 @@ class Exchange:
     wire: torch.dtype
     timeout_s: float
     group: dist.ProcessGroup | None = None
+    lasting: bool = field(default=True, init=False)  # parameters stay where they are from one run to the next
     cause: str = field(default="", init=False)  # what went wrong here first
 
     def __post_init__(self) -> None:
@@ -103,6 +104,9 @@ class Exchange:
             tensor = self.plan.tensors[part.tensor]
             view = engine.place(tensor.name, part.start, part.stop)
             if view is None:
+                return
+            if not self.lasting:
+                copy_elements(view, self.source(part, parameters))
                 return
             where = view.data_ptr(), parameters[tensor.spec.canonical].data_ptr()
             known = self._views.get(part)

@@ -23,7 +23,7 @@ from aligner.engines.bridge import Bridge
 from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import RefitError
 from aligner.megatron.train import ShardedModel
-from aligner.megatron.weights import EMBEDDING, gather_weights, local_parameters
+from aligner.megatron.weights import gather_weights
 from aligner.models.families import expected_hf_shapes, family_table
 from aligner.models.params import ParamSpec, to_hf
 from aligner.models.shards import hf_tensors
@@ -50,9 +50,7 @@ class WeightStream:
     def _stage_names(self) -> list[list[str]]:
         """Per pipeline stage, the canonical names it sends; asked once, at construction."""
         model = self.model
-        named = set(local_parameters(model.module))
-        if model.module.share_embeddings_and_output_weights and not model.module.pre_process:
-            named.discard(EMBEDDING)
+        named = set(model.weights())
         mine = [spec.canonical for spec in self.table() if spec.canonical in named]
         owned: list[list[str] | None] = [None] * model.layout.pipeline
         if model.layout.pipeline == 1:
@@ -62,7 +60,7 @@ class WeightStream:
 
     def _local(self) -> Iterator[tuple[str, Tensor]]:
         model = self.model
-        for spec, full in gather_weights(model.module, model.cfg, model.layout, model.head):
+        for spec, full in gather_weights(self.table(), model.weights(), model.layout):
             yield from to_hf(spec, full, model.cfg).items()
 
     def __iter__(self) -> Iterator[list[tuple[str, Tensor]]]:
@@ -119,7 +117,7 @@ class Refit:
         self.checksums: dict[str, int] = {}
         self._hold, self._cause = False, ""
         self._held = -1  # the version of the last refit that succeeded
-        self._parameters = local_parameters(model.module)
+        self._parameters = model.weights()
         self.exchange: Exchange | None = None
         self.stream: WeightStream | None = None
         self._bridge = engine.bridge if isinstance(engine, RemoteEngine) else None
@@ -138,6 +136,7 @@ class Refit:
         ranks = tuple(range(dist.get_world_size())) if self._bridge is None else self._bridge.engines
         engines, dtypes = EngineGrid(ranks, engine.tensor_parallel), (model.dtype, self.engine.dtype)
         exchange = planned(trainer, engines, model.cfg, dtypes, model.device, self.config, self._bridge)
+        exchange.lasting = model.adapted is None
         named, cause = self._parameters, ""
         held = {t.spec.canonical for t in exchange.plan.tensors if layout.pp_rank in trainer.stages(t)}
         if not held <= set(named):
@@ -187,8 +186,9 @@ class Refit:
         return moved
 
     def _placed(self) -> tuple[int, int]:
-        exchange, parameters = self.exchange, self._parameters
+        exchange = self.exchange
         assert exchange is not None
+        parameters = self._parameters if exchange.lasting else self.model.weights()
         engine = self.engine if isinstance(self.engine, PlacingEngine) else None
         if self.config.verify == "checksum":
             self.checksums = self._trainer_checksums(exchange, parameters)

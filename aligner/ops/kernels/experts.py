@@ -152,12 +152,15 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        grad = grad.contiguous()
-        d_x, d_weight = torch.empty_like(x), torch.zeros_like(weight)
-        parts = (t.split(ctx.sizes) for t in (x, grad, d_x))
-        for w, d_w, part, g, d_part in zip(weight, d_weight, *parts, strict=True):
-            if len(part):
+        grad, d_x = grad.contiguous(), torch.empty_like(x)
+        for w, g, d_part in zip(weight, grad.split(ctx.sizes), d_x.split(ctx.sizes), strict=True):
+            if len(g):
                 product_into(d_part, g, w)
+        if not ctx.needs_input_grad[1]:  # frozen
+            return d_x, None, None
+        d_weight = torch.zeros_like(weight)
+        for d_w, g, part in zip(d_weight, grad.split(ctx.sizes), x.split(ctx.sizes), strict=True):
+            if len(part):
                 product_into(d_w, g.t(), part)
         return d_x, d_weight, None
 

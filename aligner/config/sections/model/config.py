@@ -9,6 +9,7 @@ from aligner.config.sections.model.attention import AttentionConfig, check_layer
 from aligner.config.sections.model.families import TRAITS, check_traits
 from aligner.config.sections.model.latent import LatentConfig, check_latent
 from aligner.config.sections.model.linear import LinearConfig, check_linear
+from aligner.config.sections.model.lora import LoraConfig
 from aligner.config.sections.model.moe import MoeConfig, check_dense_layers, check_moe_family
 from aligner.config.sections.model.rope import RopeScalingConfig, check_rope
 from aligner.config.sections.model.scales import ScalesConfig
@@ -38,6 +39,7 @@ class ModelConfig:
     linear: LinearConfig = field(default_factory=LinearConfig)
     scales: ScalesConfig = field(default_factory=ScalesConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     init_std: float = 0.02  # of random weights
     init: str = "random"  # random, a Hugging Face folder, a run folder, or a checkpoint
     tokenizer: str = ""  # a Hugging Face tokenizer folder; empty: the one in `model.init`

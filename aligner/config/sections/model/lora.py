@@ -1,0 +1,37 @@
+"""Low-rank adapters: `model.lora.*`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aligner.config.checks import above, at_least, within
+from aligner.errors import ConfigError
+
+ALL_LINEAR = "all-linear"
+USUAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass
+class LoraConfig:
+    """Instead of a matrix W two small ones are trained: y = W x + scale B A x (docs/lora.md)."""
+
+    rank: int = 0  # rows of A and columns of B; 0: no adapters, all weights are trained
+    alpha: float = 32.0  # the scale is alpha / rank
+    dropout: float = 0.0  # of the adapters' input, while training
+    # matrices by their names in Hugging Face's files; [all-linear]: all of the layers, but routers
+    targets: list[str] = field(default_factory=lambda: list(USUAL))
+    rslora: bool = False  # the scale is alpha / sqrt(rank) (arXiv:2312.03732)
+    dora: bool = False  # also train the norm of each row of the matrix, apart from its direction (arXiv:2402.09353)
+
+    def __post_init__(self) -> None:
+        at_least("model.lora.rank", self.rank, 0)
+        above("model.lora.alpha", self.alpha, 0)
+        within("model.lora.dropout", self.dropout, 0, 0.99)
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ConfigError("model.lora.targets", list(self.targets), "names of matrices, each once, as q_proj")
+        if ALL_LINEAR in self.targets and len(self.targets) > 1:
+            raise ConfigError("model.lora.targets", list(self.targets), f"{ALL_LINEAR} alone, or names of matrices")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)

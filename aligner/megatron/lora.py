@@ -1,0 +1,306 @@
+"""Low-rank adapters of a sharded model: y = W x + scale B A x with W frozen (LoRA, arXiv:2106.09685); with DoRA
+(arXiv:2402.09353) each row of W + scale B A is brought to a norm of its own, which is trained.
+
+Which matrices have them, and how tensor ranks share the factors, is the table of `models/adapters.py`. The products are
+made beside those of the frozen matrix, by a hook on its module. What crosses tensor ranks is A x, `rank` numbers a
+token; of factors that all ranks have whole
+
+- A of a column-parallel matrix sees all tokens on every rank, or its own with sequence parallelism;
+- B (and the magnitudes) of a row-parallel one meet the sum of all ranks' A x, or that of the rank's own tokens;
+
+so without sequence parallelism their gradients are the same on all ranks, and with it Megatron sums those of parameters
+marked `sequence_parallel`. Experts are addends of one tensor rank, theirs and their factors' gradients too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+from torch.nn.functional import dropout, linear, pad
+
+from aligner.config.sections.model.config import ModelConfig
+from aligner.megatron.groups import Layout
+from aligner.megatron.model import Head
+from aligner.megatron.weights import WeightSource, local_modules, local_parameters, own_shard
+from aligner.models.adapters import Site, Target, sites
+from aligner.models.params import ParamSpec
+from aligner.ops.kernels.experts import grouped_linear
+
+
+class Factors(torch.nn.Module):
+    """Of one target, this rank's shards: a [rank, in], b [out, rank], with DoRA magnitude [out] in float32; of experts
+    a [E / ep, rank, in] and b [E / ep, out, rank]."""
+
+    def __init__(self, a: Tensor, b: Tensor, magnitude: Tensor | None):
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(a), torch.nn.Parameter(b)
+        self.register_parameter("magnitude", None if magnitude is None else torch.nn.Parameter(magnitude))
+
+
+class Adapters(torch.nn.Module):
+    """Of one matrix, which may be several targets: one product with all their A, and one with their B, each in its own
+    rows and in its own columns."""
+
+    def __init__(self, site: Site, cfg: ModelConfig, layout: Layout, base: torch.nn.Parameter, source: WeightSource):
+        super().__init__()
+        self.site, self.layout = site, layout
+        self.scale, self.dropout = cfg.lora.scale, cfg.lora.dropout
+        self.groups, self.sizes = site.rows(cfg, layout.tensor)
+        self._base = [base]  # in a list: it stays the frozen module's parameter
+        for target in site.targets:
+            a, b = (own_shard(spec, source, layout).to(base).clone() for spec in (target.a, target.b))
+            magnitude = self._rows_of(target, self._norm(base)) if target.magnitude else None
+            factors = Factors(a, b, magnitude)
+            self.add_module(target.name, factors)
+            for spec, param in self._named(target, factors):
+                self._mark(spec, param)
+
+    def _named(self, target: Target, factors: Factors) -> Iterator[tuple[ParamSpec, torch.nn.Parameter]]:
+        yield target.a, factors.a
+        yield target.b, factors.b
+        if target.magnitude is not None:
+            yield target.magnitude, factors.magnitude
+
+    def named(self) -> Iterator[tuple[ParamSpec, torch.nn.Parameter]]:
+        """(row of the table, this rank's shard) of each factor."""
+        for target in self.site.targets:
+            yield from self._named(target, self.get_submodule(target.name))
+
+    def _mark(self, spec: ParamSpec, param: torch.nn.Parameter) -> None:
+        """In Megatron's words, for its reductions and norms of gradients."""
+        if spec.experts:
+            param.allreduce = False
+        if spec.tp_axis is not None:
+            param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, spec.tp_axis, 1
+        elif not spec.experts:
+            param.sequence_parallel = self.layout.sequence
+
+    # ---- the matrix
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A [k rank, in] and B [rows, k rank] of the whole matrix, whose product is B A in its own rows."""
+        found = [self.get_submodule(target.name) for target in self.site.targets]
+        places, k = {target.index: i for i, target in enumerate(self.site.targets)}, len(found)
+        a = found[0].a if k == 1 else torch.cat([f.a for f in found], -2)
+        if k == len(self.sizes) == 1:
+            return a, found[0].b
+        rank, parts = found[0].b.shape[-1], []
+        for index, size in enumerate(self.sizes):
+            place = places.get(index)
+            if place is None:
+                part = a.new_zeros(*a.shape[:-2], self.groups * size, k * rank)
+            else:
+                part = pad(found[place].b, (place * rank, (k - 1 - place) * rank))
+            parts.append(part.unflatten(-2, (self.groups, size)))
+        return a, torch.cat(parts, -2).flatten(-3, -2)
+
+    @torch.no_grad()
+    def merged(self, factor: Tensor | None = None) -> Tensor:
+        """W + scale B A, with DoRA times `row_factor`, in float32 and rounded once; this rank's shard in its shape."""
+        base, out = self._base[0], self._sum()
+        if self.has_magnitude:
+            out *= (self.row_factor() if factor is None else factor)[:, None]
+        return out.view_as(base).to(base.dtype)
+
+    @property
+    def has_magnitude(self) -> bool:
+        return self.site.targets[0].magnitude is not None
+
+    def _sum(self) -> Tensor:
+        a, b = self.factors()
+        product = b.float() @ a.float()
+        return product.mul_(self.scale).add_(self._base[0].float().view(product.shape))
+
+    def row_factor(self) -> Tensor:
+        """float32 [rows]: magnitude / norm of the row, whose gradient is that of the magnitude alone; 1 in rows of no
+        target. Collective over tensor ranks that share the rows."""
+        with torch.no_grad():
+            norm = self._norm(self._sum())
+        places = {target.index: self.get_submodule(target.name).magnitude for target in self.site.targets}
+        norms = norm.unflatten(0, (self.groups, -1)).split(self.sizes, 1)
+        rows = [
+            torch.ones_like(part) if i not in places else places[i].view_as(part) / part for i, part in enumerate(norms)
+        ]
+        return torch.cat(rows, 1).flatten()
+
+    def _norm(self, weight: Tensor) -> Tensor:
+        """float32 [rows] of a matrix whose rows tensor ranks may share."""
+        squares = weight.detach().float().square().sum(-1)
+        if self.site.split == "in" and self.layout.tensor > 1:
+            dist.all_reduce(squares, group=self.layout.pgs.tp)
+        return squares.sqrt()
+
+    def _rows_of(self, target: Target, whole: Tensor) -> Tensor:
+        return whole.unflatten(0, (self.groups, -1)).split(self.sizes, 1)[target.index].flatten()
+
+    # ---- the products
+
+    def add(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in] and what the frozen matrix made of it, with a bias or not -> that of the adapted one."""
+        a, b = self.factors()
+        h = linear(self._dropped(x), a) * self.scale
+        out = out + linear(self._across(h), b)
+        if not self.has_magnitude:
+            return out
+        out = out if bias is None else out - bias
+        out = out + (self.row_factor() - 1).to(out.dtype) * out  # a factor near 1 has few bits of its own in bfloat16
+        return out if bias is None else out + bias
+
+    def _across(self, h: Tensor) -> Tensor:
+        """A x of all tokens and all of the input, whose gradient comes from all rows."""
+        sequence, tp = self.layout.sequence, self.layout.pgs.tp
+        if self.layout.tensor == 1 or self.site.split == "none":
+            return h
+        if self.site.split == "out":
+            if sequence:
+                return gather_from_sequence_parallel_region(h, tensor_parallel_output_grad=True, group=tp)
+            return copy_to_tensor_model_parallel_region(h, group=tp)
+        if sequence:
+            return reduce_scatter_to_sequence_parallel_region(h, group=tp)
+        return reduce_from_tensor_model_parallel_region(h, group=tp)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """By torch's generator, which tensor ranks, who see the same tokens, use alike."""
+        return dropout(x, self.dropout) if self.dropout and self.training else x
+
+    def of_experts(self, x: Tensor, sizes: Tensor) -> Tensor:
+        """x [M, in] by expert -> this tensor rank's addend [M, rows]."""
+        a, b = self.factors()
+        if self.layout.tensor > 1:  # what all ranks have whole gets the gradients of all their addends
+            whole = copy_to_tensor_model_parallel_region(a if self.site.split == "out" else b, group=self.layout.pgs.tp)
+            a, b = (whole, b) if self.site.split == "out" else (a, whole)
+        h = grouped_linear(self._dropped(x), a, sizes) * self.scale
+        return grouped_linear(h, b, sizes)
+
+
+def _hook(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+    """After a linear module's forward, which gives Megatron's pair of output and bias left to add, or the output."""
+    bias = None if getattr(module, "skip_bias_add", True) else module.bias
+    if isinstance(output, tuple):
+        return module.adapters.add(inputs[0], output[0], bias), output[1]
+    return module.adapters.add(inputs[0], output, bias)
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """The adapters of a pipeline stage by the canonical name of their matrix."""
+
+    adapters: dict[str, Adapters]
+    layout: Layout
+    device: torch.device
+
+    def named(self) -> Iterator[tuple[ParamSpec, torch.nn.Parameter]]:
+        """(row of `adapter_table`, this rank's shard) of each factor, in the table's order."""
+        for adapters in self.adapters.values():
+            yield from adapters.named()
+
+    def sharded_state(self, module: torch.nn.Module) -> dict[str, ShardedTensor]:
+        """Local name of each factor -> its place in a checkpoint, where it has its canonical name."""
+        names, layout = {id(p): name for name, p in module.named_parameters()}, self.layout
+        found = {}
+        for spec, param in self.named():
+            offsets = [(0, layout.ep_rank, layout.expert)] if spec.experts else []
+            split = spec.tp_axis is not None
+            if split:
+                offsets.append((spec.tp_axis, layout.tp_rank, layout.tensor))
+            replicas = layout.pgs.expt_dp if spec.experts else layout.pgs.dp_cp
+            replica = (0, 0 if split else layout.tp_rank, replicas.rank())
+            found[names[id(param)]] = ShardedTensor.from_rank_offsets(
+                spec.canonical, param, *offsets, replica_id=replica
+            )
+        return found
+
+    @torch.no_grad()
+    def b_norm(self) -> float:
+        """The norm of all B of the model. Collective over its ranks."""
+        layout, total = self.layout, 0.0
+        for experts, group in ((False, layout.pgs.mp), (True, layout.pgs.tp_ep_pp)):
+            found = [
+                param
+                for spec, param in self.named()
+                if spec.experts == experts and spec.canonical.endswith(".b") and (spec.tp_axis is not None or layout.tp_rank == 0)
+            ]
+            squares = torch.zeros((), dtype=torch.float64, device=self.device)
+            if found:
+                squares += torch.stack(torch._foreach_norm(found)).double().square().sum()
+            dist.all_reduce(squares, group=group)
+            total += float(squares)
+        return total**0.5
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """Canonical name -> this rank's shard as an engine or a file is to have it: merged where there are adapters, when
+    it is asked for; the matrix asked for last is kept. With DoRA collective over tensor ranks, when it is made."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], adapted: AdaptedModel):
+        self._parameters, self._adapters = parameters, adapted.adapters
+        with torch.no_grad():
+            self._factors = {name: a.row_factor() for name, a in self._adapters.items() if a.has_magnitude}
+        self._last = ("", torch.empty(0))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._adapters:
+            return self._parameters[name]
+        if self._last[0] != name:
+            self._last = name, self._adapters[name].merged(self._factors.get(name))
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+def factor_source(seed: int) -> WeightSource:
+    """A uniform in +-1 / sqrt(in), as kaiming_uniform(sqrt(5)) (and PEFT) has it, by seed and name alone, so that every
+    layout begins alike; B zero."""
+
+    def source(spec: ParamSpec) -> Tensor:
+        if spec.canonical.endswith(".b"):
+            return torch.zeros(spec.shape)
+        word = hashlib.sha256(f"{seed}/{spec.canonical}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(word[:7], "big"))
+        return (2 * torch.rand(spec.shape, generator=generator) - 1) * spec.shape[-1] ** -0.5
+
+    return source
+
+
+def attach(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, source: WeightSource) -> AdaptedModel:
+    """Freeze a stage whose weights are loaded, but for a score head, and give it adapters. Before gradients have
+    buffers: frozen weights have none. Collective over tensor ranks. Raises ConfigError as `sites`."""
+    model.requires_grad_(False)
+    if head.kind == "score" and layout.is_last_stage:
+        model.output_layer.requires_grad_(True)
+    parameters, modules, found = local_parameters(model), local_modules(model), {}
+    for site in sites(cfg):
+        if site.base.canonical not in parameters:
+            continue
+        module = modules[site.module]
+        adapters = Adapters(site, cfg, layout, parameters[site.base.canonical], source)
+        setattr(module, site.holder.rsplit(".", 1)[1], adapters)
+        if not site.base.experts:
+            module.register_forward_hook(_hook)
+        found[site.base.canonical] = adapters
+    if layout.is_first_stage and (layout.pipeline > 1 or cfg.recompute != "none"):
+        model.embedding.register_forward_hook(_ask_for_gradient)
+    return AdaptedModel(found, layout, next(model.parameters()).device)
+
+
+def _ask_for_gradient(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+    """Recomputed layers and pipeline stages tell by their input whether there is anything to learn."""
+    return output.detach().requires_grad_() if torch.is_grad_enabled() else None

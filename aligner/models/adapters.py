@@ -1,0 +1,154 @@
+"""Low-rank adapters as rows of a table: which matrices of a model have them, and how their factors lie on its ranks.
+
+A matrix of Megatron's may be several of Hugging Face's (queries, keys and values; gate and up): each of these is a
+target with factors of its own, A [rank, in] and B [out, rank], in the order of Hugging Face's rows, and with DoRA a
+magnitude [out]. So factors are tensors like others, and import, export and checkpoints read their rows as they read
+the family's. Names in files are PEFT's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.lora import ALL_LINEAR
+from aligner.errors import ConfigError
+from aligner.models.families import family_table
+from aligner.models.params import ParamSpec, rows_of_group
+
+Split = Literal["out", "in", "none"]  # of a matrix over tensor ranks
+
+LORA_A, LORA_B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+_NEVER = ("mlp.router.weight", "mlp.shared_experts.gate_weight", "conv1d.weight")
+
+
+@dataclass(frozen=True)
+class Target:
+    """One of the matrices that `Site.base` is made of. Of experts the factors have one entry for each."""
+
+    name: str  # the last part of its name in Hugging Face's files, as in `model.lora.targets`
+    index: int  # in the matrix, or in that of each expert
+    modules: tuple[str, ...]  # its name in Hugging Face's files without .weight; of experts each one's
+    a: ParamSpec
+    b: ParamSpec
+    magnitude: ParamSpec | None
+
+
+@dataclass(frozen=True)
+class Site:
+    """A matrix of Megatron's model with adapters."""
+
+    base: ParamSpec
+    split: Split
+    targets: tuple[Target, ...]
+
+    @property
+    def module(self) -> str:
+        """Canonical name of the module that has the matrix."""
+        return self.base.canonical.rsplit(".", 1)[0]
+
+    @property
+    def holder(self) -> str:
+        """Of the module that has the factors, inside the former."""
+        return _holder(self.base)
+
+    def rows(self, cfg: ModelConfig, tensor: int) -> tuple[int, list[int]]:
+        """How a tensor rank's rows are made of its parts': (groups, rows of each part in a group)."""
+        spec, share = self.base, tensor if self.split == "out" else 1
+        if spec.transform in ("qkv", "linear_in"):
+            return spec.units // share, rows_of_group(spec, cfg)
+        out, _ = _sizes(spec)
+        parts = 2 if spec.transform in ("gate_up", "experts_gate_up") else 1
+        return 1, [out // share // parts] * parts
+
+
+def sites(cfg: ModelConfig) -> list[Site]:
+    """Every matrix with adapters, in the order of the family's table. Raises ConfigError for a target that no matrix of
+    the layers has."""
+    found = list(_sites(cfg))
+    names = {target.name for site in found for target in site.targets}
+    wanted = names if cfg.lora.targets == [ALL_LINEAR] else set(cfg.lora.targets)
+    if unknown := sorted(wanted - names):
+        expected = f"{ALL_LINEAR}, or some of {', '.join(dict.fromkeys(t.name for s in found for t in s.targets))}"
+        hint = f"No matrix of the layers of this {cfg.family} model is called {', '.join(unknown)}."
+        if "lm_head" in unknown:
+            hint += " The output layer is never adapted" + (": it is the embedding." if cfg.tie_embeddings else ".")
+        raise ConfigError("model.lora.targets", list(cfg.lora.targets), expected, hint)
+    chosen = (
+        replace(site, targets=tuple(t for t in site.targets if t.name in wanted)) for site in found
+    )
+    kept = [site for site in chosen if site.targets]
+    if cfg.lora.dora and any(site.base.experts for site in kept):
+        hint = "model.lora.targets without the experts' matrices can have it."
+        raise ConfigError("model.lora.dora", True, "false for adapters of experts", hint)
+    return kept
+
+
+def adapter_table(cfg: ModelConfig) -> list[ParamSpec]:
+    """Every factor of the model, as `family_table` has its weights; empty without adapters."""
+    if not cfg.lora.rank:
+        return []
+    return [
+        spec
+        for site in sites(cfg)
+        for target in site.targets
+        for spec in (target.a, target.b, target.magnitude)
+        if spec is not None
+    ]
+
+
+def _sites(cfg: ModelConfig) -> Iterator[Site]:
+    for spec in family_table(cfg):
+        name = spec.canonical
+        matrix = len(spec.shape) == 2 or name.endswith((".experts.gate_up", ".experts.down"))
+        if not name.startswith("decoder.layers.") or not matrix or name.endswith((".bias", *_NEVER)):
+            continue
+        axis = spec.tp_axis
+        inner = len(spec.shape) - 1 if spec.transform != "experts_gate_up" else 3
+        split: Split = "none" if axis is None else "in" if axis == inner else "out"
+        parts = len(spec.hf) // (spec.shape[0] if spec.experts else 1)
+        targets = tuple(_target(spec, split, i, spec.hf[i::parts], cfg) for i in range(parts))
+        yield Site(spec, split, targets)
+
+
+def _holder(spec: ParamSpec) -> str:
+    return f"{spec.canonical}_adapters" if spec.experts else f"{spec.canonical.removesuffix('.weight')}.adapters"
+
+
+def _target(spec: ParamSpec, split: Split, index: int, hf: tuple[str, ...], cfg: ModelConfig) -> Target:
+    modules = tuple(name.removesuffix(".weight") for name in hf)
+    name = modules[0].rsplit(".", 1)[-1]
+    out, inner = _sizes(spec)
+    if spec.transform in ("qkv", "linear_in"):
+        out = spec.units * rows_of_group(spec, cfg)[index]
+    elif spec.transform in ("gate_up", "experts_gate_up"):
+        out //= 2
+    rank, experts = cfg.lora.rank, spec.shape[:1] if spec.experts else ()
+
+    def factor(kind: str, file: str, cut: Split, *shape: int) -> ParamSpec:
+        axis = len(experts) + (cut == "in") if cut == split else None
+        return ParamSpec(
+            f"{_holder(spec)}.{name}.{kind}",
+            tuple(f"{m}.{file}" for m in modules),
+            "experts" if experts else "copy",
+            axis,
+            (*experts, *shape),
+            0 if axis is None else spec.units,
+            experts=spec.experts,
+            float32=kind == "magnitude",
+        )
+
+    a, b = factor("a", LORA_A, "in", rank, inner), factor("b", LORA_B, "out", out, rank)
+    magnitude = factor("magnitude", MAGNITUDE, "out", out) if cfg.lora.dora else None
+    return Target(name, index, modules, a, b, magnitude)
+
+
+def _sizes(spec: ParamSpec) -> tuple[int, int]:
+    """(out, in) of the matrix, or of each expert's."""
+    *out, inner = spec.shape[1:] if spec.experts else spec.shape
+    total = 1
+    for size in out:
+        total *= size
+    return total, inner
