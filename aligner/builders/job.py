@@ -22,6 +22,7 @@ from aligner.engines.bridge import Bridge
 from aligner.engines.trtllm.built import TrtllmBuiltEngine
 from aligner.engines.trtllm.torch_backend import TrtllmEngine, require_package
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
+from aligner.megatron.lora import check_adapters
 from aligner.megatron.model import check_kernels, resolve_dtype
 from aligner.megatron.train import ShardedModel
 from aligner.ops.seeds import derive
@@ -51,6 +52,7 @@ class Job:
     engine: RolloutEngine | None = None
     start: Start = field(default_factory=lambda: Start("", 1, {}))  # rank 0 has a real one
     on_commit: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of a whole checkpoint
+    frozen: list[str] = field(default_factory=list)  # of each model with adapters: what its other weights are
     contents: dict[str, str] = field(default_factory=dict)  # key of a path -> hash of what this run finds there
 
     def __post_init__(self) -> None:
@@ -99,6 +101,8 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:
     validate_model(cfg, initial.config)
     if device.type == "cuda":
         validate_on_gpu(cfg, initial.config)
+    if cfg.model.lora.rank:
+        check_adapters(initial.config, resolve_dtype(cfg.model.dtype), device)
     generates = bridge is not None and bridge.generates
     if not generates:
         check_kernels(initial.config, resolve_dtype(cfg.model.dtype), device)

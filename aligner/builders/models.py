@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 from aligner.builders.job import Job
 from aligner.config.derived import minibatch_samples
@@ -14,6 +15,7 @@ from aligner.megatron.checkpoint import load_model
 from aligner.megatron.ema import Ema
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
+from aligner.models.adapters import described
 from aligner.refit.export import EXTRA_FILE
 from aligner.roles.critic import Critic
 from aligner.roles.initial import InitialModel, resolve
@@ -25,11 +27,18 @@ def make_model(job: Job, initial: InitialModel, head: Head, optim: OptimConfig |
     """With `optim` a model to train for `steps` optimizer steps, else a frozen one."""
     batch, source = job.cfg.batch, initial.source(head)
     rows = {"packed": batch.packing, "share": batch.share_prompts}
+    rows |= {"seed": initial.seed, "restore": partial(_restore, initial)}
     model = ShardedModel(initial.config, job.layout, head, job.dtype, job.device, source, optim, steps, **rows)
-    if initial.checkpoint is not None:
-        same_head = initial.checkpoint.name == ("model" if head.kind == "score" else "policy")
-        load_model(model, initial.checkpoint, with_optimizer=False, with_head=same_head)
+    if model.adapted is not None:
+        job.frozen.append(initial.weights)
+        job.say(described(initial.config, head.kind, head.outputs))
     return model
+
+
+def _restore(initial: InitialModel, model: ShardedModel) -> None:
+    if initial.checkpoint is not None:
+        same_head = initial.checkpoint.name == ("model" if model.head.kind == "score" else "policy")
+        load_model(model, initial.checkpoint, with_optimizer=False, with_head=same_head)
 
 
 def _temperature(cfg: Config) -> float:

@@ -18,6 +18,7 @@ from aligner.errors import ConfigError, EngineError, MemoryLimitError, MismatchE
 from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.megatron.offload import ModelMemory
 from aligner.megatron.train import ShardedModel
+from aligner.models.adapters import target_names
 from aligner.ops.agree import same_view
 from aligner.refit.export import EXTRA_FILE, export_hf
 from aligner.roles.initial import shape_of
@@ -77,11 +78,21 @@ def _identity(job: Job) -> dict[str, Any]:
         "stage": stage,
         "model": shape_of(job.initial.config),
         "tokenizer": tokenizer_hash(job),
+        "lora": _adapters(job),
         "algorithm": {
             "advantage": algorithm.advantage if reads(stage, "algorithm.advantage") else "",
             "reward_loss": algorithm.reward_loss.kind if reads(stage, "algorithm.reward_loss.kind") else "",
         },
     }
+
+
+def _adapters(job: Job) -> dict[str, Any] | None:
+    """What a checkpoint of adapters goes with: the weights that they were trained beside, and how both are joined."""
+    lora = job.cfg.model.lora
+    if not job.frozen:
+        return None
+    joined = {"rank": lora.rank, "scale": lora.scale, "dora": lora.dora, "targets": target_names(job.initial.config)}
+    return joined | {"frozen weights": job.frozen}
 
 
 def _definition(job: Job) -> dict[str, Any]:

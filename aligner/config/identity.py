@@ -40,6 +40,7 @@ KINDS: dict[str, Kind] = {
     "stage.name": H,  # this and the model's shape: the identity of the checkpoint, which no flag changes
     "model": H,
     "model.init_std": D,
+    "model.lora.dropout": D,  # the rest of the section: the identity of the checkpoint
     "model.dtype": T,
     "model.recompute": T,
     "model.varlen_attention": T,

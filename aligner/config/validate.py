@@ -82,6 +82,9 @@ def _without_effect(cfg: Config) -> None:
     if cfg.ema.decay and (STAGES[cfg.stage.name].scores or cfg.debug.rollout_only):
         why = "debug.rollout_only, which trains nothing" if cfg.debug.rollout_only else f"stage {cfg.stage.name}"
         raise ConfigError("ema.decay", cfg.ema.decay, f"0 with {why}: it is an average of a policy's weights")
+    if cfg.model.lora.rank and cfg.model.lora.dropout and cfg.stage.name in ROLLOUT_STAGES:
+        expected = f"0 for stage {cfg.stage.name}: what is dropped in an update was there in the engine's samples"
+        raise ConfigError("model.lora.dropout", cfg.model.lora.dropout, expected)
     if cfg.debug.train_only and evaluation_functions(cfg):
         raise ConfigError("eval.generate", True, "false with debug.train_only: no engine is there to answer data.eval")
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, linear, pad
 
 from aligner.config.sections.model.config import ModelConfig
+from aligner.errors import ConfigError
 from aligner.megatron.groups import Layout
 from aligner.megatron.model import Head
 from aligner.megatron.weights import WeightSource, local_modules, local_parameters, own_shard
@@ -229,11 +230,8 @@ class AdaptedModel:
         """The norm of all B of the model. Collective over its ranks."""
         layout, total = self.layout, 0.0
         for experts, group in ((False, layout.pgs.mp), (True, layout.pgs.tp_ep_pp)):
-            found = [
-                param
-                for spec, param in self.named()
-                if spec.experts == experts and spec.canonical.endswith(".b") and (spec.tp_axis is not None or layout.tp_rank == 0)
-            ]
+            own = [(spec, p) for spec, p in self.named() if spec.experts == experts and spec.canonical.endswith(".b")]
+            found = [p for spec, p in own if spec.tp_axis is not None or layout.tp_rank == 0]
             squares = torch.zeros((), dtype=torch.float64, device=self.device)
             if found:
                 squares += torch.stack(torch._foreach_norm(found)).double().square().sum()
@@ -278,6 +276,14 @@ def factor_source(seed: int) -> WeightSource:
         return (2 * torch.rand(spec.shape, generator=generator) - 1) * spec.shape[-1] ** -0.5
 
     return source
+
+
+def check_adapters(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ConfigError where the model, or this machine, cannot have what `cfg.lora` says."""
+    experts = any(site.base.experts for site in sites(cfg))
+    if experts and device.type == "cuda" and dtype == torch.bfloat16 and cfg.lora.rank % 8:
+        expected = "a multiple of 8 for adapters of experts in bfloat16 on a GPU, whose product wants whole 16 bytes"
+        raise ConfigError("model.lora.rank", cfg.lora.rank, expected)
 
 
 def attach(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, source: WeightSource) -> AdaptedModel:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 from aligner.config.sections.model.config import ModelConfig
@@ -76,9 +77,7 @@ def sites(cfg: ModelConfig) -> list[Site]:
         if "lm_head" in unknown:
             hint += " The output layer is never adapted" + (": it is the embedding." if cfg.tie_embeddings else ".")
         raise ConfigError("model.lora.targets", list(cfg.lora.targets), expected, hint)
-    chosen = (
-        replace(site, targets=tuple(t for t in site.targets if t.name in wanted)) for site in found
-    )
+    chosen = (replace(site, targets=tuple(t for t in site.targets if t.name in wanted)) for site in found)
     kept = [site for site in chosen if site.targets]
     if cfg.lora.dora and any(site.base.experts for site in kept):
         hint = "model.lora.targets without the experts' matrices can have it."
@@ -97,6 +96,23 @@ def adapter_table(cfg: ModelConfig) -> list[ParamSpec]:
         for spec in (target.a, target.b, target.magnitude)
         if spec is not None
     ]
+
+
+def target_names(cfg: ModelConfig) -> list[str]:
+    """Of what has adapters, each once."""
+    return list(dict.fromkeys(target.name for site in sites(cfg) for target in site.targets))
+
+
+def described(cfg: ModelConfig, head: str, outputs: int) -> str:
+    """A line for the start of a run."""
+    tables = adapter_table(cfg), family_table(cfg, head, outputs)
+    own, all_of_it = (sum(prod(spec.shape) for spec in table) for table in tables)
+    own += outputs * cfg.hidden_size if head == "score" else 0
+    kind = "dora" if cfg.lora.dora else "lora"
+    return (
+        f"model.lora: {kind} of rank {cfg.lora.rank}, scale {cfg.lora.scale:g}, on {', '.join(target_names(cfg))}: "
+        f"{own:,} parameters are trained, {own / all_of_it:.2%} of the model's {all_of_it:,}"
+    )
 
 
 def _sites(cfg: ModelConfig) -> Iterator[Site]:
@@ -148,7 +164,4 @@ def _target(spec: ParamSpec, split: Split, index: int, hf: tuple[str, ...], cfg:
 def _sizes(spec: ParamSpec) -> tuple[int, int]:
     """(out, in) of the matrix, or of each expert's."""
     *out, inner = spec.shape[1:] if spec.experts else spec.shape
-    total = 1
-    for size in out:
-        total *= size
-    return total, inner
+    return prod(out), inner

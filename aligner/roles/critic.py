@@ -41,5 +41,14 @@ class Critic:
         minibatch = replace(minibatch, wanted=predicting(minibatch.loss_mask), routing=None)
         parts = micro_batches(minibatch, self.batch, group=self.model.layout.pgs.dp)
         stats = self.model.step(parts, lambda output, batch: loss(self._values(output, batch), batch))
-        own = ("loss", "grad_norm", "lr", "moe/balance", "moe/aux_loss", "moe/dropped")  # not the policy's
+        # not the policy's
+        own = (
+            "loss",
+            "grad_norm",
+            "lr",
+            "moe/balance",
+            "moe/aux_loss",
+            "moe/dropped",
+            "lora/b_norm",
+        )  # not the policy's
         return {f"critic/{name}" if name in own else name: v for name, v in stats.items()}

@@ -32,7 +32,7 @@ from aligner.ops.agree import by_rank_0, same_view
 from aligner.refit.export import read_extra
 
 # what a run decides, whatever folder the weights come from
-_OF_THE_RUN = ("dtype", "recompute", "varlen_attention", "tokenizer", "init")
+_OF_THE_RUN = ("dtype", "recompute", "varlen_attention", "tokenizer", "init", "lora")
 SOURCE = "source"  # what `aligner import` puts beside the checkpoint: the small files of the imported folder
 _MOE_OF_THE_RUN = ("aux_coef", "aux_over")
 # keys that were there before others came: a checkpoint's identity has them, and of the others what is not the default,
@@ -71,6 +71,13 @@ class InitialModel:
 
         by_rank_0(check)
         return HfSource(open_hf(folder), self.config)
+
+    @property
+    def weights(self) -> str:
+        """What tells them from others, for adapters that were trained beside them."""
+        if self.content != "random":
+            return self.content
+        return f"random, seed {self.seed}, model.init_std {self.config.init_std:g}"
 
     @property
     def extra(self) -> dict[str, Any]:
