@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": "predict memory and step time on GPUs, and refuse what cannot fit",
     "import": "turn a Hugging Face folder into a sharded checkpoint",
     "export": "turn a checkpoint into a Hugging Face folder",
+    "sample": "answer prompts, and make files to train on of the answers: run stage=sample",
     "eval": "evaluate a trained model on held-out rows",
     "chat": "talk to a trained model",
     "report": "write report.html of one or more runs",
@@ -64,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("-c", "--config-dir", metavar="DIR", help="a further folder of config groups")
         sub.add_argument("--frozen", metavar="PATH", help="start from the config.yaml of a run instead of conf/")
         sub.add_argument("--cfg", action="store_true", help="print the resolved config and exit")
-        if name in ("run", "launch"):
+        if name in ("run", "launch", "sample"):
             sub.add_argument("-m", "--multirun", action="store_true", help="run every job of a sweep, one by one")
         if name == "launch":
             sub.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to start")
@@ -121,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _in_job(command: str) -> bool:
     """Whether a batch script reads the exit code of this run."""
-    return command in ("run", "launch") and ("SLURM_JOB_ID" in os.environ or "ALIGNER_BATCH" in os.environ)
+    return command in ("run", "launch", "sample") and ("SLURM_JOB_ID" in os.environ or "ALIGNER_BATCH" in os.environ)
 
 
 def _say(error: AlignerError, code: int, trace: str | None) -> None:
@@ -213,6 +214,11 @@ def _run(args: argparse.Namespace) -> int:
                 args.begun = cfg.run.dir
         world.leave(code == 0)
     return INTERRUPTED if env.launcher == "single" and stopped_by_hand(cfg.run.dir) else code
+
+
+def _sample(args: argparse.Namespace) -> int:
+    args.overrides.insert(0, "stage=sample")
+    return _run(args)
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -326,6 +332,7 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "plan": _plan,
     "import": _convert,
     "export": _convert,
+    "sample": _sample,
     "eval": _eval,
     "chat": _chat,
     "report": _report,

@@ -55,6 +55,14 @@ STAGES: dict[str, list[str]] = {
 }
 
 
+SAMPLE = [  # no training: what it leaves behind is its files
+    "batch.prompts=12",
+    "batch.group=4",
+    "sampling.max_response_tokens=4",
+    "reward.functions=[{path: tests/assets/tiny_rewards.py:vowels}]",
+]
+
+
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -81,7 +89,7 @@ def overrides(stage: str, data: Path, run_dir: Path, *more: str) -> list[str]:
     """The command line of a toy run; reward models and starting points are the caller's to name."""
     train = data / ("pairs.jsonl" if stage in ("rm", "dpo") else "train.jsonl")
     own = [f"stage={stage}", f"run.dir={run_dir}", f"data.train={train}", f"model.tokenizer={data / 'tokenizer'}"]
-    return [*own, *BASE, *STAGES[stage], *more]
+    return [*own, *BASE, *(SAMPLE if stage == "sample" else STAGES[stage]), *more]
 
 
 def run(arguments: list[str]) -> Path:

@@ -55,6 +55,12 @@ def make_policy(job: Job, steps: int, **outputs: bool) -> Policy:
     return Policy(model, job.cfg.batch, _temperature(job.cfg), **outputs)
 
 
+def make_sampler(job: Job) -> Policy:
+    """A policy that gives its weights to an engine, and never changes."""
+    model = job.models["policy"] = make_model(job, job.initial, Head(), None, 0)
+    return Policy(model, job.cfg.batch, _temperature(job.cfg))
+
+
 def make_reference(job: Job) -> Reference:
     model = job.models["reference"] = make_model(job, job.initial, Head(), None, 0)
     return Reference(model, job.cfg.batch, _temperature(job.cfg))

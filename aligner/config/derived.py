@@ -29,6 +29,8 @@ def batch_arithmetic(cfg: Config, world_size: int) -> str:
     if not stage.rollouts:
         return f"{b.sequences} {stage.unit} = {_micro_batches(cfg, b.sequences, dp)}"
     samples, minibatch = b.prompts * b.group, minibatch_samples(cfg)
+    if not stage.trains:
+        return f"{b.prompts} prompts x {b.group} group = {samples} samples"
     text = f"{b.prompts} prompts x {b.group} group = {samples} samples"
     text += f" = {samples // minibatch} minibatches x {minibatch} minibatch_samples"
     text += f" ({b.epochs} epochs)" if b.epochs > 1 else ""

@@ -22,12 +22,10 @@ def validate(cfg: Config, world_size: int) -> None:
     _ranks(cfg, world_size)
     validate_model(cfg, cfg.model)
     STAGES[cfg.stage.name].check(cfg)
-    if cfg.stage.name in ROLLOUT_STAGES:
+    if cfg.stage.name in ROLLOUT_STAGES and STAGES[cfg.stage.name].trains:
         _algorithm(cfg)
         _rewards(cfg)
-        _rollout_batch(cfg, world_size)
-    else:
-        _sequence_batch(cfg, world_size)
+    _batch(cfg, world_size)
 
 
 def validate_layout(cfg: Config, world_size: int) -> None:
@@ -35,10 +33,7 @@ def validate_layout(cfg: Config, world_size: int) -> None:
     _ranks(cfg, world_size)
     validate_model(cfg, cfg.model)
     validate_on_gpu(cfg, cfg.model)
-    if cfg.stage.name in ROLLOUT_STAGES:
-        _rollout_batch(cfg, world_size)
-    else:
-        _sequence_batch(cfg, world_size)
+    _batch(cfg, world_size)
 
 
 def _paths(cfg: Config) -> None:
@@ -79,7 +74,8 @@ def _without_effect(cfg: Config) -> None:
     if cfg.debug.rollout_only and cfg.run.resume not in ("auto", "never"):
         expected = "auto with debug.rollout_only: name the checkpoint in model.init"
         raise ConfigError("run.resume", cfg.run.resume, expected)
-    if cfg.ema.decay and (STAGES[cfg.stage.name].scores or cfg.debug.rollout_only):
+    stage = STAGES[cfg.stage.name]
+    if cfg.ema.decay and (stage.scores or not stage.trains or cfg.debug.rollout_only):
         why = "debug.rollout_only, which trains nothing" if cfg.debug.rollout_only else f"stage {cfg.stage.name}"
         raise ConfigError("ema.decay", cfg.ema.decay, f"0 with {why}: it is an average of a policy's weights")
     if cfg.model.lora.rank and cfg.model.lora.dropout and cfg.stage.name in ROLLOUT_STAGES:
@@ -164,6 +160,13 @@ def _rewards(cfg: Config) -> None:
     if not (cfg.reward.functions or cfg.reward.model or cfg.debug.train_only):
         expected = f"at least one function, or reward.model, for stage {cfg.stage.name}"
         raise ConfigError("reward.functions", [], expected, "Example: reward.functions=[{path: math}]")
+
+
+def _batch(cfg: Config, world_size: int) -> None:
+    """Of a stage that does not train, ranks may have shares of any size."""
+    stage = STAGES[cfg.stage.name]
+    if stage.trains:
+        (_rollout_batch if stage.rollouts else _sequence_batch)(cfg, world_size)
 
 
 def _rollout_batch(cfg: Config, world_size: int) -> None:

@@ -118,6 +118,8 @@ class Job:
     @property
     def asked(self) -> tuple[Part, ...]:
         """Models with a pass of their own, without gradient, before the update."""
+        if not STAGES[self.stage].trains:
+            return ()
         if not self.rollout:
             return tuple(part for part in self.parts if part.name == "reference")
         own = (part for part in self.parts if part.name != "reward")
@@ -230,7 +232,8 @@ def job_of(
 
 
 def _parts(cfg: Config, shape: ModelConfig) -> tuple[Part, ...]:
-    stage, trains = STAGES[cfg.stage.name], not cfg.debug.rollout_only
+    stage = STAGES[cfg.stage.name]
+    trains = stage.trains and not cfg.debug.rollout_only
     beside = stage.beside(cfg) if trains else ()
     mixed = cfg.model.dtype != "float32"  # a float32 head on a bfloat16 body has the distributed optimizer in any case
     if stage.scores:

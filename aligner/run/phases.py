@@ -87,7 +87,7 @@ class PhaseMemory:
         self.sleeps = config.sleep == "always" or (config.sleep == "auto" and tight)
         self.awake = True
         self.rank: int | None = None  # of this process, where it is not the world's
-        self.now = ""  # the innermost phase with a rule that was entered last
+        self.now = ""  # the innermost phase entered last of those that do not keep what they find
         self._open: list[str] = []  # those that run
         self._meter = PeakMeter(device)
         self._peaks: dict[str, int] = {}
@@ -134,7 +134,8 @@ class PhaseMemory:
         for role, kind in self._needed(rule):
             self._moved_bytes += self.models[role].come_back(kind)
         self._moving_s += time.perf_counter() - start
-        self.now = leaf
+        if not rule.keeps:  # else generation may go on after it as before it
+            self.now = leaf
 
     def _needed(self, rule: Rule) -> list[tuple[str, str]]:
         kinds = {"weights": True, "gradients": rule.gradients, "optimizer": rule.optimizer}

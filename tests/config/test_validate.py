@@ -22,6 +22,7 @@ def make(tmp_path):
         "rm": [],
         "dpo": [],
         "grpo": ["reward.functions=[{path:math}]"],
+        "sample": ["reward.functions=[{path:math}]"],
         "ppo": [f"reward.model='{tmp_path}/rm'"],
     }
 
@@ -31,7 +32,7 @@ def make(tmp_path):
     return compose_valid
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "grpo", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "grpo", "ppo", "sample"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("parallel", ["single", "tp2", "pp2"])
 def test_the_defaults_are_valid(make, stage, world, parallel):
@@ -59,6 +60,15 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("sft", ["engine.ranks=1"], 2, "engine.ranks"),
         ("rm", ["ema.decay=0.9"], 1, "ema.decay"),
         ("grpo", ["ema.decay=0.9", "debug.rollout_only=true"], 1, "ema.decay"),
+        ("sample", ["data.train=''", "data.sources=[{path: README.md}]"], 1, "data.sources"),
+        ("sample", ["reward.normalize=true"], 1, "reward.normalize"),
+        ("sample", ["debug.rollout_only=true"], 1, "debug.rollout_only"),
+        ("sample", ["debug.record=1"], 1, "debug.record"),
+        ("sample", ["ema.decay=0.9"], 1, "ema.decay"),
+        ("sample", ["checkpoint.every=0"], 1, "checkpoint.every"),
+        ("sample", ["reward.functions=[]", "stage.sample.reward_above=0"], 1, "stage.sample.reward_above"),
+        ("sample", ["reward.functions=[]", "stage.sample.best=2"], 1, "stage.sample.best"),
+        ("sample", ["parallel.tensor=2"], 3, "world size"),
         ("sft", ["data.train=/nowhere/a.jsonl"], 1, "data.train"),
         ("sft", ["data.eval=/nowhere/a.jsonl"], 1, "data.eval"),
         ("sft", ["model.init=/nowhere/model"], 1, "model.init"),

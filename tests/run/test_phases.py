@@ -123,6 +123,12 @@ def test_one_iteration_moves_each_thing_once():
     assert len(log) == before + 5  # gradients and optimizer leave again, nothing else
 
 
+def test_generation_goes_on_after_a_save():
+    _, timers, log = make()
+    run(timers, "refit", "generate", "score", "save", "generate")
+    assert [entry for entry in log if len(entry) == 1] == [("sleep",), ("wake",), ("sleep",), ("wake",)]
+
+
 @pytest.mark.parametrize("offload", [[], ["gradients"], ["optimizer", "weights"]])
 def test_what_was_not_asked_for_stays(offload):
     _, timers, log = make("policy", "reference", "reward", offload=offload)
@@ -144,7 +150,7 @@ def test_an_engine_may_be_kept_awake():
 @pytest.mark.parametrize("names, text", [
     (["generate"], "generate after the start"),
     (["refit", "generate", "update", "generate"], "generate after update"),
-    (["refit", "generate", "save", "generate"], "generate after save"),
+    (["refit", "generate", "update", "save", "generate"], "generate after update"),
     (["refit", "logprobs", "score"], "score after logprobs"),
     (["refit", "verify"], "verify within none"),
 ])  # fmt: skip

@@ -1,0 +1,106 @@
+"""The samples of stage `sample`, a batch at a time: weights, once -> requests -> answers -> scores -> records.
+
+A sample depends on its prompt's row and its number, never on the batch or the rank that it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from aligner.config.schema import Config
+from aligner.data.dataset import PromptDataset
+from aligner.data.formats import PromptRow
+from aligner.megatron.groups import Layout
+from aligner.ops.rl.shaping import shaped_rewards
+from aligner.ops.seeds import request_seed
+from aligner.rewards.composite import Scores, finish_metrics
+from aligner.rollout.generate import Generator
+from aligner.rollout.groups import Groups
+from aligner.rollout.requests import Request
+from aligner.rollout.sampled import Record, make_records
+from aligner.rollout.score import Scorer
+from aligner.rollout.sharing import share
+from aligner.rollout.source import Weights
+from aligner.rollout.statistics import reduce_metrics
+from aligner.types import STOP, ScalarMetrics, Sums
+
+ROLLOUT = 0  # in the seeds of requests: of no rollout, which are counted from 1
+
+
+@dataclass
+class Samples:
+    weights: Weights
+    generate: Generator
+    score: Scorer
+    prompts: PromptDataset
+    rows: Sequence[PromptRow]  # that the prompts were made of, by Prompt.id
+    layout: Layout
+    cfg: Config
+    _placed: bool = False  # the weights in the engine
+
+    @property
+    def batches(self) -> int:
+        return -(-len(self.prompts) // self.cfg.batch.prompts)
+
+    def next(self, step: int) -> tuple[list[Record], ScalarMetrics]:
+        """The records of all ranks, on global rank 0, elsewhere none; and metrics. Collective."""
+        if not self._placed:
+            self.weights()  # a restart shall not show in the metrics: the refit's are not told
+        self._placed, rewards = True, self.score.rewards
+        early = rewards.score_early if rewards.scores_early else None
+        groups = self.score(self.generate(self._requests(step), score=early))
+        scores = self.score.combined(groups, update=False)
+        compared = self._shaped(groups, scores)
+        texts = [self.rows[prompt.id].prompt for prompt in groups.prompts]
+        records = make_records(groups, scores, compared, texts, self.cfg.stage.sample.column)
+        return self._gathered(records), measured(groups, scores, compared, self.layout.pgs.dp)
+
+    def slots(self, step: int) -> range:
+        """The prompts of a batch, in the order of the data; the last batch may have fewer."""
+        size = self.cfg.batch.prompts
+        return range(len(self.prompts))[(step - 1) * size : step * size]
+
+    def _requests(self, step: int) -> list[Request]:
+        """This rank's."""
+        batch = self.slots(step)
+        mine = batch[share(len(batch), self.layout.data, self.layout.dp_rank)]
+        return [Request(slot, self.prompts[slot], self._seeds(self.prompts[slot].id)) for slot in mine]
+
+    def _seeds(self, row: int) -> list[int]:
+        return [request_seed(self.cfg.seed, ROLLOUT, row, i) for i in range(self.cfg.batch.group)]
+
+    def _shaped(self, groups: Groups, scores: Scores) -> list[float]:
+        """Rewards as they are compared: less what algorithm.overlong takes off."""
+        overlong, limit = self.cfg.algorithm.overlong, self.cfg.sampling.max_response_tokens
+        if not overlong.shapes:
+            return scores.total
+        total, ends = torch.tensor(scores.total, dtype=torch.float64), groups.generations
+        return shaped_rewards(total, ends.lengths, ends.finish_reason == STOP, overlong, limit).tolist()
+
+    def _gathered(self, records: list[Record]) -> list[Record]:
+        if self.layout.peers.rank() != 0:  # peers hold the same
+            return []
+        parts: list | None = [None] * self.layout.data if self.layout.dp_rank == 0 else None
+        group = self.layout.pgs.dp
+        dist.gather_object(records, parts, dst=dist.get_global_rank(group, 0), group=group)
+        return [record for part in parts or () for record in part]
+
+
+def measured(groups: Groups, scores: Scores, compared: Sequence[float], ranks: dist.ProcessGroup) -> ScalarMetrics:
+    """reward/*, response/*, and sample/best: the mean over prompts of the largest reward."""
+    count, size = float(len(groups.samples)), groups.size or 1
+    means: Sums = {
+        "response/tokens_mean": (float(groups.generations.lengths.sum()), count),
+        "response/eos_fraction": (float(sum(one.finished for one in groups.samples)), count),
+    }
+    if not scores.components:
+        return reduce_metrics(means, {}, ranks)
+    known = list(zip(compared, scores.valid, strict=True))
+    each = [[value for value, ok in known[i : i + size] if ok] for i in range(0, len(known), size)]
+    best = [max(values) for values in each if values]
+    means |= scores.metric_sums() | {"sample/best": (sum(best), float(len(best)))}
+    return finish_metrics(reduce_metrics(means, scores.metric_maxima(), ranks))
