@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.parallel import ParallelConfig
 
@@ -40,6 +41,7 @@ MODEL = ModelConfig(
     max_position=128,
 )
 EXPERTS = replace(MODEL, family="qwen3_moe", moe=MoeConfig(4, top_k=2, ffn_hidden_size=24))
+ADAPTED = replace(MODEL, lora=LoraConfig(rank=4, alpha=8, targets=[ALL_LINEAR]))
 BALANCED = replace(EXPERTS, moe=replace(EXPERTS.moe, aux_coef=0.05))  # with the auxiliary loss of the minibatch
 MEASURES = ("loss", "gradient", "sgd", "adam")
 # loss: |difference| / max(1, |loss|); gradient: worst tensor's ||difference|| / ||gradient||; sgd: worst tensor's
@@ -79,7 +81,25 @@ def axes() -> dict[str, Case]:
     cases["logits in parts"] = Case(batch=BatchConfig(micro_batch_samples=16, logits_bytes=1 << 15))
     cases["recompute"] = Case(recompute="full")
     cases["plain optimizer, dp2"] = Case(2, distributed=False)
-    return cases | expert_axes()
+    return cases | expert_axes() | lora_axes()
+
+
+def lora_axes() -> dict[str, Case]:
+    """Cases of models with adapters, against the same on one rank. What is compared are merged weights."""
+    from tests.invariance_jobs import Case
+
+    dora, experts = replace(ADAPTED, lora=replace(ADAPTED.lora, dora=True)), replace(EXPERTS, lora=ADAPTED.lora)
+    sequence = ParallelConfig(tensor=2, sequence=True)
+    return {
+        "lora, dp2": Case(2, model=ADAPTED),
+        "lora, tp2": Case(2, ParallelConfig(tensor=2), model=ADAPTED),
+        "lora, tp2, sequence": Case(2, sequence, model=ADAPTED),
+        "lora, pp2, recompute": Case(2, ParallelConfig(pipeline=2), recompute="full", model=ADAPTED),
+        "lora, cp2": Case(2, ParallelConfig(context=2), model=ADAPTED),
+        "lora, shared prompts": Case(batch=BatchConfig(micro_batch_samples=16), model=ADAPTED),
+        "lora, dora, tp2, sequence": Case(2, sequence, model=dora),
+        "lora, experts, ep2+tp2, sequence": Case(4, replace(sequence, expert=2), model=experts),
+    }
 
 
 def expert_axes() -> dict[str, Case]:

@@ -1,13 +1,13 @@
 """Kill runs at random moments, resume them to their end, and compare with the uninterrupted run bit by bit.
 
-    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,dpo,grpo,ppo] [--layouts one,dp2,tp2]
+    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,dpo,grpo,ppo] [--layouts one,dp2,tp2,tp2-lora]
 
-Each case is a random stage on one rank, two data-parallel or two tensor ranks, with or without checkpoint.async_save,
-killed (SIGKILL of one rank or of all) up to four times: half of the kills at a random time, half at a point that a
-random time would seldom hit: within a save, a commit, a refit, between two minibatches, at the end of an epoch. One of
-several ranks may first see the run folder as it was some time ago, as on a network file system. Ranks are forked from
-this process, which has everything imported, so a kill costs seconds. Prints kills, resumes and mismatches; the exit
-code is 1 if there is a mismatch.
+Each case is a random stage on one rank, two data-parallel or two tensor ranks (also with adapters), with or without
+checkpoint.async_save, killed (SIGKILL of one rank or of all) up to four times: half of the kills at a random time, half
+at a point that a random time would seldom hit: within a save, a commit, a refit, between two minibatches, at the end of
+an epoch. One of several ranks may first see the run folder as it was some time ago, as on a network file system. Ranks
+are forked from this process, which has everything imported, so a kill costs seconds. Prints kills, resumes and
+mismatches; the exit code is 1 if there is a mismatch.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ from tests.ranks import _free_port
 TOTAL = 6
 STAGES = ("sft", "rm", "dpo", "grpo", "ppo")
 LAYOUTS: dict[str, tuple[int, list[str]]] = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"])}
+LAYOUTS["tp2-lora"] = (2, ["parallel.tensor=2", "model.lora.rank=2", "model.lora.dora=true"])
 COMMON = [f"run.steps={TOTAL}", "checkpoint.every=2", "run.eval_every=3", "logging.progress=false"]
 COMMON += ["optim.schedule=cosine", "optim.warmup_steps=2", "batch.micro_batch_samples=4"]
 ADAPTIVE = "algorithm.kl={coef: 0.1, placement: %s, controller: {kind: adaptive, target: 0.01, horizon: 100}}"

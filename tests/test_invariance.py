@@ -22,6 +22,9 @@ EXPERT_AXES = [
 ]
 
 
+LORA_AXES = [name for name in invariance.axes() if name.startswith("lora, ")]
+
+
 @pytest.fixture(scope="module")
 def matrix(ranks):
     return invariance.Matrix(ranks)
@@ -33,7 +36,7 @@ def within(found: dict, bounds: dict) -> None:
 
 
 def test_the_axes_are_those_of_the_command():
-    assert {*AXES, *EXPERT_AXES} == set(invariance.axes())
+    assert {*AXES, *EXPERT_AXES, *LORA_AXES} == set(invariance.axes())
     assert len(invariance.layouts()) == 11
     assert len(dict(invariance.product())) == (11 + 4) * 24
 
@@ -50,6 +53,12 @@ def test_the_numbers_stay_with_experts(matrix, stage, axis):
     case = invariance.axes()[axis]
     within(matrix.deviation(stage, case), invariance.bounds(case))
     assert matrix.base(stage, case)["near_ties"] == 0  # else a layout may send a token elsewhere, and rightly so
+
+
+@pytest.mark.parametrize("stage, axis", [*(("grpo", axis) for axis in LORA_AXES), ("rm", LORA_AXES[2])])
+def test_the_numbers_stay_with_adapters(matrix, stage, axis):
+    case = invariance.axes()[axis]
+    within(matrix.deviation(stage, case), invariance.bounds(case))
 
 
 @pytest.mark.parametrize("axis", ["dp2", "tp2", "pp2", "cp2", "micro-batch 2", "padded", "recompute"])

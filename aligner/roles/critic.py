@@ -42,13 +42,5 @@ class Critic:
         parts = micro_batches(minibatch, self.batch, group=self.model.layout.pgs.dp)
         stats = self.model.step(parts, lambda output, batch: loss(self._values(output, batch), batch))
         # not the policy's
-        own = (
-            "loss",
-            "grad_norm",
-            "lr",
-            "moe/balance",
-            "moe/aux_loss",
-            "moe/dropped",
-            "lora/b_norm",
-        )  # not the policy's
+        own = ("loss", "grad_norm", "lr", "lora/b_norm", "moe/balance", "moe/aux_loss", "moe/dropped")
         return {f"critic/{name}" if name in own else name: v for name, v in stats.items()}

@@ -9,6 +9,7 @@ import torch
 
 from aligner.config.schema import BatchConfig, ParallelConfig
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.lora import LoraConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.megatron.checkpoint import load_model, save_model
 from aligner.megatron.model import Head
@@ -16,6 +17,7 @@ from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import gather_weights
 from aligner.models.adapters import adapter_table
 from aligner.models.families import family_table
+from aligner.models.params import to_hf
 from aligner.roles.batching import micro_batches
 from aligner.roles.policy import Policy
 from tests.megatron.jobs import ONE, build, nll_loss, shares, weights
@@ -65,13 +67,35 @@ def train(
     }
 
 
-def gradients(cfg: ModelConfig, parallel: ParallelConfig = ONE, wild: float = 0.0) -> dict:
-    """One step of gradient descent with learning rate 1 from factors that are not their first: before and after."""
-    model = build(cfg, parallel, SGD, packed=True, share=False)
-    _shake(model, wild)
-    before = factors(model) | weights(model)
-    stats = steps(model, 1)
-    return {"before": before, "after": factors(model), "loss": stats[0]["loss"]}
+def gradients(cfg: ModelConfig) -> dict:
+    """By Hugging Face's names: factors that are not their first, W beside them, the gradient of each factor, and that
+    of the same numbers as whole weights of a model without adapters. Gradients: what one step of SGD subtracts."""
+    model = build(cfg, ONE, SGD, packed=True, share=False)
+    _shake(model, 0.1)
+    before, full = in_files(model), merged(model)
+    steps(model, 1)
+    plain = build(replace(cfg, lora=LoraConfig()), ONE, SGD, source=lambda spec: full[spec.canonical], share=False)
+    whole = weights(plain)
+    steps(plain, 1)
+    return {
+        "factors": before,
+        "of_factors": {name: before[name] - t for name, t in in_files(model).items()},
+        "base": weights(build(replace(cfg, lora=LoraConfig()))),
+        "of_weights": {name: whole[name] - t for name, t in weights(plain).items()},
+    }
+
+
+def in_files(model: ShardedModel) -> dict[str, torch.Tensor]:
+    """The factors of one rank by their names in files."""
+    rows = {spec.canonical: spec for spec in adapter_table(model.cfg)}
+    found = (to_hf(rows[name], t, model.cfg) for name, t in factors(model).items())
+    return {name: t for tensors in found for name, t in tensors.items()}
+
+
+def merged(model: ShardedModel) -> dict[str, torch.Tensor]:
+    """By canonical names, in float32. Collective over tensor and expert ranks."""
+    table = family_table(model.cfg, model.head.kind, model.head.outputs)
+    return {spec.canonical: t.float().clone() for spec, t in gather_weights(table, model.weights(), model.layout)}
 
 
 @torch.no_grad()
@@ -87,9 +111,8 @@ def merged_is_adapted(cfg: ModelConfig, dtype: torch.dtype = torch.float32) -> t
     model = build(cfg, ONE, FAST, dtype=dtype)
     steps(model, 3, BatchConfig())
     _shake(model, 0.1)
-    table = family_table(cfg, model.head.kind, model.head.outputs)
-    full = {spec.canonical: t.float() for spec, t in gather_weights(table, model.weights(), model.layout)}
-    plain = build(replace(cfg, lora=type(cfg.lora)()), source=lambda spec: full[spec.canonical], dtype=dtype)
+    full = merged(model)
+    plain = build(replace(cfg, lora=LoraConfig()), source=lambda spec: full[spec.canonical], dtype=dtype)
     rows = batch(cfg)
     return tuple(Policy(m, BatchConfig()).logprobs(rows) for m in (model, plain))
 

@@ -7,6 +7,7 @@ import torch
 
 from aligner.config.schema import ParallelConfig
 from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
+from aligner.megatron.checkpoint_index import read_index
 from aligner.megatron.model import Head
 from aligner.models.adapters import adapter_table
 from tests.tiny import LLAMA, MODELS, MOE, MORE, relative
@@ -16,10 +17,11 @@ LORA = LoraConfig(rank=3, alpha=6, targets=[ALL_LINEAR])
 SOME = replace(LLAMA, lora=replace(LORA, targets=["q_proj", "v_proj", "up_proj", "down_proj"]))
 DORA = replace(MODELS["qwen2"], lora=replace(LORA, dora=True, targets=["k_proj", "o_proj", "gate_proj", "down_proj"]))
 SPARSE = replace(MOE, lora=LORA)
+PP2 = ParallelConfig(pipeline=2)
 TP2, SP2 = ParallelConfig(tensor=2), ParallelConfig(tensor=2, sequence=True)
 LAYOUTS = {
     "some": (SOME, (TP2, SP2, ParallelConfig(context=2), ParallelConfig())),
-    "some, recomputed": (replace(SOME, recompute="full"), (ParallelConfig(pipeline=2),)),
+    "some, recomputed": (replace(SOME, recompute="full"), (PP2,)),
     "dora": (DORA, (TP2, SP2)),
     "experts": (SPARSE, (SP2, ParallelConfig(expert=2))),
     "latent": (replace(MORE["deepseek_v3-direct"], lora=LORA), (SP2,)),
@@ -66,3 +68,45 @@ def test_gradients_and_optimizer_are_of_the_adapters_alone(run):
 def test_merged_weights_say_what_the_adapters_say(run, cfg):
     ((adapted, merged),) = run("merged_is_adapted", cfg=cfg)
     torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("cfg", [SOME, DORA, SPARSE], ids=["lora", "dora", "experts"])
+def test_gradients_are_those_of_the_whole_weights_by_the_chain_rule(run, cfg):
+    """y = W' x with W' = W + s B A, so dA = s B^T dW' and dB = s dW' A^T; with DoRA W' = (m / |V|) V with |V| held
+    constant, so dm = sum dW' V / |V| along a row, and V's gradient is m / |V| times that of W'."""
+    (found,) = run("gradients", cfg=cfg)
+    factors, scale = {n: t.double() for n, t in found["factors"].items()}, cfg.lora.scale
+    modules = [name.removesuffix(".lora_A.weight") for name in factors if name.endswith("lora_A.weight")]
+    for module in modules:
+        a, b = factors[f"{module}.lora_A.weight"], factors[f"{module}.lora_B.weight"]
+        d = found["of_weights"][f"{module}.weight"].double()
+        wanted = {}
+        if cfg.lora.dora:
+            v = found["base"][f"{module}.weight"].double() + scale * b @ a
+            norm = v.norm(dim=1)
+            wanted["lora_magnitude_vector"] = (d * v).sum(1) / norm
+            d = d * (factors[f"{module}.lora_magnitude_vector"] / norm)[:, None]
+        wanted |= {"lora_A.weight": scale * b.T @ d, "lora_B.weight": scale * d @ a.T}
+        for name, gradient in wanted.items():
+            assert relative(found["of_factors"][f"{module}.{name}"], gradient) < 2e-3, (module, name)
+            assert gradient.norm() > 1e-4
+
+
+def test_a_checkpoint_holds_adapters_alone_and_goes_on_to_the_bit(run, tmp_path):
+    (found,) = run("resumed", cfg=DORA, folder=str(tmp_path))
+    (metrics, factors), (again, others) = found["straight"], found["again"]
+    assert metrics == again and all(torch.equal(factors[name], t) for name, t in others.items())
+    held = {key.removeprefix("optimizer.state.") for key in read_index(tmp_path).state_dict_metadata}
+    names = {spec.canonical for spec in adapter_table(DORA)}
+    wanted = {f"{prefix}{name}" for name in names for prefix in ("", "exp_avg.", "exp_avg_sq.")}
+    assert {name for name in held if not name.startswith("common")} == wanted
+
+
+@pytest.mark.parametrize("cfg, there, here", [(SOME, SP2, PP2), (SPARSE, ParallelConfig(expert=2), TP2)])
+def test_another_layout_goes_on_from_a_checkpoint(run, tmp_path, cfg, there, here):
+    found = run("resumed", world=2, cfg=cfg, folder=str(tmp_path), parallel=there, other=here)
+    for mine in found:
+        (metrics, factors), (again, others) = mine["straight"], mine["again"]
+        assert again[-1]["loss"] == pytest.approx(metrics[-1]["loss"], rel=1e-5)
+        both = factors.keys() & others.keys()
+        assert both and max(relative(others[name], factors[name]) for name in both) < 2e-3

@@ -1,0 +1,71 @@
+"""Stages that train adapters: what they write and go on from, and what they refuse."""
+
+import pytest
+from safetensors.torch import load_file
+
+from aligner.errors import CheckpointError, ConfigError
+from tests import stages
+
+LORA = ["model.lora.rank=4", "model.lora.alpha=8", "optim.lr=1e-2", "run.samples_every=0"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return stages.make_data(tmp_path_factory.mktemp("lora"))
+
+
+@pytest.fixture(scope="module")
+def half(data, tmp_path_factory):
+    """An SFT run after two of its steps."""
+    return stages.stage("sft", data, tmp_path_factory.mktemp("half"), *LORA, "run.steps=2")
+
+
+def test_dropout_is_the_same_after_a_resume(data, tmp_path):
+    more = [*LORA, "model.lora.dropout=0.2", "checkpoint.async_save=true", "checkpoint.every=1"]
+    whole = stages.stage("sft", data, tmp_path / "whole", *more, "run.steps=3")
+    for steps in (1, 3):
+        parts = stages.stage("sft", data, tmp_path / "parts", *more, f"run.steps={steps}")
+    assert stages.differences(parts, whole) == []
+    assert stages.records(whole)[-1]["lora/b_norm"] > 0.1
+    plain = stages.stage("sft", data, tmp_path / "plain", *LORA, "run.steps=3")
+    assert stages.differences(plain, whole)  # something was dropped
+
+
+def test_engines_get_merged_weights_and_prove_it(data, tmp_path, capsys):
+    run = stages.stage("grpo", data, tmp_path, *LORA, "run.steps=3", "refit.verify=checksum")
+    last = stages.records(run)[-1]
+    assert last["refit/sentinel_error"] < 1e-5 and last["refit/sentinel_progress"] > 0.9
+    assert "3,712 parameters are trained, 15.55% of the model's 23,872" in capsys.readouterr().out
+    weights = load_file(run / "hf" / "model.safetensors")
+    assert not [name for name in weights if "lora" in name]
+
+
+@pytest.mark.parametrize(
+    "told, change",
+    [
+        ("lora.rank is 4 there, 2 here", ["model.lora.rank=2"]),
+        ("lora.scale is 2.0 there, 4.0 here", ["model.lora.rslora=true"]),
+        ("lora.targets is", ["model.lora.targets=[q_proj]"]),
+        ("lora.frozen weights is", ["seed=7"]),
+        ("lora is", ["model.lora.rank=0"]),
+    ],
+)
+def test_adapters_of_another_base_rank_or_targets_are_refused(data, half, told, change):
+    with pytest.raises(CheckpointError, match="belongs to another run") as error:
+        stages.stage("sft", data, half, *LORA, "run.steps=3", "run.accept_changes=true", *change)
+    assert told in str(error.value)
+
+
+def test_whole_weights_do_not_go_on_with_adapters(data, tmp_path):
+    run = stages.stage("sft", data, tmp_path, "run.steps=1")
+    with pytest.raises(CheckpointError, match="lora is None there"):
+        stages.stage("sft", data, run, *LORA, "run.steps=2")
+
+
+@pytest.mark.parametrize(
+    "key, change",
+    [("targets", ["model.lora.targets=[c_attn]"]), ("dropout", ["model.lora.dropout=0.1"])],
+)
+def test_what_cannot_be_is_refused_before_the_first_step(data, tmp_path, key, change):
+    with pytest.raises(ConfigError, match=rf"model\.lora\.{key}"):
+        stages.stage("grpo", data, tmp_path, *LORA, *change, "run.steps=1")
