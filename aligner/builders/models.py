@@ -11,7 +11,7 @@ from aligner.config.schema import ROLLOUT_STAGES, Config
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.errors import ConfigError
-from aligner.megatron.checkpoint import load_model
+from aligner.megatron.checkpoint import load_model, merge_adapters
 from aligner.megatron.ema import Ema
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
@@ -27,7 +27,7 @@ def make_model(job: Job, initial: InitialModel, head: Head, optim: OptimConfig |
     """With `optim` a model to train for `steps` optimizer steps, else a frozen one."""
     batch, source = job.cfg.batch, initial.source(head)
     rows = {"packed": batch.packing, "share": batch.share_prompts}
-    rows |= {"seed": initial.seed, "restore": partial(_restore, initial)}
+    rows |= {"seed": job.cfg.seed, "restore": partial(_restore, initial)}
     model = ShardedModel(initial.config, job.layout, head, job.dtype, job.device, source, optim, steps, **rows)
     if model.adapted is not None:
         job.frozen.append(initial.weights)
@@ -36,9 +36,11 @@ def make_model(job: Job, initial: InitialModel, head: Head, optim: OptimConfig |
 
 
 def _restore(initial: InitialModel, model: ShardedModel) -> None:
+    own = "model" if model.head.kind == "score" else "policy"
     if initial.checkpoint is not None:
-        same_head = initial.checkpoint.name == ("model" if model.head.kind == "score" else "policy")
-        load_model(model, initial.checkpoint, with_optimizer=False, with_head=same_head)
+        load_model(model, initial.checkpoint, with_optimizer=False, with_head=initial.checkpoint.name == own)
+    for folder, lora in initial.adapters:
+        merge_adapters(model, folder, lora, with_head=folder.name == own)
 
 
 def _temperature(cfg: Config) -> float:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import queue
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
+from aligner.config.sections.model.lora import LoraConfig
 from aligner.errors import CheckpointError
 from aligner.megatron.checkpoint_index import check_before_loading, noted_checksums
 from aligner.megatron.ema import EMA
+from aligner.megatron.lora import attach, factor_source
 from aligner.megatron.optimizer_state import give_state, set_step
 from aligner.megatron.shards import optimizer_shards, weight_shards
 from aligner.megatron.train import ShardedModel
@@ -161,6 +164,16 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
             model.ema.restart()
     elif model.optimizer is not None:
         model.optimizer.reload_model_params()
+
+
+def merge_adapters(model: ShardedModel, folder: Path, lora: LoraConfig, with_head: bool) -> None:
+    """Adapters of another run, as `save_model` wrote them, into the weights that they were trained beside. Collective.
+    Raises CheckpointError."""
+    config = replace(model.cfg, lora=lora)
+    model.adapted = attach(model.module, config, model.layout, model.head, factor_source(0))
+    load_model(model, folder, with_head=with_head)
+    model.adapted.dissolve()
+    model.adapted = None
 
 
 def _verified(folder: Path) -> set[str]:

@@ -15,8 +15,9 @@ marked `sequence_parallel`. Experts are addends of one tensor rank, theirs and t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,6 +71,10 @@ class Adapters(torch.nn.Module):
             for spec, param in self._named(target, factors):
                 self._mark(spec, param)
 
+    @property
+    def base(self) -> torch.nn.Parameter:
+        return self._base[0]
+
     def _named(self, target: Target, factors: Factors) -> Iterator[tuple[ParamSpec, torch.nn.Parameter]]:
         yield target.a, factors.a
         yield target.b, factors.b
@@ -112,7 +117,7 @@ class Adapters(torch.nn.Module):
     @torch.no_grad()
     def merged(self, factor: Tensor | None = None) -> Tensor:
         """W + scale B A, with DoRA times `row_factor`, in float32 and rounded once; this rank's shard in its shape."""
-        base, out = self._base[0], self._sum()
+        base, out = self.base, self._sum()
         if self.has_magnitude:
             out *= (self.row_factor() if factor is None else factor)[:, None]
         return out.view_as(base).to(base.dtype)
@@ -124,7 +129,7 @@ class Adapters(torch.nn.Module):
     def _sum(self) -> Tensor:
         a, b = self.factors()
         product = b.float() @ a.float()
-        return product.mul_(self.scale).add_(self._base[0].float().view(product.shape))
+        return product.mul_(self.scale).add_(self.base.float().view(product.shape))
 
     def row_factor(self) -> Tensor:
         """float32 [rows]: magnitude / norm of the row, whose gradient is that of the magnitude alone; 1 in rows of no
@@ -203,6 +208,7 @@ class AdaptedModel:
     adapters: dict[str, Adapters]
     layout: Layout
     device: torch.device
+    undo: list[Callable[[], object]]  # what `attach` did to the model
 
     def named(self) -> Iterator[tuple[ParamSpec, torch.nn.Parameter]]:
         """(row of `adapter_table`, this rank's shard) of each factor, in the table's order."""
@@ -224,6 +230,13 @@ class AdaptedModel:
                 spec.canonical, param, *offsets, replica_id=replica
             )
         return found
+
+    def dissolve(self) -> None:
+        """Merge in place: the model is again what it was before `attach`, with other weights."""
+        for adapters in self.adapters.values():
+            adapters.base.data.copy_(adapters.merged())
+        for undo in self.undo:
+            undo()
 
     @torch.no_grad()
     def b_norm(self) -> float:
@@ -289,6 +302,7 @@ def check_adapters(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -
 def attach(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, source: WeightSource) -> AdaptedModel:
     """Freeze a stage whose weights are loaded, but for a score head, and give it adapters. Before gradients have
     buffers: frozen weights have none. Collective over tensor ranks. Raises ConfigError as `sites`."""
+    undo: list[Callable[[], object]] = [partial(p.requires_grad_, p.requires_grad) for p in model.parameters()]
     model.requires_grad_(False)
     if head.kind == "score" and layout.is_last_stage:
         model.output_layer.requires_grad_(True)
@@ -296,15 +310,16 @@ def attach(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, source
     for site in sites(cfg):
         if site.base.canonical not in parameters:
             continue
-        module = modules[site.module]
+        module, place = modules[site.module], site.holder.rsplit(".", 1)[1]
         adapters = Adapters(site, cfg, layout, parameters[site.base.canonical], source)
-        setattr(module, site.holder.rsplit(".", 1)[1], adapters)
+        setattr(module, place, adapters)
+        undo.append(partial(setattr, module, place, None))
         if not site.base.experts:
-            module.register_forward_hook(_hook)
+            undo.append(module.register_forward_hook(_hook).remove)
         found[site.base.canonical] = adapters
     if layout.is_first_stage and (layout.pipeline > 1 or cfg.recompute != "none"):
-        model.embedding.register_forward_hook(_ask_for_gradient)
-    return AdaptedModel(found, layout, next(model.parameters()).device)
+        undo.append(model.embedding.register_forward_hook(_ask_for_gradient).remove)
+    return AdaptedModel(found, layout, next(model.parameters()).device, undo)
 
 
 def _ask_for_gradient(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor | None:

@@ -11,10 +11,12 @@ import torch
 
 from aligner.config.freeze import load_frozen
 from aligner.config.options import from_plain
+from aligner.config.schema import Config
 from aligner.config.sections.model.attention import AttentionConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
+from aligner.config.sections.model.lora import LoraConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.config.sections.model.scales import ScalesConfig
@@ -55,6 +57,7 @@ class InitialModel:
     origin: Path | None = None  # folder with the small files of a Hugging Face folder that the model came from
     imported: bool = False  # `checkpoint` has the weights of `origin`
     seed: int = 0
+    adapters: tuple[tuple[Path, LoraConfig], ...] = ()  # checkpoints, to be merged into these weights one by one
     content: str = "random"  # or a hash of what the folder holds (docs/checkpoints.md)
 
     def source(self, head: Head) -> WeightSource:
@@ -82,12 +85,15 @@ class InitialModel:
     @property
     def extra(self) -> dict[str, Any]:
         """What belongs to the weights beside them: a reward model's bias and std."""
-        folders = [self.folder, self.checkpoint and self.checkpoint.parent, self.origin if self.imported else None]
+        folders = [folder.parent for folder, _ in reversed(self.adapters)]
+        folders += [self.folder, self.checkpoint and self.checkpoint.parent, self.origin if self.imported else None]
         return next((found for folder in folders if folder and (found := read_extra(folder))), {})
 
     @property
     def has_scores(self) -> bool:
         """Whether the weights have a score head: of a reward model, not of a language model."""
+        if self.adapters:
+            return self.adapters[-1][0].name != "policy"
         if self.folder is not None:
             return "score.weight" in open_hf(self.folder)
         return self.checkpoint is not None and self.checkpoint.name != "policy"
@@ -131,14 +137,37 @@ def _from_checkpoint(cfg: ModelConfig, checkpoint: Path, state: dict[str, Any], 
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint / 'state.json'}: identity.{error}") from None
     run_config = load_frozen(checkpoint.parent.parent / "config.yaml")
+    part = "model" if identity["stage"] == "rm" else "policy"
+    if identity.get("lora"):
+        return _merged(
+            dataclasses.replace(config, tokenizer=cfg.tokenizer), run_config, checkpoint / part, identity["lora"], seen
+        )
     origin = checkpoint.parent.parent / SOURCE
     imported = origin.is_dir()
     if not imported:
         origin = _small_files(Path(run_config.model.init).expanduser())
     tokenizer = cfg.tokenizer or run_config.model.tokenizer or str(origin)
-    part = "model" if identity["stage"] == "rm" else "policy"
     initial = InitialModel(config, None, None, checkpoint / part, origin, imported, seed, digest(seen))
     return _with_tokenizer(initial, tokenizer)
+
+
+def _merged(
+    config: ModelConfig, run: Config, folder: Path, adapters: dict[str, Any], seen: dict[str, str]
+) -> InitialModel:
+    """What a run with adapters had in `model.init`, and its adapters. Raises CheckpointError if that is no more what
+    they were trained beside."""
+    like = dataclasses.replace(config, tokenizer=config.tokenizer or run.model.tokenizer, init_std=run.model.init_std)
+    initial = resolve(like, run.model.init, run.seed)
+    if initial.weights != adapters["frozen weights"][0]:
+        raise CheckpointError(
+            f"checkpoint {folder.parent} holds adapters alone, and model.init={run.model.init} of their run is no more "
+            f"what they were trained beside: {adapters['frozen weights'][0]} then, {initial.weights} now"
+        )
+    rank, scale = adapters["rank"], adapters["scale"]
+    lora = LoraConfig(rank, scale * rank, targets=adapters["targets"], dora=adapters["dora"])
+    initial.adapters += ((folder, lora),)
+    initial.content = digest({"base": initial.weights, "adapters": digest(seen)})
+    return initial
 
 
 def _small_files(init: Path) -> Path:

@@ -1,6 +1,9 @@
 """Stages that train adapters: what they write and go on from, and what they refuse."""
 
+import shutil
+
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from aligner.errors import CheckpointError, ConfigError
@@ -69,3 +72,29 @@ def test_whole_weights_do_not_go_on_with_adapters(data, tmp_path):
 def test_what_cannot_be_is_refused_before_the_first_step(data, tmp_path, key, change):
     with pytest.raises(ConfigError, match=rf"model\.lora\.{key}"):
         stages.stage("grpo", data, tmp_path, *LORA, *change, "run.steps=1")
+
+
+def exported(run):
+    return load_file(run / "hf" / "model.safetensors")
+
+
+def test_a_checkpoint_of_adapters_is_a_start(data, half, tmp_path):
+    """The merged weights, as the run itself exported them; on top of them, and of adapters trained beside them."""
+    step = half / "checkpoints" / "step-00000002"
+    same = stages.stage("sft", data, tmp_path / "same", f"model.init={step}", "run.steps=0")
+    assert all(torch.equal(t, exported(half)[name]) for name, t in exported(same).items())
+    more = stages.stage("sft", data, tmp_path / "more", *LORA, f"model.init={step}", "run.steps=1")
+    again = f"model.init={more / 'checkpoints' / 'step-00000001'}"
+    same = stages.stage("sft", data, tmp_path / "again", again, "run.steps=0")
+    assert all(torch.equal(t, exported(more)[name]) for name, t in exported(same).items())
+    assert any(not torch.equal(t, exported(more)[name]) for name, t in exported(half).items())
+
+
+def test_adapters_whose_base_has_changed_are_no_start(data, half, tmp_path):
+    folder = tmp_path / "start"
+    shutil.copytree(half / "hf", folder)
+    run = stages.stage("sft", data, tmp_path / "run", *LORA, f"model.init={folder}", "run.steps=1", "run.export=false")
+    config = folder / "config.json"
+    config.write_text(config.read_text() + " ")
+    with pytest.raises(CheckpointError, match=r"holds adapters alone, and .* is no more what they were"):
+        stages.stage("sft", data, tmp_path / "next", f"model.init={run}", "run.steps=1")
