@@ -10,8 +10,8 @@ set -euo pipefail
 
 ALIGNER_ROOT="${ALIGNER_ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}"
 export ALIGNER_ROOT
-# shellcheck source=launchers/body.sh
-source "$ALIGNER_ROOT/launchers/body.sh"
+# shellcheck source=launchers/chain.sh
+source "$ALIGNER_ROOT/launchers/chain.sh"
 
 usage() {
     sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
@@ -43,16 +43,7 @@ for word in "$@"; do
 done
 ((${#stages[@]})) || usage
 
-# A path as a quoted string of Hydra's grammar, as aligner.config.resolve.quoted makes it.
-quoted() {
-    printf '"%s"' "$(printf %s "$1" | sed -zE 's/\\+$/&&/; s/(\\*)"/\1\1\\"/g; s/(\\*)\$\{/\1\1\\${/g')"
-}
-
-aligner_python
-here="" # no scheduler: run the stages one after another
-command -v sbatch >/dev/null || here=1
-
-# All stages, each by `$1 STAGE UPSTREAM... -- OVERRIDE...`.
+# All stages, each by `$1 NAME STAGE UPSTREAM... OVERRIDE...`.
 each_stage() {
     local first=0 weights="" rm="" stage run words upstream
     for stage in "${stages[@]}"; do
@@ -69,7 +60,7 @@ each_stage() {
         fi
         words+=(${own[@]+"${own[@]:first:${count[$stage]}}"})
         first=$((first + ${count[$stage]}))
-        "$1" "$stage" ${upstream[@]+"${upstream[@]}"} "${words[@]}"
+        "$1" "$stage" "$stage" ${upstream[@]+"${upstream[@]}"} "${words[@]}"
         case "$stage" in
             sft | dpo) weights="$run" ;;
             rm) rm="$run" ;;
@@ -78,24 +69,4 @@ each_stage() {
     done
 }
 
-check() {
-    "$ALIGNER_PYTHON" -m aligner submit --dry-run "stage=$1" "${@:2}" >/dev/null
-}
-
-run_here() {
-    bash "$ALIGNER_ROOT/launchers/$1.sbatch" "${@:2}"
-}
-
-before=""
-submit() {
-    before="$("$ALIGNER_PYTHON" -m aligner submit --parsable ${before:+--after "$before"} "stage=$1" "${@:2}")"
-    echo "$1: job $before, $folder/$1"
-}
-
-each_stage check # a mistake in the last stage shows before the first one starts
-if [[ -n "$here" ]]; then
-    each_stage run_here
-else
-    each_stage submit
-    echo "watch them: slurm/watch $folder"
-fi
+chain each_stage "$folder"

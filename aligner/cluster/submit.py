@@ -132,6 +132,7 @@ def _with_upstream_there(cfg: Config, upstream: list[str]) -> Config:
         model=replace(cfg.model, init=there(cfg.model.init)),
         critic=replace(cfg.critic, init=there(cfg.critic.init)),
         reward=replace(cfg.reward, model=there(cfg.reward.model)),
+        data=replace(cfg.data, train=there(cfg.data.train)),
     )
 
 

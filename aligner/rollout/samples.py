@@ -28,7 +28,7 @@ from aligner.rollout.source import Weights
 from aligner.rollout.statistics import reduce_metrics
 from aligner.types import STOP, ScalarMetrics, Sums
 
-ROLLOUT = 0  # in the seeds of requests: of no rollout, which are counted from 1
+BEFORE = -2  # in the seeds of requests round r is rollout -2 - r: those that train count from 1, evaluation is -1
 
 
 @dataclass
@@ -71,7 +71,8 @@ class Samples:
         return [Request(slot, self.prompts[slot], self._seeds(self.prompts[slot].id)) for slot in mine]
 
     def _seeds(self, row: int) -> list[int]:
-        return [request_seed(self.cfg.seed, ROLLOUT, row, i) for i in range(self.cfg.batch.group)]
+        rollout = BEFORE - self.cfg.stage.sample.round
+        return [request_seed(self.cfg.seed, rollout, row, i) for i in range(self.cfg.batch.group)]
 
     def _shaped(self, groups: Groups, scores: Scores) -> list[float]:
         """Rewards as they are compared: less what algorithm.overlong takes off."""

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from aligner.errors import CheckpointError
-from aligner.ops.seeds import request_seed
 from aligner.rollout.sampled import Sampled
 from tests import stages
 from tests.stages import PowerCut
@@ -134,5 +133,8 @@ def test_a_cut_answers_reward_is_lowered_before_it_is_compared(whole, tiny_data,
     assert all(one["reward"] == one["scores"]["vowels"] - 0.5 * (not one["finished"]) for one in found)
 
 
-def test_seeds_are_of_no_rollout_that_trains():
-    assert len({request_seed(0, step, 5, 1) for step in (-1, 0, 1, 2)}) == 4
+def test_another_round_draws_other_samples(whole, tiny_data, tiny_runs, tmp_path):
+    more = [f"model.init={tiny_runs['sft']}", "run.steps=1", "stage.sample.round=1"]
+    found = rows(stages.stage("sample", tiny_data, tmp_path / "run", *more) / "sampled/all.jsonl")
+    first = rows(whole / "sampled/all.jsonl")[: len(found)]
+    assert sum(a["completion"] != b["completion"] for a, b in zip(found, first, strict=True)) > len(found) / 4

@@ -205,6 +205,40 @@ def test_the_chain_runs_one_by_one_without_a_scheduler(place):
     assert done.returncode == 2 and not Path("runs/y").exists()  # the last stage's mistake, before the first starts
 
 
+def test_rounds_of_sampling_and_training_go_on_where_they_ended(place):
+    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "sbatch").exists())
+    words = ["runs/s p", "2", "data.train=train.jsonl", "@sample", "stage.sample.pairs=answers", "run.name=r{round}"]
+    command = ["bash", str(ROOT / "launchers/iterate.sh"), *words, "@dpo", "seed=1"]
+    environ = {**os.environ, "PATH": _without_sbatch(place, path)}
+
+    def go(**more: str) -> tuple[int, str]:
+        done = subprocess.run(command, env=environ | more, capture_output=True, text=True, timeout=100)
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = go(STOP_AFTER="1")  # a kill: within the first sampling
+    assert code == 75 and not Path("runs/s p/round-1/dpo").exists(), said
+    code, said = go()
+    assert code == 0, said
+    names = [f"round-{i}/{stage}" for i in (1, 2) for stage in ("sample", "dpo")]
+    one, first, two, second = (load_frozen(f"runs/s p/{name}") for name in names)
+    assert [cfg.model.init for cfg in (one, first)] == ["random"] * 2
+    assert [cfg.model.init for cfg in (two, second)] == ["runs/s p/round-1/dpo"] * 2
+    assert [cfg.data.train for cfg in (one, two)] == ["train.jsonl"] * 2
+    assert [cfg.data.train for cfg in (first, second)] == [
+        f"runs/s p/{name}/sampled/pairs.jsonl" for name in names[::2]
+    ]
+    assert [(cfg.stage.sample.round, cfg.run.name, cfg.seed) for cfg in (one, two)] == [(1, "r1", 0), (2, "r2", 0)]
+    assert (first.seed, second.seed) == (1, 1)
+    times = {name: Path(f"runs/s p/{name}/DONE").stat().st_mtime_ns for name in names}
+    Path("runs/s p/round-2/dpo/DONE").unlink()
+    assert go()[0] == 0
+    again = [name for name in names if Path(f"runs/s p/{name}/DONE").stat().st_mtime_ns != times[name]]
+    assert again == ["round-2/dpo"]
+    for broken in (["runs/x", "0", *words[2:], "@dpo"], words[:4], [*words, "@grpo"], [*words, "@sft", "@dpo"]):
+        done = subprocess.run([*command[:2], *broken], capture_output=True, text=True)
+        assert done.returncode == 2 and "launchers/iterate.sh DIR ROUNDS" in done.stderr
+
+
 def _without_sbatch(folder: Path, path: str) -> str:
     """The same programs but sbatch; where it lies among the others, links to those."""
     if path == os.environ["PATH"]:

@@ -46,6 +46,14 @@ def pipeline(cluster, place: Path, folder: str, *given: str, **environ: str) -> 
     return {line.split(":")[0]: line.split()[2].rstrip(",") for line in out.splitlines() if ": job " in line}
 
 
+def rounds(cluster, place: Path) -> dict[str, str]:
+    """Job of each run of two rounds."""
+    words = ["runs/rounds", "2", "model.tokenizer=.", "data.train=train.jsonl", "@sample"]
+    words += ["stage.sample.pairs=answers", "@dpo"]
+    out = cluster.run(ROOT / "launchers/iterate.sh", *words, cwd=place, ALIGNER_PYTHON=cluster.stand_in)
+    return {line.split(":")[0]: line.split()[2].rstrip(",") for line in out.splitlines() if ": job " in line}
+
+
 @pytest.fixture(scope="module")
 def jobs(cluster, tiny_data, tmp_path_factory):
     """Everything that needs no hand while it runs."""
@@ -72,6 +80,7 @@ def jobs(cluster, tiny_data, tmp_path_factory):
     found.stuck = submit("stuck", STUCK="1", STOP_AFTER="2", STEPS="100000")
     found.array = submit("array", "-m", "seed=3,4,5")
     found.chain = pipeline(cluster, place, "runs/chain", "sft", "rm", "ppo")
+    found.rounds = rounds(cluster, place)
     found.failing = pipeline(cluster, place, "runs/failing", "sft", "rm", CODE="7")
     (place / "plain.yaml").write_text((ROOT / "slurm/sites/localslurm.yaml").read_text() + f"python: {STAND_IN}\n")
     found.bare = submit("bare", "--site", "plain.yaml", "--nodes", "2", "--sbatch=--export=NONE")
@@ -136,6 +145,20 @@ def test_a_chain_runs_in_order_and_each_stage_starts_from_the_one_before(cluster
     assert (ppo.model.init, ppo.reward.model, ppo.critic.init) == ("runs/chain/sft", "runs/chain/rm", "runs/chain/rm")
     out = cluster.run(ROOT / "slurm/watch", jobs.run("chain"))
     assert out.count("DONE") == 3
+
+
+def test_rounds_run_in_order_and_only_what_is_not_done_runs_again(cluster, jobs):
+    names = [f"round-{i}/{stage}" for i in (1, 2) for stage in ("sample", "dpo")]
+    assert list(jobs.rounds) == names
+    assert [cluster.ended(job) for job in jobs.rounds.values()] == ["COMPLETED"] * 4
+    runs = [jobs.run("rounds") / name for name in names]
+    done = [(run / "DONE").stat().st_mtime for run in runs]
+    assert done == sorted(done)
+    assert load_frozen(runs[3]).model.init == "runs/rounds/round-1/dpo"
+    assert load_frozen(runs[3]).data.train == "runs/rounds/round-2/sample/sampled/pairs.jsonl"
+    (runs[3] / "DONE").unlink()
+    again = rounds(cluster, jobs.place)
+    assert list(again) == names[3:] and cluster.ended(again[names[3]]) == "COMPLETED"
 
 
 def test_a_failed_upstream_ends_the_chain(cluster, jobs):

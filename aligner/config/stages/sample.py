@@ -28,11 +28,13 @@ class SampleConfig:
     margin_above: float = 0.0  # pairs.jsonl: only rewards that differ by more; equal ones never make a pair
     unfinished: bool = False  # use answers that sampling.max_response_tokens has cut, too
     column: str = "completion"  # of all.jsonl and best.jsonl, with the answer
+    round: int = 0  # part of the seeds: another one draws other samples (launchers/iterate.sh counts from 1)
 
     def __post_init__(self) -> None:
         at_least(f"{KEY}.best", self.best, 0)
         one_of(f"{KEY}.pairs", self.pairs, ("rewards", "answers"))
         at_least(f"{KEY}.margin_above", self.margin_above, 0)
+        at_least(f"{KEY}.round", self.round, 0)
         if not self.column or self.column in TAKEN:
             raise ConfigError(f"{KEY}.column", self.column, f"a name other than {', '.join(TAKEN)}")
 
