@@ -149,6 +149,7 @@ class TrainBatch(TensorBatch):
     wanted: Tensor | None = None  # bool [B, T] tokens whose output is read; None: all
     packing: Any = None  # ops.packing.Packing: where its tokens stand in the model's stream, once a model has it
     routing: Tensor | None = None  # [B, T, layers, top_k] the experts to take; None: those of the model's own routers
+    ptx: bool = False  # rows of `ptx.data`, which have a loss of their own
     documents: Tensor | None = None  # int64 [B, T] numbers of a row's documents, which see only themselves; None: one
 
 

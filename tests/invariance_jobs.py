@@ -21,6 +21,7 @@ from aligner.megatron.model import Head
 from aligner.ops.rl import advantages
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy
+from aligner.roles.ptx import Ptx
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.balance import Balancer
 from aligner.rollout.record import read_recording
@@ -179,5 +180,18 @@ def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
             cfg = AlgorithmConfig(advantage="gae", entropy_coef=0.01, aggregation="seq_mean_token_mean", dual_clip=3.0)
             cfg.kl.coef, cfg.kl.placement, cfg.kl.estimator = 0.05, "loss", "k3"
             loss = policy_loss(mine, cfg, cfg.kl.coef, 16, group)
+            role.ptx = Ptx(Repeated(TrainBatch(mine.tokens, mine.lengths, mine.loss_mask)), 0.3, sharded.layout)
         stats = role.update(mine, loss)
+        if stage == "ppo":
+            return stats[name] + stats["ptx/loss"]
     return stats[name]
+
+
+@dataclass
+class Repeated:
+    """A stream of one batch."""
+
+    batch: TrainBatch
+
+    def next(self) -> TrainBatch:
+        return self.batch

@@ -117,6 +117,14 @@ CASES = {
         ["data.max_prompt_tokens=3", "all 32 rows were dropped", "shortest has 6 tokens"],
     ),
     "rows too long": ("sft", ["data.max_tokens=4"], DataError, 2, ["data.max_tokens=4", "all 32 rows were dropped"]),
+    "no rows to learn beside": ("sft", ["ptx.coef=0.1"], ConfigError, 2, ["ptx.data.train=''", "ptx.coef > 0"]),
+    "prompts to learn beside": (
+        "grpo",
+        ["ptx={coef: 0.1, data: {train: '{x}/other.jsonl', max_tokens: 32}}"],
+        DataError,
+        2,
+        ["ptx.data.train", "other.jsonl, row 1", "{prompt, completion}"],
+    ),
     "no room for answers": (
         "grpo",
         ["sampling.max_response_tokens=60"],

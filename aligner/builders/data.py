@@ -12,19 +12,24 @@ import torch.distributed as dist
 from aligner.builders.job import Job
 from aligner.config.sections.data import DataConfig
 from aligner.data.batches import BatchSource
-from aligner.data.dataset import PromptDataset
+from aligner.data.collate import collate_sft
+from aligner.data.dataset import PromptDataset, SftDataset
 from aligner.data.formats import prompt_rows
 from aligner.data.mixture import Mixture, PromptMixture
 from aligner.data.readers import Rows, read_rows
 from aligner.data.stream import IndexStream, MixedStream, Stream
+from aligner.data.text import TextDataset, sft_dataset
 from aligner.data.tokenizer import stop_token_ids
 from aligner.ops.agree import same_view
 from aligner.ops.packing.balance import row_costs
 from aligner.ops.seeds import derive
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
+from aligner.roles.ptx import Ptx
 from aligner.roles.reward_model import RewardModel
 from aligner.types import SamplingParams, TrainBatch
+
+PTX = "ptx.data"  # a section like `data`
 
 
 def rows_of(job: Job, path: str, key: str) -> Rows:
@@ -39,16 +44,28 @@ def rows_of(job: Job, path: str, key: str) -> Rows:
     return found[0]
 
 
-def make_training_set[D](job: Job, build: Callable[[str, str, DataConfig], D]) -> D | Mixture:
-    """`build(path, key, data)` a dataset of data.train, or of each of data.sources to mix them."""
-    data = job.cfg.data
+def make_training_set[D](job: Job, build: Callable[[str, str, DataConfig], D], section: str = "data") -> D | Mixture:
+    """`build(path, key, data)` a dataset of <section>.train, or of each of <section>.sources to mix them."""
+    data = _section(job, section)
     if not data.sources:
-        return build(data.train, "data.train", data)
+        return build(data.train, f"{section}.train", data)
     parts = {
-        source.label: build(source.path, f"data.sources.{source.label}", data.of(source)) for source in data.sources
+        source.label: build(source.path, f"{section}.sources.{source.label}", data.of(source))
+        for source in data.sources
     }
     prompts = all(isinstance(part, PromptDataset) for part in parts.values())
     return (PromptMixture if prompts else Mixture)(parts, [source.weight for source in data.sources])
+
+
+def _section(job: Job, section: str) -> DataConfig:
+    return {"data": job.cfg.data, PTX: job.cfg.ptx.data}[section]
+
+
+def make_answers(job: Job, path: str, key: str, data: DataConfig) -> SftDataset | TextDataset:
+    """What stage sft learns."""
+    dataset = sft_dataset(rows_of(job, path, key), job.tokenizer, data, key)
+    job.say(dataset.report)
+    return dataset
 
 
 def make_prompts(job: Job, path: str, key: str, data: DataConfig) -> PromptDataset:
@@ -62,18 +79,33 @@ def in_shares(job: Job, dataset: Mixture, count: int) -> list:
     return [dataset[int(row)] for row in make_stream(job, dataset, count).next()]
 
 
-def make_stream(job: Job, dataset: Sequence, batch: int) -> Stream:
-    seed, shuffle = job.cfg.seed, job.cfg.data.shuffle
+def make_stream(job: Job, dataset: Sequence, batch: int, section: str = "data") -> Stream:
+    shuffle, what = _section(job, section).shuffle, ("order",) if section == "data" else ("order", section)
+
+    def stream(rows: Sequence, key: str, *name: str) -> IndexStream:
+        return IndexStream(len(rows), derive(job.cfg.seed, *what, *name), shuffle, batch, f"{section}.{key}")
+
     if not isinstance(dataset, Mixture):
-        return IndexStream(len(dataset), derive(seed, "order"), shuffle, batch)
-    streams = {n: IndexStream(len(part), derive(seed, "order", n), shuffle) for n, part in dataset.parts.items()}
-    return MixedStream(streams, dataset.weights, batch)
+        return stream(dataset, "train")
+    streams = {name: stream(part, f"sources.{name}", name) for name, part in dataset.parts.items()}
+    return MixedStream(streams, dataset.weights, batch, section)
 
 
 def make_batches(job: Job, dataset: Any, collate: Callable[[Any, int], TrainBatch]) -> BatchSource:
-    stream = make_stream(job, dataset, job.cfg.batch.sequences)
+    return _dealt(job, dataset, make_stream(job, dataset, job.cfg.batch.sequences), collate)
+
+
+def _dealt(job: Job, dataset: Any, stream: Stream, collate: Callable[[Any, int], TrainBatch]) -> BatchSource:
     cost = partial(row_costs, model=job.initial.config)
     return BatchSource(dataset, stream, collate, job.tokenizer.pad_token_id, job.layout.dp_rank, job.layout.data, cost)
+
+
+def make_ptx(job: Job) -> Ptx:
+    """The rows of ptx.data; a checkpoint keeps the place in them."""
+    dataset = make_training_set(job, partial(make_answers, job), PTX)
+    stream = make_stream(job, dataset, job.cfg.ptx.sequences, PTX)
+    job.state["ptx"] = stream
+    return Ptx(_dealt(job, dataset, stream, collate_sft), job.cfg.ptx.coef, job.layout)
 
 
 def _sum_over_data_ranks(job: Job, values: list[float]) -> list[float]:

@@ -27,6 +27,7 @@ from aligner.megatron.model import check_kernels, resolve_dtype
 from aligner.megatron.train import ShardedModel
 from aligner.ops.seeds import derive
 from aligner.roles.initial import InitialModel, resolve
+from aligner.run.checkpoints import Stateful
 from aligner.run.starts import Start
 from aligner.run.stop import Boundary
 from aligner.run.timers import Timers
@@ -51,6 +52,7 @@ class Job:
     models: dict[str, ShardedModel] = field(default_factory=dict)  # by role, for the memory's turns
     engine: RolloutEngine | None = None
     start: Start = field(default_factory=lambda: Start("", 1, {}))  # rank 0 has a real one
+    state: dict[str, Stateful] = field(default_factory=dict)  # that checkpoints keep beside the stage's own
     on_commit: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of a whole checkpoint
     frozen: list[str] = field(default_factory=list)  # of each model with adapters: what its other weights are
     contents: dict[str, str] = field(default_factory=dict)  # key of a path -> hash of what this run finds there

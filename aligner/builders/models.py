@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
+from aligner.builders.data import make_ptx
 from aligner.builders.job import Job
 from aligner.config.derived import minibatch_samples
 from aligner.config.schema import ROLLOUT_STAGES, Config
@@ -54,7 +55,8 @@ def make_policy(job: Job, steps: int, **outputs: bool) -> Policy:
     model = job.models["policy"] = make_model(job, job.initial, Head(), optim, steps)
     if optim is not None and job.cfg.ema.decay:
         model.ema = Ema(model, job.cfg.ema.decay)
-    return Policy(model, job.cfg.batch, _temperature(job.cfg), **outputs)
+    ptx = make_ptx(job) if optim is not None and job.cfg.ptx.coef else None
+    return Policy(model, job.cfg.batch, _temperature(job.cfg), ptx=ptx, **outputs)
 
 
 def make_sampler(job: Job) -> Policy:

@@ -39,7 +39,7 @@ def make_run(
         run_dir,
         cfg.checkpoint,
         models,
-        {**state, "alarms": alarms},
+        {**job.state, **state, "alarms": alarms},
         _identity(job),
         _definition(job),
         cfg.run.accept_changes,

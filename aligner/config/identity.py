@@ -50,6 +50,8 @@ KINDS: dict[str, Kind] = {
     "parallel": T,
     "optim": T,
     "ema": T,
+    "ptx": D,
+    "ptx.data.train": H,
     "critic": D,
     "critic.init": H,
     "critic.parallel": T,

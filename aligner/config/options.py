@@ -29,6 +29,8 @@ GROUPS = (
     "logging",
     "experiment",
 )
+# sections that are used in a second place: `critic.optim`
+REUSED = {"critic": ("optim", "parallel"), "ptx": ("data",)}
 
 
 @functools.cache
@@ -151,6 +153,7 @@ def _section(kind: type, data: Any, key: str, root: type) -> Any:
     try:
         return kind(**values)
     except ConfigError as error:
-        if key.startswith("critic.") and not error.key.startswith("critic."):
-            raise rekeyed(error, "critic") from None
+        owner = key.partition(".")[0]
+        if owner in REUSED and not error.key.startswith(f"{owner}."):
+            raise rekeyed(error, owner) from None
         raise

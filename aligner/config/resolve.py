@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from aligner.config.checks import all_finite
-from aligner.config.options import GROUPS, all_keys, in_free_dict, key_type, nearest, rekeyed, type_name
+from aligner.config.options import GROUPS, REUSED, all_keys, in_free_dict, key_type, nearest, rekeyed, type_name
 from aligner.config.schema import Config
 from aligner.errors import ConfigError, UnknownKeyError
 
@@ -197,11 +197,11 @@ def quoted(text: str) -> str:
 def _typed(node: DictConfig, overrides: list[Override]) -> Config:
     """Resolve interpolations, then build the dataclasses, which check their values."""
     try:
-        for section in ("optim", "parallel"):
+        for owner, section in ((owner, name) for owner, names in REUSED.items() for name in names):
             try:
-                OmegaConf.to_object(node.critic[section])
+                OmegaConf.to_object(node[owner][section])
             except ConfigError as error:
-                raise rekeyed(error, "critic") from None
+                raise rekeyed(error, owner) from None
         config = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:
         raise _translated(error, overrides) from None

@@ -22,6 +22,7 @@ from aligner.config.sections.mismatch import MismatchConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.config.sections.ptx import PtxConfig
 from aligner.config.sections.rewards import EvalConfig, RewardConfig
 from aligner.config.sections.run import RunConfig
 from aligner.config.sections.sampling import SamplingConfig
@@ -67,6 +68,7 @@ class Config:
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    ptx: PtxConfig = field(default_factory=PtxConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

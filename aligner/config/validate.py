@@ -22,6 +22,8 @@ def validate(cfg: Config, world_size: int) -> None:
     _ranks(cfg, world_size)
     validate_model(cfg, cfg.model)
     STAGES[cfg.stage.name].check(cfg)
+    if cfg.ptx.coef and cfg.ptx.sequences % (dp := data_parallel(cfg, world_size)):
+        raise LayoutError("ptx.sequences", cfg.ptx.sequences, f"a multiple of the {dp} data-parallel ranks")
     if cfg.stage.name in ROLLOUT_STAGES and STAGES[cfg.stage.name].trains:
         _algorithm(cfg)
         _rewards(cfg)
@@ -47,8 +49,10 @@ def _paths(cfg: Config) -> None:
         "reward.model": cfg.reward.model if reads(cfg.stage.name, "reward.model") else "",
         "run.resume": "" if cfg.run.resume in ("auto", "never") else cfg.run.resume,
         "debug.train_only": cfg.debug.train_only,
+        "ptx.data.train": cfg.ptx.data.train,
     }
-    optional |= {f"data.sources.{source.label}.path": source.path for source in cfg.data.sources}
+    for section, data in (("data", cfg.data), ("ptx.data", cfg.ptx.data)):
+        optional |= {f"{section}.sources.{source.label}.path": source.path for source in data.sources}
     for key, path in optional.items():
         if path:
             exists(key, path)
@@ -75,9 +79,11 @@ def _without_effect(cfg: Config) -> None:
         expected = "auto with debug.rollout_only: name the checkpoint in model.init"
         raise ConfigError("run.resume", cfg.run.resume, expected)
     stage = STAGES[cfg.stage.name]
-    if cfg.ema.decay and (stage.scores or not stage.trains or cfg.debug.rollout_only):
+    if stage.scores or not stage.trains or cfg.debug.rollout_only:
         why = "debug.rollout_only, which trains nothing" if cfg.debug.rollout_only else f"stage {cfg.stage.name}"
-        raise ConfigError("ema.decay", cfg.ema.decay, f"0 with {why}: it is an average of a policy's weights")
+        for key, value in (("ema.decay", cfg.ema.decay), ("ptx.coef", cfg.ptx.coef)):
+            if value:
+                raise ConfigError(key, value, f"0 with {why}: it is of a policy that learns")
     if cfg.model.lora.rank and cfg.model.lora.dropout and cfg.stage.name in ROLLOUT_STAGES:
         expected = f"0 for stage {cfg.stage.name}: what is dropped in an update was there in the engine's samples"
         raise ConfigError("model.lora.dropout", cfg.model.lora.dropout, expected)

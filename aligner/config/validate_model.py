@@ -114,8 +114,11 @@ def _expert_ffn(model: ModelConfig) -> str:
 def _lengths(cfg: Config, model: ModelConfig) -> None:
     limit = longest_row(model.rope_scaling, model.max_position)
     of = "model.max_position" if limit == model.max_position else "model.rope_scaling.original_max_position"
-    if cfg.data.max_tokens > limit:
-        raise ConfigError("data.max_tokens", cfg.data.max_tokens, f"at most {of}={limit}")
+    rows = {"data.max_tokens": cfg.data.max_tokens}
+    rows |= {"ptx.data.max_tokens": cfg.ptx.data.max_tokens} if cfg.ptx.coef else {}
+    for key, tokens in rows.items():
+        if tokens > limit:
+            raise ConfigError(key, tokens, f"at most {of}={limit}")
     prompt, responses = cfg.data.max_prompt_tokens, {}
     if cfg.stage.name in ROLLOUT_STAGES or (evaluation_functions(cfg) and not cfg.eval.max_response_tokens):
         responses["sampling.max_response_tokens"] = cfg.sampling.max_response_tokens

@@ -18,12 +18,13 @@ class IndexStream:
     Every rank holds the same stream and takes its part of each global batch. A batch may span two epochs.
     """
 
-    def __init__(self, size: int, seed: int, shuffle: bool = True, batch: int = 1):
+    def __init__(self, size: int, seed: int, shuffle: bool = True, batch: int = 1, key: str = "data.train"):
+        """`key`: of the config, in errors."""
         if size < 1:
-            raise ConfigError("data.train", size, "a dataset with at least one row")
+            raise ConfigError(key, size, "a dataset with at least one row")
         if batch < 1:
             raise ConfigError("batch", batch, "an integer >= 1")
-        self.size, self.seed, self.shuffle, self.batch = size, seed, shuffle, batch
+        self.size, self.seed, self.shuffle, self.batch, self.key = size, seed, shuffle, batch, key
         self.cursor = 0  # rows taken so far, over all epochs
         self._orders: dict[int, np.ndarray] = {}
 
@@ -59,7 +60,7 @@ class IndexStream:
         """
         if state["size"] != self.size:
             raise CheckpointError(
-                f"data.train: expected the checkpoint's dataset of {state['size']} rows, found {self.size} rows; "
+                f"{self.key}: expected the checkpoint's dataset of {state['size']} rows, found {self.size} rows; "
                 "restore the data, or start anew with run.resume=never"
             )
         self.cursor, self.seed, self.shuffle = int(state["cursor"]), int(state["seed"]), bool(state["shuffle"])
@@ -95,9 +96,11 @@ class MixedStream:
     they have, that one whose next row is due first.
     """
 
-    def __init__(self, streams: Mapping[str, IndexStream], weights: Sequence[float], batch: int = 1):
+    def __init__(
+        self, streams: Mapping[str, IndexStream], weights: Sequence[float], batch: int = 1, section: str = "data"
+    ):
         """Weights are finite and positive; only their ratios count."""
-        self.streams, self.batch = dict(streams), batch
+        self.streams, self.batch, self.section = dict(streams), batch, section
         exact = [Fraction(weight) for weight in weights]
         self._shares = [weight / sum(exact) for weight in exact]
         self._slack = Fraction(1, max(2 * len(exact) - 2, 1))
@@ -139,7 +142,7 @@ class MixedStream:
         """Raises CheckpointError for other sources, or other numbers of rows."""
         if list(state) != list(self.streams):
             raise CheckpointError(
-                f"data.sources: expected the checkpoint's {', '.join(state)}, found {', '.join(self.streams)}"
+                f"{self.section}.sources: expected the checkpoint's {', '.join(state)}, found {', '.join(self.streams)}"
             )
         for name, stream in self.streams.items():
             stream.load_state_dict(state[name])

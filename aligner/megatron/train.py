@@ -382,17 +382,18 @@ class ShardedModel:
 
 def reduce_outputs(outputs: list[LossOutput], group: dist.ProcessGroup) -> ScalarMetrics:
     """Means as sum of numerators over sum of denominators (0/0 is NaN), maxima by max, over micro-batches and
-    `group`."""
-    means, maxima = list(outputs[0].means), list(outputs[0].maxima)
+    `group`. Micro-batches of different losses tell different ones; each kind is on every rank."""
+    means = list(dict.fromkeys(name for out in outputs for name in out.means))
+    maxima = list(dict.fromkeys(name for out in outputs for name in out.maxima))
+    zero = torch.zeros((), device=outputs[0].loss.device)
+    none, least = (zero, zero), zero - math.inf
     rows = [
-        [out.loss.detach().float()] + [part.detach().float() for n in means for part in out.means[n]] for out in outputs
+        [out.loss.detach().float()] + [part.detach().float() for n in means for part in out.means.get(n, none)]
+        for out in outputs
     ]
     sums = torch.stack([torch.stack(row) for row in rows]).sum(0)
-    tops = (
-        torch.stack([torch.stack([out.maxima[n].detach().float() for n in maxima]) for out in outputs]).amax(0)
-        if maxima
-        else None
-    )
+    each = [[out.maxima.get(n, least).detach().float() for n in maxima] for out in outputs]
+    tops = torch.stack([torch.stack(row) for row in each]).amax(0) if maxima else None
     if group.size() > 1:
         dist.all_reduce(sums, group=group)
         if tops is not None:

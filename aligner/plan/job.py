@@ -106,6 +106,8 @@ class Job:
     old_in_update: bool = False  # `config.derived.old_logprobs_in_update`
     sleeps: bool = True  # the KV cache is given back while others work
     routing: int = 0  # bytes of a token, if the engine's routing is replayed
+    ptx_rows: int = 0  # `ptx.data` in each of the policy's optimizer steps, over all ranks
+    ptx_longest: int = 0  # their limit in tokens
 
     @property
     def policy(self) -> Part:
@@ -127,10 +129,17 @@ class Job:
 
     def micro_batches(self, worst: bool = False) -> tuple[int, float]:
         """(how many of a rank and an optimizer step, tokens in the stream of one): on average, or with longest rows."""
-        rows = self.rows.count / self.minibatches / self.grid.data
-        length = self.rows.longest if worst or not self.packing else self.rows.mean
+        return self._cut(self.rows.count / self.minibatches, self.rows.mean, self.rows.longest, worst)
+
+    def ptx_micro_batches(self, worst: bool = False) -> tuple[int, float]:
+        """Likewise of `ptx.data`, whose rows are half as long as they may be on average."""
+        return self._cut(self.ptx_rows, self.ptx_longest / 2, self.ptx_longest, worst) if self.ptx_rows else (0, 0.0)
+
+    def _cut(self, count: float, mean: float, longest: int, worst: bool) -> tuple[int, float]:
+        rows = count / self.grid.data
+        length = longest if worst or not self.packing else mean
         if self.micro_tokens:
-            tokens = max(float(self.micro_tokens), self.rows.longest) if worst else float(self.micro_tokens)
+            tokens = max(float(self.micro_tokens), longest) if worst else float(self.micro_tokens)
             count = ceil(rows * length / tokens)
             return count, min(tokens, rows * length) if worst else rows * length / count
         micro = min(self.micro_rows, rows)
@@ -228,6 +237,8 @@ def job_of(
         old_in_update=old_logprobs_in_update(cfg),
         sleeps=cfg.memory.sleep != "never",
         routing=routing_bytes(shape) if cfg.mismatch.replay_routing else 0,
+        ptx_rows=cfg.ptx.sequences if cfg.ptx.coef else 0,
+        ptx_longest=cfg.ptx.data.max_tokens,
     )
 
 

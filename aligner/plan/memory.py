@@ -134,6 +134,9 @@ def activation_bytes(job: Job, part: Part, stage: int) -> float:
     the others: rows may be almost all response."""
     grid, m = job.grid, part.shape
     count, tokens = job.micro_batches(worst=True)
+    if part is job.policy:
+        more, others = job.ptx_micro_batches(worst=True)
+        count, tokens = count + more, max(tokens, others)
     own, share = tokens / grid.context, grid.tensor if grid.sequence else 1
     layers = []
     for sparse, linear in zip(stage_layers(m, grid, stage), stage_linear(m, grid, stage), strict=True):
@@ -249,7 +252,8 @@ def _stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
         most = most_read(job, tokens / job.grid.context, rows if job.micro_tokens else min(rows, job.micro_rows))
         base, updates = _models(job, stage, ("policy", "critic"), trains=True) | stays, []
         for part in trained:
-            logits = logits_bytes(job, part, most) if last else 0.0
+            learned = max(most, job.ptx_micro_batches(worst=True)[1] / job.grid.context) if part is job.policy else most
+            logits = logits_bytes(job, part, learned) if last else 0.0
             backward = {"activations": activation_bytes(job, part, stage), "logits": logits}
             updates.append(base | backward)  # Adam is fused and needs nothing beside, clipping one tensor at a time
         found["update"] = max(updates, key=lambda items: sum(items.values()))

@@ -144,6 +144,8 @@ def update_phase(job: Job, machine: Machine) -> Phase:
             continue
         one = Phase()
         _pipeline(one, job, part, machine, count, tokens, backward=True)
+        if part is job.policy and job.ptx_rows:
+            _pipeline(one, job, part, machine, *job.ptx_micro_batches(), backward=True)
         _communicate(one, step_calls(job, part, 0), job, machine)
         state = rank_parameters(part.shape, job.grid, 0, part.head, part.outputs)
         share = optimizer_share(state, job.grid, part.distributed)

@@ -16,6 +16,7 @@ from aligner.ops.kernels.logprobs import token_logprobs
 from aligner.ops.packing.needed import predicting
 from aligner.ops.rl.accuracy import greedy_hits
 from aligner.roles.batching import batch_metrics, forward_rows, micro_batches
+from aligner.roles.ptx import Ptx
 from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch
 
 
@@ -41,6 +42,7 @@ class Policy:
     entropy: bool = True  # of every token, for the metric and the bonus
     hits: bool = False
     log_squares: bool = False
+    ptx: Ptx | None = None  # rows that every update learns beside its own
     replays: ClassVar[bool] = True  # sends tokens to the experts of the engine's choice, where rows tell them
 
     def _outputs(self, hidden: Tensor, batch: TrainBatch, update: bool) -> TokenOutputs:
@@ -70,15 +72,21 @@ class Policy:
 
     def update(self, minibatch: TrainBatch, loss: PolicyLoss, unit: int = 1) -> ScalarMetrics:
         """One optimizer step over this rank's rows of a minibatch; `unit` consecutive ones (2: a pair) stay in one
-        micro-batch."""
+        micro-batch. `ptx` adds micro-batches of its rows, which `loss` and its numbers do not see."""
+        ptx, plain = self.ptx, replace(self, temperature=1.0)
 
         def from_hidden(hidden: Tensor, batch: TrainBatch) -> LossOutput:
+            if ptx is not None and batch.ptx:
+                return ptx.loss(plain._outputs(hidden, batch, update=False).logprobs, batch)
             return loss(self._outputs(hidden, batch, update=True), batch)
 
         mask = minibatch.loss_mask if minibatch.response_mask is None else minibatch.response_mask
         minibatch = replace(minibatch, wanted=predicting(mask))
         parts = micro_batches(minibatch, self.batch, unit, self.model.layout.pgs.dp)
+        if ptx is not None:
+            parts += micro_batches(ptx.next(), self.batch, group=self.model.layout.pgs.dp)
         stats = self.model.step(parts, from_hidden)
+        stats = stats if ptx is None else ptx.apart(stats)
         return {f"policy/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()} | (
             batch_metrics(parts, self.batch)
         )

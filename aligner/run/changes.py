@@ -12,7 +12,11 @@ from aligner.errors import CheckpointError
 from aligner.run.metrics import append_jsonl, read_jsonl
 
 FILE = "changes.jsonl"  # in the run folder: one record for each start that changed something
-DATA = (f"{CONTENT}data.train", f"{CONTENT}data.sources", "data")  # whose changes may give row numbers other rows
+# state of a stream -> whose changes may give its row numbers other rows
+ROWS = {
+    stream: (f"{CONTENT}{data}.train", f"{CONTENT}{data}.sources", data)
+    for stream, data in (("data", "data"), ("ptx", "ptx.data"))
+}
 
 
 class AnotherRunError(CheckpointError):
@@ -54,9 +58,10 @@ def compare(path: Path, was: Mapping[str, Any] | None, now: Mapping[str, Any], a
     return found
 
 
-def reorders(found: Sequence[Change]) -> bool:
-    """Whether row numbers may mean other rows than before."""
-    return any(c.kind is Kind.DEFINES and any(f"{c.key}.".startswith(f"{part}.") for part in DATA) for c in found)
+def reordered(found: Sequence[Change]) -> list[str]:
+    """The streams whose row numbers may mean other rows than before."""
+    keys = [f"{change.key}." for change in found if change.kind is Kind.DEFINES]
+    return [name for name, parts in ROWS.items() if any(k.startswith(f"{part}.") for k in keys for part in parts)]
 
 
 def note(run_dir: Path, path: Path, step: int, was: Mapping[str, Any] | None, found: Sequence[Change]) -> None:
@@ -67,8 +72,8 @@ def note(run_dir: Path, path: Path, step: int, was: Mapping[str, Any] | None, fo
     told = [change for change in found if change.kind is Kind.TOLD]
     if accepted:
         print(f"run.accept_changes: from step {step} on {', '.join(map(str, accepted))}", flush=True)
-    if reorders(found):
-        print("run.accept_changes: the rows of the data are taken from their first on", flush=True)
+    for name in reordered(found):
+        print(f"run.accept_changes: the rows of {ROWS[name][-1]} are taken from their first on", flush=True)
     if told:
         print(f"changed from step {step} on: {', '.join(map(str, told))}", flush=True)
     if found:

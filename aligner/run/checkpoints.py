@@ -39,10 +39,10 @@ from aligner.megatron.train import ShardedModel
 from aligner.ops.agree import by_rank_0, same_view
 from aligner.ops.reduce import first_cause
 from aligner.run.candidates import candidates_for, keep_damaged
-from aligner.run.changes import AnotherRunError, check_identity, compare, note, reorders
+from aligner.run.changes import AnotherRunError, check_identity, compare, note, reordered
 from aligner.run.retention import Retention
 
-DISPENSABLE = ("sentinel",)  # states that checkpoints of earlier versions lack
+DISPENSABLE = ("sentinel", "ptx")  # states that checkpoints of earlier versions, or without a stream, lack
 
 
 class Stateful(Protocol):
@@ -229,7 +229,7 @@ class Checkpoints:
                 check_identity(path, content["identity"], self.identity)
                 was = content.get("definition")
                 changed = [] if self.definition is None else compare(path, was, self.definition, self.accept_changes)
-                self._load(path, content, () if not reorders(changed) else ("data",))
+                self._load(path, content, reordered(changed))
             except AnotherRunError:
                 raise
             except CheckpointError as caught:

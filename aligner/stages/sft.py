@@ -10,17 +10,14 @@ from functools import partial
 
 import torch.distributed as dist
 
-from aligner.builders.data import make_batches, make_training_set, rows_of
+from aligner.builders.data import make_answers, make_batches, make_training_set
 from aligner.builders.engines import make_evaluator, make_refit
 from aligner.builders.job import Job
 from aligner.builders.models import make_policy
 from aligner.builders.runs import finish, make_run, saved_first, together
 from aligner.config.derived import evaluation_functions
-from aligner.config.sections.data import DataConfig
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_sft
-from aligner.data.dataset import SftDataset
-from aligner.data.text import TextDataset, sft_dataset
 from aligner.ops.rl.aggregate import aggregate, denominator
 from aligner.roles.policy import Policy, TokenOutputs
 from aligner.rollout.heldout import held_out_loss
@@ -30,7 +27,7 @@ from aligner.types import LossOutput, TrainBatch
 
 def main(job: Job) -> None:
     cfg = job.cfg
-    batches = make_batches(job, make_training_set(job, partial(_rows, job)), collate_sft)
+    batches = make_batches(job, make_training_set(job, partial(make_answers, job)), collate_sft)
     policy = make_policy(job, cfg.run.steps, entropy=False, hits=True)
     run = make_run(job, {"policy": policy.model}, {"data": batches.stream}, _evaluation(job, policy))
     with saved_first(run):
@@ -38,18 +35,13 @@ def main(job: Job) -> None:
     finish(job, run, policy.model)
 
 
-def _rows(job: Job, path: str, key: str, data: DataConfig) -> SftDataset | TextDataset:
-    dataset = sft_dataset(rows_of(job, path, key), job.tokenizer, data, key)
-    job.say(dataset.report)
-    return dataset
-
-
 def _evaluation(job: Job, policy: Policy) -> Evaluate | None:
     """The loss on data.eval, and what the reward functions say of answers to its rows."""
     cfg = job.cfg
     if not cfg.data.eval:
         return None
-    loss = partial(held_out_loss, policy, _rows(job, cfg.data.eval, "data.eval", cfg.data), cfg.eval.prompts)
+    rows = make_answers(job, cfg.data.eval, "data.eval", cfg.data)
+    loss = partial(held_out_loss, policy, rows, cfg.eval.prompts)
     answers = make_evaluator(job, make_refit(job, policy.model)) if evaluation_functions(cfg) else None
     return together(loss, answers)
 

@@ -50,6 +50,8 @@ def test_the_table_names_keys_that_exist():
         ("stage=grpo|engine.max_batch=3", Kind.TOLD),
         ("stage=ppo|critic.optim.lr=1", Kind.TOLD),
         ("ema.decay=0.9", Kind.TOLD),
+        ("ptx.sequences=3", Kind.DEFINES),
+        ("ptx.data.loss_on=all", Kind.DEFINES),
     ],
 )
 def test_a_change_of_one_key(change, kind):

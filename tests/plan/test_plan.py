@@ -17,7 +17,7 @@ from aligner.plan.job import Engine, Job, Part, Rows, job_of, shape_at
 from aligner.plan.memory import MemoryPlanError, activation_bytes, plan_memory, refuse
 from aligner.plan.prediction import predict
 from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, parameters, routing_bytes
-from aligner.plan.times import Machine, decode_step, generate_phase, plan_times, survival, update_mfu
+from aligner.plan.times import Machine, decode_step, generate_phase, plan_times, survival, update_mfu, update_phase
 from aligner.plan.traffic import Call, gathered_calls, pass_calls, refit_calls, step_calls
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +101,25 @@ def test_activations_by_mode():
     assert activation_bytes(job, job.policy, 1) < 0.6 * size()  # the last stage holds one micro-batch, the first two
     # rows of at most 2,304 tokens: by rows a micro-batch may hold as many as all are that long
     assert size(micro_tokens=0, micro_rows=4) == pytest.approx(size() * 4 * 2304 / 4096, rel=0.01)
+
+
+def test_an_average_and_other_rows_cost_what_they_are():
+    job = grpo(shape("llama3_8b"), Grid(tensor=4, data=2))
+    plain = plan_memory(job, H100, Assumptions()).phases
+    averaged = replace(job, parts=(replace(job.policy, averaged=True), *job.parts[1:]))
+    more = plan_memory(averaged, H100, Assumptions()).phases["save"]["optimizer"]
+    assert more == pytest.approx(plain["save"]["optimizer"] * 16 / 12)
+
+    longer = replace(job, ptx_rows=64, ptx_longest=2 * job.rows.longest, micro_tokens=0, micro_rows=2)
+    alone = replace(longer, ptx_rows=0)
+    assert activation_bytes(longer, job.policy, 0) == pytest.approx(
+        2 * activation_bytes(alone, job.policy, 0), rel=0.01
+    )
+    assert longer.ptx_micro_batches() == (16, 2 * job.rows.longest) and alone.ptx_micro_batches() == (0, 0.0)
+    machine = Machine(H100, Assumptions(), 8)
+    seconds = [sum(update_phase(j, machine).parts.values()) for j in (alone, longer)]
+    tokens = job.rows.tokens + job.minibatches * job.epochs * 64 * job.rows.longest
+    assert seconds[1] / seconds[0] == pytest.approx(tokens / job.rows.tokens, rel=0.1)
 
 
 def test_the_kv_cache_is_cut_as_the_engine_cuts_it():

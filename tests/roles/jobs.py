@@ -14,10 +14,13 @@ from aligner.megatron.model import Head
 from aligner.roles.batching import forward_rows, micro_batches
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy, Reference
+from aligner.roles.ptx import Ptx
 from aligner.roles.reward_model import RewardModel
 from aligner.types import LossOutput, Prompt, Sample, TrainBatch
 from tests import varlen_stand_in
+from tests.invariance_jobs import Repeated
 from tests.megatron.jobs import ONE, build, from_folder, shares, weights
+from tests.megatron.moe_jobs import equal_shares
 from tests.tiny import ADAM, SGD, batch
 
 
@@ -72,6 +75,32 @@ def policy_update(cfg: ModelConfig, parallel: ParallelConfig) -> dict:
     stats = policy.update(mine, loss)
     after = weights(model)
     return {"stats": stats, "moved": any(not torch.equal(t, after[n]) for n, t in before.items())}
+
+
+def ptx_update(cfg: ModelConfig, parallel: ParallelConfig, coef: float | None, own: float = 1.0) -> dict:
+    """A step of gradient descent on `own` times a loss at another temperature, with rows of another stream beside it;
+    the weights before and after it."""
+    model = build(cfg, parallel, SGD)
+    deal = equal_shares if cfg.moe.num_experts else shares
+    policy, full = Policy(model, BatchConfig(micro_batch_samples=2), temperature=0.7), batch(cfg)
+    if coef is not None:
+        policy.ptx = Ptx(Repeated(deal(model, batch(cfg, rows=6, width=9, seed=2))), coef, model.layout)
+
+    def loss(out, b):
+        real = b.loss_mask
+        value = -own * (out.logprobs * real).sum() / full.loss_mask.sum()
+        return LossOutput(value, {"seen": (real.sum(), torch.tensor(1.0))}, {"top": out.logprobs.detach().min()})
+
+    before = weights(model)
+    stats = policy.update(deal(model, full), loss)
+    return {"stats": stats, "before": before, "after": weights(model)}
+
+
+def nll_at_one(cfg: ModelConfig) -> float:
+    """Of the rows that `ptx_update` learns beside its own, by a pass without gradient."""
+    rows = batch(cfg, rows=6, width=9, seed=2)
+    logprobs = Reference(build(cfg), BatchConfig()).logprobs(rows)
+    return float(-(logprobs * rows.loss_mask).sum() / rows.loss_mask.sum())
 
 
 def critic_update(cfg: ModelConfig, parallel: ParallelConfig) -> dict:

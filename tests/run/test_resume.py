@@ -38,7 +38,13 @@ def arguments(stage: str, runs: dict) -> list[str]:
                 "ema.decay=0.9",
                 kl % "loss",
             ],
-            "ppo": [f"model.init={runs['sft']}", f"reward.model={runs['rm']}", "reward.normalize=true", kl % "reward"],
+            "ppo": [
+                f"model.init={runs['sft']}",
+                f"reward.model={runs['rm']}",
+                "reward.normalize=true",
+                "ptx={coef: 0.1, sequences: 5, data: {train: '${data.train}', max_tokens: 32}}",
+                kl % "reward",
+            ],
         }[stage]
     )
 
