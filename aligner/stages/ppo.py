@@ -6,6 +6,9 @@ refit -> generate -> score -> logprobs, values -> GAE, whitening -> epochs x min
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import count, islice
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,7 +32,7 @@ from aligner.rollout.source import Rollouts
 from aligner.rollout.statistics import rollout_metrics, value_metrics
 from aligner.run.loop import Run
 from aligner.run.mismatch import check_mismatch, correct_mismatch
-from aligner.types import LossOutput, TrainBatch
+from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch
 
 
 def main(job: Job) -> None:
@@ -37,7 +40,7 @@ def main(job: Job) -> None:
     warmup = steps // cfg.run.steps * cfg.critic.warmup_steps if cfg.run.steps else 0
     policy = make_policy(job, steps - warmup)
     reference = make_reference(job) if cfg.algorithm.kl.coef else None
-    critic = make_critic(job, steps)
+    critic = make_critic(job, steps + cfg.critic.pretrain_steps)
     rollouts, state, evaluation = make_rollouts(job, policy, reward_model)
     kl = KLController(cfg.algorithm.kl)
     run = make_run(job, {"policy": policy.model, "critic": critic.model}, state | {"kl": kl}, evaluation)
@@ -71,6 +74,9 @@ def ppo(
         with run.timers("advantages"):
             correct_mismatch(rollout, cfg.mismatch)
             set_token_rewards(rollout, cfg.algorithm, kl.coef, limit)
+        if step == 1 and cfg.critic.pretrain_steps:
+            metrics |= pretrain(run, rollout, critic, cfg, balancer)
+        with run.timers("advantages"):
             rollout.advantages, rollout.returns = critic_advantages(rollout, cfg.algorithm, group)
             metrics |= rollout_metrics(rollout, scores, cfg.algorithm, group) | value_metrics(rollout, group)
             check_mismatch(metrics, rollout, cfg.mismatch)
@@ -93,6 +99,28 @@ def ppo(
             kl.update(metrics[kl.metric], samples)
         shown = sample_rows(rollout, scores, cfg.logging.samples_shown)
         run.finish(step, metrics, shown, total_tokens(rollout, group), samples)
+
+
+def pretrain(run: Run, rollout: RolloutBatch, critic: Critic, cfg: Config, balancer: Balancer) -> ScalarMetrics:
+    """Fit the critic to what followed (returns with lambda 1) on one rollout, `critic.pretrain_steps` times; then its
+    `values` are those that it has learned. A critic that knows nothing would mislead the policy's first steps: VAPO,
+    arXiv:2504.05118."""
+    group, stats = critic.model.layout.pgs.dp, []
+    _, rollout.returns = critic_advantages(rollout, replace(cfg.algorithm, lam=1.0), group)
+    before = value_metrics(rollout, group)
+    deal = partial(minibatches, rollout, cfg.batch, derive(cfg.seed, "pretrain"), balancer=balancer)
+    for minibatch in islice((m for epoch in count() for m in deal(epoch)), cfg.critic.pretrain_steps):
+        with run.timers("update"):
+            squared = value_loss(minibatch, 0.0, group, cfg.algorithm.aggregation, cfg.sampling.max_response_tokens)
+            stats.append(critic.update(minibatch, squared))
+    with run.timers("logprobs"):
+        rollout.values = critic.values(rollout, rollout.response_mask)
+    variance = "critic/explained_variance"
+    return {
+        "critic/pretrain_loss": stats[-1]["critic/loss"],
+        "critic/pretrain_explained_variance_before": before[variance],
+        "critic/pretrain_explained_variance": value_metrics(rollout, group)[variance],
+    }
 
 
 def value_loss(

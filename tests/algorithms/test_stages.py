@@ -282,6 +282,23 @@ def test_ppo_learns_from_the_reward_model(tiny_data, tiny_runs, tmp_path):
     assert found[0]["critic/return_mean"] == pytest.approx(means[0], abs=0.3)
 
 
+def test_a_critic_is_fitted_to_what_followed_before_anything_else_learns(tiny_data, tiny_runs, tmp_path):
+    """On the first rollout, which is generated once; toward the rewards themselves, whatever algorithm.lam says."""
+    more = [f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}", "run.steps=1", "algorithm.lam=0.2"]
+    more += ["checkpoint.final=false", "run.export=false", "critic.warmup_steps=0", "eval.generate=false"]
+
+    def first(name, *changes):
+        return stages.records(stages.stage("ppo", tiny_data, tmp_path / name, *more, *changes))[0]
+
+    fitted = first("fitted", "critic.pretrain_steps=25")
+    before, after = "critic/pretrain_explained_variance_before", "critic/pretrain_explained_variance"
+    assert fitted[after] > fitted[before] + 0.2 and fitted["refit/version"] == 0
+    plain = first("plain", "algorithm.lam=1")
+    assert fitted[before] == pytest.approx(plain["critic/explained_variance"], rel=1e-6)
+    assert fitted["reward/mean"] == plain["reward/mean"] and before not in plain
+    assert fitted["critic/value_mean"] != plain["critic/value_mean"]  # its values are those it has learned
+
+
 def test_prompts_of_a_file_are_the_prompts_of_the_run(tiny_data, runs):
     known = {json.loads(line)["prompt"] for line in (tiny_data / "train.jsonl").read_text().splitlines()}
     rows = [json.loads(line) for line in (runs["grpo"] / "samples.jsonl").read_text().splitlines()]

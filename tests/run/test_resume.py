@@ -42,6 +42,7 @@ def arguments(stage: str, runs: dict) -> list[str]:
                 f"model.init={runs['sft']}",
                 f"reward.model={runs['rm']}",
                 "reward.normalize=true",
+                "critic.pretrain_steps=3",
                 "ptx={coef: 0.1, sequences: 5, data: {train: '${data.train}', max_tokens: 32}}",
                 kl % "reward",
             ],

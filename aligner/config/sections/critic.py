@@ -15,8 +15,10 @@ class CriticConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     warmup_steps: int = 0  # rollouts in which only the critic learns
+    pretrain_steps: int = 0  # optimizer steps on the first rollout, towards its returns with lambda 1, before any other
     clip: float = 0.2  # of values around the old ones; 0: off
 
     def __post_init__(self) -> None:
+        at_least("critic.pretrain_steps", self.pretrain_steps, 0)
         at_least("critic.warmup_steps", self.warmup_steps, 0)
         at_least("critic.clip", self.clip, 0)
