@@ -176,10 +176,11 @@ def _serve(pipe: Connection) -> None:
 def _main(numbers: list[int]) -> None:
     import torch
 
-    import aligner.megatron.checkpoint
-    import aligner.megatron.train  # noqa: F401
+    import tests.run.jobs  # noqa: F401 (whole stages: nearly all of the package)
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # the collection after each job, and that at the end of each run, would look at all modules
     for mine in numbers:
         if os.fork() == 0:
             for other in numbers:

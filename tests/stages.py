@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -92,6 +94,18 @@ def overrides(stage: str, data: Path, run_dir: Path, *more: str) -> list[str]:
     return [*own, *BASE, *(SAMPLE if stage == "sample" else STAGES[stage]), *more]
 
 
+@cache
+def _settle() -> None:
+    """A run ends with a full collection of garbage, which takes as long as all else of a toy run: it need not look at
+    the modules."""
+    import transformers  # noqa: F401
+
+    import aligner.build  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
 def run(arguments: list[str]) -> Path:
     """What `aligner run` does, without its printing and its exit code: errors are raised. Returns the run folder."""
     from aligner.build import run_stage
@@ -100,6 +114,7 @@ def run(arguments: list[str]) -> Path:
     from aligner.config.resolve import compose
     from aligner.config.validate import validate
 
+    _settle()
     cfg: Config = compose(arguments)
     validate(cfg, 1)
     freeze(cfg, cfg.run.dir)
