@@ -53,6 +53,11 @@ if ((workers > 1)); then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) / workers))}"
 fi
 
+# tests write many small files, which takes longer on a disk than all else they do with them
+if [[ -z "${PYTEST_DEBUG_TEMPROOT:-}" && "$(df -m --output=avail /dev/shm 2>/dev/null | tail -n 1)" -ge 8192 ]]; then
+    export PYTEST_DEBUG_TEMPROOT=/dev/shm
+fi
+
 ruff check .
 ruff format --check .
 python -m pytest --durations=15 -rs ${arguments[@]+"${arguments[@]}"}
