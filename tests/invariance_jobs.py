@@ -12,6 +12,7 @@ import torch
 from aligner.algorithms.losses import policy_loss
 from aligner.config.sections.algorithm import AlgorithmConfig, RewardLossConfig
 from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.kto import KtoConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
@@ -19,13 +20,16 @@ from aligner.config.sections.preference import PreferenceConfig
 from aligner.megatron import moe
 from aligner.megatron.model import Head
 from aligner.ops.rl import advantages
+from aligner.ops.rl.kto import mismatched
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy
 from aligner.roles.ptx import Ptx
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.balance import Balancer
 from aligner.rollout.record import read_recording
+from aligner.rollout.unpaired import with_reference, zero_point
 from aligner.stages.dpo import dpo_loss
+from aligner.stages.kto import kto_loss
 from aligner.stages.ppo import value_loss
 from aligner.stages.rm import preference_loss
 from aligner.stages.sft import sft_loss
@@ -40,7 +44,7 @@ STEEP = replace(PLAIN, lr=1e8)
 ADAM = OptimConfig(lr=1e-3)
 
 
-POLICIES = ("sft", "dpo", "grpo", "ppo")
+POLICIES = ("sft", "dpo", "kto", "grpo", "ppo")
 PLAIN_BATCH = BatchConfig(micro_batch_samples=16, share_prompts=False)
 
 
@@ -58,9 +62,10 @@ class Case:
     replay: bool = False  # a policy's tokens go to experts by lot
 
 
-PAIRS = ("rm", "dpo")
+PAIRS = ("rm", "dpo", "kto")  # two rows that stay together; of kto an answer and a mismatched one
 # sums, means and odds, the tail of the longer answer, weights from the whole distribution, NLL
 ROWS = PreferenceConfig(["sigmoid", "ipo", "rpo_bwd_kl"], [1.0, 0.01, 0.5], ld_alpha=0.5, wpo=True, nll_coef=0.3)
+KTO = KtoConfig(beta=0.2, desirable_weight=1.2)
 NEAR = 1e-6  # of probability: what rounding may turn around
 
 
@@ -147,9 +152,36 @@ def prepare(rollout: RolloutBatch, without: str) -> TrainBatch:
     return batch.select(valid.nonzero().flatten()) if without == "gone" else batch
 
 
+def with_mismatched(rows: TrainBatch) -> TrainBatch:
+    """Each row with the mismatched one behind it; labels [2B, 2] as of `collate_unpaired`."""
+    starts = rows.loss_mask.argmax(1).tolist()
+    others = mismatched([tuple(row[:start].tolist()) for row, start in zip(rows.tokens, starts, strict=True)])
+    texts = [
+        torch.cat([rows.tokens[i, : starts[i]], rows.tokens[j, starts[j] : rows.lengths[j]]])
+        for i, j in enumerate(others)
+    ]
+    width = max(rows.tokens.shape[1], *map(len, texts))
+
+    def beside(x: torch.Tensor, other: list[torch.Tensor]) -> torch.Tensor:
+        every = [row for pair in zip(x, other, strict=True) for row in pair]
+        return torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in every])
+
+    masks = [(torch.arange(len(text)) >= starts[i]).float() for i, text in enumerate(texts)]
+    tokens, mask = beside(rows.tokens, texts), beside(rows.loss_mask, masks)
+    lengths = torch.stack([rows.lengths, torch.tensor([len(text) for text in texts])], 1).flatten()
+    desirable = (rows.labels > rows.labels.median()).float().repeat_interleave(2)
+    noise = torch.randn(mask.shape, generator=torch.Generator().manual_seed(4))
+    # the model's logprobs are -6 on average: z0 is well above 0
+    reference = -5.9 + 0.3 * noise - 0.7 * (torch.arange(len(mask)) % 2)[:, None]
+    labels = torch.stack([desirable, torch.arange(len(mask)) % 2], 1)
+    return TrainBatch(tokens, lengths, mask, ref_logprobs=reference, labels=labels)
+
+
 def share(rows: TrainBatch, stage: str, ranks: int, rank: int) -> TrainBatch:
     """This data-parallel rank's rows; for pairs, the best and the worst of every four rows."""
-    if stage in PAIRS:
+    if stage == "kto":
+        rows = with_mismatched(rows)
+    elif stage in PAIRS:
         order = rows.labels.view(-1, 4).argsort(1, descending=True) + 4 * torch.arange(len(rows.labels) // 4)[:, None]
         rows = rows.select(order[:, [0, 3, 1, 2]].flatten())
     size = len(rows.lengths) // ranks
@@ -169,6 +201,11 @@ def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
         numbers = torch.stack([mine.labels, mine.labels, torch.ones_like(mine.labels)], 1)
         pairs, role = replace(mine, labels=numbers), Policy(sharded, batch, entropy=False, log_squares=True)
         stats, name = role.update(pairs, dpo_loss(pairs, ROWS, group), 2), "policy/loss"
+    elif stage == "kto":
+        role, (answers, others) = Policy(sharded, batch, entropy=False), with_reference(mine, None)
+        z0, name = zero_point(role, others), "policy/loss"
+        assert z0 > 1 or sharded.step_count, "a zero point that counts"
+        stats = role.update(answers, kto_loss(answers, z0, KTO, group))
     else:
         name = "policy/loss"
         role = Policy(sharded, batch, temperature=0.8)

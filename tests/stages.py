@@ -37,6 +37,7 @@ STAGES: dict[str, list[str]] = {
     "sft": ["batch.sequences=16", "batch.micro_batch_samples=8"],
     "rm": ["batch.sequences=8", "batch.micro_batch_samples=4"],
     "dpo": ["batch.sequences=8", "batch.micro_batch_samples=4", "algorithm.preference.beta=0.5"],
+    "kto": ["batch.sequences=8", "batch.micro_batch_samples=4", "algorithm.kto.beta=0.5"],
     "grpo": [
         "batch.prompts=8",
         "batch.group=4",
@@ -72,7 +73,8 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 
 def make_data(root: Path) -> Path:
-    """A byte tokenizer, and the task "say the letter again": answers, pairs with margins, and scored answers."""
+    """A byte tokenizer, and the task "say the letter again": answers, pairs with margins, the answers of these with
+    labels, and scored answers."""
     byte_tokenizer(str(root / "tokenizer"))
     rows = [{"prompt": f"say {c}:", "completion": c} for c in LETTERS]
     write_jsonl(root / "train.jsonl", rows)
@@ -82,6 +84,12 @@ def make_data(root: Path) -> Path:
         for i, r in enumerate(rows)
     ]
     write_jsonl(root / "pairs.jsonl", pairs)
+    labels = [
+        {"prompt": p["prompt"], "completion": p[side], "label": side == "chosen"}
+        for p in pairs
+        for side in ("chosen", "rejected")
+    ]
+    write_jsonl(root / "labels.jsonl", labels)
     scored = [r | {"good": float(i % 2), "short": i % 3 - 1.0, "completion": "yn"[i % 2]} for i, r in enumerate(rows)]
     write_jsonl(root / "scored.jsonl", scored)
     return root
@@ -89,7 +97,7 @@ def make_data(root: Path) -> Path:
 
 def overrides(stage: str, data: Path, run_dir: Path, *more: str) -> list[str]:
     """The command line of a toy run; reward models and starting points are the caller's to name."""
-    train = data / ("pairs.jsonl" if stage in ("rm", "dpo") else "train.jsonl")
+    train = data / {"rm": "pairs.jsonl", "dpo": "pairs.jsonl", "kto": "labels.jsonl"}.get(stage, "train.jsonl")
     own = [f"stage={stage}", f"run.dir={run_dir}", f"data.train={train}", f"model.tokenizer={data / 'tokenizer'}"]
     return [*own, *BASE, *(SAMPLE if stage == "sample" else STAGES[stage]), *more]
 

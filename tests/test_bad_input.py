@@ -74,6 +74,48 @@ CASES = {
         2,
         ["two_prompts.jsonl, row 1", "the same prompt"],
     ),
+    "labels that are no booleans": (
+        "kto",
+        ["data.train={x}/numbers.jsonl"],
+        DataError,
+        2,
+        ["numbers.jsonl, row 2", "label=0", "true or false"],
+    ),
+    "one label only": (
+        "kto",
+        ["data.train={x}/liked.jsonl"],
+        DataError,
+        2,
+        ["data.train", "label true and answers with label false", "found true alone"],
+    ),
+    "empty answer with a label": (
+        "kto",
+        ["data.train={x}/empty_answer.jsonl"],
+        DataError,
+        2,
+        ["empty_answer.jsonl, row 2", "some text in `rejected`"],
+    ),
+    "answers without labels": (
+        "kto",
+        ["data.train={d}/train.jsonl"],
+        DataError,
+        2,
+        ["train.jsonl, row 1", "{prompt, completion, label} or {chosen, rejected}", "found prompt, completion"],
+    ),
+    "one sample and no other to compare with": (
+        "kto",
+        ["batch.sequences=1", "batch.micro_batch_samples=1"],
+        ConfigError,
+        2,
+        ["batch.sequences=1", "at least 2", "algorithm.kto.kl=minibatch"],
+    ),
+    "kto without a reference": (
+        "kto",
+        ["algorithm.kto.reference=none"],
+        ConfigError,
+        2,
+        ["algorithm.kto.reference='none'", "model or stored"],
+    ),
     "no rewards": (
         "dpo",
         ["algorithm.preference.loss=[rpo_sq]"],
@@ -349,6 +391,9 @@ def places(tiny_data, tiny_runs, tmp_path_factory):
     (x / "other.jsonl").write_text('{"question": "a"}\n')
     rows = [{"prompt": "a", "chosen": "b", "rejected": answer} for answer in ("c", "")]
     stages.write_jsonl(x / "empty_answer.jsonl", rows)
+    for name, labels in (("numbers", [True, 0]), ("liked", [True, True])):
+        answers = [{"prompt": "a:", "completion": "b", "label": label} for label in labels]
+        stages.write_jsonl(x / f"{name}.jsonl", answers)
     chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": "x"}] for q in "ab"]
     stages.write_jsonl(x / "two_prompts.jsonl", [{"chosen": chats[0], "rejected": chats[1]}])
     (x / "plain_pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')

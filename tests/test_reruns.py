@@ -8,7 +8,7 @@ pytestmark = pytest.mark.multirank
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "grpo", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "grpo", "ppo"])
 def test_the_same_seed_gives_the_same_bits(tiny_data, tiny_runs, tmp_path, stage):
     more = ["run.steps=3", "run.deterministic=true", "batch.micro_batch_tokens=64"]
     more += [f"model.init={tiny_runs['sft']}"] if stage != "sft" else []

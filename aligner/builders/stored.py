@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,23 +16,23 @@ from torch import Tensor
 
 from aligner.builders.job import Job
 from aligner.builders.models import make_reference
-from aligner.data.collate import collate_pairs
-from aligner.data.dataset import PairDataset
+from aligner.data.answers import Answers
 from aligner.data.mixture import Mixture
 from aligner.roles.initial import shape_of
 from aligner.roles.policy import Reference
 from aligner.rollout.sharing import share
 from aligner.types import TrainBatch
 
-PAIRS = 1024  # of all ranks, computed between two looks at the data
+Collate = Callable[[Sequence, int], TrainBatch]
+ITEMS = 1024  # of all ranks, computed between two looks at the data
 
 
-def store_reference(job: Job, train: PairDataset | Mixture, held_out: PairDataset | None) -> None:
+def store_reference(job: Job, train: Answers | Mixture, held_out: Answers | None, collate: Collate) -> None:
     """Give each of their datasets the logprobs of its tokens by the model of `model.init`: from <run.dir>/reference, if
     they were computed for the same weights, tokens and dtype; else computed, with a model that is gone afterwards, and
-    written there. Collective."""
+    written there. `collate` makes a batch of items. Collective."""
     parts = list(train.parts.values()) if isinstance(train, Mixture) else [train]
-    datasets: dict[str, PairDataset] = {f"train-{i}": part for i, part in enumerate(parts)}
+    datasets: dict[str, Answers] = {f"train-{i}": part for i, part in enumerate(parts)}
     datasets |= {"eval": held_out} if held_out is not None else {}
     reference = None
     for name, dataset in datasets.items():
@@ -44,7 +45,7 @@ def store_reference(job: Job, train: PairDataset | Mixture, held_out: PairDatase
             dist.broadcast(values, 0)
         else:
             reference = reference or make_reference(job)
-            values = _compute(reference, dataset)
+            values = _compute(reference, dataset, collate)
             if job.env.rank == 0:
                 _write(file, key, values)
         job.say(f"{dataset.report.key}: reference logprobs {'read from' if known else 'written to'} {file}")
@@ -52,7 +53,7 @@ def store_reference(job: Job, train: PairDataset | Mixture, held_out: PairDatase
     job.models.pop("reference", None)
 
 
-def _key(job: Job, dataset: PairDataset) -> str:
+def _key(job: Job, dataset: Answers) -> str:
     """Changes with whatever the numbers depend on: weights, and the tokens that template and limits left."""
     initial = job.initial
     digest = hashlib.sha256(repr((initial.content, initial.seed, shape_of(initial.config), str(job.dtype))).encode())
@@ -78,20 +79,19 @@ def _write(file: Path, key: str, values: Tensor) -> None:
     os.replace(part, file)
 
 
-def _compute(reference: Reference, dataset: PairDataset) -> Tensor:
+def _compute(reference: Reference, dataset: Answers, collate: Collate) -> Tensor:
     """float32 [dataset.tokens], 0 outside the answers, the same on all ranks."""
     layout, found = reference.model.layout, torch.zeros(dataset.tokens)
-    for first in range(0, len(dataset), PAIRS):
-        pairs = range(first, min(first + PAIRS, len(dataset)))
-        mine = pairs[share(len(pairs), layout.data, layout.dp_rank)]
+    for first in range(0, len(dataset), ITEMS):
+        items = range(first, min(first + ITEMS, len(dataset)))
+        mine = items[share(len(items), layout.data, layout.dp_rank)]
         if not mine:  # ranks that share experts call together
             reference.logprobs(TrainBatch(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0), torch.zeros(0, 1)))
             continue
-        batch = collate_pairs([dataset[i] for i in mine], 0)
-        each = reference.logprobs(batch, batch.loss_mask) * batch.loss_mask
+        batch = collate([dataset[i] for i in mine], 0)
+        each = reference.logprobs(batch, batch.loss_mask, dataset.rows) * batch.loss_mask
         inside = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
-        start, end = dataset.place(mine[0])[0], dataset.place(mine[-1])[2]
-        found[start:end] = each[inside]  # pairs next to each other, row after row
+        found[dataset.span(mine[0], mine[-1] + 1)] = each[inside]  # items next to each other, row after row
     found = found.to(reference.model.device)
     dist.all_reduce(found, group=layout.pgs.dp)
     return found

@@ -94,7 +94,7 @@ KINDS: dict[str, Kind] = {
     f"{CONTENT}reward.functions": T,  # one that raised has to be mended before the run goes on
 }
 # sections and keys that not every stage reads: those that do name them (config/stages)
-OPTIONAL = (*ROLLOUTS, *SEQUENCES, "critic", "algorithm.reward_loss", "algorithm.preference")
+OPTIONAL = (*ROLLOUTS, *SEQUENCES, "critic", "algorithm.reward_loss", "algorithm.preference", "algorithm.kto")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ ROLES = {
     "function_call": "assistant",
 }
 ASKING, ANSWERING = ("human", "observation"), ("gpt", "function_call")  # as errors name the sides
+ANSWERED = ("messages", "prompt_completion", "unpaired")  # what holds the model's answer in one text
 ANSWERS = {"preference": ("chosen", "rejected"), "prompt": ()}  # a stage's columns with answers; of others: `output`
 
 
@@ -49,10 +50,10 @@ def converted(kind: str, row: Row, target: str, where: str) -> dict[str, Any]:
     else:
         turns, answer = _conversation(row, where), lambda name: _answer(row, name, where)
         found["tools"] = _wrapped(row.get("tools"))
-    if kind == "alpaca" and target in ("messages", "prompt_completion"):
+    if kind == "alpaca" and target in ANSWERED:
         turns.append({"role": "assistant", "content": _said(row, "output", where)})
     answered = turns[-1]["role"] == "assistant"
-    if (target == "preference" and answered) or (target in ("messages", "prompt_completion") and not answered):
+    if (target == "preference" and answered) or (target in ANSWERED and not answered):
         wanted = "turn of the user, which `chosen` and `rejected` answer" if answered else "answer of the model"
         raise DataError(f"{where}: expected `conversations` to end with a{'n' * (not answered)} {wanted}")
     if target == "messages":

@@ -25,16 +25,23 @@ class BatchSource:
     rank: int
     ranks: int
     cost: Callable[[Tensor], Tensor]
+    # (items of the whole batch in their order, places of this rank's) -> this rank's; None: as they are
+    arrange: Callable[[list, Sequence[int]], list] | None = None
     _balance: float = 1.0
 
     def next(self) -> TrainBatch:
         rows = self.stream.next()
+        mine: Sequence[int] = range(len(rows))
         if self.ranks > 1:
             costs = self.cost(torch.from_numpy(self.dataset.lengths[rows])).tolist()
             parts = deal(costs, self.ranks)
             self._balance = balance(costs, parts)
-            rows = rows[parts[self.rank]]
-        return self.collate([self.dataset[int(row)] for row in rows], self.pad_id)
+            mine = parts[self.rank]
+        if self.arrange is None:
+            items = [self.dataset[int(rows[i])] for i in mine]
+        else:
+            items = self.arrange([self.dataset[int(row)] for row in rows], mine)
+        return self.collate(items, self.pad_id)
 
     def metrics(self) -> ScalarMetrics:
         """batch/balance of the last batch: mean cost of the ranks over the largest; and the stream's."""

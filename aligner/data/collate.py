@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from aligner.data.items import PairItem, PreferenceItem, ScoredItem, SftItem
+from aligner.data.items import PairItem, PreferenceItem, ScoredItem, SftItem, UnpairedItem
 from aligner.types import TrainBatch
 
 
@@ -41,6 +41,20 @@ def collate_pairs(items: Sequence[PairItem], pad_id: int, multiple: int = 1) -> 
     stored = [row for item in items if item.reference is not None for row in item.reference]
     reference = _pad(stored, 0.0, np.float32, multiple)[0] if stored else None
     return replace(batch, labels=torch.tensor(numbers, dtype=torch.float32), ref_logprobs=reference)
+
+
+def collate_unpaired(items: Sequence[UnpairedItem], pad_id: int, multiple: int = 1) -> TrainBatch:
+    """B items -> B rows, or 2B where they have mismatched answers: those in rows 1, 3, 5... labels [rows, 2]: whether
+    the answer is desirable, and whether the row is mismatched; ref_logprobs [rows, T] where the items have them, of
+    mismatched rows 0."""
+    rows = [(item, answer) for item in items for answer in (item.answer, item.mismatched) if answer is not None]
+    batch = collate_sft([answer for _, answer in rows], pad_id, multiple)
+    labels = torch.tensor([(item.desirable, answer is item.mismatched) for item, answer in rows], dtype=torch.float32)
+    reference = None
+    if items[0].reference is not None:
+        none = [item.reference if answer is item.answer else np.zeros(len(answer.tokens)) for item, answer in rows]
+        reference = _pad(none, 0.0, np.float32, multiple)[0]
+    return replace(batch, labels=labels, ref_logprobs=reference)
 
 
 def collate_scored(items: Sequence[ScoredItem], pad_id: int, multiple: int = 1) -> TrainBatch:

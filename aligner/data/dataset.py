@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aligner.config.sections.data import DataConfig
-from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow, Text
+from aligner.data.answers import Answers, check_answer
+from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow
 from aligner.data.items import PairItem, PreferenceItem, ScoredItem, SftItem
 from aligner.data.ragged import Ragged
 from aligner.data.reading import Reading
@@ -107,13 +107,15 @@ class PreferenceDataset:
         return self._chosen.lengths + self._rejected.lengths
 
 
-class PairDataset:
+class PairDataset(Answers):
     """Pairs whose answers a policy learns from, with loss masks as `SftDataset` has them. A pair is dropped if one of
     its texts is longer than data.max_tokens; or both lose their ends, unless an answer then has no token left, or the
     pair no difference. Equal answers stay: they have no gradient, and their share is a metric.
 
     Raises DataError for an answer without text, and where the two do not begin with the same prompt.
     """
+
+    rows = 2
 
     def __init__(
         self,
@@ -123,14 +125,16 @@ class PairDataset:
         key: str = "data.train",
     ):
         reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
-        self.report = reading.report
-        self._tokens, self._mask = Ragged(np.int32), Ragged(np.uint8)  # of pair i in rows 2i and 2i + 1
+        super().__init__(reading.report)
         numbers, equal, fix = [], 0, data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: row.chosen):
+            for row in chunk:
+                check_answer(row.chosen, "chosen", row.where)
+                check_answer(row.rejected, "rejected", row.where)
             answers = [
                 SftRow(prompt=row.prompt, completion=x, where=row.where, tools=row.tools)
                 for row in chunk
-                for x in _answers(row)
+                for x in (row.chosen, row.rejected)
             ]
             texts = encode_sft(tokenizer, answers, arguments=data.template_arguments, fix=fix)
             for row, chosen, rejected in zip(chunk, texts[0::2], texts[1::2], strict=True):
@@ -139,49 +143,19 @@ class PairDataset:
                     any(chosen[1][:limit]) and any(rejected[1][:limit]) and chosen[0][:limit] != rejected[0][:limit]
                 )
                 if reading.fits(chosen[0], rejected[0], learns=learns):
-                    for tokens, mask in (chosen, rejected):
-                        self._tokens.append(tokens[:limit])
-                        self._mask.append(mask[:limit])
+                    self._append(*chosen, limit)
+                    self._append(*rejected, limit)
                     equal += chosen[0] == rejected[0]
                     named = (row.numbers.get(name, 0.0) for name in ("chosen_reward", "rejected_reward"))
                     numbers.append((row.margin or 0.0, *named, row.numbers.get("weight", 1.0)))
         self._numbers = np.asarray(numbers, dtype=np.float32).reshape(-1, 4)
-        self.reference: np.ndarray | None = None  # float32 [self.tokens], where stage dpo stores it
         if equal:
             self.report.note(f"{equal} pairs have equal answers: they have no gradient")
 
-    def __len__(self) -> int:
-        return len(self._numbers)
-
     def __getitem__(self, index: int) -> PairItem:
-        chosen, rejected = (SftItem(self._tokens[i], self._mask[i]) for i in (2 * index, 2 * index + 1))
-        numbers = map(float, self._numbers[index])
-        if self.reference is None:
-            return PairItem(chosen, rejected, *numbers)
-        a, b, c = self.place(index)
-        return PairItem(chosen, rejected, *numbers, (self.reference[a:b], self.reference[b:c]))
-
-    @property
-    def tokens(self) -> int:
-        """Of all pairs."""
-        return int(self._tokens.offsets[-1])
-
-    def place(self, index: int) -> tuple[int, int, int]:
-        """Where a pair's chosen answer begins among all tokens, its rejected one, and the next pair."""
-        a, b, c = self._tokens.offsets[2 * index : 2 * index + 3]
-        return int(a), int(b), int(c)
-
-    def digest(self) -> bytes:
-        """Of all tokens and what of them is learned."""
-        found = hashlib.sha256(self._tokens.offsets.tobytes())
-        for row in range(len(self._tokens)):
-            found.update(self._tokens[row].tobytes() + self._mask[row].tobytes())
-        return found.digest()
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64 [len(self)] tokens per pair, both texts together."""
-        return self._tokens.lengths.reshape(-1, 2).sum(1)
+        a, b = 2 * index, 2 * index + 1
+        reference = None if self.reference is None else (self._stored(a), self._stored(b))
+        return PairItem(self._row(a), self._row(b), *map(float, self._numbers[index]), reference)
 
 
 class ScoredDataset:
@@ -269,16 +243,6 @@ class PromptDataset:
     def lengths(self) -> np.ndarray:
         """int64 [len(self)] tokens per prompt."""
         return np.asarray([len(prompt.tokens) for prompt in self._prompts], dtype=np.int64)
-
-
-def _answers(row: PreferenceRow) -> Iterator[Text]:
-    """Chosen and rejected; raises DataError for one that says nothing."""
-    for name, answer in (("chosen", row.chosen), ("rejected", row.rejected)):
-        turns = [] if isinstance(answer, str) else [m for m in answer if m["role"] == "assistant"]
-        said = [answer] if isinstance(answer, str) else [m["content"] for m in turns]
-        if not any(text.strip() for text in said) and not any("tool_calls" in m for m in turns):
-            raise DataError(f"{row.where}: expected an answer with some text in `{name}`, found {answer!r:.120}")
-        yield answer
 
 
 def _check_prompt(row: PreferenceRow, chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[int]]):

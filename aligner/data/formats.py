@@ -1,5 +1,5 @@
-"""Rows of a file -> typed rows of a stage. The conventional columns are `messages`; `prompt`, `completion`;
-`prompt`, `chosen`, `rejected`, `margin`; and `prompt` with any other fields. A text is a string, or a list of
+"""Rows of a file -> typed rows of a stage. The conventional columns are `messages`; `prompt`, `completion`; these and
+`label`; `prompt`, `chosen`, `rejected`, `margin`; and `prompt` with any other fields. A text is a string, or a list of
 {role, content} messages, whose `tools` are a further column. `data.columns` renames, `data.prompt_template` and
 `data.completion_template` build columns; rows of two widespread formats are converted (`alpaca_sharegpt.py`).
 """
@@ -24,6 +24,7 @@ Tools = list[dict[str, Any]]  # JSON schemas of the functions a conversation may
 NEEDS = {
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
+    "unpaired": ("prompt", "completion", "label"),
     "preference": ("chosen", "rejected"),
     "prompt": ("prompt",),
     "text": ("text",),
@@ -53,6 +54,16 @@ class PreferenceRow:
     where: str = ""
     tools: Tools | None = None
     numbers: Mapping[str, float] = field(default_factory=dict)  # of the columns that the stage asks for
+
+
+@dataclass(frozen=True)
+class UnpairedRow:
+    """Answers that are desirable or not: one, or the two of a pair."""
+
+    prompt: Text
+    answers: tuple[tuple[str, Text, bool], ...]  # column, answer, label
+    where: str = ""
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,8 @@ class TypedRows[T](Sequence[T]):
         where, kind = self._where(index), self.format
         row = _build(original, self._data, where)
         if kind in CONVERTED:
-            kind, row = self._usable[0], converted(kind, row, self._usable[0], where)
+            kind = "preference" if "preference" in self._usable and row.get("chosen") is not None else self._usable[0]
+            row = converted(self.format, row, kind, where)
         # of a preference file only the prompt is of use to a stage that generates
         needs = ("prompt",) if self._usable[0] == "prompt" and kind != "messages" else NEEDS[kind]
         missing = [name for name in needs if row.get(name) is None]
@@ -178,6 +190,23 @@ def _preference_row(margin: bool, numbers: Mapping[str, str], _: str, where: str
         prompt, chosen, rejected = _shared_prompt(row, where)
     asked = {name: _number(row, name, where, key) for name, key in numbers.items()}
     return PreferenceRow(prompt, chosen, rejected, value, where, _tools(row, chosen, where), asked)
+
+
+def unpaired_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedRows[UnpairedRow]:
+    """Answers, each with a boolean in the column `label`; or pairs, whose chosen answers are desirable."""
+    return TypedRows(rows, data, ("unpaired", "preference"), _unpaired_row)
+
+
+def _unpaired_row(kind: str, where: str, row: dict[str, Any]) -> UnpairedRow:
+    if kind == "preference":
+        pair = _preference_row(False, {}, kind, where, row)
+        answers = (("chosen", pair.chosen, True), ("rejected", pair.rejected, False))
+        return UnpairedRow(pair.prompt, answers, where, pair.tools)
+    label = row["label"]
+    if not isinstance(label, bool):
+        raise DataError(f"{where}: label={str(label)[:80]!r}: expected true or false (data.columns)")
+    prompt, completion = _pair(row, "completion", where)
+    return UnpairedRow(prompt, (("completion", completion, label),), where, _tools(row, prompt, where))
 
 
 def scored_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, attributes: Sequence[str]) -> TypedRows[ScoredRow]:
@@ -236,9 +265,10 @@ def _detect(row: Mapping[str, Any], data: DataConfig, usable: tuple[str, ...], w
             expected = f"{', '.join(usable)} or {' or '.join(CONVERTED)}"
             raise DataError(f"{where}: data.format={data.format!r}: expected {expected} for this stage")
         return data.format
-    theirs = recognised(row, usable[0])
-    if theirs is not None:
-        return theirs
+    for target in usable:
+        theirs = recognised(row, target)
+        if theirs is not None:
+            return theirs
     for kind in usable:
         if all(row.get(name) is not None for name in NEEDS[kind]):
             return kind

@@ -12,6 +12,11 @@ class SftItem(NamedTuple):
     loss_mask: np.ndarray  # uint8 [T]
     documents: np.ndarray | None = None  # int64 [T] numbers of the documents in a row of several; None: it is one
 
+    @property
+    def start(self) -> int:
+        """Of the first token that is learned."""
+        return int(self.loss_mask.argmax())
+
 
 class PreferenceItem(NamedTuple):
     chosen: np.ndarray  # int32 [Tc]
@@ -37,6 +42,19 @@ class PairItem(NamedTuple):
     @property
     def lengths(self) -> tuple[int, int]:
         return len(self.chosen.tokens), len(self.rejected.tokens)
+
+
+class UnpairedItem(NamedTuple):
+    """One answer after its prompt, desirable or not."""
+
+    answer: SftItem
+    desirable: bool
+    reference: np.ndarray | None = None  # float32 logprobs [T], where they are stored
+    mismatched: SftItem | None = None  # another sample's answer after this prompt
+
+    @property
+    def prompt(self) -> np.ndarray:
+        return self.answer.tokens[: self.answer.start]
 
 
 class ScoredItem(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 
@@ -108,6 +109,8 @@ class Job:
     routing: int = 0  # bytes of a token, if the engine's routing is replayed
     ptx_rows: int = 0  # `ptx.data` in each of the policy's optimizer steps, over all ranks
     ptx_longest: int = 0  # their limit in tokens
+    # of a stage without rollouts: `config.stage.Stage.passes`
+    passes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def policy(self) -> Part:
@@ -119,11 +122,11 @@ class Job:
 
     @property
     def asked(self) -> tuple[Part, ...]:
-        """Models with a pass of their own, without gradient, before the update."""
+        """Models with passes of their own, without gradient, before the update."""
         if not STAGES[self.stage].trains:
             return ()
         if not self.rollout:
-            return tuple(part for part in self.parts if part.name == "reference")
+            return tuple(part for part in self.parts if self.passes.get(part.name))
         own = (part for part in self.parts if part.name != "reward")
         return tuple(part for part in own if not (part is self.policy and self.old_in_update))
 
@@ -239,6 +242,7 @@ def job_of(
         routing=routing_bytes(shape) if cfg.mismatch.replay_routing else 0,
         ptx_rows=cfg.ptx.sequences if cfg.ptx.coef else 0,
         ptx_longest=cfg.ptx.data.max_tokens,
+        passes=stage.passes(cfg),
     )
 
 

@@ -120,11 +120,12 @@ def _pipeline(phase: Phase, job: Job, part: Part, machine: Machine, count: int, 
 def forward_phase(job: Job, parts: Iterable[Part], machine: Machine) -> Phase:
     """Passes without gradient over all rows: logprobs, values, scores of reward models."""
     phase = Phase()
-    tokens = job.rows.tokens / job.grid.data
+    once = job.rows.tokens / job.grid.data
     if not job.packing:
-        tokens *= job.rows.longest / job.rows.mean
-    count = max(1, ceil(tokens / job.logprob_tokens))
+        once *= job.rows.longest / job.rows.mean
     for part in parts:
+        tokens = once if job.rollout else once * job.passes[part.name]
+        count = max(1, ceil(tokens / job.logprob_tokens))
         _pipeline(phase, job, part, machine, count, tokens / count, backward=False)
     return phase
 

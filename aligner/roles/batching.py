@@ -95,9 +95,11 @@ def forward_rows(
     columns: int = 0,
     wanted: Tensor | None = None,
     routing: Tensor | None = None,
+    unit: int = 1,
 ) -> Tensor:
     """`read(head output, micro-batch) -> [b, t]` over all rows without gradient, back in row order as float32 [B,
     T] ([B, columns] if told), the columns a micro-batch lacks being 0. `wanted`, `routing`: see TrainBatch.
+    `unit` consecutive rows stay in one micro-batch.
 
     Every rank that shares the rows gets the result. Data-parallel ranks may pass different numbers of rows, also none;
     if the model `exchanges`, all of them call this.
@@ -107,7 +109,7 @@ def forward_rows(
         if model.exchanges:
             model.forward([], read)
         return torch.zeros(0, width)
-    parts = split(rows.lengths, batch, batch.logprob_tokens)
+    parts = split(rows.lengths, batch, batch.logprob_tokens, unit)
     none = torch.zeros(count, 0)
     all_rows = TrainBatch(rows.tokens, rows.lengths, loss_mask=none, wanted=wanted, routing=routing)
     outputs = model.forward([all_rows.select(part) for part in parts], read)

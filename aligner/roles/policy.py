@@ -62,13 +62,14 @@ class Policy:
         logprobs, *others = self.model.over_logits(hidden, batch, read, self.batch.logits_bytes).unbind(-1)
         return TokenOutputs(logprobs, *(others.pop(0) if on else None for on in (entropy, hits, log_squares)))
 
-    def logprobs(self, rows: RolloutBatch | TrainBatch, mask: Tensor | None = None) -> Tensor:
+    def logprobs(self, rows: RolloutBatch | TrainBatch, mask: Tensor | None = None, unit: int = 1) -> Tensor:
         """float32 [B, T] logprobs under the current weights, on the CPU of every rank: of the tokens in `mask` [B, T],
-        the rest may be 0; None: of every token. Index 0 is 0."""
+        the rest may be 0; None: of every token. Index 0 is 0. `unit` consecutive rows stay together: what they begin
+        with may be computed once."""
         wanted = None if mask is None else predicting(mask)
         routing = rows.routing if self.replays else None
         read = lambda hidden, b: self._outputs(hidden, b, update=False).logprobs  # noqa: E731
-        return forward_rows(self.model, rows, self.batch, read, wanted=wanted, routing=routing)
+        return forward_rows(self.model, rows, self.batch, read, wanted=wanted, routing=routing, unit=unit)
 
     def update(self, minibatch: TrainBatch, loss: PolicyLoss, unit: int = 1) -> ScalarMetrics:
         """One optimizer step over this rank's rows of a minibatch; `unit` consecutive ones (2: a pair) stay in one

@@ -7,18 +7,23 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from aligner.config.sections.kto import KtoConfig
 from aligner.config.sections.preference import PreferenceConfig
-from aligner.data.collate import collate_pairs, collate_preference, collate_scored, collate_sft
+from aligner.data.collate import collate_pairs, collate_preference, collate_scored, collate_sft, collate_unpaired
 from aligner.data.dataset import PairDataset
-from aligner.data.items import SftItem
+from aligner.data.items import SftItem, UnpairedItem
+from aligner.data.unpaired import UnpairedDataset
 from aligner.errors import ConfigError
 from aligner.ops.packing.documents import apart
+from aligner.ops.reduce import sum_over
+from aligner.ops.rl.kto import above, log_ratios, sample_losses
 from aligner.ops.rl.preference import Labels, agreement, measure, pair_losses, rewards, total
 from aligner.ops.rl.reward_loss import bradley_terry, regression
 from aligner.roles.policy import Policy, Reference
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.sharing import share
 from aligner.rollout.statistics import reduce_metrics
+from aligner.rollout.unpaired import with_reference, zero_point
 from aligner.types import ScalarMetrics
 
 STATISTICS_ROWS = 2048  # rows (pairs) of the training set that fix a reward model's bias
@@ -26,11 +31,15 @@ STATISTICS_ROWS = 2048  # rows (pairs) of the training set that fix a reward mod
 
 def _mine(model, dataset: Sequence, limit: int) -> list:
     """This data-parallel rank's share of the first `limit` rows (0: all)."""
+    return [dataset[i] for i in _places(model, dataset, limit)]
+
+
+def _places(model, dataset: Sequence, limit: int) -> range:
     count = min(limit, len(dataset)) if limit else len(dataset)
     layout = model.layout
     if model.exchanges and count < layout.data:
         raise ConfigError("parallel.expert", layout.expert, f"1 with {count} rows for {layout.data} ranks")
-    return [dataset[i] for i in range(count)[share(count, layout.data, layout.dp_rank)]]
+    return range(count)[share(count, layout.data, layout.dp_rank)]
 
 
 def held_out_loss(policy: Policy, dataset: Sequence[SftItem], limit: int) -> ScalarMetrics:
@@ -76,13 +85,48 @@ def held_out_pairs(
     if items:
         batch = collate_pairs(items, 0)
         with reading():
-            own = policy.logprobs(batch, batch.loss_mask)
-            theirs = reference.logprobs(batch, batch.loss_mask) if reference else batch.ref_logprobs
+            own = policy.logprobs(batch, batch.loss_mask, unit=2)
+            theirs = reference.logprobs(batch, batch.loss_mask, unit=2) if reference else batch.ref_logprobs
         answers, labels = measure(own, theirs, batch.loss_mask, cfg.ld_alpha), Labels.of(batch.labels, cfg)
         chosen, rejected = rewards(answers, labels, cfg)
         found = [agreement(chosen, rejected), chosen - rejected, total(pair_losses(answers, labels, cfg), cfg)]
     means = {f"eval/{name}": (float(x.sum()), float(len(x))) for name, x in zip(names, found, strict=True)}
     return reduce_metrics(means, {}, group)
+
+
+def held_out_answers(
+    policy: Policy,
+    reference: Reference | None,
+    dataset: UnpairedDataset,
+    cfg: KtoConfig,
+    arrange: Callable[[list[UnpairedItem], Sequence[int]], list[UnpairedItem]] | None,
+    limit: int,
+    reading: Callable[[], AbstractContextManager],
+) -> ScalarMetrics:
+    """eval/accuracy (of all couples of a desirable answer and another, the first has the larger reward; a tie is half
+    right), eval/margin (mean reward of the desirable answers less that of the others), eval/loss and eval/kl (z0, of
+    these rows). `arrange` gives the rows their mismatched answers."""
+    places, group = _places(policy.model, dataset, limit), policy.model.layout.pgs.dp
+    count = min(limit or len(dataset), len(dataset))
+    items = arrange([dataset[i] for i in range(count)], places) if arrange else [dataset[i] for i in places]
+    batch = collate_unpaired(items or [dataset[0]], 0)
+    if not items:  # more ranks than rows: none, but of the right columns
+        batch = batch.select(torch.zeros(0, dtype=torch.int64))
+    with reading():
+        answers, mismatched = with_reference(batch, reference)
+        z0 = zero_point(policy, mismatched) if arrange else 0.0
+        own = policy.logprobs(answers, answers.loss_mask)
+    everyone = torch.zeros(2, count, dtype=torch.float64)
+    everyone[0, places] = log_ratios(own, answers.ref_logprobs, answers.loss_mask).double()
+    everyone[1, places] = answers.labels[:, 0].double()
+    ratios, desirable = sum_over(everyone, group)
+    chosen, rejected = ratios[desirable == 1], ratios[desirable == 0]
+    return {
+        "eval/loss": float(sample_losses(ratios, desirable, z0, cfg).mean()),
+        "eval/accuracy": above(chosen, rejected),
+        "eval/margin": cfg.beta * float(chosen.mean() - rejected.mean()),
+        "eval/kl": z0,
+    }
 
 
 def score_statistics(model: RewardModel, dataset: Sequence, pairwise: bool) -> tuple[float, float]:

@@ -29,6 +29,10 @@ TEXTS = {
     " or set algorithm.overlong.penalty",
     "equal": "preference/equal_answers={value:.3g}: most pairs have two equal answers, which have no gradient. Look at"
     " how the pairs were made, and at data.max_tokens with data.overlong=truncate",
+    "one_label": "kto/desirable={value:.3g}: all answers of several minibatches in a row have one label. Set"
+    " data.shuffle=true, raise batch.sequences, or look for more answers of the other label",
+    "unmatched": "kto/unmatched={value:.3g}: the samples of several minibatches in a row answer one prompt each, so"
+    " nothing is mismatched and z0 is 0. Set data.shuffle=true or raise batch.sequences, or set algorithm.kto.kl=none",
     "hacking": "reward/mean rose from {reward_then:.3g} to {reward:.3g} while eval/accuracy fell from {best:.3g} to"
     " {value:.3g}: the policy may exploit the reward. Raise algorithm.kl.coef, or mend the reward",
 }
@@ -92,6 +96,8 @@ class Alarms:
         )
         sign("clip_fraction", "policy/clip_fraction", known.get("policy/clip_fraction", 0) > 0.4)
         sign("equal", "preference/equal_answers", known.get("preference/equal_answers", 0) > 0.5, STREAK)
+        sign("one_label", "kto/desirable", known.get("kto/desirable", 0.5) in (0.0, 1.0), STREAK)
+        sign("unmatched", "kto/unmatched", known.get("kto/unmatched", 0) > 0, STREAK)
         sign("degenerate", "reward/degenerate_groups", known.get("reward/degenerate_groups", 0) >= 1)
         no_eos = known.get("response/eos_fraction", 1) <= 0
         sign("no_eos", "response/eos_fraction", no_eos)

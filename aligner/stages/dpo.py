@@ -50,7 +50,7 @@ def main(job: Job) -> None:
     train = make_training_set(job, partial(_rows, job))
     held_out = _rows(job, cfg.data.eval, "data.eval", cfg.data) if cfg.data.eval else None
     if preference.reference == "stored":
-        store_reference(job, train, held_out)
+        store_reference(job, train, held_out, collate_pairs)
     batches = make_batches(job, train, collate_pairs)
     policy = make_policy(job, cfg.run.steps, entropy=False, log_squares=preference.wpo)
     reference, evaluation = make_reference(job) if preference.reference == "model" else None, None
@@ -86,7 +86,7 @@ def dpo(
         batch, fresh = batches.next(), policy.model.step_count == 0
         if reference:
             with run.timers("logprobs"):
-                batch.ref_logprobs = reference.logprobs(batch, batch.loss_mask)
+                batch.ref_logprobs = reference.logprobs(batch, batch.loss_mask, unit=2)
         with run.timers("update"):
             stats = policy.update(batch, dpo_loss(batch, cfg, group), unit=2)
         if fresh:

@@ -21,6 +21,7 @@ def make(tmp_path):
         "sft": [],
         "rm": [],
         "dpo": [],
+        "kto": [],
         "grpo": ["reward.functions=[{path:math}]"],
         "sample": ["reward.functions=[{path:math}]"],
         "ppo": [f"reward.model='{tmp_path}/rm'"],
@@ -32,7 +33,7 @@ def make(tmp_path):
     return compose_valid
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "grpo", "ppo", "sample"])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "grpo", "ppo", "sample"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("parallel", ["single", "tp2", "pp2"])
 def test_the_defaults_are_valid(make, stage, world, parallel):

@@ -277,6 +277,16 @@ def test_the_job_of_a_config():
     assert list(plan_times(alone, H100, Assumptions())) == ["update"]
     weights = [plan_memory(job, H100, Assumptions()).phases["update"]["weights"] for job in (dpo, alone)]
     assert weights[0] == 2 * weights[1]
+    kto = ["stage=kto", "model=llama3_8b", "batch.sequences=16", "batch.logprob_tokens=512"]
+    both, stored = (
+        plan_times(job_of(compose([*kto, *more]), 8), H100, Assumptions())
+        for more in ([], ["algorithm.kto={reference: stored, kl: none}"])
+    )
+    assert list(both) == ["logprobs", "update"] and list(stored) == ["update"]
+    once = plan_times(job_of(compose([*kto, "algorithm.kto.kl=none"]), 8), H100, Assumptions())
+    assert both["logprobs"].seconds == pytest.approx(
+        3 * once["logprobs"].seconds
+    )  # the policy too, the reference twice
     with pytest.raises(ConfigError, match="--prompt-tokens=999"):
         job_of(compose(ppo), 16, prompt_tokens=999)
 

@@ -31,6 +31,7 @@ def arguments(stage: str, runs: dict) -> list[str]:
             "sft": ["ema.decay=0.5"],
             "rm": [f"model.init={runs['sft']}"],
             "dpo": [f"model.init={runs['sft']}", "algorithm.preference={wpo: true, nll_coef: 0.1, reference: stored}"],
+            "kto": [f"model.init={runs['sft']}", "algorithm.kto.undesirable_weight=1.2"],
             "grpo": [
                 f"model.init={runs['sft']}",
                 "reward.normalize=true",

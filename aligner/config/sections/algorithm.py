@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from aligner.config.checks import above, at_least, one_of, within
+from aligner.config.sections.kto import KtoConfig
 from aligner.config.sections.preference import PreferenceConfig
 from aligner.errors import ConfigError
 
@@ -140,6 +141,7 @@ class AlgorithmConfig:
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     reward_loss: RewardLossConfig = field(default_factory=RewardLossConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    kto: KtoConfig = field(default_factory=KtoConfig)
 
     def __post_init__(self) -> None:
         one_of("algorithm.advantage", self.advantage, ("gae", *GROUP_BASELINES, *OTHER_BASELINES))

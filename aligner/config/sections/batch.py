@@ -15,7 +15,7 @@ class BatchConfig:
     micro_batch_samples: int = 8  # rows of a forward and backward pass on a rank
     micro_batch_tokens: int = 0  # > 0: as many rows as fit this many padded tokens, instead of micro_batch_samples
     epochs: int = 1  # passes over a rollout
-    sequences: int = 32  # sft, rm, dpo: sequences (rm, dpo: pairs) of one optimizer step
+    sequences: int = 32  # stages without rollouts: sequences (rm, dpo: pairs) of one optimizer step
     logprob_tokens: int = 16384  # tokens per forward of passes without gradient
     logits_bytes: int = 1 << 30  # of logits, their softmax and gradient at a time; more is done in parts
     packing: bool = True  # rows end to end, without the padding between them

@@ -11,7 +11,10 @@ from typing import Any
 from aligner.config.checks import at_least, one_of
 from aligner.errors import ConfigError
 
-DATA_FORMATS = ("auto", "messages", "prompt_completion", "preference", "prompt", "text", "alpaca", "sharegpt")
+DATA_FORMATS = (
+    *("auto", "messages", "prompt_completion", "unpaired", "preference", "prompt", "text"),
+    *("alpaca", "sharegpt"),
+)
 RENDERING = {"messages", "tools", "chat_template", "add_generation_prompt", "tokenize"}  # no template_arguments
 
 

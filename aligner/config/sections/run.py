@@ -23,7 +23,7 @@ class RunConfig:
     resume: str = "auto"  # auto, never, or a checkpoint folder
     accept_changes: bool = False  # go on from a checkpoint although what defines the run has changed (docs/resume.md)
     deterministic: bool = False  # no wall-clock decisions, deterministic kernels
-    steps: int = 100  # optimizer steps for sft, rm and dpo, rollouts for ppo and grpo
+    steps: int = 100  # optimizer steps for stages without rollouts, rollouts for ppo and grpo
     eval_every: int = 0  # 0: only at the end
     samples_every: int = 10  # print the sample table every n steps; 0: never
     stop: StopConfig = field(default_factory=StopConfig)

@@ -1,0 +1,68 @@
+"""What datasets of judged answers share: rows of tokens of which the answers are learned, and what a reference says."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import ClassVar
+
+import numpy as np
+
+from aligner.data.formats import Text
+from aligner.data.items import SftItem
+from aligner.data.ragged import Ragged
+from aligner.data.reading import DataReport
+from aligner.errors import DataError
+
+
+class Answers:
+    """Items of one answer, or of two in a pair, each a row of tokens behind its prompt."""
+
+    rows: ClassVar[int] = 1  # of an item
+
+    def __init__(self, report: DataReport):
+        self.report = report
+        self._tokens, self._mask = Ragged(np.int32), Ragged(np.uint8)
+        self.reference: np.ndarray | None = None  # float32 [self.tokens] logprobs, where the stage stores them
+
+    def _append(self, tokens: list[int], mask: list[int], limit: int) -> None:
+        self._tokens.append(tokens[:limit])
+        self._mask.append(mask[:limit])
+
+    def _row(self, row: int) -> SftItem:
+        return SftItem(self._tokens[row], self._mask[row])
+
+    def _stored(self, row: int) -> np.ndarray:
+        assert self.reference is not None
+        return self.reference[slice(*self._tokens.offsets[[row, row + 1]])]
+
+    def __len__(self) -> int:
+        return len(self._tokens) // self.rows
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows."""
+        return int(self._tokens.offsets[-1])
+
+    def span(self, first: int, end: int) -> slice:
+        """Where items `first` to `end` stand among all tokens."""
+        return slice(*map(int, self._tokens.offsets[[self.rows * first, self.rows * end]]))
+
+    def digest(self) -> bytes:
+        """Of all tokens and what of them is learned."""
+        found = hashlib.sha256(self._tokens.offsets.tobytes())
+        for row in range(len(self._tokens)):
+            found.update(self._tokens[row].tobytes() + self._mask[row].tobytes())
+        return found.digest()
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [len(self)] tokens per item."""
+        return self._tokens.lengths.reshape(-1, self.rows).sum(1)
+
+
+def check_answer(answer: Text, name: str, where: str) -> None:
+    """Raises DataError for one that says nothing."""
+    turns = [] if isinstance(answer, str) else [m for m in answer if m["role"] == "assistant"]
+    said = [answer] if isinstance(answer, str) else [m["content"] for m in turns]
+    if not any(text.strip() for text in said) and not any("tool_calls" in m for m in turns):
+        raise DataError(f"{where}: expected an answer with some text in `{name}`, found {answer!r:.120}")

@@ -1,0 +1,71 @@
+"""Single answers with labels, and to each the mismatched one that stage kto compares with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aligner.config.sections.data import DataConfig
+from aligner.data.answers import Answers, check_answer
+from aligner.data.formats import SftRow, UnpairedRow
+from aligner.data.items import SftItem, UnpairedItem
+from aligner.data.reading import Reading
+from aligner.data.templates import encode_sft
+from aligner.ops.rl.kto import mismatched
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class UnpairedDataset(Answers):
+    """Answers after their prompts, with loss masks as `SftDataset` has them, and labels. Longer rows than
+    data.max_tokens are dropped, or lose their end.
+
+    Raises DataError for an answer without text.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[UnpairedRow],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        key: str = "data.train",
+    ):
+        reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
+        super().__init__(reading.report)
+        labels, fix = [], data.chat_template == "auto"
+        for chunk in reading.chunks(lambda row: row.prompt):
+            answers = [(row, *answer) for row in chunk for answer in row.answers]
+            self.report.rows += len(answers) - len(chunk)
+            for row, column, answer, _ in answers:
+                check_answer(answer, column, row.where)
+            texts = [SftRow(prompt=r.prompt, completion=x, where=r.where, tools=r.tools) for r, _, x, _ in answers]
+            encoded = encode_sft(tokenizer, texts, arguments=data.template_arguments, fix=fix)
+            for (*_, label), (tokens, mask) in zip(answers, encoded, strict=True):
+                if reading.fits(tokens, learns=any(mask[:limit])):
+                    self._append(tokens, mask, limit)
+                    labels.append(label)
+        if self.report.rows > len(rows):
+            self.report.note("pairs are split into their answers")
+        self.desirable = np.asarray(labels, dtype=bool)
+
+    def __getitem__(self, index: int) -> UnpairedItem:
+        reference = None if self.reference is None else self._stored(index)
+        return UnpairedItem(self._row(index), bool(self.desirable[index]), reference)
+
+
+def with_mismatched(items: Sequence[UnpairedItem], mine: Sequence[int], limit: int) -> list[UnpairedItem]:
+    """Those of the samples in `mine`, each with the mismatched answer that the order of all `items` gives it, cut to
+    `limit` tokens with its prompt; without, if all have one prompt."""
+    others = mismatched([item.prompt.tobytes() for item in items])
+    if others is None:
+        return [items[i] for i in mine]
+    return [items[i]._replace(mismatched=_after(items[i].prompt, items[others[i]].answer, limit)) for i in mine]
+
+
+def _after(prompt: np.ndarray, other: SftItem, limit: int) -> SftItem:
+    tokens = np.concatenate([prompt, other.tokens[other.start :]])
+    mask = np.concatenate([np.zeros(len(prompt), np.uint8), other.loss_mask[other.start :]])
+    return SftItem(tokens[:limit], mask[:limit])

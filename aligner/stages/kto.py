@@ -1,0 +1,154 @@
+"""KTO (Ethayarajh et al. 2024): single answers that are desirable or not.
+
+answers of the step -> logprobs by the reference, or stored -> z0 of all ranks' mismatched answers -> losses of the
+answers -> optimizer step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from aligner.algorithms.first_step import FirstStepChecks
+from aligner.builders.data import make_batches, make_training_set, rows_of
+from aligner.builders.job import Job
+from aligner.builders.models import make_policy, make_reference
+from aligner.builders.runs import finish, make_run
+from aligner.builders.stored import store_reference
+from aligner.config.sections.data import DataConfig
+from aligner.config.sections.kto import KEY, KtoConfig
+from aligner.data.batches import BatchSource
+from aligner.data.collate import collate_unpaired
+from aligner.data.formats import unpaired_rows
+from aligner.data.mixture import Mixture
+from aligner.data.unpaired import UnpairedDataset, with_mismatched
+from aligner.errors import DataError
+from aligner.ops.reduce import sum_over
+from aligner.ops.rl.kto import log_ratios, sample_losses
+from aligner.roles.policy import Policy, Reference, TokenOutputs
+from aligner.rollout.heldout import held_out_answers
+from aligner.rollout.unpaired import with_reference, zero_point
+from aligner.run.loop import Run
+from aligner.types import LossOutput, TrainBatch
+
+BALANCED = (1.0, 4 / 3)  # desirable over undesirable, of weight times number: the paper's equation 8
+
+
+def main(job: Job) -> None:
+    cfg, kto_cfg = job.cfg, job.cfg.algorithm.kto
+    train = make_training_set(job, partial(_rows, job))
+    held_out = _rows(job, cfg.data.eval, "data.eval", cfg.data) if cfg.data.eval else None
+    job.say(tell_labels(train, kto_cfg))
+    if held_out is not None:
+        _both_labels(float(held_out.desirable.mean()), f"data.eval={cfg.data.eval}")
+    if kto_cfg.reference == "stored":
+        store_reference(job, train, held_out, collate_unpaired)
+    arrange = partial(with_mismatched, limit=cfg.data.max_tokens) if kto_cfg.kl == "minibatch" else None
+    batches = replace(make_batches(job, train, collate_unpaired), arrange=arrange)
+    policy = make_policy(job, cfg.run.steps, entropy=False)
+    reference, evaluation = make_reference(job) if kto_cfg.second_model else None, None
+    if held_out is not None:
+        logprobs = partial(job.timers, "logprobs")
+        evaluation = partial(
+            held_out_answers, policy, reference, held_out, kto_cfg, arrange, cfg.eval.prompts, logprobs
+        )
+    run = make_run(job, {"policy": policy.model}, {"data": batches.stream}, evaluation)
+    kto(run, policy, reference, batches, kto_cfg, FirstStepChecks(cfg.debug.first_step_checks))
+    finish(job, run, policy.model)
+
+
+def _rows(job: Job, path: str, key: str, data: DataConfig) -> UnpairedDataset:
+    dataset = UnpairedDataset(unpaired_rows(rows_of(job, path, key), data), job.tokenizer, data, key)
+    job.say(dataset.report)
+    return dataset
+
+
+def tell_labels(train: UnpairedDataset | Mixture, cfg: KtoConfig) -> str:
+    """The shares of labels and their weights, for the log. Raises DataError if there is one label only."""
+    parts = list(train.parts.values()) if isinstance(train, Mixture) else [train]
+    weights = train.weights if isinstance(train, Mixture) else [1.0]
+    share = float(np.average([part.desirable.mean() for part in parts], weights=weights))
+    _both_labels(share, ", ".join(part.report.key for part in parts))
+    ratio = cfg.desirable_weight * share / (cfg.undesirable_weight * (1 - share))
+    low, high = BALANCED
+    text = f"{share:.3g} of the answers are desirable, by weight {ratio:.3g} times the others"
+    if low <= ratio * (1 + 1e-9) and ratio <= high * (1 + 1e-9):
+        return text
+    name, value = ("desirable", cfg.desirable_weight / ratio) if ratio < low else ("undesirable", ratio / high)
+    value *= 1.0 if ratio < low else cfg.undesirable_weight
+    return f"WARNING: {text}: KTO is meant for 1 to 1.33 times ({KEY}.{name}_weight={value:.3g} would do)"
+
+
+def _both_labels(share: float, what: str) -> None:
+    if share in (0.0, 1.0):
+        raise DataError(
+            f"{what}: expected answers with label true and answers with label false, found {str(share == 1).lower()} "
+            "alone: nothing would hold the policy back from giving all answers the same"
+        )
+
+
+def kto(
+    run: Run,
+    policy: Policy,
+    reference: Reference | None,
+    batches: BatchSource,
+    cfg: KtoConfig,
+    checks: FirstStepChecks,
+) -> None:
+    group = policy.model.layout.pgs.dp
+    for step in run.steps():
+        rows, fresh = batches.next(), policy.model.step_count == 0
+        with run.timers("logprobs"):
+            batch, mismatched = with_reference(rows, reference)
+            z0 = zero_point(policy, mismatched) if cfg.kl == "minibatch" else 0.0
+        with run.timers("update"):
+            stats = policy.update(batch, kto_loss(batch, z0, cfg, group))
+        if fresh:
+            checks.after_preference_update(stats, losses_at_start(batch, cfg, group), policy.model.dtype)
+        stats["kto/loss"], stats["kl"] = stats["policy/loss"], z0
+        stats["rewards/margins"] = stats["rewards/chosen"] - stats["rewards/rejected"]
+        if cfg.kl == "minibatch":
+            stats["kto/unmatched"] = float(not len(mismatched.lengths))  # all samples or none
+        count = len(batch.lengths) * group.size()
+        run.finish(step, stats | batches.metrics(), tokens=float(batch.lengths.sum()) * group.size(), rows=count)
+
+
+def kto_loss(
+    minibatch: TrainBatch, z0: float, cfg: KtoConfig, group: dist.ProcessGroup
+) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
+    """The losses of the answers, averaged over all ranks' answers; weights are no part of the denominator."""
+    answers = len(minibatch.lengths) * group.size()
+
+    def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:
+        desirable = batch.labels[:, 0]
+        ratios = log_ratios(out.logprobs, batch.ref_logprobs, batch.loss_mask)
+        each = sample_losses(ratios, desirable, z0, cfg)
+        values = {
+            "kto/loss": each.detach(),
+            "rewards": cfg.beta * ratios.detach(),
+            "logps": (out.logprobs.detach() * batch.loss_mask).sum(1),
+            "length": batch.loss_mask.sum(1),
+        }
+        count = torch.full((), float(len(desirable)), device=desirable.device)
+        means = {"kto/desirable": (desirable.sum(), count)}
+        for side, mask in (("chosen", desirable), ("rejected", 1 - desirable)):
+            means |= {f"{name}/{side}": ((x * mask).sum(), mask.sum()) for name, x in values.items()}
+        return LossOutput(each.sum() / answers, means)
+
+    return loss
+
+
+def losses_at_start(batch: TrainBatch, cfg: KtoConfig, group: dist.ProcessGroup) -> dict[str, float]:
+    """Metric -> its value where policy and reference are the same; not of a label that no rank's rows have."""
+    count = float(sum_over(batch.labels[:, 0].double().sum(), group)), len(batch.labels) * group.size()
+    found = {}
+    if count[0]:
+        found["kto/loss/chosen"] = cfg.desirable_weight / 2
+    if count[0] < count[1]:
+        found["kto/loss/rejected"] = cfg.undesirable_weight / 2
+    return found
