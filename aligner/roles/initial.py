@@ -147,7 +147,7 @@ def _from_checkpoint(cfg: ModelConfig, checkpoint: Path, state: dict[str, Any], 
     if not imported:
         origin = _small_files(Path(run_config.model.init).expanduser())
     tokenizer = cfg.tokenizer or run_config.model.tokenizer or str(origin)
-    initial = InitialModel(config, None, None, checkpoint / part, origin, imported, seed, digest(seen))
+    initial = InitialModel(config, None, None, checkpoint / part, origin, imported, seed, content=digest(seen))
     return _with_tokenizer(initial, tokenizer)
 
 
