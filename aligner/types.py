@@ -150,6 +150,8 @@ class TrainBatch(TensorBatch):
     packing: Any = None  # ops.packing.Packing: where its tokens stand in the model's stream, once a model has it
     routing: Tensor | None = None  # [B, T, layers, top_k] the experts to take; None: those of the model's own routers
     ptx: bool = False  # rows of `ptx.data`, which have a loss of their own
+    teacher: Tensor | None = None  # [B, T, H] what a teacher predicts tokens from, or [B, T, k] its k top logprobs
+    teacher_ids: Tensor | None = None  # int64 [B, T, k] of the tokens that those are of
     documents: Tensor | None = None  # int64 [B, T] numbers of a row's documents, which see only themselves; None: one
 
 

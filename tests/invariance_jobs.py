@@ -12,8 +12,10 @@ import torch
 from aligner.algorithms.losses import policy_loss
 from aligner.config.sections.algorithm import AlgorithmConfig, RewardLossConfig
 from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.distill import DistillConfig
 from aligner.config.sections.kto import KtoConfig
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.config.sections.preference import PreferenceConfig
@@ -25,9 +27,11 @@ from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy
 from aligner.roles.ptx import Ptx
 from aligner.roles.reward_model import RewardModel
+from aligner.roles.teacher import Student, Teacher
 from aligner.rollout.balance import Balancer
 from aligner.rollout.record import read_recording
 from aligner.rollout.unpaired import with_reference, zero_point
+from aligner.stages.distill import distill_loss
 from aligner.stages.dpo import dpo_loss
 from aligner.stages.kto import kto_loss
 from aligner.stages.ppo import value_loss
@@ -35,7 +39,7 @@ from aligner.stages.rm import preference_loss
 from aligner.stages.sft import sft_loss
 from aligner.types import RolloutBatch, TrainBatch
 from tests.megatron.jobs import build, weights
-from tests.tiny import random_routing
+from tests.tiny import random_routing, wild_source
 
 # Adam with a huge eps and no memory is gradient descent: with learning rate 1, and with one so large that the first
 # update is the gradient to float32's precision, not what is left of it beside the weight
@@ -44,7 +48,7 @@ STEEP = replace(PLAIN, lr=1e8)
 ADAM = OptimConfig(lr=1e-3)
 
 
-POLICIES = ("sft", "dpo", "kto", "grpo", "ppo")
+POLICIES = ("sft", "dpo", "kto", "distill", "distill_top_k", "grpo", "ppo")
 PLAIN_BATCH = BatchConfig(micro_batch_samples=16, share_prompts=False)
 
 
@@ -66,6 +70,12 @@ PAIRS = ("rm", "dpo", "kto")  # two rows that stay together; of kto an answer an
 # sums, means and odds, the tail of the longer answer, weights from the whole distribution, NLL
 ROWS = PreferenceConfig(["sigmoid", "ipo", "rpo_bwd_kl"], [1.0, 0.01, 0.5], ld_alpha=0.5, wpo=True, nll_coef=0.3)
 KTO = KtoConfig(beta=0.2, desirable_weight=1.2)
+# of the whole vocabulary, and of three tokens and their tail; a teacher of another shape and a larger vocabulary
+DISTILL = {
+    "distill": DistillConfig(kind="jsd", beta=0.3, temperature=1.5, sft_coef=0.2),
+    "distill_top_k": DistillConfig(kind="mixed", beta=0.4, top_k=3, sft_coef=0.2),
+}
+TEACHER = {"num_layers": 4, "hidden_size": 48, "tie_embeddings": False, "moe": MoeConfig(), "family": "qwen3"}
 NEAR = 1e-6  # of probability: what rounding may turn around
 
 
@@ -188,6 +198,23 @@ def share(rows: TrainBatch, stage: str, ranks: int, rank: int) -> TrainBatch:
     return rows.select(torch.arange(rank * size, (rank + 1) * size)).trim()
 
 
+def learner(cfg: DistillConfig, sharded, mine: TrainBatch, batch: BatchConfig) -> tuple[Student, TrainBatch]:
+    """A student, and the rows with what its teacher says of them."""
+    model, layout = sharded.cfg, sharded.layout
+    parallel = ParallelConfig(layout.tensor, layout.pipeline, layout.context, sequence=layout.sequence)
+    parallel.context_mode = "alltoall" if layout.over_heads else "allgather"
+    shape = replace(model, **TEACHER, vocab_size=model.vocab_size + 3, recompute="none")
+    teacher = Teacher(
+        build(shape, parallel, dtype=sharded.dtype, source=wild_source(shape, 5), packed=batch.packing),
+        batch,
+        cfg,
+        model.vocab_size,
+    )
+    student = Student(sharded, batch, cfg=cfg, vocab_size=model.vocab_size)
+    student.head = None if cfg.top_k else teacher.head(sharded)
+    return student, teacher.tell(mine)
+
+
 def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
     """One optimizer step by the stage's own role and loss; the minibatch loss before it."""
     group = sharded.layout.pgs.dp
@@ -206,6 +233,9 @@ def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
         z0, name = zero_point(role, others), "policy/loss"
         assert z0 > 1 or sharded.step_count, "a zero point that counts"
         stats = role.update(answers, kto_loss(answers, z0, KTO, group))
+    elif stage in DISTILL:
+        student, rows = learner(DISTILL[stage], sharded, mine, batch)
+        stats, name = student.update(rows, distill_loss(rows, student.cfg, group)), "policy/loss"
     else:
         name = "policy/loss"
         role = Policy(sharded, batch, temperature=0.8)

@@ -1,6 +1,6 @@
 """Kill runs at random moments, resume them to their end, and compare with the uninterrupted run bit by bit.
 
-    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,dpo,kto,grpo,ppo] [--layouts one,dp2,tp2,tp2-lora]
+    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,dpo,kto,distill,grpo,ppo] [--layouts one,dp2,...]
 
 Each case is a random stage on one rank, two data-parallel or two tensor ranks (also with adapters), with or without
 checkpoint.async_save, killed (SIGKILL of one rank or of all) up to four times: half of the kills at a random time, half
@@ -59,7 +59,7 @@ from tests import stages
 from tests.ranks import _free_port
 
 TOTAL = 6
-STAGES = ("sft", "rm", "dpo", "kto", "grpo", "ppo")
+STAGES = ("sft", "rm", "dpo", "kto", "distill", "grpo", "ppo")
 LAYOUTS: dict[str, tuple[int, list[str]]] = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"])}
 LAYOUTS["tp2-lora"] = (2, ["parallel.tensor=2", "model.lora.rank=2", "model.lora.dora=true"])
 COMMON = [f"run.steps={TOTAL}", "checkpoint.every=2", "run.eval_every=3", "logging.progress=false"]
@@ -249,7 +249,10 @@ class Soak:
             more += [f"data.eval={self.data / 'pairs.jsonl'}", "eval.prompts=4", "algorithm.preference.nll_coef=0.1"]
         elif stage == "kto":
             more += [f"data.eval={self.data / 'labels.jsonl'}", "eval.prompts=4"]
-        elif stage != "rm":
+        if stage == "distill":
+            more += [f"algorithm.distill.teacher={self.folder / 'start_sft'}", "algorithm.distill.kind=reverse_kl"]
+            more[more.index(f"model.init={self.folder / 'start_sft'}")] = "model.init=random"
+        if stage not in ("rm", "dpo", "kto"):
             more.append(f"data.eval={self.data / 'eval.jsonl'}")
         cfg = compose(stages.overrides(stage, self.data, run, *more))
         validate(cfg, world)

@@ -38,6 +38,7 @@ STAGES: dict[str, list[str]] = {
     "rm": ["batch.sequences=8", "batch.micro_batch_samples=4"],
     "dpo": ["batch.sequences=8", "batch.micro_batch_samples=4", "algorithm.preference.beta=0.5"],
     "kto": ["batch.sequences=8", "batch.micro_batch_samples=4", "algorithm.kto.beta=0.5"],
+    "distill": ["batch.sequences=16", "batch.micro_batch_samples=8"],
     "grpo": [
         "batch.prompts=8",
         "batch.group=4",

@@ -130,6 +130,35 @@ CASES = {
         2,
         ["pairs.jsonl, row 1", "`weight`", "algorithm.preference.row_weights"],
     ),
+    "no teacher": ("distill", [], ConfigError, 2, ["algorithm.distill.teacher=''", "the model to learn from"]),
+    "a teacher that is not there": (
+        "distill",
+        ["algorithm.distill.teacher={x}/nobody"],
+        ConfigError,
+        2,
+        ["algorithm.distill.teacher=", "nobody", "a path that exists"],
+    ),
+    "a teacher with another tokenizer": (
+        "distill",
+        ["algorithm.distill.teacher={sft}", "model.tokenizer={x}/swapped"],
+        ConfigError,
+        2,
+        ["algorithm.distill.teacher=", "the student's tokenizer", "259 of them the same"],
+    ),
+    "a teacher of scores": (
+        "distill",
+        ["algorithm.distill.teacher={rm}", "model.tokenizer={d}/tokenizer"],
+        ConfigError,
+        2,
+        ["algorithm.distill.teacher=", "a language model", "a head of scores"],
+    ),
+    "more tokens than there are": (
+        "distill",
+        ["algorithm.distill={teacher: {sft}, top_k: 999}"],
+        ConfigError,
+        2,
+        ["algorithm.distill.top_k=999", "tokens of the vocabulary"],
+    ),
     "no prompts for grpo": (
         "grpo",
         ["data.train={x}/other.jsonl"],
@@ -432,6 +461,7 @@ def earlier(tiny_data, tiny_runs, tmp_path_factory):
     def get(stage: str) -> Path:
         if stage not in made:
             more = [f"reward.model={tiny_runs['rm']}", f"model.init={tiny_runs['sft']}"] if stage == "ppo" else []
+            more += [f"algorithm.distill.teacher={tiny_runs['sft']}"] if stage == "distill" else []
             made[stage] = stages.stage(stage, tiny_data, root / stage, "run.steps=1", "run.export=false", *more)
         return made[stage]
 

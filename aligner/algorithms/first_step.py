@@ -1,7 +1,8 @@
 """Checks of what must hold exactly before anything was learned (`debug.first_step_checks`): each names its worst value.
 
 KL of the policy to itself 0; policy = reference before the first update; ratio 1 in the first, on-policy update; a
-reward model with a zero head loses ln 2; a preference loss is what it is where policy and reference agree.
+reward model with a zero head loses ln 2; a preference loss is what it is where policy and reference agree; a student
+that is its own teacher has nothing to learn.
 """
 
 from __future__ import annotations
@@ -93,6 +94,18 @@ class FirstStepChecks:
                     f"within {limit:.2g}, its value where policy and reference are the same. Usual causes: dropout, "
                     "other tokens before or in the answers, positions of packed rows"
                 )
+
+    def after_distillation(self, stats: ScalarMetrics, dtype: torch.dtype) -> None:
+        """`stats` of the first update of a student that starts as its teacher."""
+        if not self.wanted or self._after:
+            return
+        self._after = True
+        found, limit = stats["distill/divergence"], PAIR_TOLERANCE[dtype]
+        if not abs(found) <= limit:
+            raise AlignerError(
+                f"debug.first_step_checks: distill/divergence={found:.6g} at the first update of a student that is its "
+                f"own teacher: expected 0 within {limit:g}. Usual causes: dropout, positions of packed rows"
+            )
 
 
 def zero_head_loss(pairs: TrainBatch, margin: bool, group: dist.ProcessGroup) -> float:

@@ -67,6 +67,7 @@ KINDS: dict[str, Kind] = {
     "sampling": D,
     "algorithm": D,
     "algorithm.old_logprobs": T,
+    "algorithm.distill.teacher": H,
     "engine": T,
     "refit": H,
     "memory": H,
@@ -94,7 +95,8 @@ KINDS: dict[str, Kind] = {
     f"{CONTENT}reward.functions": T,  # one that raised has to be mended before the run goes on
 }
 # sections and keys that not every stage reads: those that do name them (config/stages)
-OPTIONAL = (*ROLLOUTS, *SEQUENCES, "critic", "algorithm.reward_loss", "algorithm.preference", "algorithm.kto")
+OWN = ("critic", "algorithm.reward_loss", "algorithm.preference", "algorithm.kto", "algorithm.distill")
+OPTIONAL = (*ROLLOUTS, *SEQUENCES, *OWN)
 
 
 @dataclass(frozen=True)

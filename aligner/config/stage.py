@@ -34,8 +34,8 @@ def _none(cfg: Config) -> tuple[str, ...]:
     return ()
 
 
-def _reference_once(cfg: Config) -> dict[str, float]:
-    return {"reference": 1.0}
+def _once(cfg: Config) -> dict[str, float]:
+    return {"reference": 1.0, "teacher": 1.0}
 
 
 def _fine(cfg: Config) -> None:
@@ -50,9 +50,9 @@ class Stage:
     scores: bool = False  # what it trains has a head of scores, else it is a language model
     unit: str = "sequences"  # what batch.sequences counts
     rows: Callable[[Config], int] = _one  # in one of them
-    beside: Callable[[Config], tuple[str, ...]] = _none  # models beside the one of model.init: reference, critic
+    beside: Callable[[Config], tuple[str, ...]] = _none  # models beside model.init's: reference, teacher, critic
     # model -> how often it reads the rows of a step, without gradient, before the update
-    passes: Callable[[Config], dict[str, float]] = _reference_once
+    passes: Callable[[Config], dict[str, float]] = _once
     answers: bool = True  # its evaluation may generate answers to data.eval, to be scored
     debug: tuple[str, ...] = ()  # shuffle_rewards, first_step_checks: where they mean something
     check: Callable[[Config], None] = _fine  # of its own, raises ConfigError

@@ -175,6 +175,8 @@ class ShardedModel:
         near = windowed(packing, window).additive(self.dtype) if window else None
         times = self._times(batch, packing) if self.cfg.moe.num_experts else None  # once for all layers, by the host
         packing, batch = packing.additive(self.dtype), replace(batch, routing=None)
+        if not self.layout.is_last_stage:
+            batch = replace(batch, teacher=None, teacher_ids=None)
         batch, packing, near, times = upload([batch, packing, near, times], self.device)
         return replace(batch, packing=packing), self._stream(packing, near, times)
 
@@ -224,38 +226,58 @@ class ShardedModel:
         return Stream(packing, cos, sin, group, self.layout.over_heads, times)
 
     def over_logits(
-        self, hidden: Tensor, batch: TrainBatch, read: Callable[[Tensor, Tensor], Tensor], budget_bytes: int
+        self,
+        hidden: Tensor,
+        batch: TrainBatch,
+        read: Callable[..., Tensor],
+        budget_bytes: int,
+        beside: Sequence[Tensor] = (),
+        numbers: int = 3,
     ) -> Tensor:
-        """`read(logits [n, V_local], targets [n]) -> [n, ...]` of all predictions, as [B, T, ...] on every context rank
-        (index t: of tokens[t]; 0 where the token before it is not `wanted`). No more logits, with the softmax and the
-        gradient made of them, than `budget_bytes` exist at a time: they are made in parts, and if more than one, again
-        in backward.
+        """`read(logits [n, V_local], targets [n], ...) -> [n, ...]` of all predictions, as [B, T, ...] on every context
+        rank (index t: of tokens[t]; 0 where the token before it is not `wanted`). `read` gets of each [B, T, ...] in
+        `beside` what stands at its predictions, [n, ...]. No more logits, with the softmax and the gradient made of
+        them (`numbers` float32 for each), than `budget_bytes` exist at a time: they are made in parts, and if more than
+        one, again in backward.
 
         hidden [N, H] of the last stage (a 1/TP share with sequence parallelism; [K, H] with a `Final`).
         """
-        module, tp = self.module, self.layout.pgs.tp
-        tied = module.share_embeddings_and_output_weights
-        weight = module.shared_embedding_or_output_weight() if tied else module.output_layer.weight
-        if self.layout.sequence:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=tp)
-        if batch.packing.outputs is not None:
-            hidden = hidden.index_select(0, batch.packing.outputs)
-        targets = batch.tokens.view(-1)[batch.packing.targets]
+        weight = self.head_weight
+        if not self.layout.sequence:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.layout.pgs.tp)
+        hidden = self._predicting(hidden, batch)
+        others = [batch.tokens, *beside]
+        others = [x.flatten(0, 1).index_select(0, batch.packing.targets) for x in others]
 
-        def part(hidden: Tensor, targets: Tensor) -> Tensor:
-            return read(scaled_logits(torch.nn.functional.linear(hidden, weight), scales), targets)
+        def part(hidden: Tensor, targets: Tensor, *beside: Tensor) -> Tensor:
+            return read(scaled_logits(torch.nn.functional.linear(hidden, weight), scales), targets, *beside)
 
         scales = self.cfg.scales
-        numbers = 3 + 2 * bool(scales.logits_softcap)  # float32, for each logit
+        numbers += 2 * bool(scales.logits_softcap)
         step = max(1, budget_bytes // (4 * numbers * len(weight)))
-        parts = list(zip(hidden.split(step), targets.split(step), strict=True))
+        parts = list(zip(*(x.split(step) for x in (hidden, *others)), strict=True))
         if len(parts) == 1 or not torch.is_grad_enabled():
             found = [part(*p) for p in parts]
         else:
             found = [checkpoint(part, *p, use_reentrant=False) for p in parts]
         return self._everywhere(batch.packing.predictions(found[0] if len(found) == 1 else torch.cat(found)))
+
+    def over_hidden(self, hidden: Tensor, batch: TrainBatch) -> Tensor:
+        """What `over_logits` makes logits of, [B, T, H] likewise."""
+        return self._everywhere(batch.packing.predictions(self._predicting(hidden, batch)))
+
+    def _predicting(self, hidden: Tensor, batch: TrainBatch) -> Tensor:
+        """Of the pairs, or of all tokens of the stream, with sequence parallelism from all tensor ranks."""
+        if self.layout.sequence:
+            group = self.layout.pgs.tp
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+        return hidden if batch.packing.outputs is None else hidden.index_select(0, batch.packing.outputs)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V_local, H], of the last stage."""
+        tied = self.module.share_embeddings_and_output_weights
+        return self.module.shared_embedding_or_output_weight() if tied else self.module.output_layer.weight
 
     def to_rows(self, x: Tensor, packing: Packing, shift: bool) -> Tensor:
         """x [N, ...] of this rank's stream -> [B, T, ...] on every context rank, with `Packing.to_rows`' shift."""

@@ -31,7 +31,7 @@ PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill of the native engin
 class Part:
     """A model of the job, on the job's grid."""
 
-    name: str  # policy, reference, reward, critic
+    name: str  # policy, reference, teacher, reward, critic
     shape: ModelConfig
     head: str = "lm"
     trained: bool = False
@@ -259,6 +259,8 @@ def _parts(cfg: Config, shape: ModelConfig) -> tuple[Part, ...]:
     scorer = shape_at(shape, cfg.reward.model)
     if "reference" in beside:
         parts.append(Part("reference", shape))
+    if "teacher" in beside:
+        parts.append(Part("teacher", shape_at(shape, cfg.algorithm.distill.teacher)))
     if stage.rollouts and cfg.reward.model and not cfg.debug.train_only:
         parts.append(Part("reward", scorer, "score"))
     if "critic" in beside:

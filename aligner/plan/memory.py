@@ -243,7 +243,7 @@ def _stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
         most = most_read(job, tokens, job.rows.count / job.grid.data)
         logits = max((logits_bytes(job, part, most) for part in job.parts), default=0.0) if last else 0.0
         forward = max(_forward_bytes(job, part) for part in job.parts)
-        read = _models(job, stage, ("policy", "critic", "reference"))
+        read = _models(job, stage, ("policy", "critic", "reference", "teacher"))
         found["logprobs"] = read | stays | {"forward": forward, "logits": logits}
     trained = [part for part in job.parts if part.trained]
     if trained:

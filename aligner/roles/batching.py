@@ -96,10 +96,12 @@ def forward_rows(
     wanted: Tensor | None = None,
     routing: Tensor | None = None,
     unit: int = 1,
+    beyond: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """`read(head output, micro-batch) -> [b, t]` over all rows without gradient, back in row order as float32 [B,
-    T] ([B, columns] if told), the columns a micro-batch lacks being 0. `wanted`, `routing`: see TrainBatch.
-    `unit` consecutive rows stay in one micro-batch.
+    """`read(head output, micro-batch) -> [b, t]` over all rows without gradient, back in row order as `dtype` [B,
+    T] ([B, columns] if told), the columns a micro-batch lacks being 0; or of [b, t, ...] what is `beyond`, too.
+    `wanted`, `routing`: see TrainBatch. `unit` consecutive rows stay in one micro-batch.
 
     Every rank that shares the rows gets the result. Data-parallel ranks may pass different numbers of rows, also none;
     if the model `exchanges`, all of them call this.
@@ -108,15 +110,15 @@ def forward_rows(
     if not count:
         if model.exchanges:
             model.forward([], read)
-        return torch.zeros(0, width)
+        return torch.zeros(0, width, *beyond, dtype=dtype)
     parts = split(rows.lengths, batch, batch.logprob_tokens, unit)
     none = torch.zeros(count, 0)
     all_rows = TrainBatch(rows.tokens, rows.lengths, loss_mask=none, wanted=wanted, routing=routing)
     outputs = model.forward([all_rows.select(part) for part in parts], read)
-    result, done = torch.zeros(count, width, dtype=torch.float32, device=model.device), 0
+    result, done = torch.zeros(count, width, *beyond, dtype=dtype, device=model.device), 0
     for output in outputs:  # in the order of the micro-batches: where rows belong is known on the host
         cut = min(output.shape[1], width)
-        result[done : done + len(output), :cut] = output[:, :cut].float()
+        result[done : done + len(output), :cut] = output[:, :cut]
         done += len(output)
     result = model.broadcast_from_last_stage(result).cpu()
     return torch.empty_like(result).index_copy_(0, torch.cat(parts), result)

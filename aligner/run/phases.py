@@ -25,7 +25,7 @@ from aligner.megatron.offload import KINDS, ModelMemory
 from aligner.run.memory import PeakMeter
 from aligner.types import ScalarMetrics
 
-TRAINED, SCORED = ("policy", "critic"), ("policy", "critic", "reference")  # roles of models
+TRAINED, SCORED = ("policy", "critic"), ("policy", "critic", "reference", "teacher")  # roles of models
 
 
 @dataclass(frozen=True)

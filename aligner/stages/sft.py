@@ -10,18 +10,16 @@ from functools import partial
 
 import torch.distributed as dist
 
+from aligner.builders.answers import make_answer_evaluation
 from aligner.builders.data import make_answers, make_batches, make_training_set
-from aligner.builders.engines import make_evaluator, make_refit
 from aligner.builders.job import Job
 from aligner.builders.models import make_policy
-from aligner.builders.runs import finish, make_run, saved_first, together
-from aligner.config.derived import evaluation_functions
+from aligner.builders.runs import finish, make_run, saved_first
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_sft
 from aligner.ops.rl.aggregate import aggregate, denominator
 from aligner.roles.policy import Policy, TokenOutputs
-from aligner.rollout.heldout import held_out_loss
-from aligner.run.loop import Evaluate, Run
+from aligner.run.loop import Run
 from aligner.types import LossOutput, TrainBatch
 
 
@@ -29,21 +27,10 @@ def main(job: Job) -> None:
     cfg = job.cfg
     batches = make_batches(job, make_training_set(job, partial(make_answers, job)), collate_sft)
     policy = make_policy(job, cfg.run.steps, entropy=False, hits=True)
-    run = make_run(job, {"policy": policy.model}, {"data": batches.stream}, _evaluation(job, policy))
+    run = make_run(job, {"policy": policy.model}, {"data": batches.stream}, make_answer_evaluation(job, policy))
     with saved_first(run):
         sft(run, policy, batches)
     finish(job, run, policy.model)
-
-
-def _evaluation(job: Job, policy: Policy) -> Evaluate | None:
-    """The loss on data.eval, and what the reward functions say of answers to its rows."""
-    cfg = job.cfg
-    if not cfg.data.eval:
-        return None
-    rows = make_answers(job, cfg.data.eval, "data.eval", cfg.data)
-    loss = partial(held_out_loss, policy, rows, cfg.eval.prompts)
-    answers = make_evaluator(job, make_refit(job, policy.model)) if evaluation_functions(cfg) else None
-    return together(loss, answers)
 
 
 def sft(run: Run, policy: Policy, batches: BatchSource) -> None:

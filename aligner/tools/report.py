@@ -18,7 +18,7 @@ from aligner.foreign import read_record
 from aligner.tools import svg
 from aligner.tools.report_runs import HEADLINE, Run, duration, flat, is_run, names, number, read_run, run_folders
 
-GROUPS = ("eval", "reward", "sft", "rm", "dpo", "kto", "rewards", "logps", "preference", "length")
+GROUPS = ("eval", "reward", "sft", "rm", "dpo", "kto", "distill", "rewards", "logps", "preference", "length")
 GROUPS += ("response", "policy", "kl", "critic", "advantage", "mismatch", "staleness")
 LATE_GROUPS = ("throughput", "refit", "batch", "memory", "time")
 SAMPLE_STEPS = 5  # the last tables shown of each run

@@ -22,6 +22,7 @@ def make(tmp_path):
         "rm": [],
         "dpo": [],
         "kto": [],
+        "distill": [f"algorithm.distill.teacher='{tmp_path}/rm'"],
         "grpo": ["reward.functions=[{path:math}]"],
         "sample": ["reward.functions=[{path:math}]"],
         "ppo": [f"reward.model='{tmp_path}/rm'"],
@@ -33,7 +34,7 @@ def make(tmp_path):
     return compose_valid
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "grpo", "ppo", "sample"])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "distill", "grpo", "ppo", "sample"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("parallel", ["single", "tp2", "pp2"])
 def test_the_defaults_are_valid(make, stage, world, parallel):

@@ -287,6 +287,10 @@ def test_the_job_of_a_config():
     assert both["logprobs"].seconds == pytest.approx(
         3 * once["logprobs"].seconds
     )  # the policy too, the reference twice
+    distill = ["stage=distill", "model=qwen3_0.6b", "batch.sequences=16"]
+    kd = job_of(compose([*distill, "algorithm.distill.teacher=/nowhere"]), 8)
+    assert [(p.name, p.trained) for p in kd.parts] == [("policy", True), ("teacher", False)]
+    assert list(plan_times(kd, H100, Assumptions())) == ["logprobs", "update"]
     with pytest.raises(ConfigError, match="--prompt-tokens=999"):
         job_of(compose(ppo), 16, prompt_tokens=999)
 

@@ -32,6 +32,7 @@ def arguments(stage: str, runs: dict) -> list[str]:
             "rm": [f"model.init={runs['sft']}"],
             "dpo": [f"model.init={runs['sft']}", "algorithm.preference={wpo: true, nll_coef: 0.1, reference: stored}"],
             "kto": [f"model.init={runs['sft']}", "algorithm.kto.undesirable_weight=1.2"],
+            "distill": [f"algorithm.distill={{teacher: {runs['sft']}, kind: jsd, sft_coef: 0.1}}"],
             "grpo": [
                 f"model.init={runs['sft']}",
                 "reward.normalize=true",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from aligner.config.checks import above, at_least, one_of, within
+from aligner.config.sections.distill import DistillConfig
 from aligner.config.sections.kto import KtoConfig
 from aligner.config.sections.preference import PreferenceConfig
 from aligner.errors import ConfigError
@@ -141,6 +142,7 @@ class AlgorithmConfig:
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     reward_loss: RewardLossConfig = field(default_factory=RewardLossConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     kto: KtoConfig = field(default_factory=KtoConfig)
 
     def __post_init__(self) -> None:

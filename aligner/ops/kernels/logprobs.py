@@ -42,37 +42,54 @@ def token_logprobs(
     entropy H = -sum_j p_j log p_j;  dlogp_i/dz_j = [i = j] - p_j;  dH/dz_j = -p_j (log p_j + H).
     Sharded softmax as in Megatron-LM (arXiv:1909.08053, section 3): one max and one sum all-reduce per chunk.
     """
-    assert logits.dim() == 2 and logits.shape[:1] == targets.shape, (logits.shape, targets.shape)
-    assert temperature > 0, f"temperature {temperature}: logprobs need one above 0"
-    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    width = logits.shape[-1]
-    assert ranks * width >= vocab_size, f"{ranks} shards of {width} columns hold less than vocab_size={vocab_size}"
-    on_cpu = targets.device.type == "cpu"
-    if on_cpu and targets.numel():  # on a GPU this check would wait for the device
-        low, high = targets.aminmax()
-        assert low >= 0 and high < vocab_size, f"token ids in [{low}, {high}], vocab_size={vocab_size}"
-    if on_cpu and ranks == 1:
-        chunk_tokens = min(chunk_tokens, IN_CACHE // max(1, width))
-    offset = rank * width
-    shard = _Shard(
-        group=group if ranks > 1 else None,
-        offset=offset,
-        columns=min(max(vocab_size - offset, 0), width),
-        temperature=temperature,
-        step=max(1, chunk_tokens),
-        dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
-    )
+    assert logits.shape[:1] == targets.shape, (logits.shape, targets.shape)
+    shard = Shard.of(logits, targets, temperature, vocab_size, group, chunk_tokens)
     return _TokenLogprobs.apply(logits, targets, shard, entropy)
 
 
 @dataclass(frozen=True)
-class _Shard:
+class Shard:
+    """This rank's columns of the vocabulary, and how a kernel walks over the tokens."""
+
     group: dist.ProcessGroup | None
     offset: int  # vocabulary id of column 0
     columns: int  # leading columns that are no padding
     temperature: float
     step: int  # tokens per chunk
     dtype: torch.dtype  # of the softmax
+
+    @classmethod
+    def of(
+        cls,
+        logits: Tensor,
+        ids: Tensor | None,
+        temperature: float,
+        vocab_size: int,
+        group: dist.ProcessGroup | None,
+        chunk_tokens: int = 4096,
+    ) -> Shard:
+        """Of logits [N, V_local], with the `ids` of the vocabulary that are asked for, if any; as `token_logprobs` says
+        of its arguments."""
+        assert logits.dim() == 2, logits.shape
+        assert temperature > 0, f"temperature {temperature}: logprobs need one above 0"
+        ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        width = logits.shape[-1]
+        assert ranks * width >= vocab_size, f"{ranks} shards of {width} columns hold less than vocab_size={vocab_size}"
+        on_cpu = logits.device.type == "cpu"
+        if on_cpu and ids is not None and ids.numel():  # on a GPU this check would wait for the device
+            low, high = ids.aminmax()
+            assert low >= 0 and high < vocab_size, f"token ids in [{low}, {high}], vocab_size={vocab_size}"
+        if on_cpu and ranks == 1:
+            chunk_tokens = min(chunk_tokens, IN_CACHE // max(1, width))
+        offset = rank * width
+        return cls(
+            group=group if ranks > 1 else None,
+            offset=offset,
+            columns=min(max(vocab_size - offset, 0), width),
+            temperature=temperature,
+            step=max(1, chunk_tokens),
+            dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
+        )
 
     def chunks(self, tokens: int):
         return (slice(a, min(a + self.step, tokens)) for a in range(0, tokens, self.step))
@@ -83,15 +100,26 @@ class _Shard:
         return z if self.temperature == 1 else z / self.temperature
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each target [n, 1], clamped into this shard, and whether it is in this shard [n]."""
+        """Column of each target [n], clamped into this shard, and whether it is in this shard [n]."""
         column = targets - self.offset
         here = (column >= 0) & (column < self.columns)
-        return column.clamp(0, max(self.columns - 1, 0)).unsqueeze(-1), here
+        return column.clamp(0, max(self.columns - 1, 0)), here
+
+
+def log_sum_exp(tensors: tuple[Tensor, ...], shard: Shard) -> Tensor:
+    """[tensors, n] over all columns of the group."""
+    if shard.group is None:
+        return torch.stack([z.logsumexp(-1) for z in tensors])
+    # a shard can be all padding, with no column to take the maximum of
+    tops = [z.amax(-1) if shard.columns else z.new_full(z.shape[:1], -torch.inf) for z in tensors]
+    most = max_over(torch.stack(tops), shard.group)
+    sums = torch.stack([(z - m[:, None]).exp().sum(-1) for z, m in zip(tensors, most, strict=True)])
+    return most + sum_over(sums, shard.group).log()
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, shard: _Shard, entropy: bool):
+    def forward(ctx, logits: Tensor, targets: Tensor, shard: Shard, entropy: bool):
         logprobs = torch.zeros(targets.shape, dtype=shard.dtype, device=logits.device)
         entropies = torch.zeros_like(logprobs) if entropy else None
         lse = torch.zeros_like(logprobs) if shard.group is not None else None
@@ -113,7 +141,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g_logprobs: Tensor | None, g_entropy: Tensor | None):
         logits, targets, lse, entropies = ctx.saved_tensors
-        shard: _Shard = ctx.shard
+        shard: Shard = ctx.shard
         n = shard.columns
         grad = torch.empty_like(logits)
         grad[:, n:] = 0
@@ -134,7 +162,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 g = g_logprobs[at] / shard.temperature
                 dz.mul_(weight - g[:, None])
                 column, here = shard.local(targets[at])
-                dz.scatter_add_(-1, column, (g * here)[:, None])
+                dz.scatter_add_(-1, column[:, None], (g * here)[:, None])
             grad[at, :n] = dz
         return grad, None, None, None
 
@@ -149,7 +177,7 @@ def _whole(z: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | 
     return lp, -p.mul_(logp.clamp_min_(torch.finfo(logp.dtype).min)).sum(-1)
 
 
-def _sharded(z: Tensor, targets: Tensor, shard: _Shard, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+def _sharded(z: Tensor, targets: Tensor, shard: Shard, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     """logprob, entropy and log-sum-exp [n]: with m the global maximum, reduces sum e^(z-m), z_target - m and
     sum e^(z-m) (z-m) together."""
     # a shard can be all padding, with no column to take the maximum of
@@ -157,7 +185,7 @@ def _sharded(z: Tensor, targets: Tensor, shard: _Shard, entropy: bool) -> tuple[
     m = max_over(m, shard.group)
     z = z - m[..., None]
     column, here = shard.local(targets)
-    target = torch.where(here, z.gather(-1, column).squeeze(-1), 0.0) if shard.columns else torch.zeros_like(m)
+    target = torch.where(here, z.gather(-1, column[:, None]).squeeze(-1), 0.0) if shard.columns else torch.zeros_like(m)
     e = z.exp()
     parts = [e.sum(-1), target]
     if entropy:

@@ -11,7 +11,7 @@ from aligner.types import TrainBatch
 
 def apart(batch: TrainBatch) -> TrainBatch:
     """A stretch of equal numbers in `documents` [B, T] becomes a row of its own, right-padded with 0. Only tensors [B,
-    T] may be there beside the lengths. A batch without `documents` stays as it is."""
+    T, ...] may be there beside the lengths. A batch without `documents` stays as it is."""
     if batch.documents is None:
         return batch
     count, width = batch.tokens.shape
@@ -29,17 +29,18 @@ def apart(batch: TrainBatch) -> TrainBatch:
     found = {"lengths": lengths}
     for name, values in batch.tensors().items():
         if name != "lengths":
-            assert values.shape == (count, width), f"{name} {tuple(values.shape)}: expected a value for each token"
-            found[name] = torch.where(filled, values.flatten()[index], torch.zeros((), dtype=values.dtype))
+            assert values.shape[:2] == (count, width), f"{name} {tuple(values.shape)}: expected a value for each token"
+            found[name] = values.flatten(0, 1)[index]
+            found[name][~filled] = 0
     return replace(batch, **found | {"documents": None})
 
 
 def together(values: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
-    """Values [rows of `apart(batch)`, t] back in the places of the batch's tokens, [B, T]."""
+    """Values [rows of `apart(batch)`, t, ...] back in the places of the batch's tokens, [B, T, ...]."""
     if batch.documents is None:
         return values
     real = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
     filled = torch.arange(values.shape[1]) < apart(batch).lengths[:, None]
-    found = values.new_zeros(batch.tokens.shape)
+    found = values.new_zeros(*batch.tokens.shape, *values.shape[2:])
     found[real] = values[filled]
     return found

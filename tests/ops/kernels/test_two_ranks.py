@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from aligner.ops.kernels.divergence import Divergence, divergences
+from aligner.ops.kernels.top import bucketed, logprobs_at, top_logprobs
 from aligner.ops.rl.advantages import gdpo, gpg
 from aligner.ops.rl.aggregate import AGGREGATIONS, aggregate, denominator
 from aligner.ops.rl.covariance import choose_random, choose_top, covariance, token_keys
@@ -23,6 +25,25 @@ def logits_case(vocab, dtype):
     logits = (torch.randn(3, 5, 2 * WIDTH, generator=g) * 4).to(dtype)
     tokens = torch.randint(vocab, (3, 5), generator=g)
     return logits, tokens, torch.randn(3, 5, generator=g), torch.randn(3, 5, generator=g)
+
+
+def divergence_case(vocab, group=None):
+    """{name: (values, gradient of the student's logits)} of all columns, or of a rank's."""
+    rank, found = (0, {}) if group is None else (dist.get_rank(group), {})
+    student, teacher = (logits_case(vocab, torch.float32)[0][n] for n in (0, 1))
+    mine = slice(None) if group is None else slice(rank * WIDTH, (rank + 1) * WIDTH)
+    where, k = {"temperature": 0.8, "vocab_size": vocab, "group": group}, 3
+    logp, ids = top_logprobs(teacher[:, mine], k, **where)
+    for name in ("forward_kl", "reverse_kl", "jsd", "top"):
+        x = student[:, mine].clone().requires_grad_()
+        if name == "top":
+            values = Divergence("mixed", 0.4).terms(*bucketed(logp, logprobs_at(x, ids, **where), "tail")).sum(-1)
+        else:
+            values = divergences(x, teacher[:, mine], Divergence(name, 0.3), **where, chunk_tokens=2)
+            values = values.value + 0 * (values.kl + values.entropy)
+        (values * torch.arange(1.0, 6.0)).sum().backward()
+        found[name] = (values.detach(), x.grad)
+    return found | {"ids": (ids, torch.zeros(5, 0)), "logp": (logp, torch.zeros(5, 0))}
 
 
 def rows_case():
@@ -76,6 +97,8 @@ def on_rank():
                 )
                 ((lp * wl).sum() + ((h * we).sum() if entropy else 0)).backward()
                 out["logprobs", vocab, dtype, entropy] = (lp.detach(), None if h is None else h.detach(), mine.grad)
+    for vocab in VOCABS:
+        out["divergence", vocab] = divergence_case(vocab, group)
     x, mask, other = rows_case()
     rows = slice(0, 2) if rank == 0 else slice(2, 6)  # unequal shares
     for shift in (True, False):
@@ -125,6 +148,16 @@ def test_vocabulary_shards_equal_float64_log_softmax(pair, vocab, dtype, entropy
     assert grad.dtype == dtype and (grad[..., vocab:] == 0).all()
     loose = {"atol": 5e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-5, "rtol": 1e-2}
     torch.testing.assert_close(grad.double(), exact.grad, **loose)
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_divergences_over_vocabulary_shards_are_those_of_whole_rows(pair, vocab):
+    whole = divergence_case(vocab)
+    for name, (values, grad) in whole.items():
+        found = [rank["divergence", vocab][name] for rank in pair]
+        assert torch.equal(found[0][0], found[1][0])
+        torch.testing.assert_close(found[0][0], values, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(torch.cat([g for _, g in found], -1), grad, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shift", [True, False])

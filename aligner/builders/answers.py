@@ -1,0 +1,25 @@
+"""From a job to the evaluation of stages that learn from answers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from aligner.builders.data import make_answers
+from aligner.builders.engines import make_evaluator, make_refit
+from aligner.builders.job import Job
+from aligner.builders.runs import together
+from aligner.config.derived import evaluation_functions
+from aligner.roles.policy import Policy
+from aligner.rollout.heldout import held_out_loss
+from aligner.run.loop import Evaluate
+
+
+def make_answer_evaluation(job: Job, policy: Policy) -> Evaluate | None:
+    """The loss on data.eval, and what the reward functions say of answers to its rows."""
+    cfg = job.cfg
+    if not cfg.data.eval:
+        return None
+    held_out = make_answers(job, cfg.data.eval, "data.eval", cfg.data)
+    loss = partial(held_out_loss, policy, held_out, cfg.eval.prompts)
+    answers = make_evaluator(job, make_refit(job, policy.model)) if evaluation_functions(cfg) else None
+    return together(loss, answers)

@@ -1,0 +1,45 @@
+"""From a job to a student and its teacher."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from aligner.builders.job import Job
+from aligner.builders.models import make_model, make_policy
+from aligner.config.sections.distill import KEY
+from aligner.config.validate_model import validate_model, validate_on_gpu
+from aligner.errors import ConfigError
+from aligner.megatron.model import Head
+from aligner.roles.initial import InitialModel, resolve
+from aligner.roles.teacher import Student, Teacher
+
+
+def make_student_and_teacher(job: Job) -> tuple[Student, Teacher]:
+    cfg, batch = job.cfg.algorithm.distill, job.cfg.batch
+    initial = _teacher(job, cfg.teacher, f"{KEY}.teacher")
+    shared = min(initial.config.vocab_size, job.initial.config.vocab_size)
+    if cfg.top_k > shared:
+        raise ConfigError(f"{KEY}.top_k", cfg.top_k, f"at most the {shared} tokens of the vocabulary, or 0 for all")
+    model = job.models["teacher"] = make_model(job, initial, Head(), None, 0)
+    teacher = Teacher(model, batch, cfg, shared)
+    policy = make_policy(job, job.cfg.run.steps)
+    student = Student(policy.model, batch, ptx=policy.ptx, cfg=cfg, vocab_size=shared)
+    if not cfg.top_k:
+        student.head = teacher.head(student.model)
+    return student, teacher
+
+
+def _teacher(job: Job, path: str, key: str) -> InitialModel:
+    """Of any shape, with the student's tokenizer. Raises ConfigError."""
+    initial = resolve(dataclasses.replace(job.cfg.model, tokenizer=""), path, job.cfg.seed, key=key)
+    job.contents[key] = initial.content
+    validate_model(job.cfg, initial.config, scorer=True)
+    if job.device.type == "cuda":
+        validate_on_gpu(job.cfg, initial.config)
+    if initial.has_scores:
+        raise ConfigError(key, path, "a language model: this one has a head of scores")
+    mine, theirs = job.tokenizer.get_vocab(), initial.tokenizer.get_vocab()
+    if mine != theirs:
+        found = f"{len(theirs)} tokens there, {len(mine)} here, {len(mine.items() & theirs.items())} of them the same"
+        raise ConfigError(key, path, "a teacher with the student's tokenizer: distributions are over its tokens", found)
+    return initial

@@ -1,0 +1,41 @@
+"""The section `algorithm.distill`: what a student learns from a teacher's distributions, in stage distill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aligner.config.checks import above, at_least, one_of
+from aligner.errors import ConfigError
+
+KINDS = ("forward_kl", "reverse_kl", "mixed", "jsd")  # ops/kernels/divergence.py
+KEY = "algorithm.distill"
+
+
+@dataclass
+class DistillConfig:
+    """Stage distill."""
+
+    teacher: str = ""  # a Hugging Face folder, a run folder or a checkpoint, with the student's tokenizer
+    kind: str = "forward_kl"  # forward_kl, reverse_kl, mixed, jsd: of teacher and student, at each token of the answers
+    beta: float = 0.5  # mixed: the share of the forward KL; jsd: of the teacher in the mixture
+    temperature: float = 1.0  # divides the logits of both
+    top_k: int = 0  # compare only the teacher's k most likely tokens; 0: the whole vocabulary
+    # of the other tokens, with top_k: tail (one more token that stands for all of them), renormalise (there are none),
+    # zero (the teacher never says them; forward_kl)
+    outside: str = "tail"
+    sft_coef: float = 0.0  # of the negative log-likelihood of the answers, beside the divergence
+
+    def __post_init__(self) -> None:
+        one_of(f"{KEY}.kind", self.kind, KINDS)
+        if not 0 < self.beta < 1:
+            expected = "a number between 0 and 1, without them: forward_kl and reverse_kl are kinds of their own"
+            raise ConfigError(f"{KEY}.beta", self.beta, expected)
+        above(f"{KEY}.temperature", self.temperature, 0)
+        at_least(f"{KEY}.top_k", self.top_k, 0)
+        one_of(f"{KEY}.outside", self.outside, ("tail", "renormalise", "zero"))
+        if self.outside == "zero" and self.kind != "forward_kl":
+            expected = f"tail or renormalise with {KEY}.kind={self.kind}: no KL to what is impossible is finite"
+            raise ConfigError(f"{KEY}.outside", "zero", expected)
+        if self.outside != "tail" and not self.top_k:
+            raise ConfigError(f"{KEY}.outside", self.outside, f"tail without {KEY}.top_k: nothing is outside")
+        at_least(f"{KEY}.sft_coef", self.sft_coef, 0)

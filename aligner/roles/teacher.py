@@ -1,0 +1,153 @@
+"""A teacher: a frozen language model of any shape whose distributions a student learns, and the student."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.distill import DistillConfig
+from aligner.config.sections.model.scales import ScalesConfig
+from aligner.megatron.train import ShardedModel
+from aligner.ops.kernels.divergence import Divergence, divergences
+from aligner.ops.kernels.logprobs import token_logprobs
+from aligner.ops.kernels.scored_attention import scaled_logits
+from aligner.ops.kernels.top import bucketed, logprobs_at, top_logprobs
+from aligner.ops.packing.documents import apart, together
+from aligner.ops.packing.needed import predicting
+from aligner.ops.rl.accuracy import greedy_hits
+from aligner.roles.batching import forward_rows
+from aligner.roles.policy import Policy
+from aligner.types import TrainBatch
+
+WIDE = 7  # float32 numbers of a logit in a divergence: logits, logprobs and terms of two models, a gradient
+
+
+@dataclass
+class Teacher:
+    """Its logits are never stored: what they are made of is, hidden states, or the logprobs of the most likely tokens
+    (`DistillConfig.top_k`)."""
+
+    model: ShardedModel
+    batch: BatchConfig
+    cfg: DistillConfig
+    vocab_size: int  # of the tokens that teacher and student share
+
+    def tell(self, rows: TrainBatch) -> TrainBatch:
+        """The rows, with what the teacher says of the tokens in their loss mask. Collective over the peers."""
+        parts = apart(rows)
+        wanted = predicting(parts.loss_mask)
+        if not self.cfg.top_k:
+            shape, dtype = (self.model.cfg.hidden_size,), self.model.dtype
+            found = forward_rows(
+                self.model, parts, self.batch, self.model.over_hidden, wanted=wanted, beyond=shape, dtype=dtype
+            )
+            return replace(rows, teacher=together(found, rows))
+        found = forward_rows(self.model, parts, self.batch, self._top, wanted=wanted, beyond=(2, self.cfg.top_k))
+        logprobs, ids = together(found, rows).unbind(2)
+        return replace(rows, teacher=logprobs, teacher_ids=ids.long())
+
+    def _top(self, hidden: Tensor, batch: TrainBatch) -> Tensor:
+        """[B, T, 2, k]: logprobs and ids, which float32 holds exactly up to 16 M."""
+        group = self.model.layout.pgs.tp if self.model.layout.tensor > 1 else None
+
+        def read(logits: Tensor, targets: Tensor) -> Tensor:
+            found = top_logprobs(
+                logits, self.cfg.top_k, temperature=self.cfg.temperature, vocab_size=self.vocab_size, group=group
+            )
+            return torch.stack([x.float() for x in found], 1)
+
+        return self.model.over_logits(hidden, batch, read, self.batch.logits_bytes)
+
+    def head(self, student: ShardedModel) -> TeacherHead:
+        """The rows of its output matrix for the student's share of the vocabulary. Collective over the world."""
+        mine, theirs = student.layout, self.model.layout
+        shard = torch.empty(
+            -(-self.model.cfg.vocab_size // theirs.tensor),
+            self.model.cfg.hidden_size,
+            dtype=self.model.dtype,
+            device=self.model.device,
+        )
+        width = -(-student.cfg.vocab_size // mine.tensor)
+        first = mine.tp_rank * width
+        last = min(first + width, self.vocab_size)
+        found = []
+        for rank in range(theirs.tensor):  # fastest in the order of ranks, pipeline stages slowest
+            if theirs.is_last_stage and theirs.tp_rank == rank:
+                shard = self.model.head_weight.detach().clone()
+            source = rank + dist.get_world_size() // theirs.pipeline * (theirs.pipeline - 1)
+            dist.broadcast(shard, source)
+            low, high = (min(max(edge - rank * len(shard), 0), len(shard)) for edge in (first, max(first, last)))
+            found.append(shard[low:high].clone())
+        return TeacherHead(torch.cat(found), self.model.cfg.scales)
+
+
+class TeacherHead(NamedTuple):
+    weight: Tensor  # [columns, H]
+    scales: ScalesConfig
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, H] -> [n, columns]"""
+        return scaled_logits(torch.nn.functional.linear(hidden, self.weight), self.scales)
+
+
+class StudentOutputs(NamedTuple):
+    """Numbers per token, all [B, T], index t speaks of tokens[:, t]. Two have a gradient, divergence and logprobs."""
+
+    divergence: Tensor
+    kl: Tensor  # KL(teacher, student)
+    entropy: Tensor  # of the teacher
+    agreement: Tensor  # 1 where the most likely token of the one is that of the other
+    logprobs: Tensor | None  # with sft_coef
+    mass: Tensor | None  # with top_k: what the teacher gives its k tokens
+
+
+@dataclass
+class Student(Policy):
+    """A policy that learns what a teacher told of its rows; with `head` from its hidden states, else from its most
+    likely tokens."""
+
+    cfg: DistillConfig | None = None
+    vocab_size: int = 0
+    head: TeacherHead | None = None
+
+    def _outputs(self, hidden: Tensor, batch: TrainBatch, update: bool):
+        if not update:
+            return super()._outputs(hidden, batch, update)
+        cfg, group = self.cfg, self.model.layout.pgs.tp if self.model.layout.tensor > 1 else None
+        divergence = Divergence(cfg.kind, cfg.beta)
+        shared = {"vocab_size": self.vocab_size, "group": group}
+        tempered = shared | {"temperature": cfg.temperature}
+
+        def likely(logits: Tensor, targets: Tensor) -> list[Tensor]:
+            own = {"vocab_size": self.model.cfg.vocab_size, "group": group}
+            return [token_logprobs(logits, targets, **own)[0]] if cfg.sft_coef else []
+
+        def whole(logits: Tensor, targets: Tensor, hidden: Tensor) -> Tensor:
+            theirs = self.head.logits(hidden)
+            if theirs.shape[1] < logits.shape[1]:  # columns that no token has
+                theirs = torch.nn.functional.pad(theirs, (0, logits.shape[1] - theirs.shape[1]))
+            found = divergences(logits, theirs, divergence, **tempered)
+            best = top_logprobs(theirs, 1, **shared)[1]
+            hits = greedy_hits(logits, best[:, 0], **shared)
+            return torch.stack([*found, hits, *likely(logits, targets)], 1)
+
+        def top(logits: Tensor, targets: Tensor, logprobs: Tensor, ids: Tensor) -> Tensor:
+            compared = bucketed(logprobs, logprobs_at(logits, ids, **tempered), cfg.outside)
+            logp, logq = compared[0], compared[1].detach()
+            kl, entropy = (logp.exp() * (logp - logq)).sum(-1), -(logp.exp() * logp).sum(-1)
+            value, hits = divergence.terms(*compared).sum(-1), greedy_hits(logits, ids[:, 0], **shared)
+            mass = logprobs.exp().sum(-1)
+            return torch.stack([value, kl, entropy, hits, *likely(logits, targets), mass], 1)
+
+        if cfg.top_k:
+            how = {"read": top, "beside": (batch.teacher, batch.teacher_ids)}
+        else:
+            how = {"read": whole, "beside": (batch.teacher,), "numbers": WIDE}
+        found = list(self.model.over_logits(hidden, batch, budget_bytes=self.batch.logits_bytes, **how).unbind(-1))
+        always, rest = found[:4], found[4:]
+        return StudentOutputs(*always, rest.pop(0) if cfg.sft_coef else None, rest.pop(0) if cfg.top_k else None)

@@ -1,0 +1,105 @@
+"""Stage distill: its loss in other cuts, what its first step must be, teachers of other shapes, and what it learns."""
+
+import itertools
+import math
+
+import pytest
+
+from aligner.errors import AlignerError
+from tests import stages
+
+METRICS = [
+    *("distill/loss", "distill/divergence", "distill/kl", "distill/teacher_entropy", "distill/agreement"),
+    *("policy/loss", "policy/grad_norm"),
+]
+WIDER = ["model.num_layers=3", "model.hidden_size=48", "model.vocab_size=280", "model.tie_embeddings=false"]
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_data, tmp_path_factory):
+    """Of another shape than the students, with more rows in its embedding."""
+    more = ["run.steps=60", "checkpoint.final=false"]
+    return stages.stage("sft", tiny_data, tmp_path_factory.mktemp("teacher") / "run", *WIDER, *more)
+
+
+def run(teacher, data, folder, *more):
+    own = [f"algorithm.distill.teacher={teacher}", "run.steps=3", "run.export=false", "checkpoint.final=false"]
+    return stages.records(stages.stage("distill", data, folder, *own, *more))
+
+
+RUNS = {
+    "plain": [],
+    "padded, micro-batch 1": ["batch.packing=false", "batch.micro_batch_samples=1"],
+    "logits in parts": ["batch.micro_batch_tokens=40", "batch.logits_bytes=60000", "batch.logprob_tokens=32"],
+    "all tokens by name": ["algorithm.distill={top_k: 261, outside: renormalise}"],
+}
+
+
+@pytest.fixture(scope="module")
+def first_steps(tiny_data, teacher, tmp_path_factory):
+    root, made = tmp_path_factory.mktemp("distill"), {}
+
+    def get(name):
+        if name not in made:
+            made[name] = run(teacher, tiny_data, root / str(len(made)), *RUNS[name])
+        return made[name]
+
+    return get
+
+
+def test_cuts_packing_and_a_whole_list_of_tokens_give_the_same_run(first_steps):
+    runs = [first_steps(name) for name in RUNS]
+    for record, *others in zip(*runs, strict=True):
+        assert [m for m in METRICS if not math.isfinite(record[m])] == []
+        assert record["distill/loss"] == pytest.approx(record["policy/loss"], abs=1e-6)
+        for name, other in itertools.product(METRICS, others):
+            assert other[name] == pytest.approx(record[name], abs=3e-4), (record["step"], name)
+    assert runs[3][0]["distill/top_k_mass"] == pytest.approx(1, abs=1e-4)
+    assert runs[0][0]["distill/kl"] > 0.1 and runs[0][2]["distill/kl"] < runs[0][0]["distill/kl"]
+
+
+@pytest.mark.parametrize("more", [[], ["algorithm.distill={top_k: 4, kind: jsd}"]])
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(tiny_data, tiny_runs, tmp_path, more, monkeypatch):
+    start = [f"model.init={tiny_runs['sft']}", "debug.first_step_checks=true", *more]
+    first = run(tiny_runs["sft"], tiny_data, tmp_path / "x", *start)[0]
+    assert first["distill/divergence"] < 1e-6 and first["distill/agreement"] == 1 and first["policy/grad_norm"] < 1e-4
+
+    from aligner.roles.teacher import Student
+
+    outputs = Student._outputs
+
+    def other(self, hidden, batch, update):
+        return outputs(self, hidden * (1.2 if update else 1.0), batch, update)
+
+    monkeypatch.setattr(Student, "_outputs", other)
+    with pytest.raises(AlignerError, match=r"distill/divergence=.* expected 0 within 1e-05"):
+        run(tiny_runs["sft"], tiny_data, tmp_path / "y", *start)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "mixed", "jsd"])
+def test_it_comes_to_do_what_its_teacher_does(tiny_data, teacher, tmp_path, kind):
+    more = [f"algorithm.distill.kind={kind}", "run.steps=40", "optim.lr=1e-2"]
+    records = run(teacher, tiny_data, tmp_path / "run", *more)
+    assert records[-1]["distill/kl"] < 0.2 * records[0]["distill/kl"]
+    assert records[-1]["distill/agreement"] > max(0.3, records[0]["distill/agreement"])
+
+
+def test_sft_is_learned_beside_it(tiny_data, teacher, tmp_path):
+    more = ["algorithm.distill={sft_coef: 0.5, top_k: 3, temperature: 2.0}", f"data.eval={tiny_data / 'eval.jsonl'}"]
+    records = run(teacher, tiny_data, tmp_path / "run", *more)
+    for record in records:
+        both = record["distill/divergence"] + 0.5 * record["distill/nll"]
+        assert record["distill/loss"] == pytest.approx(both, abs=1e-5)
+    assert records[-1]["eval/loss"] > 0 and 0 < records[0]["distill/top_k_mass"] < 1
+
+
+def test_documents_do_not_see_each_other(tiny_data, teacher, tmp_path):
+    """Three in a row, against one by one: for teacher and student alike."""
+    rows = stages.write_jsonl(tmp_path / "text.jsonl", [{"text": f"{c}bcdefghij" * 2} for c in "abcdef"])
+    more = ["data.format=text", f"data.train={rows}", "data.shuffle=false", "run.steps=1"]
+    one, three = (
+        run(teacher, tiny_data, tmp_path / str(size), *more, f"data.max_tokens={size}", f"batch.sequences={count}")
+        for size, count in ((21, 6), (63, 2))
+    )
+    for name in METRICS:
+        assert one[0][name] == pytest.approx(three[0][name], abs=1e-5), name
