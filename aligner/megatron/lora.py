@@ -158,8 +158,8 @@ class Adapters(torch.nn.Module):
     def add(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] and what the frozen matrix made of it, with a bias or not -> that of the adapted one."""
         a, b = self.factors()
-        h = linear(self._dropped(x), a) * self.scale
-        out = out + linear(self._across(h), b)
+        h = linear(self._dropped(x).flatten(0, -2), a) * self.scale  # two dimensions: torch makes one product of them
+        out = out + linear(self._across(h), b).view_as(out)
         if not self.has_magnitude:
             return out
         out = out if bias is None else out - bias

@@ -3,9 +3,10 @@ still there."""
 
 from __future__ import annotations
 
+from aligner.plan.adapters import held_parameters, trained_parameters
 from aligner.plan.job import Job, Part
 from aligner.plan.memory import optimizer_bytes, weight_bytes
-from aligner.plan.shapes import Count, Grid, rank_parameters
+from aligner.plan.shapes import Count, Grid
 
 
 def checkpoint_bytes(count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False) -> float:
@@ -37,11 +38,11 @@ def host_items(job: Job) -> dict[str, float]:
 
 
 def _of_part(job: Job, part: Part, stage: int) -> dict[str, float]:
-    count = rank_parameters(part.shape, job.grid, stage, part.head, part.outputs)
-    away = weight_bytes(count, job.element) if "weights" in job.offload else 0.0
+    held = held_parameters(part, job.grid, stage)
+    away = weight_bytes(held, job.element) if "weights" in job.offload else 0.0
     if not part.trained:
         return {"offloaded": away}
-    how = count, job.grid, job.element, part.distributed, part.averaged
+    how = trained_parameters(part, job.grid, stage), job.grid, job.element, part.distributed, part.averaged
     if "optimizer" in job.offload:
         away += optimizer_bytes(*how)
     return {"checkpoint": checkpoint_bytes(*how), "offloaded": away}

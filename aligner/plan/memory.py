@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from aligner.config.sections.engine import message_bytes
 from aligner.errors import AlignerError
+from aligner.plan.adapters import adapter_widths, held_parameters, is_adapted, trained_parameters
 from aligner.plan.devices import GIB, Assumptions, Device
 from aligner.plan.job import PREFILL_TOKENS, Job, Part
 from aligner.plan.linear import gathered_width, rule_activations
@@ -141,6 +142,7 @@ def activation_bytes(job: Job, part: Part, stage: int) -> float:
     layers = []
     for sparse, linear in zip(stage_layers(m, grid, stage), stage_linear(m, grid, stage), strict=True):
         per_token, per_gathered = (_linear_activations if linear else layer_activations)(part, grid, sparse)
+        per_token += adapter_widths(m, sparse, linear, grid.tensor) if is_adapted(part) else 0
         layers.append(per_token * own + per_gathered * tokens)
         if linear:  # in float32; where others' tokens are gathered, of rows from their beginning
             again = 1 + 1 / (2 * grid.context) if grid.context > 1 and not grid.over_heads else 1 / grid.context
@@ -172,9 +174,9 @@ def _models(job: Job, stage: int, reads: tuple[str, ...] = (), trains: bool = Fa
     memory.offload names is on the device where it is needed alone (run/phases.py)."""
     items = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
     for part in job.parts:
-        count = rank_parameters(part.shape, job.grid, stage, part.head, part.outputs)
+        held, count = held_parameters(part, job.grid, stage), trained_parameters(part, job.grid, stage)
         if part.name in reads or "weights" not in job.offload:
-            items["weights"] += weight_bytes(count, job.element)
+            items["weights"] += weight_bytes(held, job.element)
         if part.trained and (trains or "gradients" not in job.offload):
             items["gradients"] += gradient_bytes(count)
         if part.trained and (trains or "optimizer" not in job.offload):

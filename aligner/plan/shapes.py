@@ -7,7 +7,7 @@ what is said of "a layer" is their mean.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.families import TRAITS
@@ -50,6 +50,10 @@ class Count:
     experts: int = 0
     score: int = 0
     fixed: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        both = zip(astuple(self), astuple(other), strict=True)
+        return Count(*(a + b for a, b in both))
 
     @property
     def total(self) -> int:

@@ -10,6 +10,13 @@ from dataclasses import dataclass, field
 from math import ceil, exp
 
 from aligner.config.sections.model.config import ModelConfig
+from aligner.plan.adapters import (
+    adapter_operations,
+    first_operations,
+    is_adapted,
+    needs_no_input_gradient,
+    trained_parameters,
+)
 from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import Job, Part
 from aligner.plan.linear import row_bytes
@@ -24,7 +31,6 @@ from aligner.plan.shapes import (
     latent_matrices,
     layer_operations,
     parameters,
-    rank_parameters,
 )
 from aligner.plan.traffic import Call, axis_size, axis_span, pass_calls, refit_calls, step_calls
 
@@ -82,23 +88,38 @@ def _communicate(phase: Phase, calls: Iterable[Call], job: Job, machine: Machine
         phase.wire_bytes[call.axis] = phase.wire_bytes.get(call.axis, 0.0) + wire
 
 
-def micro_batch_seconds(job: Job, part: Part, stage: int, tokens: float, backward: bool, machine: Machine) -> float:
-    """Products of one rank: forward 1, backward 2, recomputed layers 1 more, likewise a head whose logits come in
-    parts. Without those of outputs that nobody reads."""
+def _forward(job: Job, part: Part, stage: int, tokens: float, machine: Machine, attention: bool = True) -> float:
+    """Of the stage's layers, without adapters; without `attention` also without its products of tokens with tokens."""
     grid, m, read = job.grid, part.shape, reads(job, part, tokens)
     own, share = tokens / grid.context / grid.tensor, 1 / grid.context / grid.tensor
-    layer = machine.layer_seconds(m, own, job.rows.context)
-    total, last = m.num_layers / grid.pipeline * layer, stage == grid.pipeline - 1
-    if last:
-        total += machine.layer_seconds(m, own, read.context, read.kept * share) - layer
+    seen, read_seen = (job.rows.context, read.context) if attention else (0.0, 0.0)
+    layer = machine.layer_seconds(m, own, seen)
+    total = m.num_layers / grid.pipeline * layer
+    if stage == grid.pipeline - 1:
+        total += machine.layer_seconds(m, own, read_seen, read.kept * share) - layer
     if not grid.sequence:  # what makes latent vectors is computed whole by every tensor rank
         whole = 2 * latent_matrices(m) * tokens / grid.context * (1 - 1 / grid.tensor) / machine.rate
         total += m.num_layers / grid.pipeline * whole
-    total *= (4 if job.recompute else 3) if backward else 1
-    if last:
+    return total
+
+
+def micro_batch_seconds(job: Job, part: Part, stage: int, tokens: float, backward: bool, machine: Machine) -> float:
+    """Products of one rank: forward 1, backward 2 (of frozen matrices 1), recomputed layers 1 more, likewise a head
+    whose logits come in parts. Without those of outputs that nobody reads."""
+    grid, m, read, frozen = job.grid, part.shape, reads(job, part, tokens), is_adapted(part)
+    total = _forward(job, part, stage, tokens, machine) * ((4 if job.recompute else 3) if backward else 1)
+    if frozen:
+        own, kept = tokens / grid.context, read.kept / grid.context
+        total += adapter_operations(part, grid, stage, own, kept, backward, job.recompute) / machine.rate
+        if backward:
+            total -= _forward(job, part, stage, tokens, machine, attention=False)
+            if needs_no_input_gradient(grid, stage, job.recompute):
+                total -= first_operations(m, grid, own) / machine.rate
+    if stage == grid.pipeline - 1:
         language = part.head == "lm"
         asked = (read.pairs if language else read.kept) / grid.context
         again = 4 if language and 12 * asked * m.vocab_size / grid.tensor > job.logits_bytes else 3
+        again -= frozen and language
         head = head_operations(m, asked, part.head, part.outputs, grid.tensor)
         total += head * (again if backward else 1) / machine.rate
     return total
@@ -148,7 +169,7 @@ def update_phase(job: Job, machine: Machine) -> Phase:
         if part is job.policy and job.ptx_rows:
             _pipeline(one, job, part, machine, *job.ptx_micro_batches(), backward=True)
         _communicate(one, step_calls(job, part, 0), job, machine)
-        state = rank_parameters(part.shape, job.grid, 0, part.head, part.outputs)
+        state = trained_parameters(part, job.grid, 0)
         share = optimizer_share(state, job.grid, part.distributed)
         one.add("optimizer", adam_bytes(job.element) * share / machine.bandwidth)
         for name, seconds in one.parts.items():
@@ -254,17 +275,18 @@ def plan_times(job: Job, device: Device, assumed: Assumptions) -> dict[str, Phas
 
 
 def update_mfu(job: Job, device: Device, update: Phase) -> float:
-    """Operations that are made over the peak: 6 N a token less those of outputs that nobody reads, without attention's
-    and without what is computed again."""
+    """Operations that are made over the peak: 6 N a token (4 N of frozen matrices) less those of outputs that nobody
+    reads, without attention's, adapters' and what is computed again."""
     count, tokens = job.micro_batches()
     real = tokens if job.packing else tokens * job.rows.mean / job.rows.longest
-    forward = 0.0
+    made = 0.0
     for part in job.parts:
         if part.trained:
             m, read = part.shape, reads(job, part, tokens)
             kept = min(read.kept, real)
-            forward += (m.num_layers - 1) * layer_operations(m, real, 0) + layer_operations(m, real, 0, kept)
+            forward = (m.num_layers - 1) * layer_operations(m, real, 0) + layer_operations(m, real, 0, kept)
             forward += m.num_layers * expert_operations(m, real)
             forward += head_operations(m, read.pairs if part.head == "lm" else kept, part.head)
+            made += (2 if is_adapted(part) else 3) * forward
     passes = count * job.minibatches * job.epochs * job.grid.data
-    return 3 * forward * passes / (update.seconds * job.grid.gpus * device.flops)
+    return made * passes / (update.seconds * job.grid.gpus * device.flops)

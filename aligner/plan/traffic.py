@@ -14,6 +14,13 @@ from math import ceil
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.families import TRAITS
+from aligner.plan.adapters import (
+    adapter_calls,
+    is_adapted,
+    needs_no_input_gradient,
+    trained_parameters,
+    whole_numbers,
+)
 from aligner.plan.job import Job, Part
 from aligner.plan.linear import gathered_width, linear_alike
 from aligner.plan.reads import reads
@@ -96,6 +103,31 @@ def layer_forward(
     yield from (_linear_context if linear else _context)(part, grid, tokens, element, backward=False)
     if sparse:
         yield _experts(part, own, element)
+    if is_adapted(part):
+        for op, size in adapter_calls(part, grid, own, kept / grid.context, element, sparse, linear)[0]:
+            yield Call("tp", op, size)
+
+
+def frozen_backward(
+    part: Part, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool, first: bool
+) -> Iterator[Call]:
+    """`layer_backward` where adapters alone are trained: no gradients of weights, and of the `first` layer none of the
+    input."""
+    m, own = part.shape, tokens / grid.context
+    hidden, inputs, mlps = own * m.hidden_size * element, _inputs(m), _mlps(m, sparse)
+    direct = first and not m.latent.query_rank
+    given = (sum(inputs) - (m.hidden_size if direct else 0)) / m.hidden_size
+    if grid.sequence:
+        yield Call("tp", "all_gather", (1 + mlps) * hidden, 1 + mlps)
+        yield Call("tp", "reduce_scatter", (given + mlps) * hidden, len(inputs) - direct + mlps)
+    else:
+        last = kept / grid.context * m.hidden_size * element
+        yield Call("tp", "all_reduce", given * hidden + mlps * last, len(inputs) - direct + mlps)
+    yield from (_linear_context if linear else _context)(part, grid, tokens, element, backward=True)
+    if sparse:
+        yield _experts(part, own, element)
+    for op, size in adapter_calls(part, grid, own, kept / grid.context, element, sparse, linear)[1]:
+        yield Call("tp", op, size)
 
 
 def layer_backward(
@@ -180,11 +212,16 @@ def pass_calls(job: Job, part: Part, stage: int, tokens: float, backward: bool) 
     each = list(zip(kept, layers, stage_linear(m, grid, stage), strict=True))
     again = 2 if backward and job.recompute else 1
     calls = _sum(layer_forward(part, grid, tokens, k, e, *kind) for k, *kind in each * again)
-    if backward:
+    if backward and is_adapted(part):
+        free = needs_no_input_gradient(grid, stage, job.recompute)
+        calls += _sum(
+            frozen_backward(part, grid, tokens, k, e, *kind, free and i == 0) for i, (k, *kind) in enumerate(each)
+        )
+    elif backward:
         calls += _sum(layer_backward(part, grid, tokens, k, e, *kind) for k, *kind in each)
     if stage == 0:
         calls.append(Call("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden))
-        if backward and grid.sequence:
+        if backward and grid.sequence and not is_adapted(part):
             calls.append(Call("tp", "all_gather", hidden))
     if last:
         calls += _head(part, grid, read.kept / grid.context * m.hidden_size * e, backward)
@@ -213,17 +250,21 @@ def step_calls(job: Job, part: Part, stage: int) -> list[Call]:
     """What an optimizer step adds to its micro-batches: gradients, of float32 numbers, over ranks with the same
     parameters; with the distributed optimizer scattered, and the new parameters gathered."""
     grid, m, e = job.grid, part.shape, job.element
-    count = rank_parameters(m, grid, stage, part.head, part.outputs)
+    count = trained_parameters(part, grid, stage)
     calls: list[Call] = []
     for axis, dense, score in (("dp", count.dense, count.score), ("edp", count.experts, 0)):
         if part.distributed:
             calls.append(Call(axis, "reduce_scatter", 4.0 * (dense + score)))
             # with experts Megatron has two optimizers, and after the step of each gathers the parameters of both
-            times = 2 if m.moe.num_experts else 1
+            times = 2 if count.experts else 1
             calls.append(Call(axis, "all_gather", times * float(e * dense + 4 * score), times))
         else:
             calls.append(Call(axis, "all_reduce", 4.0 * (dense + score)))
     linear = stage_linear(m, grid, stage)
+    if is_adapted(part):
+        if grid.sequence:
+            calls.append(Call("tp", "all_reduce", 4.0 * whole_numbers(part, grid, stage)))
+        return within(calls, grid)
     if grid.sequence:
         norms = sum(layer_norms(m, each) for each in linear) + m.hidden_size * (stage == grid.pipeline - 1)
         calls.append(Call("tp", "all_reduce", 4.0 * norms))

@@ -1,0 +1,223 @@
+"""Low-rank adapters (`model.lora`) in numbers: parameters, operations and collectives beside those of frozen ones.
+
+Names: r the rank; of one of Megatron's matrices I numbers in, O out, k targets that it is made of, so that A x has k r
+numbers. `aligner/models/adapters.py` says the same of tensors, which import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.families import TRAITS
+from aligner.config.sections.model.lora import ALL_LINEAR
+from aligner.plan.job import Part
+from aligner.plan.shapes import Count, Grid, attention_widths, rank_parameters, stage_layers, stage_linear
+
+EXPERTS = {"mixtral": ("w1", "w3", "w2")}  # what families call an expert's matrices, where not as a dense MLP's
+
+
+@dataclass(frozen=True)
+class Matrix:
+    inner: int
+    out: int
+    targets: int  # k
+    adapted: int  # rows of the targets among O
+    split: str  # what tensor ranks share: "out", "in" or "none"
+    experts: int = 0  # so many of them, over expert ranks
+    late: bool = False  # reads only what `plan.reads` calls kept, in the last layer
+    of_hidden: bool = False  # its input is the stream's
+
+
+def is_adapted(part: Part) -> bool:
+    return part.trained and part.shape.lora.rank > 0
+
+
+def matrices(m: ModelConfig, sparse: bool, linear: bool) -> list[Matrix]:
+    """Those of a layer that have adapters."""
+    wanted, found = set(m.lora.targets), []
+    for parts, inner, split, options in [*_mixing_rows(m, linear), *_mlp_rows(m, sparse)]:
+        adapted = [out for name, out in parts if name in wanted or ALL_LINEAR in wanted]
+        if adapted:
+            found.append(Matrix(inner, sum(out for _, out in parts), len(adapted), sum(adapted), split, **options))
+    return found
+
+
+Moved = tuple[str, float]  # a collective between tensor ranks, and its bytes
+Row = tuple[list[tuple[str, int]], int, str, dict]  # (name, O) of each part, I, what is shared, fields of `Matrix`
+LATE, HIDDEN = {"late": True}, {"of_hidden": True}
+
+
+def _mixing_rows(m: ModelConfig, linear: bool) -> Iterator[Row]:
+    return _linear_rows(m) if linear else _latent_rows(m) if m.latent.kv_rank else _attention_rows(m)
+
+
+def _attention_rows(m: ModelConfig) -> Iterator[Row]:
+    a, k, v, out = attention_widths(m)
+    queries = a * (2 if TRAITS[m.family].gated_attention else 1)
+    yield [("q_proj", queries), ("k_proj", k), ("v_proj", v)], m.hidden_size, "out", HIDDEN
+    yield [("o_proj", m.hidden_size)], out, "in", LATE
+
+
+def _latent_rows(m: ModelConfig) -> Iterator[Row]:
+    latent, h, (a, _, v, out) = m.latent, m.hidden_size, attention_widths(m)
+    if latent.query_rank:
+        yield [("q_a_proj", latent.query_rank)], h, "none", HIDDEN
+        yield [("q_b_proj", a)], latent.query_rank, "out", {}
+    else:
+        yield [("q_proj", a)], h, "out", HIDDEN
+    yield [("kv_a_proj_with_mqa", latent.kv_rank + latent.rotary_dim)], h, "none", HIDDEN
+    yield [("kv_b_proj", m.num_heads * latent.plain_dim + v)], latent.kv_rank, "out", {}
+    yield [("o_proj", h)], out, "in", LATE
+
+
+def _linear_rows(m: ModelConfig) -> Iterator[Row]:
+    linear, h = m.linear, m.hidden_size
+    gated, heads = linear.gated_width * linear.key_heads, linear.key_heads
+    yield [("in_proj_qkvz", gated), ("in_proj_ba", linear.width * heads - gated)], h, "out", HIDDEN
+    yield [("out_proj", h)], linear.value_heads * linear.value_head_dim, "in", LATE
+
+
+def _mlp_rows(m: ModelConfig, sparse: bool) -> Iterator[Row]:
+    h, usual = m.hidden_size, ("gate_proj", "up_proj", "down_proj")
+    kinds = [(m.ffn_hidden_size, usual, 0)]
+    if sparse:
+        shared = m.moe.shared_ffn_hidden_size
+        kinds = [(m.expert_ffn, EXPERTS.get(m.family, usual), m.moe.num_experts), *[(shared, usual, 0)] * bool(shared)]
+    for width, (gate, up, down), experts in kinds:
+        yield [(gate, width), (up, width)], h, "out", LATE | {"experts": experts}
+        yield [(down, h)], width, "in", LATE | {"experts": experts}
+
+
+def _layers(m: ModelConfig, grid: Grid, stage: int) -> Iterator[list[Matrix]]:
+    for sparse, linear in zip(stage_layers(m, grid, stage), stage_linear(m, grid, stage), strict=True):
+        yield matrices(m, sparse, linear)
+
+
+def factor_sizes(matrix: Matrix, m: ModelConfig, grid: Grid) -> tuple[int, int]:
+    """Numbers of a rank's A and B that tensor ranks share, and of those that all have whole; of experts each one's."""
+    a, b, rank = matrix.targets * matrix.inner, matrix.adapted, m.lora.rank
+    if matrix.split == "out":
+        return rank * b // grid.tensor, rank * a
+    return (rank * a // grid.tensor, rank * b) if matrix.split == "in" else (0, rank * (a + b))
+
+
+def magnitudes(matrix: Matrix, m: ModelConfig, grid: Grid) -> tuple[int, int]:
+    """Likewise of DoRA's."""
+    size = matrix.adapted if m.lora.dora else 0
+    return (size // grid.tensor, 0) if matrix.split == "out" else (0, size)
+
+
+def adapter_parameters(m: ModelConfig, grid: Grid, stage: int) -> Count:
+    """Of one rank; magnitudes, which are float32 like a score head, count as one."""
+    dense = experts = score = 0
+    for matrix in (x for layer in _layers(m, grid, stage) for x in layer):
+        size = sum(factor_sizes(matrix, m, grid))
+        experts += size * (matrix.experts // grid.expert)
+        dense += 0 if matrix.experts else size
+        score += sum(magnitudes(matrix, m, grid))
+    return Count(dense, experts, score)
+
+
+def held_parameters(part: Part, grid: Grid, stage: int) -> Count:
+    """Of one rank, adapters and all."""
+    count = rank_parameters(part.shape, grid, stage, part.head, part.outputs)
+    return count + adapter_parameters(part.shape, grid, stage) if is_adapted(part) else count
+
+
+def trained_parameters(part: Part, grid: Grid, stage: int) -> Count:
+    """Of one rank: those with gradients and optimizer state."""
+    count = rank_parameters(part.shape, grid, stage, part.head, part.outputs)
+    if not is_adapted(part):
+        return count
+    return adapter_parameters(part.shape, grid, stage) + Count(score=count.score)
+
+
+def whole_numbers(part: Part, grid: Grid, stage: int) -> int:
+    """Of the adapters that every tensor rank has whole, but experts': sequence parallelism sums their gradients."""
+    m, total = part.shape, 0
+    for matrix in (x for layer in _layers(m, grid, stage) for x in layer if not x.experts):
+        total += factor_sizes(matrix, m, grid)[1] + magnitudes(matrix, m, grid)[1]
+    return total
+
+
+def _operations(matrix: Matrix, m: ModelConfig, grid: Grid, own: float, kept: float) -> tuple[float, float]:
+    """Of A's products and of B's in a forward pass, on one rank. Without sequence parallelism the whole factor meets
+    all tokens on every tensor rank. `own` of this rank's context share, `kept` of them where the matrix is late."""
+    tokens = kept if matrix.late else own
+    width, alike = matrix.targets * m.lora.rank, 1 / grid.tensor if grid.sequence and not matrix.experts else 1.0
+    if matrix.experts:
+        tokens *= m.moe.top_k
+    a_share = 1 / grid.tensor if matrix.split == "in" else alike
+    b_share = 1 / grid.tensor if matrix.split == "out" else alike
+    return 2 * tokens * matrix.inner * width * a_share, 2 * tokens * matrix.out * width * b_share
+
+
+def adapter_calls(
+    part: Part, grid: Grid, own: float, kept: float, element: int, sparse: bool, linear: bool
+) -> tuple[list[Moved], list[Moved]]:
+    """What a layer's adapters move between tensor ranks, forward and backward: A x, of experts gradients of what
+    all ranks have whole."""
+    m, forward, backward = part.shape, [], []
+    for matrix in matrices(m, sparse, linear):
+        tokens, width = kept if matrix.late else own, matrix.targets * m.lora.rank
+        if matrix.experts:
+            each = factor_sizes(matrix, m, grid)[1] * (matrix.experts // grid.expert)
+            backward.append(("all_reduce", element * each))
+        elif matrix.split == "out":
+            if grid.sequence:
+                forward.append(("all_gather", element * tokens * width))
+            backward.append(("reduce_scatter" if grid.sequence else "all_reduce", element * tokens * width))
+        elif matrix.split == "in":
+            forward.append(("reduce_scatter" if grid.sequence else "all_reduce", element * tokens * width))
+            if grid.sequence:
+                backward.append(("all_gather", element * tokens * width))
+            if m.lora.dora:
+                forward.append(("all_reduce", 4.0 * matrix.out))
+    return forward, backward
+
+
+def adapter_operations(
+    part: Part, grid: Grid, stage: int, own: float, kept: float, backward: bool, recompute: bool
+) -> float:
+    """On one rank of a stage, `kept` tokens in the last layer of all. The first layer's inputs need no gradient, unless
+    layers are recomputed or stages follow. With DoRA every pass also makes B A."""
+    m, total, passes = part.shape, 0.0, (4 if recompute else 3) if backward else 1
+    layers = list(_layers(m, grid, stage))
+    for i, layer in enumerate(layers):
+        last = stage == grid.pipeline - 1 and i == len(layers) - 1
+        for matrix in layer:
+            a, b = _operations(matrix, m, grid, own, kept if last else own)
+            total += passes * (a + b)
+            if backward and i == 0 and matrix.of_hidden and needs_no_input_gradient(grid, stage, recompute):
+                total -= a
+            if m.lora.dora:
+                product = 2 * matrix.inner * matrix.out * matrix.targets * m.lora.rank
+                total += (2 if backward and recompute else 1) * product / (grid.tensor if matrix.split != "none" else 1)
+    return total
+
+
+def needs_no_input_gradient(grid: Grid, stage: int, recompute: bool) -> bool:
+    """Of a stage's first layer, whose input comes from a frozen embedding."""
+    return stage == 0 and grid.pipeline == 1 and not recompute
+
+
+def first_operations(m: ModelConfig, grid: Grid, own: float) -> float:
+    """Of the gradient that the inputs of the first layer's frozen matrices would have, on one rank."""
+    total = 0.0
+    for parts, inner, split, options in _mixing_rows(m, m.linear.is_linear(0)):
+        if options.get("of_hidden"):
+            share = 1 / grid.tensor if split == "out" or grid.sequence else 1.0
+            total += 2 * own * share * inner * sum(out for _, out in parts)
+    return total
+
+
+def adapter_widths(m: ModelConfig, sparse: bool, linear: bool, tensor: int) -> float:
+    """Numbers of a token that a layer keeps for backward beside: A x and, with DoRA, what the magnitudes multiply."""
+    total = 0.0
+    for matrix in matrices(m, sparse, linear):
+        often = m.moe.top_k if matrix.experts else 1
+        total += often * matrix.targets * m.lora.rank
+        total += m.lora.dora * matrix.out / (tensor if matrix.split == "out" else 1)
+    return total
