@@ -25,6 +25,16 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: item.path.name != "test_quickstart.py")
 
 
+@pytest.fixture
+def world():
+    """The process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """The session's pool of rank processes (see tests/ranks.py); nothing starts before its first job."""

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from aligner.config.sections.preference import PreferenceConfig
 from aligner.errors import AlignerError
@@ -17,13 +16,6 @@ from aligner.types import TrainBatch
 from tests import stages
 
 PAIRS, T = 6, 8
-
-
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def make() -> tuple[TrainBatch, torch.Tensor, torch.Tensor]:
@@ -46,11 +38,11 @@ EVERYTHING = {"loss": ["sigmoid", "ipo", "rpo_sq"], "weights": [1.0, 0.1, 0.5], 
 
 
 @pytest.mark.parametrize("kind", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
-def test_cutting_a_minibatch_changes_nothing(alone, kind):
+def test_cutting_a_minibatch_changes_nothing(world, kind):
     """Into micro-batches of 1, 2, 4 pairs, permuted; with row weights, WPO, LD, NLL."""
     batch, logprobs, squares = make()
     cfg = PreferenceConfig(**EVERYTHING, nll_coef=0.3, nll_aggregation=kind)
-    loss, found = dpo_loss(batch, cfg, alone), []
+    loss, found = dpo_loss(batch, cfg, world), []
     order = torch.randperm(PAIRS, generator=torch.Generator().manual_seed(1))
     for size in (PAIRS, 1, 2, 4):
         outputs = []
@@ -79,7 +71,7 @@ def test_cutting_a_minibatch_changes_nothing(alone, kind):
     torch.testing.assert_close(found[0][0], (pairs + 0.3 * nll).detach())
 
 
-def test_two_data_parallel_ranks_share_one_denominator(alone, monkeypatch):
+def test_two_data_parallel_ranks_share_one_denominator(world, monkeypatch):
     """A rank's loss is its share: over twice the pairs, and over the chosen tokens of both."""
     batch, logprobs, _ = make()
 
@@ -90,7 +82,7 @@ def test_two_data_parallel_ranks_share_one_denominator(alone, monkeypatch):
     monkeypatch.setattr("aligner.ops.rl.aggregate.sum_over", lambda count, group: 2 * count)
     half = dpo_loss(batch, PreferenceConfig(nll_coef=1.0), Two())(TokenOutputs(logprobs, None, None), batch)
     monkeypatch.undo()
-    whole = dpo_loss(batch, PreferenceConfig(nll_coef=1.0), alone)(TokenOutputs(logprobs, None, None), batch)
+    whole = dpo_loss(batch, PreferenceConfig(nll_coef=1.0), world)(TokenOutputs(logprobs, None, None), batch)
     torch.testing.assert_close(2 * half.loss, whole.loss)
 
 

@@ -22,17 +22,12 @@ from aligner.rewards.composite import Scores
 from aligner.rollout.prepare import set_token_rewards
 from aligner.types import RolloutBatch
 
+pytestmark = pytest.mark.usefixtures("world")
+
 B, T, GROUP = 12, 7, 4  # group 0 is degenerate; in group 2 one sample is left
 REWARDS = [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 2.0, math.nan, 5.0, math.nan, math.nan, math.nan]
 SECOND = [0.5, 0.5, 0.5, 0.5, None, 3.0, 1.0, None, 1.0, None, None, None]
 ESTIMATORS = (*GROUP_BASELINES, *OTHER_BASELINES)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make_rollout() -> RolloutBatch:

@@ -16,6 +16,8 @@ from aligner.stages.rm import attribute_loss, preference_loss
 from aligner.stages.sft import sft_loss
 from aligner.types import TrainBatch
 
+pytestmark = pytest.mark.usefixtures("world")
+
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 LIMIT = 9  # response tokens, the constant of seq_mean_token_sum_norm
 B, T = 6, 8
@@ -29,14 +31,6 @@ class Ranks:
 
     def size(self) -> int:
         return self.n
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone():
-    """A process group of this process, for the losses that sum over it."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make_batch(seed: int = 0) -> TrainBatch:

@@ -176,9 +176,3 @@ def slowed(factor: int) -> float:
     rows = ragged(16, 128)
     fast = stepper(True, rows)
     return ratio(stepper(False, rows), lambda: [fast() for _ in range(factor)])
-
-
-def all_ratios() -> dict[str, float]:
-    start = time.process_time()
-    found = {f.__name__: f() for f in (generation, refit, packing, sharing, training)}
-    return found | {"cpu_s": time.process_time() - start}

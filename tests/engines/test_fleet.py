@@ -67,16 +67,16 @@ def same(found, wanted, rows=slice(None), atol=1e-5):
 
 
 @multirank
-def test_two_ranks_are_one_engine(ranks, scored):
+@pytest.mark.parametrize("configs, samplings", [(MODELS, SAMPLINGS), (MORE, SAMPLINGS[:2])], ids=["MODELS", "MORE"])
+def test_two_ranks_are_one_engine(ranks, scored, configs, samplings):
     """Every family: equal tokens, logprobs within 1e-5 of one rank's, half of the weights and of the cache each."""
-    configs = MODELS | MORE
     models = {name: reference(cfg) for name, cfg in configs.items() if cfg.num_kv_heads % 2 == 0}
     given_ = {name: (configs[name], hf_weights(model)) for name, model in models.items()}
     seeds = seeds_for(PROMPTS, 2)
     requests = [(PROMPTS[:2], seeds[:2]), (PROMPTS[2:], seeds[2:])]
-    told = ranks.run(JOB, world=2, models=given_, width=2, requests=requests, samplings=SAMPLINGS, scored=scored)
+    told = ranks.run(JOB, world=2, models=given_, width=2, requests=requests, samplings=samplings, scored=scored)
     for name, model in models.items():
-        outs, logprobs, engine = alone(configs[name], model, PROMPTS, seeds, SAMPLINGS, scored)
+        outs, logprobs, engine = alone(configs[name], model, PROMPTS, seeds, samplings, scored)
         for rank, rows in enumerate((slice(0, 4), slice(4, 10))):
             found = told[rank][name]
             assert all_told(found, requests[rank][1]) == 1

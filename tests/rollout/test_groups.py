@@ -107,13 +107,6 @@ def filtered(steps: int = 3):
     return out
 
 
-@pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def simulate(steps: int):
     """Dynamic sampling by its definition: [(prompt of each slot, cursor, generated, dropped)] of each step."""
     source = make_source()

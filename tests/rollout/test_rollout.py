@@ -52,14 +52,6 @@ class Words:
         return ["".join(chr(96 + t) for t in row if t > 1 or not skip_special_tokens) for row in rows]
 
 
-@pytest.fixture
-def world():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 def make_prompts(n: int, seed: int = 0) -> list[Prompt]:
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 6, (n,), generator=g).tolist()

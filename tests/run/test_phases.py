@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -85,13 +84,6 @@ def run(timers: Timers, *names: str) -> None:
     for name in names:
         with timers(name):
             pass
-
-
-@pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_one_iteration_moves_each_thing_once():
