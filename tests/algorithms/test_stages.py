@@ -290,7 +290,7 @@ def test_a_critic_is_fitted_to_what_followed_before_anything_else_learns(tiny_da
     def first(name, *changes):
         return stages.records(stages.stage("ppo", tiny_data, tmp_path / name, *more, *changes))[0]
 
-    fitted = first("fitted", "critic.pretrain_steps=25")
+    fitted = first("fitted", "critic.pretrain_steps=60", "critic.optim.lr=1e-2")
     before, after = "critic/pretrain_explained_variance_before", "critic/pretrain_explained_variance"
     assert fitted[after] > fitted[before] + 0.2 and fitted["refit/version"] == 0
     plain = first("plain", "algorithm.lam=1")
