@@ -11,6 +11,7 @@ from aligner.config.derived import minibatch_samples
 from aligner.config.schema import ROLLOUT_STAGES, Config
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.validate_model import validate_model, validate_on_gpu
+from aligner.data.steps import StepEncoder
 from aligner.errors import ConfigError
 from aligner.megatron.checkpoint import load_model, merge_adapters
 from aligner.megatron.ema import Ema
@@ -21,6 +22,7 @@ from aligner.refit.export import EXTRA_FILE
 from aligner.roles.critic import Critic
 from aligner.roles.initial import InitialModel, resolve
 from aligner.roles.policy import Policy, Reference
+from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
 
 
@@ -83,16 +85,21 @@ def _scorer(job: Job, path: str, key: str) -> InitialModel:
     return initial
 
 
-def make_reward_model(job: Job) -> RewardModel | None:
+def make_reward_model(job: Job) -> RewardModel | ProcessRewardModel | None:
     if not job.cfg.reward.model or job.cfg.debug.train_only:  # recordings come with their scores
         return None
     path = job.cfg.reward.model
     initial = _scorer(job, path, "reward.model")
     if not initial.has_scores:
         raise ConfigError("reward.model", path, "a reward model: a run of stage rm, or a folder with score.weight")
+    separator = initial.extra.get("separator")
     if not initial.extra:
         job.say(f"reward.model={path}: no {EXTRA_FILE} says the mean of its scores: they are not centred")
     model = job.models["reward"] = make_model(job, initial, Head("score"), None, 0)
+    if separator:
+        return ProcessRewardModel(
+            model, job.cfg.batch, StepEncoder(job.tokenizer, separator), job.cfg.reward.model_steps
+        )
     return RewardModel(model, job.cfg.batch, *_centring(job, initial))
 
 
@@ -107,6 +114,12 @@ def make_scorer(job: Job, outputs: int) -> RewardModel:
     model = make_model(job, job.initial, Head("score", outputs), job.cfg.optim, job.cfg.run.steps)
     job.models["policy"] = model
     return RewardModel(model, job.cfg.batch)
+
+
+def make_step_scorer(job: Job) -> ProcessRewardModel:
+    """Likewise with one score for each step."""
+    model = make_scorer(job, 1).model
+    return ProcessRewardModel(model, job.cfg.batch, StepEncoder(job.tokenizer, job.cfg.algorithm.reward_loss.separator))
 
 
 def make_critic(job: Job, steps: int) -> Critic:

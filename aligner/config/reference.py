@@ -87,7 +87,7 @@ def _default(field: dataclasses.Field) -> str:
     value = field.default if field.default_factory is MISSING else field.default_factory()
     if value is MISSING:
         return ""
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value).replace("\n", "\\n")
 
 
 @functools.cache

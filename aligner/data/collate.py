@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from aligner.data.items import PairItem, PreferenceItem, ScoredItem, SftItem, UnpairedItem
+from aligner.data.items import PairItem, PreferenceItem, ScoredItem, SftItem, StepsItem, UnpairedItem
 from aligner.types import TrainBatch
 
 
@@ -61,6 +61,13 @@ def collate_scored(items: Sequence[ScoredItem], pad_id: int, multiple: int = 1) 
     """B items -> tokens [B, T], labels [B, K], loss_mask 1 at each row's last token."""
     labels = torch.from_numpy(np.stack([np.asarray(item.scores, dtype=np.float32) for item in items]))
     return _at_last([item.tokens for item in items], labels, pad_id, multiple)
+
+
+def collate_steps(items: Sequence[StepsItem], pad_id: int, multiple: int = 1) -> TrainBatch:
+    """B items -> tokens [B, T], loss_mask [B, T] 1 where a labelled step ends, and `returns` [B, T], its label."""
+    tokens, lengths = _pad([item.tokens for item in items], pad_id, np.int64, multiple)
+    labels, _ = _pad([item.labels for item in items], np.nan, np.float32, multiple)
+    return TrainBatch(tokens, lengths, (~labels.isnan()).float(), returns=labels.nan_to_num())
 
 
 def _at_last(texts: Sequence, labels: torch.Tensor, pad_id: int, multiple: int) -> TrainBatch:

@@ -27,6 +27,7 @@ NEEDS = {
     "unpaired": ("prompt", "completion", "label"),
     "preference": ("chosen", "rejected"),
     "prompt": ("prompt",),
+    "steps": ("prompt", "completions", "labels"),
     "text": ("text",),
     "sharegpt": ("conversations",),
     "alpaca": ("instruction",),
@@ -73,6 +74,17 @@ class ScoredRow:
     prompt: Text
     completion: Text
     scores: tuple[float, ...]
+    where: str = ""
+    tools: Tools | None = None
+
+
+@dataclass(frozen=True)
+class StepsRow:
+    """For a process reward model: an answer in steps, each with the probability that it is right."""
+
+    prompt: Text
+    steps: tuple[str, ...]
+    labels: tuple[float, ...]
     where: str = ""
     tools: Tools | None = None
 
@@ -218,6 +230,30 @@ def _scored_row(attributes: Sequence[str], _: str, where: str, row: dict[str, An
     prompt, completion = _pair(row, "completion", where)
     scores = tuple(_number(row, name, where, "algorithm.reward_loss.attributes") for name in attributes)
     return ScoredRow(prompt, completion, scores, where, _tools(row, prompt, where))
+
+
+def step_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedRows[StepsRow]:
+    """Rows for a process reward model: prompt, `completions` (a list of steps) and as many `labels`."""
+    return TypedRows(rows, data, ("steps",), _steps_row)
+
+
+def _steps_row(_: str, where: str, row: dict[str, Any]) -> StepsRow:
+    steps, labels = row["completions"], row["labels"]
+    if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
+        raise DataError(f"{where}: expected a list of texts, the steps, in `completions`, found {_short(steps)}")
+    if not isinstance(labels, list) or len(labels) != len(steps):
+        raise DataError(f"{where}: expected a list of {len(steps)} in `labels`, one for a step, found {_short(labels)}")
+    for number, label in enumerate(labels, 1):
+        if not isinstance(label, bool | int | float) or not 0 <= label <= 1:
+            expected = "true, false, or a number from 0 to 1"
+            raise DataError(f"{where}: label {number}: expected {expected} in `labels`, found {label!r}")
+    prompt = _text(row["prompt"], "prompt", where)
+    return StepsRow(prompt, tuple(steps), tuple(map(float, labels)), where, _tools(row, prompt, where))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def prompt_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedRows[PromptRow]:

@@ -57,6 +57,11 @@ class UnpairedItem(NamedTuple):
         return self.answer.tokens[: self.answer.start]
 
 
+class StepsItem(NamedTuple):
+    tokens: np.ndarray  # int32 [T]
+    labels: np.ndarray  # float32 [T] of the step that ends there; NaN on other tokens
+
+
 class ScoredItem(NamedTuple):
     tokens: np.ndarray  # int32 [T]
     scores: np.ndarray  # float32 [K]

@@ -74,4 +74,5 @@ def read_extra(folder: Path) -> dict[str, Any]:
     found = read_record(path, CheckpointError)
     for name in ("bias", "std"):
         found.number(name, None)
+    found.text("separator", "")  # a process reward model's
     return found.fields

@@ -9,7 +9,14 @@ import torch
 
 from aligner.config.sections.kto import KtoConfig
 from aligner.config.sections.preference import PreferenceConfig
-from aligner.data.collate import collate_pairs, collate_preference, collate_scored, collate_sft, collate_unpaired
+from aligner.data.collate import (
+    collate_pairs,
+    collate_preference,
+    collate_scored,
+    collate_sft,
+    collate_steps,
+    collate_unpaired,
+)
 from aligner.data.dataset import PairDataset
 from aligner.data.items import SftItem, UnpairedItem
 from aligner.data.unpaired import UnpairedDataset
@@ -18,8 +25,9 @@ from aligner.ops.packing.documents import apart
 from aligner.ops.reduce import sum_over
 from aligner.ops.rl.kto import above, log_ratios, sample_losses
 from aligner.ops.rl.preference import Labels, agreement, measure, pair_losses, rewards, total
-from aligner.ops.rl.reward_loss import bradley_terry, regression
+from aligner.ops.rl.reward_loss import bradley_terry, regression, rightly, steps
 from aligner.roles.policy import Policy, Reference
+from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.sharing import share
 from aligner.rollout.statistics import reduce_metrics
@@ -66,6 +74,19 @@ def pair_accuracy(model: RewardModel, dataset: Sequence, limit: int, pairwise: b
     n = float(len(loss))
     means = {"eval/loss": (float(loss.sum()), n)}
     means |= {f"eval/{name}": (float(stats[name].sum()), n) for name in ("accuracy", "margin")}
+    return reduce_metrics(means, {}, model.model.layout.pgs.dp)
+
+
+def step_accuracy(model: ProcessRewardModel, dataset: Sequence, limit: int) -> ScalarMetrics:
+    """eval/loss and eval/accuracy (of the labelled steps: the likelier side is the right one) per step."""
+    items = _mine(model.model, dataset, limit)
+    loss, right, count = 0.0, 0.0, 0.0
+    if items:
+        batch = collate_steps(items, 0)
+        logits, on = model.logits(batch), batch.loss_mask.bool()
+        loss, count = float(steps(logits, batch.returns)[on].sum()), float(on.sum())
+        right = float(rightly(logits, batch.returns)[on].sum())
+    means = {"eval/loss": (loss, count), "eval/accuracy": (right, count)}
     return reduce_metrics(means, {}, model.model.layout.pgs.dp)
 
 

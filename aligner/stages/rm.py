@@ -15,23 +15,27 @@ from torch import Tensor
 from aligner.algorithms.first_step import FirstStepChecks, zero_head_loss
 from aligner.builders.data import in_shares, make_batches, make_training_set, rows_of
 from aligner.builders.job import Job
-from aligner.builders.models import make_scorer
+from aligner.builders.models import make_scorer, make_step_scorer
 from aligner.builders.runs import finish, make_run
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.config.sections.data import DataConfig
 from aligner.data.batches import BatchSource
-from aligner.data.collate import collate_preference, collate_scored
+from aligner.data.collate import collate_preference, collate_scored, collate_steps
 from aligner.data.dataset import PreferenceDataset, ScoredDataset
-from aligner.data.formats import preference_rows, scored_rows
+from aligner.data.formats import preference_rows, scored_rows, step_rows
 from aligner.data.mixture import Mixture
-from aligner.ops.rl.reward_loss import bradley_terry, regression
+from aligner.data.steps import StepsDataset
+from aligner.ops.rl.aggregate import aggregate, denominator
+from aligner.ops.rl.reward_loss import bradley_terry, regression, rightly, steps
 from aligner.roles.reward_model import RewardModel
-from aligner.rollout.heldout import STATISTICS_ROWS, pair_accuracy, score_statistics
+from aligner.rollout.heldout import STATISTICS_ROWS, pair_accuracy, score_statistics, step_accuracy
 from aligner.run.loop import Run
 from aligner.types import LossOutput, TrainBatch
 
 
 def main(job: Job) -> None:
+    if job.cfg.algorithm.reward_loss.kind == "process":
+        return process(job)
     cfg, loss = job.cfg, job.cfg.algorithm.reward_loss
     pairwise = loss.kind == "bradley_terry"
     train = make_training_set(job, partial(_rows, job))
@@ -59,6 +63,46 @@ def _rows(job: Job, path: str, key: str, data: DataConfig) -> PreferenceDataset 
         dataset = ScoredDataset(scored_rows(rows, data, loss.attributes), job.tokenizer, data, key)
     job.say(dataset.report)
     return dataset
+
+
+def process(job: Job) -> None:
+    """A head that says of each step of an answer whether it is right (Lightman et al. 2023)."""
+    cfg, loss = job.cfg, job.cfg.algorithm.reward_loss
+    batches = make_batches(job, make_training_set(job, partial(_steps, job)), collate_steps)
+    model, evaluation = make_step_scorer(job), None
+    if cfg.data.eval:
+        held_out = _steps(job, cfg.data.eval, "data.eval", cfg.data)
+        evaluation = partial(step_accuracy, model, held_out, cfg.eval.prompts)
+    run = make_run(job, {"model": model.model}, {"data": batches.stream}, evaluation)
+    group = model.model.layout.pgs.dp
+    for step in run.steps():
+        batch = batches.next()
+        with run.timers("update"):
+            stats = model.update(batch, steps_loss(batch, group))
+        rows = len(batch.lengths) * group.size()
+        run.finish(step, stats | batches.metrics(), tokens=float(batch.lengths.sum()) * group.size(), rows=rows)
+    finish(job, run, model.model, {"separator": loss.separator})
+
+
+def _steps(job: Job, path: str, key: str, data: DataConfig) -> StepsDataset:
+    loss, rows = job.cfg.algorithm.reward_loss, step_rows(rows_of(job, path, key), data)
+    dataset = StepsDataset(rows, job.tokenizer, data, loss.separator, loss.last_step_only, key)
+    job.say(dataset.report)
+    return dataset
+
+
+def steps_loss(minibatch: TrainBatch, group: dist.ProcessGroup) -> Callable[[Tensor, TrainBatch], LossOutput]:
+    """Cross-entropy of the labelled steps: their sum over the minibatch on all ranks, divided by their number."""
+    total = denominator(minibatch.loss_mask, "token_mean", group=group)
+
+    def loss(logits: Tensor, batch: TrainBatch) -> LossOutput:
+        mask, count = batch.loss_mask, batch.loss_mask.sum()
+        right = (rightly(logits.detach(), batch.returns) * mask).sum(), count
+        likely = (logits.detach().sigmoid() * mask).sum(), count
+        value = aggregate(steps(logits, batch.returns), mask, "token_mean", total)
+        return LossOutput(value, {"rm/accuracy": right, "rm/probability": likely})
+
+    return loss
 
 
 def rm(run: Run, model: RewardModel, batches: BatchSource, cfg: AlgorithmConfig, checks: FirstStepChecks) -> None:

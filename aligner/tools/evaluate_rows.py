@@ -19,6 +19,7 @@ from aligner.data.dataset import PreferenceDataset, ScoredDataset
 from aligner.data.formats import preference_rows, scored_rows
 from aligner.data.readers import read_rows
 from aligner.data.text import sft_dataset
+from aligner.errors import ConfigError
 from aligner.megatron.groups import leave_distributed
 from aligner.megatron.model import Head
 from aligner.ops.packing.documents import apart, together
@@ -69,6 +70,9 @@ def _losses(job: Job) -> Measured:
 def _pairs(job: Job, folder: Path) -> Measured:
     """As `rollout.heldout.pair_accuracy`: of pairs eval/accuracy, eval/loss, eval/margin; of attributes eval/loss."""
     cfg, attributes = job.cfg, list(read_extra(folder).get("attributes") or ())
+    if read_extra(folder).get("separator"):
+        hint = "Train with data.eval and run.eval_every, which measure its steps."
+        raise ConfigError("RUN", str(folder), "a reward model of pairs or attributes, not of steps", hint)
     rows = read_rows(cfg.data.eval, "data.eval")
     model = RewardModel(make_model(job, job.initial, Head("score", len(attributes) or 1), None, 0), cfg.batch)
     decode, pad = job.tokenizer.decode, job.tokenizer.pad_token_id

@@ -10,12 +10,16 @@ import torch.distributed as dist
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.data.steps import StepEncoder
+from aligner.data.tokenizer import load_tokenizer
 from aligner.megatron.model import Head
 from aligner.roles.batching import forward_rows, micro_batches
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy, Reference
+from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.ptx import Ptx
 from aligner.roles.reward_model import RewardModel
+from aligner.stages.rm import steps_loss
 from aligner.types import LossOutput, Prompt, Sample, TrainBatch
 from tests import varlen_stand_in
 from tests.invariance_jobs import Repeated
@@ -135,6 +139,36 @@ def reward_update(cfg: ModelConfig, parallel: ParallelConfig, bc: BatchConfig) -
     role = RewardModel(model, bc)
     stats = [role.update(full.select(rows), loss, unit=2) for _ in range(4)]
     return {"stats": stats}
+
+
+def steps_update(cfg: ModelConfig, parallel: ParallelConfig, bc: BatchConfig) -> dict:
+    """Gradient descent on the labels of steps; the logits before it, at the steps' ends."""
+    model = build(cfg, parallel, SGD, Head("score"), packed=bc.packing)
+    full = batch(cfg)
+    full = TrainBatch(full.tokens, full.lengths, full.loss_mask, returns=(full.tokens % 3 == 0).float())
+    role = ProcessRewardModel(model, bc, None)
+    logits, mine = role.logits(full), shares(model, full)
+    stats = role.update(mine, steps_loss(mine, model.layout.pgs.dp))
+    on = full.loss_mask.bool()
+    return {"logits": logits[on], "labels": full.returns[on], "stats": stats, "after": weights(model)}
+
+
+def step_scores(cfg: ModelConfig, tokenizer: str, answers: list[str]) -> dict:
+    """What answers get, all at once and one by one, and the logits of steps that a plain pass finds."""
+    model, encoder = build(cfg, head=Head("score")), StepEncoder(load_tokenizer(tokenizer, announce=False), ".")
+    prompt = Prompt(id=0, tokens=(5, 6, 7), text="")
+    samples = [Sample(prompt, i, answer, (1,), finished=True) for i, answer in enumerate(answers)]
+    found = {}
+    for over in ("min", "product"):
+        role = ProcessRewardModel(model, BatchConfig(), encoder, over)
+        found[over] = role(samples)
+        found[f"{over}, alone"] = [score for sample in samples for score in role([sample])]
+    tokens, ends = encoder.encode(["ab", "c"])
+    row = torch.tensor([[*prompt.tokens, *tokens]])
+    mask = torch.zeros(row.shape)
+    mask[0, torch.tensor(ends) + 3] = 1.0
+    logits = role.logits(TrainBatch(row, torch.tensor([row.shape[1]]), mask))
+    return found | {"logits": logits[mask.bool()]}
 
 
 def no_rows(cfg: ModelConfig, parallel: ParallelConfig = ONE) -> list[int]:

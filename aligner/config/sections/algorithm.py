@@ -103,13 +103,17 @@ class CovConfig:
 class RewardLossConfig:
     """Stage rm."""
 
-    kind: str = "bradley_terry"  # bradley_terry, regression
+    kind: str = "bradley_terry"  # bradley_terry, regression, process
     center_coef: float = 0.0  # of (chosen + rejected score) squared, which keeps scores near 0
     margin: bool = False  # subtract the row's `margin` column inside the sigmoid
     attributes: list[str] = field(default_factory=list)  # regression: columns with the target scores, one output each
+    separator: str = "\n"  # process: the text behind each step of an answer, where its label stands
+    last_step_only: bool = False  # process: of each row only the last step's label is learned
 
     def __post_init__(self) -> None:
-        one_of("algorithm.reward_loss.kind", self.kind, ("bradley_terry", "regression"))
+        one_of("algorithm.reward_loss.kind", self.kind, ("bradley_terry", "regression", "process"))
+        if not self.separator:
+            raise ConfigError("algorithm.reward_loss.separator", "", "a text that ends a step")
         at_least("algorithm.reward_loss.center_coef", self.center_coef, 0)
         if self.kind == "regression" and not self.attributes:
             raise ConfigError("algorithm.reward_loss.attributes", [], "at least one column name for regression")

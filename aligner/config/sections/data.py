@@ -12,7 +12,7 @@ from aligner.config.checks import at_least, one_of
 from aligner.errors import ConfigError
 
 DATA_FORMATS = (
-    *("auto", "messages", "prompt_completion", "unpaired", "preference", "prompt", "text"),
+    *("auto", "messages", "prompt_completion", "unpaired", "preference", "prompt", "text", "steps"),
     *("alpaca", "sharegpt"),
 )
 RENDERING = {"messages", "tools", "chat_template", "add_generation_prompt", "tokenize"}  # no template_arguments
@@ -21,7 +21,7 @@ RENDERING = {"messages", "tools", "chat_template", "add_generation_prompt", "tok
 @dataclass
 class SourceConfig:
     path: str = ""  # as data.train
-    weight: float = 1.0  # share of the rows, beside the other sources' weights
+    weight: float = 1.0  # share of the rows (data.weight_by), beside the other sources' weights
     name: str = ""  # in metrics and errors; empty: the file's, up to its first dot
     format: str = ""  # empty: data.format
     columns: dict[str, str] = field(default_factory=dict)  # empty: data.columns
@@ -47,6 +47,7 @@ class DataConfig:
     train: str = ""  # JSONL, Parquet, or a `datasets` folder (docs/data.md)
     # in place of `train`, several files (or folders) in fixed shares; what a source does not say it has from here
     sources: list[SourceConfig] = field(default_factory=list)
+    weight_by: str = "rows"  # rows, tokens: what the weights of `sources` are shares of
     eval: str = ""  # held-out rows, likewise; empty: no evaluation
     format: str = "auto"  # of DATA_FORMATS; auto: told from the columns (docs/data.md)
     columns: dict[str, str] = field(default_factory=dict)  # our name -> the file's column name
@@ -65,6 +66,7 @@ class DataConfig:
         one_of("data.format", self.format, DATA_FORMATS)
         at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
         at_least("data.max_tokens", self.max_tokens, 2)
+        one_of("data.weight_by", self.weight_by, ("rows", "tokens"))
         one_of("data.overlong", self.overlong, ("drop", "truncate"))
         one_of("data.loss_on", self.loss_on, ("assistant", "all"))
         if self.sources and self.train:

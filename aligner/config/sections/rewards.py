@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from aligner.config.checks import above, at_least
+from aligner.config.checks import above, at_least, one_of
 from aligner.errors import ConfigError
 
 
@@ -29,6 +29,7 @@ class RewardConfig:
     model: str = ""  # folder of a trained reward model (the `hf` folder of an rm run)
     model_weight: float = 1.0  # in the sum
     model_standardize: bool = True  # divide the model's centred score by its std on its own training set
+    model_steps: str = "min"  # of a process reward model: min, product of the probabilities of an answer's steps
     timeout_s: float = 60.0  # of all functions for one rollout
     workers: int = 4  # reward functions and chunks of samples scored at the same time
     overlap: bool = True  # score samples while others are generated, where a function takes them one by one
@@ -36,6 +37,7 @@ class RewardConfig:
     normalize: bool = False  # subtract the running mean, divide by the running std
 
     def __post_init__(self) -> None:
+        one_of("reward.model_steps", self.model_steps, ("min", "product"))
         above("reward.timeout_s", self.timeout_s, 0)
         at_least("reward.workers", self.workers, 1)
         at_least("reward.clip", self.clip, 0)

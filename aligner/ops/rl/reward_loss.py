@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 
 def bradley_terry(
@@ -29,6 +29,17 @@ def bradley_terry(
         "rejected_mean": rejected.detach(),
     }
     return loss, stats
+
+
+def steps(logits: Tensor, labels: Tensor) -> Tensor:
+    """-label log sigmoid(x) - (1 - label) log sigmoid(-x) of each step, float32 like its arguments' shape; labels in
+    [0, 1]. Source: arXiv:2305.20050, with one logit for two classes."""
+    return binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
+
+
+def rightly(logits: Tensor, labels: Tensor) -> Tensor:
+    """1 where the likelier side of a step is the label's, 1/2 where neither is likelier; like the arguments' shape."""
+    return 0.5 + 0.5 * (logits.sign() * (labels - 0.5).sign()).float()
 
 
 def regression(pred: Tensor, target: Tensor) -> Tensor:

@@ -1,0 +1,87 @@
+"""Answers in steps, for a process reward model: each step is followed by a separator, on whose last token stands what
+is said of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aligner.config.sections.data import DataConfig
+from aligner.data.formats import StepsRow
+from aligner.data.items import StepsItem
+from aligner.data.ragged import Ragged
+from aligner.data.reading import Reading
+from aligner.data.templates import encode_plain, encode_prompts
+from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class StepEncoder:
+    """Steps are tokenised one by one, so that a step has the same tokens in training and in an answer to be scored."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, separator: str):
+        self.tokenizer, self.separator = tokenizer, separator
+        (self._end,) = encode_plain(tokenizer, [separator])
+        if not self._end:
+            expected = "a text that the tokenizer has tokens for"
+            raise ConfigError("algorithm.reward_loss.separator", separator, expected)
+
+    def encode(self, steps: Sequence[str]) -> tuple[list[int], list[int]]:
+        """(tokens of all steps, the place of each step's last separator token in them)."""
+        tokens: list[int] = []
+        ends = []
+        for step in encode_plain(self.tokenizer, steps):
+            tokens += [*step, *self._end]
+            ends.append(len(tokens) - 1)
+        return tokens, ends
+
+    def steps_of(self, answer: str) -> list[str]:
+        """What stands between separators, without what is blank."""
+        return [step for step in answer.split(self.separator) if step.strip()]
+
+
+class StepsDataset:
+    """Rows longer than data.max_tokens are dropped, or lose their last steps (data.overlong)."""
+
+    def __init__(
+        self,
+        rows: Sequence[StepsRow],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        separator: str,
+        last_step_only: bool = False,
+        key: str = "data.train",
+    ):
+        reading, limit, encoder = (
+            Reading(rows, tokenizer, data, key),
+            data.max_tokens,
+            StepEncoder(tokenizer, separator),
+        )
+        self.report = reading.report
+        self._tokens, self._labels = Ragged(np.int32), Ragged(np.float32)
+        for chunk in reading.chunks(lambda row: row.prompt):
+            where, tools = [row.where for row in chunk], [row.tools for row in chunk]
+            prompts = encode_prompts(tokenizer, [row.prompt for row in chunk], where, tools, data.template_arguments)
+            for row, prompt in zip(chunk, prompts, strict=True):
+                steps, ends = encoder.encode(row.steps)
+                labels = np.full(len(prompt) + len(steps), np.nan, dtype=np.float32)
+                first = len(ends) - 1 if last_step_only else 0
+                labels[[len(prompt) + end for end in ends[first:]]] = row.labels[first:]
+                if reading.fits([*prompt, *steps], learns=not np.isnan(labels[:limit]).all()):
+                    self._tokens.append([*prompt, *steps][:limit])
+                    self._labels.append(labels[:limit])
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> StepsItem:
+        return StepsItem(self._tokens[index], self._labels[index])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [len(self)] tokens per row."""
+        return self._tokens.lengths

@@ -1,0 +1,74 @@
+"""Scores of steps: one loss over all labelled steps, the same in every layout."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.parallel import ParallelConfig
+from tests import stages
+from tests.tiny import LLAMA, relative
+
+CASES = {
+    "micro-batch 2": (1, ParallelConfig(), BatchConfig(micro_batch_samples=2)),
+    "padded": (1, ParallelConfig(), BatchConfig(packing=False)),
+    "dp2": (2, ParallelConfig(), BatchConfig()),
+    "tp2": (2, ParallelConfig(tensor=2, sequence=True), BatchConfig()),
+    "cp2": (2, ParallelConfig(context=2), BatchConfig()),
+    "pp2": (2, ParallelConfig(pipeline=2), BatchConfig(micro_batch_samples=4)),
+}
+
+
+@pytest.fixture(scope="module")
+def one(ranks):
+    return ranks.run("tests.roles.jobs:steps_update", cfg=LLAMA, parallel=ParallelConfig(), bc=BatchConfig())[0]
+
+
+def test_the_loss_is_the_cross_entropy_of_all_labelled_steps(one):
+    x, y = one["logits"].double(), one["labels"].double()
+    wanted = -(y * x.sigmoid().log() + (1 - y) * (1 - x.sigmoid()).log()).mean()
+    assert one["stats"]["rm/loss"] == pytest.approx(float(wanted), rel=1e-5)
+    assert one["stats"]["rm/accuracy"] == pytest.approx(float(((x > 0) == (y > 0.5)).double().mean()))
+
+
+def test_an_answer_gets_the_least_or_the_product_of_its_steps(ranks, tiny_data):
+    cfg = replace(LLAMA, vocab_size=261)
+    answers = ["ab.c.", "", "ab. .c", " . "]  # an end that is missing, and blank steps, change nothing
+    found = ranks.run("tests.roles.jobs:step_scores", cfg=cfg, tokenizer=str(tiny_data / "tokenizer"), answers=answers)
+    (found,) = found
+    first, second = found["logits"].sigmoid().tolist()
+    assert found["min"] == pytest.approx([min(first, second), 0, min(first, second), 0], rel=1e-5)
+    assert found["product"] == pytest.approx([first * second, 0, first * second, 0], rel=1e-5)
+    for over in ("min", "product"):
+        assert found[f"{over}, alone"] == pytest.approx(found[over], rel=1e-5)
+
+
+def test_a_trained_one_scores_rollouts(tiny_data, tiny_runs, tmp_path):
+    """Stage rm learns which steps are right, leaves what scoring needs beside the weights, and stage grpo reads it."""
+    rows = [
+        {"prompt": f"say {c}:", "completions": [c, "yn"[i % 2]], "labels": [True, bool(i % 2)]}
+        for i, c in enumerate(stages.LETTERS)
+    ]
+    file, start = stages.write_jsonl(tmp_path / "steps.jsonl", rows), f"model.init={tiny_runs['sft']}"
+    kind = "algorithm.reward_loss={kind: process, separator: '.'}"
+    more = [start, kind, f"data.train={file}", f"data.eval={file}", "run.eval_every=15", "optim.lr=1e-2"]
+    model = stages.stage("rm", tiny_data, tmp_path / "rm", *more, "run.steps=15")
+    found = stages.records(model)
+    assert found[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-3)  # a head of zeros
+    assert found[-1]["eval/loss"] < 0.45 and found[-1]["eval/accuracy"] > 0.8
+    grpo = [start, f"reward.model={model}", "reward.functions=[]", "run.steps=1", "run.export=false"]
+    run = stages.stage("grpo", tiny_data, tmp_path / "grpo", *grpo, "checkpoint.final=false")
+    record = stages.records(run)[0]
+    assert 0 <= record["reward/min"] < record["reward/max"] < 1 and record["reward/invalid"] == 0
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("case", CASES)
+def test_the_numbers_stay(ranks, one, case):
+    world, parallel, bc = CASES[case]
+    found = ranks.run("tests.roles.jobs:steps_update", world=world, cfg=LLAMA, parallel=parallel, bc=bc)[0]
+    torch.testing.assert_close(found["logits"], one["logits"], rtol=1e-4, atol=1e-5)
+    assert found["stats"]["rm/loss"] == pytest.approx(one["stats"]["rm/loss"], rel=1e-5)
+    for name, wanted in one["after"].items():
+        assert relative(found["after"][name], wanted) <= 1e-5, name
