@@ -88,7 +88,9 @@ def make_stream(job: Job, dataset: Sequence, batch: int, section: str = "data") 
     if not isinstance(dataset, Mixture):
         return stream(dataset, "train")
     streams = {name: stream(part, f"sources.{name}", name) for name, part in dataset.parts.items()}
-    return MixedStream(streams, dataset.weights, batch, section)
+    by_tokens = _section(job, section).weight_by == "tokens"
+    lengths = [part.lengths for part in dataset.parts.values()] if by_tokens else None
+    return MixedStream(streams, dataset.weights, batch, section, lengths)
 
 
 def make_batches(job: Job, dataset: Any, collate: Callable[[Any, int], TrainBatch]) -> BatchSource:

@@ -93,13 +93,21 @@ class MixedStream:
 
     Of any first k rows a source has its share of k, rounded up or down: no randomness is in it. The rule is Tijdeman's
     (The chairman assignment problem, 1980): of the sources whose share of the next k + 1 rows is far enough above what
-    they have, that one whose next row is due first.
+    they have, that one whose next row is due first. By tokens a source is never further from its share than a longest
+    row of each source.
     """
 
     def __init__(
-        self, streams: Mapping[str, IndexStream], weights: Sequence[float], batch: int = 1, section: str = "data"
+        self,
+        streams: Mapping[str, IndexStream],
+        weights: Sequence[float],
+        batch: int = 1,
+        section: str = "data",
+        lengths: Sequence[np.ndarray] | None = None,
     ):
-        """Weights are finite and positive; only their ratios count."""
+        """Weights are finite and positive; only their ratios count. With `lengths`, int64 [rows] of each source, they
+        are shares of tokens: the next row is of the source that lacks most of its share of what has been taken."""
+        self.lengths, self._tokens = lengths, [0] * len(streams)
         self.streams, self.batch, self.section = dict(streams), batch, section
         exact = [Fraction(weight) for weight in weights]
         self._shares = [weight / sum(exact) for weight in exact]
@@ -111,6 +119,8 @@ class MixedStream:
 
     def take(self, count: int) -> np.ndarray:
         """The next `count` row numbers, int64, at the cursors, which move on."""
+        if self.lengths is not None:
+            return np.array([self._next_by_tokens() for _ in range(count)], dtype=np.int64)
         streams = list(self.streams.values())
         picks, rows, first = self._picks(count), np.empty(count, dtype=np.int64), 0
         for number, stream in enumerate(streams):
@@ -131,12 +141,21 @@ class MixedStream:
             found.append(chosen)
         return np.array(found)
 
+    def _next_by_tokens(self) -> int:
+        taken, streams = self._tokens, list(self.streams.values())
+        total = sum(taken)
+        chosen = max(range(len(streams)), key=lambda i: (self._shares[i] * total - taken[i], self._shares[i], -i))
+        row = int(streams[chosen].take(1)[0])
+        taken[chosen] += int(self.lengths[chosen][row])
+        return row + sum(stream.size for stream in streams[:chosen])
+
     def metrics(self) -> ScalarMetrics:
         """data/<name>/epoch: epochs done of each source, with the fraction of the current one."""
         return {f"data/{name}/epoch": stream.epoch for name, stream in self.streams.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: stream.state_dict() for name, stream in self.streams.items()}
+        both = zip(self.streams.items(), self._tokens, strict=True)
+        return {name: stream.state_dict() | {"tokens": tokens} for (name, stream), tokens in both}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises CheckpointError for other sources, or other numbers of rows."""
@@ -146,6 +165,7 @@ class MixedStream:
             )
         for name, stream in self.streams.items():
             stream.load_state_dict(state[name])
+        self._tokens = [part.get("tokens", 0) for part in state.values()]
 
 
 Stream = IndexStream | MixedStream

@@ -175,3 +175,28 @@ def test_pairs_from_sources(tiny_data, tmp_path, stage):
     value = f"[{{path: {tiny_data / 'pairs.jsonl'}, name: x}}, {{path: {tiny_data / 'pairs.jsonl'}, name: y}}]"
     run = stages.stage(stage, tiny_data, tmp_path / stage, "run.steps=1", f"data.sources={value}", "data.train=''")
     assert stages.records(run)[0]["data/x/epoch"] == stages.records(run)[0]["data/y/epoch"] == 4 / 32
+
+
+@given(weights=WEIGHTS, longest=st.integers(1, 400), steps=st.integers(0, 40))
+@settings(deadline=None, max_examples=40)
+def test_shares_of_tokens_are_kept_at_every_prefix_and_after_a_restore(weights, longest, steps):
+    """However long the rows of a source are: the last one's are up to `longest` times those of the others."""
+    sizes = [5 + i for i in range(len(weights))]
+    draw = np.random.default_rng(longest)
+    lengths = [draw.integers(1, 4, size) for size in sizes]
+    lengths[-1] = lengths[-1] * longest
+
+    def stream():
+        parts = {f"s{i}": IndexStream(size, i) for i, size in enumerate(sizes)}
+        return MixedStream(parts, weights, 1, lengths=lengths)
+
+    rows, every = stream().take(200), np.concatenate(lengths)
+    source = np.searchsorted(np.cumsum(sizes), rows, side="right")
+    taken = ((source[:, None] == np.arange(len(sizes))) * every[rows][:, None]).cumsum(0)
+    shares = np.array(weights) / sum(weights)
+    bound = sum(int(part.max()) for part in lengths)
+    assert np.abs(taken - shares * taken.sum(1, keepdims=True)).max() <= bound
+    first, second = stream(), stream()
+    first.take(steps)
+    second.load_state_dict(first.state_dict())
+    np.testing.assert_array_equal(second.take(50), rows[steps : steps + 50])
