@@ -80,13 +80,13 @@ class PreferenceDataset:
         reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
         self.report = reading.report
         self._chosen, self._rejected = Ragged(np.int32), Ragged(np.int32)
-        margins, stop = [], stop_token_ids(tokenizer)
+        margins, stop, fix = [], stop_token_ids(tokenizer), data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: row.chosen):
             prompts, where = [row.prompt for row in chunk], [row.where for row in chunk]
             answers = [*(row.chosen for row in chunk), *(row.rejected for row in chunk)]
             tools = [row.tools for row in chunk] * 2
             texts = encode_answers(  # a prompt twice, encoded once
-                tokenizer, prompts * 2, answers, where * 2, stop, tools, data.template_arguments
+                tokenizer, prompts * 2, answers, where * 2, stop, tools, data.template_arguments, fix
             )
             for row, chosen, rejected in zip(chunk, texts, texts[len(chunk) :], strict=False):
                 if reading.fits(chosen, rejected, learns=chosen[:limit] != rejected[:limit]):
@@ -171,11 +171,11 @@ class ScoredDataset:
         reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
         self.report = reading.report
         self._tokens = Ragged(np.int32)
-        scores, stop = [], stop_token_ids(tokenizer)
+        scores, stop, fix = [], stop_token_ids(tokenizer), data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: row.completion):
             prompts, where = [row.prompt for row in chunk], [row.where for row in chunk]
             tools, answers = [row.tools for row in chunk], [row.completion for row in chunk]
-            texts = encode_answers(tokenizer, prompts, answers, where, stop, tools, data.template_arguments)
+            texts = encode_answers(tokenizer, prompts, answers, where, stop, tools, data.template_arguments, fix)
             for row, tokens in zip(chunk, texts, strict=True):
                 if reading.fits(tokens):
                     self._tokens.append(tokens[:limit])

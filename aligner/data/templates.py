@@ -101,8 +101,10 @@ def encode_answers(
     stop_ids: Sequence[int],
     tools: Sequence[Tools | None] | None = None,
     arguments: Options = NO_ARGUMENTS,
+    fix: bool = True,
 ) -> list[Ids]:
-    """prompt + answer as a rollout would hold it: it ends with its stop token, where a reward model scores it."""
+    """prompt + answer as a rollout would hold it: it ends with its stop token, where a reward model scores it. `fix`:
+    thoughts that the tokenizer's template loses are rendered by a shipped one."""
     out: list[Ids] = [[] for _ in prompts]
     tools = tools or [None] * len(prompts)
     chats = [i for i, answer in enumerate(answers) if not isinstance(answer, str)]
@@ -113,9 +115,37 @@ def encode_answers(
     for i, start, end in zip(plain, starts, ends, strict=True):
         out[i] = start + _with_eos(end, eos)
     whole = [Chat([*prompts[i], *answers[i]], where[i], tools[i]) for i in chats]
-    for i, ids in zip(chats, render(tokenizer, whole, arguments)["input_ids"], strict=True):
-        out[i] = _end_at_stop(tokenizer, ids, stop_ids)
+    found = render(tokenizer, whole, arguments)["input_ids"]
+    kept = _with_thoughts(tokenizer, whole, arguments) if fix and whole else {}
+    for place, i in enumerate(chats):
+        out[i] = _end_at_stop(tokenizer, kept.get(place, found[place]), stop_ids)
     return out
+
+
+def _with_thoughts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options) -> dict[int, Ids]:
+    """By place, the conversations that end in thoughts and an answer, where the tokenizer's template begins no answer
+    as the model is given it: what the model is given, and behind it the answer by the shipped template."""
+    name = None if answers_openings(tokenizer) else training_template(tokenizer)
+    places = [i for i, chat in enumerate(chats) if name and _thinks(chat)]
+    if not places:
+        return {}
+    given = _openings(tokenizer, [chats[i].head(-1) for i in places], options)
+    fixed: Options = {**options, "chat_template": shipped_template(str(name))}
+    alone = [Chat(chats[i].messages[-2:], chats[i].where) for i in places]  # earlier answers may have no thoughts
+    heads = _openings(tokenizer, [chat.head(-1) for chat in alone], fixed)
+    found = {}
+    for i, start, head, ids in zip(places, given, heads, render(tokenizer, alone, fixed)["input_ids"], strict=True):
+        _check_prefix(tokenizer, head, ids, chats[i].where, "the prompt")
+        found[i] = start + ids[len(head) :]
+    return found
+
+
+def _thinks(chat: Chat) -> bool:
+    """Whether it ends in an answer with thoughts to a user."""
+    if [message["role"] for message in chat.messages[-2:]] != ["user", "assistant"]:
+        return False
+    last = chat.messages[-1]
+    return bool(last.get("reasoning_content")) or "</think>" in last["content"]
 
 
 def shipped_in_use(tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow]) -> str | None:

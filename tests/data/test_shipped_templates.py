@@ -7,8 +7,8 @@ from aligner.config.sections.data import DataConfig
 from aligner.data.dataset import PromptDataset, SftDataset
 from aligner.data.formats import SftRow, prompt_rows, sft_rows
 from aligner.data.shipped_templates import shipped, shipped_template, training_template, use_chat_template
-from aligner.data.templates import encode_sft, shipped_in_use
-from aligner.data.tokenizer import load_tokenizer
+from aligner.data.templates import encode_answers, encode_sft, shipped_in_use
+from aligner.data.tokenizer import load_tokenizer, stop_token_ids
 from aligner.errors import ConfigError, DataError
 from tests.data.test_templates import chats
 
@@ -139,6 +139,27 @@ def test_a_template_that_loses_every_thought_is_replaced_for_single_answers_too(
         encode_sft(deepseek, [row([*chat[:2], {"role": "assistant", "content": "7"}])])
     with pytest.raises(DataError, match="has no tool calls"):
         encode_sft(deepseek, [row([*chat, {"role": "tool", "content": "7"}, chat[2]])])
+
+
+def test_a_reward_model_reads_the_thoughts_that_a_rollout_has(deepseek, qwen3):
+    """Also behind earlier answers without any, as the prompt of a rollout has them."""
+    ask = [{"role": role, "content": text} for role, text in (("user", "p"), ("assistant", "a"), ("user", "q"))]
+    prompt = deepseek.apply_chat_template(ask, tokenize=False, add_generation_prompt=True)
+    assert prompt.endswith(f"a{R1[2]}<｜User｜>q<｜Assistant｜><think>\n")
+    answers = [
+        [{"role": "assistant", "content": "<think>\nhm\n</think>\n\n7"}],
+        [{"role": "assistant", "content": "7", "reasoning_content": "hm"}],
+        [{"role": "assistant", "content": "7"}],
+    ]
+    found = encode_answers(deepseek, [ask] * 3, answers, ["r"] * 3, stop_token_ids(deepseek))
+    thought = prompt + f"hm\n</think>\n\n7{R1[2]}"
+    assert [deepseek.decode(ids) for ids in found[:2]] == [thought] * 2
+    as_they_are = encode_answers(deepseek, [ask] * 3, answers, ["r"] * 3, stop_token_ids(deepseek), fix=False)
+    own = [deepseek.apply_chat_template([*ask, *answer], tokenize=False) for answer in answers]
+    assert [deepseek.decode(ids) for ids in as_they_are] == own and found[2] == as_they_are[2]
+    assert "hm" not in own[0]
+    (kept,) = encode_answers(qwen3, [ask[2:]], answers[:1], ["r"], stop_token_ids(qwen3))
+    assert "<think>\nhm\n</think>\n\n7" in qwen3.decode(kept)
 
 
 def test_only_what_renders_alike_is_replaced(qwen3, thinking, deepseek, phi3, forgetful, chatml, make_folder):
