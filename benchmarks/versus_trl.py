@@ -6,8 +6,9 @@
 TRL is installed into an environment of its own under --peers, from which torch and transformers are the ones in use
 here. A ratio is TRL's seconds over ours of two neighbouring steps (sft: of seconds per token, as the packed rows
 differ); the table has their median. Memory is the largest resident set of each side's process. Exits 1 if a comparison
-could not be made. Steps before the first measured one (--warmup) are not counted. A comparison takes fewer steps, but
-at least one, when its share of what is left of --minutes is over. bfloat16 comes last, and where the CPU has no
+could not be made. dpo and kto are compared on long-tailed answers, of which TRL pads each micro-batch, and (`.even`) on
+answers of one length. Steps before the first measured one (--warmup) are not counted. A comparison takes fewer steps,
+but at least one, when its share of what is left of --minutes is over. bfloat16 comes last, and where the CPU has no
 instructions for it only the smallest size, prompts of 64 tokens, without ppo: TRL's steps take minutes there.
 """
 
@@ -27,7 +28,7 @@ import tempfile
 import time
 import venv
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,12 @@ from aligner.ops.kernels.bfloat16_products import widened
 from benchmarks.versus.workload import SIZES, Work, build
 
 HERE = Path(__file__).parent
-STAGES = ("grpo", "generate", "sft", "rm", "ppo")
+STAGES = ("grpo", "generate", "sft", "rm", "ppo", "dpo", "kto")
 VERSIONS = {"ppo": "1.12.0"}  # the last with PPO
 VERSION = "1.16.0"
 ACCELERATE = "1.12.0"
 LONG_PROMPTS = ("grpo", "generate")  # the stages for which the prompt's length is varied
+EVEN = ("dpo", "kto")  # the stages that are also compared on answers of one length
 
 
 @dataclass
@@ -168,7 +170,8 @@ def works(options: argparse.Namespace, root: Path) -> list[Work]:
                 continue
             for prompt in map(int, options.prompts.split(",") if stage in LONG_PROMPTS and not slow else ["64"]):
                 folder = str(root / size)
-                found.append(Work(stage, size, dtype, prompt, folder, options.threads, max_response=options.response))
+                one = Work(stage, size, dtype, prompt, folder, options.threads, max_response=options.response)
+                found += [one, replace(one, even=True)] if stage in EVEN and not slow else [one]
     return found
 
 

@@ -142,6 +142,24 @@ def rm(work: Work, gate: Gate, model, tokenizer) -> None:
     ).train()
 
 
+def dpo(work: Work, gate: Gate, model, tokenizer) -> None:
+    from trl import DPOConfig, DPOTrainer
+
+    config = DPOConfig(**common(work), **micro(work, work.sequences), max_length=1024, max_steps=STEPS)
+    DPOTrainer(
+        model, args=config, train_dataset=rows(work), processing_class=tokenizer, callbacks=[Steps(gate)]
+    ).train()
+
+
+def kto(work: Work, gate: Gate, model, tokenizer) -> None:
+    from trl import KTOConfig, KTOTrainer
+
+    config = KTOConfig(**common(work), **micro(work, work.sequences), max_length=1024, max_steps=STEPS)
+    KTOTrainer(
+        model, args=config, train_dataset=rows(work), processing_class=tokenizer, callbacks=[Steps(gate)]
+    ).train()
+
+
 def ppo(work: Work, gate: Gate, model, tokenizer) -> None:
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
@@ -198,7 +216,7 @@ def main() -> None:
     torch.set_num_threads(work.threads)
     model = AutoModelForCausalLM.from_pretrained(f"{work.folder}/model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(f"{work.folder}/model", padding_side="left")
-    stages = {"grpo": grpo, "sft": sft, "rm": rm, "ppo": ppo, "generate": generate}
+    stages = {"grpo": grpo, "sft": sft, "rm": rm, "ppo": ppo, "dpo": dpo, "kto": kto, "generate": generate}
     try:
         stages[work.stage](work, gate, model, tokenizer)
     except Over:

@@ -38,7 +38,7 @@ SIZES = {
 class Work:
     """One comparison."""
 
-    stage: str  # grpo, generate, sft, rm, ppo
+    stage: str  # grpo, generate, sft, rm, ppo, dpo, kto
     size: str
     dtype: str  # float32, bfloat16
     prompt_tokens: int
@@ -46,9 +46,10 @@ class Work:
     threads: int
     group: int = 8
     max_response: int = 128
-    sequences: int = 32  # sft: rows of a step, rm: pairs
+    sequences: int = 32  # sft, kto: rows of a step; rm, dpo: pairs
     micro_batch: int = 16
     epochs: int = 4  # ppo
+    even: bool = False  # dpo, kto: all answers are of one length, so that padding costs nothing
     seed: int = 0
 
     @property
@@ -58,7 +59,7 @@ class Work:
 
     @property
     def key(self) -> str:
-        return f"{self.stage}.{self.size}.{self.dtype}.{self.prompt_tokens}"
+        return f"{self.stage}.{self.size}.{self.dtype}.{self.prompt_tokens}{'.even' * self.even}"
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -112,11 +113,16 @@ def build(work: Work) -> None:
     if work.stage == "sft":
         lengths = [max(16, n) for n in long_tailed(4096, 512, work.seed)]
         rows = [{"prompt": words(n // 4) + " ", "completion": words(n - n // 4)} for n in lengths]
-    elif work.stage == "rm":
+    elif work.stage in ("rm", "dpo", "kto"):
         rows = []
-        for a, b in zip(long_tailed(4096, 256, work.seed), long_tailed(4096, 256, work.seed + 1), strict=True):
+        lengths = (([64] * 4096) if work.even else long_tailed(4096, 256, seed) for seed in (work.seed, work.seed + 1))
+        for a, b in zip(*lengths, strict=True):
             prompt = words(work.prompt_tokens) + " "
-            rows.append({"prompt": prompt, "chosen": words(max(2, a)), "rejected": words(max(2, b))})
+            answers = words(max(2, a)), words(max(2, b))
+            if work.stage == "kto":
+                rows += [{"prompt": prompt, "completion": x, "label": i == 0} for i, x in enumerate(answers)]
+            else:
+                rows.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
     else:
         rows = [{"prompt": words(work.prompt_tokens)} for _ in range(2048)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
