@@ -7,11 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from aligner.data.formats import Text
 from aligner.data.items import SftItem
 from aligner.data.ragged import Ragged
 from aligner.data.reading import DataReport
-from aligner.errors import DataError
 
 
 class Answers:
@@ -58,11 +56,3 @@ class Answers:
     def lengths(self) -> np.ndarray:
         """int64 [len(self)] tokens per item."""
         return self._tokens.lengths.reshape(-1, self.rows).sum(1)
-
-
-def check_answer(answer: Text, name: str, where: str) -> None:
-    """Raises DataError for one that says nothing."""
-    turns = [] if isinstance(answer, str) else [m for m in answer if m["role"] == "assistant"]
-    said = [answer] if isinstance(answer, str) else [m["content"] for m in turns]
-    if not any(text.strip() for text in said) and not any("tool_calls" in m for m in turns):
-        raise DataError(f"{where}: expected an answer with some text in `{name}`, found {answer!r:.120}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aligner.config.sections.data import DataConfig
-from aligner.data.answers import Answers, check_answer
+from aligner.data.answers import Answers
 from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow
 from aligner.data.items import PairItem, PreferenceItem, ScoredItem, SftItem
 from aligner.data.ragged import Ragged
@@ -112,7 +112,8 @@ class PairDataset(Answers):
     its texts is longer than data.max_tokens; or both lose their ends, unless an answer then has no token left, or the
     pair no difference. Equal answers stay: they have no gradient, and their share is a metric.
 
-    Raises DataError for an answer without text, and where the two do not begin with the same prompt.
+    Raises DataError for an answer without text (data.empty_answers), and where the two do not begin with the same
+    prompt.
     """
 
     rows = 2
@@ -128,9 +129,7 @@ class PairDataset(Answers):
         super().__init__(reading.report)
         numbers, equal, fix = [], 0, data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: row.chosen):
-            for row in chunk:
-                check_answer(row.chosen, "chosen", row.where)
-                check_answer(row.rejected, "rejected", row.where)
+            chunk = [r for r in chunk if reading.answered(r.where, chosen=r.chosen, rejected=r.rejected)]
             answers = [
                 SftRow(prompt=row.prompt, completion=x, where=row.where, tools=row.tools)
                 for row in chunk

@@ -27,6 +27,7 @@ class DataReport:
     kept: int = 0
     dropped: int = 0
     truncated: int = 0
+    empty: int = 0
     notes: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
@@ -37,6 +38,8 @@ class DataReport:
         text = f"{self.key}: {self.rows} rows, {self.kept} kept"
         if self.dropped or self.truncated:
             text += f", {self.dropped} dropped and {self.truncated} truncated by {self.limit}"
+        if self.empty:
+            text += f", {self.empty} with an answer without text dropped by data.empty_answers=drop"
         return "; ".join([text, *self.notes])
 
 
@@ -69,6 +72,23 @@ class Reading[Row]:
             yield chunk
         self._check_left()
 
+    def answered(self, where: str, **answers: Text) -> bool:
+        """Whether all answers of a row, by column, have some text. Else the row is dropped, and counted, if
+        data.empty_answers says so. Raises DataError."""
+        for name, answer in answers.items():
+            turns = [] if isinstance(answer, str) else [m for m in answer if m["role"] == "assistant"]
+            said = [answer] if isinstance(answer, str) else [m["content"] for m in turns]
+            if any(text.strip() for text in said) or any("tool_calls" in m for m in turns):
+                continue
+            if self.data.empty_answers == "refuse":
+                raise DataError(
+                    f"{where}: expected an answer with some text in `{name}`, found {answer!r:.120}. To leave "
+                    "such rows out: data.empty_answers=drop"
+                )
+            self.report.empty += 1
+            return False
+        return True
+
     def fits(self, *texts: Sequence[int], learns: bool = True) -> bool:
         """Count a row of these tokens in the report; True if it is kept, where it is longer cut to the limit. `learns`:
         whether anything can then be learned from it."""
@@ -84,6 +104,8 @@ class Reading[Row]:
         report = self.report
         if not report.rows:
             raise DataError(f"{report.key}: expected at least one row, the dataset is empty")
+        if report.empty == report.rows:
+            raise DataError(f"{report.key}: expected answers with some text, found none in {report.rows} rows")
         if not report.kept:
             name, less = report.limit.partition("=")[0], "" if self.cut else ", or set data.overlong=truncate"
             raise DataError(

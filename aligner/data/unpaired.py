@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aligner.config.sections.data import DataConfig
-from aligner.data.answers import Answers, check_answer
+from aligner.data.answers import Answers
 from aligner.data.formats import SftRow, UnpairedRow
 from aligner.data.items import SftItem, UnpairedItem
 from aligner.data.reading import Reading
@@ -23,7 +23,7 @@ class UnpairedDataset(Answers):
     """Answers after their prompts, with loss masks as `SftDataset` has them, and labels. Longer rows than
     data.max_tokens are dropped, or lose their end.
 
-    Raises DataError for an answer without text.
+    Raises DataError for an answer without text (data.empty_answers).
     """
 
     def __init__(
@@ -37,11 +37,14 @@ class UnpairedDataset(Answers):
         super().__init__(reading.report)
         labels, fix = [], data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: row.prompt):
-            answers = [(row, *answer) for row in chunk for answer in row.answers]
-            self.report.rows += len(answers) - len(chunk)
-            for row, column, answer, _ in answers:
-                check_answer(answer, column, row.where)
-            texts = [SftRow(prompt=r.prompt, completion=x, where=r.where, tools=r.tools) for r, _, x, _ in answers]
+            self.report.rows += sum(len(row.answers) - 1 for row in chunk)
+            answers = [
+                (row, answer, label)
+                for row in chunk
+                for column, answer, label in row.answers
+                if reading.answered(row.where, **{column: answer})
+            ]
+            texts = [SftRow(prompt=r.prompt, completion=x, where=r.where, tools=r.tools) for r, x, _ in answers]
             encoded = encode_sft(tokenizer, texts, arguments=data.template_arguments, fix=fix)
             for (*_, label), (tokens, mask) in zip(answers, encoded, strict=True):
                 if reading.fits(tokens, learns=any(mask[:limit])):

@@ -98,5 +98,13 @@ class Reference(Policy):
 
     replays = False
 
+    @torch.no_grad()
+    def follow(self, policy: Policy, share: float) -> None:
+        """weights <- share * the policy's + (1 - share) * own, in float32, rounded once. Both have the same layout."""
+        theirs = dict(policy.model.module.named_parameters()) | dict(policy.model.module.named_buffers())
+        mine = dict(self.model.module.named_parameters()) | dict(self.model.module.named_buffers())
+        for name, own in mine.items():
+            own.copy_(torch.lerp(own.float(), theirs[name].float(), share))
+
     def update(self, minibatch: TrainBatch, loss: PolicyLoss, unit: int = 1) -> ScalarMetrics:
         raise AssertionError("the reference is frozen")

@@ -26,6 +26,7 @@ from aligner.data.dataset import PairDataset
 from aligner.data.formats import preference_rows
 from aligner.ops.reduce import sum_over
 from aligner.ops.rl.aggregate import aggregate, denominator
+from aligner.ops.rl.kl import kl_estimate
 from aligner.ops.rl.preference import (
     Answers,
     Labels,
@@ -57,7 +58,10 @@ def main(job: Job) -> None:
     if held_out is not None:
         logprobs = partial(job.timers, "logprobs")
         evaluation = partial(held_out_pairs, policy, reference, held_out, preference, cfg.eval.prompts, logprobs)
-    run = make_run(job, {"policy": policy.model}, {"data": batches.stream}, evaluation)
+    models = {"policy": policy.model}
+    if reference is not None and preference.sync_every:
+        models["reference"] = reference.model
+    run = make_run(job, models, {"data": batches.stream}, evaluation)
     checks = FirstStepChecks(cfg.debug.first_step_checks and preference.reference != "none")
     dpo(run, policy, reference, batches, preference, checks)
     finish(job, run, policy.model)
@@ -86,6 +90,8 @@ def dpo(
         batch, fresh = batches.next(), policy.model.step_count == 0
         if reference:
             with run.timers("logprobs"):
+                if cfg.sync_every and step > 1 and (step - 1) % cfg.sync_every == 0:
+                    reference.follow(policy, cfg.sync_alpha)
                 batch.ref_logprobs = reference.logprobs(batch, batch.loss_mask, unit=2)
         with run.timers("update"):
             stats = policy.update(batch, dpo_loss(batch, cfg, group), unit=2)
@@ -119,6 +125,9 @@ def dpo_loss(
             nll = aggregate(-out.logprobs[0::2], mask, cfg.nll_aggregation, chosen)
             found = found + cfg.nll_coef * nll
             means["dpo/nll"] = (-(out.logprobs[0::2].detach() * mask).sum(), mask.sum())
+        if batch.ref_logprobs is not None:
+            d = kl_estimate(out.logprobs.detach(), batch.ref_logprobs, "k2") * batch.loss_mask
+            means["kl"] = (d.sum(), batch.loss_mask.sum())
         return LossOutput(found, means | pair_metrics(answers, labels, batch, cfg))
 
     return loss

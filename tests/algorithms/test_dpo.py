@@ -69,6 +69,8 @@ def test_cutting_a_minibatch_changes_nothing(world, kind):
     by_row = {"seq_mean_token_mean": sums / on.sum(1), "seq_mean_token_sum": sums}
     nll = sums.sum() / on.sum() if kind == "token_mean" else by_row[kind].mean()
     torch.testing.assert_close(found[0][0], (pairs + 0.3 * nll).detach())
+    moved = ((logprobs.detach() - batch.ref_logprobs).square() / 2)[batch.loss_mask.bool()]
+    torch.testing.assert_close(torch.div(*found[0][2]["kl"]), moved.mean())
 
 
 def test_two_data_parallel_ranks_share_one_denominator(world, monkeypatch):
@@ -194,6 +196,22 @@ def test_a_first_step_that_is_not_its_value_is_refused(tiny_data, tiny_runs, tmp
     said = r"dpo/loss/sigmoid=0\.\d+ at the first update: expected 0\.69314718 within 1e-05"
     with pytest.raises(AlignerError, match=said):
         run("x", tiny_data, tmp_path / "x", f"model.init={tiny_runs['sft']}", "debug.first_step_checks=true")
+
+
+def test_a_reference_that_copies_the_policy_makes_every_step_a_first_one(tiny_data, tiny_runs, tmp_path):
+    """TR-DPO with alpha 1 after every step; with 1/2, the reference lags behind."""
+
+    def losses(folder, alpha):
+        more = [f"model.init={tiny_runs['sft']}", "algorithm.preference.sync_every=1"]
+        records = stages.records(
+            run("x", tiny_data, tmp_path / folder, *more, f"algorithm.preference.sync_alpha={alpha}")
+        )
+        return [record["dpo/loss"] for record in records], [record["kl"] for record in records]
+
+    copied, kl = losses("copied", 1.0)
+    assert copied == pytest.approx([math.log(2)] * 3, abs=1e-5) and max(kl) < 1e-8
+    half, kl = losses("half", 0.5)
+    assert half[0] == pytest.approx(math.log(2), abs=1e-5) and half[2] < half[1] < half[0] - 1e-3 and kl[1] > 1e-6
 
 
 def test_equal_answers_are_counted_and_learn_nothing(tiny_data, tiny_runs, tmp_path):

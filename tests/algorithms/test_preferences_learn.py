@@ -1,7 +1,7 @@
-"""DPO on the quick start's task: sums that an SFT model answers a third of, pairs of right and wrong answers to them.
+"""DPO and KTO on the quick start's task: sums that an SFT model answers a third of, right and wrong answers to them.
 
 The task is that of test_recipes: sums of two numbers from 10 to 49, about 1,300 to learn from and 170 held out.
-Accuracy on these rose from 0.29 to 0.54; the bound is 0.1, three standard deviations of such a share.
+Accuracy on these rose from 0.29 to 0.54 and 0.53; the bound is 0.1, three standard deviations of such a share.
 """
 
 import json
@@ -37,7 +37,8 @@ def sums(tmp_path_factory):
     stages.run([*settings, "batch.micro_batch_samples=128"])
     model = Answerer.load(root / "sft" / "hf", compose(settings).engine, "float32")
     pairs = make_pairs(model, rows["train"], 6, seed=0)
-    stages.write_jsonl(root / "pairs.jsonl", [pair for pair in pairs if pair["rejected"].strip()])
+    assert any(not pair["rejected"].strip() for pair in pairs)
+    stages.write_jsonl(root / "pairs.jsonl", pairs)
     return root
 
 
@@ -49,13 +50,25 @@ def accuracy(sums, run) -> float:
     return evaluate(compose([*settings, "eval.prompts=0"]))["eval/accuracy"]
 
 
-def test_dpo_answers_more_sums(sums, tmp_path):
-    settings = ["experiment=[quickstart_sft,dpo]", *SMALL, "model.tokenizer=''", f"model.init={sums / 'sft'}"]
-    settings += [f"data.train={sums / 'pairs.jsonl'}", "run.steps=60", "batch.sequences=64", "optim.lr=1e-4"]
-    settings += ["batch.micro_batch_samples=64", "optim.warmup_steps=5", "debug.first_step_checks=true"]
-    run = stages.run([*settings, f"run.dir={tmp_path / 'run'}"])
+def learned(sums, tmp_path, recipe: str, rows: int) -> tuple[float, list[dict]]:
+    """The gain in accuracy, and the records of the steps."""
+    settings = [f"experiment=[quickstart_sft,{recipe}]", *SMALL, "model.tokenizer=''", f"model.init={sums / 'sft'}"]
+    settings += [f"data.train={sums / 'pairs.jsonl'}", "data.empty_answers=drop", "run.steps=60", "optim.lr=1e-4"]
+    settings += [f"batch.sequences={rows}", f"batch.micro_batch_samples={rows}", "optim.warmup_steps=5"]
+    run = stages.run([*settings, "debug.first_step_checks=true", f"run.dir={tmp_path / 'run'}"])
     before, after = accuracy(sums, sums / "sft"), accuracy(sums, run)
     print(f"accuracy {before:.3f} -> {after:.3f}")
-    assert after > before + 0.1
-    steps = [record for record in stages.records(run) if record["step"]]
+    return after - before, [record for record in stages.records(run) if record["step"]]
+
+
+def test_dpo_answers_more_sums(sums, tmp_path):
+    gain, steps = learned(sums, tmp_path, "dpo", 64)
+    assert gain > 0.1
     assert steps[-1]["rewards/accuracies"] > 0.6 and steps[-1]["dpo/loss"] < steps[0]["dpo/loss"]
+
+
+def test_kto_answers_more_sums(sums, tmp_path):
+    """Of the same pairs, split into answers."""
+    gain, steps = learned(sums, tmp_path, "kto", 128)
+    assert gain > 0.1
+    assert steps[-1]["rewards/margins"] > 0.1 and steps[-1]["kto/loss"] < steps[0]["kto/loss"]

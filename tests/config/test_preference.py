@@ -6,9 +6,14 @@ import pytest
 
 from aligner.config.resolve import compose, conf_dir
 from aligner.config.sections.preference import LOSSES, PreferenceConfig
+from aligner.config.validate import validate
 from aligner.errors import ConfigError
 
-RECIPES = sorted(p.stem for p in (conf_dir() / "experiment").glob("*.yaml") if "/stage: dpo" in p.read_text())
+RECIPES = sorted(
+    p.stem
+    for p in (conf_dir() / "experiment").glob("*.yaml")
+    if "/stage: dpo" in p.read_text() and not p.stem.startswith("quickstart_")
+)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +39,9 @@ RECIPES = sorted(p.stem for p in (conf_dir() / "experiment").glob("*.yaml") if "
         (["loss=[orpo]", "nll_coef=1"], "reference", "none with orpo"),
         (["loss=[alphapo]", "reference=none", "length=sum"], "length", "mean"),
         *(([f"loss=[{name}]", "reference=none"], "reference", name) for name in ("nca_pair", "sppo_hard", "apo_down")),
+        (["sync_every=2", "reference=stored"], "sync_every", "no model that could follow"),
+        (["sync_alpha=0"], "sync_alpha", "> 0"),
+        (["sync_alpha=1.5"], "sync_alpha", "[0, 1]"),
         (["reference=none", "f_divergence=js"], "f_divergence", "reverse_kl"),
         (["ld_alpha=2"], "ld_alpha", "[0, 1]"),
         (["tau=0"], "tau", "> 0"),
@@ -43,6 +51,18 @@ RECIPES = sorted(p.stem for p in (conf_dir() / "experiment").glob("*.yaml") if "
 def test_what_does_not_go_together_names_its_key(overrides, key, said):
     with pytest.raises(ConfigError, match=rf"^algorithm\.preference\.{key}=.*{re.escape(said)}"):
         compose(["stage=dpo", *(f"algorithm.preference.{text}" for text in overrides)])
+
+
+def test_a_reference_that_follows_is_a_model_of_its_own_in_memory(tmp_path):
+    """Refused where it could not be mixed, or not be saved."""
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("{}\n")
+    start = ["stage=dpo", f"data.train='{data}'", "algorithm.preference.sync_every=2"]
+    validate(compose(start), 1)
+    with pytest.raises(ConfigError, match=r"algorithm\.preference\.sync_every=2.*model\.lora"):
+        validate(compose([*start, "model.lora.rank=4"]), 1)
+    with pytest.raises(ConfigError, match=r"memory\.offload=\['weights'\].*sync_every"):
+        validate(compose([*start, "memory.offload=[weights]"]), 1)
 
 
 def test_the_length_is_a_mean_where_the_loss_is_made_for_it():

@@ -113,6 +113,17 @@ def test_equal_answers_stay_and_overlong_pairs_go(byte):
     assert cut[1].chosen.tokens.tolist() == byte("ab" + "x" * 10)["input_ids"]
 
 
+def test_pairs_with_an_empty_answer_go_where_the_config_says_so(byte):
+    rows = [pair(), pair(rejected=" "), pair("", "x"), pair("good")]
+    data = PairDataset(rows, byte, DataConfig(empty_answers="drop"))
+    assert [byte.decode(data[i].chosen.tokens[data[i].chosen.start : -1]) for i in (0, 1)] == [rows[0].chosen, "good"]
+    assert str(data.report) == (
+        "data.train: 4 rows, 2 kept, 2 with an answer without text dropped by data.empty_answers=drop"
+    )
+    with pytest.raises(DataError, match="expected answers with some text, found none in 2 rows"):
+        PairDataset(rows[1:3], byte, DataConfig(empty_answers="drop"))
+
+
 @pytest.mark.parametrize(
     "row, said",
     [

@@ -67,6 +67,8 @@ def test_tokens_and_masks_are_those_of_sft(byte):
 def test_an_answer_without_text_is_refused(byte):
     with pytest.raises(DataError, match="row 1: expected an answer with some text in `completion`, found ' '"):
         dataset(byte, ("p", "a"), ("p", " "))
+    left = dataset(byte, ("p", "a"), ("p", " "), ("q", "c"), empty_answers="drop")
+    assert len(left) == 2 and left.desirable.tolist() == [True, True] and left.report.empty == 1
 
 
 def items(byte):

@@ -30,7 +30,7 @@ def arguments(stage: str, runs: dict) -> list[str]:
         + {
             "sft": ["ema.decay=0.5"],
             "rm": [f"model.init={runs['sft']}"],
-            "dpo": [f"model.init={runs['sft']}", "algorithm.preference={wpo: true, nll_coef: 0.1, reference: stored}"],
+            "dpo": [f"model.init={runs['sft']}", "algorithm.preference={wpo: true, sync_every: 1, sync_alpha: 0.5}"],
             "kto": [f"model.init={runs['sft']}", "algorithm.kto.undesirable_weight=1.2"],
             "distill": [f"algorithm.distill={{teacher: {runs['sft']}, kind: jsd, sft_coef: 0.1}}"],
             "grpo": [

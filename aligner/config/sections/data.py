@@ -56,6 +56,9 @@ class DataConfig:
     max_prompt_tokens: int = 512  # longer prompts: see overlong
     max_tokens: int = 1024  # prompt + response
     overlong: str = "drop"  # drop, truncate
+    empty_answers: str = (
+        "refuse"  # stages dpo and kto: answers without text end the start; drop: their rows are left out
+    )
     shuffle: bool = True  # anew in each epoch
     loss_on: str = "assistant"  # assistant, all
     across_documents: bool = False  # format text: attention and positions go on over the documents of a row
@@ -68,6 +71,7 @@ class DataConfig:
         at_least("data.max_tokens", self.max_tokens, 2)
         one_of("data.weight_by", self.weight_by, ("rows", "tokens"))
         one_of("data.overlong", self.overlong, ("drop", "truncate"))
+        one_of("data.empty_answers", self.empty_answers, ("refuse", "drop"))
         one_of("data.loss_on", self.loss_on, ("assistant", "all"))
         if self.sources and self.train:
             raise ConfigError("data.train", self.train, "empty with data.sources: rows come from one of the two")

@@ -39,6 +39,8 @@ class PreferenceConfig:
     rpo_scale: float = 1.0  # of the difference of the columns `chosen_reward` and `rejected_reward` (rpo_*)
     alphapo_alpha: float = 0.25  # of alphapo's reward (1 - p^-alpha) / alpha, p the geometric mean; 0: log p
     row_weights: bool = False  # multiply a pair's loss by its `weight` column; the denominator stays
+    sync_every: int = 0  # steps after which the reference (model) follows the policy, TR-DPO; 0: it stays
+    sync_alpha: float = 0.6  # of the policy's weights in the reference's new ones; 1: a copy
     nll_coef: float = 0.0  # of the negative log-likelihood of the chosen answers
     nll_aggregation: str = "token_mean"  # token_mean, seq_mean_token_mean, seq_mean_token_sum
 
@@ -70,6 +72,9 @@ class PreferenceConfig:
         above(f"{KEY}.rpo_scale", self.rpo_scale, 0)
         at_least(f"{KEY}.alphapo_alpha", self.alphapo_alpha, 0)
         at_least(f"{KEY}.nll_coef", self.nll_coef, 0)
+        at_least(f"{KEY}.sync_every", self.sync_every, 0)
+        above(f"{KEY}.sync_alpha", self.sync_alpha, 0)
+        within(f"{KEY}.sync_alpha", self.sync_alpha, 0, 1)
         one_of(
             f"{KEY}.nll_aggregation",
             self.nll_aggregation,
@@ -96,6 +101,9 @@ class PreferenceConfig:
                 raise ConfigError(f"{KEY}.reference", self.reference, expected)
             if self.length == "sum":
                 raise ConfigError(f"{KEY}.length", "sum", f"auto or mean with {', '.join(self.loss)}")
+        if self.sync_every and self.reference != "model":
+            expected = f"0 with {KEY}.reference={self.reference}: there is no model that could follow"
+            raise ConfigError(f"{KEY}.sync_every", self.sync_every, expected)
         if self.reference == "none":
             separable = [name for name in self.loss if name in SEPARABLE]
             if separable:

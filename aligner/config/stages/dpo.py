@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aligner.config.sections.preference import KEY
 from aligner.config.stage import SEQUENCES, Stage
+from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
     from aligner.config.schema import Config
@@ -18,6 +20,16 @@ def beside(cfg: Config) -> tuple[str, ...]:
     return ("reference",) if cfg.algorithm.preference.reference == "model" else ()
 
 
+def check(cfg: Config) -> None:
+    every = cfg.algorithm.preference.sync_every
+    if every and cfg.model.lora.rank:
+        expected = "0 with model.lora: the product of two mixed factors is no mixture of their products"
+        raise ConfigError(f"{KEY}.sync_every", every, expected)
+    if every and "weights" in cfg.memory.offload:
+        expected = f"without weights with {KEY}.sync_every: checkpoints hold the reference, which has to be there"
+        raise ConfigError("memory.offload", cfg.memory.offload, expected)
+
+
 STAGE = Stage(
     reads=(*SEQUENCES, "algorithm.preference"),
     answers=False,
@@ -25,4 +37,5 @@ STAGE = Stage(
     rows=rows,
     beside=beside,
     debug=("first_step_checks",),
+    check=check,
 )
