@@ -41,6 +41,7 @@ from aligner.megatron.weights import WeightSource, local_modules, local_paramete
 from aligner.models.adapters import Site, Target, sites
 from aligner.models.params import ParamSpec
 from aligner.ops.kernels.experts import grouped_linear
+from aligner.ops.seeds import derive
 
 
 class Factors(torch.nn.Module):
@@ -180,7 +181,6 @@ class Adapters(torch.nn.Module):
         return reduce_from_tensor_model_parallel_region(h, group=tp)
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """By torch's generator, which tensor ranks, who see the same tokens, use alike."""
         return dropout(x, self.dropout) if self.dropout and self.training else x
 
     def of_experts(self, x: Tensor, sizes: Tensor) -> Tensor:
@@ -208,6 +208,7 @@ class AdaptedModel:
     adapters: dict[str, Adapters]
     layout: Layout
     device: torch.device
+    dropout_seed: int | None  # None: nothing is dropped
     undo: list[Callable[[], object]]  # what `attach` did to the model
 
     def named(self) -> Iterator[tuple[ParamSpec, torch.nn.Parameter]]:
@@ -230,6 +231,14 @@ class AdaptedModel:
                 spec.canonical, param, *offsets, replica_id=replica
             )
         return found
+
+    def begin(self, step: int) -> None:
+        """What an optimizer step drops is told by the step and by whose tokens a rank has: tensor ranks, who see the
+        same ones, drop alike, and so does a resumed run. (Megatron seeds torch's generator by the tensor rank where
+        there is no GPU, and lets recomputed layers draw the same numbers again.)"""
+        if self.dropout_seed is not None:
+            pgs = self.layout.pgs
+            torch.manual_seed(derive(self.dropout_seed, "dropout", step, pgs.dp_cp.rank(), self.layout.pp_rank))
 
     def dissolve(self) -> None:
         """Merge in place: the model is again what it was before `attach`, with other weights."""
@@ -277,7 +286,7 @@ class MergedWeights(Mapping[str, Tensor]):
         return len(self._parameters)
 
 
-def factor_source(seed: int) -> WeightSource:
+def _first_factors(seed: int) -> WeightSource:
     """A uniform in +-1 / sqrt(in), as kaiming_uniform(sqrt(5)) (and PEFT) has it, by seed and name alone, so that every
     layout begins alike; B zero."""
 
@@ -299,14 +308,14 @@ def check_adapters(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -
         raise ConfigError("model.lora.rank", cfg.lora.rank, expected)
 
 
-def attach(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, source: WeightSource) -> AdaptedModel:
+def attach(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, seed: int) -> AdaptedModel:
     """Freeze a stage whose weights are loaded, but for a score head, and give it adapters. Before gradients have
     buffers: frozen weights have none. Collective over tensor ranks. Raises ConfigError as `sites`."""
     undo: list[Callable[[], object]] = [partial(p.requires_grad_, p.requires_grad) for p in model.parameters()]
     model.requires_grad_(False)
     if head.kind == "score" and layout.is_last_stage:
         model.output_layer.requires_grad_(True)
-    parameters, modules, found = local_parameters(model), local_modules(model), {}
+    parameters, modules, source, found = local_parameters(model), local_modules(model), _first_factors(seed), {}
     for site in sites(cfg):
         if site.base.canonical not in parameters:
             continue
@@ -319,7 +328,8 @@ def attach(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, source
         found[site.base.canonical] = adapters
     if layout.is_first_stage and (layout.pipeline > 1 or cfg.recompute != "none"):
         undo.append(model.embedding.register_forward_hook(_ask_for_gradient).remove)
-    return AdaptedModel(found, layout, next(model.parameters()).device, undo)
+    device, dropout_seed = next(model.parameters()).device, seed if cfg.lora.dropout else None
+    return AdaptedModel(found, layout, device, dropout_seed, undo)
 
 
 def _ask_for_gradient(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor | None:

@@ -32,7 +32,7 @@ from aligner.megatron.collectives import sum_parts
 from aligner.megatron.grad_norm import use_one_norm
 from aligner.megatron.groups import Layout
 from aligner.megatron.load import ExpertLoad
-from aligner.megatron.lora import AdaptedModel, MergedWeights, attach, factor_source
+from aligner.megatron.lora import AdaptedModel, MergedWeights, attach
 from aligner.megatron.model import Head, build_model, uses_transformer_engine
 from aligner.megatron.optimizer_state import fuse
 from aligner.megatron.pipeline import Pipeline
@@ -104,7 +104,7 @@ class ShardedModel:
         if restore is not None:
             restore(self)
         if optim is not None and cfg.lora.rank:
-            self.adapted = attach(self.module, cfg, layout, head, factor_source(seed))
+            self.adapted = attach(self.module, cfg, layout, head, seed)
         self.load = ExpertLoad(self.module, cfg.moe, layout)
         self._frequencies = {local: inverse_frequencies(cfg, local).to(device) for local in (False, True)}
         # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can
@@ -358,6 +358,8 @@ class ShardedModel:
         assert most == -least, f"{len(micro_batches)} micro-batches here, elsewhere {-least} to {most}"
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self.adapted is not None:
+            self.adapted.begin(self.step_count)
 
         self.load.begin(micro_batches, lambda: self._look(micro_batches))
 

@@ -21,7 +21,7 @@ PP2 = ParallelConfig(pipeline=2)
 TP2, SP2 = ParallelConfig(tensor=2), ParallelConfig(tensor=2, sequence=True)
 LAYOUTS = {
     "some": (SOME, (TP2, SP2, ParallelConfig(context=2), ParallelConfig())),
-    "some, recomputed": (replace(SOME, recompute="full"), (PP2,)),
+    "some, recomputed": (replace(SOME, recompute="full"), (PP2, ParallelConfig())),
     "dora": (DORA, (TP2, SP2)),
     "experts": (SPARSE, (SP2, ParallelConfig(expert=2))),
     "latent": (replace(MORE["deepseek_v3-direct"], lora=LORA), (SP2,)),
@@ -110,3 +110,12 @@ def test_another_layout_goes_on_from_a_checkpoint(run, tmp_path, cfg, there, her
         assert again[-1]["loss"] == pytest.approx(metrics[-1]["loss"], rel=1e-5)
         both = factors.keys() & others.keys()
         assert both and max(relative(others[name], factors[name]) for name in both) < 2e-3
+
+
+@pytest.mark.parametrize("parallel", [TP2, SP2])
+def test_tensor_ranks_drop_alike_what_they_all_see(run, parallel):
+    dropping = replace(SOME, lora=replace(SOME.lora, dropout=0.3))
+    one, other = run("train", world=2, cfg=dropping, parallel=parallel, count=3)
+    assert all(torch.equal(t, other["own"][name]) for name, t in one["own"].items())
+    (plain,) = run("train", cfg=SOME, count=3)
+    assert one["metrics"][-1]["loss"] != pytest.approx(plain["metrics"][-1]["loss"], rel=1e-3)
