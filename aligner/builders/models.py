@@ -23,7 +23,7 @@ from aligner.roles.critic import Critic
 from aligner.roles.initial import InitialModel, resolve
 from aligner.roles.policy import Policy, Reference
 from aligner.roles.process_reward import ProcessRewardModel
-from aligner.roles.reward_model import RewardModel
+from aligner.roles.reward_model import Mixed, RewardModel
 
 
 def make_model(job: Job, initial: InitialModel, head: Head, optim: OptimConfig | None, steps: int) -> ShardedModel:
@@ -95,12 +95,29 @@ def make_reward_model(job: Job) -> RewardModel | ProcessRewardModel | None:
     separator = initial.extra.get("separator")
     if not initial.extra:
         job.say(f"reward.model={path}: no {EXTRA_FILE} says the mean of its scores: they are not centred")
-    model = job.models["reward"] = make_model(job, initial, Head("score"), None, 0)
+    mix = _mix(job, initial)
+    outputs = max(1, len(initial.extra.get("attributes") or ()))
+    model = job.models["reward"] = make_model(job, initial, Head("score", outputs), None, 0)
     if separator:
         return ProcessRewardModel(
             model, job.cfg.batch, StepEncoder(job.tokenizer, separator), job.cfg.reward.model_steps
         )
-    return RewardModel(model, job.cfg.batch, *_centring(job, initial))
+    return RewardModel(model, job.cfg.batch, *_centring(job, initial), mix=mix)
+
+
+def _mix(job: Job, initial: InitialModel) -> tuple[Mixed, ...]:
+    """What reward.model_attributes says of the outputs of a reward model of several attributes."""
+    weights, extra, key = job.cfg.reward.model_attributes, initial.extra, "reward.model_attributes"
+    names = list(extra.get("attributes") or ())
+    for name in weights:
+        if name not in names:
+            known = ", ".join(names) or "none: it was trained on pairs or steps"
+            raise ConfigError(key, name, f"attributes of reward.model, which has {known}")
+    if weights and "biases" not in extra:
+        raise ConfigError(key, dict(weights), "a reward model that says the mean of each attribute: train it anew")
+    scales = extra["stds"] if weights and job.cfg.reward.model_standardize else [1.0] * len(names)
+    places = {name: names.index(name) for name in weights}
+    return tuple(Mixed(k, weights[name], extra["biases"][k], scales[k]) for name, k in places.items())
 
 
 def _centring(job: Job, initial: InitialModel) -> tuple[float, float]:

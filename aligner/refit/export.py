@@ -75,4 +75,7 @@ def read_extra(folder: Path) -> dict[str, Any]:
     for name in ("bias", "std"):
         found.number(name, None)
     found.text("separator", "")  # a process reward model's
+    found.texts("attributes", [])
+    for name in ("biases", "stds"):
+        found.numbers(name, [])
     return found.fields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,15 @@ def last_token_scores(model: ShardedModel, output: Tensor, batch: TrainBatch) ->
     return model.to_rows(output.float(), batch.packing, shift=False)[rows, batch.lengths - 1]
 
 
+class Mixed(NamedTuple):
+    """An output's part in a score."""
+
+    output: int
+    weight: float
+    bias: float
+    scale: float
+
+
 @dataclass
 class RewardModel:
     """`bias` is the mean score on the training set: scores leave here centred. `scale` divides them (1 = none)."""
@@ -35,6 +44,7 @@ class RewardModel:
     bias: float = 0.0
     scale: float = 1.0
     name: str = "model"
+    mix: tuple[Mixed, ...] = ()  # of a model of several attributes; empty: the first output alone
 
     def raw_scores(self, rows: RolloutBatch | TrainBatch) -> Tensor:
         """float32 [B, K] on the CPU of every rank, neither centred nor scaled."""
@@ -48,8 +58,11 @@ class RewardModel:
         )
 
     def scores(self, rows: RolloutBatch | TrainBatch) -> Tensor:
-        """float32 [B]: the first output, centred and scaled."""
-        return (self.raw_scores(rows)[:, 0] - self.bias) / self.scale
+        """float32 [B]: the first output, or the weighted sum of several, each centred and scaled."""
+        raw = self.raw_scores(rows)
+        if not self.mix:
+            return (raw[:, 0] - self.bias) / self.scale
+        return sum(one.weight * (raw[:, one.output] - one.bias) / one.scale for one in self.mix)  # type: ignore
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """The `Reward` protocol. Collective over the model's tensor and pipeline ranks: all pass the same samples; if

@@ -150,12 +150,15 @@ def held_out_answers(
     }
 
 
-def score_statistics(model: RewardModel, dataset: Sequence, pairwise: bool) -> tuple[float, float]:
-    """(mean, standard deviation) of the first output on the training set's first rows."""
-    items = _mine(model.model, dataset, STATISTICS_ROWS)
-    sums = (0.0, 0.0, 0.0)
+def score_statistics(model: RewardModel, dataset: Sequence, pairwise: bool) -> list[tuple[float, float]]:
+    """(mean, standard deviation) of each output on the training set's first rows."""
+    items, outputs = _mine(model.model, dataset, STATISTICS_ROWS), model.model.head.outputs
+    scores = torch.zeros(0, outputs, dtype=torch.float64)
     if items:
-        scores = model.raw_scores((collate_preference if pairwise else collate_scored)(items, 0))[:, 0].double()
-        sums = (float(scores.sum()), float(scores.square().sum()), float(len(scores)))
-    found = reduce_metrics({"mean": (sums[0], sums[2]), "square": (sums[1], sums[2])}, {}, model.model.layout.pgs.dp)
-    return found["mean"], max(found["square"] - found["mean"] ** 2, 1e-12) ** 0.5
+        scores = model.raw_scores((collate_preference if pairwise else collate_scored)(items, 0)).double()
+    count, columns = float(len(scores)), range(outputs)
+    sums = {f"mean {k}": (float(scores[:, k].sum()), count) for k in columns}
+    sums |= {f"square {k}": (float(scores[:, k].square().sum()), count) for k in columns}
+    found = reduce_metrics(sums, {}, model.model.layout.pgs.dp)
+    means = [found[f"mean {k}"] for k in columns]
+    return [(mean, max(found[f"square {k}"] - mean**2, 1e-12) ** 0.5) for k, mean in enumerate(means)]

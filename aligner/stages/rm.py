@@ -49,9 +49,13 @@ def main(job: Job) -> None:
     zero_head = job.initial.folder is not None and not job.initial.has_scores
     rm(run, model, batches, cfg.algorithm, FirstStepChecks(cfg.debug.first_step_checks and zero_head))
     rows = train if not isinstance(train, Mixture) else in_shares(job, train, STATISTICS_ROWS)
-    bias, std = score_statistics(model, rows, pairwise)
+    each = score_statistics(model, rows, pairwise)
+    (bias, std), attributes = each[0], list(loss.attributes)
     job.say(f"mean score on the training set {bias:.4g} (stored as bias), std {std:.4g}")
-    finish(job, run, model.model, {"bias": bias, "std": std, "attributes": list(loss.attributes)})
+    extra = {"bias": bias, "std": std, "attributes": attributes}
+    if not pairwise:
+        extra |= {"biases": [mean for mean, _ in each], "stds": [std for _, std in each]}
+    finish(job, run, model.model, extra)
 
 
 def _rows(job: Job, path: str, key: str, data: DataConfig) -> PreferenceDataset | ScoredDataset:

@@ -18,7 +18,7 @@ from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy, Reference
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.ptx import Ptx
-from aligner.roles.reward_model import RewardModel
+from aligner.roles.reward_model import Mixed, RewardModel
 from aligner.stages.rm import steps_loss
 from aligner.types import LossOutput, Prompt, Sample, TrainBatch
 from tests import varlen_stand_in
@@ -58,7 +58,9 @@ def reward_scores(folder: str, rows: TrainBatch, parallel: ParallelConfig, outpu
     for i, (row, length) in enumerate(zip(rows.tokens.tolist(), rows.lengths.tolist(), strict=True)):
         prompt = Prompt(id=i, tokens=tuple(row[:2]), text="")
         samples.append(Sample(prompt, 0, "", tuple(row[2:length]), finished=True))
-    return {"raw": role.raw_scores(rows), "scores": role.scores(rows), "called": role(samples), "none": role([])}
+    mixed = replace(role, mix=(Mixed(outputs - 1, 2.0, 0.5, 4.0), Mixed(0, -1.0, 0.0, 2.0))).scores(rows)
+    found = {"raw": role.raw_scores(rows), "scores": role.scores(rows), "called": role(samples), "none": role([])}
+    return found | {"mixed": mixed}
 
 
 def policy_update(cfg: ModelConfig, parallel: ParallelConfig) -> dict:

@@ -7,6 +7,7 @@ import torch
 
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.errors import ConfigError
 from tests import stages
 from tests.tiny import LLAMA, relative
 
@@ -72,3 +73,20 @@ def test_the_numbers_stay(ranks, one, case):
     assert found["stats"]["rm/loss"] == pytest.approx(one["stats"]["rm/loss"], rel=1e-5)
     for name, wanted in one["after"].items():
         assert relative(found["after"][name], wanted) <= 1e-5, name
+
+
+def test_attributes_are_weighed_by_the_config(tiny_data, tiny_runs, tmp_path):
+    """Also of a model of several: a head of two outputs is read as it was trained."""
+    loss = "algorithm.reward_loss={kind: regression, attributes: [good, short]}"
+    more = [f"model.init={tiny_runs['sft']}", "run.steps=2", "checkpoint.final=false"]
+    model = stages.stage("rm", tiny_data, tmp_path / "rm", *more, loss, f"data.train={tiny_data / 'scored.jsonl'}")
+
+    def mean(name, weights):
+        scored = [f"reward.model={model}", f"reward.model_attributes={weights}", "run.steps=1", "run.export=false"]
+        run = stages.stage("grpo", tiny_data, tmp_path / name, *more, *scored)
+        return stages.records(run)[0]["reward/model/mean"]
+
+    first, second, both = mean("a", "{}"), mean("b", "{short: 1}"), mean("c", "{good: 2, short: -0.5}")
+    assert both == pytest.approx(2 * first - 0.5 * second, rel=1e-4)
+    with pytest.raises(ConfigError, match=r"reward.model_attributes='tall': expected attributes of .* has good, short"):
+        mean("d", "{tall: 1}")

@@ -81,6 +81,7 @@ def test_scores_equal_sequence_classification(ranks, scorers, outputs, world, pa
         assert got["raw"].shape == (8, outputs)
         assert (got["raw"] - wanted).abs().max() <= 1e-4
         assert torch.allclose(got["scores"], (wanted[:, 0] + 0.5) / 4, atol=1e-4)
+        assert torch.allclose(got["mixed"], (wanted[:, -1] - 0.5) / 2 - wanted[:, 0] / 2, atol=1e-4)
         assert got["called"] == pytest.approx(got["scores"].tolist(), abs=1e-5) and got["none"] == []
 
 

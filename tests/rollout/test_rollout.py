@@ -16,6 +16,7 @@ from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.rewards import EvalConfig, RewardConfig
 from aligner.data.items import PreferenceItem, ScoredItem, SftItem
 from aligner.errors import ConfigError, EngineError
+from aligner.megatron.model import Head
 from aligner.ops.rl.advantages import gdpo, grpo
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import RewardPipeline, Scores
@@ -607,6 +608,7 @@ class SecondToken:
         return self
 
     layout = None
+    head = Head("score")
     exchanges = False
 
     def raw_scores(self, batch):
@@ -624,7 +626,7 @@ def test_pair_accuracy_and_score_statistics(world):
     assert found["eval/loss"] == pytest.approx(sum(math.log1p(math.exp(-m)) for m in (2, -2, 7, 0)) / 4, rel=1e-5)
     assert pair_accuracy(model, pairs, 1, True)["eval/accuracy"] == 1.0
     scores = torch.tensor([4.0, 2, 3, 5, 8, 1, 2, 2])
-    mean, std = score_statistics(model, pairs, True)
+    ((mean, std),) = score_statistics(model, pairs, True)
     assert (mean, std) == (pytest.approx(float(scores.mean())), pytest.approx(float(scores.std(unbiased=False))))
     answers = [ScoredItem([9, 4], (3.0,)), ScoredItem([9, 2], (2.0,))]
     assert pair_accuracy(model, answers, 0, False) == {"eval/loss": 0.5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ class RewardConfig:
     model: str = ""  # folder of a trained reward model (the `hf` folder of an rm run)
     model_weight: float = 1.0  # in the sum
     model_standardize: bool = True  # divide the model's centred score by its std on its own training set
+    # of a model of several attributes: attribute -> its weight in the score; empty: the first attribute alone
+    model_attributes: dict[str, float] = field(default_factory=dict)
     model_steps: str = "min"  # of a process reward model: min, product of the probabilities of an answer's steps
     timeout_s: float = 60.0  # of all functions for one rollout
     workers: int = 4  # reward functions and chunks of samples scored at the same time
@@ -37,6 +40,11 @@ class RewardConfig:
     normalize: bool = False  # subtract the running mean, divide by the running std
 
     def __post_init__(self) -> None:
+        for name, weight in self.model_attributes.items():
+            if not math.isfinite(weight):
+                raise ConfigError(f"reward.model_attributes.{name}", weight, "a finite number")
+        if self.model_attributes and not self.model:
+            raise ConfigError("reward.model_attributes", self.model_attributes, "empty without reward.model")
         one_of("reward.model_steps", self.model_steps, ("min", "product"))
         above("reward.timeout_s", self.timeout_s, 0)
         at_least("reward.workers", self.workers, 1)
