@@ -86,6 +86,7 @@ def _per_sample(
 def reward_weights(components: dict[str, Component], cfg: RewardConfig) -> list[float]:
     """Of the reward functions."""
     known = {f.name or f.path.rpartition(":")[2]: f.weight for f in cfg.functions} | {"model": cfg.model_weight}
+    known |= {judge.name: judge.weight for judge in cfg.judges}
     for name in components:
         if name not in known:  # a function whose own name is not the one it is found by
             raise ConfigError("reward.functions[].name", "", f"a name ({name!r}) for the function, with gdpo")

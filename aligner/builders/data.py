@@ -25,8 +25,10 @@ from aligner.ops.packing.balance import row_costs
 from aligner.ops.seeds import derive
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
+from aligner.rewards.judge import Judge
 from aligner.roles.ptx import Ptx
 from aligner.roles.reward_model import RewardModel
+from aligner.rollout.replies import EngineReplies
 from aligner.types import SamplingParams, TrainBatch
 
 PTX = "ptx.data"  # a section like `data`
@@ -122,6 +124,8 @@ def make_rewards(job: Job, model: RewardModel | None) -> RewardPipeline:
     ]
     if model is not None:
         found.append((model, job.cfg.reward.model_weight))
+    own = EngineReplies(lambda: job.engine, job.tokenizer, job.layout.peers, job.initial.config.max_position)
+    found += [(Judge(judge, own), judge.weight) for judge in job.cfg.reward.judges]
     return RewardPipeline(found, job.cfg.reward, reduce=partial(_sum_over_data_ranks, job))
 
 

@@ -163,9 +163,15 @@ def _algorithm(cfg: Config) -> None:
 
 
 def _rewards(cfg: Config) -> None:
-    if not (cfg.reward.functions or cfg.reward.model or cfg.debug.train_only):
+    if not (cfg.reward.functions or cfg.reward.model or cfg.reward.judges or cfg.debug.train_only):
         expected = f"at least one function, or reward.model, for stage {cfg.stage.name}"
         raise ConfigError("reward.functions", [], expected, "Example: reward.functions=[{path: math}]")
+    if cfg.reward.judges and cfg.engine.name != "native" and not cfg.debug.train_only:
+        expected = "native with reward.judges: other engines are built for the lengths of the data's prompts"
+        raise ConfigError("engine.name", cfg.engine.name, expected)
+    if cfg.batch.group < 2 and any(judge.kind == "pairwise" for judge in cfg.reward.judges):
+        expected = "at least 2 with a pairwise judge, which compares the samples of a prompt"
+        raise ConfigError("batch.group", cfg.batch.group, expected)
 
 
 def _batch(cfg: Config, world_size: int) -> None:

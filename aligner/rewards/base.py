@@ -12,6 +12,7 @@ Optional attributes of a reward object change how `RewardPipeline` runs it:
     late_score   of a function that limits the time of each sample itself: what has begun and is not ready at
                  reward.timeout_s gets this score, what has not begun makes its sample invalid; both are counted
                  (reward/<name>/late), and none ends the run
+    take_counts  a method: name -> (numerator, denominator) since the last call, for the metric reward/<reward>/<name>
     checks_rows  True: its method `unreadable` is called with prompts before training; {place: why} of the rows that it
                  cannot score
 """

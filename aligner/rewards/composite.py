@@ -173,9 +173,12 @@ class RewardPipeline:
 
     def take_late(self) -> dict[str, tuple[float, float]]:
         """reward/<name>/late -> (samples that were not scored in time, samples) of this rank since the last call, for
-        each function that has a score for them."""
+        each function that has a score for them; and what judges count."""
         taken = {f"reward/{name}/late": (late, count) for name, (late, count) in self._late.items()}
         self._late = {name: [0.0, 0.0] for name in self._late}
+        for reward, _ in self.rewards:
+            if hasattr(reward, "take_counts"):
+                taken |= {f"reward/{reward.name}/{name}": counts for name, counts in reward.take_counts().items()}
         return taken
 
     @property

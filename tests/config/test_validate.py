@@ -61,6 +61,8 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("grpo", ["engine.ranks=1", "debug.record_answers=true"], 2, "debug.record_answers"),
         ("sft", ["engine.ranks=1"], 2, "engine.ranks"),
         ("rm", ["ema.decay=0.9"], 1, "ema.decay"),
+        ("ppo", ["reward.judges=[{kind: pairwise, question: '{first}{second}'}]", "batch.group=1"], 1, "batch.group"),
+        ("grpo", ["reward.judges=[{question: '{response}'}]", "engine.name=trtllm"], 1, "engine.name"),
         ("rm", ["ptx={coef: 0.1, data: {train: '${data.train}'}}"], 1, "ptx.coef"),
         ("sft", ["ptx={coef: 0.1, sequences: 3, data: {train: '${data.train}'}}"], 2, "ptx.sequences"),
         ("sft", ["ptx={coef: 0.1, data: {train: /nowhere/a.jsonl}}"], 1, "ptx.data.train"),

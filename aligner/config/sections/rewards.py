@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aligner.config.checks import above, at_least, one_of
+from aligner.config.sections.judge import JudgeConfig
 from aligner.errors import ConfigError
 
 
@@ -27,6 +28,7 @@ class RewardFunctionConfig:
 @dataclass
 class RewardConfig:
     functions: list[RewardFunctionConfig] = field(default_factory=list)  # empty: reward.model alone
+    judges: list[JudgeConfig] = field(default_factory=list)  # questions that the run's own engine replies to
     model: str = ""  # folder of a trained reward model (the `hf` folder of an rm run)
     model_weight: float = 1.0  # in the sum
     model_standardize: bool = True  # divide the model's centred score by its std on its own training set

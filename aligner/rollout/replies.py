@@ -1,0 +1,46 @@
+"""Replies to questions by the run's own engine, with the weights that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from aligner.data.templates import encode_prompts
+from aligner.data.tokenizer import decode_responses, stop_token_ids
+from aligner.engines.base import RolloutEngine
+from aligner.errors import EngineError
+from aligner.rollout.sharing import raised_together, share
+from aligner.types import SamplingParams
+
+
+@dataclass
+class EngineReplies:
+    """`rewards.judge.Ask`: greedy, so that a question has one reply. Collective over the peers, and over the world
+    where one fails."""
+
+    engine: Callable[[], RolloutEngine]  # it is made after the rewards
+    tokenizer: Any
+    peers: dist.ProcessGroup  # ranks with the same questions
+    longest: int  # row of question and reply, in tokens
+
+    def __call__(self, questions: Sequence[str], tokens: int) -> list[str | None]:
+        """A question is a user's turn where the tokenizer has a chat template. None for one that is too long."""
+        mine = questions[share(len(questions), self.peers.size(), self.peers.rank())]
+        chat = self.tokenizer.chat_template is not None
+        prompts = [[{"role": "user", "content": text}] if chat else text for text in mine]
+        rows = encode_prompts(self.tokenizer, prompts, ["reward.judges"] * len(mine))
+        fits = [i for i, row in enumerate(rows) if 0 < len(row) <= self.longest - tokens]
+        sampling = SamplingParams(tokens, 0.0, stop_token_ids=stop_token_ids(self.tokenizer))
+        with raised_together(EngineError):
+            found = self.engine().generate([tuple(rows[i]) for i in fits], [[0]] * len(fits), sampling)
+        replies: list[str | None] = [None] * len(mine)
+        for i, text in zip(fits, decode_responses(self.tokenizer, found.tokens, found.lengths), strict=True):
+            replies[i] = text
+        if self.peers.size() == 1:
+            return replies
+        parts: list[list[str | None]] = [[] for _ in range(self.peers.size())]
+        dist.all_gather_object(parts, replies, group=self.peers)
+        return [reply for part in parts for reply in part]
