@@ -250,7 +250,7 @@ class AdaptedModel:
     @torch.no_grad()
     def b_norm(self) -> float:
         """The norm of all B of the model. Collective over its ranks."""
-        layout, total = self.layout, 0.0
+        layout, sums = self.layout, []
         for experts, group in ((False, layout.pgs.mp), (True, layout.pgs.tp_ep_pp)):
             own = [(spec, p) for spec, p in self.named() if spec.experts == experts and spec.canonical.endswith(".b")]
             found = [p for spec, p in own if spec.tp_axis is not None or layout.tp_rank == 0]
@@ -258,8 +258,8 @@ class AdaptedModel:
             if found:
                 squares += torch.stack(torch._foreach_norm(found)).double().square().sum()
             dist.all_reduce(squares, group=group)
-            total += float(squares)
-        return total**0.5
+            sums.append(squares)
+        return float(sum(sums).sqrt())
 
 
 class MergedWeights(Mapping[str, Tensor]):

@@ -12,6 +12,7 @@ from aligner.megatron.model import Head
 from aligner.models.adapters import adapter_table
 from tests.tiny import LLAMA, MODELS, MOE, MORE, relative
 
+pytestmark = pytest.mark.multirank
 JOBS = "tests.megatron.lora_jobs"
 LORA = LoraConfig(rank=3, alpha=6, targets=[ALL_LINEAR])
 SOME = replace(LLAMA, lora=replace(LORA, targets=["q_proj", "v_proj", "up_proj", "down_proj"]))
@@ -34,6 +35,7 @@ def run(ranks):
     return lambda function, world=1, **arguments: ranks.run(f"{JOBS}:{function}", world=world, **arguments)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_five_steps_are_those_of_one_rank_on_every_layout(run, name):
     """The factors that all tensor ranks have whole stay the same to the bit: an error shows from the second step on."""
