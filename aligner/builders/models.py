@@ -21,7 +21,7 @@ from aligner.models.adapters import described
 from aligner.refit.export import EXTRA_FILE
 from aligner.roles.critic import Critic
 from aligner.roles.initial import InitialModel, resolve
-from aligner.roles.policy import Policy, Reference
+from aligner.roles.policy import AdapterReference, Policy, Reference
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import Mixed, RewardModel
 
@@ -67,7 +67,11 @@ def make_sampler(job: Job) -> Policy:
     return Policy(model, job.cfg.batch, _temperature(job.cfg))
 
 
-def make_reference(job: Job) -> Reference:
+def make_reference(job: Job, policy: Policy | None = None) -> Reference:
+    """Of the model that training starts with: its own copy or, where all that the `policy` trains are adapters, the
+    policy's model without them."""
+    if policy is not None and policy.model.adapted is not None:
+        return AdapterReference(policy.model, policy.batch, policy.temperature)
     model = job.models["reference"] = make_model(job, job.initial, Head(), None, 0)
     return Reference(model, job.cfg.batch, _temperature(job.cfg))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, make_dataclass, replace
 
 from aligner.config.checks import at_least, one_of
+from aligner.config.adapters import settle_reference
 from aligner.config.quantization import settle
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.config.sections.batch import BatchConfig
@@ -88,3 +89,4 @@ class Config:
         if self.debug.record_answers and self.engine.name == "recorded":
             raise ConfigError("debug.record_answers", True, "false with engine.name=recorded")
         settle(self)
+        settle_reference(self)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,7 @@ class Adapters(torch.nn.Module):
     def __init__(self, site: Site, cfg: ModelConfig, layout: Layout, base: torch.nn.Parameter, source: WeightSource):
         super().__init__()
         self.site, self.layout = site, layout
+        self.on = True  # else the matrix is as it was
         self.scale, self.dropout = cfg.lora.scale, cfg.lora.dropout
         self.groups, self.sizes = site.rows(cfg, layout.tensor)
         self._base = [base]  # in a list: it stays the frozen module's parameter
@@ -195,6 +197,8 @@ class Adapters(torch.nn.Module):
 
 def _hook(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
     """After a linear module's forward, which gives Megatron's pair of output and bias left to add, or the output."""
+    if not module.adapters.on:
+        return None
     bias = None if getattr(module, "skip_bias_add", True) else module.bias
     if isinstance(output, tuple):
         return module.adapters.add(inputs[0], output[0], bias), output[1]
@@ -210,11 +214,37 @@ class AdaptedModel:
     device: torch.device
     dropout_seed: int | None  # None: nothing is dropped
     undo: list[Callable[[], object]]  # what `attach` did to the model
+    start: list[Tensor] = field(default_factory=list)  # factors that were given, in the order of `named`
 
     def named(self) -> Iterator[tuple[ParamSpec, torch.nn.Parameter]]:
         """(row of `adapter_table`, this rank's shard) of each factor, in the table's order."""
         for adapters in self.adapters.values():
             yield from adapters.named()
+
+    @torch.no_grad()
+    def start_from(self, source: WeightSource) -> None:
+        """Take the factors of `source`, and keep them: `as_at_start` has them."""
+        for spec, param in self.named():
+            param.copy_(own_shard(spec, source, self.layout))
+            self.start.append(param.detach().clone())
+
+    @contextmanager
+    def as_at_start(self) -> Iterator[None]:
+        """Within, the model is what training began from, also after a resume: without adapters, or with those of
+        `start_from`."""
+        params = [param for _, param in self.named()] if self.start else []
+        learnt = [param.data for param in params]
+        try:
+            for adapters in self.adapters.values():
+                adapters.on = bool(self.start)
+            for param, first in zip(params, self.start, strict=True):
+                param.data = first
+            yield
+        finally:
+            for param, own in zip(params, learnt, strict=True):
+                param.data = own
+            for adapters in self.adapters.values():
+                adapters.on = True
 
     def sharded_state(self, module: torch.nn.Module) -> dict[str, ShardedTensor]:
         """Local name of each factor -> its place in a checkpoint, where it has its canonical name."""

@@ -158,7 +158,7 @@ class Experts(torch.nn.Module):
 
 def _product(x: Tensor, weight: Tensor, adapters: Adapters | None, sizes: Tensor) -> Tensor:
     out = grouped_linear(x, weight, sizes)
-    return out if adapters is None else out + adapters.of_experts(x, sizes)
+    return out + adapters.of_experts(x, sizes) if adapters is not None and adapters.on else out
 
 
 class ExpertLayer(torch.nn.Module):

@@ -90,9 +90,10 @@ class ShardedModel:
         share: bool = False,
         seed: int = 0,
         restore: Callable[[ShardedModel], None] | None = None,
+        factors: WeightSource | None = None,
     ):
         """`restore` loads weights over those of `source`; `seed`: of adapters, which a model with `optim` has if
-        `cfg.lora` says so."""
+        `cfg.lora` says so, unless they start with these `factors`."""
         self.cfg, self.layout, self.head, self.device, self.dtype = cfg, layout, head, device, dtype
         self.module = build_model(cfg, layout, head, dtype, device)
         load_weights(self.module, cfg, layout, head, source)
@@ -105,6 +106,8 @@ class ShardedModel:
             restore(self)
         if optim is not None and cfg.lora.rank:
             self.adapted = attach(self.module, cfg, layout, head, seed)
+            if factors is not None:
+                self.adapted.start_from(factors)
         self.load = ExpertLoad(self.module, cfg.moe, layout)
         self._frequencies = {local: inverse_frequencies(cfg, local).to(device) for local in (False, True)}
         # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can

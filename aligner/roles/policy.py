@@ -108,3 +108,12 @@ class Reference(Policy):
 
     def update(self, minibatch: TrainBatch, loss: PolicyLoss, unit: int = 1) -> ScalarMetrics:
         raise AssertionError("the reference is frozen")
+
+
+class AdapterReference(Reference):
+    """The policy's own model as training began with it: its weights are frozen, and its adapters can be left out."""
+
+    def logprobs(self, rows: RolloutBatch | TrainBatch, mask: Tensor | None = None) -> Tensor:
+        assert self.model.adapted is not None, "a model whose weights are all trained"
+        with self.model.adapted.as_at_start():
+            return super().logprobs(rows, mask)

@@ -54,7 +54,9 @@ def main(job: Job) -> None:
         store_reference(job, train, held_out, collate_pairs)
     batches = make_batches(job, train, collate_pairs)
     policy = make_policy(job, cfg.run.steps, entropy=False, log_squares=preference.wpo)
-    reference, evaluation = make_reference(job) if preference.reference == "model" else None, None
+    reference = evaluation = None
+    if preference.reference in ("model", "adapter"):
+        reference = make_reference(job, policy if preference.reference == "adapter" else None)
     if held_out is not None:
         logprobs = partial(job.timers, "logprobs")
         evaluation = partial(held_out_pairs, policy, reference, held_out, preference, cfg.eval.prompts, logprobs)

@@ -36,7 +36,7 @@ from aligner.run.mismatch import check_mismatch, correct_mismatch
 def main(job: Job) -> None:
     cfg, reward_model = job.cfg, make_reward_model(job)
     policy = make_policy(job, optimizer_steps(job))
-    reference = make_reference(job) if cfg.algorithm.kl.coef else None
+    reference = make_reference(job, policy) if cfg.algorithm.kl.coef else None
     rollouts, state, evaluation = make_rollouts(job, policy, reward_model)
     kl = KLController(cfg.algorithm.kl)
     run = make_run(job, {"policy": policy.model}, state | {"kl": kl}, evaluation)

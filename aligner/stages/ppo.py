@@ -39,7 +39,7 @@ def main(job: Job) -> None:
     cfg, reward_model, steps = job.cfg, make_reward_model(job), optimizer_steps(job)
     warmup = steps // cfg.run.steps * cfg.critic.warmup_steps if cfg.run.steps else 0
     policy = make_policy(job, steps - warmup)
-    reference = make_reference(job) if cfg.algorithm.kl.coef else None
+    reference = make_reference(job, policy) if cfg.algorithm.kl.coef else None
     critic = make_critic(job, steps + cfg.critic.pretrain_steps)
     rollouts, state, evaluation = make_rollouts(job, policy, reward_model)
     kl = KLController(cfg.algorithm.kl)

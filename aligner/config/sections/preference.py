@@ -29,8 +29,10 @@ class PreferenceConfig:
     gamma: float = 0.0  # subtracted from beta * h: the margin that SimPO wants
     margin: bool = False  # subtract the row's `margin` column from beta * h
     length: str = "auto"  # sum, mean: of an answer's log-ratios over its tokens; auto: mean for ipo, else sum
-    # model: a frozen copy of model.init; stored: its logprobs, computed before training; none: no log-ratios, logprobs
-    reference: str = "model"
+    # model: a frozen copy of model.init; adapter: the policy's own model without its adapters (model.lora), or with those
+    # of model.lora.init; stored: logprobs, computed before training; none: no log-ratios, logprobs; auto: adapter with
+    # model.lora.rank > 0, else model
+    reference: str = "auto"
     f_divergence: str = "reverse_kl"  # reverse_kl, forward_kl, js, alpha
     f_alpha: float = 0.5  # of f_divergence=alpha; 1 is reverse_kl
     ld_alpha: float = 1.0  # weight of an answer's tokens beyond the length of the shorter one
@@ -60,11 +62,7 @@ class PreferenceConfig:
         above(f"{KEY}.beta", self.beta, 0)
         within(f"{KEY}.label_smoothing", self.label_smoothing, 0, 0.5)
         one_of(f"{KEY}.length", self.length, ("auto", "sum", "mean"))
-        if self.reference == "adapter":
-            raise ConfigError(
-                f"{KEY}.reference", "adapter", "model, stored or none: there are no adapters to switch off"
-            )
-        one_of(f"{KEY}.reference", self.reference, ("model", "stored", "none"))
+        one_of(f"{KEY}.reference", self.reference, ("auto", "model", "adapter", "stored", "none"))
         one_of(f"{KEY}.f_divergence", self.f_divergence, DIVERGENCES)
         at_least(f"{KEY}.f_alpha", self.f_alpha, 0)
         within(f"{KEY}.ld_alpha", self.ld_alpha, 0, 1)
@@ -101,7 +99,7 @@ class PreferenceConfig:
                 raise ConfigError(f"{KEY}.reference", self.reference, expected)
             if self.length == "sum":
                 raise ConfigError(f"{KEY}.length", "sum", f"auto or mean with {', '.join(self.loss)}")
-        if self.sync_every and self.reference != "model":
+        if self.sync_every and self.reference not in ("auto", "model"):
             expected = f"0 with {KEY}.reference={self.reference}: there is no model that could follow"
             raise ConfigError(f"{KEY}.sync_every", self.sync_every, expected)
         if self.reference == "none":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aligner.config.adapters import check_reference
 from aligner.config.sections.preference import KEY
 from aligner.config.stage import SEQUENCES, Stage
 from aligner.errors import ConfigError
@@ -17,10 +18,11 @@ def rows(cfg: Config) -> int:
 
 
 def beside(cfg: Config) -> tuple[str, ...]:
-    return ("reference",) if cfg.algorithm.preference.reference == "model" else ()
+    return ("reference",) if cfg.algorithm.preference.reference in ("model", "adapter") else ()
 
 
 def check(cfg: Config) -> None:
+    check_reference(cfg, cfg.algorithm.preference.reference)
     every = cfg.algorithm.preference.sync_every
     if every and cfg.model.lora.rank:
         expected = "0 with model.lora: the product of two mixed factors is no mixture of their products"

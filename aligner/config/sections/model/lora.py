@@ -21,6 +21,7 @@ class LoraConfig:
     # matrices by their names in Hugging Face's files; [all-linear]: all of the layers, but routers
     targets: list[str] = field(default_factory=lambda: list(USUAL))
     rslora: bool = False  # the scale is alpha / sqrt(rank) (arXiv:2312.03732)
+    init: str = ""  # start from the adapter in this folder, as `peft` writes it; empty: from one that changes nothing
     dora: bool = False  # also train the norm of each row of the matrix, apart from its direction (arXiv:2402.09353)
 
     def __post_init__(self) -> None:

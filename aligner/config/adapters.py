@@ -1,0 +1,36 @@
+"""What adapters (`model.lora`) decide of a reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aligner.config.schema import Config
+
+OWN = "algorithm.preference.reference"
+
+
+def settle_reference(cfg: Config) -> None:
+    """Give `reference=auto` its value."""
+    if cfg.algorithm.preference.reference == "auto":
+        cfg.algorithm.preference.reference = "adapter" if cfg.model.lora.rank else "model"
+
+
+def check_reference(cfg: Config, reference: str, key: str = OWN) -> None:
+    """Raise ConfigError for a reference that is not what training starts from."""
+    lora = cfg.model.lora
+    if reference == "adapter" and not lora.rank:
+        raise ConfigError(
+            key, reference, "model, stored or none with model.lora.rank=0: there is no adapter to leave out"
+        )
+    if lora.init and reference in ("model", "stored"):
+        expected = "adapter with model.lora.init: training starts from that adapter, which no other reference has"
+        raise ConfigError(key, reference, expected)
+
+
+def shares_weights(cfg: Config) -> bool:
+    """Whether the reference, if there is one, is the policy's own model."""
+    wants_copy = cfg.stage.name == "dpo" and cfg.algorithm.preference.reference == "model"
+    return cfg.model.lora.rank > 0 and not wants_copy
