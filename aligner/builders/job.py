@@ -22,6 +22,7 @@ from aligner.engines.bridge import Bridge
 from aligner.engines.trtllm.built import TrtllmBuiltEngine
 from aligner.engines.trtllm.torch_backend import TrtllmEngine, require_package
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
+from aligner.megatron.held import check_held
 from aligner.megatron.lora import check_adapters
 from aligner.megatron.model import check_kernels, resolve_dtype
 from aligner.megatron.train import ShardedModel
@@ -105,6 +106,7 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:
         validate_on_gpu(cfg, initial.config)
     if cfg.model.lora.rank:
         check_adapters(initial.config, resolve_dtype(cfg.model.dtype), device)
+        check_held(initial.config, cfg.parallel.tensor)
     generates = bridge is not None and bridge.generates
     if not generates:
         check_kernels(initial.config, resolve_dtype(cfg.model.dtype), device)

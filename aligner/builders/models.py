@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
+from aligner.builders.adapters import initial_factors
 from aligner.builders.data import make_ptx
 from aligner.builders.job import Job
 from aligner.config.derived import minibatch_samples
@@ -17,6 +18,7 @@ from aligner.megatron.checkpoint import load_model, merge_adapters
 from aligner.megatron.ema import Ema
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
+from aligner.megatron.weights import WeightSource
 from aligner.models.adapters import described
 from aligner.refit.export import EXTRA_FILE
 from aligner.roles.critic import Critic
@@ -26,11 +28,19 @@ from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import Mixed, RewardModel
 
 
-def make_model(job: Job, initial: InitialModel, head: Head, optim: OptimConfig | None, steps: int) -> ShardedModel:
-    """With `optim` a model to train for `steps` optimizer steps, else a frozen one."""
+def make_model(
+    job: Job,
+    initial: InitialModel,
+    head: Head,
+    optim: OptimConfig | None,
+    steps: int,
+    factors: WeightSource | None = None,
+) -> ShardedModel:
+    """With `optim` a model to train for `steps` optimizer steps, else a frozen one. Its adapters, if it has some, start
+    with these `factors`."""
     batch, source = job.cfg.batch, initial.source(head)
     rows = {"packed": batch.packing, "share": batch.share_prompts}
-    rows |= {"seed": job.cfg.seed, "restore": partial(_restore, initial)}
+    rows |= {"seed": job.cfg.seed, "restore": partial(_restore, initial), "factors": factors}
     model = ShardedModel(initial.config, job.layout, head, job.dtype, job.device, source, optim, steps, **rows)
     if model.adapted is not None:
         job.frozen.append(initial.weights)
@@ -54,7 +64,7 @@ def _temperature(cfg: Config) -> float:
 def make_policy(job: Job, steps: int, **outputs: bool) -> Policy:
     """`outputs`: which of the policy's an update finds (`Policy`)."""
     optim = None if job.cfg.debug.rollout_only else job.cfg.optim
-    model = job.models["policy"] = make_model(job, job.initial, Head(), optim, steps)
+    model = job.models["policy"] = make_model(job, job.initial, Head(), optim, steps, initial_factors(job))
     if optim is not None and job.cfg.ema.decay:
         model.ema = Ema(model, job.cfg.ema.decay)
     ptx = make_ptx(job) if optim is not None and job.cfg.ptx.coef else None
@@ -132,7 +142,8 @@ def _centring(job: Job, initial: InitialModel) -> tuple[float, float]:
 
 def make_scorer(job: Job, outputs: int) -> RewardModel:
     """The model of `model.init` with a head of so many scores, to be trained."""
-    model = make_model(job, job.initial, Head("score", outputs), job.cfg.optim, job.cfg.run.steps)
+    how = job.cfg.optim, job.cfg.run.steps, initial_factors(job)
+    model = make_model(job, job.initial, Head("score", outputs), *how)
     job.models["policy"] = model
     return RewardModel(model, job.cfg.batch)
 

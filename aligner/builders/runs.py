@@ -92,6 +92,8 @@ def _adapters(job: Job) -> dict[str, Any] | None:
     if not job.frozen:
         return None
     joined = {"rank": lora.rank, "scale": lora.scale, "dora": lora.dora, "targets": target_names(job.initial.config)}
+    if lora.quantize_base != "none":
+        joined["quantize_base"] = lora.quantize_base
     return joined | {"frozen weights": job.frozen}
 
 

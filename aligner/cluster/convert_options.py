@@ -30,6 +30,8 @@ def add_parser(subs: argparse._SubParsersAction, name: str, text: str) -> None:
         help_text = "cut tensors into so many pieces: the tensor-parallel size that will read them"
         sub.add_argument("--tensor", type=int, default=1, metavar="N", help=help_text)
     else:
+        help_text = "of a run with model.lora: the whole model, with its adapters merged, instead of a peft folder"
+        sub.add_argument("--merge", action="store_true", help=help_text)
         sub.add_argument("--part", default="", metavar="NAME", help="of the checkpoint: policy, critic, model")
     sub.set_defaults(overrides=[], frozen=None, cfg=False, config_dir=None)
 
@@ -37,5 +39,7 @@ def add_parser(subs: argparse._SubParsersAction, name: str, text: str) -> None:
 def again(args: argparse.Namespace) -> list[str]:
     """The command line of each of the ranks that `--ranks` starts."""
     options = ["--file-bytes", str(args.file_bytes), *(["--fresh"] if args.fresh else [])]
-    options += ["--tensor", str(args.tensor)] if args.command == "import" else ["--part", args.part]
+    options += (
+        ["--tensor", str(args.tensor)] if args.command == "import" else ["--part", args.part, *["--merge"] * args.merge]
+    )
     return [sys.executable, "-m", "aligner", args.command, args.source, args.target, *options]

@@ -25,6 +25,9 @@ def check_reference(cfg: Config, reference: str, key: str = OWN) -> None:
         raise ConfigError(
             key, reference, "model, stored or none with model.lora.rank=0: there is no adapter to leave out"
         )
+    if lora.quantize_base != "none" and reference in ("model", "stored"):
+        expected = "adapter with model.lora.quantize_base: training starts from the weights that are held"
+        raise ConfigError(key, reference, expected)
     if lora.init and reference in ("model", "stored"):
         expected = "adapter with model.lora.init: training starts from that adapter, which no other reference has"
         raise ConfigError(key, reference, expected)

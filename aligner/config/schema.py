@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, make_dataclass, replace
 
-from aligner.config.checks import at_least, one_of
 from aligner.config.adapters import settle_reference
+from aligner.config.checks import at_least, one_of
 from aligner.config.quantization import settle
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.config.sections.batch import BatchConfig

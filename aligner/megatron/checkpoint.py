@@ -25,6 +25,7 @@ from aligner.config.sections.model.lora import LoraConfig
 from aligner.errors import CheckpointError
 from aligner.megatron.checkpoint_index import check_before_loading, noted_checksums
 from aligner.megatron.ema import EMA
+from aligner.megatron.held import round_base
 from aligner.megatron.lora import attach
 from aligner.megatron.optimizer_state import give_state, set_step
 from aligner.megatron.shards import optimizer_shards, weight_shards
@@ -170,6 +171,7 @@ def merge_adapters(model: ShardedModel, folder: Path, lora: LoraConfig, with_hea
     """Adapters of another run, as `save_model` wrote them, into the weights that they were trained beside. Collective.
     Raises CheckpointError."""
     config = replace(model.cfg, lora=lora)
+    round_base(model.module, config)
     model.adapted = attach(model.module, config, model.layout, model.head, seed=0)
     load_model(model, folder, with_head=with_head)
     model.adapted.dissolve()

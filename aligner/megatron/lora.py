@@ -42,6 +42,7 @@ from aligner.megatron.weights import WeightSource, local_modules, local_paramete
 from aligner.models.adapters import Site, Target, sites
 from aligner.models.params import ParamSpec
 from aligner.ops.kernels.experts import grouped_linear
+from aligner.ops.kernels.frozen import dense
 from aligner.ops.seeds import derive
 
 
@@ -66,9 +67,10 @@ class Adapters(torch.nn.Module):
         self.scale, self.dropout = cfg.lora.scale, cfg.lora.dropout
         self.groups, self.sizes = site.rows(cfg, layout.tensor)
         self._base = [base]  # in a list: it stays the frozen module's parameter
+        whole = dense(base)
         for target in site.targets:
-            a, b = (own_shard(spec, source, layout).to(base).clone() for spec in (target.a, target.b))
-            magnitude = self._rows_of(target, self._norm(base)) if target.magnitude else None
+            a, b = (own_shard(spec, source, layout).to(whole).clone() for spec in (target.a, target.b))
+            magnitude = self._rows_of(target, self._norm(whole)) if target.magnitude else None
             factors = Factors(a, b, magnitude)
             self.add_module(target.name, factors)
             for spec, param in self._named(target, factors):
@@ -132,7 +134,7 @@ class Adapters(torch.nn.Module):
     def _sum(self) -> Tensor:
         a, b = self.factors()
         product = b.float() @ a.float()
-        return product.mul_(self.scale).add_(self.base.float().view(product.shape))
+        return product.mul_(self.scale).add_(dense(self.base).float().view(product.shape))
 
     def row_factor(self) -> Tensor:
         """float32 [rows]: magnitude / norm of the row, whose gradient is that of the magnitude alone; 1 in rows of no
@@ -304,7 +306,7 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._adapters:
-            return self._parameters[name]
+            return dense(self._parameters[name])
         if self._last[0] != name:
             self._last = name, self._adapters[name].merged(self._factors.get(name))
         return self._last[1]
@@ -358,8 +360,8 @@ def attach(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, seed: 
         found[site.base.canonical] = adapters
     if layout.is_first_stage and (layout.pipeline > 1 or cfg.recompute != "none"):
         undo.append(model.embedding.register_forward_hook(_ask_for_gradient).remove)
-    device, dropout_seed = next(model.parameters()).device, seed if cfg.lora.dropout else None
-    return AdaptedModel(found, layout, device, dropout_seed, undo)
+    device = next(p.device for p in model.parameters() if not p.is_meta)
+    return AdaptedModel(found, layout, device, seed if cfg.lora.dropout else None, undo)
 
 
 def _ask_for_gradient(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor | None:

@@ -63,7 +63,14 @@ def uses_transformer_engine(cfg: ModelConfig) -> bool:
     the like, sinks, adapters, biases but of queries, keys and values, and rotary embeddings other than Llama's."""
     usual = cfg.attention == AttentionConfig() and cfg.scales == ScalesConfig() and cfg.rope_scaling.type == "llama3"
     family, traits = FAMILIES[cfg.family], TRAITS[cfg.family]
-    own = family.own_modules or traits.sinks or cfg.output_bias or cfg.mlp_bias or cfg.mixed_layers
+    own = (
+        cfg.lora.quantize_base != "none"
+        or family.own_modules
+        or traits.sinks
+        or cfg.output_bias
+        or cfg.mlp_bias
+        or cfg.mixed_layers
+    )
     return has_transformer_engine() and usual and not own and not cfg.lora.rank
 
 

@@ -45,6 +45,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.families import TRAITS, Traits
@@ -67,6 +68,7 @@ from aligner.ops.kernels.experts import (
     route_by_groups,
     sort_pairs,
 )
+from aligner.ops.kernels.frozen import held_by
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.pack import Times
 
@@ -132,7 +134,7 @@ class Experts(torch.nn.Module):
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         """x [M, H] by expert, sizes int64 [E / ep] -> this tensor rank's addend [M, H]."""
-        mixed = _product(x, self.gate_up.flatten(1, 2), self.gate_up_adapters, sizes)
+        mixed = _product(x, self.gate_up, self.gate_up_adapters, sizes)
         if not self.has_bias:
             return _product(self.gate(mixed), self.down, self.down_adapters, sizes)
         mixed = add_bias(mixed, self.linear_fc1.bias.flatten(1, 2), sizes)
@@ -157,7 +159,13 @@ class Experts(torch.nn.Module):
 
 
 def _product(x: Tensor, weight: Tensor, adapters: Adapters | None, sizes: Tensor) -> Tensor:
-    out = grouped_linear(x, weight, sizes)
+    """x [M, in] by expert times weight [E / ep, ..., in] -> [M, out]."""
+    held = held_by(weight)
+    if held is None:
+        out = grouped_linear(x, weight.flatten(1, -2), sizes)
+    else:  # made dense again in backward, not kept until then
+        product = lambda x: grouped_linear(x, held.dense(x.dtype).flatten(1, -2), sizes)  # noqa: E731
+        out = checkpoint(product, x, use_reentrant=False)
     return out + adapters.of_experts(x, sizes) if adapters is not None and adapters.on else out
 
 

@@ -86,7 +86,8 @@ class ModelMemory:
     def _storages(self, kind: str) -> list[torch.UntypedStorage]:
         """Each once, those that are away with 0 bytes. (Memory that numpy has seen, on a CPU, is not ours to free: it
         stays.)"""
-        weights = _unique(p for p in self.model.module.parameters())
+        here = (p for p in self.model.module.parameters() if not p.is_meta)
+        weights = _unique(chain(here, *((held.codes, held.scales) for held in self.model.held)))
         if kind == "weights":
             return list(weights.values())
         if kind == "gradients":

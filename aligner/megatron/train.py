@@ -31,6 +31,7 @@ from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import sum_parts
 from aligner.megatron.grad_norm import use_one_norm
 from aligner.megatron.groups import Layout
+from aligner.megatron.held import hold
 from aligner.megatron.load import ExpertLoad
 from aligner.megatron.lora import AdaptedModel, MergedWeights, attach
 from aligner.megatron.model import Head, build_model, uses_transformer_engine
@@ -38,6 +39,7 @@ from aligner.megatron.optimizer_state import fuse
 from aligner.megatron.pipeline import Pipeline
 from aligner.megatron.weights import EMBEDDING, WeightSource, load_weights, local_parameters
 from aligner.models.rope import attention_factor, inverse_frequencies
+from aligner.ops.kernels.frozen import Frozen
 from aligner.ops.kernels.scored_attention import scaled_logits
 from aligner.ops.kernels.upload import upload
 from aligner.ops.packing.needed import narrowed, without_unread
@@ -104,6 +106,9 @@ class ShardedModel:
         self.step_count = 0  # optimizer steps taken: the weight version
         if restore is not None:
             restore(self)
+        self.held: list[Frozen] = []  # matrices in 4 or 8 bits
+        if optim is not None and cfg.lora.quantize_base != "none":
+            self.held = hold(self.module, cfg)
         if optim is not None and cfg.lora.rank:
             self.adapted = attach(self.module, cfg, layout, head, seed)
             if factors is not None:

@@ -85,6 +85,12 @@ def sites(cfg: ModelConfig) -> list[Site]:
     return kept
 
 
+def held_sites(cfg: ModelConfig) -> list[Site]:
+    """The matrices that `model.lora.quantize_base` holds in fewer bits, adapted or not: all of the layers, but routers
+    and what tensor ranks have whole."""
+    return [site for site in _sites(cfg) if site.split != "none"]
+
+
 def adapter_table(cfg: ModelConfig) -> list[ParamSpec]:
     """Every factor of the model, as `family_table` has its weights; empty without adapters."""
     if not cfg.lora.rank:

@@ -164,7 +164,9 @@ def _merged(
             f"what they were trained beside: {adapters['frozen weights'][0]} then, {initial.weights} now"
         )
     rank, scale = adapters["rank"], adapters["scale"]
-    lora = LoraConfig(rank, scale * rank, targets=adapters["targets"], dora=adapters["dora"])
+    how = {"targets": adapters["targets"], "dora": adapters["dora"]}
+    how["quantize_base"] = adapters.get("quantize_base", "none")
+    lora = LoraConfig(rank, scale * rank, **how)
     initial.adapters += ((folder, lora),)
     initial.content = digest({"base": initial.weights, "adapters": digest(seen)})
     return initial

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from aligner.models.slices import Shard, of_experts, placed, read_shard
 from aligner.ops.agree import by_rank_0
 from aligner.refit.export import EXTRA_FILE
 from aligner.roles.initial import SOURCE, InitialModel, resolve, shape_of
+from aligner.tools.adapted import Merged, Stored, export_adapter
 from aligner.tools.shared_files import FilePlan, SharedFolder, into_files, peak_memory_bytes
 
 CHECKSUMS = "checksums.sha256"  # as `sha256sum -c` reads it
@@ -132,61 +134,76 @@ def _block(raw: dict[str, Any]) -> Block:
     return Block(**raw | {name: tuple(raw[name]) for name in ("offsets", "shape")})
 
 
-def export_checkpoint(source: Path, target: Path, env: RankEnv, *, part: str, file_bytes: float, fresh: bool) -> None:
-    """A checkpoint (or the newest of a run folder) as a Hugging Face folder `target`.
+def export_checkpoint(
+    source: Path, target: Path, env: RankEnv, *, part: str, file_bytes: float, fresh: bool, merge: bool = False
+) -> None:
+    """A checkpoint (or the newest of a run folder) as a Hugging Face folder `target`; one of adapters as `peft` reads
+    it or, with `merge`, merged into the model they were trained beside.
 
     Raises ConfigError, CheckpointError, WriteError.
     """
     checkpoint = by_rank_0(lambda: find_checkpoint(source))
     initial = resolve(compose([]).model, str(checkpoint), 0, "RUN_DIR")
-    assert initial.checkpoint is not None
-    folder = checkpoint / part if part else initial.checkpoint
+    own = initial.adapters[-1][0] if initial.adapters else initial.checkpoint
+    assert own is not None
+    folder = checkpoint / part if part else own
     if not (folder / ".metadata").is_file():
         found = ", ".join(p.parent.name for p in sorted(checkpoint.glob("*/.metadata")))
         raise ConfigError("--part", folder.name, f"one of {found}")
     cfg, blocks = initial.config, Blocks(folder)
-    head = Head()
-    if folder.name != "policy":
-        head = Head("score", blocks.size("output_layer.weight")[0])
+    head = Head() if folder.name == "policy" else Head("score", blocks.size("output_layer.weight")[0])
+    adapted = bool(initial.adapters)
+    if adapted and folder != own:
+        raise ConfigError("--part", part, f"{own.name}, of a run with model.lora")
+    if merge and not adapted:
+        raise ConfigError("--merge", True, f"a run with model.lora.rank > 0: {checkpoint} holds whole weights")
     table, parts = family_table(cfg, head.kind, head.outputs), parts_of(cfg)
     where = places_of(cfg, head, torch.float32)
-    _check_sizes(blocks, table, where)
-    files = into_files(list(_units(table, blocks, where, parts)), file_bytes, _file_name)
+    if not adapted:
+        _check_sizes(blocks, table, where)
+    weights = Merged.of(initial, head, where) if adapted else Stored(blocks, where, cfg)
+    files = into_files(list(_units(table, weights, parts)), file_bytes, _file_name)
     stat = {p: [(folder / p).stat().st_size, (folder / p).stat().st_mtime_ns] for p in sorted(blocks.files())}
-    plan = {"export": str(folder.resolve()), "files": stat, "model": asdict(cfg), "cut": [file_bytes]}
+    plan = {
+        "export": str(folder.resolve()),
+        "files": stat,
+        "model": asdict(cfg),
+        "cut": [file_bytes, *["merged"] * merge],
+    }
     shared = SharedFolder(target, plan, fresh)
     listed = noted_checksums(folder, blocks.index)
     shared.together(lambda: _verify(folder, listed, env))
+    if adapted and not merge:
+        shared.finish(partial(export_adapter, checkpoint, initial, head))
+        return _say(env, f"{folder} -> {target}")
 
     def write(path: Path, file: FilePlan, add: Callable[[int], None]) -> tuple[str, Any]:
         shapes = {}
         for spec, _ in file.parts:
-            meta = torch.empty(spec.shape, dtype=blocks.dtype(where[spec.canonical].key), device="meta")
+            meta = torch.empty(spec.shape, dtype=weights.dtype(spec), device="meta")
             stored = joined(to_hf(spec, meta, cfg).items(), parts)
             shapes |= {name: (t.dtype, tuple(t.shape)) for name, t in stored}
         with SafetensorsFile(path, shapes) as out:
             for spec, first in file.parts:
-                place = where[spec.canonical]
-                offsets = place.offsets((first, *[0] * (len(spec.shape) - 1)))
-                full = blocks.region(place.key, offsets, place.shape(spec.shape)).view(spec.shape)
-                for name, tensor in joined(to_hf(spec, full, cfg).items(), parts):
+                for name, tensor in joined(weights.tensors(spec, first).items(), parts):
                     out.add(name, tensor)
                     add(tensor.nbytes)
         return out.sha256, list(shapes)
 
     written = shared.write(files, write)
-    dtype = str(blocks.dtype(where["decoder.final_layernorm.weight"].key)).removeprefix("torch.")
+    norm = next(spec for spec in table if spec.canonical == "decoder.final_layernorm.weight")
+    dtype = str(weights.dtype(norm)).removeprefix("torch.")
     total = sum(f.bytes for f in files)
     shared.finish(lambda out: _as_hf(out, written, total, initial, head, dtype))
     _say(env, f"{folder} -> {target}")
 
 
 def _units(
-    table: list[ParamSpec], blocks: Blocks, where: dict[str, Place], parts: Mapping[str, Part]
+    table: list[ParamSpec], weights: Stored | Merged, parts: Mapping[str, Part]
 ) -> Iterator[tuple[tuple[ParamSpec, int], int]]:
     """((parameter, or one expert of it where files do not stack them, and that expert's number), bytes as stored)."""
     for spec in table:
-        size = blocks.dtype(where[spec.canonical].key).itemsize
+        size = weights.dtype(spec).itemsize
         apart = spec.experts and spec.hf[0] not in parts
         for expert in range(spec.shape[0] if apart else 1):
             one = of_experts(spec, Shard(first=expert, count=1)) if apart else spec
@@ -289,5 +306,5 @@ def main(args: argparse.Namespace, env: RankEnv) -> int:
         if args.command == "import":
             import_hf(source, target, env, tensor=args.tensor, **common)
         else:
-            export_checkpoint(source, target, env, part=args.part, **common)
+            export_checkpoint(source, target, env, part=args.part, merge=args.merge, **common)
     return 0

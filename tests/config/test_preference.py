@@ -28,7 +28,6 @@ RECIPES = sorted(
         (["label_smoothing=0.6"], "label_smoothing", "[0, 0.5]"),
         (["loss=[robust]", "label_smoothing=0.5"], "label_smoothing", "< 0.5 with robust"),
         (["loss=[ipo]", "label_smoothing=0.1"], "label_smoothing", "0 without a loss that reads it"),
-        (["reference=adapter"], "reference", "no adapter to leave out"),
         (["reference=copy"], "reference", "model, adapter, stored, none"),
         (["loss=[ipo]", "gamma=1"], "gamma", "0.0 with ipo"),
         (["loss=[sigmoid,bco_pair]", "gamma=1"], "gamma", "bco_pair"),

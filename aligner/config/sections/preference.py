@@ -29,9 +29,9 @@ class PreferenceConfig:
     gamma: float = 0.0  # subtracted from beta * h: the margin that SimPO wants
     margin: bool = False  # subtract the row's `margin` column from beta * h
     length: str = "auto"  # sum, mean: of an answer's log-ratios over its tokens; auto: mean for ipo, else sum
-    # model: a frozen copy of model.init; adapter: the policy's own model without its adapters (model.lora), or with those
-    # of model.lora.init; stored: logprobs, computed before training; none: no log-ratios, logprobs; auto: adapter with
-    # model.lora.rank > 0, else model
+    # model: a frozen copy of model.init; adapter: the policy's own model without its adapters, or with those that it
+    # started from (model.lora); stored: the copy's logprobs, computed before training; none: no log-ratios, logprobs;
+    # auto: adapter with model.lora.rank > 0, else model
     reference: str = "auto"
     f_divergence: str = "reverse_kl"  # reverse_kl, forward_kl, js, alpha
     f_alpha: float = 0.5  # of f_divergence=alpha; 1 is reverse_kl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from aligner.config.checks import above, at_least, within
+from aligner.config.checks import above, at_least, one_of, within
 from aligner.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
@@ -21,11 +21,21 @@ class LoraConfig:
     # matrices by their names in Hugging Face's files; [all-linear]: all of the layers, but routers
     targets: list[str] = field(default_factory=lambda: list(USUAL))
     rslora: bool = False  # the scale is alpha / sqrt(rank) (arXiv:2312.03732)
+    # hold the frozen matrices of the layers in fewer bits: none, int8, fp8, nf4 (QLoRA, arXiv:2305.14314)
+    quantize_base: str = "none"
     init: str = ""  # start from the adapter in this folder, as `peft` writes it; empty: from one that changes nothing
     dora: bool = False  # also train the norm of each row of the matrix, apart from its direction (arXiv:2402.09353)
 
     def __post_init__(self) -> None:
         at_least("model.lora.rank", self.rank, 0)
+        one_of("model.lora.quantize_base", self.quantize_base, ("none", "int8", "fp8", "nf4"))
+        if self.quantize_base != "none" and not self.rank:
+            expected = "none with model.lora.rank=0, which trains all weights"
+            raise ConfigError("model.lora.quantize_base", self.quantize_base, expected)
+        if self.init and not self.rank:
+            raise ConfigError(
+                "model.lora.init", self.init, "empty with model.lora.rank=0: set rank, alpha and targets too"
+            )
         above("model.lora.alpha", self.alpha, 0)
         within("model.lora.dropout", self.dropout, 0, 0.99)
         if not self.targets or len(set(self.targets)) < len(self.targets):

@@ -1,0 +1,71 @@
+"""A frozen base in 4 or 8 bits (QLoRA, arXiv:2305.14314): matrices of the layers are held as
+`ops/kernels/frozen.py` has them, and made dense for each product.
+
+In its place a matrix leaves a parameter of its shape without numbers (device meta): tables and plans see what they saw,
+and whoever reads it without `dense` fails.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from torch import Tensor
+
+from aligner.config.sections.model.config import ModelConfig
+from aligner.errors import LayoutError
+from aligner.megatron.weights import local_modules, local_parameters
+from aligner.models.adapters import held_sites
+from aligner.ops.kernels.frozen import BLOCK, Frozen, frozen_linear
+
+
+def check_held(cfg: ModelConfig, tensor: int) -> None:
+    """Raises LayoutError where tensor ranks would cut blocks, and so hold other numbers than one rank."""
+    if cfg.lora.quantize_base == "none" or tensor == 1:
+        return
+    for site in held_sites(cfg):
+        columns = site.base.shape[-1]
+        if site.split == "in" and columns // tensor % BLOCK:
+            expected = f"a number of ranks with multiples of {BLOCK} of the {columns} columns of {site.base.canonical}"
+            raise LayoutError("parallel.tensor", tensor, f"with model.lora.quantize_base {expected}")
+
+
+@torch.no_grad()
+def hold(model: GPTModel, cfg: ModelConfig) -> list[Frozen]:
+    """Hold the matrices of a stage whose weights are loaded; what is held."""
+    parameters, modules, found = local_parameters(model), local_modules(model), []
+    for site in held_sites(cfg):
+        param = parameters.get(site.base.canonical)
+        if param is None:
+            continue
+        module, empty = modules[site.module], torch.nn.Parameter(torch.empty_like(param, device="meta"), False)
+        empty.__dict__.update(param.__dict__)  # Megatron's marks
+        empty.held = Frozen.of(param, cfg.lora.quantize_base)
+        found.append(empty.held)
+        setattr(module, site.base.canonical.rsplit(".", 1)[1], empty)
+        if not site.base.experts:
+            module._forward_impl = partial(_product, empty.held)
+    return found
+
+
+@torch.no_grad()
+def round_base(model: GPTModel, cfg: ModelConfig) -> None:
+    """Give the matrices that `hold` would hold the numbers that it would."""
+    parameters = local_parameters(model)
+    for site in held_sites(cfg) if cfg.lora.quantize_base != "none" else ():
+        param = parameters.get(site.base.canonical)
+        if param is not None:
+            param.copy_(Frozen.of(param, cfg.lora.quantize_base).dense(param.dtype))
+
+
+def _product(held: Frozen, input: Tensor, weight: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
+    """In the place of Megatron's product with a frozen matrix, whose collectives it has."""
+    if how["sequence_parallel"]:
+        input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=how["tp_group"])
+    elif how["allreduce_dgrad"]:
+        input = copy_to_tensor_model_parallel_region(input, group=how["tp_group"])
+    out = frozen_linear(input, held)
+    return out if bias is None else out + bias

@@ -1,0 +1,45 @@
+"""References beside adapters."""
+
+import pytest
+
+from aligner.config.adapters import shares_weights
+from aligner.config.resolve import compose
+from aligner.config.stages import STAGES
+from aligner.errors import ConfigError
+
+KEY = "algorithm.preference.reference"
+LORA = ["model.lora.rank=2"]
+
+
+def test_the_reference_is_the_adapters_where_there_are_some():
+    assert compose(["stage=dpo"]).algorithm.preference.reference == "model"
+    assert compose(["stage=dpo", *LORA]).algorithm.preference.reference == "adapter"
+    assert compose(["stage=dpo", *LORA, f"{KEY}=stored"]).algorithm.preference.reference == "stored"
+
+
+@pytest.mark.parametrize("more, shares", [([], False), (LORA, True), ([*LORA, f"{KEY}=model"], False)])
+def test_who_needs_weights_of_its_own(more, shares):
+    assert shares_weights(compose(["stage=dpo", *more])) == shares
+    assert shares_weights(compose(["stage=grpo", *more])) == bool(more)
+
+
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        ([f"{KEY}=adapter"], "model.lora.rank=0: there is no adapter to leave out"),
+        ([*LORA, "model.lora.init=x", f"{KEY}=stored"], "adapter with model.lora.init"),
+        ([*LORA, "model.lora.quantize_base=nf4", f"{KEY}=model"], "adapter with model.lora.quantize_base"),
+    ],
+)
+def test_a_reference_that_is_not_what_training_starts_from(more, told):
+    cfg = compose(["stage=dpo", *more])
+    with pytest.raises(ConfigError, match=rf"^{KEY}=.*{told}"):
+        STAGES["dpo"].check(cfg)
+
+
+@pytest.mark.parametrize("key, value", [("init", "x"), ("quantize_base", "nf4")])
+def test_without_a_rank_nothing_is_adapted(key, value):
+    with pytest.raises(ConfigError, match=f"^model.lora.{key}=.*model.lora.rank=0"):
+        compose([f"model.lora.{key}={value}"])
+    with pytest.raises(ConfigError, match=r"quantize_base=.nf3.: expected one of none, int8, fp8, nf4"):
+        compose([*LORA, "model.lora.quantize_base=nf3"])
