@@ -29,6 +29,7 @@ ONLY_IN = {
     "megatron": ("aligner/megatron/",),
     "tensorrt_llm": ("aligner/engines/trtllm/",),
     "mpi4py": ("aligner/cluster/",),
+    "bitsandbytes": ("aligner/ops/kernels/frozen.py",),
     "modelopt": ("aligner/engines/quantized.py",),
 }
 FILES = sorted((ROOT / "aligner").rglob("*.py"))
