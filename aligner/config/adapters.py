@@ -26,10 +26,10 @@ def check_reference(cfg: Config, reference: str, key: str = OWN) -> None:
             key, reference, "model, stored or none with model.lora.rank=0: there is no adapter to leave out"
         )
     if lora.quantize_base != "none" and reference in ("model", "stored"):
-        expected = "adapter with model.lora.quantize_base: training starts from the weights that are held"
+        expected = "the policy's own model with model.lora.quantize_base: training starts from what is held"
         raise ConfigError(key, reference, expected)
     if lora.init and reference in ("model", "stored"):
-        expected = "adapter with model.lora.init: training starts from that adapter, which no other reference has"
+        expected = "the policy's own model with model.lora.init: training starts from that adapter, which no other has"
         raise ConfigError(key, reference, expected)
 
 

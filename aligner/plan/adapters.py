@@ -7,7 +7,7 @@ numbers. `aligner/models/adapters.py` says the same of tensors, which import tor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.families import TRAITS
@@ -15,6 +15,7 @@ from aligner.config.sections.model.lora import ALL_LINEAR
 from aligner.plan.job import Part
 from aligner.plan.shapes import Count, Grid, attention_widths, rank_parameters, stage_layers, stage_linear
 
+HELD_BITS = {"int8": 8.5, "fp8": 8.5, "nf4": 4.5}  # of a number in `ops/kernels/frozen.py`, with its share of a scale
 EXPERTS = {"mixtral": ("w1", "w3", "w2")}  # what families call an expert's matrices, where not as a dense MLP's
 
 
@@ -124,6 +125,18 @@ def held_parameters(part: Part, grid: Grid, stage: int) -> Count:
     """Of one rank, adapters and all."""
     count = rank_parameters(part.shape, grid, stage, part.head, part.outputs)
     return count + adapter_parameters(part.shape, grid, stage) if is_adapted(part) else count
+
+
+def saved_bytes(part: Part, grid: Grid, stage: int, element: int) -> float:
+    """Of one rank's weights, by holding matrices in fewer bits."""
+    m, total = part.shape, 0.0
+    if not is_adapted(part) or m.lora.quantize_base == "none":
+        return total
+    every, bits = replace(m, lora=replace(m.lora, targets=[ALL_LINEAR])), HELD_BITS[m.lora.quantize_base]
+    for matrix in (x for layer in _layers(every, grid, stage) for x in layer if x.split != "none"):
+        numbers = matrix.inner * matrix.out * (matrix.experts or 1) // grid.tensor
+        total += numbers // (grid.expert if matrix.experts else 1) * (element - bits / 8)
+    return total
 
 
 def trained_parameters(part: Part, grid: Grid, stage: int) -> Count:

@@ -3,9 +3,9 @@ still there."""
 
 from __future__ import annotations
 
-from aligner.plan.adapters import held_parameters, trained_parameters
+from aligner.plan.adapters import trained_parameters
 from aligner.plan.job import Job, Part
-from aligner.plan.memory import optimizer_bytes, weight_bytes
+from aligner.plan.memory import model_bytes, optimizer_bytes, weight_bytes
 from aligner.plan.shapes import Count, Grid
 
 
@@ -38,8 +38,7 @@ def host_items(job: Job) -> dict[str, float]:
 
 
 def _of_part(job: Job, part: Part, stage: int) -> dict[str, float]:
-    held = held_parameters(part, job.grid, stage)
-    away = weight_bytes(held, job.element) if "weights" in job.offload else 0.0
+    away = model_bytes(job, part, stage) if "weights" in job.offload else 0.0
     if not part.trained:
         return {"offloaded": away}
     how = trained_parameters(part, job.grid, stage), job.grid, job.element, part.distributed, part.averaged

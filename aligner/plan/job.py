@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 
+from aligner.config.adapters import shares_weights
 from aligner.config.checks import one_of
 from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update
 from aligner.config.schema import Config
@@ -38,6 +39,7 @@ class Part:
     outputs: int = 1
     distributed: bool = True  # optimizer state over data-parallel ranks
     averaged: bool = False  # `ema` beside it
+    shared: bool = False  # it is the policy without its adapters: no weights of its own
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ def _parts(cfg: Config, shape: ModelConfig) -> tuple[Part, ...]:
     parts = [Part("policy", shape, trained=trains, distributed=cfg.optim.distributed, averaged=averaged)]
     scorer = shape_at(shape, cfg.reward.model)
     if "reference" in beside:
-        parts.append(Part("reference", shape))
+        parts.append(Part("reference", shape, shared=shares_weights(cfg)))
     if "teacher" in beside:
         parts.append(Part("teacher", shape_at(shape, cfg.algorithm.distill.teacher)))
     if stage.rollouts and cfg.reward.model and not cfg.debug.train_only:

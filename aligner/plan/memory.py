@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from aligner.config.sections.engine import message_bytes
 from aligner.errors import AlignerError
-from aligner.plan.adapters import adapter_widths, held_parameters, is_adapted, trained_parameters
+from aligner.plan.adapters import adapter_widths, held_parameters, is_adapted, saved_bytes, trained_parameters
 from aligner.plan.devices import GIB, Assumptions, Device
 from aligner.plan.job import PREFILL_TOKENS, Job, Part
 from aligner.plan.linear import gathered_width, rule_activations
@@ -76,6 +76,14 @@ class Memory:
 
 def weight_bytes(count: Count, element: int) -> float:
     return element * (count.dense + count.experts) + 4 * (count.score + count.fixed)
+
+
+def model_bytes(job: Job, part: Part, stage: int) -> float:
+    """Of the weights that one rank holds of a model, adapters and all."""
+    if part.shared:
+        return 0.0
+    held = weight_bytes(held_parameters(part, job.grid, stage), job.element)
+    return held - saved_bytes(part, job.grid, stage, job.element)
 
 
 def gradient_bytes(count: Count) -> float:
@@ -174,9 +182,9 @@ def _models(job: Job, stage: int, reads: tuple[str, ...] = (), trains: bool = Fa
     memory.offload names is on the device where it is needed alone (run/phases.py)."""
     items = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
     for part in job.parts:
-        held, count = held_parameters(part, job.grid, stage), trained_parameters(part, job.grid, stage)
+        count = trained_parameters(part, job.grid, stage)
         if part.name in reads or "weights" not in job.offload:
-            items["weights"] += weight_bytes(held, job.element)
+            items["weights"] += model_bytes(job, part, stage)
         if part.trained and (trains or "gradients" not in job.offload):
             items["gradients"] += gradient_bytes(count)
         if part.trained and (trains or "optimizer" not in job.offload):

@@ -113,7 +113,7 @@ class Reference(Policy):
 class AdapterReference(Reference):
     """The policy's own model as training began with it: its weights are frozen, and its adapters can be left out."""
 
-    def logprobs(self, rows: RolloutBatch | TrainBatch, mask: Tensor | None = None) -> Tensor:
+    def logprobs(self, rows: RolloutBatch | TrainBatch, mask: Tensor | None = None, unit: int = 1) -> Tensor:
         assert self.model.adapted is not None, "a model whose weights are all trained"
         with self.model.adapted.as_at_start():
-            return super().logprobs(rows, mask)
+            return super().logprobs(rows, mask, unit)

@@ -51,7 +51,7 @@ def main(job: Job) -> None:
     arrange = partial(with_mismatched, limit=cfg.data.max_tokens) if kto_cfg.kl == "minibatch" else None
     batches = replace(make_batches(job, train, collate_unpaired), arrange=arrange)
     policy = make_policy(job, cfg.run.steps, entropy=False)
-    reference, evaluation = make_reference(job) if kto_cfg.second_model else None, None
+    reference, evaluation = make_reference(job, policy) if kto_cfg.second_model else None, None
     if held_out is not None:
         logprobs = partial(job.timers, "logprobs")
         evaluation = partial(

@@ -6,6 +6,7 @@ from aligner.config.adapters import shares_weights
 from aligner.config.resolve import compose
 from aligner.config.stages import STAGES
 from aligner.errors import ConfigError
+from aligner.plan.job import _parts
 
 KEY = "algorithm.preference.reference"
 LORA = ["model.lora.rank=2"]
@@ -27,8 +28,8 @@ def test_who_needs_weights_of_its_own(more, shares):
     "more, told",
     [
         ([f"{KEY}=adapter"], "model.lora.rank=0: there is no adapter to leave out"),
-        ([*LORA, "model.lora.init=x", f"{KEY}=stored"], "adapter with model.lora.init"),
-        ([*LORA, "model.lora.quantize_base=nf4", f"{KEY}=model"], "adapter with model.lora.quantize_base"),
+        ([*LORA, "model.lora.init=x", f"{KEY}=stored"], "own model with model.lora.init"),
+        ([*LORA, "model.lora.quantize_base=nf4", f"{KEY}=model"], "own model with model.lora.quantize_base"),
     ],
 )
 def test_a_reference_that_is_not_what_training_starts_from(more, told):
@@ -43,3 +44,25 @@ def test_without_a_rank_nothing_is_adapted(key, value):
         compose([f"model.lora.{key}={value}"])
     with pytest.raises(ConfigError, match=r"quantize_base=.nf3.: expected one of none, int8, fp8, nf4"):
         compose([*LORA, "model.lora.quantize_base=nf3"])
+
+
+def test_stage_kto_has_the_same_references():
+    with pytest.raises(ConfigError, match=r"^algorithm\.kto\.reference='stored'.*own model with model\.lora\.init"):
+        STAGES["kto"].check(compose(["stage=kto", *LORA, "model.lora.init=x", "algorithm.kto.reference=stored"]))
+    STAGES["kto"].check(compose(["stage=kto", *LORA, "model.lora.init=x"]))
+
+
+def test_the_plan_has_no_memory_for_a_shared_reference():
+    for stage in ("grpo", "ppo", "dpo", "kto"):
+        for more in ([], LORA):
+            cfg = compose(
+                [
+                    f"stage={stage}",
+                    "algorithm.kl={coef: 0.1, placement: loss}",
+                    "model.vocab_size=99",
+                    "critic.init=x",
+                    *more,
+                ]
+            )
+            found = {part.name: part.shared for part in _parts(cfg, cfg.model)}
+            assert found["reference"] == bool(more), stage

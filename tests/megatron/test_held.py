@@ -13,6 +13,10 @@ from aligner.megatron.held import check_held
 from aligner.models.adapters import adapter_table, held_sites
 from aligner.models.families import family_table
 from aligner.ops.kernels.frozen import held_bytes
+from aligner.plan.adapters import held_parameters, saved_bytes
+from aligner.plan.job import Part
+from aligner.plan.memory import weight_bytes
+from aligner.plan.shapes import Grid
 from tests.tiny import MODELS, MOE, MORE
 
 pytestmark = pytest.mark.multirank
@@ -47,6 +51,8 @@ def test_the_memory_of_weights(ranks, kind):
     rest = sum(prod(s.shape) for s in (*family_table(cfg), *adapter_table(cfg)) if s.canonical not in held)
     small = sum(held_bytes(prod(shape[:-1]), shape[-1], kind) for shape in held.values())
     assert found == small + 2 * rest
+    part = Part("policy", cfg, trained=True)
+    assert found == weight_bytes(held_parameters(part, Grid(), 0), 2) - saved_bytes(part, Grid(), 0, 2)
     assert small / sum(2 * prod(shape) for shape in held.values()) == {"int8": 8.5 / 16, "nf4": 4.5 / 16}[kind]
 
 

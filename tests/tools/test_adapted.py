@@ -109,7 +109,7 @@ REFUSED = {
     "rank": (["model.lora.rank=3"], "model.lora.rank"),
     "targets": (["model.lora.targets=[q_proj]"], "model.lora.targets"),
     "kind": (["model.lora.rslora=false"], "model.lora.rslora"),
-    "reference": (["algorithm.preference.reference=stored"], "adapter with model.lora.init"),
+    "reference": (["algorithm.preference.reference=stored"], "own model with model.lora.init"),
     "no rank": (["model.lora.rank=0"], "model.lora.init"),
 }
 

@@ -19,7 +19,8 @@ class KtoConfig:
     undesirable_weight: float = 1.0  # and of those with label false
     # minibatch: log-ratios are compared with z0, their mean over mismatched answers of the minibatch; none: with 0
     kl: str = "minibatch"
-    # model: a frozen copy of model.init; stored: its logprobs of the rows, computed before training
+    # model: model.init, frozen, a copy or with model.lora the policy's own without its adapters; stored: the copy's
+    # logprobs of the rows, computed before training
     reference: str = "model"
 
     def __post_init__(self) -> None:

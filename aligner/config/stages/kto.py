@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aligner.config.adapters import check_reference
 from aligner.config.sections.kto import KEY
 from aligner.config.stage import SEQUENCES, Stage
 from aligner.errors import ConfigError
@@ -24,6 +25,8 @@ def passes(cfg: Config) -> dict[str, float]:
 
 
 def check(cfg: Config) -> None:
+    if cfg.algorithm.kto.reference == "stored":
+        check_reference(cfg, "stored", f"{KEY}.reference")
     if cfg.algorithm.kto.kl == "minibatch" and cfg.batch.sequences < 2:
         expected = f"at least 2 with {KEY}.kl=minibatch, better 16 and more: one sample has no mismatched answer"
         raise ConfigError("batch.sequences", cfg.batch.sequences, expected)
