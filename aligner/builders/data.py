@@ -26,6 +26,7 @@ from aligner.ops.seeds import derive
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
 from aligner.rewards.judge import Judge
+from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.ptx import Ptx
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.replies import EngineReplies
@@ -118,7 +119,7 @@ def _sum_over_data_ranks(job: Job, values: list[float]) -> list[float]:
     return total.tolist()
 
 
-def make_rewards(job: Job, model: RewardModel | None) -> RewardPipeline:
+def make_rewards(job: Job, model: RewardModel | ProcessRewardModel | None) -> RewardPipeline:
     found: list[tuple[Any, float]] = [
         (load_function(function, i), function.weight) for i, function in enumerate(job.cfg.reward.functions)
     ]

@@ -34,6 +34,7 @@ from aligner.refit.verify import POWER, Verifier
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
 from aligner.roles.policy import Policy
+from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.evaluate import Evaluator
 from aligner.rollout.references import check_rows
@@ -151,7 +152,9 @@ def make_verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset
     return Verifier(refit, tokens, lengths, trainer, power=power)
 
 
-def make_evaluator(job: Job, refit: Refit, reward_model: RewardModel | None = None) -> Evaluator | None:
+def make_evaluator(
+    job: Job, refit: Refit, reward_model: RewardModel | ProcessRewardModel | None = None
+) -> Evaluator | None:
     functions = evaluation_functions(job.cfg)
     if not functions:
         return None

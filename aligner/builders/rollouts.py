@@ -14,6 +14,7 @@ from aligner.models.fingerprint import file_fingerprint
 from aligner.ops.agree import same_view
 from aligner.roles.initial import shape_of
 from aligner.roles.policy import Policy
+from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.evaluate import Evaluator
 from aligner.rollout.generate import Generator
@@ -30,7 +31,7 @@ from aligner.run.checkpoints import Stateful
 
 
 def make_rollouts(
-    job: Job, policy: Policy, reward_model: RewardModel | None
+    job: Job, policy: Policy, reward_model: RewardModel | ProcessRewardModel | None
 ) -> tuple[Rollouts, dict[str, Stateful], Evaluator | None]:
     """The source of rollouts, those of its parts that a checkpoint keeps, and what evaluates between them."""
     cfg = job.cfg

@@ -24,6 +24,7 @@ class ProcessRewardModel:
     """The head's only output at the token that ends a step is the logit of its being right."""
 
     main_thread: ClassVar[bool] = True  # its collectives may not run in a reward worker's thread
+    middle: ClassVar[float] = 0.5
 
     model: ShardedModel
     batch: BatchConfig

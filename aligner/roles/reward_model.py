@@ -38,6 +38,7 @@ class RewardModel:
     """`bias` is the mean score on the training set: scores leave here centred. `scale` divides them (1 = none)."""
 
     main_thread: ClassVar[bool] = True  # its collectives may not run in a reward worker's thread
+    middle: ClassVar[float] = 0.0  # scores above it speak for an answer
 
     model: ShardedModel
     batch: BatchConfig

@@ -17,6 +17,7 @@ from aligner.megatron.groups import Layout
 from aligner.ops.seeds import request_seed
 from aligner.refit.transfer import Refit
 from aligner.rewards.composite import Component, RewardPipeline
+from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.collate import make_samples
 from aligner.rollout.sharing import raised_together, share
@@ -66,7 +67,7 @@ class Evaluator:
     config: EvalConfig
     layout: Layout
     seed: int
-    reward_model: RewardModel | None = None
+    reward_model: RewardModel | ProcessRewardModel | None = None
     timers: Timers = field(default_factory=Timers)
 
     def __call__(self) -> ScalarMetrics:
@@ -74,7 +75,8 @@ class Evaluator:
         `eval/pass_at_k` (any of the k is right).
 
         With a reward model also `eval/model_score` (its mean score) and `eval/model_right` (the fraction it scores
-        above its own mean): where that grows and the accuracy does not, the policy exploits the model. Collective.
+        above its `middle`: its mean, or even odds): where that grows and the accuracy does not, the policy exploits the
+        model. Collective.
         """
         with self.timers("refit"):
             self.refit()
@@ -109,4 +111,7 @@ class Evaluator:
         if peers.rank() != 0:
             return {"eval/model_score": (0.0, 0.0), "eval/model_right": (0.0, 0.0)}
         n = float(len(scores))
-        return {"eval/model_score": (sum(scores), n), "eval/model_right": (float(sum(s > 0 for s in scores)), n)}
+        return {
+            "eval/model_score": (sum(scores), n),
+            "eval/model_right": (float(sum(s > self.reward_model.middle for s in scores)), n),
+        }
