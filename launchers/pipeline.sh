@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # A chain of stages, each started when the one before has finished. With Slurm: jobs that wait for each other (afterok,
 # and each checks its upstream's DONE file). Without: one after another, here.
-#   launchers/pipeline.sh DIR [SUBMIT OPTION...] [KEY=VALUE...] @sft [KEY=VALUE...] @rm|@dpo|@kto|@distill [...] @grpo|@ppo [...]
+#   launchers/pipeline.sh DIR [SUBMIT OPTION...] [KEY=VALUE...] @sft [KEY=VALUE...] @rm|@dpo|@kto|@distill [...] \
+#       @online_dpo|@grpo|@ppo [...]
 # What stands before the first @stage is for all stages. Runs go to DIR/sft, DIR/rm, ...; the others start from the
-# weights of sft, or of the last of dpo, kto and distill; grpo and ppo take the reward model of rm, if there is one:
+# weights of sft, or of the last of dpo, kto and distill; the last three take the reward model of rm, if there is one:
 #   launchers/pipeline.sh runs/chain --nodes 2 model=qwen3_0.6b @sft data.train=chats.jsonl @rm data.train=pairs.jsonl \
 #       @ppo data.train=prompts.jsonl
 set -euo pipefail
@@ -26,7 +27,7 @@ declare -A count # overrides per stage, kept in one list
 own=()
 for word in "$@"; do
     case "$word" in
-        @sft | @rm | @dpo | @kto | @distill | @grpo | @ppo)
+        @sft | @rm | @dpo | @kto | @distill | @online_dpo | @grpo | @ppo)
             stages+=("${word#@}")
             count[${word#@}]=0
             ;;
@@ -53,7 +54,7 @@ each_stage() {
             words+=("model.init=$(quoted "$weights")")
             upstream+=(--upstream "$weights")
         fi
-        if [[ -n "$rm" && "$stage" == @(grpo|ppo) ]]; then
+        if [[ -n "$rm" && "$stage" == @(online_dpo|grpo|ppo) ]]; then
             words+=("reward.model=$(quoted "$rm")")
             upstream+=(--upstream "$rm")
             [[ "$stage" != ppo ]] || words+=("critic.init=$(quoted "$rm")")

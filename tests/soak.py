@@ -1,6 +1,6 @@
 """Kill runs at random moments, resume them to their end, and compare with the uninterrupted run bit by bit.
 
-    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,dpo,kto,distill,grpo,ppo] [--layouts one,dp2,...]
+    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,dpo,...] [--layouts one,dp2,tp2,tp2-lora]
 
 Each case is a random stage on one rank, two data-parallel or two tensor ranks (also with adapters), with or without
 checkpoint.async_save, killed (SIGKILL of one rank or of all) up to four times: half of the kills at a random time, half
@@ -51,6 +51,7 @@ from aligner.megatron.train import ShardedModel
 from aligner.refit.transfer import Refit
 from aligner.rollout import pending
 from aligner.rollout.generate import Generator
+from aligner.rollout.sampled import Sampled
 from aligner.rollout.score import Scorer
 from aligner.run.loop import Run
 from aligner.run.metrics import MetricsLogger
@@ -59,7 +60,7 @@ from tests import stages
 from tests.ranks import _free_port
 
 TOTAL = 6
-STAGES = ("sft", "rm", "dpo", "kto", "distill", "grpo", "ppo")
+STAGES = ("sft", "rm", "dpo", "kto", "distill", "online_dpo", "sample", "grpo", "ppo")
 LAYOUTS: dict[str, tuple[int, list[str]]] = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"])}
 LAYOUTS["tp2-lora"] = (2, ["parallel.tensor=2", "model.lora.rank=2", "model.lora.dora=true"])
 COMMON = [f"run.steps={TOTAL}", "checkpoint.every=2", "run.eval_every=3", "logging.progress=false"]
@@ -80,6 +81,8 @@ POINTS: dict[str, tuple[object, str]] = {
     "generation": (Generator, "__call__"),
     "scoring": (Scorer, "__call__"),
     "a stored rollout": (pending, "write_recording"),
+    "samples in their file": (Sampled, "append"),
+    "files of samples": (Sampled, "finish"),
     "a minibatch": (ShardedModel, "step"),
     "an epoch": (IndexStream, "take"),
     "an evaluation": (Run, "_evaluate"),
@@ -245,7 +248,11 @@ class Soak:
             more += [ADAPTIVE % ("loss" if stage == "grpo" else "reward")]
         if stage == "ppo":
             more.append(f"reward.model={self.folder / 'start_rm'}")
-        if stage == "dpo":
+        if stage == "sample":
+            more += ["batch.prompts=6", "stage.sample.reward_above=0"]
+        elif stage == "online_dpo":
+            more += ["eval.prompts=4", "algorithm.preference.wpo=true"]
+        elif stage == "dpo":
             more += [f"data.eval={self.data / 'pairs.jsonl'}", "eval.prompts=4", "algorithm.preference.nll_coef=0.1"]
         elif stage == "kto":
             more += [f"data.eval={self.data / 'labels.jsonl'}", "eval.prompts=4"]
@@ -273,10 +280,11 @@ class Soak:
         rank = self.random.choice([None, *range(LAYOUTS[layout][0])])
         if self.random.random() < 0.5:
             return Kill(rank, after_s=self.random.uniform(0.05, seconds))
-        online = stage in ("grpo", "ppo")
+        online = stage in ("online_dpo", "sample", "grpo", "ppo")
         rollout_points = ("a refit", "a bucket of a refit", "generation", "scoring", "a stored rollout")
         points = [p for p in POINTS if online or p not in rollout_points]
-        points = [p for p in points if stage != "rm" or p != "an evaluation"]
+        points = [p for p in points if stage not in ("rm", "sample") or p != "an evaluation"]
+        points = [p for p in points if stage == "sample" or p not in ("samples in their file", "files of samples")]
         return Kill(
             None if rank == 1 else rank,
             0.0,
@@ -327,7 +335,8 @@ class Soak:
 
 
 def differences(run: Path, whole: Path) -> list[str]:
-    """What differs: exported weights, the last checkpoint's weights, optimizers and small states, metrics."""
+    """What differs: exported weights, files of samples, the last checkpoint's weights, optimizers and small states,
+    metrics."""
     found = [name for name, digest in hashes(whole).items() if hashes(run).get(name) != digest]
     states = [json.loads((d / f"checkpoints/step-{TOTAL:08d}/state.json").read_text())["state"] for d in (run, whole)]
     found += [f"state of {name}" for name in states[1] if states[0].get(name) != states[1][name]]
@@ -335,7 +344,8 @@ def differences(run: Path, whole: Path) -> list[str]:
 
 
 def hashes(run: Path) -> dict[str, str]:
-    files = [*(run / "hf").glob("*.safetensors"), *(run / f"checkpoints/step-{TOTAL:08d}").glob("*/*.distcp")]
+    files = [*(run / "hf").glob("*.safetensors"), *(run / "sampled").glob("*.jsonl")]
+    files += (run / f"checkpoints/step-{TOTAL:08d}").glob("*/*.distcp")
     return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 

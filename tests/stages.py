@@ -39,6 +39,14 @@ STAGES: dict[str, list[str]] = {
     "dpo": ["batch.sequences=8", "batch.micro_batch_samples=4", "algorithm.preference.beta=0.5"],
     "kto": ["batch.sequences=8", "batch.micro_batch_samples=4", "algorithm.kto.beta=0.5"],
     "distill": ["batch.sequences=16", "batch.micro_batch_samples=8"],
+    "online_dpo": [
+        "batch.prompts=8",
+        "batch.group=4",
+        "batch.micro_batch_samples=4",
+        "sampling.max_response_tokens=4",
+        "algorithm.preference.beta=0.5",
+        "reward.functions=[{path: tests/assets/tiny_rewards.py:vowels}]",
+    ],
     "grpo": [
         "batch.prompts=8",
         "batch.group=4",

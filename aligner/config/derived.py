@@ -31,6 +31,8 @@ def batch_arithmetic(cfg: Config, world_size: int) -> str:
     samples, minibatch = b.prompts * b.group, minibatch_samples(cfg)
     if not stage.trains:
         return f"{b.prompts} prompts x {b.group} group = {samples} samples"
+    if stage.pairs:
+        return f"{b.prompts} prompts x {b.group} group, {b.prompts} pairs = {_micro_batches(cfg, b.prompts, dp)}"
     text = f"{b.prompts} prompts x {b.group} group = {samples} samples"
     text += f" = {samples // minibatch} minibatches x {minibatch} minibatch_samples"
     text += f" ({b.epochs} epochs)" if b.epochs > 1 else ""

@@ -47,6 +47,7 @@ class Stage:
     reads: tuple[str, ...]  # of the sections and keys that not every stage reads (config/identity.py)
     rollouts: bool = False  # it generates; else it takes sequences of data.train
     trains: bool = True  # else no weight changes
+    pairs: bool = False  # of each group of samples it trains on two, the best and the worst
     scores: bool = False  # what it trains has a head of scores, else it is a language model
     unit: str = "sequences"  # what batch.sequences counts
     rows: Callable[[Config], int] = _one  # in one of them

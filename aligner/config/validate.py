@@ -186,6 +186,9 @@ def _rollout_batch(cfg: Config, world_size: int) -> None:
     dp, b = data_parallel(cfg, world_size), cfg.batch
     if b.prompts % dp:
         raise LayoutError("batch.prompts", b.prompts, f"a multiple of the {dp} data-parallel ranks")
+    if STAGES[cfg.stage.name].pairs:
+        _whole_micro_batches(cfg, b.prompts // dp, f"batch.prompts/dp={b.prompts}/{dp}")
+        return
     samples, minibatch = b.prompts * b.group, minibatch_samples(cfg)
     if samples % minibatch:
         expected = f"a divisor of batch.prompts*group={b.prompts}*{b.group}={samples}, or 0 for all of them"

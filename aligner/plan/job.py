@@ -127,14 +127,19 @@ class Job:
         """Models with passes of their own, without gradient, before the update."""
         if not STAGES[self.stage].trains:
             return ()
-        if not self.rollout:
+        if not self.rollout or STAGES[self.stage].pairs:
             return tuple(part for part in self.parts if self.passes.get(part.name))
         own = (part for part in self.parts if part.name != "reward")
         return tuple(part for part in own if not (part is self.policy and self.old_in_update))
 
+    @property
+    def learned(self) -> float:
+        """Rows of an optimizer step."""
+        return 2 * self.rows.prompts if STAGES[self.stage].pairs else self.rows.count / self.minibatches
+
     def micro_batches(self, worst: bool = False) -> tuple[int, float]:
         """(how many of a rank and an optimizer step, tokens in the stream of one): on average, or with longest rows."""
-        return self._cut(self.rows.count / self.minibatches, self.rows.mean, self.rows.longest, worst)
+        return self._cut(self.learned, self.rows.mean, self.rows.longest, worst)
 
     def ptx_micro_batches(self, worst: bool = False) -> tuple[int, float]:
         """Likewise of `ptx.data`, whose rows are half as long as they may be on average."""

@@ -258,7 +258,7 @@ def _stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
     trained = [part for part in job.parts if part.trained]
     if trained:
         _, tokens = job.micro_batches(worst=True)
-        rows = job.rows.count / job.minibatches / job.grid.data
+        rows = job.learned / job.grid.data
         most = most_read(job, tokens / job.grid.context, rows if job.micro_tokens else min(rows, job.micro_rows))
         base, updates = _models(job, stage, ("policy", "critic"), trains=True) | stays, []
         for part in trained:

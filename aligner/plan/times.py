@@ -138,10 +138,10 @@ def _pipeline(phase: Phase, job: Job, part: Part, machine: Machine, count: int, 
         phase.add("bubble", (stages - 1) * one)
 
 
-def forward_phase(job: Job, parts: Iterable[Part], machine: Machine) -> Phase:
-    """Passes without gradient over all rows: logprobs, values, scores of reward models."""
+def forward_phase(job: Job, parts: Iterable[Part], machine: Machine, share: float = 1.0) -> Phase:
+    """Passes without gradient over this share of the rows: logprobs, values, scores of reward models."""
     phase = Phase()
-    once = job.rows.tokens / job.grid.data
+    once = share * job.rows.tokens / job.grid.data
     if not job.packing:
         once *= job.rows.longest / job.rows.mean
     for part in parts:
@@ -268,7 +268,8 @@ def plan_times(job: Job, device: Device, assumed: Assumptions) -> dict[str, Phas
         if scorers:
             phases["score"] = forward_phase(job, scorers, machine)
     if job.asked:
-        phases["logprobs"] = forward_phase(job, job.asked, machine)
+        learned = job.learned * job.minibatches / job.rows.count
+        phases["logprobs"] = forward_phase(job, job.asked, machine, learned)
     if any(part.trained for part in job.parts):
         phases["update"] = update_phase(job, machine)
     return phases

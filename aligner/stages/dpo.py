@@ -109,27 +109,28 @@ def dpo_loss(
 ) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
     """The weighted losses of the pairs, averaged over all ranks' pairs, and `nll_coef` times the negative
     log-likelihood of the chosen answers. Rows 2i are chosen, 2i + 1 rejected."""
-    pairs = len(minibatch.lengths) // 2 * group.size()
-    chosen = denominator(minibatch.loss_mask[0::2], cfg.nll_aggregation, group=group)
+    counts = Labels.of(minibatch.labels, cfg).counts
+    pairs = denominator(counts[:, None], "token_mean", group=group).clamp_min(1)
+    chosen = denominator(minibatch.loss_mask[0::2] * counts[:, None], cfg.nll_aggregation, group=group)
 
     def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:
         answers = measure(out.logprobs, batch.ref_logprobs, batch.loss_mask, cfg.ld_alpha)
         labels = Labels.of(batch.labels, cfg)
         losses = pair_losses(answers, labels, cfg)
-        each = total(losses, cfg) * labels.weight
+        each = total(losses, cfg) * labels.weight * labels.counts
         if out.log_squares is not None:
             each = each * likelihood_weights(out.logprobs, out.log_squares, batch.loss_mask)
         found = each.sum() / pairs
-        count = torch.full((), float(len(each)), device=each.device)  # not from the host: that would wait
-        means = {f"dpo/loss/{name}": (x.detach().sum(), count) for name, x in losses.items()}
+        count = labels.counts.sum()
+        means = {f"dpo/loss/{name}": ((x.detach() * labels.counts).sum(), count) for name, x in losses.items()}
         if cfg.nll_coef:
-            mask = batch.loss_mask[0::2]
+            mask = batch.loss_mask[0::2] * labels.counts[:, None]
             nll = aggregate(-out.logprobs[0::2], mask, cfg.nll_aggregation, chosen)
             found = found + cfg.nll_coef * nll
             means["dpo/nll"] = (-(out.logprobs[0::2].detach() * mask).sum(), mask.sum())
         if batch.ref_logprobs is not None:
-            d = kl_estimate(out.logprobs.detach(), batch.ref_logprobs, "k2") * batch.loss_mask
-            means["kl"] = (d.sum(), batch.loss_mask.sum())
+            mask = batch.loss_mask * labels.counts.repeat_interleave(2)[:, None]
+            means["kl"] = ((kl_estimate(out.logprobs.detach(), batch.ref_logprobs, "k2") * mask).sum(), mask.sum())
         return LossOutput(found, means | pair_metrics(answers, labels, batch, cfg))
 
     return loss
@@ -151,13 +152,13 @@ def pair_metrics(answers: Answers, labels: Labels, batch: TrainBatch, cfg: Prefe
         "length/rejected": lengths[1],
         "preference/equal_answers": (batch.tokens[0::2] == batch.tokens[1::2]).all(1).float(),
     }
-    count = torch.full((), float(len(chosen)), device=chosen.device)
-    return {name: (x.sum(), count) for name, x in found.items()}
+    return {name: ((x * labels.counts).sum(), labels.counts.sum()) for name, x in found.items()}
 
 
 def losses_at_start(batch: TrainBatch, cfg: PreferenceConfig, group: dist.ProcessGroup) -> dict[str, float]:
     """Metric -> its mean over all ranks' pairs where policy and reference are the same."""
-    each = start_losses(Labels.of(batch.labels.double(), cfg), cfg)
-    sums = torch.stack([x.sum() for x in each.values()] + [torch.tensor(float(len(batch.lengths) // 2)).double()])
+    labels = Labels.of(batch.labels.double(), cfg)
+    each = start_losses(labels, cfg)
+    sums = torch.stack([(x * labels.counts).sum() for x in each.values()] + [labels.counts.sum()])
     *found, count = sum_over(sums, group).tolist()
-    return {f"dpo/loss/{name}": x / count for name, x in zip(each, found, strict=True)}
+    return {f"dpo/loss/{name}": x / count for name, x in zip(each, found, strict=True)} if count else {}

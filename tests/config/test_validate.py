@@ -25,6 +25,7 @@ def make(tmp_path):
         "distill": [f"algorithm.distill.teacher='{tmp_path}/rm'"],
         "grpo": ["reward.functions=[{path:math}]"],
         "sample": ["reward.functions=[{path:math}]"],
+        "online_dpo": ["reward.functions=[{path:math}]"],
         "ppo": [f"reward.model='{tmp_path}/rm'"],
     }
 
@@ -34,7 +35,7 @@ def make(tmp_path):
     return compose_valid
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "distill", "grpo", "ppo", "sample"])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "distill", "grpo", "ppo", "sample", "online_dpo"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("parallel", ["single", "tp2", "pp2"])
 def test_the_defaults_are_valid(make, stage, world, parallel):
@@ -72,6 +73,16 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("sample", ["reward.normalize=true"], 1, "reward.normalize"),
         ("sample", ["debug.rollout_only=true"], 1, "debug.rollout_only"),
         ("sample", ["debug.record=1"], 1, "debug.record"),
+        ("online_dpo", ["algorithm.preference.reference=stored"], 1, "algorithm.preference.reference"),
+        ("online_dpo", ["algorithm.preference.row_weights=true"], 1, "algorithm.preference.row_weights"),
+        ("online_dpo", ["batch.group=1"], 1, "batch.group"),
+        ("online_dpo", ["batch.epochs=2"], 1, "batch.epochs"),
+        ("online_dpo", ["batch.minibatch_samples=64"], 1, "batch.minibatch_samples"),
+        ("online_dpo", ["batch.prompts=9"], 2, "batch.prompts"),
+        ("online_dpo", ["batch.prompts=12"], 1, "batch.micro_batch_samples"),
+        ("online_dpo", ["reward.normalize=true"], 1, "reward.normalize"),
+        ("online_dpo", ["reward.functions=[]"], 1, "reward.functions"),
+        ("online_dpo", ["debug.rollout_only=true"], 1, "debug.rollout_only"),
         ("sample", ["ema.decay=0.9"], 1, "ema.decay"),
         ("sample", ["checkpoint.every=0"], 1, "checkpoint.every"),
         ("sample", ["reward.functions=[]", "stage.sample.reward_above=0"], 1, "stage.sample.reward_above"),

@@ -45,12 +45,15 @@ class Labels(NamedTuple):
     margin: Tensor
     gap: Tensor  # reward of the chosen answer less that of the rejected one
     weight: Tensor
+    counts: Tensor  # 1; 0 for rows that are no pair, which are in no sum and no denominator
 
     @classmethod
     def of(cls, labels: Tensor, c: PreferenceConfig) -> Labels:
-        """labels [2B, 3] of `collate_pairs`: margin, reward, weight of rows chosen, rejected, chosen, ..."""
+        """labels [2B, 3] of `collate_pairs`: margin, reward, weight of rows chosen, rejected, chosen, ...; [2B, 4] with
+        `counts` where some are no pairs."""
         margin = labels[0::2, 0] if c.margin else torch.zeros_like(labels[0::2, 0])
-        return cls(margin, labels[0::2, 1] - labels[1::2, 1], labels[0::2, 2])
+        counts = labels[0::2, 3] if labels.shape[1] > 3 else torch.ones_like(margin)
+        return cls(margin, labels[0::2, 1] - labels[1::2, 1], labels[0::2, 2], counts)
 
 
 class Terms(NamedTuple):

@@ -1,0 +1,63 @@
+"""Stage online_dpo: preference losses on pairs of the policy's own answers, made anew in each step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aligner.config.sections.preference import KEY
+from aligner.config.stage import Stage
+from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aligner.config.schema import Config
+
+
+def rows(cfg: Config) -> int:
+    return 2
+
+
+def beside(cfg: Config) -> tuple[str, ...]:
+    return ("reference",) if cfg.algorithm.preference.reference == "model" else ()
+
+
+def check(cfg: Config) -> None:
+    preference, batch = cfg.algorithm.preference, cfg.batch
+    if preference.reference == "stored":
+        expected = "model or none for stage online_dpo, whose answers are not there before training"
+        raise ConfigError(f"{KEY}.reference", "stored", expected)
+    if preference.row_weights:
+        raise ConfigError(f"{KEY}.row_weights", True, "false for stage online_dpo: samples have no such column")
+    if batch.group < 2:
+        raise ConfigError("batch.group", batch.group, "at least 2 for stage online_dpo: a pair is of two of them")
+    for key, value, only in (("minibatch_samples", batch.minibatch_samples, 0), ("epochs", batch.epochs, 1)):
+        if value != only:
+            expected = f"{only} for stage online_dpo: one optimizer step, on all pairs of a rollout"
+            raise ConfigError(f"batch.{key}", value, expected)
+    if cfg.reward.normalize:
+        expected = "false for stage online_dpo, which compares answers to one prompt"
+        raise ConfigError("reward.normalize", True, expected)
+    if cfg.debug.rollout_only:
+        raise ConfigError("debug.rollout_only", True, "false for stage online_dpo: stage sample writes answers")
+
+
+STAGE = Stage(
+    reads=(
+        "sampling",
+        "engine",
+        "reward",
+        "mismatch.replay_routing",
+        "algorithm.preference",
+        "algorithm.overlong",
+        "algorithm.filter_groups",
+        "algorithm.filter_rounds",
+        "batch.prompts",
+        "batch.group",
+    ),
+    rollouts=True,
+    pairs=True,
+    unit="pairs",
+    rows=rows,
+    beside=beside,
+    debug=("first_step_checks",),
+    check=check,
+)
