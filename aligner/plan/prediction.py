@@ -71,7 +71,9 @@ class Prediction:
             f"{job.stage} on {job.grid.gpus} x {self.device.name}, {job.grid}{', recompute' * job.recompute}: {names}",
             f"{rows.count} rows a step, prompts {rows.prompt_mean:g} + responses {rows.response_mean:g} tokens on "
             f"average (at most {rows.prompt_longest} + {rows.response_longest})",
-            f"{job.minibatches * job.epochs} optimizer steps of {count} micro-batches, {tokens:.0f} tokens each",
+            f"{job.minibatches * job.epochs} optimizer steps of {count} micro-batches, {tokens:.0f} tokens each"
+            if any(part.trained for part in job.parts)
+            else "no optimizer steps",
             "",
             f"{'phase':<10}{'seconds':>9}{'GiB':>8}   of it",
         ]
