@@ -94,9 +94,9 @@ def test_what_was_kept_and_is_damaged_is_no_beginning(tiny_data, tiny_runs, tmp_
 
 def test_other_stages_train_on_the_files(whole, tiny_data, tiny_runs, tmp_path):
     start = f"model.init={tiny_runs['sft']}"
-    for stage, name in (("sft", "best"), ("dpo", "pairs")):
+    for stage, name in (("sft", "best"), ("dpo", "pairs"), ("kto", "pairs"), ("kto", "labels")):
         more = [start, f"data.train={whole}/sampled/{name}.jsonl", "run.steps=1", "batch.sequences=2"]
-        run = stages.stage(stage, tiny_data, tmp_path / stage, *more, "batch.micro_batch_samples=2")
+        run = stages.stage(stage, tiny_data, tmp_path / f"{stage}-{name}", *more, "batch.micro_batch_samples=2")
         assert (run / "DONE").exists()
 
 
