@@ -166,6 +166,20 @@ CASES = {
         2,
         ["other.jsonl, row 1", "{prompt}", "found question"],
     ),
+    "no answers of their own": (
+        "sample",
+        ["data.train={d}/pairs.jsonl", "stage.sample.pairs=answers"],
+        DataError,
+        2,
+        ["pairs.jsonl, row 1", "`completion`", "stage.sample.pairs=answers"],
+    ),
+    "a column that is taken": (
+        "sample",
+        ["stage.sample.column=reward"],
+        ConfigError,
+        2,
+        ["stage.sample.column='reward'", "a name other than prompt, row"],
+    ),
     "no margins": (
         "rm",
         ["algorithm.reward_loss.margin=true", "data.train={x}/plain_pairs.jsonl"],
