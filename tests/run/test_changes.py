@@ -6,8 +6,10 @@ import shutil
 import pytest
 
 from aligner.config.freeze import PENDING_NAME
+from aligner.config.identity import Change, Kind
 from aligner.errors import AlignerError, CheckpointError
 from aligner.megatron.checkpoint_files import write_manifest
+from aligner.run.changes import reordered
 from aligner.run.metrics import read_jsonl
 from tests import stages
 
@@ -121,3 +123,13 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(tiny_data, again, capsys)
     go_on(tiny_data, again, "run.steps=3", "seed=3")
     out = capsys.readouterr().out
     assert out.count("changes are not noticed") == 1 and "resumed at step 2 of 3" in out
+
+
+def test_a_stream_whose_rows_may_be_others_begins_anew_and_no_other():
+    def found(*keys, kind=Kind.DEFINES):
+        return reordered([Change(key, 1, 2, kind) for key in keys])
+
+    assert found("content of data.train") == found("data.max_tokens") == found("content of data.sources.a") == ["data"]
+    assert found("content of ptx.data.train") == found("ptx.data.loss_on") == ["ptx"]
+    assert found("data.sources", "ptx.data.sources") == ["data", "ptx"]
+    assert found("ptx.coef", "seed", "content of data.eval") == found("data.train", kind=Kind.TOLD) == []
