@@ -113,6 +113,24 @@ def test_equal_answers_stay_and_overlong_pairs_go(byte):
     assert cut[1].chosen.tokens.tolist() == byte("ab" + "x" * 10)["input_ids"]
 
 
+def test_the_digest_is_of_tokens_and_of_what_is_learned(byte, chatml):
+    """What stored logprobs belong to: another tokenizer, limit, answer or beginning of it makes them useless."""
+
+    def digest(*rows, tokenizer=byte, **data):
+        return PairDataset(rows, tokenizer, DataConfig(**data)).digest()
+
+    own = digest(pair("bc", "d", "a"), pair())
+    assert own == digest(pair("bc", "d", "a"), pair())
+    others = [
+        digest(pair("bc", "d", "a"), pair(), tokenizer=chatml),
+        digest(pair("bc", "d", "a"), pair(), max_tokens=3, overlong="truncate"),
+        digest(pair("bc", "e", "a"), pair()),
+        digest(pair(), pair("bc", "d", "a")),
+    ]
+    assert len({own, *others}) == 5
+    assert digest(pair("bcd", "bce", "a")) != digest(pair("cd", "ce", "ab"))  # the same tokens
+
+
 def test_pairs_with_an_empty_answer_go_where_the_config_says_so(byte):
     rows = [pair(), pair(rejected=" "), pair("", "x"), pair("good")]
     data = PairDataset(rows, byte, DataConfig(empty_answers="drop"))
