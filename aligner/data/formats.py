@@ -216,7 +216,7 @@ def _unpaired_row(kind: str, where: str, row: dict[str, Any]) -> UnpairedRow:
         return UnpairedRow(pair.prompt, answers, where, pair.tools)
     label = row["label"]
     if not isinstance(label, bool):
-        raise DataError(f"{where}: label={str(label)[:80]!r}: expected true or false (data.columns)")
+        raise DataError(f"{where}: label={label!r:.80}: expected true or false (data.columns)")
     prompt, completion = _pair(row, "completion", where)
     return UnpairedRow(prompt, (("completion", completion, label),), where, _tools(row, prompt, where))
 

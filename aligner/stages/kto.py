@@ -43,7 +43,7 @@ def main(job: Job) -> None:
     cfg, kto_cfg = job.cfg, job.cfg.algorithm.kto
     train = make_training_set(job, partial(_rows, job))
     held_out = _rows(job, cfg.data.eval, "data.eval", cfg.data) if cfg.data.eval else None
-    job.say(tell_labels(train, kto_cfg))
+    job.say(tell_labels(train, kto_cfg, cfg.data.weight_by == "tokens"))
     if held_out is not None:
         _both_labels(float(held_out.desirable.mean()), f"data.eval={cfg.data.eval}")
     if kto_cfg.reference == "stored":
@@ -68,20 +68,25 @@ def _rows(job: Job, path: str, key: str, data: DataConfig) -> UnpairedDataset:
     return dataset
 
 
-def tell_labels(train: UnpairedDataset | Mixture, cfg: KtoConfig) -> str:
-    """The shares of labels and their weights, for the log. Raises DataError if there is one label only."""
+def tell_labels(train: UnpairedDataset | Mixture, cfg: KtoConfig, by_tokens: bool = False) -> str:
+    """The shares of labels and their weights, for the log; `by_tokens`: weights of sources are of their tokens. Raises
+    DataError if there is one label only."""
     parts = list(train.parts.values()) if isinstance(train, Mixture) else [train]
-    weights = train.weights if isinstance(train, Mixture) else [1.0]
+    weights = np.asarray(train.weights if isinstance(train, Mixture) else [1.0])
+    if by_tokens:
+        weights = weights / [part.lengths.mean() for part in parts]
     share = float(np.average([part.desirable.mean() for part in parts], weights=weights))
     _both_labels(share, ", ".join(part.report.key for part in parts))
     ratio = cfg.desirable_weight * share / (cfg.undesirable_weight * (1 - share))
     low, high = BALANCED
     text = f"{share:.3g} of the answers are desirable, by weight {ratio:.3g} times the others"
-    if low <= ratio * (1 + 1e-9) and ratio <= high * (1 + 1e-9):
+    if ratio * (1 + 1e-9) < low:
+        better = f"desirable_weight={cfg.desirable_weight / ratio * low:.3g}"
+    elif ratio > high * (1 + 1e-9):
+        better = f"undesirable_weight={cfg.undesirable_weight * ratio / high:.3g}"
+    else:
         return text
-    name, value = ("desirable", cfg.desirable_weight / ratio) if ratio < low else ("undesirable", ratio / high)
-    value *= 1.0 if ratio < low else cfg.undesirable_weight
-    return f"WARNING: {text}: KTO is meant for 1 to 1.33 times ({KEY}.{name}_weight={value:.3g} would do)"
+    return f"WARNING: {text}: KTO is meant for 1 to 1.33 times ({KEY}.{better} would do)"
 
 
 def _both_labels(share: float, what: str) -> None:
