@@ -26,7 +26,6 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -34,9 +33,10 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.families import TRAITS
 from aligner.megatron import kernels, varlen
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
+from aligner.megatron.sharing import SharedVector
 from aligner.models.families import FAMILIES
 from aligner.ops.kernels.bfloat16_products import widened
-from aligner.ops.kernels.scored_attention import fused_attention, scored_attention, sink_attention
+from aligner.ops.kernels.scored_attention import Scores, attention
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.pack import Final, Packing, Segment, Times
 
@@ -63,11 +63,11 @@ class StreamAttention(SelfAttention):
         layer, shape = self.layer_number - 1, model.attention
         self.is_local, self.is_rotated = shape.is_local(layer), layer not in shape.nope_layers
         self.is_last = self.layer_number == config.num_layers
-        self.scale, self.softcap = shape.scale, shape.softcap
+        self.scores = Scores(shape.scale, shape.softcap)
         self.neighbours = FAMILIES[model.family].interleaved_rotary
         self.wide = TRAITS[model.family].wide_qk_norm
         has_sinks, tp = TRAITS[model.family].sinks, self.pg_collection.tp
-        self.sinks = Sinks(config, tp) if has_sinks else None
+        self.sinks = SharedVector(config, model.num_heads, 0.0, tp) if has_sinks else None
         self.gated = TRAITS[model.family].gated_attention
         if self.wide:
             for name, heads in (("q_layernorm", model.num_heads), ("k_layernorm", model.num_kv_heads)):
@@ -79,12 +79,12 @@ class StreamAttention(SelfAttention):
         stream = packed_seq_params.local if self.is_local else packed_seq_params
         query, key, value, gate = self._heads(hidden_states, stream)
         final = stream.packing.final if self.is_last else None
-        sinks = None if self.sinks is None else self.sinks.weight
+        scores = self.scores if self.sinks is None else self.scores._replace(sinks=self.sinks.weight)
         if final is None:
-            context = attend(query, key, value, stream, self.scale, self.softcap, sinks)
+            context = attend(query, key, value, stream, scores)
         else:
             query = kernels.collect(query, final.kept)
-            context = _segments(query, key, value, final, self.scale, self.softcap, sinks)
+            context = _segments(query, key, value, final, scores)
             gate = None if gate is None else kernels.collect(gate, final.kept)
         if gate is not None:
             context = context * gate.sigmoid()
@@ -134,47 +134,29 @@ class NoCoreAttention(torch.nn.Module):
         assert not config.attention_dropout, "dropout is off in policy and reference"
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    stream: Stream,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Causal attention within rows. query [N, heads, d], key [N, kv_heads, d], value [N, kv_heads, e] -> [N, heads, e].
-    `scale` of their products: None for 1 / sqrt(d); `softcap` of scores: 0 for none; `sinks` [heads]: scores that join
-    them."""
+def attend(query: Tensor, key: Tensor, value: Tensor, stream: Stream, scores: Scores) -> Tensor:
+    """Causal attention within rows. query [N, heads, d], key [N, kv_heads, d], value [N, kv_heads, e] -> [N, heads,
+    e]."""
     if stream.group is None:
-        return _segments(query, key, value, stream.packing, scale, softcap, sinks)
+        return _segments(query, key, value, stream.packing, scores)
     if stream.over_heads:
         mixed = tokens_to_heads([query, key, value], stream.group)
-        if sinks is not None:
-            sinks = sinks.chunk(stream.group.size())[stream.group.rank()]
-        out = _segments(*mixed, stream.packing, scale, softcap, sinks)
-        return heads_to_tokens(out, stream.group)
+        if scores.sinks is not None:
+            scores = scores._replace(sinks=scores.sinks.chunk(stream.group.size())[stream.group.rank()])
+        return heads_to_tokens(_segments(*mixed, stream.packing, scores), stream.group)
     both = gather_first(torch.cat([key, value], 2), stream.group)
     key, value = both.split([key.shape[2], value.shape[2]], 2)
-    return _segments(query, key, value, stream.packing, scale, softcap, sinks)
+    return _segments(query, key, value, stream.packing, scores)
 
 
-def _segments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing | Final,
-    scale: float | None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing | Final, scores: Scores) -> Tensor:
     """Attention of each segment in its padded shape, or of all rows as they are (`ops/packing/ragged.py`). The queries
     may be fewer than the keys (other ranks have them, or nobody reads them)."""
     if packing.ragged is not None:
-        return varlen.attend(query, key, value, packing.ragged, scale)
+        return varlen.attend(query, key, value, packing.ragged, scores.scale)
     n, heads, width = len(query), query.shape[1], value.shape[2]
     if packing.q_index is None:
-        return _sdpa(query, key, value, packing.segments[0], scale, softcap, sinks).reshape(n, heads, width)
+        return _sdpa(query, key, value, packing.segments[0], scores).reshape(n, heads, width)
     query = spread(query, packing.q_index, packing.out_index)
     own_keys = packing.segments[0].k_index is None
     if own_keys:
@@ -186,19 +168,11 @@ def _segments(
     for i, segment in enumerate(packing.segments):
         k = keys[i] if own_keys else key.index_select(0, segment.k_index)
         v = values[i] if own_keys else value.index_select(0, segment.k_index)
-        outs.append(_sdpa(queries[i], k, v, segment, scale, softcap, sinks).reshape(-1, heads, width))
+        outs.append(_sdpa(queries[i], k, v, segment, scores).reshape(-1, heads, width))
     return kernels.collect(outs[0] if len(outs) == 1 else torch.cat(outs), packing.out_index)
 
 
-def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segment: Segment,
-    scale: float | None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scores: Scores) -> Tensor:
     """[rows * width, heads, d] each (values may be of another width) -> [rows, q_width, heads, that width]. Padding
     needs no mask of its own: a padded key comes after every real query, and nobody reads a padded query."""
     rows = segment.rows
@@ -211,11 +185,7 @@ def _sdpa(
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.device.type == "cuda" and not _flash_takes(q, mask):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    if softcap:
-        return scored_attention(q, k, v, mask, scale, softcap).to(dtype).transpose(1, 2)
-    if sinks is not None:
-        return sink_attention(q, k, v, mask, scale, sinks).to(dtype).transpose(1, 2)
-    return fused_attention(q, k, v, mask, scale).to(dtype).transpose(1, 2)
+    return attention(q, k, v, mask, scores).to(dtype).transpose(1, 2)
 
 
 def _flash_takes(query: Tensor, mask: Tensor | None) -> bool:
@@ -252,47 +222,13 @@ class RMSNorm(torch.nn.Module):
         return kernels.rms_norm(x, self.weight, self.eps)
 
 
-class Sinks(torch.nn.Module):
-    """A score of each of this tensor rank's heads (`ops/kernels/scored_attention.py`)."""
-
-    def __init__(self, config: TransformerConfig, group: dist.ProcessGroup):
-        super().__init__()
-        self.group = group
-        self.weight = torch.nn.Parameter(
-            torch.zeros(config.num_attention_heads // group.size(), dtype=config.params_dtype)
-        )
-        _share(self.weight)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        return _shared_state(self, prefix, sharded_offsets, metadata)
-
-
-def _share(param: torch.nn.Parameter) -> None:
-    """Tensor ranks have shares of its first axis."""
-    param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1
-
-
-def _shared_state(module: WideNorm | Sinks, prefix: str, offsets: tuple, metadata: dict | None) -> dict[str, Any]:
-    """The checkpoint entry of a module whose `weight` tensor ranks share."""
-    return make_sharded_tensors_for_checkpoint(
-        module.state_dict(prefix="", keep_vars=True),
-        prefix,
-        {"weight": 0},
-        offsets,
-        tp_group=module.group,
-        dp_cp_group=(metadata or {}).get("dp_cp_group"),
-    )
-
-
-class WideNorm(torch.nn.Module):
+class WideNorm(SharedVector):
     """Root-mean-square norm over all heads of a token, of which a tensor rank has a share (OLMo 2,
     arXiv:2501.00656)."""
 
     def __init__(self, config: TransformerConfig, size: int, group: dist.ProcessGroup):
-        super().__init__()
-        self.size, self.eps, self.group = size, config.layernorm_epsilon, group
-        self.weight = torch.nn.Parameter(torch.ones(size // group.size(), dtype=config.params_dtype))
-        _share(self.weight)
+        super().__init__(config, size, 1.0, group)
+        self.size, self.eps = size, config.layernorm_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, size / tensor ranks]."""
@@ -304,6 +240,3 @@ class WideNorm(torch.nn.Module):
             reduce_from_tensor_model_parallel_region(total, group=self.group), group=self.group
         )
         return (wide * (total / self.size + self.eps).rsqrt() * self.weight.float()).to(x.dtype)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        return _shared_state(self, prefix, sharded_offsets, metadata)

@@ -10,17 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty(group.size() * len(x), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-    return out
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _gather(x, group)
+        out = x.new_empty(group.size() * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -60,26 +56,17 @@ def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-class _TokensToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _to_heads(x, group)
+class _Swap(torch.autograd.Function):
+    """All tokens of a share of the heads (`to_heads`), or all heads of a share of the tokens; gradients go back."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grad, ctx.group), None
-
-
-class _HeadsToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _to_tokens(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
+        ctx.group, ctx.to_heads = group, to_heads
+        return _to_heads(x, group) if to_heads else _to_tokens(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (_to_tokens if ctx.to_heads else _to_heads)(grad, ctx.group), None, None
 
 
 def _to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -96,12 +83,12 @@ def _to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def tokens_to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """Each [n, heads, d] (own tokens, all heads) -> [ranks * n, heads / ranks, d] (all tokens, own heads)."""
-    return [_TokensToHeads.apply(x, group) for x in tensors]
+    return [_Swap.apply(x, group, True) for x in tensors]
 
 
 def heads_to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The way back: [ranks * n, heads / ranks, d] -> [n, heads, d]."""
-    return _HeadsToTokens.apply(x, group)
+    return _Swap.apply(x, group, False)
 
 
 class _AllToAll(torch.autograd.Function):

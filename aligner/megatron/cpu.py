@@ -18,19 +18,8 @@ import torch
 from aligner.errors import AlignerError
 
 TESTED_VERSIONS = ("0.19.2",)
-_FACTORIES = (
-    "tensor",
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "arange",
-    "rand",
-    "randn",
-    "randint",
-    "zeros_like",
-    "empty_like",
-)
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint")
+_FACTORIES += ("zeros_like", "empty_like")
 _installed = False
 
 

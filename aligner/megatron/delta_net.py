@@ -18,13 +18,13 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.megatron import kernels
 from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
+from aligner.megatron.sharing import checkpoint_entries, mark_shared
 from aligner.ops.kernels.delta_rule import by_head, delta_rule, gated_norm, prepared
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.pack import Packing, Segment
@@ -59,7 +59,7 @@ class DeltaNet(MegatronModule):
         self.out_norm = _Weight(linear.value_head_dim, dtype=dtype)
         for name in ("A_log", "dt_bias"):
             parameter = torch.nn.Parameter(torch.zeros(linear.value_heads // tp.size(), dtype=dtype))
-            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+            mark_shared(parameter)
             setattr(self, name, parameter)
 
     def forward(
@@ -132,14 +132,8 @@ class DeltaNet(MegatronModule):
         own = {
             name: tensor for name, tensor in self.state_dict(prefix="", keep_vars=True).items() if "_proj" not in name
         }
-        found = make_sharded_tensors_for_checkpoint(
-            own,
-            prefix,
-            {"A_log": 0, "dt_bias": 0},
-            sharded_offsets,
-            tp_group=self.pgs.tp,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
+        axes = {"A_log": 0, "dt_bias": 0}
+        found = checkpoint_entries(own, prefix, sharded_offsets, metadata, self.pgs.tp, axes)
         for name in ("in_proj", "out_proj"):
             found |= getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         return found

@@ -28,7 +28,8 @@ class ExpertLoad:
         several micro-batches."""
         if not self.moe.num_experts:
             return
-        self._reset()
+        for layer in self.layers:
+            layer.reset()
         if not self.moe.aux_coef:
             return
         layout = self.layout
@@ -47,14 +48,14 @@ class ExpertLoad:
             self._count_ahead(run)
 
     def _count_ahead(self, run: Callable[[], object]) -> None:
-        self._counting(True)
+        for layer in self.layers:
+            layer.counting = True
         with torch.no_grad():
             run()
-        self._counting(False)
         for layer, counted in zip(self.layers, self._counted(), strict=True):
             pairs = counted[: self.moe.num_experts]
-            layer.fractions = (pairs / pairs.sum()).float()
-        self._reset()
+            layer.fractions, layer.counting = (pairs / pairs.sum()).float(), False
+            layer.reset()
 
     def metrics(self) -> ScalarMetrics:
         """moe/balance (largest load of an expert over the mean load; 1 is even) and moe/aux_loss (E * sum f_i P_i, 1
@@ -88,14 +89,6 @@ class ExpertLoad:
         counted = torch.stack([_row(layer) for layer in self.layers])
         dist.all_reduce(counted, group=self.layout.pgs.dp_cp)
         return counted
-
-    def _reset(self) -> None:
-        for layer in self.layers:
-            layer.reset()
-
-    def _counting(self, on: bool) -> None:
-        for layer in self.layers:
-            layer.counting = on
 
 
 def _row(layer: ExpertLayer) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import logging
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
@@ -37,6 +35,7 @@ from aligner.megatron.groups import Layout
 from aligner.megatron.kernels import gelu_tanh
 from aligner.megatron.latent import LatentAttention
 from aligner.megatron.moe import ExpertLayer, StreamLayer
+from aligner.megatron.sharing import checkpoint_entries, with_fields
 from aligner.megatron.variants import NormedAttention, NormedMLP, scale_embeddings
 from aligner.models.families import FAMILIES, embedding_factor
 from aligner.ops.kernels.products import use_fast_products
@@ -178,9 +177,7 @@ def _own_layer(cfg: ModelConfig, kinds: tuple[str, ...], experts: partial | None
 
 def _dense(kind: type[GatedMLP], has_bias: bool, *, config: TransformerConfig, **options: Any) -> GatedMLP:
     """Megatron has one flag for the biases of attention's output and of the MLP."""
-    own = copy.copy(config)
-    own.add_bias_linear = has_bias
-    return kind.as_mlp_submodule(config=own, **options)
+    return kind.as_mlp_submodule(config=with_fields(config, add_bias_linear=has_bias), **options)
 
 
 class ScoreHead(torch.nn.Module):
@@ -202,14 +199,7 @@ class ScoreHead(torch.nn.Module):
         return torch.nn.functional.linear(hidden.float(), self.weight.float()), None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
+        return checkpoint_entries(self, prefix, sharded_offsets, metadata, self.tp_group)
 
 
 class StageModel(GPTModel):
@@ -237,22 +227,13 @@ class StageModel(GPTModel):
         )
 
 
-def check_layout(cfg: ModelConfig, layout: Layout) -> None:
-    scaling = cfg.rope_scaling
-    if not uses_transformer_engine(cfg):
-        return
-    if scaling.factor != 1 and (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position) != (
-        1.0,
-        4.0,
-        8192,
-    ):
-        raise ConfigError(
-            "model.rope_scaling", scaling, "low_freq_factor 1, high_freq_factor 4, original 8192 (Llama 3.1)"
-        )
-
-
 def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ConfigError where the config asks for what this machine, or this model, cannot have."""
+    scaling = cfg.rope_scaling
+    shape = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position
+    if uses_transformer_engine(cfg) and scaling.factor != 1 and shape != (1.0, 4.0, 8192):
+        expected = "low_freq_factor 1, high_freq_factor 4, original 8192 (Llama 3.1)"
+        raise ConfigError("model.rope_scaling", scaling, expected)
     if not cfg.varlen_attention:
         return
     if uses_transformer_engine(cfg):
@@ -260,17 +241,13 @@ def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) ->
     varlen.check(cfg, dtype, device)
 
 
-def build_model(
-    cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype, device: torch.device, seed: int = 0
-) -> StageModel:
+def build_model(cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype, device: torch.device) -> StageModel:
     """This rank's stage of the model, weights not yet set. `cfg.vocab_size` must be known."""
     assert cfg.vocab_size > 0, "model.vocab_size must be resolved from the tokenizer first"
-    check_layout(cfg, layout)
     check_kernels(cfg, dtype, device)
     use_fast_products(device, dtype)
-    model_parallel_cuda_manual_seed(
-        seed, tp_rank=layout.tp_rank, ep_rank=0, etp_rank=layout.tp_rank, force_reset_rng=True
-    )
+    tp_rank = layout.tp_rank
+    model_parallel_cuda_manual_seed(0, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank, force_reset_rng=True)
     config = transformer_config(cfg, layout, dtype)
     model = StageModel(
         config=config,

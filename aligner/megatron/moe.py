@@ -26,7 +26,6 @@ A token that stands for several rows (`batch.share_prompts`) counts several time
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +42,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -53,6 +51,7 @@ from aligner.megatron import kernels
 from aligner.megatron.attention import GatedMLP
 from aligner.megatron.collectives import all_to_all
 from aligner.megatron.groups import Layout
+from aligner.megatron.sharing import checkpoint_entries, mark_shared, with_fields
 from aligner.models.families import FAMILIES
 from aligner.ops.kernels.experts import (
     Chosen,
@@ -108,7 +107,7 @@ class ExpertBias(torch.nn.Module):
 def _mark(param: torch.nn.Parameter, split: bool) -> None:
     param.allreduce = False  # gradients are summed over the expert data-parallel ranks
     if split:
-        param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 2, 1
+        mark_shared(param, axis=2)
 
 
 class Experts(torch.nn.Module):
@@ -179,7 +178,12 @@ class ExpertLayer(torch.nn.Module):
         self.router = Router(config, model.moe.num_experts, TRAITS[model.family])
         self.experts = Experts(config, model, layout)
         width = model.moe.shared_ffn_hidden_size
-        self.shared_experts = _shared(config, width, layout, TRAITS[model.family].shared_gate) if width else None
+        self.shared_experts = None
+        if width:
+            kind = GatedShared if TRAITS[model.family].shared_gate else GatedMLP
+            matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+            own = with_fields(config, ffn_hidden_size=width)
+            self.shared_experts = kind(own, matrices, tp_group=layout.pgs.tp)
         self.counting = False  # also in passes without gradient
         # f of the auxiliary loss; None: of each micro-batch, with those that the ranks of `peers` compute meanwhile
         self.fractions: Tensor | None = None
@@ -289,25 +293,11 @@ class ExpertLayer(torch.nn.Module):
         return _AddLoss.apply(routing.weights, self.moe.aux_coef * loss / self.layout.tensor)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        found = make_sharded_tensors_for_checkpoint(
-            self.router.state_dict(prefix="", keep_vars=True),
-            f"{prefix}router.",
-            {},
-            sharded_offsets,
-            tp_group=self.layout.pgs.tp,
-            dp_cp_group=self.layout.pgs.dp_cp,
-        )
+        found = checkpoint_entries(self.router, f"{prefix}router.", sharded_offsets, metadata, self.layout.pgs.tp)
         for name in ("experts", "shared_experts"):
             if (module := getattr(self, name)) is not None:
                 found |= module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         return found
-
-
-def _shared(config: TransformerConfig, width: int, layout: Layout, gated: bool) -> GatedMLP:
-    own = copy.copy(config)
-    own.ffn_hidden_size = width
-    matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return (GatedShared if gated else GatedMLP)(own, matrices, tp_group=layout.pgs.tp)
 
 
 class GatedShared(GatedMLP):
@@ -324,14 +314,7 @@ class GatedShared(GatedMLP):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         """Megatron's goes through the modules inside alone."""
-        gate = make_sharded_tensors_for_checkpoint(
-            {"gate_weight": self.gate_weight},
-            prefix,
-            {},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
+        gate = checkpoint_entries({"gate_weight": self.gate_weight}, prefix, sharded_offsets, metadata, self.tp_group)
         return super().sharded_state_dict(prefix, sharded_offsets, metadata) | gate
 
 

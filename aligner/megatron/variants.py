@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from aligner.megatron.attention import GatedMLP, RMSNorm, StreamAttention
+from aligner.megatron.sharing import checkpoint_entries
 
 
 class _NormedOutput:
@@ -32,14 +32,8 @@ class NormedAttention(_NormedOutput, StreamAttention):
 class NormedMLP(_NormedOutput, GatedMLP):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         """Megatron's asks the global process groups which ranks have copies of the norm."""
-        norm = make_sharded_tensors_for_checkpoint(
-            self.post_layernorm.state_dict(prefix="", keep_vars=True),
-            f"{prefix}post_layernorm.",
-            {},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
+        at = f"{prefix}post_layernorm."
+        norm = checkpoint_entries(self.post_layernorm, at, sharded_offsets, metadata, self.tp_group)
         return super().sharded_state_dict(prefix, sharded_offsets, metadata) | norm
 
 

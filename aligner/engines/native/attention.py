@@ -7,35 +7,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.engines.native.scratch import Scratch
-from aligner.ops.kernels.scored_attention import capped, fused_attention, scored_attention, sink_attention
+from aligner.ops.kernels.scored_attention import Scores, attention, capped
 
 # positions up to which products and sums beat thousands of tiny matrix products on CPU (measured)
 _SHORT, _SHORT_BF16 = 16, 32
 _PRODUCT_ELEMENTS = 1 << 23  # of the intermediate product; more rows are done in parts
 
 
-def prefill_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """Causal. q [P, T, heads, d], k [P, T, kv_heads, d], v [P, T, kv_heads, e], right-padded -> [P, T, heads * e].
-    `mask` bool [T, T]: what a query sees instead of all keys up to its own; `scale` of their products: None for
-    1 / sqrt(d); `softcap` of scores: 0 for none; `sinks` [heads]: scores that join them.
+    `mask` bool [T, T]: what a query sees instead of all keys up to its own.
 
     Right padding needs no mask: a padded key comes after every real query.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    if softcap:
-        seen = None if mask is None else mask[None, None]
-        return scored_attention(q, k, v, seen, scale, softcap).transpose(1, 2).flatten(2)
-    if sinks is not None:
-        return sink_attention(q, k, v, mask, scale, sinks).transpose(1, 2).flatten(2)
-    return fused_attention(q, k, v, mask, scale).transpose(1, 2).flatten(2)
+    if mask is not None and scores.softcap:
+        mask = mask[None, None]
+    return attention(q, k, v, mask, scores).transpose(1, 2).flatten(2)
 
 
 def rotate(x: Tensor, rope: Tensor, neighbours: bool) -> None:
@@ -49,37 +37,27 @@ def rotate(x: Tensor, rope: Tensor, neighbours: bool) -> None:
     b.copy_(turned.imag)
 
 
-def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    scratch: Scratch,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """q [n, heads, d], k and v [n, kv_heads, T, d], mask float32 [n, 1, 1, T] (0 or -inf), `scale` of the products:
-    None for 1 / sqrt(d), `softcap` of scores: 0 for none, `sinks` [heads]: scores that join them -> [n, heads * d]."""
-    n, heads, d = q.shape
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scratch: Scratch, scores: Scores) -> Tensor:
+    """q [n, heads, d], k and v [n, kv_heads, T, d], mask float32 [n, 1, 1, T] (0 or -inf) -> [n, heads * d]."""
+    (n, heads, d), (scale, softcap, sinks) = q.shape, scores
     groups, length = k.shape[1], k.shape[2]
     q, scale = q.unflatten(1, (groups, heads // groups)), scale or d**-0.5
     on_cpu, half = q.device.type == "cpu", q.dtype is torch.bfloat16
     if softcap:
-        scores = capped(torch.matmul(q, k.transpose(2, 3)).float() * scale, softcap) + mask
-        return torch.matmul(scores.softmax(-1).to(v.dtype), v).view(n, heads * d)
+        changed = capped(torch.matmul(q, k.transpose(2, 3)).float() * scale, softcap) + mask
+        return torch.matmul(changed.softmax(-1).to(v.dtype), v).view(n, heads * d)
     if sinks is not None:
-        scores = torch.add(mask, torch.matmul(q, k.transpose(2, 3)).float(), alpha=scale)
+        products = torch.add(mask, torch.matmul(q, k.transpose(2, 3)).float(), alpha=scale)
         own = sinks.float().view(groups, -1, 1).expand(n, groups, heads // groups, 1)
-        weights = torch.cat([scores, own], 3).softmax(-1)[..., :-1]
+        weights = torch.cat([products, own], 3).softmax(-1)[..., :-1]
         return torch.matmul(weights.to(v.dtype), v).view(n, heads * d)
     if on_cpu and length < (_SHORT_BF16 if half else _SHORT):
         return _by_products(q, k, v, mask, scale, scratch)
     if on_cpu and half:  # tiny products in bfloat16 are slow: the query heads of a group are its positions instead
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype), scale=scale)
         return out.reshape(n, heads * d)
-    scores = torch.add(mask, torch.matmul(q, k.transpose(2, 3)).float(), alpha=scale)
-    return torch.matmul(scores.softmax(-1).to(v.dtype), v).view(n, heads * d)
+    products = torch.add(mask, torch.matmul(q, k.transpose(2, 3)).float(), alpha=scale)
+    return torch.matmul(products.softmax(-1).to(v.dtype), v).view(n, heads * d)
 
 
 def _by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, scratch: Scratch) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.attention import prefill_attention, rotate
 from aligner.models.rope import LATENT_EPS, score_scale
+from aligner.ops.kernels.scored_attention import Scores
 
 
 class LatentHeads:
@@ -60,7 +61,7 @@ class LatentHeads:
         key, value = both.split([latent.plain_dim, latent.value_dim], 2)
         key = torch.cat([key, shared[:, None].expand(-1, self.heads, -1)], 2)
         q, k, v = (x.unflatten(0, (rows, -1)) for x in (torch.cat([plain, rotated], 2), key, value))
-        return prefill_attention(q, k, v, scale=self.scale).flatten(0, 1)
+        return prefill_attention(q, k, v, None, Scores(self.scale)).flatten(0, 1)
 
     def absorbed(self, layer: int, y: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """y [n, hidden] -> queries of what is kept [n, heads, width], and what to keep [n, width]."""

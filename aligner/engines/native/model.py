@@ -35,7 +35,7 @@ from aligner.ops.kernels.experts import (
     sort_pairs,
 )
 from aligner.ops.kernels.products import product_into, use_fast_products
-from aligner.ops.kernels.scored_attention import scaled_logits
+from aligner.ops.kernels.scored_attention import Scores, scaled_logits
 from aligner.ops.reduce import sum_halves
 
 # before attention, before the MLP, behind either: a family has some of them
@@ -61,7 +61,7 @@ class NativeModel:
         self.interleaves = cfg.rotary_dim == self.head_dim and not own_order
         self.turns = [layer not in attention.nope_layers for layer in range(cfg.num_layers)]
         self.local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
-        self.scale, self.softcap = attention.scale, attention.softcap
+        self.scores = Scores(attention.scale, attention.softcap)
         self.shapes = expected_hf_shapes(cfg)
         self.tensors = {tensor.name: tensor for tensor in hf_tensors(cfg)}
         self.intervals = {name: tensor.interval(share, self.peers.rank) for name, tensor in self.tensors.items()}
@@ -310,7 +310,7 @@ class NativeModel:
                 staged[place, 0].copy_(k.transpose(1, 2))
                 staged[place, 1].copy_(v.transpose(1, 2))
             seen = near if self.local[layer] else None
-            out = prefill_attention(q, k, v, seen, self.scale, self.softcap, _of(self.sinks, place))
+            out = prefill_attention(q, k, v, seen, self._scores(place))
             return _gated(out, gates).flatten(0, 1)
 
         flat = None if routes is None else routes.flatten(0, 1)
@@ -341,8 +341,7 @@ class NativeModel:
             cache.write(place, places, heads[:, self.heads : self.rotated + self.groups])
             keys, values = cache.kv[place, :, :n, :, :longest]
             seen = mask if near is None or not self.local[layer] else near
-            query, sinks = heads[:, : self.heads], _of(self.sinks, place)
-            out = decode_attention(query, keys, values, seen, self.scratch, self.scale, self.softcap, sinks)
+            out = decode_attention(heads[:, : self.heads], keys, values, seen, self.scratch, self._scores(place))
             return _gated(out, self._parts(heads)[3])
 
         routing = None if routes is None else routes.empty(n)
@@ -372,6 +371,9 @@ class NativeModel:
         heads = qkv.view(len(y), -1, self.head_dim)
         self._norm_and_rotate(layer, heads[:, : self.rotated], rope[-1 if self.local[layer] else 0])
         return heads
+
+    def _scores(self, place: int) -> Scores:
+        return self.scores._replace(sinks=_of(self.sinks, place))
 
     def _parts(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """[..., heads, d] -> queries, keys, values, gates."""

@@ -1,5 +1,5 @@
-"""Attention whose scores are changed between product and softmax, which torch's fused kernels cannot do: soft-capping
-(Gemma 2, arXiv:2408.00118, section 2).
+"""Attention by torch's fused kernels, and where scores are changed between product and softmax, which those cannot do:
+soft-capping (Gemma 2, arXiv:2408.00118, section 2).
 
 Scores exist for a block of queries at a time, and are made again in backward.
 
@@ -9,7 +9,7 @@ that joins the softmax is that of one more key, whose value is 0 (`sink_attentio
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,23 @@ from torch.utils.checkpoint import checkpoint
 from aligner.config.sections.model.scales import ScalesConfig
 
 BLOCK = 1 << 24  # scores at a time
+
+
+class Scores(NamedTuple):
+    """What becomes of the products of queries and keys before the softmax."""
+
+    scale: float | None = None  # their factor; None: 1 / sqrt(d)
+    softcap: float = 0.0  # 0: none
+    sinks: Tensor | None = None  # [heads], scores that join them
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """By the function below that can do it: shapes and `mask` as in `scored_attention`."""
+    if scores.softcap:
+        return scored_attention(query, key, value, mask, scores.scale, scores.softcap)
+    if scores.sinks is not None:
+        return sink_attention(query, key, value, mask, scores.scale, scores.sinks)
+    return fused_attention(query, key, value, mask, scores.scale)
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
@@ -52,7 +69,12 @@ def scored_attention(
     parts = []
     for first in range(0, n, step):
         stop = min(n, first + step)
-        seen = _causal(first, stop, n, key) if mask is None else mask.expand(-1, -1, n, -1)[:, :, first:stop]
+        if mask is None:
+            m = key.shape[2]
+            own = torch.arange(first, stop, device=key.device)[:, None] + m - n
+            seen = (torch.arange(m, device=key.device) <= own)[None, None]
+        else:
+            seen = mask.expand(-1, -1, n, -1)[:, :, first:stop]
         arguments = query[:, :, first:stop], key, value, seen
         again = torch.is_grad_enabled() and n > step
         parts.append(checkpoint(block, *arguments, use_reentrant=False) if again else block(*arguments))
@@ -94,9 +116,3 @@ def sink_attention(
     if mask is not None:
         mask = F.pad(mask, (1, 0), value=mask.dtype == torch.bool)
     return fused_attention(query, key, value, mask, scale)[:, :, int(causal) :, :value_width]
-
-
-def _causal(first: int, stop: int, n: int, key: Tensor) -> Tensor:
-    m = key.shape[2]
-    places = torch.arange(m, device=key.device)
-    return (places <= torch.arange(first, stop, device=key.device)[:, None] + m - n)[None, None]

@@ -1,0 +1,55 @@
+"""What Megatron must be told of modules of our own: which parameters tensor ranks share, and how a checkpoint cuts
+them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+
+def mark_shared(param: torch.nn.Parameter, axis: int = 0) -> None:
+    """Each tensor rank has a share of this axis."""
+    param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, axis, 1
+
+
+def checkpoint_entries(
+    own: torch.nn.Module | Mapping[str, Tensor],
+    prefix: str,
+    offsets: tuple,
+    metadata: dict | None,
+    group: dist.ProcessGroup,
+    axes: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """A module's tensors, or those given by name, for a checkpoint. `axes`: of those that the tensor ranks of `group`
+    share, the axis; every rank has the others whole. Megatron's own modules ask the global process groups instead."""
+    tensors = own.state_dict(prefix="", keep_vars=True) if isinstance(own, torch.nn.Module) else own
+    groups = {"tp_group": group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+    return make_sharded_tensors_for_checkpoint(dict(tensors), prefix, dict(axes or {}), offsets, **groups)
+
+
+def with_fields(config: TransformerConfig, **fields: Any) -> TransformerConfig:
+    """A copy for one kind of module, with other values; Megatron's checks of a new config do not run again."""
+    own = copy.copy(config)
+    for name, value in fields.items():
+        setattr(own, name, value)
+    return own
+
+
+class SharedVector(torch.nn.Module):
+    """`weight` [size / tensor ranks]: this rank's share of a vector."""
+
+    def __init__(self, config: TransformerConfig, size: int, value: float, group: dist.ProcessGroup):
+        super().__init__()
+        self.group = group
+        self.weight = torch.nn.Parameter(torch.full((size // group.size(),), value, dtype=config.params_dtype))
+        mark_shared(self.weight)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        return checkpoint_entries(self, prefix, sharded_offsets, metadata, self.group, {"weight": 0})
