@@ -27,7 +27,7 @@ from aligner.data.formats import sft_rows
 from aligner.data.readers import read_rows
 from aligner.data.tokenizer import byte_tokenizer, load_tokenizer, stop_token_ids
 from aligner.errors import AlignerError
-from aligner.megatron.checkpoint import file_hash
+from aligner.files import file_hash
 from aligner.megatron.checkpoint_files import read_checked, write_manifest
 from aligner.megatron.checkpoint_index import check_before_loading, noted_checksums
 from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, write_index

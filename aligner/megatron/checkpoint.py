@@ -5,7 +5,6 @@ Each rank writes and reads what it has (`megatron/shards.py`), so a run may resu
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import queue
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from aligner.config.sections.model.lora import LoraConfig
 from aligner.errors import CheckpointError
+from aligner.files import file_hash
 from aligner.megatron.checkpoint_index import check_before_loading, noted_checksums
 from aligner.megatron.ema import EMA
 from aligner.megatron.held import round_base
@@ -117,12 +117,6 @@ def _copied(bucket: tuple) -> tuple:
     return path, key, (objects, [(item, tensor.clone()) for item, tensor in tensors])
 
 
-def file_hash(path: str | Path) -> str:
-    """SHA-256 in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def save_model(model: ShardedModel, folder: Path) -> None:
     """Write weights and optimizer of all ranks into `folder` (made if missing). Collective over the world. Raises
     OSError or RuntimeError if that fails."""
@@ -212,28 +206,6 @@ def _first_failure(error: CheckpointException) -> str:
         return "another rank failed"
     rank, (cause, _) = min(error.failures.items())
     return f"{cause!r} on rank {rank}"
-
-
-def fsync_tree(folder: Path) -> None:
-    """Flush every file and directory below `folder`, so that a rename that follows is durable."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            fsync_file(os.path.join(root, name))
-        fsync_folder(Path(root))
-
-
-def fsync_file(path: str | Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def fsync_folder(folder: Path) -> None:
-    """Flush a directory's entries (a rename in it)."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def rng_state() -> dict[str, torch.Tensor]:

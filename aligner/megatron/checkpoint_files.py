@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from aligner.errors import CheckpointError
+from aligner.files import file_hash, write_whole
 from aligner.foreign import read_record
 
 MANIFEST = "manifest.json"
@@ -74,25 +73,15 @@ def read_checked(folder: Path) -> dict[str, Any]:
 def write_manifest(folder: Path) -> None:
     """Checksums of the small files, `integrity.json` of each model included, which has those of the large ones."""
     names = [*folder.glob("*.json"), *folder.glob("*/integrity.json"), *folder.glob("rng/*")]
-    files = {str(path.relative_to(folder)): _sha256(path) for path in sorted(names) if path.name != MANIFEST}
+    files = {str(path.relative_to(folder)): file_hash(path) for path in sorted(names) if path.name != MANIFEST}
     write_whole(folder / MANIFEST, json.dumps({"algorithm": "sha256", "files": files}, indent=1))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Another process finds the old text or the new one, never a part."""
-    aside = path.with_name(f".{path.name}.tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
 
 
 def check_manifest(folder: Path) -> None:
     """Raises CheckpointError naming the first file that is not what was written."""
     try:
         files = read_record(folder / MANIFEST, CheckpointError).text_map("files")
-        wrong = next((name for name, digest in files.items() if _sha256(folder / name) != digest), None)
+        wrong = next((name for name, digest in files.items() if file_hash(folder / name) != digest), None)
         if wrong is None and "state.json" not in files:
             raise CheckpointError("it has no checksum of state.json")
     except (OSError, ValueError, CheckpointError) as error:
@@ -110,14 +99,10 @@ def view(folder: Path) -> dict[str, str]:
             if path.is_file():
                 large = path.suffix == ".distcp" or path.parent.name == "rng"
                 name = str(path.relative_to(folder))
-                found[name] = f"of {path.stat().st_size} bytes" if large else _sha256(path)[:16]
+                found[name] = f"of {path.stat().st_size} bytes" if large else file_hash(path)[:16]
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint {folder}: {error}") from error
     return found
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def remove_whole(folder: Path) -> None:

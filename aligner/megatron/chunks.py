@@ -8,9 +8,7 @@ meta device, so that they are Megatron's own, whatever the layout that wrote or 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import pickle
 from collections import defaultdict
 from collections.abc import Sequence
@@ -34,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import CheckpointError
+from aligner.files import HashedFile
 from aligner.megatron.checkpoint_index import read_index, read_stored
 from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head, build_model
@@ -98,18 +97,13 @@ class Block:
     length: int
 
 
-class BlockFile:
-    """A context manager: a file of blocks, written beside `path`, flushed to the disk and renamed when left in order;
-    `sha256` is known then. Raises OSError."""
+class BlockFile(HashedFile):
+    """A file of blocks."""
 
     def __init__(self, path: Path):
-        self.path, self.blocks, self.sha256, self.bytes = path, [], "", 0
-        self._aside, self._hash = path.with_name(path.name + ".tmp"), hashlib.sha256()
+        super().__init__(path)
+        self.blocks: list[Block] = []
         self._failure: OSError | None = None
-
-    def __enter__(self) -> BlockFile:
-        self._file = self._aside.open("wb")
-        return self
 
     def add(self, key: str, offsets: tuple[int, ...], tensor: Tensor) -> None:
         start = self.bytes
@@ -127,27 +121,10 @@ class BlockFile:
     def write(self, data: bytes | memoryview) -> int:
         """For torch.save."""
         try:
-            self._file.write(data)
+            return super().write(data)
         except OSError as error:
             self._failure = error
             raise
-        self._hash.update(data)
-        size = memoryview(data).nbytes
-        self.bytes += size
-        return size
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def __exit__(self, kind: Any, *unused: Any) -> None:
-        if kind is not None:
-            self._file.close()
-            return
-        self.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._aside.rename(self.path)
-        self.sha256 = self._hash.hexdigest()
 
 
 def write_index(folder: Path, files: dict[str, list[Block]], places: dict[str, Place]) -> None:

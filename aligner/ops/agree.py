@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from aligner.errors import AlignerError, ViewError
-from aligner.ops.reduce import first_cause
+from aligner.ops.reduce import first_cause, gathered
 
 WAIT_S, EVERY_S = 90.0, 0.5  # NFS keeps attributes of folders for 60 s, unless told otherwise
 View = Mapping[str, str]  # what was looked at -> what was found there
@@ -46,11 +46,8 @@ def node() -> str:
 
 def _first_of_its_node() -> bool:
     """Rank 0 always is. Collective over the world, if there is one."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return True
-    nodes = [""] * dist.get_world_size()
-    dist.all_gather_object(nodes, node())
-    return nodes.index(nodes[dist.get_rank()]) == dist.get_rank()
+    nodes = gathered(node())
+    return len(nodes) == 1 or nodes.index(nodes[dist.get_rank()]) == dist.get_rank()
 
 
 def same_view(path: Path | str, look: Callable[[], View], by_node: bool = False) -> View:

@@ -28,11 +28,16 @@ def sum_halves(halves: Tensor, group: dist.ProcessGroup | None = None) -> list[i
     return [(low + (high << 32)) & ((1 << 64) - 1) for low, high in halves.tolist()]
 
 
+def gathered[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The `value` of each rank (of the world if no `group` is given), on every rank."""
+    size = group.size() if group is not None else dist.get_world_size() if dist.is_initialized() else 1
+    found = [value] * size
+    if size > 1:
+        dist.all_gather_object(found, value, group=group)
+    return found
+
+
 def first_cause(cause: str, group: dist.ProcessGroup | None = None) -> tuple[int, str] | None:
     """(rank, text) of the lowest rank (of the world if no `group` is given) whose `cause` is not empty, on every rank;
     None if all are."""
-    causes = [cause]
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
-        causes = [""] * dist.get_world_size(group)
-        dist.all_gather_object(causes, cause, group=group)
-    return next(((rank, text) for rank, text in enumerate(causes) if text), None)
+    return next(((rank, text) for rank, text in enumerate(gathered(cause, group)) if text), None)

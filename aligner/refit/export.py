@@ -15,6 +15,7 @@ from aligner.models.carried import carried_config, carry
 from aligner.models.fused import joined, parts_of
 from aligner.models.hf_config import hf_config
 from aligner.models.safetensors_io import write_hf
+from aligner.ops.agree import by_rank_0
 from aligner.refit.transfer import WeightStream
 
 EXTRA_FILE = "aligner.json"  # what config.json has no place for: a reward model's bias and scale
@@ -59,10 +60,8 @@ def export_hf(
     else:
         for _ in stream:
             pass
-    told = [error]
-    dist.broadcast_object_list(told, src=0)
-    if told[0]:
-        raise WriteError(told[0])
+    if told := by_rank_0(lambda: error):
+        raise WriteError(told)
     return folder
 
 

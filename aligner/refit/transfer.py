@@ -28,7 +28,7 @@ from aligner.models.families import expected_hf_shapes, family_table
 from aligner.models.params import ParamSpec, to_hf
 from aligner.models.shards import hf_tensors
 from aligner.ops.kernels.checksum import tensor_checksum
-from aligner.ops.reduce import first_cause, sum_halves
+from aligner.ops.reduce import first_cause, gathered, sum_halves
 from aligner.refit.exchange import Exchange
 from aligner.refit.plan import EngineGrid, TrainerGrid, buckets, plan_refit
 from aligner.types import ScalarMetrics
@@ -52,11 +52,7 @@ class WeightStream:
         model = self.model
         named = set(model.weights())
         mine = [spec.canonical for spec in self.table() if spec.canonical in named]
-        owned: list[list[str] | None] = [None] * model.layout.pipeline
-        if model.layout.pipeline == 1:
-            return [mine]
-        dist.all_gather_object(owned, mine, group=model.layout.pgs.pp)
-        return owned  # type: ignore[return-value]
+        return gathered(mine, model.layout.pgs.pp)
 
     def _local(self) -> Iterator[tuple[str, Tensor]]:
         model = self.model

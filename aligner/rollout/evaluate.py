@@ -14,6 +14,7 @@ from aligner.data.dataset import PromptDataset
 from aligner.engines.base import RolloutEngine
 from aligner.errors import EngineError
 from aligner.megatron.groups import Layout
+from aligner.ops.reduce import gathered
 from aligner.ops.seeds import request_seed
 from aligner.refit.transfer import Refit
 from aligner.rewards.composite import Component, RewardPipeline
@@ -103,11 +104,7 @@ class Evaluator:
         """The model is shared by tensor and pipeline ranks: they score their samples together, the first one counts."""
         assert self.reward_model is not None
         peers = self.layout.peers
-        if peers.size() > 1:
-            parts: list[list[Sample]] = [[] for _ in range(peers.size())]
-            dist.all_gather_object(parts, samples, group=peers)
-            samples = [sample for part in parts for sample in part]
-        scores = self.reward_model(samples)
+        scores = self.reward_model([sample for part in gathered(samples, peers) for sample in part])
         if peers.rank() != 0:
             return {"eval/model_score": (0.0, 0.0), "eval/model_right": (0.0, 0.0)}
         n = float(len(scores))

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from aligner.data.tokenizer import decode_responses
 from aligner.engines.base import RolloutEngine, TellingEngine
 from aligner.errors import EngineError
+from aligner.ops.reduce import gathered
 from aligner.rewards.composite import Early
 from aligner.rollout.collate import join_generations, make_samples
 from aligner.rollout.groups import Groups
 from aligner.rollout.requests import Request
 from aligner.rollout.sharing import raised_together, share
 from aligner.run.timers import Timers
-from aligner.types import Generations, Sample, SamplingParams
+from aligner.types import Sample, SamplingParams
 
 
 @dataclass
@@ -48,9 +49,7 @@ class Generator:
                     sampling or self.sampling,
                 )
             if self.peers.size() > 1:
-                parts: list[Generations | None] = [None] * self.peers.size()
-                dist.all_gather_object(parts, generations, group=self.peers)
-                generations = join_generations([part for part in parts if part is not None])
+                generations = join_generations(gathered(generations, self.peers))
         group = len(requests[0].seeds) if requests else 1
         samples = make_samples(self.tokenizer, [request.prompt for request in requests], generations, group)
         return Groups([request.slot for request in requests], generations, samples, begun=begun)

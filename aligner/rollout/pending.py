@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import sys
@@ -29,8 +28,10 @@ import torch
 import torch.distributed as dist
 
 from aligner.errors import DataError
-from aligner.megatron.checkpoint import fsync_folder, rng_state
+from aligner.files import file_hash, fsync_file, fsync_folder, write_whole
+from aligner.megatron.checkpoint import rng_state
 from aligner.megatron.groups import Layout
+from aligner.ops.agree import by_rank_0
 from aligner.ops.reduce import first_cause
 from aligner.rewards.composite import Scores
 from aligner.rollout.record import Origin, join_rollouts, join_scores, read_recording, write_recording
@@ -68,7 +69,7 @@ class PendingRollouts:
         """The stored rollout of `step` if there is one that was made by these weights and this config; else a new one.
         A damaged one is reported and made again. Collective, as the source is."""
         if self._stored is None:
-            self._stored = self._find()
+            self._stored = by_rank_0(self._find)
         manifest = self._stored.pop(step, None)
         if manifest is not None and manifest[0]["weight_version"] == self.version():
             found = self._load(step, manifest)
@@ -104,12 +105,10 @@ class PendingRollouts:
         place = self.folder / f"step-{step:08d}" / f"part-{rank:05d}-of-{ranks:05d}.safetensors"
         try:
             write_recording(place, rollout, scores, self.origin, step)
-            with place.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-                os.fsync(file.fileno())
+            fsync_file(place)
             mine = share(self.origin.prompts, ranks, rank)
-            told = {"key": self.key, "weight_version": rollout.weight_version, "file": place.name, "sha256": digest}
-            told["slots"] = [mine.start, mine.stop]
+            told = {"key": self.key, "weight_version": rollout.weight_version, "file": place.name}
+            told |= {"sha256": file_hash(place), "slots": [mine.start, mine.stop]}
             if rank == 0:
                 state = {name: item.state_dict() for name, item in self.states.items()}
                 told |= {"metrics": metrics, "state": state}
@@ -118,23 +117,20 @@ class PendingRollouts:
             print(f"warning: rollout {step} is not stored (checkpoint.rollouts): {error}", file=sys.stderr, flush=True)
 
     def _find(self) -> dict[int, Manifest]:
-        """Whole rollouts by step; whatever else lies there is deleted before anyone writes. Collective."""
-        found: list[dict[int, Manifest]] = [{}]
-        if dist.get_rank() == 0:
-            for step, path in self._folders():
-                try:
-                    manifest = _read_manifest(path)
-                except DataError as error:
-                    _tell_again(step, str(error))
-                    manifest = None
-                mine = manifest is not None and manifest[0]["key"] == self.key
-                if mine and manifest[0]["state"].keys() == self.states.keys():
-                    found[0][step] = manifest
-                else:
-                    shutil.rmtree(path, ignore_errors=True)
-        if dist.get_world_size() > 1:
-            dist.broadcast_object_list(found, src=0)
-        return found[0]
+        """Whole rollouts by step; whatever else lies there is deleted before anyone writes."""
+        found: dict[int, Manifest] = {}
+        for step, path in self._folders():
+            try:
+                manifest = _read_manifest(path)
+            except DataError as error:
+                _tell_again(step, str(error))
+                manifest = None
+            mine = manifest is not None and manifest[0]["key"] == self.key
+            if mine and manifest[0]["state"].keys() == self.states.keys():
+                found[step] = manifest
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+        return found
 
     def _load(self, step: int, manifest: Manifest) -> Rollout | None:
         """This rank's slots out of the parts that hold them; None on every rank if any of them is damaged."""
@@ -165,12 +161,8 @@ def _tell_again(step: int, why: str) -> None:
 
 def _write_description(path: Path, told: dict[str, Any]) -> None:
     """Behind its own checksum; there whole and for good, or not at all. Raises OSError."""
-    text, aside = json.dumps(told), path.with_suffix(".tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(f"{_sha256(text)}\n{text}")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    text = json.dumps(told)
+    write_whole(path, f"{_sha256(text)}\n{text}")
     fsync_folder(path.parent)
 
 
@@ -208,8 +200,7 @@ def _read_manifest(folder: Path) -> Manifest | None:
 
 
 def _read_part(path: Path, sha256: str, slots: range) -> tuple[RolloutBatch, Scores]:
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise DataError(f"{path}: damaged: its checksum is not the one of its description")
+    if file_hash(path) != sha256:
+        raise DataError(f"{path}: damaged: its checksum is not the one of its description")
     recording = read_recording(path, slots, whole=False)
     return recording.rollout, recording.scores

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from aligner.data.dataset import PromptDataset
 from aligner.data.mixture import PromptMixture
 from aligner.errors import DataError
+from aligner.ops.reduce import gathered
 from aligner.rewards.composite import RewardPipeline
 from aligner.rollout.sharing import raised_together
 
@@ -24,8 +25,7 @@ def check_rows(
     mine = range(rank, count, world)
     with raised_together():
         found = rewards.unreadable([prompts[i] for i in mine], say)
-    everyone: list[dict[int, str]] = [{} for _ in range(world)]
-    dist.all_gather_object(everyone, {mine[place]: why for place, why in found.items()})
+    everyone = gathered({mine[place]: why for place, why in found.items()})
     refuse({i: why for part in everyone for i, why in part.items()}, prompts, count)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 
+from aligner.ops.reduce import gathered
 from aligner.rewards.composite import RewardPipeline, Scores
 from aligner.rollout.groups import Groups
 from aligner.rollout.sharing import raised_together, share
@@ -28,9 +28,8 @@ class Scorer:
             with raised_together():
                 components = self.rewards.functions(samples[mine.start * size : mine.stop * size], groups.begun)
             if peers.size() > 1:
-                gathered: list[Any] = [None] * peers.size()
-                dist.all_gather_object(gathered, components, group=peers)
-                components = {name: [v for piece in gathered for v in piece[name]] for name in components}
+                pieces = gathered(components, peers)
+                components = {name: [v for piece in pieces for v in piece[name]] for name in components}
             with raised_together():
                 components |= self.rewards.models(samples)
         groups.components, groups.begun = components, {}

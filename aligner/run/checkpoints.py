@@ -25,16 +25,9 @@ import torch.distributed as dist
 
 from aligner.config.sections.checkpoint import CheckpointConfig
 from aligner.errors import CheckpointError
-from aligner.megatron.checkpoint import (
-    ModelSave,
-    fsync_file,
-    fsync_folder,
-    fsync_tree,
-    load_model,
-    rng_state,
-    set_rng_state,
-)
-from aligner.megatron.checkpoint_files import FORMAT, put_in_place, read_checked, view, write_manifest, write_whole
+from aligner.files import fsync_file, fsync_folder, fsync_tree, write_whole
+from aligner.megatron.checkpoint import ModelSave, load_model, rng_state, set_rng_state
+from aligner.megatron.checkpoint_files import FORMAT, put_in_place, read_checked, view, write_manifest
 from aligner.megatron.train import ShardedModel
 from aligner.ops.agree import by_rank_0, same_view
 from aligner.ops.reduce import first_cause
@@ -194,14 +187,10 @@ class Checkpoints:
         return result  # type: ignore[return-value]
 
     def _fail_together(self, error: str, aside: Path) -> None:
-        errors: list[str] = [error] * dist.get_world_size()
-        if len(errors) > 1:
-            dist.all_gather_object(errors, error)
-        first = next((text for text in errors if text), "")
-        if first:
+        if first := first_cause(error):
             if dist.get_rank() == 0:
                 shutil.rmtree(aside, ignore_errors=True)
-            raise SaveError(first)
+            raise SaveError(first[1])
 
     def describe(self, step: int, name: str, content: Mapping[str, Any]) -> None:
         """A small file that is known only once the run is done, for the checkpoint of its last step if it has one."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from aligner.config.sections.logging import LoggingConfig, WandbConfig
 from aligner.errors import AlignerError, ConfigError, MissingExtraError, WriteError
+from aligner.files import write_whole
 from aligner.foreign import parse_json, record
 
 
@@ -76,12 +77,7 @@ def rewrite_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 def _replace(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """The file's content becomes these records: at any moment, also of a power cut, the old ones or the new ones."""
-    aside = path.with_suffix(".aside")
-    with aside.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def unwritable(path: Path, cause: OSError) -> WriteError:
@@ -197,10 +193,9 @@ def _start_wandb(run_dir: Path, config: LoggingConfig, full_config: dict[str, An
     except ModuleNotFoundError as cause:
         raise MissingExtraError("wandb", "", f"logging.wandb.mode={wandb_config.mode}") from cause
     run_dir.mkdir(parents=True, exist_ok=True)
-    id_file, aside = run_dir / "wandb_id", run_dir / ".wandb_id.tmp"
+    id_file = run_dir / "wandb_id"
     if not id_file.exists():
-        aside.write_text(uuid.uuid4().hex[:12])
-        aside.rename(id_file)  # a kill in between may not leave an empty id
+        write_whole(id_file, uuid.uuid4().hex[:12], durable=False)  # a kill in between may not leave an empty id
     try:
         return _init_wandb(wandb, run_dir, wandb_config, id_file.read_text(), full_config)
     except wandb.errors.Error as cause:  # no key, no such entity

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from aligner.config.sections.mismatch import MismatchConfig
 from aligner.errors import MismatchError
+from aligner.ops.reduce import gathered
 from aligner.ops.rl.mismatch import REJECTIONS, WEIGHTS
 from aligner.types import RolloutBatch, ScalarMetrics
 
@@ -49,12 +50,7 @@ def check_mismatch(metrics: ScalarMetrics, rollout: RolloutBatch, config: Mismat
 
 def worst_sample(rollout: RolloutBatch) -> str:
     """The sample of all ranks with the largest |old - rollout| logprob, with its tokens. Collective over the world."""
-    mine = _worst_here(rollout)
-    found = [mine]
-    if dist.get_world_size() > 1:
-        found = [mine] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-    return max(found, key=lambda worst: worst[0])[1]  # the lowest rank of equals
+    return max(gathered(_worst_here(rollout)), key=lambda worst: worst[0])[1]  # the lowest rank of equals
 
 
 def _worst_here(rollout: RolloutBatch) -> tuple[float, str]:

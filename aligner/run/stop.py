@@ -26,6 +26,7 @@ import torch.distributed as dist
 from aligner.cluster.signals import StopSignals
 from aligner.config.sections.cluster import ClusterConfig
 from aligner.errors import AlignerError
+from aligner.files import write_whole
 from aligner.foreign import read_record
 from aligner.run.contract import PROGRESS, STOPPED
 from aligner.run.metrics import unwritable
@@ -153,9 +154,7 @@ def read_saved(run_dir: Path) -> int:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace a small file whole. Raises WriteError."""
-    aside = path.with_name(f".{path.name}.tmp")
     try:
-        aside.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        aside.rename(path)
+        write_whole(path, json.dumps(content) + "\n", durable=False)
     except OSError as cause:
         raise unwritable(path, cause) from cause

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from aligner.cluster.env import RankEnv
 from aligner.cluster.seal import job_secret
@@ -27,8 +26,8 @@ from aligner.config.resolve import compose
 from aligner.config.sections.model.config import ModelConfig
 from aligner.data.tokenizer import check_vocab, load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
+from aligner.files import file_hash
 from aligner.megatron import bridge
-from aligner.megatron.checkpoint import file_hash
 from aligner.megatron.checkpoint_files import FORMAT, find_checkpoint, write_manifest
 from aligner.megatron.checkpoint_index import INTEGRITY, noted_checksums
 from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, places_of, write_index
@@ -44,6 +43,7 @@ from aligner.models.safetensors_io import INDEX, SINGLE, HfTensors, open_hf
 from aligner.models.safetensors_stream import SafetensorsFile
 from aligner.models.slices import Shard, of_experts, placed, read_shard
 from aligner.ops.agree import by_rank_0
+from aligner.ops.reduce import gathered
 from aligner.refit.export import EXTRA_FILE
 from aligner.roles.initial import SOURCE, InitialModel, resolve, shape_of
 from aligner.tools.adapted import Merged, Stored, export_adapter
@@ -282,9 +282,7 @@ def _joined(env: RankEnv, folder: Path) -> Iterator[None]:
 
 
 def _say(env: RankEnv, text: str) -> None:
-    peaks = [peak_memory_bytes()] * env.world_size
-    if env.world_size > 1:
-        dist.all_gather_object(peaks, peaks[0])
+    peaks = gathered(peak_memory_bytes())
     if env.rank == 0:
         print(f"{text} (at most {max(peaks) / 1e9:.2f} GB of host memory on a rank)", flush=True)
 

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
 import sys
@@ -22,8 +21,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from aligner.errors import AlignerError, CheckpointError, ConfigError, WriteError
+from aligner.files import file_hash, fsync_folder, fsync_tree, write_whole
 from aligner.foreign import read_record
-from aligner.megatron.checkpoint import file_hash, fsync_folder, fsync_tree
+from aligner.ops.reduce import gathered
 
 PARTIAL = ".partial"
 EVERY_S = 10.0  # between lines of progress where there is no terminal
@@ -72,11 +72,7 @@ class SharedFolder:
             error = caught
         except OSError as caught:
             error = WriteError(f"cannot write {self.partial}: {caught}. What is finished is kept; start again")
-        errors: list[AlignerError | None] = [error]
-        if self.world > 1:
-            errors = [None] * self.world
-            dist.all_gather_object(errors, error)
-        first = next((e for e in errors if e is not None), None)
+        first = next((e for e in gathered(error) if e is not None), None)
         if first is not None:
             raise first
         return result
@@ -92,10 +88,8 @@ class SharedFolder:
                     bar.add(file.bytes)
                     continue
                 digest, notes = write(self.out / file.name, file, bar.add)
-                note = self.done / f"{file.name}.json"
-                aside = note.with_suffix(".tmp")
-                aside.write_text(json.dumps({"sha256": digest, "notes": notes}), encoding="utf-8")
-                os.replace(aside, note)
+                note = json.dumps({"sha256": digest, "notes": notes})
+                write_whole(self.done / f"{file.name}.json", note, durable=False)
 
         self.together(work)
         bar.close()

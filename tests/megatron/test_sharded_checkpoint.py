@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import CheckpointError
-from aligner.megatron.checkpoint import file_hash
+from aligner.files import file_hash
 from aligner.megatron.chunks import Blocks
 from tests.tiny import LLAMA, MODELS
 

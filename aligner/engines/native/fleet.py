@@ -25,6 +25,7 @@ from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.schedule import Pool
 from aligner.ops.packing.balance import balance, row_costs
 from aligner.ops.packing.routing import widened
+from aligner.ops.reduce import gathered
 from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 ENOUGH = 0.98  # requests stay with their rank's replica if the replicas' costs are that even (mean over largest)
@@ -150,8 +151,7 @@ class Fleet:
     def gather(self, prompts: TokenLists, seeds: SeedLists) -> list[Request]:
         """All ranks' requests on every rank. Collective, as `deliver` is."""
         own: list[tuple] = [(list(p), list(s)) for p, s in zip(prompts, seeds, strict=True)]
-        everyone: list[list[tuple]] = [[] for _ in range(self.size)]
-        dist.all_gather_object(everyone, own, group=self.group)
+        everyone = gathered(own, self.group)
         return [Request(home, i, p, s) for home, found in enumerate(everyone) for i, (p, s) in enumerate(found)]
 
     def deliver(

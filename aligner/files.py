@@ -1,0 +1,81 @@
+"""Files that are there whole or not at all, and on the disk when that is said."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, Self
+
+
+def file_hash(path: str | Path) -> str:
+    """SHA-256 in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_whole(path: Path, text: str, durable: bool = True) -> None:
+    """Another process finds the old text or the new one, never a part; if `durable` a power cut leaves one of them,
+    too. Raises OSError."""
+    aside = path.with_name(f".{path.name}.tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Flush every file and directory below `folder`, so that a rename that follows is durable."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            fsync_file(os.path.join(root, name))
+        fsync_folder(Path(root))
+
+
+def fsync_file(path: str | Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def fsync_folder(folder: Path) -> None:
+    """Flush a directory's entries (a rename in it)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class HashedFile:
+    """A context manager: written beside `path`, flushed to the disk and renamed when left in order; `sha256` is known
+    then. Raises OSError."""
+
+    def __init__(self, path: Path):
+        self.path, self.sha256, self.bytes = path, "", 0
+        self._aside, self._hash = path.with_name(path.name + ".tmp"), hashlib.sha256()
+
+    def __enter__(self) -> Self:
+        self._file = self._aside.open("wb")
+        return self
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._file.write(data)
+        self._hash.update(data)
+        size = memoryview(data).nbytes
+        self.bytes += size
+        return size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def __exit__(self, kind: Any, *unused: Any) -> None:
+        if kind is not None:
+            self._file.close()
+            return
+        self.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._aside.rename(self.path)
+        self.sha256 = self._hash.hexdigest()
