@@ -47,8 +47,32 @@ class SamplingParams:
 STOP, LENGTH = 0, 1  # Generations.finish_reason codes: a stop token or string was met / the token limit was met
 
 
+class TensorBatch:
+    """All tensor fields have the same rows."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
+        return {name: value for name, value in found if hasattr(value, "shape")}
+
+    def select(self, rows: Tensor):
+        """The same batch with only these rows (int64 [n])."""
+        return replace(self, **{name: t.index_select(0, rows.to(t.device)) for name, t in self.tensors().items()})
+
+    def trim(self):
+        """Cut trailing columns that are padding in every row."""
+        width = int(self.lengths.max()) if len(self.lengths) else 1  # type: ignore[attr-defined]
+        old = self.tokens.shape[1]  # type: ignore[attr-defined]
+        if width == old:
+            return self
+        cut = {}
+        for name, t in self.tensors().items():
+            if t.dim() >= 2 and t.shape[1] == old and name != "labels":  # attribute scores are not per token
+                cut[name] = t[:, :width].contiguous()
+        return replace(self, **cut)
+
+
 @dataclass
-class Generations:
+class Generations(TensorBatch):
     """What an engine returns, column by column: N = prompts x samples rows, prompt-major.
 
     The stop token is part of the response (and has a logprob). A stop string ends the response with the token that
@@ -74,30 +98,6 @@ class Sample:
     tokens: tuple[int, ...]  # response tokens
     finished: bool  # ended by a stop token or string, not by the limit
     weight_version: int = 0
-
-
-class TensorBatch:
-    """Shared by the batch dataclasses: slicing all tensor fields together."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        found = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
-        return {name: value for name, value in found if hasattr(value, "shape")}
-
-    def select(self, rows: Tensor):
-        """The same batch with only these rows (int64 [n])."""
-        return replace(self, **{name: t.index_select(0, rows.to(t.device)) for name, t in self.tensors().items()})
-
-    def trim(self):
-        """Cut trailing columns that are padding in every row."""
-        width = int(self.lengths.max()) if len(self.lengths) else 1  # type: ignore[attr-defined]
-        old = self.tokens.shape[1]  # type: ignore[attr-defined]
-        if width == old:
-            return self
-        cut = {}
-        for name, t in self.tensors().items():
-            if t.dim() >= 2 and t.shape[1] == old and name != "labels":  # attribute scores are not per token
-                cut[name] = t[:, :width].contiguous()
-        return replace(self, **cut)
 
 
 @dataclass

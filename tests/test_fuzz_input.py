@@ -37,7 +37,7 @@ from aligner.models.hf_config import config_from_hf, hf_config
 from aligner.models.safetensors_io import INDEX, SINGLE, open_hf, write_hf
 from aligner.refit.export import read_extra
 from aligner.run.metrics import read_jsonl
-from aligner.run.stop import read_saves
+from aligner.run.stop import read_progress
 from tests.tiny import MODELS, WINDOWS
 
 CFG = MODELS["qwen3"]
@@ -280,7 +280,7 @@ def test_small_notes_of_a_run_are_whole_or_not_there(tmp_path):
     path = tmp_path / "progress.json"
     path.write_text(json.dumps({"step": 3, "steps": 9, "time": 1.5, "saves_s": [0.5, 2.0]}))
     finite = lambda found, _: all(isinstance(s, float) and math.isfinite(s) for s in found)  # noqa: E731
-    assert fuzz(path, lambda: read_saves(tmp_path), finite, 8, 20, 25)["refused"] == 0
+    assert fuzz(path, lambda: read_progress(tmp_path)[1], finite, 8, 20, 25)["refused"] == 0
     path = tmp_path / "failure-0000.json"
     path.write_text(json.dumps({"time_s": 1.5, "text": "a word", "exit_code": 93}))
 

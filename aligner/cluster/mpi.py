@@ -1,7 +1,7 @@
-"""Bootstrap by MPI: who the ranks are, where they meet, on which hosts they run; and small control messages.
+"""Bootstrap by MPI: who the ranks are, where they meet, on which hosts they run.
 
-Tensors never travel here: torch.distributed carries them. mpi4py and an MPI library are optional; without them the
-ranks take the same numbers from the launcher's variables (`env.py`).
+Nothing else travels here: torch.distributed carries tensors and messages. mpi4py and an MPI library are optional;
+without them the ranks take the same numbers from the launcher's variables (`env.py`).
 """
 
 from __future__ import annotations
@@ -20,40 +20,15 @@ KIND = "ALIGNER_MPI"  # set by the launchers: pmix, pmi2, mpirun; none or unset:
 EXPECTED = "ALIGNER_RANKS"  # the number of ranks that the job was made for
 
 
-class Control:
-    """Control messages among the ranks of one communicator: small Python objects, blocking, in one order on all."""
-
-    def __init__(self, comm: Any):
-        self.comm = comm
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
-
-    def broadcast(self, value: Any, root: int = 0) -> Any:
-        return self.comm.bcast(value, root=root)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
-        return self.comm.allgather(value)
-
-    def any(self, flag: bool) -> bool:
-        return any(self.gather(bool(flag)))
-
-    def barrier(self) -> None:
-        self.comm.Barrier()
-
-    def split(self, role: int) -> Control:
-        """The ranks that gave the same number: actors, critics, ..."""
-        return Control(self.comm.Split(role, self.rank))
-
-
 @dataclass(frozen=True)
 class World:
     env: RankEnv
     hosts: tuple[str, ...]  # of every rank; empty without MPI
-    control: Control | None
+    comm: Any | None  # MPI's communicator of all ranks
 
     def leave(self, well: bool) -> None:
         """Finalize MPI after a good end. That waits for all ranks, so a failing rank must not do it."""
-        if self.control is not None and well:
+        if self.comm is not None and well:
             from mpi4py import MPI
 
             if not MPI.Is_finalized():
@@ -71,7 +46,7 @@ def join(environ: Mapping[str, str] = os.environ) -> World:
     check_sizes(comm.Get_size() if comm else None, env, expected)
     if comm is None:
         return World(env, (), None)
-    return meet(Control(comm), env, environ)
+    return meet(comm, env, environ)
 
 
 def _world_communicator(env: RankEnv) -> Any | None:
@@ -105,20 +80,21 @@ def check_sizes(mpi: int | None, env: RankEnv, expected: str) -> None:
     raise ConfigError("number of ranks", said, "the same number from all", hint)
 
 
-def meet(control: Control, env: RankEnv, environ: Mapping[str, str]) -> World:
+def meet(comm: Any, env: RankEnv, environ: Mapping[str, str]) -> World:
     """Agree on the meeting place, which rank 0 chooses, and on who shares a host."""
-    if control.rank != env.rank:
-        expected = f"the same as MPI's rank {control.rank}"
+    rank = comm.Get_rank()
+    if rank != env.rank:
+        expected = f"the same as MPI's rank {rank}"
         raise ConfigError("rank", env.rank, expected, f"{env.launcher} and MPI number the ranks differently.")
     place = None
-    if control.rank == 0:
+    if rank == 0:
         told = "MASTER_ADDR" in environ or env.launcher == "slurm"
         place = (env.master_addr if told else own_address(), free_port(env.master_port))
-    address, port = control.broadcast(place)
-    hosts = tuple(control.gather(environ.get("SLURMD_NODENAME") or socket.gethostname()))
+    address, port = comm.bcast(place, root=0)
+    hosts = tuple(comm.allgather(environ.get("SLURMD_NODENAME") or socket.gethostname()))
     here = [rank for rank, host in enumerate(hosts) if host == hosts[env.rank]]
     local = {"local_rank": here.index(env.rank), "local_world_size": len(here), "one_host": len(set(hosts)) == 1}
-    return World(replace(env, master_addr=address, master_port=port, **local), hosts, control)
+    return World(replace(env, master_addr=address, master_port=port, **local), hosts, comm)
 
 
 def own_address() -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from aligner.config.checks import one_of
 from aligner.config.options import from_plain
 from aligner.errors import ConfigError, UnknownKeyError
 from aligner.plan.devices import find_device
@@ -29,7 +30,7 @@ class Container:
     flags: list[str] = field(default_factory=list)  # further flags of srun (pyxis) or `apptainer exec`
 
     def __post_init__(self) -> None:
-        _one_of("container.runtime", self.runtime, RUNTIMES)
+        one_of("container.runtime", self.runtime, RUNTIMES)
         if (self.runtime == "none") != (self.image == ""):
             raise ConfigError("container.image", self.image, "an image exactly where container.runtime is not none")
 
@@ -80,10 +81,10 @@ class Site:
     quirks: list[str] = field(default_factory=list)  # what one must know here; shown by `submit --dry-run`
 
     def __post_init__(self) -> None:
-        _one_of("mpi", self.mpi, MPI)
-        _one_of("signal", self.signal, ("USR1", "USR2"))
-        _one_of("gpu_flag", self.gpu_flag, ("gpus-per-node", "gres", "none"))
-        _one_of("rendezvous", self.rendezvous, ("hostname", "address"))
+        one_of("mpi", self.mpi, MPI)
+        one_of("signal", self.signal, ("USR1", "USR2"))
+        one_of("gpu_flag", self.gpu_flag, ("gpus-per-node", "gres", "none"))
+        one_of("rendezvous", self.rendezvous, ("hostname", "address"))
         if self.gpu:
             find_device(self.gpu, "gpu")
         for key in ("gpus_per_node", "ranks_per_node", "cpus_per_rank", "signal_s"):
@@ -133,8 +134,3 @@ def find_site(name: str | None, environ: Mapping[str, str] = os.environ) -> tupl
     if not chosen and cluster:
         chosen = next((known for known in names() if load_site(known).cluster_name == cluster), None)
     return chosen or DEFAULT, load_site(chosen or DEFAULT)
-
-
-def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(key, value, "one of " + ", ".join(allowed))

@@ -56,7 +56,7 @@ def findings(folder: Path) -> list[Finding]:
     """What each rank says went wrong, by time. A rank's note is exact; of a bare log, the time of its last word is."""
     found = []
     for log in sorted(folder.glob("rank-*.log")):
-        text = log.read_text(encoding="utf-8", errors="replace")
+        text = _read(log)
         rank, node = _rank(log), "?"
         headers = [m for m in map(HEADER.match, text.splitlines()) if m]
         if headers:
@@ -75,6 +75,11 @@ def _rank(log: Path) -> int:
     return int(log.stem[len("rank-") :])
 
 
+def _read(path: Path) -> str:
+    """Empty where there is no such file."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
 def last_words(text: str) -> str:
     """The first traceback of a log with its exception, or the first line that tells of a crash; empty if neither."""
     lines = text.splitlines()
@@ -90,8 +95,7 @@ def last_words(text: str) -> str:
 
 def killed(folder: Path) -> tuple[str, str, str] | None:
     """(node, tasks, how) of the first task that a signal ended, unless another had failed by itself before."""
-    path = folder / "srun.log"
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+    for line in _read(folder / "srun.log").splitlines():
         if EXITED.search(line):
             return None
         match = DEATH.search(line)
@@ -102,8 +106,7 @@ def killed(folder: Path) -> tuple[str, str, str] | None:
 
 def _exited(folder: Path) -> tuple[str, int] | None:
     """(node, rank) of the first that ended with an exit code, by srun."""
-    path = folder / "srun.log"
-    match = EXITED.search(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+    match = EXITED.search(_read(folder / "srun.log"))
     return (match[1], int(re.split(r"[,-]", match[2])[0])) if match else None
 
 
@@ -128,7 +131,7 @@ def explain(folder: Path) -> tuple[str, bool]:
     if exited and not found:  # it ended by itself, without a traceback: its last lines are all there is
         node, task = exited
         log = folder / f"rank-{task:04d}.log"
-        tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-15:] if log.is_file() else []
+        tail = _read(log).strip().splitlines()[-15:]
         return "\n".join([f"rank {task} on {node} ended first", f"log: {log}", *(f"  | {line}" for line in tail)]), True
     if found:
         first = found[0]
@@ -150,8 +153,7 @@ def meant(folder: Path, code: int) -> int:
 
 def refused(folder: Path) -> str:
     """What the batch script of a run found wrong by itself after the newest attempt or before it; empty if nothing."""
-    path = folder / "logs" / "refused"
-    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
+    return _read(folder / "logs" / "refused").strip()
 
 
 def attempt_folder(folder: Path) -> Path:

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aligner.errors import AlignerError
@@ -41,23 +41,23 @@ class Status:
 def attempts(run: Path, alive: bool, now_s: float) -> list[Attempt]:
     """What launchers/body.sh recorded. An attempt without an end ended when the next began; the last one is going on
     if its job is `alive`, else its end is the last sign of life in its logs."""
-    path = run / "logs" / "attempts.tsv"
-    rows = [line.split("\t") for line in path.read_text().splitlines()] if path.is_file() else []
     found: list[Attempt] = []
-    for kind, job, _attempt, epoch, _step, _what, ranks in (row for row in rows if len(row) == 7):
+    for kind, job, _attempt, epoch, _step, _what, ranks in (row for row in recorded(run) if len(row) == 7):
+        if found and found[-1].end_s is None:
+            found[-1] = replace(found[-1], end_s=float(epoch))
         if kind == "start":
-            if found and found[-1].end_s is None:
-                last = found.pop()
-                found.append(Attempt(last.job, last.start_s, float(epoch), last.ranks))
             found.append(Attempt(job, float(epoch), None, int(ranks)))
-        elif found and found[-1].end_s is None:
-            last = found.pop()
-            found.append(Attempt(last.job, last.start_s, float(epoch), last.ranks))
     if found and found[-1].end_s is None:
-        last = found.pop()
+        last = found[-1]
         sign = max((p.stat().st_mtime for p in run.glob("logs/*/rank-*.log")), default=last.start_s)
-        found.append(Attempt(last.job, last.start_s, now_s if alive else max(sign, last.start_s), last.ranks))
+        found[-1] = replace(last, end_s=now_s if alive else max(sign, last.start_s))
     return found
+
+
+def recorded(run: Path) -> list[list[str]]:
+    """The rows of what the batch script noted."""
+    path = run / "logs" / "attempts.tsv"
+    return [line.split("\t") for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def status(run: Path, jobs: dict[str, str], now_s: float) -> Status:
@@ -89,8 +89,7 @@ def status(run: Path, jobs: dict[str, str], now_s: float) -> Status:
 
 
 def last_job(run: Path) -> str | None:
-    path = run / "logs" / "attempts.tsv"
-    rows = [line.split("\t") for line in path.read_text().splitlines()] if path.is_file() else []
+    rows = recorded(run)
     return rows[-1][1] if rows else None
 
 

@@ -10,7 +10,7 @@ between ranks. So a slot's prompt depends on the stream and on rewards alone, no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -45,19 +45,9 @@ class Groups:
 
     def take(self, places: Sequence[int]) -> Groups:
         rows = [place * self.size + i for place in places for i in range(self.size)]
-        index = torch.tensor(rows, dtype=torch.int64)
-        g = self.generations
         return Groups(
             [self.slots[i] for i in places],
-            replace(
-                g,
-                tokens=g.tokens[index],
-                lengths=g.lengths[index],
-                logprobs=g.logprobs[index],
-                finish_reason=g.finish_reason[index],
-                full_logprobs=None if g.full_logprobs is None else g.full_logprobs[index],
-                routing=None if g.routing is None else g.routing[index],
-            ),
+            self.generations.select(torch.tensor(rows, dtype=torch.int64)),
             [self.samples[row] for row in rows],
             {name: [column[row] for row in rows] for name, column in self.components.items()},
         )

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
-
-from aligner.run.metrics import append_jsonl, truncate_jsonl
 
 FILE = "alarms.jsonl"
 STREAK = 3  # noisy metrics must be bad this many records in a row
@@ -123,14 +120,3 @@ class Alarms:
         return [
             ("hacking", {"value": known["eval/accuracy"], "best": best, "reward": reward, "reward_then": reward_then})
         ]
-
-
-def write_alarms(run_dir: str | Path, step: int, lines: Sequence[str], rank: int = 0) -> None:
-    """Append the lines to alarms.jsonl, for the report."""
-    if rank == 0 and lines:
-        append_jsonl(Path(run_dir) / FILE, [{"step": step, "text": line} for line in lines])
-
-
-def truncate_alarms(run_dir: str | Path, step: int) -> None:
-    """On resume (rank 0): drop the alarms later than `step`, which will go off again."""
-    truncate_jsonl(Path(run_dir) / FILE, step)

@@ -77,12 +77,11 @@ def note(run_dir: Path, path: Path, step: int, was: Mapping[str, Any] | None, fo
     if told:
         print(f"changed from step {step} on: {', '.join(map(str, told))}", flush=True)
     if found:
-        notes = {name: _plain(part) for name, part in (("accepted", accepted), ("told", told))}
+        notes = {
+            name: [{"key": change.key, "was": change.was, "now": change.now} for change in part]
+            for name, part in (("accepted", accepted), ("told", told))
+        }
         record = {"step": step} | notes
         before = read_jsonl(run_dir / FILE)
         if not before or {name: before[-1][name] for name in record} != record:  # killed before the next checkpoint
             append_jsonl(run_dir / FILE, [record | {"time": round(time.time(), 3)}])
-
-
-def _plain(part: Sequence[Change]) -> list[dict[str, Any]]:
-    return [{"key": change.key, "was": change.was, "now": change.now} for change in part]

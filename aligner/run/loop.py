@@ -14,16 +14,18 @@ from typing import Any
 from aligner.config.freeze import accept, refuse
 from aligner.config.sections.run import RunConfig
 from aligner.errors import AlignerError
-from aligner.run.alarms import Alarms, truncate_alarms, write_alarms
+from aligner.run.alarms import FILE as ALARMS
+from aligner.run.alarms import Alarms
 from aligner.run.changes import AnotherRunError
 from aligner.run.checkpoints import Checkpoints
-from aligner.run.contract import DONE, PROGRESS
+from aligner.run.contract import DONE, PROGRESS, STOPPED
 from aligner.run.memory import peak_rss_bytes
-from aligner.run.metrics import MetricsLogger
+from aligner.run.metrics import MetricsLogger, append_jsonl, truncate_jsonl
 from aligner.run.phases import PhaseMemory
 from aligner.run.progress import ProgressBar
-from aligner.run.sample_table import SampleRow, print_samples, truncate_samples, write_samples
-from aligner.run.stop import Boundary, StopRequested, read_saved, read_saves, write_progress, write_stopped
+from aligner.run.sample_table import FILE as SAMPLES
+from aligner.run.sample_table import SampleRow, print_samples
+from aligner.run.stop import Boundary, StopRequested, read_progress, write_json
 from aligner.run.timers import Timers
 from aligner.types import ScalarMetrics
 
@@ -85,10 +87,11 @@ class Run:
             accept(self.dir)
             self.accepted()
             (self.dir / DONE).unlink(missing_ok=True)
-            truncate_samples(self.config.dir, self.step)
-            truncate_alarms(self.config.dir, self.step)
-            self.boundary.deadline.saves_s.extend(read_saves(self.dir))
-            self._tell_lost()
+            for name in (SAMPLES, ALARMS):
+                truncate_jsonl(self.dir / name, self.step)
+            saved, saves_s = read_progress(self.dir)
+            self.boundary.deadline.saves_s.extend(saves_s)
+            self._tell_lost(saved)
             if self.step:
                 print(f"resumed at step {self.step} of {self.config.steps}", flush=True)
         total = self.config.steps
@@ -102,9 +105,8 @@ class Run:
                 yield self.step + 1
             self._end()
 
-    def _tell_lost(self) -> None:
+    def _tell_lost(self, saved: int) -> None:
         """A checkpoint that was committed and is not found: deleted, or not to be seen yet on this node."""
-        saved = read_saved(self.dir)
         if self.config.resume == "auto" and saved > self.step:
             found = (
                 f"the newest one that can be used here is of step {self.step}" if self.step else "there is none here"
@@ -123,15 +125,17 @@ class Run:
             self._complete()
             self._tell_progress()
             if self.rank == 0:
-                write_stopped(self.dir, self.step, reason)
+                write_json(self.dir / STOPPED, {"step": self.step, "reason": reason})
             self.logger.close()
             raise StopRequested(f"{self.stage} stopped at step {self.step} of {self.config.steps}: {reason}")
         return True
 
     def _tell_progress(self) -> None:
         if self.rank == 0:
-            saved, saves_s = self.checkpoints.committed, [round(s, 3) for s in self.boundary.deadline.saves_s]
-            write_progress(self.dir, self.step, self.config.steps, saved=saved, saves_s=saves_s)
+            # for the batch script and people who watch
+            told = {"step": self.step, "steps": self.config.steps, "saved": self.checkpoints.committed}
+            told["saves_s"] = [round(s, 3) for s in self.boundary.deadline.saves_s]
+            write_json(self.dir / PROGRESS, told)
 
     def _end(self) -> None:
         if self.evaluate and self.last_eval.get("_step") != self.step:
@@ -176,14 +180,15 @@ class Run:
     def _record(self, step: int, metrics: ScalarMetrics, samples: Sequence[SampleRow]) -> None:
         """Metrics, alarms and samples of a step, to files and terminal."""
         self.logger.log(step, metrics)
-        lines = self.alarms.check(metrics, step) if self.rank == 0 else []
-        write_alarms(self.config.dir, step, lines, self.rank)
-        for line in lines:
+        if self.rank:
+            return
+        for line in self.alarms.check(metrics, step):
+            append_jsonl(self.dir / ALARMS, [{"step": step, "text": line}])
             self._bar.write(line)  # type: ignore[union-attr]
         if self.config.samples_every and (step == 1 or step % self.config.samples_every == 0) and samples:
-            write_samples(self.config.dir, step, samples, self.rank)
+            append_jsonl(self.dir / SAMPLES, [{"step": step, **row.record()} for row in samples])
             if self.progress:
-                print_samples(step, samples, self.samples_shown, self.rank)
+                print_samples(step, samples, self.samples_shown)
 
     def _evaluate(self) -> ScalarMetrics:
         assert self.evaluate is not None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from aligner.config.sections.logging import LoggingConfig, WandbConfig
+from aligner.config.sections.logging import LoggingConfig
 from aligner.errors import AlignerError, ConfigError, MissingExtraError, WriteError
 from aligner.files import write_whole
 from aligner.foreign import parse_json, record
@@ -149,17 +149,13 @@ class MetricsLogger:
             if step == last:
                 record = {**self._last, **record}
                 _replace(self._joined, [record])
-                self._cut()
+                os.truncate(self._path, self._offset)  # the last record is written again
             with self._path.open("ab") as file:
                 self._offset = os.fstat(file.fileno()).st_size
                 file.write(json.dumps(record).encode() + b"\n")
         except OSError as cause:
             raise unwritable(self._path, cause) from cause
         self._last = record
-
-    def _cut(self) -> None:
-        """Drop the last record, to be written again."""
-        os.truncate(self._path, self._offset)
 
     def _mend(self) -> None:
         """Put back the record that was cut off and never written."""
@@ -197,20 +193,17 @@ def _start_wandb(run_dir: Path, config: LoggingConfig, full_config: dict[str, An
     if not id_file.exists():
         write_whole(id_file, uuid.uuid4().hex[:12], durable=False)  # a kill in between may not leave an empty id
     try:
-        return _init_wandb(wandb, run_dir, wandb_config, id_file.read_text(), full_config)
+        return wandb.init(
+            project=wandb_config.project,
+            entity=wandb_config.entity or None,
+            mode=wandb_config.mode,
+            id=id_file.read_text(),
+            # offline runs of one id are joined by `wandb sync`
+            resume="allow" if wandb_config.mode == "online" else None,
+            dir=str(run_dir),
+            name=run_dir.name,
+            config=full_config,
+        )
     except wandb.errors.Error as cause:  # no key, no such entity
         hint = f"{' '.join(str(cause).split())[:200]} Set WANDB_API_KEY, or logging.wandb.mode=offline."
         raise ConfigError("logging.wandb.mode", wandb_config.mode, "an account on the server", hint) from None
-
-
-def _init_wandb(wandb: Any, run_dir: Path, config: WandbConfig, run_id: str, full_config: dict[str, Any]) -> Any:
-    return wandb.init(
-        project=config.project,
-        entity=config.entity or None,
-        mode=config.mode,
-        id=run_id,
-        resume="allow" if config.mode == "online" else None,  # offline runs of one id are joined by `wandb sync`
-        dir=str(run_dir),
-        name=run_dir.name,
-        config=full_config,
-    )

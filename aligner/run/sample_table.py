@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from aligner.run.metrics import append_jsonl, finite, truncate_jsonl
+from aligner.run.metrics import finite
 
 FILE = "samples.jsonl"
 
@@ -57,9 +56,9 @@ def printable(text: str, limit: int = 400) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in cut)
 
 
-def print_samples(step: int, rows: Sequence[SampleRow], n: int, rank: int = 0, console: Console | None = None) -> None:
-    """A table of the first n rows, on rank 0 only."""
-    if rank or n <= 0 or not rows:
+def print_samples(step: int, rows: Sequence[SampleRow], n: int, console: Console | None = None) -> None:
+    """A table of the first n rows."""
+    if n <= 0 or not rows:
         return
     table = Table(title=f"samples of step {step}", show_lines=True, title_justify="left")
     for column, justify in (("prompt", "left"), ("response", "left"), ("reward", "right"), ("advantage", "right")):
@@ -79,15 +78,3 @@ def print_samples(step: int, rows: Sequence[SampleRow], n: int, rank: int = 0, c
             *([Text("\n".join(scores))] if several else []),
         )
     (console or Console(stderr=True)).print(table)
-
-
-def write_samples(run_dir: str | Path, step: int, rows: Sequence[SampleRow], rank: int = 0) -> None:
-    """Append the rows to samples.jsonl, each with its step."""
-    if rank:
-        return
-    append_jsonl(Path(run_dir) / FILE, [{"step": step, **row.record()} for row in rows])
-
-
-def truncate_samples(run_dir: str | Path, step: int) -> None:
-    """On resume (rank 0): drop the rows later than `step`."""
-    truncate_jsonl(Path(run_dir) / FILE, step)

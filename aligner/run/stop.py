@@ -28,7 +28,7 @@ from aligner.config.sections.cluster import ClusterConfig
 from aligner.errors import AlignerError
 from aligner.files import write_whole
 from aligner.foreign import read_record
-from aligner.run.contract import PROGRESS, STOPPED
+from aligner.run.contract import PROGRESS
 from aligner.run.metrics import unwritable
 
 DEADLINE = 1000  # in place of a signal number
@@ -127,33 +127,19 @@ def restarted(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
-def write_stopped(run_dir: Path, step: int, reason: str) -> None:
-    write_json(run_dir / STOPPED, {"step": step, "reason": reason, "time": round(time.time(), 3)})
-
-
-def write_progress(run_dir: Path, step: int, steps: int, **more: Any) -> None:
-    """How far the run is, for the batch script and people who watch: replaced at each step, never half-written."""
-    write_json(run_dir / PROGRESS, {"step": step, "steps": steps, "time": round(time.time(), 3), **more})
-
-
-def read_saves(run_dir: Path) -> list[float]:
-    """Seconds of the last saves of earlier starts; none where no whole file has any."""
+def read_progress(run_dir: Path) -> tuple[int, list[float]]:
+    """Of earlier starts the newest step that was committed and the seconds of the last saves, as far as a whole file
+    tells; else 0 and none."""
     try:
-        return read_record(run_dir / PROGRESS, AlignerError).numbers("saves_s", [])
+        told = read_record(run_dir / PROGRESS, AlignerError)
+        return told.integer("saved", 0), told.numbers("saves_s", [])
     except AlignerError:
-        return []
-
-
-def read_saved(run_dir: Path) -> int:
-    """The newest step that was committed, as far as is known; else 0."""
-    try:
-        return read_record(run_dir / PROGRESS, AlignerError).integer("saved", 0)
-    except AlignerError:
-        return 0
+        return 0, []
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a small file whole. Raises WriteError."""
+    """Replace a small file whole, with the time added. Raises WriteError."""
+    content = {**content, "time": round(time.time(), 3)}
     try:
         write_whole(path, json.dumps(content) + "\n", durable=False)
     except OSError as cause:

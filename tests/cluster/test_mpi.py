@@ -68,31 +68,13 @@ def on_ranks(size, function):
 def test_ranks_agree_on_the_place_and_on_who_shares_a_host():
     def job(comm):
         env = RankEnv(comm.rank, 0, 4, 4, "wrong", 29400 + comm.rank, "openmpi")
-        return mpi.meet(mpi.Control(comm), env, {"SLURMD_NODENAME": f"n{comm.rank // 2}", "MASTER_ADDR": "x"})
+        return mpi.meet(comm, env, {"SLURMD_NODENAME": f"n{comm.rank // 2}", "MASTER_ADDR": "x"})
 
     worlds = on_ranks(4, job)
     assert {world.hosts for world in worlds} == {("n0", "n0", "n1", "n1")}
     assert [(w.env.local_rank, w.env.local_world_size) for w in worlds] == [(0, 2), (1, 2), (0, 2), (1, 2)]
     assert {(w.env.master_addr, w.env.master_port) for w in worlds} == {("wrong", worlds[0].env.master_port)}
     assert 29400 <= worlds[0].env.master_port < 29600
-
-
-def test_control_messages():
-    def job(comm):
-        control = mpi.Control(comm)
-        part = control.split(comm.rank % 2)
-        control.barrier()
-        return (
-            control.broadcast({"stop": comm.rank}, root=1),
-            control.gather(comm.rank * 10),
-            (control.any(comm.rank == 2), control.any(False)),
-            (part.rank, part.size, part.gather(comm.rank)),
-        )
-
-    results = on_ranks(3, job)
-    assert [r[0] for r in results] == [{"stop": 1}] * 3 and [r[1] for r in results] == [[0, 10, 20]] * 3
-    assert [r[2] for r in results] == [(True, False)] * 3
-    assert [r[3] for r in results] == [(0, 2, [0, 2]), (0, 1, [1]), (1, 2, [0, 2])]
 
 
 def test_sizes_that_differ_are_one_clear_error():
@@ -108,7 +90,7 @@ def test_sizes_that_differ_are_one_clear_error():
 def test_ranks_numbered_differently_are_refused():
     env = RankEnv(rank=1, world_size=2, launcher="slurm")
     with pytest.raises(ConfigError, match="number the ranks differently"):
-        mpi.meet(mpi.Control(Comm(0, 1, _shared(1))), env, {})
+        mpi.meet(Comm(0, 1, _shared(1)), env, {})
 
 
 def test_without_mpi_the_launchers_numbers_count(monkeypatch, capsys):

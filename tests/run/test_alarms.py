@@ -7,8 +7,7 @@ import math
 
 import pytest
 
-from aligner.run.alarms import STREAK, TEXTS, Alarms, truncate_alarms, write_alarms
-from aligner.run.metrics import read_jsonl
+from aligner.run.alarms import STREAK, TEXTS, Alarms
 
 HEALTHY = {
     "policy/entropy": 2.0,
@@ -126,13 +125,3 @@ def test_a_resumed_run_does_not_repeat_and_goes_on_counting():
     lines = run([bad] * 5, start=10, watch=second)
     assert len(lines) == 1
     assert "alarm at step 10: entropy collapsed" in lines[0]
-
-
-def test_alarms_file(tmp_path):
-    write_alarms(tmp_path, 3, ["first"])
-    write_alarms(tmp_path, 4, [])
-    write_alarms(tmp_path, 5, ["second"])
-    write_alarms(tmp_path, 5, ["other rank"], rank=1)
-    assert [r["text"] for r in read_jsonl(tmp_path / "alarms.jsonl")] == ["first", "second"]
-    truncate_alarms(tmp_path, 4)
-    assert [r["text"] for r in read_jsonl(tmp_path / "alarms.jsonl")] == ["first"]

@@ -9,9 +9,9 @@ import time
 import pytest
 from rich.console import Console
 
-from aligner.run.metrics import read_jsonl
+from aligner.run.metrics import append_jsonl, read_jsonl
 from aligner.run.progress import ProgressBar
-from aligner.run.sample_table import SampleRow, print_samples, printable, truncate_samples, write_samples
+from aligner.run.sample_table import FILE, SampleRow, print_samples, printable
 from aligner.run.timers import Timers
 
 
@@ -82,9 +82,9 @@ ROWS = [
 ]
 
 
-def table(**options) -> str:
+def table() -> str:
     file = io.StringIO()
-    print_samples(7, ROWS, 2, console=Console(file=file, width=120, color_system=None), **options)
+    print_samples(7, ROWS, 2, console=Console(file=file, width=120, color_system=None))
     return file.getvalue()
 
 
@@ -96,7 +96,6 @@ def test_model_text_is_shown_not_interpreted():
     assert "hidden" not in text  # only n rows
     assert "+0.5" in text
     assert "limit" in text
-    assert table(rank=1) == ""
 
 
 def test_scores_of_several_functions_are_shown():
@@ -113,17 +112,14 @@ def test_printable_cuts_and_keeps_lines():
 
 
 def test_samples_file(tmp_path):
-    for step in (1, 2, 3):
-        write_samples(tmp_path, step, ROWS)
-    write_samples(tmp_path, 4, ROWS, rank=1)
-    truncate_samples(tmp_path, 2)
-    found = read_jsonl(tmp_path / "samples.jsonl")
-    assert [r["step"] for r in found] == [1] * 3 + [2] * 3
+    append_jsonl(tmp_path / FILE, [row.record() for row in ROWS])
+    found = read_jsonl(tmp_path / FILE)
     assert found[1]["reward"] is None
     assert found[1]["response"] == ROWS[1].response
     assert found[0]["finished"] is True
     columns = {"answer": 4, "entry": {"a": 1}, "long": "x" * 9999, "bad": math.inf}
-    write_samples(tmp_path, 5, [SampleRow("p", "r", 1.0, 0.0, True, {"math": 0.5, "style": None}, columns)])
-    last = read_jsonl(tmp_path / "samples.jsonl")[-1]
+    row = SampleRow("p", "r", 1.0, 0.0, True, {"math": 0.5, "style": None}, columns)
+    append_jsonl(tmp_path / FILE, [row.record()])
+    last = read_jsonl(tmp_path / FILE)[-1]
     assert last["scores"] == {"math": 0.5, "style": None}
     assert last["columns"] == {"answer": 4, "entry": "{'a': 1}", "long": "x" * 2000 + " ...", "bad": None}

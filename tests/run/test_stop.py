@@ -15,7 +15,7 @@ from aligner.__main__ import main
 from aligner.cluster.watch import newest_step
 from aligner.config.sections.cluster import ClusterConfig
 from aligner.errors import NO_RESTART, AlignerError, CheckpointError, ConfigError, RewardError, WriteError
-from aligner.run.stop import Boundary, Deadline, allocation_end, process_age_s, read_saves, restarted
+from aligner.run.stop import Boundary, Deadline, allocation_end, process_age_s, read_progress, restarted
 from tests import stages
 
 MORE = ["run.steps=4", "logging.progress=false", "optim.schedule=cosine"]
@@ -113,7 +113,7 @@ def test_a_deadline_counts_the_longest_step_and_save():
 @pytest.mark.parametrize("text", ["null", "[]", "", '{"saves_s": null}', '{"saves_s": 7}', '{"saves_s": [null]}'])
 def test_a_strange_progress_file_tells_nothing(tmp_path, text):
     (tmp_path / "progress.json").write_text(text)
-    assert read_saves(tmp_path) == [] and newest_step(tmp_path, {3: 1.0}) == 3
+    assert read_progress(tmp_path)[1] == [] and newest_step(tmp_path, {3: 1.0}) == 3
 
 
 def test_the_end_of_a_job(tmp_path, monkeypatch):

@@ -10,9 +10,8 @@ import pytest
 
 from aligner import __main__ as command_line
 from aligner.errors import AlignerError, ConfigError
-from aligner.run.alarms import write_alarms
-from aligner.run.metrics import read_jsonl
-from aligner.run.sample_table import SampleRow, write_samples
+from aligner.run.metrics import append_jsonl, read_jsonl
+from aligner.run.sample_table import SampleRow
 from aligner.tools import report_runs, svg
 from aligner.tools.multirun import show_jobs
 from aligner.tools.report import main
@@ -63,8 +62,9 @@ def make_run(folder, steps: int = 5, scale: float = 1.0):
             }
             record |= {"time/generate_s": 1.0, "time/update_s": 2.0, "time/eval/generate_s": 9.0, EVIL: 1.0}
             file.write(json.dumps(record) + "\n")
-    write_samples(folder, 3, [SampleRow(EVIL, f"{EVIL} answer", 1.0, 0.25, True)])
-    write_alarms(folder, 4, [f"alarm at step 4: {EVIL}"])
+    row = SampleRow(EVIL, f"{EVIL} answer", 1.0, 0.25, True)
+    append_jsonl(folder / "samples.jsonl", [{"step": 3, **row.record()}])
+    append_jsonl(folder / "alarms.jsonl", [{"step": 4, "text": f"alarm at step 4: {EVIL}"}])
     (folder / "config.yaml").write_text(f"run:\n  name: '{EVIL}'\n")
     (folder / "summary.json").write_text(json.dumps({"sft": {"accuracy": 0.375}, EVIL: EVIL}))
     return folder
