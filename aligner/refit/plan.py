@@ -119,9 +119,6 @@ class Plan:
             shares[message.target] += message.bytes
         return max(shares.values(), default=0)
 
-    def bytes_between_ranks(self) -> int:
-        return sum(message.bytes for messages in self.rounds for message in messages)
-
 
 @lru_cache(maxsize=8)
 def plan_refit(

@@ -108,15 +108,6 @@ class RewardPipeline:
         self._pool = DaemonPool(config.workers)
         weakref.finalize(self, self._pool.close)
 
-    def submit(self, samples: Sequence[Sample], update: bool = True) -> PendingScores:
-        """Start scoring in the background. Call `result()` of what this returns in the main thread."""
-        return PendingScores(self, list(samples), update)
-
-    def score(self, samples: Sequence[Sample], update: bool = True) -> Scores:
-        """Score now. With `update` (training) and reward.normalize this is collective over `reduce`'s ranks; without
-        (evaluation) the running statistics are used but not changed."""
-        return self.submit(samples, update).result()
-
     def probe(self, prompts: Sequence[Prompt]) -> dict[str, Component]:
         """Call every function on two samples of real prompts, so that a broken one fails before training.
 
@@ -128,7 +119,7 @@ class RewardPipeline:
             Sample(prompt, index, text, prompt.tokens[-1:], finished=True)
             for index, (prompt, text) in enumerate(zip(pair, ("0", "probe"), strict=True))
         ]
-        components = PendingScores(self, samples, update=False, models=False).components()
+        components = self.functions(samples)
         self.take_late()
         return components
 
@@ -154,7 +145,7 @@ class RewardPipeline:
     def functions(self, samples: Sequence[Sample], early: Mapping[int, Early] | None = None) -> dict[str, Component]:
         """The components of all functions, without models: what one rank can score of its own share. `early`: what
         `score_early` returned for some of the samples, by their place."""
-        return PendingScores(self, list(samples), update=False, models=False, early=early).components()
+        return _Scoring(self, list(samples), early or {}).components()
 
     @property
     def scores_early(self) -> bool:
@@ -227,23 +218,14 @@ class RewardPipeline:
         self._pool.close()
 
 
-class PendingScores:
-    """A batch that is being scored. `done()` never blocks; `result()` waits and may run collectives."""
+class _Scoring:
+    """One batch with the functions of a pipeline, which start at once; `begun`: what `score_early` started before."""
 
-    def __init__(
-        self,
-        pipeline: RewardPipeline,
-        samples: list[Sample],
-        update: bool,
-        models: bool = True,
-        early: Mapping[int, Early] | None = None,
-    ):
-        self._pipeline, self._samples, self._update = pipeline, samples, update
+    def __init__(self, pipeline: RewardPipeline, samples: list[Sample], begun: Mapping[int, Early]):
+        self._pipeline, self._samples = pipeline, samples
         self._started = threading.Event()
         self._start_s = 0.0
-        self._models = models
         self._jobs: dict[Future, tuple[Reward, list[int]]] = {}  # and the places of its samples
-        begun = early or {}
         if begun:
             self._start()  # those have had time already: now the limit is of what is left
         for reward in pipeline.rewards_of_threads:
@@ -253,16 +235,10 @@ class PendingScores:
                 job = pipeline._pool.submit(self._run, reward, part, last=_late_score(reward) is not None)
                 self._jobs[job] = (reward, part)
 
-    def done(self) -> bool:
-        return all(job.done() for job in self._jobs)
-
-    def result(self) -> Scores:
+    def components(self) -> dict[str, Component]:
         """Raises RewardError if a function raised, returned no score, or is not ready reward.timeout_s after the
         first of this batch's functions began."""
-        return self._pipeline.combine(self.components(), len(self._samples), self._update)
-
-    def components(self) -> dict[str, Component]:
-        scored = self._pipeline.models(self._samples) if self._models else {}
+        scored: dict[str, Component] = {}
         late = self._wait()
         for job, (reward, places) in self._jobs.items():
             component = scored.setdefault(reward.name, [None] * len(self._samples))

@@ -220,11 +220,11 @@ def test_bytes_between_ranks_are_what_is_missing():
     cfg = SHAPES["llama"]
     sizes = {n: t.numel() * BYTES for n, t in full_tensors(cfg).items()}
     plan = plan_refit(TrainerGrid(4, pipeline=2), EngineGrid((0, 1)), hf_tensors(cfg), BYTES, 5000)
-    assert plan.bytes_between_ranks() == sum(sizes.values())
+    assert sum(m.bytes for turn in plan.rounds for m in turn) == sum(sizes.values())
     # tensor parallel on both sides, but on other ranks: every replica receives one model in all
     moved = plan_refit(TrainerGrid(4, 2), EngineGrid((2, 3, 4, 5), 2), hf_tensors(cfg), BYTES, 5000)
     replicated = sum(sizes[t.name] for t in moved.tensors if not t.sharded)
-    assert moved.bytes_between_ranks() == 2 * (sum(sizes.values()) + replicated)
+    assert sum(m.bytes for turn in moved.rounds for m in turn) == 2 * (sum(sizes.values()) + replicated)
     assert not moved.local
 
 

@@ -39,8 +39,14 @@ def custom(function, name: str = "custom") -> FunctionReward:
     return FunctionReward(function, name, {}, "reward.functions[0]")
 
 
-def pipeline(rewards, reduce=None, **config) -> RewardPipeline:
-    return RewardPipeline(rewards, RewardConfig(**config), reduce)
+class Pipeline(RewardPipeline):
+    def score(self, samples, update=True):
+        components = self.functions(samples) | self.models(samples)
+        return self.combine(components, len(samples), update)
+
+
+def pipeline(rewards, reduce=None, **config) -> Pipeline:
+    return Pipeline(rewards, RewardConfig(**config), reduce)
 
 
 def test_none_is_no_part_of_the_sum_and_all_none_is_invalid():
@@ -71,20 +77,6 @@ def test_functions_run_at_the_same_time():
 
     rewards = [(custom(f, f"f{i}"), 1.0) for i in range(3)]
     assert pipeline(rewards, workers=3).score(samples([0.0])).total == [3.0]
-
-
-def test_submit_overlaps_with_the_caller():
-    go = threading.Event()
-
-    def f(samples):
-        assert go.wait(10)
-        return [1.0 for _ in samples]
-
-    pending = pipeline([(custom(f), 1.0)]).submit(samples([0.0, 0.0]))
-    assert not pending.done()
-    go.set()
-    assert pending.result().total == [1.0, 1.0]
-    assert pending.done()
 
 
 def test_per_sample_functions_are_cut_into_chunks_others_are_not():
@@ -260,7 +252,7 @@ def test_a_hanging_function_does_not_keep_the_process():
         "from aligner.rewards.functions import FunctionReward\n"
         "hang = FunctionReward(lambda samples: time.sleep(600), 'hang', {}, 'k')\n"
         "sample = Sample(Prompt(0, (1,), ''), 0, '', (1,), True)\n"
-        "try:\n    RewardPipeline([(hang, 1.0)], RewardConfig(timeout_s=0.1)).score([sample])\n"
+        "try:\n    RewardPipeline([(hang, 1.0)], RewardConfig(timeout_s=0.1)).functions([sample])\n"
         "except RewardError:\n    print('told')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
@@ -423,5 +415,5 @@ def test_metrics_reduced_over_ranks_are_those_of_all_samples(values, cut):
 def test_config_is_not_changed():
     config = RewardConfig(clip=1.0)
     before = replace(config)
-    RewardPipeline([(column("v"), 1.0)], config).score(samples([5.0]))
+    Pipeline([(column("v"), 1.0)], config).score(samples([5.0]))
     assert config == before

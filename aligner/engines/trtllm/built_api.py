@@ -42,48 +42,32 @@ _SYMBOLS = (
     "tensorrt:Refitter.refit_cuda_engine",
 )
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "tensorrt_llm.builder:BuildConfig": (
-        *["max_input_len", "max_seq_len", "max_batch_size", "max_beam_width", "max_num_tokens", "kv_cache_type"],
-        *["strongly_typed", "use_refit", "plugin_config", "output_timing_cache"],
-    ),
-    "tensorrt_llm.plugin:PluginConfig": ("use_fused_mlp", "use_paged_context_fmha"),
-    "tensorrt_llm.runtime:ModelRunner.from_engine": (
-        *["engine", "max_output_len", "lora_dir", "rank", "debug_mode", "lora_ckpt_source", "medusa_choices", "stream"],
-        *["gpu_weights_percent", "enable_context_fmha_fp32_acc", "multi_block_mode"],
-    ),
-    "tensorrt_llm.runtime:ModelRunner.generate": (
-        *["batch_input_ids", "sampling_config", "stopping_criteria", "logits_processor"],
-    ),
-    "tensorrt_llm.runtime:SamplingConfig": (
-        *[
-            "end_id",
-            "pad_id",
-            "max_new_tokens",
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "random_seed",
-            "min_length",
-            "num_beams",
-        ],
-        *["use_beam_hyps", "stop_words_list", "output_sequence_lengths", "return_dict"],
-    ),
+    symbol: tuple(names.split())
+    for symbol, names in {
+        "tensorrt_llm.builder:BuildConfig": (
+            "max_input_len max_seq_len max_batch_size max_beam_width max_num_tokens kv_cache_type strongly_typed "
+            "use_refit plugin_config output_timing_cache"
+        ),
+        "tensorrt_llm.plugin:PluginConfig": "use_fused_mlp use_paged_context_fmha",
+        "tensorrt_llm.runtime:ModelRunner.from_engine": (
+            "engine max_output_len lora_dir rank debug_mode lora_ckpt_source medusa_choices stream gpu_weights_percent "
+            "enable_context_fmha_fp32_acc multi_block_mode"
+        ),
+        "tensorrt_llm.runtime:ModelRunner.generate": (
+            "batch_input_ids sampling_config stopping_criteria logits_processor"
+        ),
+        "tensorrt_llm.runtime:SamplingConfig": (
+            "end_id pad_id max_new_tokens temperature top_k top_p min_p random_seed min_length num_beams use_beam_hyps "
+            "stop_words_list output_sequence_lengths return_dict"
+        ),
+    }.items()
 }
 
 
-def _serving(prefix: str) -> Version:
-    return Version(prefix, _SYMBOLS, _ARGUMENTS, request_seeds=True, min_p=True)
-
-
+_GONE = "the builder and its runtime are gone; engine=trtllm runs on it"
 VERSIONS = (
-    _serving("1.0"),
-    _serving("1.1"),
-    _serving("1.2"),
-    *(
-        Version(p, (), {}, refused="the builder and its runtime are gone; engine=trtllm runs on it")
-        for p in ("1.3", "1.4")
-    ),
+    *(Version(prefix, _SYMBOLS, _ARGUMENTS, request_seeds=True, min_p=True) for prefix in ("1.0", "1.1", "1.2")),
+    *(Version(prefix, (), {}, refused=_GONE) for prefix in ("1.3", "1.4")),
 )
 NOT_RUN = (
     "building an engine, and how long that takes",

@@ -20,7 +20,7 @@ import inspect
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from inspect import isclass
 from typing import Any
 
@@ -92,6 +92,14 @@ class Version:
     refused: str = ""
 
 
+_SLEEPING = Version(
+    "1.3",
+    _SYMBOLS + _RELOAD_SYMBOLS + _SLEEP_SYMBOLS + (*_SLEEP_CONFIG, _LOGPROB_MODE),
+    _arguments("sleep_config", "logprobs_mode"),
+    "sleep_config",
+    processed_logprobs=True,
+    sleep_config=True,
+)
 VERSIONS = (
     Version(
         "1.1",
@@ -101,24 +109,8 @@ VERSIONS = (
         refused="its weights cannot be replaced after loading (no ModelLoader.reload); 1.2 and later can",
     ),
     Version("1.2", _SYMBOLS + _RELOAD_SYMBOLS + _SLEEP_SYMBOLS, _arguments("enable_sleep"), "enable_sleep"),
-    Version(
-        "1.3",
-        _SYMBOLS + _RELOAD_SYMBOLS + _SLEEP_SYMBOLS + (*_SLEEP_CONFIG, _LOGPROB_MODE),
-        _arguments("sleep_config", "logprobs_mode"),
-        "sleep_config",
-        processed_logprobs=True,
-        sleep_config=True,
-    ),
-    Version(
-        "1.4",
-        _SYMBOLS + _RELOAD_SYMBOLS + _SLEEP_SYMBOLS + (*_SLEEP_CONFIG, _LOGPROB_MODE),
-        _arguments("sleep_config", "logprobs_mode"),
-        "sleep_config",
-        processed_logprobs=True,
-        sleep_config=True,
-        request_seeds=True,
-        min_p=True,
-    ),
+    _SLEEPING,
+    replace(_SLEEPING, prefix="1.4", request_seeds=True, min_p=True),
 )
 NOT_RUN = (
     "creating an engine from config.json with load_format=dummy",

@@ -157,7 +157,9 @@ class Worker(BaseWorker):
         self._require()
         arguments = sampling_arguments(sampling, self.row, self.settings.pad_id)
         if "logprobs_mode" in arguments:
-            arguments["logprobs_mode"] = self._processed()
+            from tensorrt_llm.sampling_params import LogprobMode
+
+            arguments["logprobs_mode"] = LogprobMode.PROCESSED
         make = self.api.SamplingParams
         futures: list[Any] = []
         with aborted.watching(futures):
@@ -171,11 +173,6 @@ class Worker(BaseWorker):
             return None
         wanted = logprob_source(sampling, self.row)
         return [self._row(output, wanted == RAW or "logprobs_mode" in arguments) for output in done]
-
-    def _processed(self) -> Any:
-        from tensorrt_llm.sampling_params import LogprobMode
-
-        return LogprobMode.PROCESSED
 
     def _row(self, output: Any, with_logprobs: bool) -> Row:
         tokens = list(output.token_ids)

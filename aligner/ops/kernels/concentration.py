@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.ops.kernels.logprobs import own_columns
 from aligner.ops.reduce import max_over, sum_over
 
 CHUNK_TOKENS = 4096
@@ -20,23 +21,14 @@ def log_square_sum(
     logits [N, V_local], sharded over `group` by columns as in `token_logprobs`: a softmax over all ranks, its squares
     summed by them. No more than CHUNK_TOKENS rows exist in float32 at a time.
     """
-    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    width = logits.shape[-1]
-    columns = min(max(vocab_size - rank * width, 0), width)
-    found = [
-        _chunk(part[:, :columns], temperature, group if ranks > 1 else None) for part in logits.split(CHUNK_TOKENS)
-    ]
-    return torch.cat(found)
+    group, _, columns = own_columns(logits, vocab_size, group)
+    return torch.cat([_chunk(part[:, :columns], temperature, group) for part in logits.split(CHUNK_TOKENS)])
 
 
 def _chunk(logits: Tensor, temperature: float, group: dist.ProcessGroup | None) -> Tensor:
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     # a shard can be all padding, with no column to take the maximum of
-    most = z.amax(-1) if z.shape[1] else z.new_full(z.shape[:1], -torch.inf)
-    if group is not None:
-        most = max_over(most, group)
+    most = max_over(z.amax(-1) if z.shape[1] else z.new_full(z.shape[:1], -torch.inf), group)
     e = (z - most[:, None]).exp()
-    sums = torch.stack([e.sum(-1), e.square().sum(-1)])
-    if group is not None:
-        sums = sum_over(sums, group)
+    sums = sum_over(torch.stack([e.sum(-1), e.square().sum(-1)]), group)
     return sums[1].log() - 2 * sums[0].log()

@@ -47,6 +47,16 @@ def token_logprobs(
     return _TokenLogprobs.apply(logits, targets, shard, entropy)
 
 
+def own_columns(
+    logits: Tensor, vocab_size: int, group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup | None, int, int]:
+    """(`group` if it has several ranks, the vocabulary id of this rank's first column, how many are no padding)."""
+    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    width = logits.shape[-1]
+    assert ranks * width >= vocab_size, f"{ranks} shards of {width} columns hold less than vocab_size={vocab_size}"
+    return group if ranks > 1 else None, rank * width, min(max(vocab_size - rank * width, 0), width)
+
+
 @dataclass(frozen=True)
 class Shard:
     """This rank's columns of the vocabulary, and how a kernel walks over the tokens."""
@@ -72,20 +82,17 @@ class Shard:
         of its arguments."""
         assert logits.dim() == 2, logits.shape
         assert temperature > 0, f"temperature {temperature}: logprobs need one above 0"
-        ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-        width = logits.shape[-1]
-        assert ranks * width >= vocab_size, f"{ranks} shards of {width} columns hold less than vocab_size={vocab_size}"
+        group, offset, columns = own_columns(logits, vocab_size, group)
         on_cpu = logits.device.type == "cpu"
         if on_cpu and ids is not None and ids.numel():  # on a GPU this check would wait for the device
             low, high = ids.aminmax()
             assert low >= 0 and high < vocab_size, f"token ids in [{low}, {high}], vocab_size={vocab_size}"
-        if on_cpu and ranks == 1:
-            chunk_tokens = min(chunk_tokens, IN_CACHE // max(1, width))
-        offset = rank * width
+        if on_cpu and group is None:
+            chunk_tokens = min(chunk_tokens, IN_CACHE // max(1, logits.shape[-1]))
         return cls(
-            group=group if ranks > 1 else None,
+            group=group,
             offset=offset,
-            columns=min(max(vocab_size - offset, 0), width),
+            columns=columns,
             temperature=temperature,
             step=max(1, chunk_tokens),
             dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.ops.kernels.logprobs import own_columns
 from aligner.ops.reduce import max_over
 
 
@@ -15,16 +16,13 @@ def greedy_hits(logits: Tensor, targets: Tensor, *, vocab_size: int, group: dist
 
     logits [N, V_local], sharded over `group` by columns as in `token_logprobs`; targets int64 [N].
     """
-    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    width = logits.shape[-1]
-    columns = min(max(vocab_size - rank * width, 0), width)
+    group, offset, columns = own_columns(logits, vocab_size, group)
     low = torch.finfo(torch.float32).min
     logits = logits[:, :columns]
     best = logits.amax(-1).float() if columns else torch.full(targets.shape, low, device=logits.device)
-    local = targets - rank * width
+    local = targets - offset
     mine = (local >= 0) & (local < columns)
     picked = logits.gather(-1, local.clamp(0, max(columns - 1, 0))[..., None])[..., 0].float() if columns else best
     target = torch.where(mine, picked, low)
-    if ranks > 1:
-        best, target = max_over(torch.stack([best, target]), group)
+    best, target = max_over(torch.stack([best, target]), group)
     return (target >= best).float()

@@ -113,55 +113,23 @@ def kl_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, chosen: T
     return PolicyTerm(loss, lr.detach().exp(), none, none)
 
 
-def _ppo(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
-    return ppo(logprobs, batch.old_logprobs, batch.advantages, cfg.clip_low, cfg.clip_high, cfg.dual_clip)
-
-
 def _reinforce(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
     ratio = log_ratio(logprobs, batch.old_logprobs).detach().exp()
     return reinforce(logprobs, batch.advantages)._replace(ratio=ratio)
 
 
-def _gspo(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
-    return gspo(logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, cfg.clip_low, cfg.clip_high)
-
-
-def _gmpo(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
-    return gmpo(logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, cfg.clip_low, cfg.clip_high)
-
-
-def _cispo(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
-    return cispo(logprobs, batch.old_logprobs, batch.advantages, cfg.ratio_cap)
-
-
-def _sapo(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
-    return sapo(logprobs, batch.old_logprobs, batch.advantages, cfg.sapo.tau_pos, cfg.sapo.tau_neg)
-
-
-def _dppo(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
-    limit, penalty = cfg.dppo.limit, cfg.dppo.penalty
-    return dppo(logprobs, batch.old_logprobs, batch.rollout_logprobs, batch.advantages, limit, penalty)
-
-
-def _clip_cov(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
-    bounds = cfg.clip_low, cfg.clip_high, cfg.dual_clip
-    return clip_cov(logprobs, batch.old_logprobs, batch.advantages, batch.chosen, *bounds)
-
-
-def _kl_cov(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
-    return kl_cov(logprobs, batch.old_logprobs, batch.advantages, batch.chosen, cfg.cov.kl_coef)
-
-
 # `algorithm.policy_loss` -> f(logprobs, micro-batch, cfg.algorithm)
 POLICY_LOSSES: dict[str, Callable[[Tensor, TrainBatch, AlgorithmConfig], PolicyTerm]] = {
-    "ppo": _ppo,
-    "gspo": _gspo,
-    "cispo": _cispo,
-    "sapo": _sapo,
-    "gmpo": _gmpo,
-    "dppo": _dppo,
+    "ppo": lambda lp, b, c: ppo(lp, b.old_logprobs, b.advantages, c.clip_low, c.clip_high, c.dual_clip),
+    "gspo": lambda lp, b, c: gspo(lp, b.old_logprobs, b.advantages, b.loss_mask, c.clip_low, c.clip_high),
+    "cispo": lambda lp, b, c: cispo(lp, b.old_logprobs, b.advantages, c.ratio_cap),
+    "sapo": lambda lp, b, c: sapo(lp, b.old_logprobs, b.advantages, c.sapo.tau_pos, c.sapo.tau_neg),
+    "gmpo": lambda lp, b, c: gmpo(lp, b.old_logprobs, b.advantages, b.loss_mask, c.clip_low, c.clip_high),
+    "dppo": lambda lp, b, c: dppo(lp, b.old_logprobs, b.rollout_logprobs, b.advantages, c.dppo.limit, c.dppo.penalty),
     "gpg": _reinforce,
     "reinforce": _reinforce,
-    "clip_cov": _clip_cov,
-    "kl_cov": _kl_cov,
+    "clip_cov": lambda lp, b, c: clip_cov(
+        lp, b.old_logprobs, b.advantages, b.chosen, c.clip_low, c.clip_high, c.dual_clip
+    ),
+    "kl_cov": lambda lp, b, c: kl_cov(lp, b.old_logprobs, b.advantages, b.chosen, c.cov.kl_coef),
 }
