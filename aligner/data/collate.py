@@ -12,76 +12,75 @@ from aligner.data.items import PairItem, PreferenceItem, ScoredItem, SftItem, St
 from aligner.types import TrainBatch
 
 
-def collate_sft(items: Sequence[SftItem], pad_id: int, multiple: int = 1) -> TrainBatch:
-    """B items -> tokens [B, T], loss_mask [B, T], and documents [B, T] if any item has several; T is the longest item,
-    rounded up to `multiple`."""
-    tokens, lengths = _pad([item.tokens for item in items], pad_id, np.int64, multiple)
-    mask, _ = _pad([item.loss_mask for item in items], 0, np.float32, multiple)
+def collate_sft(items: Sequence[SftItem], pad_id: int) -> TrainBatch:
+    """B items -> tokens [B, T], loss_mask [B, T], and documents [B, T] if any item has several."""
+    tokens, lengths = _pad([item.tokens for item in items], pad_id, np.int64)
+    mask, _ = _pad([item.loss_mask for item in items], 0, np.float32)
     documents = None
     if any(item.documents is not None for item in items):
         numbers = [np.zeros(len(item.tokens)) if item.documents is None else item.documents for item in items]
-        documents, _ = _pad(numbers, 0, np.int64, multiple)
+        documents, _ = _pad(numbers, 0, np.int64)
     return TrainBatch(tokens=tokens, lengths=lengths, loss_mask=mask, documents=documents)
 
 
-def collate_preference(items: Sequence[PreferenceItem], pad_id: int, multiple: int = 1) -> TrainBatch:
+def collate_preference(items: Sequence[PreferenceItem], pad_id: int) -> TrainBatch:
     """B pairs -> 2B rows: chosen in rows 0, 2, 4.., rejected in rows 1, 3, 5..; `labels` [2B] is the pair's margin
     (twice); loss_mask is 1 at each row's last token, where the reward is read."""
     texts = [text for item in items for text in (item.chosen, item.rejected)]
     labels = torch.tensor([item.margin for item in items], dtype=torch.float32).repeat_interleave(2)
-    return _at_last(texts, labels, pad_id, multiple)
+    return _at_last(texts, labels, pad_id)
 
 
-def collate_pairs(items: Sequence[PairItem], pad_id: int, multiple: int = 1) -> TrainBatch:
+def collate_pairs(items: Sequence[PairItem], pad_id: int) -> TrainBatch:
     """B pairs -> 2B rows: chosen in rows 0, 2, 4.., rejected in rows 1, 3, 5..; loss_mask [2B, T] is 1 on the answers;
     labels [2B, 3]: the pair's margin, the answer's reward, the pair's weight; ref_logprobs [2B, T] where the items have
     them."""
-    batch = collate_sft([answer for item in items for answer in (item.chosen, item.rejected)], pad_id, multiple)
+    batch = collate_sft([answer for item in items for answer in (item.chosen, item.rejected)], pad_id)
     numbers = [(i.margin, reward, i.weight) for i in items for reward in (i.chosen_reward, i.rejected_reward)]
     stored = [row for item in items if item.reference is not None for row in item.reference]
-    reference = _pad(stored, 0.0, np.float32, multiple)[0] if stored else None
+    reference = _pad(stored, 0.0, np.float32)[0] if stored else None
     return replace(batch, labels=torch.tensor(numbers, dtype=torch.float32), ref_logprobs=reference)
 
 
-def collate_unpaired(items: Sequence[UnpairedItem], pad_id: int, multiple: int = 1) -> TrainBatch:
+def collate_unpaired(items: Sequence[UnpairedItem], pad_id: int) -> TrainBatch:
     """B items -> B rows, or 2B where they have mismatched answers: those in rows 1, 3, 5... labels [rows, 2]: whether
     the answer is desirable, and whether the row is mismatched; ref_logprobs [rows, T] where the items have them, of
     mismatched rows 0."""
     rows = [(item, answer) for item in items for answer in (item.answer, item.mismatched) if answer is not None]
-    batch = collate_sft([answer for _, answer in rows], pad_id, multiple)
+    batch = collate_sft([answer for _, answer in rows], pad_id)
     labels = torch.tensor([(item.desirable, answer is item.mismatched) for item, answer in rows], dtype=torch.float32)
     reference = None
     if items[0].reference is not None:
         none = [item.reference if answer is item.answer else np.zeros(len(answer.tokens)) for item, answer in rows]
-        reference = _pad(none, 0.0, np.float32, multiple)[0]
+        reference = _pad(none, 0.0, np.float32)[0]
     return replace(batch, labels=labels, ref_logprobs=reference)
 
 
-def collate_scored(items: Sequence[ScoredItem], pad_id: int, multiple: int = 1) -> TrainBatch:
+def collate_scored(items: Sequence[ScoredItem], pad_id: int) -> TrainBatch:
     """B items -> tokens [B, T], labels [B, K], loss_mask 1 at each row's last token."""
     labels = torch.from_numpy(np.stack([np.asarray(item.scores, dtype=np.float32) for item in items]))
-    return _at_last([item.tokens for item in items], labels, pad_id, multiple)
+    return _at_last([item.tokens for item in items], labels, pad_id)
 
 
-def collate_steps(items: Sequence[StepsItem], pad_id: int, multiple: int = 1) -> TrainBatch:
+def collate_steps(items: Sequence[StepsItem], pad_id: int) -> TrainBatch:
     """B items -> tokens [B, T], loss_mask [B, T] 1 where a labelled step ends, and `returns` [B, T], its label."""
-    tokens, lengths = _pad([item.tokens for item in items], pad_id, np.int64, multiple)
-    labels, _ = _pad([item.labels for item in items], np.nan, np.float32, multiple)
+    tokens, lengths = _pad([item.tokens for item in items], pad_id, np.int64)
+    labels, _ = _pad([item.labels for item in items], np.nan, np.float32)
     return TrainBatch(tokens, lengths, (~labels.isnan()).float(), returns=labels.nan_to_num())
 
 
-def _at_last(texts: Sequence, labels: torch.Tensor, pad_id: int, multiple: int) -> TrainBatch:
-    tokens, lengths = _pad(texts, pad_id, np.int64, multiple)
+def _at_last(texts: Sequence, labels: torch.Tensor, pad_id: int) -> TrainBatch:
+    tokens, lengths = _pad(texts, pad_id, np.int64)
     mask = torch.zeros(tokens.shape, dtype=torch.float32)
     mask[torch.arange(len(texts)), lengths - 1] = 1.0
     return TrainBatch(tokens=tokens, lengths=lengths, loss_mask=mask, labels=labels)
 
 
-def _pad(rows: Sequence, fill: float, dtype: type, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _pad(rows: Sequence, fill: float, dtype: type) -> tuple[torch.Tensor, torch.Tensor]:
     """(padded [B, T], lengths int64 [B])."""
     lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
     assert len(rows) and lengths.min() > 0, f"expected rows with at least one token, found lengths {lengths.tolist()}"
-    width = -(-int(lengths.max()) // multiple) * multiple
+    width = int(lengths.max())
     out = np.full((len(rows), width), fill, dtype=dtype)
     out[np.arange(width) < lengths[:, None]] = np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
     return torch.from_numpy(out), torch.from_numpy(lengths)

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from aligner.megatron.model import Head
 from aligner.models.families import FAMILIES, family_table
 from aligner.models.params import ParamSpec, merge_tp, split_tp
 from aligner.models.slices import HfSource, Shard
+from aligner.ops.reduce import of_each_rank
 
 # TransformerEngine parameter suffix -> canonical suffix
 FUSED_NORMS = {
@@ -119,14 +119,6 @@ def gather_weights(
         if spec.canonical not in named:
             continue
         shard = named[spec.canonical].detach()
-        shards = _all_gather(shard, layout.pgs.tp) if spec.tp_axis is not None else [shard]
+        shards = of_each_rank(shard, layout.pgs.tp) if spec.tp_axis is not None else [shard]
         full = merge_tp(spec, shards)
-        yield spec, torch.cat(_all_gather(full, layout.pgs.ep)) if spec.experts else full
-
-
-def _all_gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    if group.size() == 1:
-        return [shard]
-    shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(shards, shard.contiguous(), group=group)
-    return shards
+        yield spec, torch.cat(of_each_rank(full, layout.pgs.ep)) if spec.experts else full

@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import CheckpointError
 from aligner.foreign import read_record
+from aligner.models.hf_config import hf_config
 
 GENERATION, CARD = "generation_config.json", "README.md"
 # beside what `save_pretrained` of a tokenizer writes
@@ -58,3 +60,12 @@ def carried_config(origin: Path | None, own: dict[str, Any]) -> dict[str, Any]:
         before = {key: value for key, value in before.items() if key not in ("id2label", "label2id", "num_labels")}
     told = {key: before[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if before.get(key) is not None}
     return before | own | told
+
+
+def exported_config(
+    cfg: ModelConfig, tokenizer: Any, origin: Path | None, head: str, outputs: int, dtype: str
+) -> dict[str, Any]:
+    """config.json of a model of this shape with its tokenizer, and what `origin` had in its own. Arguments as of
+    `hf_config`."""
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return carried_config(origin, hf_config(cfg, **ids, head=head, num_labels=outputs, dtype=dtype))

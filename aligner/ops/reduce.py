@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,6 +27,15 @@ def sum_halves(halves: Tensor, group: dist.ProcessGroup | None = None) -> list[i
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(halves, group=group)
     return [(low + (high << 32)) & ((1 << 64) - 1) for low, high in halves.tolist()]
+
+
+def of_each_rank(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """The `x` of each rank of `group`, which all have one of this shape. No gradient flows through it."""
+    if group is None or group.size() == 1:
+        return [x]
+    found = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(found, x.contiguous(), group=group)
+    return found
 
 
 def gathered[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:

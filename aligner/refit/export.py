@@ -11,9 +11,8 @@ import torch.distributed as dist
 from aligner.errors import CheckpointError, WriteError
 from aligner.foreign import read_record
 from aligner.megatron.train import ShardedModel
-from aligner.models.carried import carried_config, carry
+from aligner.models.carried import carry, exported_config
 from aligner.models.fused import joined, parts_of
-from aligner.models.hf_config import hf_config
 from aligner.models.safetensors_io import write_hf
 from aligner.ops.agree import by_rank_0
 from aligner.refit.transfer import WeightStream
@@ -32,17 +31,8 @@ def export_hf(
     stream = WeightStream(model, bucket_bytes=256 << 20)
     error = ""
     if dist.get_rank() == 0:
-        config = hf_config(
-            model.cfg,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            head=model.head.kind,
-            num_labels=model.head.outputs,
-            dtype=str(model.dtype).removeprefix("torch."),
-        )
-
-        config = carried_config(origin, config)
+        dtype = str(model.dtype).removeprefix("torch.")
+        config = exported_config(model.cfg, tokenizer, origin, model.head.kind, model.head.outputs, dtype)
 
         def add_files(path: Path) -> None:
             carry(origin, path)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.ops.packing.balance import balance, deal, row_costs
 from aligner.ops.packing.routing import widened
+from aligner.ops.reduce import of_each_rank
 from aligner.types import ScalarMetrics, TrainBatch
 
 ENOUGH = 0.98  # rows stay where they are if the ranks' costs are that even (mean over largest)
@@ -36,7 +36,7 @@ class Balancer:
         if ranks == 1:
             self._note(1.0, 1.0)
             return minibatch
-        lengths = _gather(minibatch.lengths, self.group)
+        lengths = torch.cat(of_each_rank(minibatch.lengths, self.group))
         count = len(minibatch.lengths)
         costs = row_costs(lengths, self.model).tolist()
         parts = [list(range(rank * count, (rank + 1) * count)) for rank in range(ranks)]
@@ -62,12 +62,6 @@ class Balancer:
         }
         self._before, self._after = [], []
         return found
-
-
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts)
 
 
 def _exchange(minibatch: TrainBatch, parts: list[list[int]], width: int, group: dist.ProcessGroup) -> TrainBatch:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from aligner.data.tokenizer import decode_responses
 from aligner.ops.packing.routing import widened
-from aligner.types import STOP, Generations, Prompt, RolloutBatch, Sample
+from aligner.types import STOP, Generations, Prompt, RolloutBatch, Sample, TensorBatch
 
 
 def make_samples(tokenizer, prompts: Sequence[Prompt], generations: Generations, group: int) -> list[Sample]:
@@ -30,25 +31,24 @@ def make_samples(tokenizer, prompts: Sequence[Prompt], generations: Generations,
     ]
 
 
+def joined[Batch: TensorBatch](parts: Sequence[Batch], pad_id: int = 0) -> Batch:
+    """The rows of all parts in order; what has columns is padded to the longest, tokens with `pad_id`."""
+
+    def column(name: str) -> Tensor:
+        found = [part.tensors()[name] for part in parts]
+        if found[0].dim() < 2:
+            return torch.cat(found)
+        width = max(t.shape[1] for t in found)
+        return torch.cat([widened(t, width, pad_id if name == "tokens" else 0) for t in found])
+
+    return replace(parts[0], **{name: column(name) for name in parts[0].tensors()})
+
+
 def join_generations(parts: Sequence[Generations]) -> Generations:
     """Rows of several ranks, in rank order. All must carry the same weight version."""
     versions = {part.weight_version for part in parts}
     assert len(versions) == 1, f"samples of several weight versions in one rollout: {sorted(versions)}"
-
-    def stack(name: str) -> Tensor:
-        found = [getattr(part, name) for part in parts]
-        width = max(t.shape[1] for t in found)
-        return torch.cat([widened(t, width) for t in found])
-
-    return Generations(
-        tokens=stack("tokens"),
-        lengths=torch.cat([part.lengths for part in parts]),
-        logprobs=stack("logprobs"),
-        finish_reason=torch.cat([part.finish_reason for part in parts]),
-        weight_version=versions.pop(),
-        full_logprobs=stack("full_logprobs") if parts[0].full_logprobs is not None else None,
-        routing=stack("routing") if parts[0].routing is not None else None,
-    )
+    return joined(parts)
 
 
 def collate(samples: list[Sample], generations: Generations, slots: Tensor, pad_id: int) -> RolloutBatch:

@@ -25,9 +25,9 @@ from aligner.errors import AlignerError, ConfigError, DataError
 from aligner.foreign import parse_json, record
 from aligner.megatron.groups import Layout
 from aligner.models.safetensors_io import save_whole
-from aligner.ops.packing.routing import widened
 from aligner.ops.reduce import first_cause
 from aligner.rewards.composite import Scores
+from aligner.rollout.collate import joined
 from aligner.rollout.source import Rollout, Rollouts
 from aligner.types import Prompt, RolloutBatch, Sample
 
@@ -234,13 +234,7 @@ def gather_rollout(
 
 def join_rollouts(parts: list[RolloutBatch], pad_id: int) -> RolloutBatch:
     """Rows of several ranks below each other, padded to the longest."""
-    width = max(part.tokens.shape[1] for part in parts)
-
-    def padded(name: str, t: Tensor) -> Tensor:
-        return widened(t, width, pad_id if name == "tokens" else 0) if t.dim() >= 2 else t
-
-    tensors = {name: torch.cat([padded(name, p.tensors()[name]) for p in parts]) for name in parts[0].tensors()}
-    return dataclasses.replace(parts[0], **tensors, samples=[s for part in parts for s in part.samples])
+    return dataclasses.replace(joined(parts, pad_id), samples=[s for part in parts for s in part.samples])
 
 
 def join_scores(parts: list[Scores]) -> Scores:

@@ -34,10 +34,10 @@ from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, places_of, 
 from aligner.megatron.groups import init_distributed, leave_distributed
 from aligner.megatron.model import Head
 from aligner.models.account import SCORE, check_folder
-from aligner.models.carried import TOKENIZER, carried_config, carry, carry_tokenizer
+from aligner.models.carried import TOKENIZER, carry, carry_tokenizer, exported_config
 from aligner.models.families import family_table
 from aligner.models.fused import Part, joined, parts_of
-from aligner.models.hf_config import config_from_hf, hf_config, is_known
+from aligner.models.hf_config import config_from_hf, is_known
 from aligner.models.params import ParamSpec, hf_axis, to_hf
 from aligner.models.safetensors_io import INDEX, SINGLE, HfTensors, open_hf
 from aligner.models.safetensors_stream import SafetensorsFile
@@ -234,16 +234,7 @@ def _as_hf(
         }
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     tokenizer = initial.tokenizer
-    config = hf_config(
-        initial.config,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        head=head.kind,
-        num_labels=head.outputs,
-        dtype=dtype,
-    )
-    config = carried_config(initial.origin, config)
+    config = exported_config(initial.config, tokenizer, initial.origin, head.kind, head.outputs, dtype)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     carry_tokenizer(tokenizer, out)
     carry(initial.origin, out)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.ops.reduce import of_each_rank
+
 
 class Peers:
     """`group` None: this rank alone."""
@@ -17,11 +19,6 @@ class Peers:
         self.group = group if group is not None and group.size() > 1 else None
         self.size = 1 if self.group is None else self.group.size()
         self.rank = 0 if self.group is None else self.group.rank()
-
-    def _parts(self, x: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return parts
 
     def add(self, x: Tensor) -> Tensor:
         """The sum over ranks. On CPU in the order of ranks, so that a row's sum does not depend on where in a batch it
@@ -32,7 +29,7 @@ class Peers:
             x = x.contiguous()
             dist.all_reduce(x, group=self.group)
             return x
-        first, *rest = self._parts(x)
+        first, *rest = of_each_rank(x, self.group)
         for part in rest:
             first += part
         return first
@@ -43,4 +40,4 @@ class Peers:
             return x
         width = -(-total // self.size)
         x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
-        return torch.cat(self._parts(x), dim=-1)[..., :total]
+        return torch.cat(of_each_rank(x, self.group), dim=-1)[..., :total]
