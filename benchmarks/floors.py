@@ -90,9 +90,10 @@ def main(arguments: list[str]) -> int:
     unknown = set(options.models.split(",")) - WORKS.keys()
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    from aligner.cluster.env import RankEnv
     from aligner.megatron.groups import init_distributed
 
-    device = init_distributed(0, 1, 0, "auto", 600.0)
+    device = init_distributed(RankEnv(), "auto", 600.0)
     rows = [row for name in options.models.split(",") for row in measure(name, options.dtype, options.repeats, device)]
     show(rows)
     slow = too_slow(rows)

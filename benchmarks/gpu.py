@@ -338,9 +338,10 @@ def main(arguments: list[str]) -> int:
     deadline = time.monotonic() + options.budget_s
     if not (options.check or torch.cuda.is_available()):
         parser.error("no CUDA device: --check runs anywhere")
+    from aligner.cluster.env import RankEnv
     from aligner.megatron.groups import init_distributed
 
-    device = init_distributed(0, 1, 0, "auto", 600.0)
+    device = init_distributed(RankEnv(), "auto", 600.0)
     if options.check:
         check()
         print(f"the self-check passed on {device}")

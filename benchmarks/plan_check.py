@@ -145,6 +145,7 @@ def here(rounds: int = 5) -> list[dict]:
     """Each phase's seconds over the formula's, with rates measured right after it; medians over rounds. One thread."""
     import torch
 
+    from aligner.cluster.env import RankEnv
     from aligner.megatron.groups import init_distributed
     from benchmarks import gpu
     from benchmarks.common import Copy, Products, seconds
@@ -152,7 +153,7 @@ def here(rounds: int = 5) -> list[dict]:
 
     torch.set_num_threads(1)
     size = gpu.Size(4, 4, 64, 32, batches=(16,), micro_tokens=(768,), kv_bytes=1 << 26)
-    machine = gpu.Machine(init_distributed(0, 1, 0, "gloo", 60.0), "CPU", None, 1.0, 1.0)
+    machine = gpu.Machine(init_distributed(RankEnv(), "gloo", 60.0), "CPU", None, 1.0, 1.0)
     bench = Bench(HERE, size, size.micro_tokens[0], machine, torch.float32)
     job = gpu.job_for(HERE, size, size.micro_tokens[0], 4)
     best = Assumptions(matrix=1, experts=1, memory_bandwidth=1, link=1, message_s=0, layer_s=0)

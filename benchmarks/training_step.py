@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from aligner.cluster.env import RankEnv
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.optim import OptimConfig
@@ -103,7 +104,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    init_distributed(0, 1, 0, "auto", 60.0)
+    init_distributed(RankEnv(), "auto", 60.0)
     found = [measure(name, options.steps) for name in options.shapes.split(",")]
     for row in found:
         print(

@@ -146,6 +146,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from aligner.cluster.env import RankEnv
     from aligner.megatron import groups
 
     while True:
@@ -158,7 +159,8 @@ def _serve(pipe: Connection) -> None:
             if world > 1:
                 os.environ[name] = value
         try:
-            groups.init_distributed(rank, world, 0, "gloo", COLLECTIVE_TIMEOUT_S, True, lambda: SECRET)
+            env = RankEnv(rank, 0, world, master_port=port, one_host=True)
+            groups.init_distributed(env, "gloo", COLLECTIVE_TIMEOUT_S, lambda: SECRET)
             module, function = target.split(":")
             answer = _pack((True, getattr(importlib.import_module(module), function)(**kwargs)))
         except BaseException:  # some of torch's errors are no Exception

@@ -81,10 +81,8 @@ def start(cfg: Config, env: RankEnv) -> Job:
     if cfg.engine.name in TRTLLM_ENGINES:
         require_package(cfg.engine.trtllm.python, cfg.engine.name)
     use_threads(cfg.cluster.threads, env.local_world_size)
-    if env.world_size > 1:
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = env.master_addr, str(env.master_port)
-    who = env.rank, env.world_size, env.local_rank, cfg.cluster.backend, cfg.cluster.timeout_s
-    device = init_distributed(*who, env.one_host, lambda: job_secret(Path(cfg.run.dir)))
+    secret = lambda: job_secret(Path(cfg.run.dir))  # noqa: E731
+    device = init_distributed(env, cfg.cluster.backend, cfg.cluster.timeout_s, secret)
     try:
         return _joined(cfg, env, device)
     except BaseException:

@@ -130,10 +130,8 @@ class UpdateLedger:
 
     def accept(self, name: str, shape: Sequence[int]) -> bool:
         """Note a tensor; False where it must not be copied (the fault is told by `finish`)."""
-        if self._pending is None:
-            raise RefitError(f"tensor {name!r} came outside begin_update and finish_update")
-        if name not in self.expected:
-            return self._fault("unknown", name)
+        if not self._knows(name):
+            return False
         if tuple(shape) != self.expected[name]:
             return self._fault("wrong shape", f"{name} {tuple(shape)} (expected {self.expected[name]})")
         if name in self._seen:
@@ -143,12 +141,15 @@ class UpdateLedger:
 
     def accept_part(self, name: str, start: int, stop: int) -> bool:
         """Note a part; False where it must not be copied. `settle_parts` tells what is missing or overlaps."""
-        if self._pending is None:
-            raise RefitError(f"a part of {name!r} came outside begin_update and finish_update")
-        if name not in self.expected:
-            return self._fault("unknown", name)
+        if not self._knows(name):
+            return False
         self._parts.setdefault(name, []).append((start, stop))
         return True
+
+    def _knows(self, name: str) -> bool:
+        if self._pending is None:
+            raise RefitError(f"tensor {name!r} came outside begin_update and finish_update")
+        return name in self.expected or self._fault("unknown", name)
 
     def settle_parts(self, name: str, start: int, stop: int) -> None:
         """The parts of tensor `name` must be [start, stop) in all, each entry once; call before `finish`."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from aligner.cluster.env import RankEnv
 from aligner.cluster.seal import VARIABLE, Seal
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import ConfigError, LayoutError
@@ -68,16 +69,10 @@ class Layout:
 
 
 def init_distributed(
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    backend: str,
-    timeout_s: float,
-    one_host: bool = False,
-    secret: Callable[[], bytes] | None = None,
+    env: RankEnv, backend: str, timeout_s: float, secret: Callable[[], bytes] | None = None
 ) -> torch.device:
-    """Start torch.distributed from MASTER_ADDR and MASTER_PORT; a single rank listens nowhere. Several need the job's
-    `secret` (`cluster/seal.py`); `one_host`: they are all on this machine. Raises PeerError."""
+    """Start torch.distributed; a single rank listens nowhere. Several need the job's `secret` (`cluster/seal.py`).
+    Raises PeerError."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron wants it; it warns of anything else
     on_cpu = cpu.install()
     if backend == "nccl" and on_cpu:
@@ -88,21 +83,21 @@ def init_distributed(
     if on_cpu:
         device, name = torch.device("cpu"), "gloo"
     else:
-        torch.cuda.set_device(local_rank)
-        device, name = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(env.local_rank)
+        device, name = torch.device("cuda", env.local_rank), "cpu:gloo,cuda:nccl"
     if not dist.is_initialized():
         # Else gloo connects all ranks of every group as it is made: a rank of 1,024 is in a dozen, with 1,400 sockets
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         _raise_file_limit()
         timeout = datetime.timedelta(seconds=timeout_s)
         store: dist.Store = dist.HashStore()
-        if world_size > 1:
+        if env.world_size > 1:
             assert secret is not None, "ranks that have no secret cannot know each other"
-            store, _session[0] = meet(rank, world_size, one_host, timeout_s, secret())
+            store, _session[0] = meet(env, timeout_s, secret())
         else:
             os.environ.pop(VARIABLE, None)  # the batch script's other stages may have several ranks
         within = dist.PrefixStore("default_pg", store)
-        dist.init_process_group(name, store=within, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(name, store=within, rank=env.rank, world_size=env.world_size, timeout=timeout)
         # Sequence parallelism gathers into Megatron's one scratch buffer, which `initialize_model_parallel` would make;
         # nothing else of the global parallel state is used.
         parallel_state._set_global_memory_buffer()

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from aligner.cluster.env import RankEnv
 from aligner.cluster.seal import VARIABLE, Seal
 from aligner.errors import PeerError
 
@@ -29,15 +30,15 @@ NONCE_BYTES = 16
 HELLO, MET, PROOF, WELCOME = (f"aligner/meet/{name}" for name in ("hello", "met", "proof", "welcome"))
 
 
-def meet(rank: int, world: int, one_host: bool, timeout_s: float, secret: bytes) -> tuple[dist.Store, Seal]:
-    """The store at MASTER_ADDR and MASTER_PORT, and the key of this start. Raises PeerError where somebody there does
-    not know `secret`."""
+def meet(env: RankEnv, timeout_s: float, secret: bytes) -> tuple[dist.Store, Seal]:
+    """The store of all ranks, and the key of this start. Raises PeerError where somebody there does not know
+    `secret`."""
     timeout = datetime.timedelta(seconds=timeout_s)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world, address, port = env.rank, env.world_size, env.master_addr, env.master_port
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it
         store = dist.TCPStore(address, port, world, False, timeout)
     else:
-        if one_host:
+        if env.one_host:
             address = LOOPBACK
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         listener = _listen(address, port) if rank == 0 else None

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,17 +37,13 @@ from aligner.rewards.composite import Scores
 from aligner.rollout.record import Origin, join_rollouts, join_scores, read_recording, write_recording
 from aligner.rollout.sharing import share
 from aligner.rollout.source import Rollout, Rollouts
+from aligner.run.checkpoints import Stateful
 from aligner.run.timers import Timers
 from aligner.types import RolloutBatch, ScalarMetrics
 
 FOLDER = "pending_rollouts"  # in the run folder
 PART = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
 Manifest = list[dict[str, Any]]  # the parts' descriptions, by data-parallel rank
-
-
-class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -262,10 +261,7 @@ def _verify(folder: Path, listed: dict[str, str], env: RankEnv) -> None:
 
 @contextmanager
 def _joined(env: RankEnv, folder: Path) -> Iterator[None]:
-    if env.world_size > 1:
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = env.master_addr, str(env.master_port)
-    who = env.rank, env.world_size, env.local_rank, "auto", TIMEOUT_S, env.one_host
-    init_distributed(*who, lambda: job_secret(folder))
+    init_distributed(env, "auto", TIMEOUT_S, lambda: job_secret(folder))
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from aligner.cluster.env import RankEnv
 from aligner.cluster.seal import VARIABLE
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron import groups
@@ -70,6 +71,6 @@ def test_a_rank_of_1024_opens_few_sockets():
 def test_a_single_rank_hands_no_secret_on(monkeypatch):
     """It needs none itself; other stages of its batch script may."""
     monkeypatch.setenv(VARIABLE, "ab" * 32)
-    groups.init_distributed(0, 1, 0, "auto", 60.0)
+    groups.init_distributed(RankEnv(), "auto", 60.0)
     groups.leave_distributed()
     assert VARIABLE not in os.environ

@@ -84,7 +84,7 @@ def memory_of_a_round_trip(folder: str) -> None:
     from aligner.data.tokenizer import byte_tokenizer
     from aligner.models.families import expected_hf_shapes
 
-    init_distributed(0, 1, 0, "auto", 60)
+    init_distributed(RankEnv(), "auto", 60)
     root, env = Path(folder), RankEnv()
     peaks, total = [], 0
     for layers in (1, 40):
