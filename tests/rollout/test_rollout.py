@@ -214,7 +214,10 @@ def requests(ranks: int, tensor: int, monkeypatch) -> list[tuple]:
     """All requests of rollout 3, in order, over ranks x tensor processes: 3 prompts in 8 slots, so they repeat."""
     from aligner.data.stream import IndexStream
 
-    monkeypatch.setattr(dist, "all_gather_object", lambda parts, mine, group: parts.__setitem__(group.rank(), mine))
+    def alone(parts, mine, group):
+        parts[:] = [mine if i == group.rank() else mine.select(torch.arange(0)) for i in range(len(parts))]
+
+    monkeypatch.setattr(dist, "all_gather_object", alone)
     found = []
     for rank in range(ranks):
         for peer in range(tensor):
