@@ -17,6 +17,7 @@ from torch import Tensor
 
 from aligner.errors import AlignerError
 from aligner.ops.reduce import first_cause, sum_over
+from aligner.ops.rl.mismatch import worst_token
 from aligner.roles.policy import Policy, Reference
 from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
 
@@ -120,15 +121,16 @@ def zero_head_loss(pairs: TrainBatch, margin: bool, group: dist.ProcessGroup) ->
 def _differ(what: str, rollout: RolloutBatch, a: Tensor | None, b: Tensor, limit: float) -> str:
     """What is wrong with two logprobs [B, T] of the same tokens, "" if nothing."""
     assert a is not None
-    on = rollout.response_mask.bool()
-    gap = torch.where(on, (a - b).abs().nan_to_num(nan=torch.inf), 0.0)
-    if not gap.numel() or float(gap.max()) <= limit:
+    if not a.numel():
         return ""
-    row, column = divmod(int(gap.argmax()), gap.shape[1])
+    worst, row, column = worst_token(a, b, rollout.response_mask)
+    if worst <= limit:
+        return ""
+    on = rollout.response_mask.bool()
     kl = float(torch.where(on, b - a, 0.0).sum() / on.sum())
     token = int(rollout.tokens[row, column])
     return (
-        f"debug.first_step_checks: {what}, differ by up to {float(gap.max()):.3g} nats (KL {kl:.3g}): expected at "
+        f"debug.first_step_checks: {what}, differ by up to {worst:.3g} nats (KL {kl:.3g}): expected at "
         f"most {limit:g}. Worst: prompt slot {int(rollout.group[row])}, token {column} (id {token}): "
         f"{float(a[row, column]):.6g} and {float(b[row, column]):.6g}"
     )

@@ -47,21 +47,7 @@ def make_run(
     checkpoints.now = job.watchdog.clock.now
     checkpoints.on_commit += job.on_commit
     logger = MetricsLogger(run_dir, cfg.logging, dataclasses.asdict(cfg), job.env.rank)
-    run = Run(
-        cfg.run,
-        cfg.stage.name,
-        job.env.rank,
-        checkpoints,
-        logger,
-        alarms,
-        evaluate,
-        job.boundary,
-        samples_shown=cfg.logging.samples_shown,
-        progress=cfg.logging.progress,
-        checkpoint_every=0 if cfg.debug.rollout_only else cfg.checkpoint.every,
-        save_final=cfg.checkpoint.final and not cfg.debug.rollout_only,
-        save_stopped=not cfg.debug.rollout_only,
-    )
+    run = Run(cfg, job.env.rank, checkpoints, logger, alarms, job.boundary, evaluate)
     run.accepted = job.start.accepted
     run.timers = job.timers
     run.timers.on_phase = job.watchdog.phase

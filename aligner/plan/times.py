@@ -5,6 +5,7 @@ Nothing overlaps but the ranks: collectives wait for products and the other way 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil, exp
@@ -41,15 +42,12 @@ DECODE_PARTS = 64  # of a generation, each at its own number of rows and length
 class Phase:
     """Seconds by part, and bytes on the wire by axis of one rank."""
 
-    parts: dict[str, float] = field(default_factory=dict)
-    wire_bytes: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    wire_bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
-
-    def add(self, part: str, seconds: float) -> None:
-        self.parts[part] = self.parts.get(part, 0.0) + seconds
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,8 @@ class Machine:
 
 def _communicate(phase: Phase, calls: Iterable[Call], job: Job, machine: Machine, times: float = 1.0) -> None:
     for call in calls:
-        phase.add(f"{call.axis} communication", times * machine.seconds(call, job.grid))
-        wire = times * call.wire(axis_size(job.grid, call.axis))
-        phase.wire_bytes[call.axis] = phase.wire_bytes.get(call.axis, 0.0) + wire
+        phase.parts[f"{call.axis} communication"] += times * machine.seconds(call, job.grid)
+        phase.wire_bytes[call.axis] += times * call.wire(axis_size(job.grid, call.axis))
 
 
 def _forward(job: Job, part: Part, stage: int, tokens: float, machine: Machine, attention: bool = True) -> float:
@@ -130,12 +127,12 @@ def _pipeline(phase: Phase, job: Job, part: Part, machine: Machine, count: int, 
     last stage comes on top, (stages - 1) / count of the whole (1F1B, arXiv:2104.04473)."""
     stages = job.grid.pipeline
     products, stage = max((micro_batch_seconds(job, part, s, tokens, backward, machine), s) for s in range(stages))
-    phase.add("products", count * products)
+    phase.parts["products"] += count * products
     calls = pass_calls(job, part, stage, tokens, backward)
     _communicate(phase, calls, job, machine, count)
     if stages > 1:
         one = products + sum(machine.seconds(call, job.grid) for call in calls)
-        phase.add("bubble", (stages - 1) * one)
+        phase.parts["bubble"] += (stages - 1) * one
 
 
 def forward_phase(job: Job, parts: Iterable[Part], machine: Machine, share: float = 1.0) -> Phase:
@@ -171,11 +168,11 @@ def update_phase(job: Job, machine: Machine) -> Phase:
         _communicate(one, step_calls(job, part, 0), job, machine)
         state = trained_parameters(part, job.grid, 0)
         share = optimizer_share(state, job.grid, part.distributed)
-        one.add("optimizer", adam_bytes(job.element) * share / machine.bandwidth)
+        one.parts["optimizer"] += adam_bytes(job.element) * share / machine.bandwidth
         for name, seconds in one.parts.items():
-            phase.add(name, steps * seconds)
+            phase.parts[name] += steps * seconds
         for axis, size in one.wire_bytes.items():
-            phase.wire_bytes[axis] = phase.wire_bytes.get(axis, 0.0) + steps * size
+            phase.wire_bytes[axis] += steps * size
     return phase
 
 
@@ -185,7 +182,7 @@ def refit_phase(job: Job, machine: Machine) -> Phase:
     _communicate(phase, refit_calls(job), job, machine)
     assert job.engine is not None
     size = parameters(job.policy.shape) * job.engine.element / job.engine.tensor
-    phase.add("copy", 2 * size / machine.bandwidth)
+    phase.parts["copy"] += 2 * size / machine.bandwidth
     return phase
 
 
@@ -231,7 +228,7 @@ def generate_phase(job: Job, machine: Machine) -> Phase:
     m, replicas = job.policy.shape, job.grid.gpus / engine.tensor
     prompts = rows.prompts / replicas
     products = m.num_layers * machine.layer_seconds(m, prompts * rows.prompt_mean, rows.prompt_mean / 2)
-    phase.add("prefill", products / engine.tensor)
+    phase.parts["prefill"] += products / engine.tensor
     mine, slots = rows.count / replicas, job.slots()[0]
     slots = min(slots, mine)
     tau = survival(rows.response_mean, rows.response_longest)
@@ -239,9 +236,9 @@ def generate_phase(job: Job, machine: Machine) -> Phase:
     def run(active: float, steps: float, t: float) -> None:
         reach = rows.prompt_longest + t if engine.padded else rows.prompt_mean + t
         busy, wire = decode_step(job, machine, max(1.0, active), reach)
-        phase.add("decode", steps * (busy - wire))
+        phase.parts["decode"] += steps * (busy - wire)
         if wire:
-            phase.add("tp communication", steps * wire)
+            phase.parts["tp communication"] += steps * wire
 
     waves = ceil(mine / slots - 1e-9)
     if engine.refill and waves > 1:

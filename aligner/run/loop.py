@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.config.freeze import accept, refuse
-from aligner.config.sections.run import RunConfig
+from aligner.config.schema import Config
 from aligner.errors import AlignerError
 from aligner.run.alarms import FILE as ALARMS
 from aligner.run.alarms import Alarms
@@ -37,25 +37,18 @@ class Run:
 
     def __init__(
         self,
-        config: RunConfig,
-        stage: str,
+        cfg: Config,
         rank: int,
         checkpoints: Checkpoints,
         logger: MetricsLogger,
         alarms: Alarms,
-        evaluate: Evaluate | None = None,
-        boundary: Boundary | None = None,
-        samples_shown: int = 4,
-        progress: bool = True,
-        checkpoint_every: int = 0,
-        save_final: bool = True,
-        save_stopped: bool = True,
+        boundary: Boundary,
+        evaluate: Evaluate | None,
     ):
-        self.config, self.stage, self.rank, self.evaluate = config, stage, rank, evaluate
+        self.config, self.logging, self.stage, self.rank = cfg.run, cfg.logging, cfg.stage.name, rank
         self.checkpoints, self.logger, self.alarms = checkpoints, logger, alarms
-        self.samples_shown, self.progress = samples_shown, progress
-        self.boundary = boundary or Boundary()
-        self.checkpoint_every, self.save_final, self.save_stopped = checkpoint_every, save_final, save_stopped
+        self.boundary, self.evaluate = boundary, evaluate
+        self.saves = not cfg.debug.rollout_only  # without training there is nothing to save
         self.timers = Timers()
         self.accepted: Callable[[], None] = lambda: None  # told once the folder is this run's
         self.memory: PhaseMemory | None = None
@@ -95,7 +88,7 @@ class Run:
             if self.step:
                 print(f"resumed at step {self.step} of {self.config.steps}", flush=True)
         total = self.config.steps
-        with ProgressBar(total, self.step, self.stage, self.rank, self.progress) as self._bar:
+        with ProgressBar(total, self.step, self.stage, self.rank, self.logging.progress) as self._bar:
             if self.step == 0 and self.config.eval_every and self.evaluate:
                 self.logger.log(0, self._evaluate() | self.timers.take())
             self._tell_progress()
@@ -119,7 +112,7 @@ class Run:
         if self.checkpoints.unfinished and not writing:
             self._complete()
         if reason:
-            if self.save_stopped and 0 < self.step != self.checkpoints.last_saved:
+            if self.saves and 0 < self.step != self.checkpoints.last_saved:
                 self._save({})
                 self.logger.log(self.step, self.timers.take())
             self._complete()
@@ -140,7 +133,7 @@ class Run:
     def _end(self) -> None:
         if self.evaluate and self.last_eval.get("_step") != self.step:
             self.logger.log(self.step, self._evaluate() | self.timers.take())
-        if self.save_final and self.checkpoints.last_saved != self.step:
+        if self.saves and self.checkpoints.config.final and self.checkpoints.last_saved != self.step:
             self._save({})
             self.logger.log(self.step, self.timers.take())
         self._complete()
@@ -170,7 +163,8 @@ class Run:
         if self.memory is not None:
             self.memory.check(metrics)
         # after the record: a checkpoint of step n means that step n stands in metrics.jsonl
-        if self.checkpoint_every and step % self.checkpoint_every == 0:
+        every = self.checkpoints.config.every
+        if self.saves and every and step % every == 0:
             self._save(metrics, wait=not self.checkpoints.config.async_save)
             self.logger.log(step, self.timers.take())
         self._tell_progress()
@@ -187,8 +181,8 @@ class Run:
             self._bar.write(line)  # type: ignore[union-attr]
         if self.config.samples_every and (step == 1 or step % self.config.samples_every == 0) and samples:
             append_jsonl(self.dir / SAMPLES, [{"step": step, **row.record()} for row in samples])
-            if self.progress:
-                print_samples(step, samples, self.samples_shown)
+            if self.logging.progress:
+                print_samples(step, samples, self.logging.samples_shown)
 
     def _evaluate(self) -> ScalarMetrics:
         assert self.evaluate is not None

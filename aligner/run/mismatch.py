@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import sys
 
-import torch
 import torch.distributed as dist
 
 from aligner.config.sections.mismatch import MismatchConfig
 from aligner.errors import MismatchError
 from aligner.ops.reduce import gathered
-from aligner.ops.rl.mismatch import REJECTIONS, WEIGHTS
+from aligner.ops.rl.mismatch import REJECTIONS, WEIGHTS, worst_token
 from aligner.types import RolloutBatch, ScalarMetrics
 
 
@@ -58,9 +57,7 @@ def _worst_here(rollout: RolloutBatch) -> tuple[float, str]:
     if not len(rollout.tokens):
         return -1.0, "no rank has samples"
     assert rollout.old_logprobs is not None
-    gap = (rollout.old_logprobs - rollout.rollout_logprobs).abs()
-    size = torch.where(rollout.response_mask.bool(), gap.nan_to_num(nan=torch.inf), 0.0)
-    row, column = divmod(int(size.argmax()), size.shape[1])
+    size, row, column = worst_token(rollout.old_logprobs, rollout.rollout_logprobs, rollout.response_mask)
     slot = int(rollout.group[row])
     sample = int((rollout.group[:row] == slot).sum())
     tokens = rollout.tokens[row, : int(rollout.lengths[row])].tolist()
@@ -69,4 +66,4 @@ def _worst_here(rollout: RolloutBatch) -> tuple[float, str]:
         f"Worst sample of all ranks: prompt slot {slot}, sample {sample} (rank {dist.get_rank()}), token {column} "
         f"(id {tokens[column]}): engine {engine:.4g}, trainer {trainer:.4g} nats; tokens {tokens}"
     )
-    return float(size[row, column]), text
+    return size, text

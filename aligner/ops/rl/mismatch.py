@@ -68,6 +68,13 @@ def cut_sums(rollout_logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -
 
 
 @torch.no_grad()
+def worst_token(a: Tensor, b: Tensor, mask: Tensor) -> tuple[float, int, int]:
+    """(|a - b|, row, column) of the masked token of [B, T] where they differ most; a NaN is the largest of all."""
+    gap = torch.where(mask.bool(), (a - b).abs().nan_to_num(nan=torch.inf), 0.0)
+    row, column = divmod(int(gap.argmax()), gap.shape[1])
+    return float(gap[row, column]), row, column
+
+
 def correction_sums(
     mask: Tensor, weights: Tensor | None, rejected: Tensor | None
 ) -> dict[str, tuple[Tensor | float, Tensor | float]]:
