@@ -38,6 +38,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import ConfigError
 from aligner.megatron.groups import Layout
 from aligner.megatron.model import Head
+from aligner.megatron.sharing import mark_shared
 from aligner.megatron.weights import WeightSource, local_modules, local_parameters, own_shard
 from aligner.models.adapters import Site, Target, sites
 from aligner.models.params import ParamSpec
@@ -96,7 +97,7 @@ class Adapters(torch.nn.Module):
         if spec.experts:
             param.allreduce = False
         if spec.tp_axis is not None:
-            param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, spec.tp_axis, 1
+            mark_shared(param, spec.tp_axis)
         elif not spec.experts:
             param.sequence_parallel = self.layout.sequence
 

@@ -84,18 +84,18 @@ def test_a_record_that_is_joined_outlives_a_kill(tmp_path, monkeypatch, moment):
     class PowerCutError(Exception):
         pass
 
-    cut = MetricsLogger._cut
+    cut = os.truncate
 
-    def and_no_more(self):
+    def and_no_more(*args):
         if moment == "disk full":
             raise OSError(28, "No space left on device")
-        cut(self)
+        cut(*args)
         if moment == "half written":
             with (tmp_path / "metrics.jsonl").open("a") as file:
                 file.write('{"step": 2, "wall')
         raise PowerCutError
 
-    monkeypatch.setattr(MetricsLogger, "_cut", and_no_more)
+    monkeypatch.setattr(os, "truncate", and_no_more)
     with pytest.raises((PowerCutError, AlignerError)):
         log.log(2, {"time/save_s": 0.5})
     monkeypatch.undo()
