@@ -227,7 +227,7 @@ def _launch(args: argparse.Namespace) -> int:
     from aligner.cluster.launch import launch
     from aligner.cluster.lock import RunLock
     from aligner.config.validate import validate
-    from aligner.run.contract import DONE, STOPPED
+    from aligner.run.marker_files import DONE, STOPPED
     from aligner.run.starts import COMMAND, command_line, stopped_by_hand
 
     cfg = _config(args)

@@ -14,7 +14,7 @@ from aligner.config.schema import Config
 from aligner.errors import AlignerError
 from aligner.megatron.groups import leave_distributed
 from aligner.plan.shapes import parameters
-from aligner.run.contract import DONE, STOPPED
+from aligner.run.marker_files import DONE, STOPPED
 from aligner.run.starts import Start, start_record
 from aligner.run.stop import Boundary, Deadline, StopRequested, allocation_end, restarted, uptime_s
 from aligner.run.watchdog import Watchdog

@@ -31,8 +31,8 @@ from aligner.files import file_hash
 from aligner.megatron.checkpoint_files import read_checked, write_manifest
 from aligner.megatron.checkpoint_index import check_before_loading, noted_checksums
 from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, write_index
-from aligner.models.account import check_folder
 from aligner.models.families import expected_hf_shapes
+from aligner.models.folder_check import check_folder
 from aligner.models.hf_config import config_from_hf, hf_config
 from aligner.models.safetensors_io import INDEX, SINGLE, open_hf, write_hf
 from aligner.refit.export import read_extra

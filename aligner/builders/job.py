@@ -27,7 +27,7 @@ from aligner.megatron.lora import check_adapters
 from aligner.megatron.model import check_kernels, resolve_dtype
 from aligner.megatron.train import ShardedModel
 from aligner.ops.seeds import derive
-from aligner.roles.initial import InitialModel, resolve
+from aligner.roles.model_init import InitialModel, resolve
 from aligner.run.checkpoints import Stateful
 from aligner.run.starts import Start
 from aligner.run.stop import Boundary

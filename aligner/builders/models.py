@@ -22,7 +22,7 @@ from aligner.megatron.weights import WeightSource
 from aligner.models.adapters import described
 from aligner.refit.export import EXTRA_FILE
 from aligner.roles.critic import Critic
-from aligner.roles.initial import InitialModel, resolve
+from aligner.roles.model_init import InitialModel, resolve
 from aligner.roles.policy import AdapterReference, Policy, Reference
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import Mixed, RewardModel

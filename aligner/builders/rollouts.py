@@ -12,7 +12,7 @@ from aligner.config.freeze import rollout_key
 from aligner.megatron.train import ShardedModel
 from aligner.models.fingerprint import file_fingerprint
 from aligner.ops.agree import same_view
-from aligner.roles.initial import shape_of
+from aligner.roles.model_init import shape_of
 from aligner.roles.policy import Policy
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel

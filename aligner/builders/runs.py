@@ -21,7 +21,7 @@ from aligner.megatron.train import ShardedModel
 from aligner.models.adapters import target_names
 from aligner.ops.agree import same_view
 from aligner.refit.export import EXTRA_FILE, export_hf
-from aligner.roles.initial import shape_of
+from aligner.roles.model_init import shape_of
 from aligner.run.alarms import Alarms
 from aligner.run.checkpoints import Checkpoints, Stateful
 from aligner.run.loop import Evaluate, Run

@@ -18,7 +18,7 @@ from aligner.builders.job import Job
 from aligner.builders.models import make_reference
 from aligner.data.answers import Answers
 from aligner.data.mixture import Mixture
-from aligner.roles.initial import shape_of
+from aligner.roles.model_init import shape_of
 from aligner.roles.policy import Reference
 from aligner.rollout.sharing import share
 from aligner.types import TrainBatch

@@ -10,7 +10,7 @@ from aligner.config.sections.distill import KEY
 from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.errors import ConfigError
 from aligner.megatron.model import Head
-from aligner.roles.initial import InitialModel, resolve
+from aligner.roles.model_init import InitialModel, resolve
 from aligner.roles.teacher import Student, Teacher
 
 

@@ -29,10 +29,10 @@ from aligner.config.sections.optim import OptimConfig
 from aligner.errors import AlignerError
 from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import sum_parts
+from aligner.megatron.expert_load import ExpertLoad
 from aligner.megatron.grad_norm import use_one_norm
 from aligner.megatron.groups import Layout
 from aligner.megatron.held import hold
-from aligner.megatron.load import ExpertLoad
 from aligner.megatron.lora import AdaptedModel, MergedWeights, attach
 from aligner.megatron.model import Head, build_model, uses_transformer_engine
 from aligner.megatron.optimizer_state import fuse

@@ -200,7 +200,7 @@ def _open(path: Path):
 
 def open_hf(folder: str | Path) -> HfTensors:
     """The tensors of a folder with `model.safetensors` or a sharded index; what they are to be is not checked
-    (`models/account.py`). Raises CheckpointError, ConfigError for a quantisation that is not read."""
+    (`models/folder_check.py`). Raises CheckpointError, ConfigError for a quantisation that is not read."""
     folder = Path(folder)
     config, single, index = folder / "config.json", folder / SINGLE, folder / INDEX
     block, parts, packed = None, dict[str, Part](), False

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from aligner.errors import CheckpointError, WriteError
 from aligner.foreign import read_record
 from aligner.megatron.train import ShardedModel
-from aligner.models.carried import carry, exported_config
 from aligner.models.fused import joined, parts_of
 from aligner.models.safetensors_io import write_hf
+from aligner.models.small_files import carry, exported_config
 from aligner.ops.agree import by_rank_0
 from aligner.refit.transfer import WeightStream
 

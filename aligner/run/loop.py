@@ -18,7 +18,7 @@ from aligner.run.alarms import FILE as ALARMS
 from aligner.run.alarms import Alarms
 from aligner.run.changes import AnotherRunError
 from aligner.run.checkpoints import Checkpoints
-from aligner.run.contract import DONE, PROGRESS, STOPPED
+from aligner.run.marker_files import DONE, PROGRESS, STOPPED
 from aligner.run.memory import peak_rss_bytes
 from aligner.run.metrics import MetricsLogger, append_jsonl, truncate_jsonl
 from aligner.run.phases import PhaseMemory

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from aligner.cluster.env import LAUNCHED
 from aligner.errors import AlignerError, WriteError
 from aligner.foreign import read_record
-from aligner.run.contract import STOPPED
+from aligner.run.marker_files import STOPPED
 from aligner.run.metrics import append_jsonl, read_jsonl, rewrite_jsonl
 
 if TYPE_CHECKING:

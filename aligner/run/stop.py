@@ -28,7 +28,7 @@ from aligner.config.sections.cluster import ClusterConfig
 from aligner.errors import AlignerError
 from aligner.files import write_whole
 from aligner.foreign import read_record
-from aligner.run.contract import PROGRESS
+from aligner.run.marker_files import PROGRESS
 from aligner.run.metrics import unwritable
 
 DEADLINE = 1000  # in place of a signal number

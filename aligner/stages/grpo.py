@@ -18,7 +18,7 @@ from aligner.ops.rl.mismatch import finish_mismatch
 from aligner.ops.seeds import derive
 from aligner.roles.policy import Policy, Reference
 from aligner.rollout.balance import Balancer
-from aligner.rollout.prepare import (
+from aligner.rollout.loss_inputs import (
     KLController,
     average,
     minibatches,

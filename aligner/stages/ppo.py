@@ -27,7 +27,7 @@ from aligner.ops.seeds import derive
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy, Reference
 from aligner.rollout.balance import Balancer
-from aligner.rollout.prepare import KLController, average, minibatches, sample_rows, set_token_rewards, total_tokens
+from aligner.rollout.loss_inputs import KLController, average, minibatches, sample_rows, set_token_rewards, total_tokens
 from aligner.rollout.source import Rollouts
 from aligner.rollout.statistics import rollout_metrics, value_metrics
 from aligner.run.loop import Run

@@ -11,7 +11,7 @@ from aligner.builders.rollouts import make_rollouts
 from aligner.builders.runs import make_run, refuse_checkpoints
 from aligner.config.schema import Config
 from aligner.roles.policy import Policy
-from aligner.rollout.prepare import sample_rows, set_token_rewards, total_tokens
+from aligner.rollout.loss_inputs import sample_rows, set_token_rewards, total_tokens
 from aligner.rollout.source import Rollouts
 from aligner.rollout.statistics import rollout_metrics
 from aligner.run.loop import Run

@@ -25,7 +25,7 @@ from aligner.models.params import ParamSpec, to_hf
 from aligner.models.peft import adapter_config, write_adapter
 from aligner.ops.kernels.frozen import Frozen
 from aligner.refit.export import EXTRA_FILE
-from aligner.roles.initial import InitialModel
+from aligner.roles.model_init import InitialModel
 
 OUTPUT = "output_layer.weight"
 Tensors = Callable[[ParamSpec, int], dict[str, Tensor]]

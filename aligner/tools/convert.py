@@ -32,19 +32,19 @@ from aligner.megatron.checkpoint_index import INTEGRITY, noted_checksums
 from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, places_of, write_index
 from aligner.megatron.groups import init_distributed, leave_distributed
 from aligner.megatron.model import Head
-from aligner.models.account import SCORE, check_folder
-from aligner.models.carried import TOKENIZER, carry, carry_tokenizer, exported_config
 from aligner.models.families import family_table
+from aligner.models.folder_check import SCORE, check_folder
 from aligner.models.fused import Part, joined, parts_of
 from aligner.models.hf_config import config_from_hf, is_known
 from aligner.models.params import ParamSpec, hf_axis, to_hf
 from aligner.models.safetensors_io import INDEX, SINGLE, HfTensors, open_hf
 from aligner.models.safetensors_stream import SafetensorsFile
 from aligner.models.slices import Shard, of_experts, placed, read_shard
+from aligner.models.small_files import TOKENIZER, carry, carry_tokenizer, exported_config
 from aligner.ops.agree import by_rank_0
 from aligner.ops.reduce import gathered
 from aligner.refit.export import EXTRA_FILE
-from aligner.roles.initial import SOURCE, InitialModel, resolve, shape_of
+from aligner.roles.model_init import SOURCE, InitialModel, resolve, shape_of
 from aligner.tools.adapted import Merged, Stored, export_adapter
 from aligner.tools.shared_files import FilePlan, SharedFolder, into_files, peak_memory_bytes
 

@@ -25,7 +25,7 @@ from aligner.cluster.launch import run_one
 from aligner.config.resolve import compose, quoted
 from aligner.config.schema import Config
 from aligner.errors import AlignerError, ConfigError
-from aligner.run.contract import STOPPED
+from aligner.run.marker_files import STOPPED
 from aligner.run.memory import peak_rss_bytes
 from aligner.run.metrics import read_jsonl
 

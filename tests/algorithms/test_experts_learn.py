@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.roles.initial import resolve
+from aligner.roles.model_init import resolve
 from tests import stages
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank, pytest.mark.timeout(900)]

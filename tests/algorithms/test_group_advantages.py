@@ -19,7 +19,7 @@ from aligner.config.sections.algorithm import (
 from aligner.config.sections.rewards import RewardConfig, RewardFunctionConfig
 from aligner.errors import ConfigError
 from aligner.rewards.composite import Scores
-from aligner.rollout.prepare import set_token_rewards
+from aligner.rollout.loss_inputs import set_token_rewards
 from aligner.types import RolloutBatch
 
 pytestmark = pytest.mark.usefixtures("world")

@@ -149,7 +149,7 @@ def test_the_zero_point_is_that_of_all_mismatched_answers(tiny_data, tiny_runs, 
     after = AutoModelForCausalLM.from_pretrained(tiny_runs["sft"] / "hf", dtype=torch.float64)
 
     def other(job):
-        from aligner.roles.initial import resolve
+        from aligner.roles.model_init import resolve
 
         now, job.initial = job.initial, resolve(job.cfg.model, str(behind), 0)
         try:

@@ -14,7 +14,7 @@ from aligner.config.sections.model.rope import RopeScalingConfig, longest_row
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.hf_config import config_from_hf, hf_config
 from aligner.models.rope import attention_factor, inverse_frequencies
-from aligner.roles.initial import shape_of
+from aligner.roles.model_init import shape_of
 
 LLAMA = ModelConfig(num_heads=2, num_kv_heads=2, hidden_size=32, head_dim=24, vocab_size=64)
 

@@ -30,7 +30,7 @@ from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
 from aligner.refit.transfer import Refit, WeightStream, fail_together
 from aligner.refit.verify import Verifier
 from aligner.roles.batching import micro_batches
-from aligner.roles.initial import resolve
+from aligner.roles.model_init import resolve
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel
 from aligner.types import TrainBatch

@@ -8,7 +8,7 @@ import torch
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron.model import Head
-from aligner.roles.initial import shape_of
+from aligner.roles.model_init import shape_of
 from tests.tiny import LLAMA, MODELS, MOE, MORE, WINDOWS, batch, relative, transformers_model, write_folder
 
 pytestmark = pytest.mark.multirank

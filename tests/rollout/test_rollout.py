@@ -25,7 +25,7 @@ from aligner.rollout.collate import collate, join_generations, make_samples
 from aligner.rollout.evaluate import Evaluator, judge
 from aligner.rollout.generate import Generator
 from aligner.rollout.heldout import held_out_loss, pair_accuracy, score_statistics
-from aligner.rollout.prepare import (
+from aligner.rollout.loss_inputs import (
     KLController,
     average,
     minibatches,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import aligner.build
 import aligner.builders.job
 import aligner.megatron.checkpoint
-import aligner.roles.initial
+import aligner.roles.model_init
 import aligner.run.checkpoints
 from aligner.cluster.env import RankEnv
 from aligner.cluster.signals import StopSignals
@@ -30,7 +30,7 @@ from aligner.megatron.checkpoint import ModelSave
 from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.megatron.model import Head
 from aligner.ops import agree
-from aligner.roles.initial import resolve
+from aligner.roles.model_init import resolve
 from aligner.rollout import requests
 from aligner.run.checkpoints import Checkpoints
 from aligner.run.loop import Run
@@ -81,7 +81,11 @@ def resume_elsewhere(arguments: list[str], shared: Path, mine: Path, appears_s: 
     """`run_stage`, in which rank 1 finds the folder `mine` where the others find `shared`: it is on a node without the
     shared file system, or, with `appears_s`, on one that learns so long after its first look what there is. What it
     raises, or ""."""
-    homes = [(aligner.run.checkpoints, "view"), (aligner.roles.initial, "view"), (aligner.roles.initial, "folder_view")]
+    homes = [
+        (aligner.run.checkpoints, "view"),
+        (aligner.roles.model_init, "view"),
+        (aligner.roles.model_init, "folder_view"),
+    ]
     looks, first_s = [getattr(*home) for home in homes], []
 
     def elsewhere(look):
@@ -124,9 +128,9 @@ def looks_at_start(run: Path, per_node: int, other: Path | None = None) -> tuple
         patch.setattr(agree, "node", lambda: f"node {dist.get_rank() // per_node}")
         patch.setattr(agree, "WAIT_S", 0.0)
         for home, name in (
-            (aligner.roles.initial, "folder_view"),
-            (aligner.roles.initial, "check_folder"),
-            (aligner.roles.initial, "view"),
+            (aligner.roles.model_init, "folder_view"),
+            (aligner.roles.model_init, "check_folder"),
+            (aligner.roles.model_init, "view"),
             (aligner.run.checkpoints, "view"),
             (aligner.megatron.checkpoint, "check_before_loading"),
         ):

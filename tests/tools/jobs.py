@@ -22,7 +22,7 @@ from aligner.megatron.groups import init_distributed
 from aligner.megatron.model import Head
 from aligner.models.hf_config import hf_config
 from aligner.models.safetensors_io import write_hf
-from aligner.roles.initial import resolve
+from aligner.roles.model_init import resolve
 from aligner.tools import convert as tool
 from aligner.tools.shared_files import peak_memory_bytes
 from tests.megatron.jobs import build, weights

@@ -8,7 +8,7 @@ import torch
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.engine import Decode, NativeEngine
-from aligner.models.account import check_folder
+from aligner.models.folder_check import check_folder
 from aligner.models.hf_config import config_from_hf
 from aligner.models.safetensors_io import open_hf
 

@@ -25,8 +25,8 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.megatron.checkpoint_files import find_checkpoint, read_checked, view
 from aligner.megatron.model import Head
 from aligner.megatron.weights import WeightSource, random_source
-from aligner.models.account import check_folder
 from aligner.models.fingerprint import digest, folder_view
+from aligner.models.folder_check import check_folder
 from aligner.models.hf_config import config_from_hf
 from aligner.models.safetensors_io import open_hf
 from aligner.models.slices import HfSource

@@ -12,14 +12,14 @@ from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.load import engine_from_folder
 from aligner.errors import AlignerError, CheckpointError, ConfigError
 from aligner.megatron.model import Head
-from aligner.models.account import check_folder
 from aligner.models.families import expected_hf_shapes, family_table
+from aligner.models.folder_check import check_folder
 from aligner.models.fused import joined, parts_of
 from aligner.models.hf_config import config_from_hf, hf_config
 from aligner.models.params import from_hf
 from aligner.models.safetensors_io import INDEX, open_hf, write_hf
 from aligner.models.slices import Shard, read_shard
-from aligner.roles.initial import InitialModel
+from aligner.roles.model_init import InitialModel
 from tests.tiny import DEEPSEEK, GPT_OSS, MIXTRAL, MODELS, MOE, WINDOWS
 
 CASES = {**MODELS, **WINDOWS, "moe": MOE, "mixtral": MIXTRAL, "gpt_oss": GPT_OSS, "deepseek_v3": DEEPSEEK}
