@@ -22,7 +22,7 @@ from aligner.cluster.render import JobSpec, batch_script, job_lines
 from aligner.cluster.site import Site, find_site
 from aligner.config.derived import batch_arithmetic
 from aligner.config.freeze import FILE_NAME, freeze, job_file, load_frozen
-from aligner.config.resolve import compose, conf_dir, quoted, sweep
+from aligner.config.resolve import compose, conf_dir, job_labels, quoted, sweep
 from aligner.config.schema import Config
 from aligner.config.validate import validate
 from aligner.errors import AlignerError, ConfigError
@@ -109,12 +109,10 @@ def composed(args: argparse.Namespace) -> list[Config]:
     if not args.multirun:
         return [compose(args.overrides, config_dir=args.config_dir)]
     jobs = sweep(args.overrides)
-    common = set.intersection(*map(set, jobs))
     found = []
-    for number, overrides in enumerate(jobs):
-        label = re.sub(r"[^\w.,=+-]+", "_", ",".join(text for text in overrides if text not in common))[:120]
+    for overrides, label in zip(jobs, job_labels(jobs), strict=True):
         base = compose(overrides, config_dir=args.config_dir)
-        folder = str(Path(base.run.dir) / f"{number}_{label}".rstrip("_"))
+        folder = str(Path(base.run.dir) / label)
         found.append(compose([*overrides, f"run.dir={quoted(folder)}"], config_dir=args.config_dir))
     return found
 

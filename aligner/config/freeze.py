@@ -105,8 +105,7 @@ def config_hash(cfg: Config) -> str:
     del data["logging"]
     for name in _NOT_HASHED:
         del data["run"][name]
-    text = json.dumps(_canonical(data), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return _short_hash(data)
 
 
 # what may change between two starts of a run without its rollouts becoming those of another
@@ -133,14 +132,18 @@ def rollout_key(cfg: Config) -> str:
     for section, names in _NOT_OF_ROLLOUTS_IN.items():
         for name in names:
             del data[section][name]
-    text = json.dumps(_canonical(data), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode() + reward_code(cfg)).hexdigest()[:12]
+    return _short_hash(data, reward_code(cfg))
 
 
 def reward_code(cfg: Config) -> bytes:
     """The files of the reward functions that are named by file; empty if there are none."""
     files = (Path(function.path.rpartition(":")[0]).expanduser() for function in cfg.reward.functions)
     return b"".join(file.read_bytes() for file in files if file.is_file())
+
+
+def _short_hash(data: dict[str, Any], more: bytes = b"") -> str:
+    text = json.dumps(_canonical(data), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode() + more).hexdigest()[:12]
 
 
 def _canonical(value: Any) -> Any:

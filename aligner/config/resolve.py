@@ -103,6 +103,13 @@ def sweep(overrides: list[str]) -> list[list[str]]:
     return [list(job) for batch in batches for job in batch]
 
 
+def job_labels(jobs: list[list[str]]) -> list[str]:
+    """Names of the jobs of a sweep for their folders: number and what varies."""
+    common = set.intersection(*map(set, jobs))
+    varied = (",".join(text for text in job if text not in common) for job in jobs)
+    return [f"{i}_{re.sub(r'[^\w.,=+-]+', '_', text)[:120]}".rstrip("_") for i, text in enumerate(varied)]
+
+
 @cache
 def _chosen(choices: tuple[str, ...]) -> DictConfig:
     """The composed files of these choices of groups' options. Hydra sets values on top of them, after the last file."""

@@ -61,8 +61,10 @@ def _paths(cfg: Config) -> None:
 
 def _without_effect(cfg: Config) -> None:
     """What was asked for and would silently not happen."""
-    if cfg.checkpoint.keep_best and cfg.checkpoint.metric.startswith("eval/"):
-        _evaluated_metric(cfg)
+    metric = cfg.checkpoint.metric
+    if cfg.checkpoint.keep_best and metric.startswith("eval/") and not (cfg.data.eval and cfg.run.eval_every):
+        expected = "one of the steps' metrics with checkpoint.keep_best, or data.eval and run.eval_every set"
+        raise ConfigError("checkpoint.metric", metric, expected)
     if cfg.run.stop.metric and not (cfg.run.eval_every and cfg.data.eval):
         expected = "none without run.eval_every > 0 and data.eval: it is looked at after each evaluation"
         raise ConfigError("run.stop.metric", cfg.run.stop.metric, expected)
@@ -90,14 +92,6 @@ def _without_effect(cfg: Config) -> None:
         raise ConfigError("model.lora.dropout", cfg.model.lora.dropout, expected)
     if cfg.debug.train_only and evaluation_functions(cfg):
         raise ConfigError("eval.generate", True, "false with debug.train_only: no engine is there to answer data.eval")
-
-
-def _evaluated_metric(cfg: Config) -> None:
-    """With checkpoint.keep_best: a metric of the evaluations, which must take place and have it."""
-    metric = cfg.checkpoint.metric
-    if not (cfg.data.eval and cfg.run.eval_every):
-        expected = "one of the steps' metrics with checkpoint.keep_best, or data.eval and run.eval_every set"
-        raise ConfigError("checkpoint.metric", metric, expected)
 
 
 def _engine_ranks(cfg: Config, world_size: int) -> None:

@@ -12,6 +12,12 @@ from aligner.config.sections.trtllm_engine import NAME as TRTLLM_ENGINE
 from aligner.config.sections.trtllm_engine import check_run
 from aligner.errors import ConfigError, LayoutError
 
+_NOT_WITH_TRTLLM = {
+    "fused": "a family whose files keep each matrix by itself with engine.name=trtllm, which gets them so",
+    "linear": "a family without linear attention with engine.name=trtllm, where it was not tried",
+    "latent": "a family without latent attention with engine.name=trtllm: what it makes of such weights is unknown",
+}
+
 
 def validate_model(cfg: Config, model: ModelConfig, scorer: bool = False) -> None:
     """What concerns a model's shape: `cfg.model`, or the shape found in the folder that `model.init` names (that of a
@@ -67,17 +73,12 @@ def _widths(model: ModelConfig) -> dict[str, int]:
 
 
 def _engine(cfg: Config, model: ModelConfig) -> None:
-    if cfg.engine.name == TRTLLM_ENGINE and cfg.stage.name in ROLLOUT_STAGES:
+    engine = cfg.engine.name if cfg.stage.name in ROLLOUT_STAGES else ""
+    if engine == TRTLLM_ENGINE:
         check_run(cfg, model)
-    if cfg.engine.name == "trtllm" and cfg.stage.name in ROLLOUT_STAGES and TRAITS[model.family].fused:
-        expected = "a family whose files keep each matrix by itself with engine.name=trtllm, which gets them so"
-        raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
-    if cfg.engine.name == "trtllm" and cfg.stage.name in ROLLOUT_STAGES and TRAITS[model.family].linear:
-        expected = "a family without linear attention with engine.name=trtllm, where it was not tried"
-        raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
-    if cfg.engine.name == "trtllm" and cfg.stage.name in ROLLOUT_STAGES and TRAITS[model.family].latent:
-        expected = "a family without latent attention with engine.name=trtllm: what it makes of such weights is unknown"
-        raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
+    for trait, expected in _NOT_WITH_TRTLLM.items() if engine == "trtllm" else ():
+        if getattr(TRAITS[model.family], trait):
+            raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
     if cfg.engine.cuda_graphs and model.moe.num_experts:
         raise ConfigError("engine.cuda_graphs", True, "false with experts: how many rows one gets is not known ahead")
     ranks = cfg.engine.tensor_parallel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from aligner.cluster.launch import run_one
-from aligner.config.resolve import compose, quoted, sweep
+from aligner.config.resolve import compose, job_labels, quoted, sweep
 from aligner.errors import ConfigError
 from aligner.tools.report import write_after
 from aligner.tools.report_runs import final_metric
@@ -23,18 +22,15 @@ def main(args: argparse.Namespace) -> int:
     if args.frozen:
         raise ConfigError("--multirun", args.frozen, "no --frozen: a frozen config is one job")
     jobs = sweep(args.overrides)
-    common = set.intersection(*map(set, jobs))
     head = [sys.executable, "-m", "aligner", args.command]
     head += ["--config-dir", args.config_dir] if args.config_dir else []
     head += ["--ranks", str(args.ranks)] if args.command == "launch" else []
     head += ["--cfg"] if args.cfg else []
-    folders, names = [], []
-    for number, job in enumerate(jobs):  # all of them compose before the first one starts
-        names.append(" ".join(text for text in job if text not in common))
-        label = re.sub(r"[^\w.,=+-]+", "_", names[-1].replace(" ", ","))[:120]
-        folders.append(str(Path(compose(job, config_dir=args.config_dir).run.dir) / f"{number}_{label}".rstrip("_")))
-    rows = []
-    for job, name, folder in zip(jobs, names, folders, strict=True):
+    common, rows = set.intersection(*map(set, jobs)), []
+    # all of them compose before the first one starts
+    bases = [compose(job, config_dir=args.config_dir).run.dir for job in jobs]
+    for job, base, label in zip(jobs, bases, job_labels(jobs), strict=True):
+        name, folder = " ".join(text for text in job if text not in common), str(Path(base) / label)
         started = time.monotonic()
         code, received = run_one([*head, *job, f"run.dir={quoted(folder)}"])
         code = code or (128 + received[0] if received else 0)
