@@ -106,14 +106,13 @@ class Record:
             self.refuse(key, f"an integer {_bounds(low, high)}")
         return value
 
-    def number(self, key: str, default: Any = REQUIRED, above: float = -math.inf, low: float = -math.inf) -> Any:
+    def number(self, key: str, default: Any = REQUIRED, above: float = -math.inf) -> Any:
         """A finite float."""
         value = self._value(key, default)
         if value is default:
             return default
-        if not _is_number(value) or not value > above or not value >= low:
-            bound = f" > {above:g}" if above > -math.inf else f" >= {low:g}" if low > -math.inf else ""
-            self.refuse(key, f"a finite number{bound}")
+        if not _is_number(value) or not value > above:
+            self.refuse(key, "a finite number" + (f" > {above:g}" if above > -math.inf else ""))
         return float(value)
 
     def text(self, key: str, default: Any = REQUIRED) -> Any:
@@ -148,10 +147,9 @@ class Record:
         value = self._typed(key, default, dict, "a JSON object")
         return value if value is default else Record(value, self.where, self.error, f"{self.prefix}{key}.")
 
-    def text_map(self, key: str, default: Any = REQUIRED) -> Any:
-        """dict of strings."""
-        value = self._typed(key, default, dict, "a JSON object of strings")
-        if value is not default and not all(isinstance(item, str) for item in value.values()):
+    def text_map(self, key: str) -> dict[str, str]:
+        value = self._typed(key, REQUIRED, dict, "a JSON object of strings")
+        if not all(isinstance(item, str) for item in value.values()):
             self.refuse(key, "a JSON object of strings")
         return value
 

@@ -177,10 +177,9 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def check_vocab(tokenizer: PreTrainedTokenizerBase, vocab_size: int, key: str = "model.vocab_size") -> None:
+def check_vocab(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Raise ConfigError if the tokenizer has ids that a model with `vocab_size` embeddings has no row for."""
     needed = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)  # ids may have gaps
     if needed > vocab_size:
-        raise ConfigError(
-            key, vocab_size, f"at least {needed}, the size of the tokenizer", "Do model.init and model.tokenizer match?"
-        )
+        expected = f"at least {needed}, the size of the tokenizer"
+        raise ConfigError("model.vocab_size", vocab_size, expected, "Do model.init and model.tokenizer match?")

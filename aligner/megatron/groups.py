@@ -161,15 +161,15 @@ def neighbours(size: int) -> dist.ProcessGroup | None:
     return groups[dist.get_rank() // size]
 
 
-def build_layout(parallel: ParallelConfig, key: str = "parallel") -> Layout:
+def build_layout(parallel: ParallelConfig) -> Layout:
     """Create this model's groups over the whole world. Collective: every rank calls it in the same order."""
     world, rank = dist.get_world_size(), dist.get_rank()
     tp, cp, pp, ep = parallel.tensor, parallel.context, parallel.pipeline, parallel.expert
     if world % (tp * cp * pp):
-        raise LayoutError(key, f"{tp}x{pp}x{cp}", f"tensor x pipeline x context to divide the world size {world}")
+        raise LayoutError("parallel", f"{tp}x{pp}x{cp}", f"tensor x pipeline x context to divide the world size {world}")
     dp = world // (tp * cp * pp)
     if dp * cp % ep:
-        raise LayoutError(f"{key}.expert", ep, f"a divisor of the {dp * cp} data- and context-parallel ranks")
+        raise LayoutError("parallel.expert", ep, f"a divisor of the {dp * cp} data- and context-parallel ranks")
     grid = torch.arange(world).view(pp, dp, cp, tp)
     experts = torch.arange(world).view(pp, dp * cp // ep, ep, tp)  # for the experts' parameters, as Megatron orders
 

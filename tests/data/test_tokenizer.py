@@ -135,8 +135,8 @@ def test_stop_tokens_come_from_eos_template_and_generation_config(byte, make_fol
 def test_vocabulary_larger_than_the_checkpoint_is_refused(byte):
     check_vocab(byte, 261)
     check_vocab(byte, 300)
-    with pytest.raises(ConfigError, match=r"model.init=260: expected at least 261"):
-        check_vocab(byte, 260, "model.init")
+    with pytest.raises(ConfigError, match=r"model.vocab_size=260: expected at least 261"):
+        check_vocab(byte, 260)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])

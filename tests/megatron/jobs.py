@@ -193,7 +193,7 @@ def _open_sockets() -> int:
 
 def refused_layout(parallel: ParallelConfig) -> str:
     with pytest.raises(LayoutError) as caught:
-        groups.build_layout(parallel, "critic.parallel")
+        groups.build_layout(parallel)
     return str(caught.value)
 
 
