@@ -41,8 +41,10 @@ EXAMPLES = """overrides (Hydra syntax) go anywhere after the subcommand:
 
 
 def parser() -> argparse.ArgumentParser:
-    from aligner.cluster import convert_options
+    from aligner.cluster import convert_options, submit_options
+    from aligner.plan import options as plan_options
 
+    further = {"submit": submit_options.add_arguments, "plan": plan_options.add_arguments}
     top = argparse.ArgumentParser(
         prog="aligner",
         description="SFT, reward models, GRPO and PPO on Megatron-Core.",
@@ -69,23 +71,9 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("-m", "--multirun", action="store_true", help="run every job of a sweep, one by one")
         if name == "launch":
             sub.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to start")
-        if name == "submit":
-            _submit_arguments(sub)
-        if name == "plan":
-            _plan_arguments(sub)
+        if name in further:
+            further[name](sub)
     return top
-
-
-def _submit_arguments(sub: argparse.ArgumentParser) -> None:
-    from aligner.cluster.submit_options import add_arguments
-
-    add_arguments(sub)
-
-
-def _plan_arguments(sub: argparse.ArgumentParser) -> None:
-    from aligner.plan.options import add_arguments
-
-    add_arguments(sub)
 
 
 def main(argv: list[str] | None = None) -> int:

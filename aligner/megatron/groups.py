@@ -166,7 +166,9 @@ def build_layout(parallel: ParallelConfig) -> Layout:
     world, rank = dist.get_world_size(), dist.get_rank()
     tp, cp, pp, ep = parallel.tensor, parallel.context, parallel.pipeline, parallel.expert
     if world % (tp * cp * pp):
-        raise LayoutError("parallel", f"{tp}x{pp}x{cp}", f"tensor x pipeline x context to divide the world size {world}")
+        raise LayoutError(
+            "parallel", f"{tp}x{pp}x{cp}", f"tensor x pipeline x context to divide the world size {world}"
+        )
     dp = world // (tp * cp * pp)
     if dp * cp % ep:
         raise LayoutError("parallel.expert", ep, f"a divisor of the {dp * cp} data- and context-parallel ranks")
