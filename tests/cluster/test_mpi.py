@@ -96,12 +96,12 @@ def test_ranks_numbered_differently_are_refused():
 def test_without_mpi_the_launchers_numbers_count(monkeypatch, capsys):
     step = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_TASKS_PER_NODE": "2"}
     world = mpi.join(step)
-    assert (world.env.world_size, world.env.launcher, world.control, world.hosts) == (2, "slurm", None, ())
+    assert (world.env.world_size, world.env.launcher, world.comm, world.hosts) == (2, "slurm", None, ())
     assert mpi.join({}).env.launcher == "single"
     # several ranks were planned, but this is no rank: a command typed inside the job
     assert mpi.join({"ALIGNER_RANKS": "8", "ALIGNER_MPI": "pmix"}).env.world_size == 1
     monkeypatch.setitem(__import__("sys").modules, "mpi4py", None)
-    assert mpi.join(step | {"ALIGNER_MPI": "pmix", "ALIGNER_RANKS": "2"}).control is None
+    assert mpi.join(step | {"ALIGNER_MPI": "pmix", "ALIGNER_RANKS": "2"}).comm is None
     assert "no MPI" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="slurm 2, the job 4"):
         mpi.join(step | {"ALIGNER_RANKS": "4"})

@@ -218,7 +218,7 @@ import pathlib, sys
 from aligner.cluster.mpi import join
 world = join()
 words = [world.env.rank, world.env.local_rank, world.env.world_size, world.env.launcher, *world.hosts,
-         *world.control.gather(world.env.master_port), world.control.any(world.env.rank == 1)]
+         *world.comm.allgather(world.env.master_port), any(world.comm.allgather(world.env.rank == 1))]
 pathlib.Path(sys.argv[1] + str(world.env.rank)).write_text(" ".join(map(str, words)))
 world.leave(True)
 """

@@ -34,8 +34,8 @@ def convert(what: str, source: Path, goal: Path, fail_after: int = -1, fresh: bo
     from aligner.megatron.chunks import BlockFile
     from aligner.models.safetensors_stream import SafetensorsFile
 
-    kind, name = (BlockFile, "write") if what == "import" else (SafetensorsFile, "_write")
-    plain, written, errors = getattr(kind, name), 0, []
+    kind = BlockFile if what == "import" else SafetensorsFile
+    plain, written, errors = kind.write, 0, []
 
     def counted(self, data):
         nonlocal written
@@ -46,7 +46,7 @@ def convert(what: str, source: Path, goal: Path, fail_after: int = -1, fresh: bo
         return plain(self, data)
 
     env = RankEnv(dist.get_rank(), 0, dist.get_world_size(), dist.get_world_size())
-    with mock.patch.object(kind, name, counted), contextlib.ExitStack() as told:
+    with mock.patch.object(kind, "write", counted), contextlib.ExitStack() as told:
         told.push(lambda kind, error, trace: isinstance(error, AlignerError) and errors.append(str(error)) is None)
         if what == "import":
             tool.import_hf(Path(source), Path(goal), env, fresh=fresh, **options)
