@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and on the disk when that is said."""
+"""Files that are written whole or not at all, and flushed to the disk where that is asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`engine.quantization`, and what else it decides where nothing was said."""
+"""`engine.quantization`, and the defaults of other keys that depend on it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Files of rows, read a stretch at a time: what is held of a file is where its rows begin, not the rows.
+"""Files of rows that may be larger than memory: only the place of each row is held, rows are read when asked for.
 
-A file may be larger than memory. Compressed lines are unpacked once, into a temporary file (TMPDIR).
+Compressed lines are unpacked once, into a temporary file (TMPDIR).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Typed rows of a file on their way into a dataset: which of them fit, and what is to be said of them."""
+"""Typed rows of a file on their way into a dataset: which of them fit, and a report of the others."""
 
 from __future__ import annotations
 

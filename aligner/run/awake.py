@@ -1,5 +1,4 @@
-"""Seconds that this process could use: a clock that stands still while the process is stopped (SIGSTOP, a suspended
-job, a laptop that sleeps)."""
+"""A clock that stands still while this process is stopped: by SIGSTOP, in a suspended job, on a laptop that sleeps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A small process beside a rank, for what no thread of the rank can see: that none of its Python code comes to run,
-because a call in C never gives up Python's lock. Standard library only: the process reads this file alone.
+"""A small process beside a rank that notices what no thread of the rank can: a call in C that never releases the GIL,
+so that no Python code runs. Standard library only: the process runs this file alone.
 """
 
 from __future__ import annotations

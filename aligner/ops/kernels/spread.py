@@ -1,4 +1,4 @@
-"""Rows to other places, with a backward that is a copy and not a sum."""
+"""Copy rows to other places. The backward is a copy, too, and not a sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nobody reads is not computed: logits that no loss asks for; and in the last layer, for the tokens of a row
+"""Leave out what nobody reads: logits that no loss asks for; and in the last layer, for the tokens of a row
 before the first and after the last one that is read (a prompt; for a reward model all but the last token), everything
 behind the product that makes queries, keys and values."""
 

@@ -1,4 +1,4 @@
-"""Whether the most likely token is the one that stands there."""
+"""Whether each token is the most likely one of its distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy losses per token; `ops.aggregate` turns them into one number. Those of whole sequences: `ops.sequence_loss`.
+"""Policy losses per token; `ops/rl/aggregate.py` turns them into one number. Of whole sequences: `sequence_loss.py`.
 
 All tensors are [B, T]; lr = clamp(logprobs - old_logprobs, -20, 20), r = exp(lr).
 """
