@@ -208,7 +208,7 @@ CASES = {
         ["ptx={coef: 0.1, data: {train: '{x}/other.jsonl', max_tokens: 32}}"],
         DataError,
         2,
-        ["ptx.data.train", "other.jsonl, row 1", "{prompt, completion}"],
+        ["other.jsonl, row 1", "{prompt, completion}"],
     ),
     "no room for answers": (
         "grpo",
