@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -102,6 +103,32 @@ def make_data(root: Path) -> Path:
     scored = [r | {"good": float(i % 2), "short": i % 3 - 1.0, "completion": "yn"[i % 2]} for i, r in enumerate(rows)]
     write_jsonl(root / "scored.jsonl", scored)
     return root
+
+
+# the quick start's stages without what its task made small does not need
+SUMS = ["logging=quiet", "cluster.threads=1", "run.eval_every=0", "run.samples_every=0", "checkpoint.final=false"]
+SUMS += ["data.eval=''", "optim.schedule=constant"]
+
+
+def make_sums(root: Path, tens: str) -> Path:
+    """The quick start's tokenizer; of its questions, in train.jsonl and test.jsonl, the sums of numbers with such tens,
+    and 32 of them in few.jsonl."""
+    from aligner.tools.quickstart import make_data
+
+    make_data(root, seed=0)
+    small = re.compile(rf"({tens}\d) \+ ({tens}\d) =")
+    for name in ("test", "train"):
+        lines = (root / "data" / f"{name}.jsonl").read_text().splitlines()
+        rows = [row for row in map(json.loads, lines) if small.search(row["prompt"])]
+        write_jsonl(root / f"{name}.jsonl", rows)
+    write_jsonl(root / "few.jsonl", rows[:32])
+    return root
+
+
+def sums_model(root: Path, *more: str) -> None:
+    """`sft` beside these questions, trained on them."""
+    settings = ["experiment=quickstart_sft", *SUMS, f"model.tokenizer={root / 'tokenizer'}", "run.stop.metric=''"]
+    run([*settings, f"run.dir={root / 'sft'}", f"data.train={root / 'train.jsonl'}", *more])
 
 
 def overrides(stage: str, data: Path, run_dir: Path, *more: str) -> list[str]:

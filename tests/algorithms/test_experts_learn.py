@@ -4,8 +4,6 @@ Sums of two numbers from 10 to 29; 32 of these questions for GRPO, so that each 
 the mean reward gained 0.15 to 0.22; the bound is 0.07, three deviations of its noise (see test_recipes.py).
 """
 
-import json
-import re
 import subprocess
 import sys
 
@@ -18,27 +16,14 @@ from tests import stages
 pytestmark = [pytest.mark.slow, pytest.mark.multirank, pytest.mark.timeout(900)]
 
 SHAPE = ["model.num_layers=2", "model.hidden_size=96", "model.moe.num_experts=4", "model.moe.ffn_hidden_size=96"]
-SMALL = [
-    *("logging=quiet", "cluster.threads=1", "run.eval_every=0", "run.samples_every=0"),
-    *("data.eval=''", "optim.schedule=constant"),
-]
 
 
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory):
     """Folder with few.jsonl (32 questions) and an SFT model with experts that answers about a quarter of them."""
-    from aligner.tools.quickstart import make_data
-
-    root = tmp_path_factory.mktemp("experts")
-    make_data(root, seed=0)
-    rows = [json.loads(line) for line in (root / "data" / "train.jsonl").read_text().splitlines()]
-    small = re.compile(r"([1-2]\d) \+ ([1-2]\d) =")
-    kept = [row for row in rows if small.search(row["prompt"])]
-    stages.write_jsonl(root / "few.jsonl", kept[:32])
-    settings = ["experiment=quickstart_sft", *SMALL, "model=tiny_moe", *SHAPE, f"model.tokenizer={root / 'tokenizer'}"]
-    settings += [f"run.dir={root / 'sft'}", f"data.train={stages.write_jsonl(root / 'small.jsonl', kept)}"]
-    settings += ["run.steps=130", "run.stop.metric=''", "batch.sequences=64", "batch.micro_batch_samples=64"]
-    stages.run([*settings, "optim.lr=4e-3", "checkpoint.final=false"])
+    root = stages.make_sums(tmp_path_factory.mktemp("experts"), "[1-2]")
+    batch = ["run.steps=130", "batch.sequences=64", "batch.micro_batch_samples=64", "optim.lr=4e-3"]
+    stages.sums_model(root, "model=tiny_moe", *SHAPE, *batch)
     return root
 
 
@@ -51,7 +36,8 @@ def test_supervised_loss_falls_and_no_token_is_dropped(sums):
 
 def test_the_reward_rises_on_two_ranks_that_share_the_experts(sums):
     run = sums / "grpo"
-    settings = ["experiment=quickstart_grpo", *SMALL, "run.export=false", f"run.dir={run}", "parallel.expert=2"]
+    settings = ["experiment=quickstart_grpo", *stages.SUMS, "checkpoint.final=true", "run.export=false"]
+    settings += [f"run.dir={run}", "parallel.expert=2"]
     settings += [f"model.init={sums / 'sft'}", f"data.train={sums / 'few.jsonl'}", "model.moe.aux_coef=0.001"]
     settings += ["batch.prompts=32", "batch.group=8", "batch.micro_batch_samples=128", "run.steps=12", "optim.lr=1e-3"]
     command = [sys.executable, "-m", "aligner", "launch", "--ranks", "2", *settings]

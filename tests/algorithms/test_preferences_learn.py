@@ -4,42 +4,26 @@ The task is that of test_recipes: sums of two numbers from 10 to 49, about 1,300
 Accuracy on these rose from 0.29 to 0.54 and 0.53; the bound is 0.1, three standard deviations of such a share.
 """
 
-import json
-import re
-
 import pytest
 
 from aligner.config.resolve import compose
+from aligner.run.metrics import read_jsonl
 from tests import stages
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-SMALL = ["logging=quiet", "cluster.threads=1", "run.eval_every=0", "run.samples_every=0", "checkpoint.final=false"]
-SMALL += ["data.eval=''", "optim.schedule=constant", "run.stop.metric=''"]
+SMALL = [*stages.SUMS, "run.stop.metric=''"]
 
 
 @pytest.fixture(scope="module")
-def sums(tmp_path_factory):
-    """Folder with an SFT model, pairs.jsonl and held-out questions in test.jsonl."""
+def pairs(sums, tmp_path_factory):
+    """File of right and wrong answers of the model to the questions that it learned from."""
     from aligner.tools.generate import Answerer
     from aligner.tools.pairs import make_pairs
-    from aligner.tools.quickstart import make_data
 
-    root = tmp_path_factory.mktemp("preferences")
-    make_data(root, seed=0)
-    small = re.compile(r"([1-4]\d) \+ ([1-4]\d) =")
-    rows = {}
-    for name in ("train", "test"):
-        lines = (root / "data" / f"{name}.jsonl").read_text().splitlines()
-        rows[name] = [row for row in map(json.loads, lines) if small.search(row["prompt"])]
-        stages.write_jsonl(root / f"{name}.jsonl", rows[name])
-    settings = ["experiment=quickstart_sft", *SMALL, f"model.tokenizer={root / 'tokenizer'}", "run.steps=200"]
-    settings += [f"run.dir={root / 'sft'}", f"data.train={root / 'train.jsonl'}", "batch.sequences=128"]
-    stages.run([*settings, "batch.micro_batch_samples=128"])
-    model = Answerer.load(root / "sft" / "hf", compose(settings).engine, "float32")
-    pairs = make_pairs(model, rows["train"], 6, seed=0)
-    assert any(not pair["rejected"].strip() for pair in pairs)
-    stages.write_jsonl(root / "pairs.jsonl", pairs)
-    return root
+    model = Answerer.load(sums / "sft" / "hf", compose(["experiment=quickstart_sft"]).engine, "float32")
+    found = make_pairs(model, read_jsonl(sums / "train.jsonl"), 6, seed=0)
+    assert any(not pair["rejected"].strip() for pair in found)
+    return stages.write_jsonl(tmp_path_factory.mktemp("preferences") / "pairs.jsonl", found)
 
 
 def accuracy(sums, run) -> float:
@@ -50,10 +34,10 @@ def accuracy(sums, run) -> float:
     return evaluate(compose([*settings, "eval.prompts=0"]))["eval/accuracy"]
 
 
-def learned(sums, tmp_path, recipe: str, rows: int) -> tuple[float, list[dict]]:
+def learned(sums, pairs, tmp_path, recipe: str, rows: int) -> tuple[float, list[dict]]:
     """The gain in accuracy, and the records of the steps."""
     settings = [f"experiment=[quickstart_sft,{recipe}]", *SMALL, "model.tokenizer=''", f"model.init={sums / 'sft'}"]
-    settings += [f"data.train={sums / 'pairs.jsonl'}", "data.empty_answers=drop", "run.steps=60", "optim.lr=1e-4"]
+    settings += [f"data.train={pairs}", "data.empty_answers=drop", "run.steps=60", "optim.lr=1e-4"]
     settings += [f"batch.sequences={rows}", f"batch.micro_batch_samples={rows}", "optim.warmup_steps=5"]
     run = stages.run([*settings, "debug.first_step_checks=true", f"run.dir={tmp_path / 'run'}"])
     before, after = accuracy(sums, sums / "sft"), accuracy(sums, run)
@@ -61,15 +45,15 @@ def learned(sums, tmp_path, recipe: str, rows: int) -> tuple[float, list[dict]]:
     return after - before, [record for record in stages.records(run) if record["step"]]
 
 
-def test_dpo_answers_more_sums(sums, tmp_path):
-    gain, steps = learned(sums, tmp_path, "dpo", 64)
+def test_dpo_answers_more_sums(sums, pairs, tmp_path):
+    gain, steps = learned(sums, pairs, tmp_path, "dpo", 64)
     assert gain > 0.1
     assert steps[-1]["rewards/accuracies"] > 0.6 and steps[-1]["dpo/loss"] < steps[0]["dpo/loss"]
 
 
-def test_kto_answers_more_sums(sums, tmp_path):
+def test_kto_answers_more_sums(sums, pairs, tmp_path):
     """Of the same pairs, split into answers."""
-    gain, steps = learned(sums, tmp_path, "kto", 128)
+    gain, steps = learned(sums, pairs, tmp_path, "kto", 128)
     assert gain > 0.1
     assert steps[-1]["rewards/margins"] > 0.1 and steps[-1]["kto/loss"] < steps[0]["kto/loss"]
 

@@ -7,7 +7,6 @@ for the losses without a ratio, the gain was 0.15 to 0.33; the bound is 0.07, th
 shuffled rewards the mean fell by 0.05.
 """
 
-import json
 import re
 
 import pytest
@@ -31,40 +30,14 @@ MORE = {
     "gdpo": ["reward.functions=[{path: reasoning_gym},{path: length, args: {limit: 4}, weight: 0.1}]"],
     "ppo": ["reward.model=''", "critic.warmup_steps=0", "critic.optim.lr=1e-3"],
 }
-SMALL = [
-    "logging=quiet",
-    "cluster.threads=1",
-    "run.eval_every=0",
-    "run.samples_every=0",
-    "checkpoint.final=false",
-    "data.eval=''",
-    "optim.schedule=constant",
-]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="session")
-def sums(tmp_path_factory):
-    """Folder with few.jsonl (32 questions) and an SFT model that answers about a third of them."""
-    from aligner.tools.quickstart import make_data
-
-    root = tmp_path_factory.mktemp("recipes")
-    make_data(root, seed=0)
-    rows = [json.loads(line) for line in (root / "data" / "train.jsonl").read_text().splitlines()]
-    small = re.compile(r"([1-4]\d) \+ ([1-4]\d) =")
-    kept = stages.write_jsonl(root / "small.jsonl", [row for row in rows if small.search(row["prompt"])])
-    (root / "few.jsonl").write_text("".join(kept.read_text().splitlines(keepends=True)[:32]))
-    settings = ["experiment=quickstart_sft", *SMALL, f"model.tokenizer={root / 'tokenizer'}", "run.stop.metric=''"]
-    settings += [f"run.dir={root / 'sft'}", f"data.train={kept}", "run.steps=200", "batch.sequences=128"]
-    stages.run([*settings, "batch.micro_batch_samples=128"])
-    return root
 
 
 def gain(sums, run_dir, recipe: str, *more: str) -> float:
     """Mean reward of the last three steps less that of the first three."""
     stage = "ppo" if recipe == "ppo" else "grpo"
-    settings = [f"experiment=[quickstart_{stage},{recipe}]", *SMALL, "run.export=false", f"run.dir={run_dir}"]
+    settings = [f"experiment=[quickstart_{stage},{recipe}]", *stages.SUMS, "run.export=false", f"run.dir={run_dir}"]
     settings += [f"model.init={sums / 'sft'}", f"data.train={sums / 'few.jsonl'}", "batch.prompts=32", "batch.group=8"]
     settings += ["reward.functions=[{path: reasoning_gym}]", "batch.epochs=1", "batch.micro_batch_samples=128"]
     if recipe == "ppo":
