@@ -14,8 +14,8 @@ from aligner.builders.rollouts import make_rollouts
 from aligner.builders.runs import finish, make_run, saved_first
 from aligner.config.schema import Config
 from aligner.roles.policy import Policy, Reference
+from aligner.rollout.loss_inputs import sample_rows, set_token_rewards, total_tokens
 from aligner.rollout.pairs import best_and_worst, share_of_pairs
-from aligner.rollout.prepare import sample_rows, set_token_rewards, total_tokens
 from aligner.rollout.source import Rollouts
 from aligner.rollout.statistics import rollout_metrics
 from aligner.run.loop import Run
