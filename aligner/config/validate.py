@@ -24,8 +24,9 @@ def validate(cfg: Config, world_size: int) -> None:
     STAGES[cfg.stage.name].check(cfg)
     if cfg.ptx.coef and cfg.ptx.sequences % (dp := data_parallel(cfg, world_size)):
         raise LayoutError("ptx.sequences", cfg.ptx.sequences, f"a multiple of the {dp} data-parallel ranks")
-    if cfg.stage.name in ROLLOUT_STAGES and STAGES[cfg.stage.name].trains:
-        _algorithm(cfg)
+    if cfg.stage.name in ROLLOUT_STAGES:
+        if STAGES[cfg.stage.name].trains:
+            _algorithm(cfg)
         _rewards(cfg)
     _batch(cfg, world_size)
 
@@ -158,7 +159,8 @@ def _algorithm(cfg: Config) -> None:
 
 
 def _rewards(cfg: Config) -> None:
-    if not (cfg.reward.functions or cfg.reward.model or cfg.reward.judges or cfg.debug.train_only):
+    asked = STAGES[cfg.stage.name].trains and not cfg.debug.train_only
+    if asked and not (cfg.reward.functions or cfg.reward.model or cfg.reward.judges):
         expected = f"at least one function, or reward.model, for stage {cfg.stage.name}"
         raise ConfigError("reward.functions", [], expected, "Example: reward.functions=[{path: math}]")
     if cfg.reward.judges and cfg.engine.name != "native" and not cfg.debug.train_only:

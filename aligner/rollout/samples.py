@@ -57,7 +57,10 @@ class Samples:
         compared = self._shaped(groups, scores)
         texts = [self.rows[prompt.id].prompt for prompt in groups.prompts]
         records = make_records(groups, scores, compared, texts, self.cfg.stage.sample.column)
-        return self._gathered(records), measured(groups, scores, compared, self.layout.pgs.dp)
+        metrics = measured(groups, scores, compared, self.layout.pgs.dp)
+        if late := rewards.take_late():
+            metrics |= reduce_metrics(late, {}, dist.group.WORLD)
+        return self._gathered(records), metrics
 
     def slots(self, step: int) -> range:
         """The prompts of a batch, in the order of the data; the last batch may have fewer."""

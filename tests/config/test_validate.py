@@ -83,6 +83,7 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("online_dpo", ["reward.normalize=true"], 1, "reward.normalize"),
         ("online_dpo", ["reward.functions=[]"], 1, "reward.functions"),
         ("online_dpo", ["debug.rollout_only=true"], 1, "debug.rollout_only"),
+        ("sample", ["reward.judges=[{question: '{response}'}]", "engine.name=trtllm"], 1, "engine.name"),
         ("sample", ["ema.decay=0.9"], 1, "ema.decay"),
         ("sample", ["checkpoint.every=0"], 1, "checkpoint.every"),
         ("sample", ["reward.functions=[]", "stage.sample.reward_above=0"], 1, "stage.sample.reward_above"),

@@ -60,11 +60,13 @@ def check(cfg: Config) -> None:
         expected = "at least 1 for stage sample: finished batches are kept with it"
         raise ConfigError("checkpoint.every", cfg.checkpoint.every, expected)
     own = cfg.stage.sample
-    if not (cfg.reward.functions or cfg.reward.model):
+    if not (cfg.reward.functions or cfg.reward.model or cfg.reward.judges):
         hint = "Without rewards: all samples, and pairs with stage.sample.pairs=answers."
         for key, value, default in (("reward_above", own.reward_above, -math.inf), ("best", own.best, 1)):
             if value != default:
-                raise ConfigError(f"{KEY}.{key}", value, f"{default} without reward.functions and reward.model", hint)
+                raise ConfigError(
+                    f"{KEY}.{key}", value, f"{default} without reward.functions, reward.model and reward.judges", hint
+                )
 
 
 STAGE = Stage(
