@@ -64,7 +64,7 @@ def test_what_is_refused(override, message):
             [*GRPO, "model=tiny_moe", "engine={name: recorded, answers: conf}"],
             "expected false with engine.name=recorded",
         ),
-        (["stage=sft", "data.train=pyproject.toml", "model=tiny_moe"], "expected false for stage sft: grpo, ppo have"),
+        (["stage=sft", "data.train=pyproject.toml", "model=tiny_moe"], "expected false for stage sft: grpo, "),
     ],
 )
 def test_routing_is_replayed_where_an_engine_tells_it(overrides, message):

@@ -183,7 +183,7 @@ def test_unknown_keys_in_files_name_the_file(user_conf, path, text, key):
         ("optim.lr=1,2", "optim.lr", "1,2", "--multirun"),
         ("seed=range(0,3)", "seed", "range(0,3)", "--multirun"),
         ("model=foo", "model", "foo", "tiny"),
-        ("stage=dqo", "stage", "dqo", "distill, dpo, grpo, kto, ppo, rm, sample, sft"),
+        ("stage=dqo", "stage", "dqo", ", ".join(sorted(STAGES))),
         ("optim.lr", "override", "optim.lr", "key=value"),
         ("=3", "override", "=3", "key=value"),
         ("optim=1", "optim", 1, "the name of one of its options"),
