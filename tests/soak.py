@@ -257,7 +257,7 @@ class Soak:
         elif stage == "kto":
             more += [f"data.eval={self.data / 'labels.jsonl'}", "eval.prompts=4"]
         if stage == "distill":
-            more += [f"algorithm.distill.teacher={self.folder / 'start_sft'}", "algorithm.distill.kind=reverse_kl"]
+            more += [f"algorithm.distill.teacher={self.folder / 'start_sft'}", "algorithm.distill.on_policy=0.5"]
             more[more.index(f"model.init={self.folder / 'start_sft'}")] = "model.init=random"
         if stage not in ("rm", "dpo", "kto"):
             more.append(f"data.eval={self.data / 'eval.jsonl'}")

@@ -39,7 +39,7 @@ STAGES: dict[str, list[str]] = {
     "rm": ["batch.sequences=8", "batch.micro_batch_samples=4"],
     "dpo": ["batch.sequences=8", "batch.micro_batch_samples=4", "algorithm.preference.beta=0.5"],
     "kto": ["batch.sequences=8", "batch.micro_batch_samples=4", "algorithm.kto.beta=0.5"],
-    "distill": ["batch.sequences=16", "batch.micro_batch_samples=8"],
+    "distill": ["batch.sequences=16", "batch.micro_batch_samples=8", "sampling.max_response_tokens=4"],
     "online_dpo": [
         "batch.prompts=8",
         "batch.group=4",

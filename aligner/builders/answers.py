@@ -9,17 +9,19 @@ from aligner.builders.engines import make_evaluator, make_refit
 from aligner.builders.job import Job
 from aligner.builders.runs import together
 from aligner.config.derived import evaluation_functions
+from aligner.refit.transfer import Refit
 from aligner.roles.policy import Policy
 from aligner.rollout.heldout import held_out_loss
 from aligner.run.loop import Evaluate
 
 
-def make_answer_evaluation(job: Job, policy: Policy) -> Evaluate | None:
-    """The loss on data.eval, and what the reward functions say of answers to its rows."""
+def make_answer_evaluation(job: Job, policy: Policy, refit: Refit | None = None) -> Evaluate | None:
+    """The loss on data.eval, and what the reward functions say of answers to its rows, by the engine of `refit` if the
+    stage has one."""
     cfg = job.cfg
     if not cfg.data.eval:
         return None
     held_out = make_answers(job, cfg.data.eval, "data.eval", cfg.data)
     loss = partial(held_out_loss, policy, held_out, cfg.eval.prompts)
-    answers = make_evaluator(job, make_refit(job, policy.model)) if evaluation_functions(cfg) else None
+    answers = make_evaluator(job, refit or make_refit(job, policy.model)) if evaluation_functions(cfg) else None
     return together(loss, answers)

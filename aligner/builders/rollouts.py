@@ -12,12 +12,14 @@ from aligner.config.freeze import rollout_key
 from aligner.megatron.train import ShardedModel
 from aligner.models.fingerprint import file_fingerprint
 from aligner.ops.agree import same_view
+from aligner.refit.transfer import Refit
 from aligner.roles.model_init import shape_of
 from aligner.roles.policy import Policy
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.evaluate import Evaluator
 from aligner.rollout.generate import Generator
+from aligner.rollout.own import OwnAnswers
 from aligner.rollout.pending import FOLDER as PENDING
 from aligner.rollout.pending import PendingRollouts
 from aligner.rollout.record import FOLDER, Origin, Recorder
@@ -68,6 +70,22 @@ def make_rollouts(
         folder = Path(cfg.run.dir) / FOLDER
         found = Recorder(found, folder, recorded, _origin(job), job.layout, job.tokenizer.pad_token_id)
     return found, state, make_evaluator(job, refit, reward_model)
+
+
+def make_own_answers(job: Job, policy: Policy, refit: Refit, count: int) -> tuple[OwnAnswers, dict[str, Stateful]]:
+    """Of the policy, to `count` rows of the training set at a time, and what of it a checkpoint keeps."""
+    cfg, layout = job.cfg, job.layout
+    prompts = make_training_set(job, partial(make_prompts, job))
+    verifier, stream = make_verifier(job, refit, policy, prompts), make_stream(job, prompts, count)
+    sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
+    mine = range(count)[share(count, layout.data, layout.dp_rank)]
+    answers = OwnAnswers(
+        Weights(refit, verifier, job.timers),
+        Requests(prompts, stream, 1, count, mine, cfg.seed),
+        Generator(refit.engine, job.tokenizer, sampling, layout.peers, job.timers),
+        layout.pgs.dp,
+    )
+    return answers, {"prompts": stream, "sentinel": verifier}
 
 
 def _stored(job: Job, source: RolloutSource, state: dict[str, Stateful], model: ShardedModel) -> Rollouts:

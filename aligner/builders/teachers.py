@@ -14,19 +14,28 @@ from aligner.roles.model_init import InitialModel, resolve
 from aligner.roles.teacher import Student, Teacher
 
 
-def make_student_and_teacher(job: Job) -> tuple[Student, Teacher]:
-    cfg, batch = job.cfg.algorithm.distill, job.cfg.batch
+def make_student(job: Job, vocab_size: int, teacher: Teacher | None) -> Student:
+    """Of a teacher, or of stored numbers, which are of the first `vocab_size` tokens."""
+    cfg, policy = job.cfg.algorithm.distill, make_policy(job, job.cfg.run.steps)
+    student = Student(policy.model, policy.batch, ptx=policy.ptx, cfg=cfg, vocab_size=vocab_size)
+    student.head = teacher.head(student.model) if teacher is not None and not cfg.top_k else None
+    return student
+
+
+def make_teacher(job: Job) -> Teacher:
+    initial, shared = find_teacher(job)
+    model = job.models["teacher"] = make_model(job, initial, Head(), None, 0)
+    return Teacher(model, job.cfg.batch, job.cfg.algorithm.distill, shared)
+
+
+def find_teacher(job: Job) -> tuple[InitialModel, int]:
+    """And how many tokens its vocabulary shares with the student's."""
+    cfg = job.cfg.algorithm.distill
     initial = _teacher(job, cfg.teacher, f"{KEY}.teacher")
     shared = min(initial.config.vocab_size, job.initial.config.vocab_size)
     if cfg.top_k > shared:
         raise ConfigError(f"{KEY}.top_k", cfg.top_k, f"at most the {shared} tokens of the vocabulary, or 0 for all")
-    model = job.models["teacher"] = make_model(job, initial, Head(), None, 0)
-    teacher = Teacher(model, batch, cfg, shared)
-    policy = make_policy(job, job.cfg.run.steps)
-    student = Student(policy.model, batch, ptx=policy.ptx, cfg=cfg, vocab_size=shared)
-    if not cfg.top_k:
-        student.head = teacher.head(student.model)
-    return student, teacher
+    return initial, shared
 
 
 def _teacher(job: Job, path: str, key: str) -> InitialModel:

@@ -68,6 +68,7 @@ KINDS: dict[str, Kind] = {
     "algorithm": D,
     "algorithm.old_logprobs": T,
     "algorithm.distill.teacher": H,
+    "algorithm.distill.store": H,
     "engine": T,
     "refit": H,
     "memory": H,

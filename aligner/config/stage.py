@@ -38,6 +38,10 @@ def _once(cfg: Config) -> dict[str, float]:
     return {"reference": 1.0, "teacher": 1.0}
 
 
+def _no(cfg: Config) -> bool:
+    return False
+
+
 def _fine(cfg: Config) -> None:
     pass
 
@@ -46,6 +50,7 @@ def _fine(cfg: Config) -> None:
 class Stage:
     reads: tuple[str, ...]  # of the sections and keys that not every stage reads (config/identity.py)
     rollouts: bool = False  # it generates; else it takes sequences of data.train
+    generates: Callable[[Config], bool] = _no  # without rollouts, it has an engine that answers rows of data.train
     trains: bool = True  # else no weight changes
     pairs: bool = False  # of each group of samples it trains on two, the best and the worst
     scores: bool = False  # what it trains has a head of scores, else it is a language model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aligner.config.derived import evaluation_functions
-from aligner.config.schema import ROLLOUT_STAGES, Config
+from aligner.config.schema import ROLLOUT_STAGES, STAGES, Config
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.families import TRAITS
 from aligner.config.sections.model.rope import longest_row
@@ -37,12 +37,16 @@ def validate_on_gpu(cfg: Config, model: ModelConfig) -> None:
     if model.hidden_size % 8:
         raise LayoutError("model.hidden_size", model.hidden_size, "a multiple of 8 for experts in bfloat16 on a GPU")
     shares = {"parallel.tensor": cfg.parallel.tensor}
-    if cfg.stage.name in ROLLOUT_STAGES and cfg.engine.name == "native":
+    if _generates(cfg) and cfg.engine.name == "native":
         shares["engine.tensor_parallel"] = cfg.engine.tensor_parallel
     for name, ranks in shares.items():
         if model.expert_ffn // ranks % 8:
             expected = f"a multiple of 8 x {name}={ranks} for experts in bfloat16 on a GPU"
             raise LayoutError(_expert_ffn(model), model.expert_ffn, expected, f"Lower {name}.")
+
+
+def _generates(cfg: Config) -> bool:
+    return cfg.stage.name in ROLLOUT_STAGES or STAGES[cfg.stage.name].generates(cfg)
 
 
 def _layout(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -73,7 +77,7 @@ def _widths(model: ModelConfig) -> dict[str, int]:
 
 
 def _engine(cfg: Config, model: ModelConfig) -> None:
-    engine = cfg.engine.name if cfg.stage.name in ROLLOUT_STAGES else ""
+    engine = cfg.engine.name if _generates(cfg) else ""
     if engine == TRTLLM_ENGINE:
         check_run(cfg, model)
     for trait, expected in _NOT_WITH_TRTLLM.items() if engine == "trtllm" else ():
@@ -121,7 +125,7 @@ def _lengths(cfg: Config, model: ModelConfig) -> None:
         if tokens > limit:
             raise ConfigError(key, tokens, f"at most {of}={limit}")
     prompt, responses = cfg.data.max_prompt_tokens, {}
-    if cfg.stage.name in ROLLOUT_STAGES or (evaluation_functions(cfg) and not cfg.eval.max_response_tokens):
+    if _generates(cfg) or (evaluation_functions(cfg) and not cfg.eval.max_response_tokens):
         responses["sampling.max_response_tokens"] = cfg.sampling.max_response_tokens
     if evaluation_functions(cfg):
         responses["eval.max_response_tokens"] = cfg.eval.max_response_tokens

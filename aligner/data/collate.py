@@ -13,14 +13,22 @@ from aligner.types import TrainBatch
 
 
 def collate_sft(items: Sequence[SftItem], pad_id: int) -> TrainBatch:
-    """B items -> tokens [B, T], loss_mask [B, T], and documents [B, T] if any item has several."""
+    """B items -> tokens [B, T], loss_mask [B, T], and documents [B, T] if any item has several; teacher and teacher_ids
+    [B, T, k] where the items have them."""
     tokens, lengths = _pad([item.tokens for item in items], pad_id, np.int64)
     mask, _ = _pad([item.loss_mask for item in items], 0, np.float32)
     documents = None
     if any(item.documents is not None for item in items):
         numbers = [np.zeros(len(item.tokens)) if item.documents is None else item.documents for item in items]
         documents, _ = _pad(numbers, 0, np.int64)
-    return TrainBatch(tokens=tokens, lengths=lengths, loss_mask=mask, documents=documents)
+    batch = TrainBatch(tokens=tokens, lengths=lengths, loss_mask=mask, documents=documents)
+    told = [item.teacher for item in items if item.teacher is not None]
+    if told:
+        logprobs, ids = (torch.from_numpy(np.concatenate(side)) for side in zip(*told, strict=True))
+        batch.teacher = torch.zeros(*mask.shape, logprobs.shape[1])
+        batch.teacher_ids = torch.zeros(batch.teacher.shape, dtype=torch.int64)
+        batch.teacher[mask.bool()], batch.teacher_ids[mask.bool()] = logprobs, ids.long()
+    return batch
 
 
 def collate_preference(items: Sequence[PreferenceItem], pad_id: int) -> TrainBatch:

@@ -11,6 +11,8 @@ class SftItem(NamedTuple):
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # uint8 [T]
     documents: np.ndarray | None = None  # int64 [T] numbers of the documents in a row of several; None: it is one
+    # float32 logprobs, int32 ids, both [n, k]: of the n tokens in the loss mask, where a teacher's are stored
+    teacher: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def start(self) -> int:

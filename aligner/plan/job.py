@@ -211,7 +211,7 @@ def job_of(
         if not 0 < mean <= most:
             raise ConfigError(key, mean, f"a mean above 0, at most the longest, {most}")
     engine = None
-    if not cfg.debug.train_only and (rollout or evaluation_functions(cfg)):
+    if not cfg.debug.train_only and (rollout or stage.generates(cfg) or evaluation_functions(cfg)):
         size = 4 if cfg.engine.dtype == "float32" else 2 if cfg.engine.dtype == "bfloat16" else element
         e = cfg.engine
         native = e.name == "native"  # every row reads the cache up to the longest one

@@ -1,6 +1,7 @@
 """Distillation: a student learns a teacher's distributions over the tokens of answers (Hinton et al. 2015).
 
-rows of the step -> hidden states, or top logprobs, by the teacher -> divergence at each token -> optimizer step
+rows of the step, or the student's answers to their prompts -> hidden states or top logprobs by the teacher
+-> divergence at each token -> optimizer step
 """
 
 from __future__ import annotations
@@ -13,49 +14,72 @@ import torch.distributed as dist
 from aligner.algorithms.first_step import FirstStepChecks
 from aligner.builders.answers import make_answer_evaluation
 from aligner.builders.data import make_answers, make_batches, make_training_set
+from aligner.builders.engines import make_refit
 from aligner.builders.job import Job
+from aligner.builders.rollouts import make_own_answers
 from aligner.builders.runs import finish, make_run, saved_first
-from aligner.builders.teachers import make_student_and_teacher
+from aligner.builders.teachers import make_student, make_teacher
+from aligner.builders.told import tell_ahead
 from aligner.config.sections.distill import KEY, DistillConfig
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_sft
 from aligner.ops.rl.aggregate import aggregate, denominator
 from aligner.roles.teacher import Student, StudentOutputs, Teacher
+from aligner.rollout.own import OwnAnswers
 from aligner.run.loop import Run
 from aligner.types import LossOutput, TrainBatch
 
 
 def main(job: Job) -> None:
-    cfg = job.cfg
-    batches = make_batches(job, make_training_set(job, partial(make_answers, job)), collate_sft)
-    student, teacher = make_student_and_teacher(job)
-    run = make_run(job, {"policy": student.model}, {"data": batches.stream}, make_answer_evaluation(job, student))
-    same = job.contents[f"{KEY}.teacher"] == job.initial.content
+    cfg, teacher, batches, answers, refit = job.cfg, None, None, None, None
+    own, state = cfg.algorithm.distill, {}
+    train = make_training_set(job, partial(make_answers, job)) if own.on_policy < 1 else None
+    if own.store:
+        train, vocab_size = tell_ahead(job, train)
+        if not cfg.run.steps:  # the files were what was wanted
+            return
+    else:
+        teacher = make_teacher(job)
+        vocab_size = teacher.vocab_size
+    student = make_student(job, vocab_size, teacher)
+    if train is not None:
+        batches = make_batches(job, train, collate_sft)
+        state["data"] = batches.stream
+    if own.on_policy:
+        refit = make_refit(job, student.model)
+        answers, more = make_own_answers(job, student, refit, cfg.batch.sequences)
+        state |= more
+    run = make_run(job, {"policy": student.model}, state, make_answer_evaluation(job, student, refit))
+    same = job.contents.get(f"{KEY}.teacher") == job.initial.content
     checks = FirstStepChecks(cfg.debug.first_step_checks and same)
     with saved_first(run):
-        distill(run, student, teacher, batches, cfg.algorithm.distill, checks)
+        distill(run, student, teacher, batches, answers, own, checks)
     finish(job, run, student.model)
 
 
 def distill(
     run: Run,
     student: Student,
-    teacher: Teacher,
-    batches: BatchSource,
+    teacher: Teacher | None,
+    batches: BatchSource | None,
+    answers: OwnAnswers | None,
     cfg: DistillConfig,
     checks: FirstStepChecks,
 ) -> None:
     group = student.model.layout.pgs.dp
     for step in run.steps():
-        batch, fresh = batches.next(), student.model.step_count == 0
-        with run.timers("logprobs"):
-            batch = teacher.tell(batch)
+        fresh, own = student.model.step_count == 0, cfg.generates(step)
+        batch, metrics = answers.next(step) if own else (batches.next(), batches.metrics())
+        if teacher is not None:
+            with run.timers("logprobs"):
+                batch = teacher.tell(batch)
         with run.timers("update"):
             stats = student.update(batch, distill_loss(batch, cfg, group))
         if fresh:
             checks.after_distillation(stats, student.model.dtype)
         rows = len(batch.lengths) * group.size()
-        run.finish(step, stats | batches.metrics(), tokens=float(batch.lengths.sum()) * group.size(), rows=rows)
+        metrics |= stats | {"distill/on_policy": float(own)}
+        run.finish(step, metrics, tokens=float(batch.lengths.sum()) * group.size(), rows=rows)
 
 
 def distill_loss(

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, ConfigError
 from tests import stages
 
 METRICS = [
@@ -103,3 +103,81 @@ def test_documents_do_not_see_each_other(tiny_data, teacher, tmp_path):
     )
     for name in METRICS:
         assert one[0][name] == pytest.approx(three[0][name], abs=1e-5), name
+
+
+@pytest.fixture
+def store(tiny_data, teacher, tmp_path, monkeypatch, capsys):
+    """Run with the teacher's five most likely tokens from a folder, in files of eight rows: (records, lines about
+    it)."""
+    from aligner.data import told
+
+    monkeypatch.setattr(told, "BLOCK", 8)
+
+    def go(name, *more):
+        own = ["algorithm.distill.top_k=5", f"algorithm.distill.store={tmp_path / 'store'}", *more]
+        capsys.readouterr()
+        folder = stages.stage("distill", tiny_data, tmp_path / name, "run.steps=3", "run.export=false", *own)
+        said = [line for line in capsys.readouterr().out.splitlines() if "teacher's" in line]
+        return (stages.records(folder) if (folder / "metrics.jsonl").exists() else []), said
+
+    return go
+
+
+def test_stored_tokens_are_the_teachers(store, teacher, tiny_data, tmp_path):
+    """The same run; computed once, by a run that does nothing else; then without a teacher."""
+    live = run(teacher, tiny_data, tmp_path / "live", "algorithm.distill.top_k=5")
+    here = f"algorithm.distill.teacher={teacher}"
+    records, said = store("first", here, "run.steps=0")
+    assert not records and "4 of 4 files" in said[0] and not (tmp_path / "first/checkpoints").exists()
+    for name, more in (("again", [here]), ("alone", [])):
+        records, said = store(name, *more)
+        assert len(said) == 1 and "5 most likely tokens from" in said[0]
+        for record, other in zip(records, live, strict=True):
+            for metric in METRICS:
+                assert record[metric] == pytest.approx(other[metric], abs=1e-6), (name, metric)
+
+
+def test_a_store_is_finished_and_never_mistaken(store, teacher, tiny_data, tiny_runs, tmp_path):
+    here = f"algorithm.distill.teacher={teacher}"
+    store("first", here, "run.steps=0")
+    (folder,) = (tmp_path / "store").iterdir()
+    files = sorted(folder.glob("*.safetensors"))
+    assert [file.name for file in files] == [f"rows-{n:08d}.safetensors" for n in (0, 8, 16, 24)]
+    whole, kept = files[1].read_bytes(), files[0].stat().st_mtime_ns
+    files[1].write_bytes(whole[:99])  # torn
+    files[2].unlink()
+    with pytest.raises(ConfigError, match=r"algorithm.distill.teacher=.* to compute 2 of 4 files"):
+        store("alone")
+    assert "2 of 4 files" in store("second", here)[1][0]
+    assert files[1].read_bytes() == whole and files[0].stat().st_mtime_ns == kept
+    with pytest.raises(ConfigError, match="has another top_k"):
+        store("other", "algorithm.distill.top_k=4")
+    rows = stages.write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "say x:", "completion": "y"}] * 32)
+    with pytest.raises(ConfigError, match="has another data"):
+        store("rows", f"data.train={rows}", "batch.sequences=4", "batch.micro_batch_samples=4")
+    store("a second teacher", f"algorithm.distill.teacher={tiny_runs['sft']}", "run.steps=0")
+    with pytest.raises(ConfigError, match="the teacher to take, of the 2"):
+        store("which")
+
+
+OWN = ["algorithm.distill.on_policy=1", "algorithm.distill.kind=reverse_kl", "sampling.max_response_tokens=4"]
+
+
+def test_its_own_answers_are_what_it_learns_from(tiny_data, teacher, tmp_path):
+    """From prompts alone, with the engine's weights those of each step."""
+    prompts = stages.write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"say {c}:"} for c in stages.LETTERS])
+    more = [*OWN, f"data.train={prompts}", "run.steps=30", "optim.lr=1e-2"]
+    records = run(teacher, tiny_data, tmp_path / "run", *more)
+    assert records[-1]["distill/kl"] < 0.4 * records[0]["distill/kl"]
+    assert [record["refit/version"] for record in records] == list(range(30))
+    assert all(record["distill/on_policy"] == 1 and 1 <= record["response/tokens_mean"] <= 4 for record in records)
+
+
+def test_a_share_of_the_steps_is_its_own(tiny_data, teacher, tmp_path):
+    """And of the others the rows are what they would be alone."""
+    more = [*OWN[1:], "run.steps=5", "optim.lr=1e-9"]
+    mixed = run(teacher, tiny_data, tmp_path / "mixed", "algorithm.distill.on_policy=0.4", *more)
+    assert [record["distill/on_policy"] for record in mixed] == [0, 0, 1, 0, 1]
+    alone = run(teacher, tiny_data, tmp_path / "alone", *more)
+    theirs = [record["distill/kl"] for record in mixed if not record["distill/on_policy"]]
+    assert theirs == pytest.approx([record["distill/kl"] for record in alone[:3]], abs=1e-5)

@@ -19,6 +19,10 @@ from aligner.errors import ConfigError
         (["top_k=4", "outside=zero", "kind=jsd"], "outside", "no KL to what is impossible"),
         (["outside=renormalise"], "outside", "nothing is outside"),
         (["sft_coef=-1"], "sft_coef", ">= 0"),
+        (["on_policy=1.1"], "on_policy", "[0, 1]"),
+        (["on_policy=0.5", "store=x", "top_k=4"], "store", "answers are new in each step"),
+        (["on_policy=1", "sft_coef=0.1"], "sft_coef", "does not learn its own answers"),
+        (["store=x"], "top_k", "whole vocabularies are not stored"),
     ],
 )
 def test_what_it_refuses(overrides, key, said):
@@ -27,6 +31,18 @@ def test_what_it_refuses(overrides, key, said):
     assert said in str(caught.value)
 
 
-def test_the_recipe():
+def test_the_recipes():
     cfg = compose(["experiment=kd"])
     assert cfg.stage.name == "distill" and cfg.algorithm.distill == DistillConfig()
+    own = compose(["experiment=kd_on_policy"]).algorithm.distill
+    assert own == DistillConfig(kind="reverse_kl", on_policy=1.0)
+    quick = compose(["experiment=quickstart_distill"])
+    assert quick.algorithm.distill.teacher == "runs/quickstart/grpo" and quick.model.init == "runs/quickstart/sft"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.29, 1 / 3, 0.5, 0.7, 1.0])
+def test_of_any_number_of_steps_the_share_is_on_policy(share):
+    cfg = DistillConfig(on_policy=share)
+    for steps in range(1, 400):
+        found = sum(cfg.generates(step) for step in range(1, steps + 1))
+        assert found == int(share * steps + 1e-9)

@@ -291,6 +291,7 @@ def test_the_job_of_a_config():
     kd = job_of(compose([*distill, "algorithm.distill.teacher=/nowhere"]), 8)
     assert [(p.name, p.trained) for p in kd.parts] == [("policy", True), ("teacher", False)]
     assert list(plan_times(kd, H100, Assumptions())) == ["logprobs", "update"]
+    assert kd.engine is None and job_of(compose([*distill, "algorithm.distill.on_policy=0.5"]), 8).engine is not None
     with pytest.raises(ConfigError, match="--prompt-tokens=999"):
         job_of(compose(ppo), 16, prompt_tokens=999)
 

@@ -32,7 +32,7 @@ def arguments(stage: str, runs: dict) -> list[str]:
             "rm": [f"model.init={runs['sft']}"],
             "dpo": [f"model.init={runs['sft']}", "algorithm.preference={wpo: true, sync_every: 1, sync_alpha: 0.5}"],
             "kto": [f"model.init={runs['sft']}", "algorithm.kto.undesirable_weight=1.2"],
-            "distill": [f"algorithm.distill={{teacher: {runs['sft']}, kind: jsd, sft_coef: 0.1}}"],
+            "distill": [f"algorithm.distill={{teacher: {runs['sft']}, kind: jsd, sft_coef: 0.1, on_policy: 0.5}}"],
             "online_dpo": [f"model.init={runs['sft']}", "algorithm.preference={nll_coef: 0.1, sync_every: 3}"],
             "grpo": [
                 f"model.init={runs['sft']}",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import floor
 
-from aligner.config.checks import above, at_least, one_of
+from aligner.config.checks import above, at_least, one_of, within
 from aligner.errors import ConfigError
 
 KINDS = ("forward_kl", "reverse_kl", "mixed", "jsd")  # ops/kernels/divergence.py
@@ -23,6 +24,9 @@ class DistillConfig:
     # of the other tokens, with top_k: tail (one more token that stands for all of them), renormalise (there are none),
     # zero (the teacher never says them; forward_kl)
     outside: str = "tail"
+    # a folder for the teacher's top_k logprobs of all rows, computed where it lacks them; no teacher while training
+    store: str = ""
+    on_policy: float = 0.0  # share of the steps whose answers the student generates, to prompts of the same rows
     sft_coef: float = 0.0  # of the negative log-likelihood of the answers, beside the divergence
 
     def __post_init__(self) -> None:
@@ -38,4 +42,16 @@ class DistillConfig:
             raise ConfigError(f"{KEY}.outside", "zero", expected)
         if self.outside != "tail" and not self.top_k:
             raise ConfigError(f"{KEY}.outside", self.outside, f"tail without {KEY}.top_k: nothing is outside")
+        if self.store and not self.top_k:
+            raise ConfigError(f"{KEY}.top_k", 0, f"at least 1 with {KEY}.store: whole vocabularies are not stored")
+        within(f"{KEY}.on_policy", self.on_policy, 0, 1)
+        if self.store and self.on_policy:
+            raise ConfigError(f"{KEY}.store", self.store, f"none with {KEY}.on_policy: answers are new in each step")
         at_least(f"{KEY}.sft_coef", self.sft_coef, 0)
+        if self.sft_coef and self.on_policy == 1:
+            expected = f"0 with {KEY}.on_policy=1: a student does not learn its own answers"
+            raise ConfigError(f"{KEY}.sft_coef", self.sft_coef, expected)
+
+    def generates(self, step: int) -> bool:
+        """Whether the student answers in step 1, 2, ...: of the first n steps in `on_policy` * n, rounded down."""
+        return floor(step * self.on_policy + 1e-9) > floor((step - 1) * self.on_policy + 1e-9)

@@ -14,14 +14,30 @@ if TYPE_CHECKING:
 
 
 def beside(cfg: Config) -> tuple[str, ...]:
-    return ("teacher",)
+    return () if cfg.algorithm.distill.store else ("teacher",)
 
 
 def check(cfg: Config) -> None:
-    teacher = cfg.algorithm.distill.teacher
-    if not teacher:
+    teacher, store = cfg.algorithm.distill.teacher, cfg.algorithm.distill.store
+    if not teacher and not store:
         raise ConfigError(f"{KEY}.teacher", "", "a folder with the model to learn from, for stage distill")
-    exists(f"{KEY}.teacher", teacher)
+    if cfg.algorithm.distill.on_policy and cfg.sampling.temperature <= 0:
+        expected = f"a number > 0 with {KEY}.on_policy: answers to learn from are sampled"
+        raise ConfigError("sampling.temperature", cfg.sampling.temperature, expected)
+    if teacher:
+        exists(f"{KEY}.teacher", teacher)
+    if store and not teacher:
+        exists(f"{KEY}.store", store)
 
 
-STAGE = Stage(reads=(*SEQUENCES, KEY), beside=beside, debug=("first_step_checks",), check=check)
+def generates(cfg: Config) -> bool:
+    return cfg.algorithm.distill.on_policy > 0
+
+
+STAGE = Stage(
+    reads=(*SEQUENCES, KEY, "sampling", "engine"),
+    generates=generates,
+    beside=beside,
+    debug=("first_step_checks",),
+    check=check,
+)

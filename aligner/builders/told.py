@@ -1,0 +1,109 @@
+"""A teacher's most likely tokens of whole datasets, computed once and kept in a folder that runs share: while a student
+trains there is no teacher. Every rank computes a share, in any layout; what is there already is not computed again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from aligner.builders.job import Job, tokenizer_hash
+from aligner.builders.teachers import find_teacher, make_teacher
+from aligner.config.sections.distill import KEY
+from aligner.data.collate import collate_sft
+from aligner.data.mixture import Mixture
+from aligner.data.told import MANIFEST, Told, digest, key_of, manifests
+from aligner.errors import ConfigError
+from aligner.ops.agree import by_rank_0, same_view
+from aligner.roles.teacher import Teacher
+from aligner.types import TrainBatch
+
+
+def tell_ahead(job: Job, train: Any) -> tuple[Told | Mixture, int]:
+    """The training set with what the teacher said of its rows, in `algorithm.distill.store`, and how many tokens that
+    is about: what is not there yet is computed, by a model that is gone afterwards. Collective. Raises ConfigError
+    where there is none to compute it."""
+    parts = train.parts if isinstance(train, Mixture) else {"": train}
+    found, teacher, cfg = {}, None, job.cfg.algorithm.distill
+    for name, part in parts.items():
+        told, vocab_size = _place(job, part)
+        missing = by_rank_0(told.missing)
+        if missing and not cfg.teacher:
+            many = f"{len(missing)} of {len(told.blocks)} files"
+            raise ConfigError(f"{KEY}.teacher", "", f"the teacher, to compute {many} that {told.folder} lacks")
+        if missing:
+            job.say(f"{part.report.key}: {len(missing)} of {len(told.blocks)} files of the teacher's are computed")
+            teacher = teacher or make_teacher(job)
+            _compute(teacher, told, missing)
+        if vocab_size > job.initial.config.vocab_size:
+            expected = f"files of at most the student's {job.initial.config.vocab_size} tokens"
+            raise ConfigError(f"{KEY}.store", str(told.folder), expected, f"{vocab_size} there.")
+        same_view(told.folder, lambda told=told: {"files that are missing": str(told.missing())})
+        job.say(f"{part.report.key}: the teacher's {cfg.top_k} most likely tokens from {told.folder}")
+        job.contents[f"{KEY}.store{name and f'.{name}'}"] = told.folder.name
+        found[name] = told
+    job.models.pop("teacher", None)
+    job.contents.pop(f"{KEY}.teacher", None)  # the stores' say it
+    return Mixture(found, train.weights) if isinstance(train, Mixture) else found[""], vocab_size
+
+
+def _place(job: Job, part: Any) -> tuple[Told, int]:
+    """Where the files of a dataset are, or will be, and the tokens that they are of."""
+    cfg = job.cfg.algorithm.distill
+    store = Path(cfg.store).expanduser().absolute()
+    known = {
+        "data": by_rank_0(lambda: digest(part)),
+        "rows": len(part),
+        "tokenizer": tokenizer_hash(job),
+        "top_k": cfg.top_k,
+        "temperature": cfg.temperature,
+    }
+    if not cfg.teacher:
+        folder, manifest = by_rank_0(lambda: _found(store, known))
+        return Told(part, folder, cfg.top_k), manifest["vocab_size"]
+    initial, vocab_size = find_teacher(job)
+    manifest = known | {"teacher": initial.content, "dtype": str(job.dtype), "vocab_size": vocab_size}
+    folder = store / key_of(manifest)
+
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+    by_rank_0(begin)
+    return Told(part, folder, cfg.top_k), vocab_size
+
+
+def _found(store: Path, known: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """The one folder that fits. Raises ConfigError, which says what the others differ in."""
+    there = manifests(store)
+    fit = [(folder, m) for folder, m in there.items() if all(m.get(k) == v for k, v in known.items())]
+    if len(fit) == 1:
+        return fit[0]
+    if fit:
+        expected = f"the teacher to take, of the {len(fit)} whose files for these rows are in {store}"
+        raise ConfigError(f"{KEY}.teacher", "", expected)
+    others = [
+        f"{folder.name} has another {', '.join(k for k, v in known.items() if m.get(k) != v)}"
+        for folder, m in there.items()
+    ]
+    expected = "a folder with files for these rows, top_k, temperature and tokenizer, or the teacher to compute them"
+    raise ConfigError(f"{KEY}.store", str(store), expected, "; ".join(others[:5]) or "Nothing is there.")
+
+
+def _compute(teacher: Teacher, told: Told, missing: list[int]) -> None:
+    """Each data-parallel rank takes every so many-th file."""
+    layout = teacher.model.layout
+    leads = (layout.tp_rank, layout.pgs.cp.rank(), layout.pp_rank) == (0, 0, 0)
+    for turn in range(0, len(missing), layout.data):
+        mine = missing[turn + layout.dp_rank : turn + layout.dp_rank + 1]
+        if not mine:  # ranks that share experts call together
+            teacher.tell(TrainBatch(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0), torch.zeros(0, 1)))
+            continue
+        batch = teacher.tell(collate_sft([told.dataset[row] for row in told.rows(mine[0])], 0))
+        on = batch.loss_mask.bool()
+        if leads:
+            told.write(mine[0], batch.teacher[on].numpy(), batch.teacher_ids[on].numpy().astype(np.int32))

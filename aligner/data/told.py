@@ -1,0 +1,117 @@
+"""What a teacher said of the answers of a dataset, in files: its k largest logprobs of each token, and their ids.
+
+<store>/<key>/manifest.json              what the numbers depend on; the key is a hash of it
+<store>/<key>/rows-00000512.safetensors  of the rows from this one on: logprobs float32 [n, k], descending, and ids
+                                         int32 [n, k] of the n tokens in their loss masks
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from aligner.data.items import SftItem
+
+BLOCK = 512  # rows of a file
+MANIFEST = "manifest.json"
+
+
+def places(dataset: Sequence[SftItem]) -> np.ndarray:
+    """int64 [rows + 1]: where a row's tokens in loss masks begin among those of all rows."""
+    counts = [int(item.loss_mask.sum()) for item in (dataset[i] for i in range(len(dataset)))]
+    return np.concatenate([[0], counts]).cumsum().astype(np.int64)
+
+
+def digest(dataset: Sequence[SftItem]) -> str:
+    """Of all tokens and what of them is learned."""
+    found = hashlib.sha256()
+    for item in (dataset[i] for i in range(len(dataset))):
+        found.update(np.int64(len(item.tokens)).tobytes() + item.tokens.tobytes() + item.loss_mask.tobytes())
+    return found.hexdigest()[:16]
+
+
+def key_of(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def manifests(store: Path) -> dict[Path, dict[str, Any]]:
+    """Folder -> manifest, of all that fit their names."""
+    found = {}
+    for file in sorted(store.glob(f"*/{MANIFEST}")):
+        try:
+            manifest = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:  # torn: its files are of no use
+            continue
+        if isinstance(manifest, dict) and key_of(manifest) == file.parent.name:
+            found[file.parent] = manifest
+    return found
+
+
+class Told(Sequence):
+    """A dataset with what its teacher said of each row, read from `folder` when it is asked for."""
+
+    def __init__(self, dataset: Any, folder: Path, top_k: int):
+        self.dataset, self.folder, self.top_k, self.report = dataset, folder, top_k, dataset.report
+        self.places = places(dataset)
+        self._open = lru_cache(64)(self._file)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> SftItem:
+        first = index // BLOCK * BLOCK
+        low, high = self.places[index : index + 2] - self.places[first]
+        content = self._open(first)
+        parts = (content.get_slice(name)[int(low) : int(high)] for name in ("logprobs", "ids"))
+        return self.dataset[index]._replace(teacher=tuple(parts))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [len(self)] tokens per row."""
+        return self.dataset.lengths
+
+    @property
+    def blocks(self) -> range:
+        """The first row of each file."""
+        return range(0, len(self), BLOCK)
+
+    def rows(self, first: int) -> range:
+        """Of the file that begins with this one."""
+        return range(first, min(first + BLOCK, len(self)))
+
+    def missing(self) -> list[int]:
+        """First rows of the files that are not there, or not whole, or of another key."""
+        return [first for first in self.blocks if not self._whole(first)]
+
+    def write(self, first: int, logprobs: np.ndarray, ids: np.ndarray) -> None:
+        assert logprobs.shape == ids.shape == self._shape(first), (logprobs.shape, ids.shape, self._shape(first))
+        path = self._path(first)
+        part = path.with_suffix(".part")
+        save_file({"logprobs": logprobs, "ids": ids}, part, {"key": self.folder.name})
+        os.replace(part, path)
+
+    def _path(self, first: int) -> Path:
+        return self.folder / f"rows-{first:08d}.safetensors"
+
+    def _shape(self, first: int) -> tuple[int, int]:
+        return int(self.places[self.rows(first).stop] - self.places[first]), self.top_k
+
+    def _file(self, first: int) -> Any:
+        return safe_open(self._path(first), "np")
+
+    def _whole(self, first: int) -> bool:
+        try:
+            content = self._file(first)
+            shapes = [tuple(content.get_slice(name).get_shape()) for name in ("logprobs", "ids")]
+        except (OSError, SafetensorError):
+            return False
+        return content.metadata() == {"key": self.folder.name} and shapes == [self._shape(first)] * 2

@@ -1,0 +1,42 @@
+"""Minibatches of the model's own answers, one to each prompt, unscored: weights -> prompts -> answers -> batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from aligner.rollout.collate import collate
+from aligner.rollout.generate import Generator
+from aligner.rollout.requests import Requests
+from aligner.rollout.source import Weights
+from aligner.rollout.statistics import reduce_metrics
+from aligner.types import ScalarMetrics, TrainBatch
+
+
+@dataclass
+class OwnAnswers:
+    """The same answers to the same prompts with the same weights, on every layout and after a resume: seeds follow from
+    step and row, as those of rollouts do."""
+
+    weights: Weights
+    requests: Requests
+    generate: Generator
+    ranks: dist.ProcessGroup  # data-parallel
+
+    def next(self, step: int) -> tuple[TrainBatch, ScalarMetrics]:
+        """This rank's rows, their answers in the loss mask."""
+        metrics = self.weights()
+        self.requests.begin(step)
+        groups = self.generate(self.requests.take(range(self.requests.slots)))
+        rows = collate(
+            groups.samples, groups.generations, torch.tensor(groups.slots), self.generate.tokenizer.pad_token_id
+        )
+        count = float(len(rows.lengths))
+        means = {
+            "response/tokens_mean": (float(rows.response_mask.sum()), count),
+            "response/finished": (float(rows.finished.sum()), count),
+        }
+        metrics |= reduce_metrics(means, {}, self.ranks) | self.requests.stream.metrics()
+        return TrainBatch(rows.tokens, rows.lengths, loss_mask=rows.response_mask), metrics
