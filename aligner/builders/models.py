@@ -16,6 +16,7 @@ from aligner.data.steps import StepEncoder
 from aligner.errors import ConfigError
 from aligner.megatron.checkpoint import load_model, merge_adapters
 from aligner.megatron.ema import Ema
+from aligner.megatron.groups import Layout
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import WeightSource
@@ -35,13 +36,14 @@ def make_model(
     optim: OptimConfig | None,
     steps: int,
     factors: WeightSource | None = None,
+    layout: Layout | None = None,
 ) -> ShardedModel:
-    """With `optim` a model to train for `steps` optimizer steps, else a frozen one. Its adapters, if it has some, start
-    with these `factors`."""
-    batch, source = job.cfg.batch, initial.source(head)
+    """With `optim` a model to train for `steps` optimizer steps, else a frozen one, on the job's layout unless told. Its
+    adapters, if it has some, start with these `factors`."""
+    batch, source, layout = job.cfg.batch, initial.source(head), layout or job.layout
     rows = {"packed": batch.packing, "share": batch.share_prompts}
     rows |= {"seed": job.cfg.seed, "restore": partial(_restore, initial), "factors": factors}
-    model = ShardedModel(initial.config, job.layout, head, job.dtype, job.device, source, optim, steps, **rows)
+    model = ShardedModel(initial.config, layout, head, job.dtype, job.device, source, optim, steps, **rows)
     if model.adapted is not None:
         job.frozen.append(initial.weights)
         job.say(described(initial.config, head.kind, head.outputs))

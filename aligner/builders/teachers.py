@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+
+import torch.distributed as dist
 
 from aligner.builders.job import Job
 from aligner.builders.models import make_model, make_policy
 from aligner.config.sections.distill import KEY
 from aligner.config.validate_model import validate_model, validate_on_gpu
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, LayoutError
+from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head
 from aligner.roles.model_init import InitialModel, resolve
 from aligner.roles.teacher import Student, Teacher
@@ -24,8 +28,17 @@ def make_student(job: Job, vocab_size: int, teacher: Teacher | None) -> Student:
 
 def make_teacher(job: Job) -> Teacher:
     initial, shared = find_teacher(job)
-    model = job.models["teacher"] = make_model(job, initial, Head(), None, 0)
-    return Teacher(model, job.cfg.batch, job.cfg.algorithm.distill, shared)
+    cfg = job.cfg.algorithm.distill
+    parallel, other = cfg.layout(job.cfg.parallel), None
+    if parallel != job.cfg.parallel:
+        world = dist.get_world_size()
+        if world % (parallel.model_size * parallel.expert // math.gcd(parallel.context, parallel.expert)):
+            product = f"{parallel.tensor}*{parallel.pipeline}*{parallel.context}"
+            expected = f"tensor*pipeline of the teacher * parallel.context={product} to divide the {world} ranks"
+            raise LayoutError(f"{KEY}.tensor", cfg.tensor, f"{expected}, with parallel.expert")
+        other = build_layout(parallel)
+    model = job.models["teacher"] = make_model(job, initial, Head(), None, 0, layout=other)
+    return Teacher(model, job.cfg.batch, cfg, shared, job.layout if other else None)
 
 
 def find_teacher(job: Job) -> tuple[InitialModel, int]:
@@ -42,7 +55,11 @@ def _teacher(job: Job, path: str, key: str) -> InitialModel:
     """Of any shape, with the student's tokenizer. Raises ConfigError."""
     initial = resolve(dataclasses.replace(job.cfg.model, tokenizer=""), path, job.cfg.seed, key=key)
     job.contents[key] = initial.content
-    validate_model(job.cfg, initial.config, scorer=True)
+    validate_model(
+        dataclasses.replace(job.cfg, parallel=job.cfg.algorithm.distill.layout(job.cfg.parallel)),
+        initial.config,
+        scorer=True,
+    )
     if job.device.type == "cuda":
         validate_on_gpu(job.cfg, initial.config)
     if initial.has_scores:

@@ -69,6 +69,8 @@ KINDS: dict[str, Kind] = {
     "algorithm.old_logprobs": T,
     "algorithm.distill.teacher": H,
     "algorithm.distill.store": H,
+    "algorithm.distill.tensor": T,
+    "algorithm.distill.pipeline": T,
     "engine": T,
     "refit": H,
     "memory": H,

@@ -12,6 +12,7 @@ from torch import Tensor
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.distill import DistillConfig
 from aligner.config.sections.model.scales import ScalesConfig
+from aligner.megatron.groups import Layout
 from aligner.megatron.train import ShardedModel
 from aligner.ops.kernels.divergence import Divergence, divergences
 from aligner.ops.kernels.logprobs import token_logprobs
@@ -36,9 +37,34 @@ class Teacher:
     batch: BatchConfig
     cfg: DistillConfig
     vocab_size: int  # of the tokens that teacher and student share
+    student: Layout | None = None  # that the rows are dealt to, where it is another layout
 
     def tell(self, rows: TrainBatch) -> TrainBatch:
-        """The rows, with what the teacher says of the tokens in their loss mask. Collective over the peers."""
+        """The rows, with what the teacher says of the tokens in their loss mask. Collective over the peers, or with
+        another layout over the world."""
+        if self.student is None:
+            return self._told(rows)
+        everyone, first = gathered(rows, self.student)
+        mine, count, layout = len(rows.lengths), len(everyone.lengths), self.model.layout
+        edges = [count * rank // layout.data for rank in range(layout.data + 1)]
+        told = self._told(everyone.select(torch.arange(*edges[layout.dp_rank : layout.dp_rank + 2])))
+
+        def spread(part: Tensor) -> Tensor:
+            found = []
+            for rank in range(layout.data):
+                low, high = edges[rank : rank + 2]
+                own = rank == layout.dp_rank
+                block = part if own else part.new_empty(high - low, *part.shape[1:])
+                block = block.to(self.model.device).contiguous()
+                dist.broadcast(block, dist.get_global_rank(layout.pgs.dp, rank), group=layout.pgs.dp)
+                start, end = (min(max(edge - low, 0), high - low) for edge in (first, first + mine))
+                found.append(block[start:end, : rows.tokens.shape[1]].cpu())
+            return torch.cat(found)
+
+        ids = None if told.teacher_ids is None else spread(told.teacher_ids)
+        return replace(rows, teacher=spread(told.teacher), teacher_ids=ids)
+
+    def _told(self, rows: TrainBatch) -> TrainBatch:
         parts = apart(rows)
         wanted = predicting(parts.loss_mask)
         if not self.cfg.top_k:
@@ -84,6 +110,22 @@ class Teacher:
             low, high = (min(max(edge - rank * len(shard), 0), len(shard)) for edge in (first, max(first, last)))
             found.append(shard[low:high].clone())
         return TeacherHead(torch.cat(found), self.model.cfg.scales)
+
+
+def gathered(rows: TrainBatch, layout: Layout) -> tuple[TrainBatch, int]:
+    """The rows of all data-parallel ranks in their order, with what a forward pass needs of them, and where this rank's
+    begin. Collective."""
+    parts: list = [None] * layout.data
+    names = ("tokens", "loss_mask", *(("documents",) if rows.documents is not None else ()))
+    dist.all_gather_object(parts, (rows.lengths, [getattr(rows, name) for name in names]), group=layout.pgs.dp)
+    width = max(tensors[0].shape[1] for _, tensors in parts)
+    whole = [
+        torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in side])
+        for side in zip(*(tensors for _, tensors in parts), strict=True)
+    ]
+    lengths = [lengths for lengths, _ in parts]
+    first = sum(map(len, lengths[: layout.dp_rank]))
+    return TrainBatch(lengths=torch.cat(lengths), **dict(zip(names, whole, strict=True))), first
 
 
 class TeacherHead(NamedTuple):

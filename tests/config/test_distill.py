@@ -22,6 +22,7 @@ from aligner.errors import ConfigError
         (["on_policy=1.1"], "on_policy", "[0, 1]"),
         (["on_policy=0.5", "store=x", "top_k=4"], "store", "answers are new in each step"),
         (["on_policy=1", "sft_coef=0.1"], "sft_coef", "does not learn its own answers"),
+        (["tensor=-1"], "tensor", ">= 0"),
         (["store=x"], "top_k", "whole vocabularies are not stored"),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.distill import DistillConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.data.steps import StepEncoder
@@ -19,13 +20,14 @@ from aligner.roles.policy import Policy, Reference
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.ptx import Ptx
 from aligner.roles.reward_model import Mixed, RewardModel
+from aligner.roles.teacher import Teacher
 from aligner.stages.rm import steps_loss
 from aligner.types import LossOutput, Prompt, Sample, TrainBatch
 from tests import varlen_stand_in
 from tests.invariance_jobs import Repeated
 from tests.megatron.jobs import ONE, build, from_folder, shares, weights
 from tests.megatron.moe_jobs import equal_shares
-from tests.tiny import ADAM, SGD, batch
+from tests.tiny import ADAM, MODELS, SGD, batch, wild_source
 
 
 def policy_logprobs(
@@ -224,3 +226,20 @@ def with_varlen(cfg: ModelConfig, **job) -> dict:
     with varlen_stand_in.in_place() as calls:
         found = read_or_all(replace(cfg, varlen_attention=True), narrow=True, **job)
     return found | {"calls": len(calls)}
+
+
+def told(own: ParallelConfig, theirs: ParallelConfig, top_k: int) -> dict:
+    """What a teacher of another shape and layout says of this rank's rows: {row: (numbers, ids)} of the tokens in loss
+    masks; and its share of the teacher's head."""
+    cfg = MODELS["qwen3"]
+    student = build(cfg, own)
+    shape = replace(cfg, num_layers=4, hidden_size=48, vocab_size=cfg.vocab_size + 3, tie_embeddings=False)
+    model, layout = build(shape, theirs, source=wild_source(shape, 5)), student.layout
+    other = None if own == theirs else layout
+    teacher = Teacher(model, BatchConfig(logprob_tokens=32), DistillConfig(top_k=top_k), cfg.vocab_size, other)
+    edges = [7 * rank // layout.data for rank in range(layout.data + 1)]
+    mine = range(*edges[layout.dp_rank : layout.dp_rank + 2])
+    rows = teacher.tell(batch(cfg, rows=7).select(torch.tensor(mine)).trim())
+    parts = [rows.teacher, *([rows.teacher_ids] if top_k else [])]
+    found = {row: [x[i][rows.loss_mask[i].bool()] for x in parts] for i, row in enumerate(mine)}
+    return {"rows": found, "head": teacher.head(student).weight, "tp": layout.tp_rank}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor
 
 from aligner.config.checks import above, at_least, one_of, within
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import ConfigError
 
 KINDS = ("forward_kl", "reverse_kl", "mixed", "jsd")  # ops/kernels/divergence.py
@@ -24,6 +25,8 @@ class DistillConfig:
     # of the other tokens, with top_k: tail (one more token that stands for all of them), renormalise (there are none),
     # zero (the teacher never says them; forward_kl)
     outside: str = "tail"
+    tensor: int = 0  # ranks that share each matrix of the teacher; 0: parallel.tensor
+    pipeline: int = 0  # ranks that share its layers; 0: parallel.pipeline
     # a folder for the teacher's top_k logprobs of all rows, computed where it lacks them; no teacher while training
     store: str = ""
     on_policy: float = 0.0  # share of the steps whose answers the student generates, to prompts of the same rows
@@ -42,6 +45,8 @@ class DistillConfig:
             raise ConfigError(f"{KEY}.outside", "zero", expected)
         if self.outside != "tail" and not self.top_k:
             raise ConfigError(f"{KEY}.outside", self.outside, f"tail without {KEY}.top_k: nothing is outside")
+        at_least(f"{KEY}.tensor", self.tensor, 0)
+        at_least(f"{KEY}.pipeline", self.pipeline, 0)
         if self.store and not self.top_k:
             raise ConfigError(f"{KEY}.top_k", 0, f"at least 1 with {KEY}.store: whole vocabularies are not stored")
         within(f"{KEY}.on_policy", self.on_policy, 0, 1)
@@ -51,6 +56,12 @@ class DistillConfig:
         if self.sft_coef and self.on_policy == 1:
             expected = f"0 with {KEY}.on_policy=1: a student does not learn its own answers"
             raise ConfigError(f"{KEY}.sft_coef", self.sft_coef, expected)
+
+    def layout(self, student: ParallelConfig) -> ParallelConfig:
+        """Of the teacher, on the same ranks."""
+        tensor = self.tensor or student.tensor
+        pipeline, sequence = self.pipeline or student.pipeline, student.sequence and tensor > 1
+        return replace(student, tensor=tensor, pipeline=pipeline, sequence=sequence)
 
     def generates(self, step: int) -> bool:
         """Whether the student answers in step 1, 2, ...: of the first n steps in `on_policy` * n, rounded down."""
