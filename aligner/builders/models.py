@@ -38,8 +38,8 @@ def make_model(
     factors: WeightSource | None = None,
     layout: Layout | None = None,
 ) -> ShardedModel:
-    """With `optim` a model to train for `steps` optimizer steps, else a frozen one, on the job's layout unless told. Its
-    adapters, if it has some, start with these `factors`."""
+    """With `optim` a model to train for `steps` optimizer steps, else a frozen one, on the job's layout unless told.
+    Its adapters, if it has some, start with these `factors`."""
     batch, source, layout = job.cfg.batch, initial.source(head), layout or job.layout
     rows = {"packed": batch.packing, "share": batch.share_prompts}
     rows |= {"seed": job.cfg.seed, "restore": partial(_restore, initial), "factors": factors}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def tell_ahead(job: Job, train: Any) -> tuple[Told | Mixture, int]:
             raise ConfigError(f"{KEY}.teacher", "", f"the teacher, to compute {many} that {told.folder} lacks")
         if missing:
             job.say(f"{part.report.key}: {len(missing)} of {len(told.blocks)} files of the teacher's are computed")
-            teacher = teacher or make_teacher(job)
+            teacher = teacher or replace(make_teacher(job), student=None)  # rows are dealt to its own layout
             _compute(teacher, told, missing)
         if vocab_size > job.initial.config.vocab_size:
             expected = f"files of at most the student's {job.initial.config.vocab_size} tokens"

@@ -1,7 +1,7 @@
 """What a teacher said of the answers of a dataset, in files: its k largest logprobs of each token, and their ids.
 
 <store>/<key>/manifest.json              what the numbers depend on; the key is a hash of it
-<store>/<key>/rows-00000512.safetensors  of the rows from this one on: logprobs float32 [n, k], descending, and ids
+<store>/<key>/rows-00000128.safetensors  of the rows from this one on: logprobs float32 [n, k], descending, and ids
                                          int32 [n, k] of the n tokens in their loss masks
 """
 
@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from aligner.data.items import SftItem
 
-BLOCK = 512  # rows of a file
+BLOCK = 128  # rows of a file
 MANIFEST = "manifest.json"
 
 
