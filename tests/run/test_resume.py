@@ -224,7 +224,7 @@ REFUSED = {
         ["algorithm.reward_loss={kind: regression, attributes: [good]}", "data.train=SCORED"],
         "algorithm.reward_loss is 'bradley_terry' there, 'regression' here",
     ),
-    "stage": ("sft", ["stage=rm", "data.train=PAIRS"], "stage is 'sft' there, 'rm' here"),
+    "stage": ("sft", ["stage=rm", "data.train=PAIRS", "ema.decay=0"], "stage is 'sft' there, 'rm' here"),
 }
 
 
