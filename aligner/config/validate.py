@@ -88,6 +88,9 @@ def _without_effect(cfg: Config) -> None:
         for key, value in (("ema.decay", cfg.ema.decay), ("ptx.coef", cfg.ptx.coef)):
             if value:
                 raise ConfigError(key, value, f"0 with {why}: it is of a policy that learns")
+    if cfg.model.lora.init and (cfg.debug.rollout_only or not STAGES[cfg.stage.name].trains):
+        expected = "empty where nothing is trained: adapters come with training. Merge it into a folder for model.init"
+        raise ConfigError("model.lora.init", cfg.model.lora.init, expected)
     if cfg.model.lora.rank and cfg.model.lora.dropout and cfg.stage.name in ROLLOUT_STAGES:
         expected = f"0 for stage {cfg.stage.name}: what is dropped in an update was there in the engine's samples"
         raise ConfigError("model.lora.dropout", cfg.model.lora.dropout, expected)

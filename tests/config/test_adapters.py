@@ -5,6 +5,7 @@ import pytest
 from aligner.config.adapters import shares_weights
 from aligner.config.resolve import compose
 from aligner.config.stages import STAGES
+from aligner.config.validate import validate
 from aligner.errors import ConfigError
 from aligner.plan.job import _parts
 
@@ -66,3 +67,10 @@ def test_the_plan_has_no_memory_for_a_shared_reference():
             )
             found = {part.name: part.shared for part in _parts(cfg, cfg.model)}
             assert found["reference"] == bool(more), stage
+
+
+@pytest.mark.parametrize("more", [["stage=grpo", "debug.rollout_only=true"], ["stage=sample"]])
+def test_an_adapter_is_not_left_out_in_silence(tmp_path, more):
+    adapter, data = str(tmp_path), ["model.init=random", f"data.train={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"^model\.lora\.init=.*empty where nothing is trained"):
+        validate(compose([*more, *data, *LORA, f"model.lora.init={adapter}"]), 1)
