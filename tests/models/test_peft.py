@@ -144,7 +144,7 @@ def test_other_modules_layers_and_sizes_are_refused(written):
     with pytest.raises(ConfigError, match=r"lacks .*layers.2.*lora_A"):
         read_adapter(folder, replace(cfg, num_layers=3))
     with pytest.raises(
-        CheckpointError, match=r"has shape \(3, 48\): expected \(3, 64\). The adapter is of another base"
+        CheckpointError, match=r"has shape \(48, 3\): expected \(64, 3\). The adapter is of another base"
     ):
         read_adapter(folder, replace(cfg, ffn_hidden_size=64))
     with pytest.raises(ConfigError, match=f"model.lora.init='.*': expected a folder with {CONFIG}"):
