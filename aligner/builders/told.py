@@ -29,7 +29,7 @@ def tell_ahead(job: Job, train: Any) -> tuple[Told | Mixture, int]:
     is about: what is not there yet is computed, by a model that is gone afterwards. Collective. Raises ConfigError
     where there is none to compute it."""
     parts = train.parts if isinstance(train, Mixture) else {"": train}
-    found, teacher, cfg = {}, None, job.cfg.algorithm.distill
+    found, teacher, cfg, most = {}, None, job.cfg.algorithm.distill, 0
     for name, part in parts.items():
         told, vocab_size = _place(job, part)
         missing = by_rank_0(told.missing)
@@ -46,10 +46,10 @@ def tell_ahead(job: Job, train: Any) -> tuple[Told | Mixture, int]:
         same_view(told.folder, lambda told=told: {"files that are missing": str(told.missing())})
         job.say(f"{part.report.key}: the teacher's {cfg.top_k} most likely tokens from {told.folder}")
         job.contents[f"{KEY}.store{name and f'.{name}'}"] = told.folder.name
-        found[name] = told
+        found[name], most = told, max(most, vocab_size)
     job.models.pop("teacher", None)
     job.contents.pop(f"{KEY}.teacher", None)  # the stores' say it
-    return Mixture(found, train.weights) if isinstance(train, Mixture) else found[""], vocab_size
+    return Mixture(found, train.weights) if isinstance(train, Mixture) else found[""], most
 
 
 def _place(job: Job, part: Any) -> tuple[Told, int]:
