@@ -35,5 +35,5 @@ def check_reference(cfg: Config, reference: str, key: str = OWN) -> None:
 
 def shares_weights(cfg: Config) -> bool:
     """Whether the reference, if there is one, is the policy's own model."""
-    wants_copy = cfg.stage.name == "dpo" and cfg.algorithm.preference.reference == "model"
+    wants_copy = cfg.stage.name in ("dpo", "online_dpo") and cfg.algorithm.preference.reference == "model"
     return cfg.model.lora.rank > 0 and not wants_copy

@@ -25,7 +25,9 @@ from aligner.stages.dpo import dpo_loss, losses_at_start
 def main(job: Job) -> None:
     cfg, preference, reward_model = job.cfg, job.cfg.algorithm.preference, make_reward_model(job)
     policy = make_policy(job, cfg.run.steps, entropy=False, log_squares=preference.wpo)
-    reference = make_reference(job) if preference.reference == "model" else None
+    reference = None
+    if preference.reference in ("model", "adapter"):
+        reference = make_reference(job, policy if preference.reference == "adapter" else None)
     rollouts, state, evaluation = make_rollouts(job, policy, reward_model)
     models = {"policy": policy.model}
     if reference is not None and preference.sync_every:

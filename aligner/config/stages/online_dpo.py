@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aligner.config.adapters import check_reference
 from aligner.config.sections.preference import KEY
 from aligner.config.stage import Stage
 from aligner.errors import ConfigError
@@ -17,11 +18,12 @@ def rows(cfg: Config) -> int:
 
 
 def beside(cfg: Config) -> tuple[str, ...]:
-    return ("reference",) if cfg.algorithm.preference.reference == "model" else ()
+    return ("reference",) if cfg.algorithm.preference.reference in ("model", "adapter") else ()
 
 
 def check(cfg: Config) -> None:
     preference, batch = cfg.algorithm.preference, cfg.batch
+    check_reference(cfg, preference.reference)
     if preference.reference == "stored":
         expected = "model or none for stage online_dpo, whose answers are not there before training"
         raise ConfigError(f"{KEY}.reference", "stored", expected)
