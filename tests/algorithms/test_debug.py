@@ -134,9 +134,9 @@ def test_rollouts_only(tiny_data, tiny_runs, tmp_path, monkeypatch, stage):
 
     built = []
 
-    def spy(job, initial, head, optim, steps):
+    def spy(job, initial, head, optim, *more):
         built.append(optim)
-        return make_model(job, initial, head, optim, steps)
+        return make_model(job, initial, head, optim, *more)
 
     more = [f"model.init={tiny_runs['sft']}", "run.steps=2", "run.samples_every=1", "logging.samples_shown=2"]
     more += ["algorithm.kl.coef=0.1"]
@@ -193,7 +193,9 @@ def test_a_reference_of_other_weights(tiny_data, tiny_runs, tmp_path, monkeypatc
 
     from aligner.builders.models import make_reference
 
-    other = lambda job: make_reference(dataclasses.replace(job, initial=dataclasses.replace(job.initial, seed=1)))  # noqa: E731
+    def other(job, policy):
+        return make_reference(dataclasses.replace(job, initial=dataclasses.replace(job.initial, seed=1)), policy)
+
     monkeypatch.setattr("aligner.stages.grpo.make_reference", other)
     with pytest.raises(
         AlignerError, match="logprobs of reference and policy, which start from the same weights, differ"

@@ -148,12 +148,12 @@ def test_the_zero_point_is_that_of_all_mismatched_answers(tiny_data, tiny_runs, 
     before = AutoModelForCausalLM.from_pretrained(behind / "hf", dtype=torch.float64)
     after = AutoModelForCausalLM.from_pretrained(tiny_runs["sft"] / "hf", dtype=torch.float64)
 
-    def other(job):
+    def other(job, policy):
         from aligner.roles.model_init import resolve
 
         now, job.initial = job.initial, resolve(job.cfg.model, str(behind), 0)
         try:
-            return reference(job)
+            return reference(job, policy)
         finally:
             job.initial = now
 
