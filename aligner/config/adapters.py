@@ -13,9 +13,10 @@ OWN = "algorithm.preference.reference"
 
 
 def settle_reference(cfg: Config) -> None:
-    """Give `reference=auto` its value."""
-    if cfg.algorithm.preference.reference == "auto":
-        cfg.algorithm.preference.reference = "adapter" if cfg.model.lora.rank else "model"
+    """Give `reference=auto` its value: what is left out cannot follow the policy."""
+    preference = cfg.algorithm.preference
+    if preference.reference == "auto":
+        preference.reference = "adapter" if cfg.model.lora.rank and not preference.sync_every else "model"
 
 
 def check_reference(cfg: Config, reference: str, key: str = OWN) -> None:

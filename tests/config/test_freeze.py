@@ -40,6 +40,7 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
     max_leaves=6,
 )
+REQUIRED = {"path": "x", "question": "{response}"}  # of functions and judges
 SCALARS = {int: st.integers(), float: st.floats(allow_nan=False), bool: st.booleans(), str: text}
 
 
@@ -60,15 +61,14 @@ def unchecked(kind):
     """Any instance whose own checks pass: fields that they refuse together keep their defaults."""
 
     def build(values):
-        kept = {}
+        kept = {name: value for name, value in REQUIRED.items() if name in hints(kind)}
         for name, value in values.items():
             try:
-                kind(**kept, **{name: value})
+                kind(**kept | {name: value})
             except ConfigError:
                 continue
             kept[name] = value
-        required = {"path": "x"} if "path" in hints(kind) and "path" not in kept else {}
-        return kind(**required, **kept)
+        return kind(**kept)
 
     return st.fixed_dictionaries({name: free(sub) for name, sub in hints(kind).items()}).map(build)
 
@@ -123,7 +123,7 @@ def test_the_file_follows_the_schema_and_is_replaced(tmp_path):
     cfg = compose([])
     path = freeze(cfg, tmp_path / "deep" / "run")
     assert list(map(str, asdict(cfg))) == [
-        line.split(":")[0] for line in to_yaml(cfg).splitlines() if line[0].isalpha()
+        line.split(":")[0] for line in to_yaml(cfg).splitlines() if line[:1].isalpha()
     ]
     assert "${" not in path.read_text() and config_hash(cfg) in path.read_text()
     changed = replace(cfg, seed=7)
