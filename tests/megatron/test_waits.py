@@ -9,9 +9,9 @@ from aligner.config.sections.parallel import ParallelConfig
 from tests.tiny import LLAMA, MODELS, MOE, WINDOWS
 
 pytestmark = pytest.mark.multirank
-CPU_ALONE = {("logprobs.py", "token_logprobs"), ("experts.py", "grouped_linear")}
+CPU_ALONE = {("logprobs.py", "of"), ("experts.py", "grouped_linear")}
 NORM, METRICS = ("clip_grads.py", "get_grad_norm_fp32"), ("train.py", "reduce_outputs")
-SENT, LOAD = ("moe.py", "_compute"), ("load.py", "metrics")
+SENT, LOAD = ("moe.py", "_compute"), ("expert_load.py", "metrics")
 AUX = replace(MOE, moe=replace(MOE.moe, aux_coef=0.1))
 
 
