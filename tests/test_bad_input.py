@@ -88,6 +88,13 @@ CASES = {
         2,
         ["data.train", "label true and answers with label false", "found true alone"],
     ),
+    "one label only in what is read of the held-out rows": (
+        "kto",
+        ["data.train={d}/labels.jsonl", "data.eval={d}/labels.jsonl", "eval.prompts=1"],
+        DataError,
+        2,
+        ["eval.prompts=1", "data.eval", "found true alone"],
+    ),
     "empty answer with a label": (
         "kto",
         ["data.train={x}/empty_answer.jsonl"],

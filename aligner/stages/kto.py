@@ -45,7 +45,9 @@ def main(job: Job) -> None:
     held_out = _rows(job, cfg.data.eval, "data.eval", cfg.data) if cfg.data.eval else None
     job.say(tell_labels(train, kto_cfg, cfg.data.weight_by == "tokens"))
     if held_out is not None:
-        _both_labels(float(held_out.desirable.mean()), f"data.eval={cfg.data.eval}")
+        first = held_out.desirable[: cfg.eval.prompts or None]
+        what = f"the first {len(first)} rows (eval.prompts={cfg.eval.prompts}) of data.eval={cfg.data.eval}"
+        _both_labels(float(first.mean()), what, "no answer could be told from one of the other label")
     if kto_cfg.reference == "stored":
         store_reference(job, train, held_out, collate_unpaired)
     arrange = partial(with_mismatched, limit=cfg.data.max_tokens) if kto_cfg.kl == "minibatch" else None
@@ -76,7 +78,8 @@ def tell_labels(train: UnpairedDataset | Mixture, cfg: KtoConfig, by_tokens: boo
     if by_tokens:
         weights = weights / [part.lengths.mean() for part in parts]
     share = float(np.average([part.desirable.mean() for part in parts], weights=weights))
-    _both_labels(share, ", ".join(part.report.key for part in parts))
+    why = "nothing would hold the policy back from giving all answers the same"
+    _both_labels(share, ", ".join(part.report.key for part in parts), why)
     ratio = cfg.desirable_weight * share / (cfg.undesirable_weight * (1 - share))
     low, high = BALANCED
     text = f"{share:.3g} of the answers are desirable, by weight {ratio:.3g} times the others"
@@ -89,11 +92,11 @@ def tell_labels(train: UnpairedDataset | Mixture, cfg: KtoConfig, by_tokens: boo
     return f"WARNING: {text}: KTO is meant for 1 to 1.33 times ({KEY}.{better} would do)"
 
 
-def _both_labels(share: float, what: str) -> None:
+def _both_labels(share: float, what: str, why: str) -> None:
     if share in (0.0, 1.0):
         raise DataError(
             f"{what}: expected answers with label true and answers with label false, found {str(share == 1).lower()} "
-            "alone: nothing would hold the policy back from giving all answers the same"
+            f"alone: {why}"
         )
 
 
