@@ -22,6 +22,7 @@ from aligner.config.sections.preference import PreferenceConfig
 from aligner.megatron import moe
 from aligner.megatron.model import Head
 from aligner.ops.rl import advantages
+from aligner.ops.rl.by_rank import with_partners
 from aligner.ops.rl.kto import mismatched
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy
@@ -48,7 +49,7 @@ STEEP = replace(PLAIN, lr=1e8)
 ADAM = OptimConfig(lr=1e-3)
 
 
-POLICIES = ("sft", "dpo", "kto", "distill", "distill_top_k", "grpo", "ppo")
+POLICIES = ("sft", "dpo", "dpo_by_rank", "kto", "distill", "distill_top_k", "grpo", "ppo")
 PLAIN_BATCH = BatchConfig(micro_batch_samples=16, share_prompts=False)
 
 
@@ -66,9 +67,10 @@ class Case:
     replay: bool = False  # a policy's tokens go to experts by lot
 
 
-PAIRS = ("rm", "dpo", "kto")  # two rows that stay together; of kto an answer and a mismatched one
+PAIRS = ("rm", "dpo", "dpo_by_rank", "kto")  # two rows that stay together; of kto an answer and a mismatched one
 # sums, means and odds, the tail of the longer answer, weights from the whole distribution, NLL
 ROWS = PreferenceConfig(["sigmoid", "ipo", "rpo_bwd_kl"], [1.0, 0.01, 0.5], ld_alpha=0.5, wpo=True, nll_coef=0.3)
+BY_RANK = PreferenceConfig(["aot", "aot_unpaired"], beta=0.5, ld_alpha=0.5)
 KTO = KtoConfig(beta=0.2, desirable_weight=1.2)
 # of the whole vocabulary, and of three tokens and their tail; a teacher of another shape and a larger vocabulary
 DISTILL = {
@@ -224,10 +226,13 @@ def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
         stats = role.update(mine, preference_loss(len(mine.lengths) // 2, cfg, group), 2)
     elif stage == "critic":
         stats, name = Critic(sharded, batch).update(mine, value_loss(mine, 0.2, group)), "critic/loss"
-    elif stage == "dpo":
+    elif stage in ("dpo", "dpo_by_rank"):
+        cfg = ROWS if stage == "dpo" else BY_RANK
         numbers = torch.stack([mine.labels, mine.labels, torch.ones_like(mine.labels)], 1)
-        pairs, role = replace(mine, labels=numbers), Policy(sharded, batch, entropy=False, log_squares=True)
-        stats, name = role.update(pairs, dpo_loss(pairs, ROWS, group), 2), "policy/loss"
+        pairs, role = replace(mine, labels=numbers), Policy(sharded, batch, entropy=False, log_squares=cfg.wpo)
+        if cfg.by_rank:
+            pairs.labels = with_partners(pairs, role.logprobs(pairs, pairs.loss_mask, unit=2), cfg, group)
+        stats, name = role.update(pairs, dpo_loss(pairs, cfg, group), 2), "policy/loss"
     elif stage == "kto":
         role, (answers, others) = Policy(sharded, batch, entropy=False), with_reference(mine, None)
         z0, name = zero_point(role, others), "policy/loss"

@@ -23,6 +23,7 @@ from aligner.data.unpaired import UnpairedDataset
 from aligner.errors import ConfigError
 from aligner.ops.packing.documents import apart
 from aligner.ops.reduce import sum_over
+from aligner.ops.rl.by_rank import with_partners
 from aligner.ops.rl.kto import above, log_ratios, sample_losses
 from aligner.ops.rl.preference import Labels, agreement, measure, pair_losses, rewards, total
 from aligner.ops.rl.reward_loss import bradley_terry, regression, rightly, steps
@@ -32,7 +33,7 @@ from aligner.roles.reward_model import RewardModel
 from aligner.rollout.sharing import share
 from aligner.rollout.statistics import reduce_metrics
 from aligner.rollout.unpaired import with_reference, zero_point
-from aligner.types import ScalarMetrics
+from aligner.types import ScalarMetrics, TrainBatch
 
 STATISTICS_ROWS = 2048  # rows (pairs) of the training set that fix a reward model's bias
 
@@ -48,6 +49,11 @@ def _places(model, dataset: Sequence, limit: int) -> range:
     if model.exchanges and count < layout.data:
         raise ConfigError("parallel.expert", layout.expert, f"1 with {count} rows for {layout.data} ranks")
     return range(count)[share(count, layout.data, layout.dp_rank)]
+
+
+def _none_or(items: list, batch: TrainBatch) -> TrainBatch:
+    """`batch`; no row of it, but of its columns, where there are more ranks than rows and so no `items`."""
+    return batch if items else batch.select(torch.zeros(0, dtype=torch.int64))
 
 
 def held_out_loss(policy: Policy, dataset: Sequence[SftItem], limit: int) -> ScalarMetrics:
@@ -99,18 +105,20 @@ def held_out_pairs(
     reading: Callable[[], AbstractContextManager],
 ) -> ScalarMetrics:
     """eval/accuracy (the chosen answer has the larger reward; a tie is half right), eval/margin (of the rewards) and
-    eval/loss (no NLL, no weights of rows). The models are read within `reading`; without `reference` the rows have its
-    logprobs, or there are none."""
+    eval/loss (no NLL, no weights of rows; losses that sort do it with these pairs). The models are read within
+    `reading`; without `reference` the rows have its logprobs, or there are none."""
     items, group = _mine(policy.model, dataset, limit), policy.model.layout.pgs.dp
-    names, found = ("accuracy", "margin", "loss"), [torch.zeros(0)] * 3
-    if items:
-        batch = collate_pairs(items, 0)
-        with reading():
-            own = policy.logprobs(batch, batch.loss_mask, unit=2)
-            theirs = reference.logprobs(batch, batch.loss_mask, unit=2) if reference else batch.ref_logprobs
-        answers, labels = measure(own, theirs, batch.loss_mask, cfg.ld_alpha), Labels.of(batch.labels, cfg)
-        chosen, rejected = rewards(answers, labels, cfg)
-        found = [agreement(chosen, rejected), chosen - rejected, total(pair_losses(answers, labels, cfg), cfg)]
+    batch = _none_or(items, collate_pairs(items or [dataset[0]], 0))
+    with reading():
+        own = policy.logprobs(batch, batch.loss_mask, unit=2)
+        if reference:
+            batch.ref_logprobs = reference.logprobs(batch, batch.loss_mask, unit=2)
+    if cfg.by_rank:
+        batch.labels = with_partners(batch, own, cfg, group)
+    answers, labels = measure(own, batch.ref_logprobs, batch.loss_mask, cfg.ld_alpha), Labels.of(batch.labels, cfg)
+    chosen, rejected = rewards(answers, labels, cfg)
+    names = ("accuracy", "margin", "loss")
+    found = [agreement(chosen, rejected), chosen - rejected, total(pair_losses(answers, labels, cfg), cfg)]
     means = {f"eval/{name}": (float(x.sum()), float(len(x))) for name, x in zip(names, found, strict=True)}
     return reduce_metrics(means, {}, group)
 
@@ -130,9 +138,7 @@ def held_out_answers(
     places, group = _places(policy.model, dataset, limit), policy.model.layout.pgs.dp
     count = min(limit or len(dataset), len(dataset))
     items = arrange([dataset[i] for i in range(count)], places) if arrange else [dataset[i] for i in places]
-    batch = collate_unpaired(items or [dataset[0]], 0)
-    if not items:  # more ranks than rows: none, but of the right columns
-        batch = batch.select(torch.zeros(0, dtype=torch.int64))
+    batch = _none_or(items, collate_unpaired(items or [dataset[0]], 0))
     with reading():
         answers, mismatched = with_reference(batch, reference)
         z0 = zero_point(policy, mismatched) if arrange else 0.0

@@ -26,6 +26,7 @@ from aligner.data.dataset import PairDataset
 from aligner.data.formats import preference_rows
 from aligner.ops.reduce import sum_over
 from aligner.ops.rl.aggregate import aggregate, denominator
+from aligner.ops.rl.by_rank import with_partners
 from aligner.ops.rl.kl import kl_estimate
 from aligner.ops.rl.preference import (
     Answers,
@@ -95,6 +96,10 @@ def dpo(
                 if cfg.sync_every and step > 1 and (step - 1) % cfg.sync_every == 0:
                     reference.follow(policy, cfg.sync_alpha)
                 batch.ref_logprobs = reference.logprobs(batch, batch.loss_mask, unit=2)
+        if cfg.by_rank:
+            with run.timers("logprobs"):
+                logprobs = policy.logprobs(batch, batch.loss_mask, unit=2)
+                batch.labels = with_partners(batch, logprobs, cfg, group)
         with run.timers("update"):
             stats = policy.update(batch, dpo_loss(batch, cfg, group), unit=2)
         if fresh:

@@ -13,6 +13,7 @@ from aligner.builders.models import make_policy, make_reference, make_reward_mod
 from aligner.builders.rollouts import make_rollouts
 from aligner.builders.runs import finish, make_run, saved_first
 from aligner.config.schema import Config
+from aligner.ops.rl.by_rank import with_partners
 from aligner.roles.policy import Policy, Reference
 from aligner.rollout.loss_inputs import sample_rows, set_token_rewards, total_tokens
 from aligner.rollout.pairs import best_and_worst, share_of_pairs
@@ -54,6 +55,10 @@ def online_dpo(run: Run, rollouts: Rollouts, policy: Policy, reference: Referenc
                 if preference.sync_every and step > 1 and (step - 1) % preference.sync_every == 0:
                     reference.follow(policy, preference.sync_alpha)
                 batch.ref_logprobs = reference.logprobs(batch, batch.loss_mask, unit=2)
+        if preference.by_rank:
+            with run.timers("logprobs"):
+                logprobs = policy.logprobs(batch, batch.loss_mask, unit=2)
+                batch.labels = with_partners(batch, logprobs, preference, group)
         with run.timers("update"):
             stats = policy.update(batch, dpo_loss(batch, preference, group), unit=2)
         if fresh:

@@ -104,6 +104,10 @@ RUNS = {
     "separable": ["algorithm.preference.loss=[apo_zero,nca_pair,bco_pair,sppo_hard]"],
     "no reference": ["experiment=simpo"],
     "odds": ["experiment=orpo"],
+    "by rank": ["algorithm.preference.loss=[aot,aot_unpaired]"],
+    "by rank, padded, micro-batch 1": [
+        *("algorithm.preference.loss=[aot,aot_unpaired]", "batch.packing=false", "batch.micro_batch_samples=1"),
+    ],
 }
 
 
@@ -148,11 +152,31 @@ def test_the_first_steps(first_steps, name):
 
 
 def test_cuts_and_packing_give_the_same_run(first_steps):
-    runs = [[r for r in first_steps(name) if r["step"]] for name in list(RUNS)[:3]]
+    for names in (list(RUNS)[:3], list(RUNS)[-2:]):
+        compare([[r for r in first_steps(name) if r["step"]] for name in names])
+
+
+def compare(runs):
     for record, *others in zip(*runs, strict=True):
         for name, other in itertools.product(METRICS[:10], others):
             if name != "rewards/accuracies":  # of ties at the first step, which rounding breaks
                 assert other[name] == pytest.approx(record[name], abs=2e-4), (record["step"], name)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("layout", [[], ["parallel.tensor=2"]])
+def test_ranks_sort_together(ranks, tiny_data, tiny_runs, tmp_path, first_steps, layout):
+    """Also of one held-out pair, which one of them has."""
+    more = [f"model.init={tiny_runs['sft']}", "debug.first_step_checks=true", "logging.progress=false", "run.steps=3"]
+    more += ["algorithm.preference.loss=[aot,aot_unpaired]", "batch.micro_batch_samples=2", "run.eval_every=1"]
+    more += [f"data.eval={tiny_data / 'pairs.jsonl'}", "eval.prompts=1", "checkpoint.final=false", "run.export=false"]
+    line = stages.overrides("dpo", tiny_data, tmp_path / "two", *more, *layout)
+    assert ranks.run("tests.run.jobs:run_stage", world=2, arguments=line) == [0, 0]
+    whole, shared = first_steps("by rank"), stages.records(tmp_path / "two")
+    for a, b in zip(whole[-3:], shared[-3:], strict=True):
+        assert a["step"] == b["step"] and math.isfinite(b["eval/loss"])
+        names = ("dpo/loss/aot", "dpo/loss/aot_unpaired", "rewards/margins", "policy/grad_norm")
+        assert [b[name] for name in names] == pytest.approx([a[name] for name in names], rel=1e-4, abs=1e-5)
 
 
 def test_a_stored_reference_is_the_model(tiny_data, tiny_runs, tmp_path, first_steps, capsys):

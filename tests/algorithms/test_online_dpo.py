@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.config.sections.preference import PreferenceConfig
+from aligner.ops.rl.by_rank import with_partners
 from aligner.roles.policy import TokenOutputs
 from aligner.stages.dpo import dpo_loss, losses_at_start
 from aligner.types import TrainBatch
@@ -20,7 +21,8 @@ def alone():
     dist.destroy_process_group()
 
 
-def test_what_is_no_pair_is_in_no_sum_and_no_denominator(alone):
+@pytest.mark.parametrize("loss", [["sigmoid", "ipo", "rpo_sq"], ["aot", "aot_unpaired"]])
+def test_what_is_no_pair_is_in_no_sum_and_no_denominator(alone, loss):
     """As if its rows were not there."""
     g = torch.Generator().manual_seed(0)
     mask = (torch.rand(2 * PAIRS, T, generator=g) < 0.6).float()
@@ -31,10 +33,12 @@ def test_what_is_no_pair_is_in_no_sum_and_no_denominator(alone):
     reference = logprobs + torch.randn(2 * PAIRS, T, generator=g)
     tokens, lengths = torch.randint(0, 9, (2 * PAIRS, T), generator=g), torch.full((2 * PAIRS,), T)
     batch = TrainBatch(tokens, lengths, mask, ref_logprobs=reference, labels=labels)
-    cfg = PreferenceConfig(loss=["sigmoid", "ipo", "rpo_sq"], nll_coef=0.3, nll_aggregation="seq_mean_token_mean")
+    cfg = PreferenceConfig(loss=loss, nll_coef=0.3, nll_aggregation="seq_mean_token_mean")
     found = []
     for rows in (torch.arange(2 * PAIRS), counts.nonzero().flatten()):
         part, own = batch.select(rows), logprobs[rows].requires_grad_()
+        if cfg.by_rank:
+            part.labels = with_partners(part, own.detach(), cfg, alone)
         out = dpo_loss(part, cfg, alone)(TokenOutputs(own, None, None), part)
         gradient = torch.zeros(2 * PAIRS, T)
         gradient[rows] = torch.autograd.grad(out.loss, own)[0]
@@ -43,6 +47,8 @@ def test_what_is_no_pair_is_in_no_sum_and_no_denominator(alone):
     torch.testing.assert_close(found[0], found[1])
     assert not found[0][1][counts == 0].any() and found[0][1].any()
     none = batch.select(torch.tensor([2, 3, 6, 7]))
+    if cfg.by_rank:
+        none.labels = with_partners(none, logprobs[[2, 3, 6, 7]], cfg, alone)
     assert losses_at_start(none, cfg, alone) == {}
     assert float(dpo_loss(none, cfg, alone)(TokenOutputs(logprobs[[2, 3, 6, 7]], None, None), none).loss) == 0
 

@@ -12,7 +12,8 @@ OF_Z = ("sigmoid", "robust", "hinge", "exo_pair", "discopop", "rpo_bwd_kl", "rpo
 OF_H = ("ipo", "rpo_sq")  # h: the chosen answer's log-ratio less the rejected one's
 SEPARABLE = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")  # both log-ratios
 OF_MEANS = ("orpo", "alphapo")  # mean logprobs, without a reference
-LOSSES = (*OF_Z, *OF_H, *SEPARABLE, *OF_MEANS)
+BY_RANK = ("aot", "aot_unpaired")  # what stands at the same rank among all pairs of the minibatch
+LOSSES = (*OF_Z, *OF_H, *SEPARABLE, *OF_MEANS, *BY_RANK)
 WITH_REWARDS = ("rpo_bwd_kl", "rpo_fwd_kl", "rpo_sq")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 KEY = "algorithm.preference"
@@ -25,7 +26,7 @@ class PreferenceConfig:
     loss: list[str] = field(default_factory=lambda: ["sigmoid"])  # rows of the table in docs/preference.md, added up
     weights: list[float] = field(default_factory=list)  # of the entries of `loss`; empty: 1 each
     beta: float = 0.1  # times the log-ratios; with means 2 to 5
-    label_smoothing: float = 0.0  # share of wrong labels: sigmoid (cDPO), robust, exo_pair (there 0 means 1e-3)
+    label_smoothing: float = 0.0  # share of wrong labels: sigmoid (cDPO), robust, exo_pair (0 means 1e-3), aot*
     gamma: float = 0.0  # subtracted from beta * h: the margin that SimPO wants
     margin: bool = False  # subtract the row's `margin` column from beta * h
     length: str = "auto"  # sum, mean: of an answer's log-ratios over its tokens; auto: mean for ipo, else sum
@@ -84,8 +85,10 @@ class PreferenceConfig:
         self._read_by_all("gamma", self.gamma, 0.0, (*OF_Z, "alphapo"))
         self._read_by_all("margin", self.margin, False, OF_Z)
         self._read_by_all("f_divergence", self.f_divergence, "reverse_kl", (*OF_Z, *OF_H))
-        self._read_by_all("ld_alpha", self.ld_alpha, 1.0, (*OF_Z, *OF_H, *SEPARABLE))
-        smoothed = ("sigmoid", "robust", "exo_pair")
+        self._read_by_all("ld_alpha", self.ld_alpha, 1.0, (*OF_Z, *OF_H, *SEPARABLE, *BY_RANK))
+        for key, value in (("wpo", self.wpo), ("row_weights", self.row_weights)):
+            self._read_by_all(key, value, False, (*OF_Z, *OF_H, *SEPARABLE, *OF_MEANS))
+        smoothed = ("sigmoid", "robust", "exo_pair", *BY_RANK)
         if self.label_smoothing and not set(self.loss) & set(smoothed):
             expected = f"0 without a loss that reads it: {', '.join(smoothed)}"
             raise ConfigError(f"{KEY}.label_smoothing", self.label_smoothing, expected)
@@ -103,9 +106,9 @@ class PreferenceConfig:
             expected = f"0 with {KEY}.reference={self.reference}: there is no model that could follow"
             raise ConfigError(f"{KEY}.sync_every", self.sync_every, expected)
         if self.reference == "none":
-            separable = [name for name in self.loss if name in SEPARABLE]
-            if separable:
-                expected = f"model or stored with {', '.join(separable)}: 0 is where the reference stands"
+            compared = [name for name in self.loss if name in (*SEPARABLE, *BY_RANK)]
+            if compared:
+                expected = f"model or stored with {', '.join(compared)}: 0 is where the reference stands"
                 raise ConfigError(f"{KEY}.reference", "none", expected)
             if self.f_divergence != "reverse_kl":
                 expected = f"reverse_kl with {KEY}.reference=none: a divergence from what?"
@@ -121,6 +124,11 @@ class PreferenceConfig:
     def rewards(self) -> bool:
         """Whether the rows of the data need rewards."""
         return bool(set(self.loss) & set(WITH_REWARDS))
+
+    @property
+    def by_rank(self) -> list[str]:
+        """The entries of `loss` that are functions of the whole minibatch."""
+        return [name for name in self.loss if name in BY_RANK]
 
     def weighted(self) -> dict[str, float]:
         """Loss -> weight."""

@@ -9,7 +9,9 @@ With m the mask of an answer's tokens, n their number, and chosen c, rejected r:
           reverse_kl d | forward_kl 1 - e^-d | js ln 2 + logsigmoid(d) | alpha (e^((a - 1) d) - 1) / (a - 1)
     h   = g_c - g_r;  z = beta h - gamma - margin
 
-Every row is a function of these and has no other state, so its gradient to an answer is one number per answer.
+Every row is a function of these and has no other state, so its gradient to an answer is one number per answer. The
+rows aot and aot_unpaired are functions of all pairs of the minibatch; what they take of the others is constant
+(ops/rl/by_rank.py).
 """
 
 from __future__ import annotations
@@ -39,6 +41,14 @@ class Answers(NamedTuple):
     rejected_mean: Tensor
 
 
+class Partners(NamedTuple):
+    """What the rows that sort take of other pairs, float32 [B]: `with_partners`."""
+
+    shift: Tensor  # added to h, it makes the difference between policy and reference at one rank
+    of_chosen: Tensor  # g of the rejected answer that has the chosen one's rank
+    of_rejected: Tensor  # and the other way round
+
+
 class Labels(NamedTuple):
     """What the data says of each pair, float32 [B]."""
 
@@ -46,14 +56,16 @@ class Labels(NamedTuple):
     gap: Tensor  # reward of the chosen answer less that of the rejected one
     weight: Tensor
     counts: Tensor  # 1; 0 for rows that are no pair, which are in no sum and no denominator
+    partners: Partners | None = None
 
     @classmethod
     def of(cls, labels: Tensor, c: PreferenceConfig) -> Labels:
         """labels [2B, 3] of `collate_pairs`: margin, reward, weight of rows chosen, rejected, chosen, ...; [2B, 4] with
-        `counts` where some are no pairs."""
+        `counts` where some are no pairs; [2B, 6] of `with_partners`."""
         margin = labels[0::2, 0] if c.margin else torch.zeros_like(labels[0::2, 0])
         counts = labels[0::2, 3] if labels.shape[1] > 3 else torch.ones_like(margin)
-        return cls(margin, labels[0::2, 1] - labels[1::2, 1], labels[0::2, 2], counts)
+        partners = Partners(labels[0::2, 4], labels[0::2, 5], labels[1::2, 5]) if labels.shape[1] > 4 else None
+        return cls(margin, labels[0::2, 1] - labels[1::2, 1], labels[0::2, 2], counts, partners)
 
 
 class Terms(NamedTuple):
@@ -65,6 +77,7 @@ class Terms(NamedTuple):
     target: Tensor  # rpo_scale * gap
     chosen_mean: Tensor
     rejected_mean: Tensor
+    partners: Partners | None
 
     @property
     def h(self) -> Tensor:
@@ -105,7 +118,8 @@ def terms(answers: Answers, labels: Labels, name: str, c: PreferenceConfig) -> T
     if c.over_mean(name):
         chosen, rejected = chosen / answers.chosen_tokens, rejected / answers.rejected_tokens
     z = c.beta * (chosen - rejected) - c.gamma - labels.margin
-    return Terms(chosen, rejected, z, c.rpo_scale * labels.gap, answers.chosen_mean, answers.rejected_mean)
+    means = answers.chosen_mean, answers.rejected_mean
+    return Terms(chosen, rejected, z, c.rpo_scale * labels.gap, *means, labels.partners)
 
 
 def pair_losses(answers: Answers, labels: Labels, c: PreferenceConfig) -> dict[str, Tensor]:
@@ -116,6 +130,7 @@ def pair_losses(answers: Answers, labels: Labels, c: PreferenceConfig) -> dict[s
 def start_losses(labels: Labels, c: PreferenceConfig) -> dict[str, Tensor]:
     """`pair_losses` where policy and reference are the same; not of rows without a reference."""
     zero, one = torch.zeros_like(labels.margin), torch.ones_like(labels.margin)
+    labels = labels._replace(partners=Partners(zero, zero, zero))
     found = pair_losses(Answers(zero, zero, one, one, -one, -one), labels, c)
     return {name: x for name, x in found.items() if name not in OF_MEANS}
 
@@ -153,8 +168,7 @@ def likelihood_weights(logprobs: Tensor, log_squares: Tensor, mask: Tensor) -> T
 
 def _sigmoid(t: Terms, c: PreferenceConfig) -> Tensor:
     """DPO, arXiv:2305.18290, equation 7; with label smoothing cDPO."""
-    e = c.label_smoothing
-    return (1 - e) * softplus(-t.z) + e * softplus(t.z)
+    return _smoothed(t.z, c)
 
 
 def _robust(t: Terms, c: PreferenceConfig) -> Tensor:
@@ -243,6 +257,27 @@ def _rpo_sq(t: Terms, c: PreferenceConfig) -> Tensor:
     return (c.beta * t.h - t.target).square()
 
 
+def _aot(t: Terms, c: PreferenceConfig) -> Tensor:
+    """Alignment by optimal transport of distributions of h, arXiv:2406.05882."""
+    assert t.partners is not None, "of a whole minibatch"
+    return _smoothed(c.beta * (t.h + t.partners.shift), c)
+
+
+def _aot_unpaired(t: Terms, c: PreferenceConfig) -> Tensor:
+    """And of those of chosen and rejected answers. A couple is the chosen answer's in the value and each one's in its
+    gradient, which may be computed apart from the other's."""
+    assert t.partners is not None, "of a whole minibatch"
+    chosen = _smoothed(c.beta * (t.chosen - t.partners.of_chosen), c)
+    rejected = _smoothed(c.beta * (t.partners.of_rejected - t.rejected), c)
+    return chosen + rejected - rejected.detach()
+
+
+def _smoothed(z: Tensor, c: PreferenceConfig) -> Tensor:
+    """-logsigmoid(z), and of -z for the share of labels that is wrong."""
+    e = c.label_smoothing
+    return (1 - e) * softplus(-z) + e * softplus(z)
+
+
 def _reverse(z: Tensor, log_yes: Tensor | float, log_no: Tensor | float) -> Tensor:
     """KL(Bernoulli(sigmoid(z)) || Bernoulli(e^log_yes))."""
     q = torch.sigmoid(z)
@@ -274,4 +309,6 @@ TABLE: dict[str, Row] = {
     "apo_down": _apo_down,
     "orpo": _orpo,
     "alphapo": _alphapo,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
 }

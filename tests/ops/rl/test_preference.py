@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from aligner.config.sections.preference import LOSSES, OF_MEANS, PreferenceConfig
+from aligner.config.sections.preference import BY_RANK, LOSSES, OF_MEANS, PreferenceConfig
 from aligner.ops.kernels.concentration import log_square_sum
+from aligner.ops.rl.by_rank import with_partners
 from aligner.ops.rl.preference import (
     Labels,
     agreement,
@@ -20,6 +21,7 @@ from aligner.ops.rl.preference import (
     terms,
     total,
 )
+from aligner.types import TrainBatch
 
 B, T = 5, 9
 LN2 = math.log(2)
@@ -126,13 +128,17 @@ def settings(names: list[str]) -> dict:
 
 def losses(c: PreferenceConfig, data: tuple, name: str | None = None) -> Tensor:
     logprobs, ref, mask, labels = data
+    if c.by_rank:
+        batch = TrainBatch(mask.long(), mask.sum(1), mask, ref_logprobs=ref, labels=labels)
+        labels = with_partners(batch, logprobs.detach(), c, None)
     answers = measure(logprobs, None if c.reference == "none" else ref, mask, c.ld_alpha)
     return pair_losses(answers, Labels.of(labels, c), c)[name or c.loss[0]]
 
 
+BY_PAIR = [name for name in LOSSES if name not in BY_RANK]
 CASES = [
-    *((name, {}) for name in LOSSES),
-    *((name, {"length": "mean", "beta": 2.0}) for name in LOSSES),
+    *((name, {}) for name in BY_PAIR),
+    *((name, {"length": "mean", "beta": 2.0}) for name in BY_PAIR),
     *((name, {"label_smoothing": 0.2}) for name in ("sigmoid", "robust", "exo_pair")),
     *((name, {"gamma": 0.7, "margin": True}) for name in ("sigmoid", "hinge", "exo_pair", "rpo_bwd_kl", "discopop")),
     *((name, {"ld_alpha": 0.4}) for name in ("sigmoid", "ipo", "apo_zero")),
@@ -163,6 +169,7 @@ def test_each_row_and_its_gradient_are_the_textbook_s(name, more):
 def test_values_where_policy_and_reference_agree(name):
     known = {"hinge": 1, "ipo": 25, "exo_pair": 2.76123076, "nca_pair": 2 * LN2, "bco_pair": 2 * LN2, "sppo_hard": 50}
     known |= {"apo_zero": 1, "apo_down": 1, "discopop": 0.84657359, "sigmoid": LN2, "robust": LN2}
+    known |= dict.fromkeys(BY_RANK, LN2)
     c, (logprobs, _, mask, labels) = config(name), make()
     labels[:, 1] = 0
     each = losses(c, (logprobs, logprobs, mask, labels))
