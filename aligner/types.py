@@ -152,6 +152,7 @@ class TrainBatch(TensorBatch):
     ptx: bool = False  # rows of `ptx.data`, which have a loss of their own
     teacher: Tensor | None = None  # [B, T, H] what a teacher predicts tokens from, or [B, T, k] its k top logprobs
     teacher_ids: Tensor | None = None  # int64 [B, T, k] of the tokens that those are of
+    told_by: Tensor | None = None  # int64 [B] the number of each row's teacher, where there are several
     documents: Tensor | None = None  # int64 [B, T] numbers of a row's documents, which see only themselves; None: one
 
 

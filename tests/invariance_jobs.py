@@ -213,7 +213,7 @@ def learner(cfg: DistillConfig, sharded, mine: TrainBatch, batch: BatchConfig) -
         model.vocab_size,
     )
     student = Student(sharded, batch, cfg=cfg, vocab_size=model.vocab_size)
-    student.head = None if cfg.top_k else teacher.head(sharded)
+    student.heads = [] if cfg.top_k else [teacher.head(sharded)]
     return student, teacher.tell(mine)
 
 

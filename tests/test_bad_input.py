@@ -152,6 +152,45 @@ CASES = {
         2,
         ["algorithm.distill.teacher=", "the student's tokenizer", "259 of them the same"],
     ),
+    "a teacher of a name that is not there": (
+        "distill",
+        ["algorithm.distill.teachers={a: {sft}, b: {x}/nobody}"],
+        ConfigError,
+        2,
+        ["algorithm.distill.teachers.b=", "nobody", "a path that exists"],
+    ),
+    "one of several teachers with another tokenizer": (
+        "distill",
+        ["algorithm.distill.teachers={a: {sft}}", "data.train={x}/named.jsonl", "model.tokenizer={x}/swapped"],
+        ConfigError,
+        2,
+        ["algorithm.distill.teachers.a=", "the student's tokenizer", "259 of them the same"],
+    ),
+    "documents of several teachers": (
+        "distill",
+        ["algorithm.distill.teachers={a: {sft}}", "data.format=text"],
+        ConfigError,
+        2,
+        ["data.format='text'", "rows with answers"],
+    ),
+    "a row without a teacher": (
+        "distill",
+        ["algorithm.distill.teachers={a: {sft}, b: {sft}}", "data.train={x}/unnamed.jsonl"],
+        DataError,
+        2,
+        ["unnamed.jsonl, row 2", "teacher=None", "a, b"],
+    ),
+    "a row of an unknown teacher": (
+        "distill",
+        [
+            "algorithm.distill.teachers={a: {sft}}",
+            "algorithm.distill={teacher_column: who, on_policy: 1}",
+            "data.train={x}/unnamed.jsonl",
+        ],
+        DataError,
+        2,
+        ["unnamed.jsonl, row 2", "who='c'", "the name of a teacher: a ", "algorithm.distill.teacher_column"],
+    ),
     "a teacher of scores": (
         "distill",
         ["algorithm.distill.teacher={rm}", "model.tokenizer={d}/tokenizer"],
@@ -451,6 +490,9 @@ def places(tiny_data, tiny_runs, tmp_path_factory):
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     )
     (x / "empty.jsonl").write_text("\n")
+    named = [{"prompt": "a:", "completion": "b", "teacher": "a", "who": "a"}]
+    stages.write_jsonl(x / "named.jsonl", named * 16)
+    stages.write_jsonl(x / "unnamed.jsonl", [*named, {"prompt": "a:", "completion": "b", "who": "c"}])
     (x / "broken.py").write_text("def f(:\n")
     train_tokenizer(["say say say"] * 9, str(x / "larger"), 265)
     for name in ("no_eos", "no_chat", "pad_is_eos", "swapped"):

@@ -14,7 +14,7 @@ from aligner.config.sections.data import DataConfig
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_sft
 from aligner.data.dataset import PromptDataset, SftDataset
-from aligner.data.formats import prompt_rows
+from aligner.data.formats import ToldBy, by_none, prompt_rows
 from aligner.data.mixture import Mixture, PromptMixture
 from aligner.data.readers import Rows, read_rows
 from aligner.data.stream import IndexStream, MixedStream, Stream
@@ -64,15 +64,17 @@ def _section(job: Job, section: str) -> DataConfig:
     return {"data": job.cfg.data, PTX: job.cfg.ptx.data}[section]
 
 
-def make_answers(job: Job, path: str, key: str, data: DataConfig) -> SftDataset | TextDataset:
+def make_answers(
+    job: Job, path: str, key: str, data: DataConfig, told_by: ToldBy = by_none
+) -> SftDataset | TextDataset:
     """What stage sft learns."""
-    dataset = sft_dataset(rows_of(job, path, key), job.tokenizer, data, key)
+    dataset = sft_dataset(rows_of(job, path, key), job.tokenizer, data, key, told_by)
     job.say(dataset.report)
     return dataset
 
 
-def make_prompts(job: Job, path: str, key: str, data: DataConfig) -> PromptDataset:
-    dataset = PromptDataset(prompt_rows(rows_of(job, path, key), data), job.tokenizer, data, key)
+def make_prompts(job: Job, path: str, key: str, data: DataConfig, told_by: ToldBy = by_none) -> PromptDataset:
+    dataset = PromptDataset(prompt_rows(rows_of(job, path, key), data, told_by), job.tokenizer, data, key)
     job.say(dataset.report)
     return dataset
 

@@ -9,6 +9,8 @@ from aligner.builders.data import make_prompts, make_rewards, make_sampling, mak
 from aligner.builders.engines import make_evaluator, make_refit, make_verifier
 from aligner.builders.job import Job, digest, tokenizer_hash
 from aligner.config.freeze import rollout_key
+from aligner.data.dataset import PromptDataset
+from aligner.data.mixture import PromptMixture
 from aligner.megatron.train import ShardedModel
 from aligner.models.fingerprint import file_fingerprint
 from aligner.ops.agree import same_view
@@ -72,10 +74,11 @@ def make_rollouts(
     return found, state, make_evaluator(job, refit, reward_model)
 
 
-def make_own_answers(job: Job, policy: Policy, refit: Refit, count: int) -> tuple[OwnAnswers, dict[str, Stateful]]:
+def make_own_answers(
+    job: Job, policy: Policy, refit: Refit, prompts: PromptDataset | PromptMixture, count: int
+) -> tuple[OwnAnswers, dict[str, Stateful]]:
     """Of the policy, to `count` rows of the training set at a time, and what of it a checkpoint keeps."""
     cfg, layout = job.cfg, job.layout
-    prompts = make_training_set(job, partial(make_prompts, job))
     verifier, stream = make_verifier(job, refit, policy, prompts), make_stream(job, prompts, count)
     sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
     mine = range(count)[share(count, layout.data, layout.dp_rank)]
@@ -84,6 +87,7 @@ def make_own_answers(job: Job, policy: Policy, refit: Refit, count: int) -> tupl
         Requests(prompts, stream, 1, count, mine, cfg.seed),
         Generator(refit.engine, job.tokenizer, sampling, layout.peers, job.timers),
         layout.pgs.dp,
+        cfg.algorithm.distill.told_by,
     )
     return answers, {"prompts": stream, "sentinel": verifier}
 

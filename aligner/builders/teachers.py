@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -18,16 +19,17 @@ from aligner.roles.model_init import InitialModel, resolve
 from aligner.roles.teacher import Student, Teacher
 
 
-def make_student(job: Job, vocab_size: int, teacher: Teacher | None) -> Student:
-    """Of a teacher, or of stored numbers, which are of the first `vocab_size` tokens."""
+def make_student(job: Job, vocab_size: int, teachers: Sequence[Teacher]) -> Student:
+    """Of teachers, or of stored numbers, which are of the first `vocab_size` tokens."""
     cfg, policy = job.cfg.algorithm.distill, make_policy(job, job.cfg.run.steps)
     student = Student(policy.model, policy.batch, ptx=policy.ptx, cfg=cfg, vocab_size=vocab_size)
-    student.head = teacher.head(student.model) if teacher is not None and not cfg.top_k else None
+    student.heads = [] if cfg.top_k else [teacher.head(student.model) for teacher in teachers]
     return student
 
 
-def make_teacher(job: Job) -> Teacher:
-    initial, shared = find_teacher(job)
+def make_teachers(job: Job) -> list[Teacher]:
+    """All on one layout, in the order of `algorithm.distill.teachers`."""
+    initial, shared = find_teachers(job)
     cfg = job.cfg.algorithm.distill
     parallel, other = cfg.layout(job.cfg.parallel), None
     if parallel != job.cfg.parallel:
@@ -37,15 +39,18 @@ def make_teacher(job: Job) -> Teacher:
             expected = f"tensor*pipeline of the teacher * parallel.context={product} to divide the {world} ranks"
             raise LayoutError(f"{KEY}.tensor", cfg.tensor, f"{expected}, with parallel.expert")
         other = build_layout(parallel)
-    model = job.models["teacher"] = make_model(job, initial, Head(), None, 0, layout=other)
-    return Teacher(model, job.cfg.batch, cfg, shared, job.layout if other else None)
+    found = []
+    for name, each in zip(cfg.models(), initial, strict=True):
+        model = job.models[name] = make_model(job, each, Head(), None, 0, layout=other)
+        found.append(Teacher(model, job.cfg.batch, cfg, shared, job.layout if other else None))
+    return found
 
 
-def find_teacher(job: Job) -> tuple[InitialModel, int]:
-    """And how many tokens its vocabulary shares with the student's."""
+def find_teachers(job: Job) -> tuple[list[InitialModel], int]:
+    """And how many tokens their vocabularies share with the student's."""
     cfg = job.cfg.algorithm.distill
-    initial = _teacher(job, cfg.teacher, f"{KEY}.teacher")
-    shared = min(initial.config.vocab_size, job.initial.config.vocab_size)
+    initial = [_teacher(job, path, f"{KEY}.{name}") for name, path in cfg.models().items()]
+    shared = min(each.config.vocab_size for each in (*initial, job.initial))
     if cfg.top_k > shared:
         raise ConfigError(f"{KEY}.top_k", cfg.top_k, f"at most the {shared} tokens of the vocabulary, or 0 for all")
     return initial, shared

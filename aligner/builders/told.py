@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from aligner.builders.job import Job, tokenizer_hash
-from aligner.builders.teachers import find_teacher, make_teacher
+from aligner.builders.teachers import find_teachers, make_teachers
 from aligner.config.sections.distill import KEY
 from aligner.data.collate import collate_sft
 from aligner.data.mixture import Mixture
@@ -38,7 +38,7 @@ def tell_ahead(job: Job, train: Any) -> tuple[Told | Mixture, int]:
             raise ConfigError(f"{KEY}.teacher", "", f"the teacher, to compute {many} that {told.folder} lacks")
         if missing:
             job.say(f"{part.report.key}: {len(missing)} of {len(told.blocks)} files of the teacher's are computed")
-            teacher = teacher or replace(make_teacher(job), student=None)  # rows are dealt to its own layout
+            teacher = teacher or replace(make_teachers(job)[0], student=None)  # rows are dealt to its own layout
             _compute(teacher, told, missing)
         if vocab_size > job.initial.config.vocab_size:
             expected = f"files of at most the student's {job.initial.config.vocab_size} tokens"
@@ -66,7 +66,7 @@ def _place(job: Job, part: Any) -> tuple[Told, int]:
     if not cfg.teacher:
         folder, manifest = by_rank_0(lambda: _found(store, known))
         return Told(part, folder, cfg.top_k), manifest["vocab_size"]
-    initial, vocab_size = find_teacher(job)
+    (initial,), vocab_size = find_teachers(job)
     manifest = known | {"teacher": initial.content, "dtype": str(job.dtype), "vocab_size": vocab_size}
     folder = store / key_of(manifest)
 

@@ -68,6 +68,7 @@ KINDS: dict[str, Kind] = {
     "algorithm": D,
     "algorithm.old_logprobs": T,
     "algorithm.distill.teacher": H,
+    "algorithm.distill.teachers": H,
     "algorithm.distill.store": H,
     "algorithm.distill.tensor": T,
     "algorithm.distill.pipeline": T,

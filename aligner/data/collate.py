@@ -14,7 +14,7 @@ from aligner.types import TrainBatch
 
 def collate_sft(items: Sequence[SftItem], pad_id: int) -> TrainBatch:
     """B items -> tokens [B, T], loss_mask [B, T], and documents [B, T] if any item has several; teacher and teacher_ids
-    [B, T, k] where the items have them."""
+    [B, T, k], and told_by [B], where the items have them."""
     tokens, lengths = _pad([item.tokens for item in items], pad_id, np.int64)
     mask, _ = _pad([item.loss_mask for item in items], 0, np.float32)
     documents = None
@@ -22,6 +22,8 @@ def collate_sft(items: Sequence[SftItem], pad_id: int) -> TrainBatch:
         numbers = [np.zeros(len(item.tokens)) if item.documents is None else item.documents for item in items]
         documents, _ = _pad(numbers, 0, np.int64)
     batch = TrainBatch(tokens=tokens, lengths=lengths, loss_mask=mask, documents=documents)
+    if items[0].told_by is not None:
+        batch.told_by = torch.tensor([item.told_by for item in items])
     told = [item.teacher for item in items if item.teacher is not None]
     if told:
         logprobs, ids = (torch.from_numpy(np.concatenate(side)) for side in zip(*told, strict=True))

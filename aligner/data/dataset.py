@@ -40,6 +40,7 @@ class SftDataset:
         reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
         self.report = reading.report
         self._tokens, self._mask = Ragged(np.int32), Ragged(np.uint8)
+        self._told_by: list[int | None] = []
         fix = data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: row.messages or row.prompt):
             name = shipped_in_use(tokenizer, chunk) if fix and data.loss_on != "all" else None
@@ -48,17 +49,19 @@ class SftDataset:
                     f"answers that the tokenizer's chat template does not keep as they are generated are learned by "
                     f"the shipped chat template {name} (data.chat_template)"
                 )
-            for tokens, mask in encode_sft(tokenizer, chunk, data.loss_on, data.template_arguments, fix):
+            texts = encode_sft(tokenizer, chunk, data.loss_on, data.template_arguments, fix)
+            for row, (tokens, mask) in zip(chunk, texts, strict=True):
                 # a row whose answer is cut off entirely has nothing to learn
                 if reading.fits(tokens, learns=any(mask[:limit])):
                     self._tokens.append(tokens[:limit])
                     self._mask.append(mask[:limit])
+                    self._told_by.append(row.told_by)
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def __getitem__(self, index: int) -> SftItem:
-        return SftItem(self._tokens[index], self._mask[index])
+        return SftItem(self._tokens[index], self._mask[index], told_by=self._told_by[index])
 
     @property
     def lengths(self) -> np.ndarray:

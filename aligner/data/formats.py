@@ -19,6 +19,7 @@ from aligner.errors import DataError
 
 Messages = list[dict[str, Any]]
 Text = str | Messages
+ToldBy = Callable[[Mapping[str, Any], str], int | None]  # row, where -> number of its teacher, None without several
 Tools = list[dict[str, Any]]  # JSON schemas of the functions a conversation may call
 
 NEEDS = {
@@ -44,6 +45,7 @@ class SftRow:
     completion: Text = ""
     where: str = ""
     tools: Tools | None = None
+    told_by: int | None = None  # the number of its teacher, where there are several
 
 
 @dataclass(frozen=True)
@@ -156,17 +158,22 @@ class TypedRows[T](Sequence[T]):
         return self._make(kind, where, row)
 
 
-def sft_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedRows[SftRow]:
+def by_none(row: Mapping[str, Any], where: str) -> None:
+    pass
+
+
+def sft_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, told_by: ToldBy = by_none) -> TypedRows[SftRow]:
     """Rows for supervised fine-tuning."""
-    return TypedRows(rows, data, ("messages", "prompt_completion"), _sft_row)
+    return TypedRows(rows, data, ("messages", "prompt_completion"), partial(_sft_row, told_by))
 
 
-def _sft_row(kind: str, where: str, row: dict[str, Any]) -> SftRow:
+def _sft_row(told_by: ToldBy, kind: str, where: str, row: dict[str, Any]) -> SftRow:
+    teacher = told_by(row, where)
     if kind == "messages":
         messages = _messages(row["messages"], "messages", where)
-        return SftRow(messages=messages, where=where, tools=_tools(row, messages, where))
+        return SftRow(messages=messages, where=where, tools=_tools(row, messages, where), told_by=teacher)
     prompt, completion = _pair(row, "completion", where)
-    return SftRow(prompt=prompt, completion=completion, where=where, tools=_tools(row, prompt, where))
+    return SftRow(None, prompt, completion, where, _tools(row, prompt, where), teacher)
 
 
 def text_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedRows[TextRow]:
@@ -256,12 +263,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def prompt_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedRows[PromptRow]:
+def prompt_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, told_by: ToldBy = by_none) -> TypedRows[PromptRow]:
     """Rows to generate from; all other columns stay in `fields`. Of `messages`, a last assistant turn is cut off."""
-    return TypedRows(rows, data, ("prompt", "prompt_completion", "preference", "messages"), _prompt_row)
+    usable = ("prompt", "prompt_completion", "preference", "messages")
+    return TypedRows(rows, data, usable, partial(_prompt_row, told_by))
 
 
-def _prompt_row(kind: str, where: str, row: dict[str, Any]) -> PromptRow:
+def _prompt_row(told_by: ToldBy, kind: str, where: str, row: dict[str, Any]) -> PromptRow:
+    told_by(row, where)
     if kind == "messages":
         prompt = _messages(row["messages"], "messages", where)
         prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt

@@ -13,6 +13,7 @@ class SftItem(NamedTuple):
     documents: np.ndarray | None = None  # int64 [T] numbers of the documents in a row of several; None: it is one
     # float32 logprobs, int32 ids, both [n, k]: of the n tokens in the loss mask, where a teacher's are stored
     teacher: tuple[np.ndarray, np.ndarray] | None = None
+    told_by: int | None = None  # the number of its teacher, where there are several
 
     @property
     def start(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from aligner.config.sections.data import DataConfig
 from aligner.data.dataset import SftDataset
-from aligner.data.formats import TextRow, sft_rows, text_rows
+from aligner.data.formats import TextRow, ToldBy, by_none, sft_rows, text_rows
 from aligner.data.items import SftItem
 from aligner.data.ragged import Ragged
 from aligner.data.reading import CHUNK, DataReport
@@ -66,9 +66,13 @@ class TextDataset(Sequence):
 
 
 def sft_dataset(
-    rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, data: DataConfig, key: str
+    rows: Sequence[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    key: str,
+    told_by: ToldBy = by_none,
 ) -> SftDataset | TextDataset:
     """What stage sft learns from rows of a file."""
     if data.format == "text":
         return TextDataset(text_rows(rows, data), tokenizer, data, key)
-    return SftDataset(sft_rows(rows, data), tokenizer, data, key)
+    return SftDataset(sft_rows(rows, data, told_by), tokenizer, data, key)

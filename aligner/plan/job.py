@@ -32,7 +32,7 @@ PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill of the native engin
 class Part:
     """A model of the job, on the job's grid."""
 
-    name: str  # policy, reference, teacher, reward, critic
+    name: str  # policy, reference, teacher, teachers.<name>, reward, critic
     shape: ModelConfig
     head: str = "lm"
     trained: bool = False
@@ -40,6 +40,10 @@ class Part:
     distributed: bool = True  # optimizer state over data-parallel ranks
     averaged: bool = False  # `ema` beside it
     shared: bool = False  # it is the policy without its adapters: no weights of its own
+
+    @property
+    def role(self) -> str:
+        return self.name.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ class Job:
         if not STAGES[self.stage].trains:
             return ()
         if not self.rollout or STAGES[self.stage].pairs:
-            return tuple(part for part in self.parts if self.passes.get(part.name))
+            return tuple(part for part in self.parts if self.passes.get(part.role))
         own = (part for part in self.parts if part.name != "reward")
         return tuple(part for part in own if not (part is self.policy and self.old_in_update))
 
@@ -267,7 +271,8 @@ def _parts(cfg: Config, shape: ModelConfig) -> tuple[Part, ...]:
     if "reference" in beside:
         parts.append(Part("reference", shape, shared=shares_weights(cfg)))
     if "teacher" in beside:
-        parts.append(Part("teacher", shape_at(shape, cfg.algorithm.distill.teacher)))
+        models = cfg.algorithm.distill.models()
+        parts += [Part(name, shape_at(shape, path)) for name, path in models.items()]
     if stage.rollouts and cfg.reward.model and not cfg.debug.train_only:
         parts.append(Part("reward", scorer, "score"))
     if "critic" in beside:

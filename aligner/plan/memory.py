@@ -183,7 +183,7 @@ def _models(job: Job, stage: int, reads: tuple[str, ...] = (), trains: bool = Fa
     items = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
     for part in job.parts:
         count = trained_parameters(part, job.grid, stage)
-        if part.name in reads or "weights" not in job.offload:
+        if part.role in reads or "weights" not in job.offload:
             items["weights"] += model_bytes(job, part, stage)
         if part.trained and (trains or "gradients" not in job.offload):
             items["gradients"] += gradient_bytes(count)
@@ -253,7 +253,7 @@ def _stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
         most = most_read(job, tokens, job.rows.count / job.grid.data)
         logits = max((logits_bytes(job, part, most) for part in job.parts), default=0.0) if last else 0.0
         forward = max(_forward_bytes(job, part) for part in job.parts)
-        read = _models(job, stage, ("policy", "critic", "reference", "teacher"))
+        read = _models(job, stage, ("policy", "critic", "reference", "teacher", "teachers"))
         found["logprobs"] = read | stays | {"forward": forward, "logits": logits}
     trained = [part for part in job.parts if part.trained]
     if trained:

@@ -142,7 +142,7 @@ def forward_phase(job: Job, parts: Iterable[Part], machine: Machine, share: floa
     if not job.packing:
         once *= job.rows.longest / job.rows.mean
     for part in parts:
-        tokens = once if job.rollout else once * job.passes[part.name]
+        tokens = once if job.rollout else once * job.passes[part.role]
         count = max(1, ceil(tokens / job.logprob_tokens))
         _pipeline(phase, job, part, machine, count, tokens / count, backward=False)
     return phase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -112,6 +113,22 @@ class Teacher:
         return TeacherHead(torch.cat(found), self.model.cfg.scales)
 
 
+def tell(teachers: Sequence[Teacher], rows: TrainBatch) -> TrainBatch:
+    """The rows, each with what its own teacher says of it, who passes over no others; narrower hidden states end with
+    zeros. Collective as `Teacher.tell`, also of ranks where a teacher has no rows."""
+    if rows.told_by is None:
+        return teachers[0].tell(rows)
+    width, found = max(t.cfg.top_k or t.model.cfg.hidden_size for t in teachers), {}
+    for number, teacher in enumerate(teachers):
+        own = (rows.told_by == number).nonzero()[:, 0]
+        told = teacher.tell(rows.select(own))
+        for name in ("teacher", "teacher_ids")[: 1 + bool(teacher.cfg.top_k)]:
+            part = getattr(told, name)
+            whole = found.setdefault(name, part.new_zeros(*rows.tokens.shape, width))
+            whole[own, :, : part.shape[2]] = part
+    return replace(rows, **found)
+
+
 def gathered(rows: TrainBatch, layout: Layout) -> tuple[TrainBatch, int]:
     """The rows of all data-parallel ranks in their order, with what a forward pass needs of them, and where this rank's
     begin. Collective."""
@@ -133,8 +150,18 @@ class TeacherHead(NamedTuple):
     scales: ScalesConfig
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] -> [n, columns]"""
+        """hidden [n, H or more] -> [n, columns]"""
+        hidden = hidden[:, : self.weight.shape[1]]
         return scaled_logits(torch.nn.functional.linear(hidden, self.weight), self.scales)
+
+
+def logits_of(heads: Sequence[TeacherHead], hidden: Tensor, told_by: Tensor | None = None) -> Tensor:
+    """hidden [n, H] -> [n, columns], by the head whose number `told_by` [n] says."""
+    if told_by is None:
+        return heads[0].logits(hidden)
+    own = [(told_by == number).nonzero()[:, 0] for number in range(len(heads))]
+    found = torch.cat([head.logits(hidden[rows]) for head, rows in zip(heads, own, strict=True)])
+    return torch.empty_like(found).index_copy_(0, torch.cat(own), found)
 
 
 class StudentOutputs(NamedTuple):
@@ -150,12 +177,12 @@ class StudentOutputs(NamedTuple):
 
 @dataclass
 class Student(Policy):
-    """A policy that learns what a teacher told of its rows; with `head` from its hidden states, else from its most
+    """A policy that learns what teachers told of its rows; with `heads` from their hidden states, else from their most
     likely tokens."""
 
     cfg: DistillConfig | None = None
     vocab_size: int = 0
-    head: TeacherHead | None = None
+    heads: Sequence[TeacherHead] = ()
 
     def _outputs(self, hidden: Tensor, batch: TrainBatch, update: bool):
         if not update:
@@ -169,8 +196,8 @@ class Student(Policy):
             own = {"vocab_size": self.model.cfg.vocab_size, "group": group}
             return [token_logprobs(logits, targets, **own)[0]] if cfg.sft_coef else []
 
-        def whole(logits: Tensor, targets: Tensor, hidden: Tensor) -> Tensor:
-            theirs = self.head.logits(hidden)
+        def whole(logits: Tensor, targets: Tensor, hidden: Tensor, *told_by: Tensor) -> Tensor:
+            theirs = logits_of(self.heads, hidden, *told_by)
             if theirs.shape[1] < logits.shape[1]:  # columns that no token has
                 theirs = torch.nn.functional.pad(theirs, (0, logits.shape[1] - theirs.shape[1]))
             found = divergences(logits, theirs, divergence, **tempered)
@@ -189,7 +216,8 @@ class Student(Policy):
         if cfg.top_k:
             how = {"read": top, "beside": (batch.teacher, batch.teacher_ids)}
         else:
-            how = {"read": whole, "beside": (batch.teacher,), "numbers": WIDE}
+            told_by = [] if batch.told_by is None else [batch.told_by[:, None].expand_as(batch.tokens)]
+            how = {"read": whole, "beside": (batch.teacher, *told_by), "numbers": WIDE}
         found = list(self.model.over_logits(hidden, batch, budget_bytes=self.batch.logits_bytes, **how).unbind(-1))
         always, rest = found[:4], found[4:]
         return StudentOutputs(*always, rest.pop(0) if cfg.sft_coef else None, rest.pop(0) if cfg.top_k else None)

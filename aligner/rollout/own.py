@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from aligner.data.formats import ToldBy
 from aligner.rollout.collate import collate
 from aligner.rollout.generate import Generator
 from aligner.rollout.requests import Requests
@@ -24,6 +25,7 @@ class OwnAnswers:
     requests: Requests
     generate: Generator
     ranks: dist.ProcessGroup  # data-parallel
+    told_by: ToldBy  # of a prompt's columns
 
     def next(self, step: int) -> tuple[TrainBatch, ScalarMetrics]:
         """This rank's rows, their answers in the loss mask."""
@@ -39,4 +41,8 @@ class OwnAnswers:
             "response/finished": (float(rows.finished.sum()), count),
         }
         metrics |= reduce_metrics(means, {}, self.ranks) | self.requests.stream.metrics()
-        return TrainBatch(rows.tokens, rows.lengths, loss_mask=rows.response_mask), metrics
+        found = TrainBatch(rows.tokens, rows.lengths, loss_mask=rows.response_mask)
+        numbers = [self.told_by(sample.prompt.fields, f"prompt {sample.prompt.id}") for sample in rows.samples]
+        if None not in numbers:
+            found.told_by = torch.tensor(numbers)
+        return found, metrics

@@ -25,7 +25,8 @@ from aligner.megatron.offload import KINDS, ModelMemory
 from aligner.run.memory import PeakMeter
 from aligner.types import ScalarMetrics
 
-TRAINED, SCORED = ("policy", "critic"), ("policy", "critic", "reference", "teacher")  # roles of models
+# roles of models, up to a dot (teachers.<name>)
+TRAINED, SCORED = ("policy", "critic"), ("policy", "critic", "reference", "teacher", "teachers")
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class PhaseMemory:
         engine: RolloutEngine | None = None,
         kv_cache_bytes: int = 0,
     ):
-        """`models` by role: policy (whatever is trained), critic, reference, reward. Raises ConfigError for a limit
-        below what its phase holds before it does anything."""
+        """`models` by role: policy (whatever is trained), critic, reference, reward, teacher (or teachers.<name>).
+        Raises ConfigError for a limit below what its phase holds before it does anything."""
         self.config, self.device, self.models, self.engine = config, device, dict(models), engine
         self.kv_cache_bytes = kv_cache_bytes  # at most
         tight = device.type == "cuda" or bool(config.offload) or any(map(config.limit.of, METERED))
@@ -139,7 +140,8 @@ class PhaseMemory:
 
     def _needed(self, rule: Rule) -> list[tuple[str, str]]:
         kinds = {"weights": True, "gradients": rule.gradients, "optimizer": rule.optimizer}
-        return [(role, kind) for role in rule.weights if role in self.models for kind in kinds if kinds[kind]]
+        roles = [role for role in self.models if role.partition(".")[0] in rule.weights]
+        return [(role, kind) for role in roles for kind in kinds if kinds[kind]]
 
     def _send_away(self, rule: Rule) -> None:
         needed = self._needed(rule)

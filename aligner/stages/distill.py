@@ -6,61 +6,64 @@ rows of the step, or the student's answers to their prompts -> hidden states or 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch.distributed as dist
 
 from aligner.algorithms.first_step import FirstStepChecks
 from aligner.builders.answers import make_answer_evaluation
-from aligner.builders.data import make_answers, make_batches, make_training_set
+from aligner.builders.data import make_answers, make_batches, make_prompts, make_training_set
 from aligner.builders.engines import make_refit
 from aligner.builders.job import Job
 from aligner.builders.rollouts import make_own_answers
 from aligner.builders.runs import finish, make_run, saved_first
-from aligner.builders.teachers import make_student, make_teacher
+from aligner.builders.teachers import make_student, make_teachers
 from aligner.builders.told import tell_ahead
 from aligner.config.sections.distill import KEY, DistillConfig
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_sft
 from aligner.ops.rl.aggregate import aggregate, denominator
-from aligner.roles.teacher import Student, StudentOutputs, Teacher
+from aligner.roles.teacher import Student, StudentOutputs, Teacher, tell
 from aligner.rollout.own import OwnAnswers
 from aligner.run.loop import Run
 from aligner.types import LossOutput, TrainBatch
 
 
 def main(job: Job) -> None:
-    cfg, teacher, batches, answers, refit = job.cfg, None, None, None, None
-    own, state = cfg.algorithm.distill, {}
-    train = make_training_set(job, partial(make_answers, job)) if own.on_policy < 1 else None
+    cfg, teachers, batches, answers, refit = job.cfg, [], None, None, None
+    own, state, train, prompts = cfg.algorithm.distill, {}, None, None
+    if own.on_policy < 1:
+        train = make_training_set(job, partial(make_answers, job, told_by=own.told_by))
+    if own.on_policy:
+        prompts = make_training_set(job, partial(make_prompts, job, told_by=own.told_by))
     if own.store:
         train, vocab_size = tell_ahead(job, train)
         if not cfg.run.steps:  # the files were what was wanted
             return
     else:
-        teacher = make_teacher(job)
-        vocab_size = teacher.vocab_size
-    student = make_student(job, vocab_size, teacher)
+        teachers = make_teachers(job)
+        vocab_size = teachers[0].vocab_size
+    student = make_student(job, vocab_size, teachers)
     if train is not None:
         batches = make_batches(job, train, collate_sft)
         state["data"] = batches.stream
     if own.on_policy:
         refit = make_refit(job, student.model)
-        answers, more = make_own_answers(job, student, refit, cfg.batch.sequences)
+        answers, more = make_own_answers(job, student, refit, prompts, cfg.batch.sequences)
         state |= more
     run = make_run(job, {"policy": student.model}, state, make_answer_evaluation(job, student, refit))
-    same = job.contents.get(f"{KEY}.teacher") == job.initial.content
+    same = bool(teachers) and all(job.contents[f"{KEY}.{name}"] == job.initial.content for name in own.models())
     checks = FirstStepChecks(cfg.debug.first_step_checks and same)
     with saved_first(run):
-        distill(run, student, teacher, batches, answers, own, checks)
+        distill(run, student, teachers, batches, answers, own, checks)
     finish(job, run, student.model)
 
 
 def distill(
     run: Run,
     student: Student,
-    teacher: Teacher | None,
+    teachers: Sequence[Teacher],
     batches: BatchSource | None,
     answers: OwnAnswers | None,
     cfg: DistillConfig,
@@ -70,9 +73,9 @@ def distill(
     for step in run.steps():
         fresh, own = student.model.step_count == 0, cfg.generates(step)
         batch, metrics = answers.next(step) if own else (batches.next(), batches.metrics())
-        if teacher is not None:
+        if teachers:
             with run.timers("logprobs"):
-                batch = teacher.tell(batch)
+                batch = tell(teachers, batch)
         with run.timers("update"):
             stats = student.update(batch, distill_loss(batch, cfg, group))
         if fresh:

@@ -160,6 +160,60 @@ def test_a_store_is_finished_and_never_mistaken(store, teacher, tiny_data, tiny_
         store("which")
 
 
+@pytest.fixture(scope="module")
+def named(tiny_data, tmp_path_factory):
+    """Rows of which every other one names its teacher a, the rest b; and those of each alone."""
+    root = tmp_path_factory.mktemp("named")
+    rows = [{"prompt": f"say {c}:", "completion": c, "teacher": "ab"[i % 2]} for i, c in enumerate(stages.LETTERS[:16])]
+    for name in ("ab", "a", "b"):
+        stages.write_jsonl(root / f"{name}.jsonl", [row for row in rows if row["teacher"] in name])
+    return root
+
+
+@pytest.mark.parametrize("more", [[], ["algorithm.distill.top_k=4", "batch.micro_batch_samples=2"]])
+def test_each_row_is_told_by_the_teacher_that_it_names(tiny_runs, tiny_data, teacher, named, tmp_path, more):
+    """The mean over all answers is that of both halves, which have as many tokens, each with its teacher alone."""
+    both = {"a": teacher, "b": tiny_runs["sft"]}
+    own = [f"algorithm.distill.teachers={{a: {both['a']}, b: {both['b']}}}", "run.steps=1", "run.export=false"]
+    own += [f"data.train={named / 'ab.jsonl'}", "checkpoint.final=false", *more]
+    together = stages.records(stages.stage("distill", tiny_data, tmp_path / "ab", *own))[0]
+    halves = [
+        run(path, tiny_data, tmp_path / x, *more, f"data.train={named / x}.jsonl", "batch.sequences=8", "run.steps=1")
+        for x, path in both.items()
+    ]
+    for name in METRICS[:5]:
+        one, two = (records[0][name] for records in halves)
+        assert together[name] == pytest.approx((one + two) / 2, abs=1e-6), name
+    assert abs(halves[0][0]["distill/kl"] - halves[1][0]["distill/kl"]) > 1e-3
+
+
+def test_its_own_answers_are_told_by_the_teachers_of_their_prompts(
+    tiny_runs, tiny_data, teacher, named, tmp_path, monkeypatch
+):
+    """And a run that was stopped goes on with them bit by bit, wherever the teachers' weights lie."""
+    from aligner.data.tokenizer import load_tokenizer
+    from aligner.stages import distill
+
+    tokenizer, tell, seen = load_tokenizer(str(tiny_data / "tokenizer")), distill.tell, []
+
+    def watched(teachers, rows):
+        for tokens, number in zip(rows.tokens.tolist(), rows.told_by.tolist(), strict=True):
+            letter = tokenizer.decode(tokens).partition(":")[0][-1]
+            assert number == stages.LETTERS.index(letter) % 2, letter
+            seen.append(letter)
+        return tell(teachers, rows)
+
+    monkeypatch.setattr(distill, "tell", watched)
+    own = [f"algorithm.distill.teachers={{a: {teacher}, b: {tiny_runs['sft']}}}", "algorithm.distill.on_policy=0.5"]
+    own += [f"data.train={named / 'ab.jsonl'}", "checkpoint.every=2", "optim.schedule=constant"]
+    straight = stages.stage("distill", tiny_data, tmp_path / "straight", *own, "run.steps=4")
+    assert sorted(seen) == sorted(stages.LETTERS[:16] * 4)
+    assert [record["distill/on_policy"] for record in stages.records(straight)] == [0, 1, 0, 1]
+    stages.stage("distill", tiny_data, tmp_path / "run", *own, "run.steps=2", "memory.offload=[weights]")
+    resumed = stages.stage("distill", tiny_data, tmp_path / "run", *own, "run.steps=4", "memory.offload=[weights]")
+    assert stages.differences(resumed, straight) == [] and stages.same_weights(resumed, straight)
+
+
 OWN = ["algorithm.distill.on_policy=1", "algorithm.distill.kind=reverse_kl", "sampling.max_response_tokens=4"]
 
 

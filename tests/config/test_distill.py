@@ -23,6 +23,8 @@ from aligner.errors import ConfigError
         (["on_policy=0.5", "store=x", "top_k=4"], "store", "answers are new in each step"),
         (["on_policy=1", "sft_coef=0.1"], "sft_coef", "does not learn its own answers"),
         (["tensor=-1"], "tensor", ">= 0"),
+        (["teacher=x", "teachers={a: y}"], "teacher", "one for all rows, or one for each"),
+        (["teachers={a: y}", "top_k=4", "store=x"], "store", "give each a file of data.sources"),
         (["store=x"], "top_k", "whole vocabularies are not stored"),
     ],
 )

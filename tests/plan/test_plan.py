@@ -291,6 +291,12 @@ def test_the_job_of_a_config():
     kd = job_of(compose([*distill, "algorithm.distill.teacher=/nowhere"]), 8)
     assert [(p.name, p.trained) for p in kd.parts] == [("policy", True), ("teacher", False)]
     assert list(plan_times(kd, H100, Assumptions())) == ["logprobs", "update"]
+    three = job_of(compose([*distill, "algorithm.distill.teachers={a: /nowhere, b: /nowhere, c: /nowhere}"]), 8)
+    assert [p.name for p in three.parts] == ["policy", "teachers.a", "teachers.b", "teachers.c"]
+    weights = [plan_memory(job, H100, Assumptions()).phases["logprobs"]["weights"] for job in (kd, three)]
+    assert weights[1] == 2 * weights[0]  # of four models, of two
+    times = [plan_times(job, H100, Assumptions())["logprobs"].parts["products"] for job in (kd, three)]
+    assert times[1] == pytest.approx(times[0], rel=1e-6)  # each over a third of the rows
     assert kd.engine is None and job_of(compose([*distill, "algorithm.distill.on_policy=0.5"]), 8).engine is not None
     with pytest.raises(ConfigError, match="--prompt-tokens=999"):
         job_of(compose(ppo), 16, prompt_tokens=999)

@@ -20,7 +20,8 @@ from aligner.roles.policy import Policy, Reference
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.ptx import Ptx
 from aligner.roles.reward_model import Mixed, RewardModel
-from aligner.roles.teacher import Teacher
+from aligner.roles.teacher import Student, Teacher, tell
+from aligner.stages.distill import distill_loss
 from aligner.stages.rm import steps_loss
 from aligner.types import LossOutput, Prompt, Sample, TrainBatch
 from tests import varlen_stand_in
@@ -243,3 +244,32 @@ def told(own: ParallelConfig, theirs: ParallelConfig, top_k: int) -> dict:
     parts = [rows.teacher, *([rows.teacher_ids] if top_k else [])]
     found = {row: [x[i][rows.loss_mask[i].bool()] for x in parts] for i, row in enumerate(mine)}
     return {"rows": found, "head": teacher.head(student).weight, "tp": layout.tp_rank}
+
+
+def told_by_two(own: ParallelConfig, theirs: ParallelConfig, top_k: int, batch_cfg: BatchConfig) -> dict:
+    """Rows of two teachers of other shapes, of which the second rank has none of the first's: {row: (told, what its
+    teacher says alone)}; and what an update by all of them counts."""
+    cfg, said = MODELS["qwen3"], DistillConfig(kind="jsd", top_k=top_k)
+    student = build(cfg, own, optim=SGD)
+    layout, other = student.layout, None if own == theirs else student.layout
+    teachers = []
+    for seed, (hidden, layers) in enumerate([(48, 4), (32, 2)]):
+        shape = replace(cfg, num_layers=layers, hidden_size=hidden, vocab_size=cfg.vocab_size + seed)
+        model = build(shape, theirs, source=wild_source(shape, 5 + seed))
+        teachers.append(Teacher(model, batch_cfg, said, cfg.vocab_size, other))
+    rows = replace(batch(cfg, rows=7), labels=None, told_by=torch.tensor([0, 1, 0, 1, 1, 1, 1]))
+    edges = [7 * rank // layout.data for rank in range(layout.data + 1)]
+    mine = range(*edges[layout.dp_rank : layout.dp_rank + 2])
+    rows = rows.select(torch.tensor(mine))
+    alone, rows = [teacher.tell(rows) for teacher in teachers], tell(teachers, rows)
+    found = {}
+    for i, row in enumerate(mine):
+        theirs_alone, on = alone[int(rows.told_by[i])], rows.loss_mask[i].bool()
+        width = theirs_alone.teacher.shape[2]
+        assert not rows.teacher[i, ..., width:].any(), "zeros beyond what the teacher says"
+        found[row] = [(rows.teacher[i, on, :width], theirs_alone.teacher[i, on])]
+        found[row] += [(rows.teacher_ids[i, on], theirs_alone.teacher_ids[i, on])] if top_k else []
+    heads = [] if top_k else [teacher.head(student) for teacher in teachers]
+    learner = Student(student, batch_cfg, cfg=said, vocab_size=cfg.vocab_size, heads=heads)
+    stats = learner.update(rows, distill_loss(rows, said, layout.pgs.dp))
+    return {"rows": found, "stats": {name: stats[name] for name in ("distill/loss", "distill/kl", "policy/grad_norm")}}
