@@ -1,4 +1,4 @@
-"""What adapters (`model.lora`) decide of a reference."""
+"""What adapters (`model.lora`) decide of a reference, and who merges them."""
 
 from __future__ import annotations
 
@@ -38,3 +38,22 @@ def shares_weights(cfg: Config) -> bool:
     """Whether the reference, if there is one, is the policy's own model."""
     wants_copy = cfg.stage.name in ("dpo", "online_dpo") and cfg.algorithm.preference.reference == "model"
     return cfg.model.lora.rank > 0 and not wants_copy
+
+
+def check_factors(cfg: Config, trains: bool) -> None:
+    """Raise ConfigError where engines cannot merge adapters themselves."""
+    if cfg.refit.adapters != "factors":
+        return
+    reason = ""
+    if not cfg.model.lora.rank:
+        reason = "model.lora.rank=0, which has no factors"
+    elif not trains:
+        reason = "a stage that trains nothing, or debug.rollout_only: adapters come with training"
+    elif cfg.engine.name != "native":
+        reason = f"engine.name={cfg.engine.name}: the native engine alone merges"
+    elif cfg.engine.quantization != "none":
+        reason = f"engine.quantization={cfg.engine.quantization}, which is of merged weights, given whole"
+    elif cfg.debug.record_answers:
+        reason = "debug.record_answers, whose engine is given whole weights"
+    if reason:
+        raise ConfigError("refit.adapters", "factors", f"merged with {reason}")

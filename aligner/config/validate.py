@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aligner.config.adapters import check_factors
 from aligner.config.checks import exists
 from aligner.config.derived import data_parallel, evaluation_functions, minibatch_samples
 from aligner.config.identity import reads
@@ -18,6 +19,7 @@ def validate(cfg: Config, world_size: int) -> None:
     _paths(cfg)
     _without_effect(cfg)
     _engine_ranks(cfg, world_size)
+    check_factors(cfg, STAGES[cfg.stage.name].trains and not cfg.debug.rollout_only)
     _replay(cfg)
     _ranks(cfg, world_size)
     validate_model(cfg, cfg.model)

@@ -176,17 +176,20 @@ class UpdateLedger:
         self._faults.setdefault(kind, []).append(text)
         return False
 
+    def faults(self) -> str:
+        """What is wrong with what has come, parts settled, and what is missing; empty if nothing."""
+        # a tensor of a wrong shape is not also missing
+        wrong = {text.split(" ")[0] for text in self._faults.get("wrong shape", [])}
+        missing = [name for name in self.expected if name not in self._seen and name not in wrong]
+        faults = ({"missing": missing} if missing else {}) | self._faults
+        return "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items())
+
     def finish(self, commit: Callable[[], None] | None = None) -> None:
         """`commit` is called when nothing is wrong, and may raise: then the update has failed."""
         if self._pending is None:
             raise RefitError("finish_update came without begin_update")
         pending, self._pending = self._pending, None
-        # a tensor of a wrong shape is not also missing
-        wrong = {text.split(" ")[0] for text in self._faults.get("wrong shape", [])}
-        missing = [name for name in self.expected if name not in self._seen and name not in wrong]
-        faults = ({"missing": missing} if missing else {}) | self._faults
-        if faults:
-            told = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items())
+        if told := self.faults():
             raise RefitError(f"update to weight version {pending} is not usable: {told}")
         if commit is not None:
             commit()

@@ -15,7 +15,7 @@ marked `sequence_parallel`. Experts are addends of one tensor rank, theirs and t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -101,24 +101,24 @@ class Adapters(torch.nn.Module):
         elif not spec.experts:
             param.sequence_parallel = self.layout.sequence
 
+    @torch.no_grad()
+    def sent(self) -> Iterator[tuple[str, Tensor]]:
+        """(canonical name, this rank's shard) of what an engine merges: of each target A, B and, in the place of the
+        magnitudes, the factors of its rows. With DoRA collective over tensor ranks."""
+        rows = self.row_factor() if self.has_magnitude else None
+        for target in self.site.targets:
+            factors = self.get_submodule(target.name)
+            yield target.a.canonical, factors.a
+            yield target.b.canonical, factors.b
+            if target.magnitude is not None:
+                yield target.magnitude.canonical, self._rows_of(target, rows)
+
     # ---- the matrix
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """A [k rank, in] and B [rows, k rank] of the whole matrix, whose product is B A in its own rows."""
-        found = [self.get_submodule(target.name) for target in self.site.targets]
-        places, k = {target.index: i for i, target in enumerate(self.site.targets)}, len(found)
-        a = found[0].a if k == 1 else torch.cat([f.a for f in found], -2)
-        if k == len(self.sizes) == 1:
-            return a, found[0].b
-        rank, parts = found[0].b.shape[-1], []
-        for index, size in enumerate(self.sizes):
-            place = places.get(index)
-            if place is None:
-                part = a.new_zeros(*a.shape[:-2], self.groups * size, k * rank)
-            else:
-                part = pad(found[place].b, (place * rank, (k - 1 - place) * rank))
-            parts.append(part.unflatten(-2, (self.groups, size)))
-        return a, torch.cat(parts, -2).flatten(-3, -2)
+        found = {target.index: self.get_submodule(target.name) for target in self.site.targets}
+        return joined({index: (own.a, own.b) for index, own in found.items()}, self.groups, self.sizes)
 
     @torch.no_grad()
     def merged(self, factor: Tensor | None = None) -> Tensor:
@@ -133,9 +133,8 @@ class Adapters(torch.nn.Module):
         return self.site.targets[0].magnitude is not None
 
     def _sum(self) -> Tensor:
-        a, b = self.factors()
-        product = b.float() @ a.float()
-        return product.mul_(self.scale).add_(dense(self.base).float().view(product.shape))
+        product = change(*self.factors(), self.scale)
+        return product.add_(dense(self.base).float().view(product.shape))
 
     def row_factor(self) -> Tensor:
         """float32 [rows]: magnitude / norm of the row, whose gradient is that of the magnitude alone; 1 in rows of no
@@ -196,6 +195,30 @@ class Adapters(torch.nn.Module):
             a, b = (whole, b) if self.site.split == "out" else (a, whole)
         h = grouped_linear(self._dropped(x), a, sizes) * self.scale
         return grouped_linear(h, b, sizes)
+
+
+def joined(found: Mapping[int, tuple[Tensor, Tensor]], groups: int, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """A and B of a whole matrix, which has `groups` of rows with `sizes` of each of its parts; `found`: those of the
+    parts that have some, by number."""
+    firsts, k = [a for a, _ in found.values()], len(found)
+    a = firsts[0] if k == 1 else torch.cat(firsts, -2)
+    if k == len(sizes) == 1:
+        return a, found[0][1]
+    places, parts = {index: place for place, index in enumerate(found)}, []
+    for index, size in enumerate(sizes):
+        if index not in found:
+            part = a.new_zeros(*a.shape[:-2], groups * size, a.shape[-2])
+        else:
+            b, place = found[index][1], places[index]
+            rank = b.shape[-1]
+            part = pad(b, (place * rank, (k - 1 - place) * rank))
+        parts.append(part.unflatten(-2, (groups, size)))
+    return a, torch.cat(parts, -2).flatten(-3, -2)
+
+
+def change(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale B A in float32."""
+    return (b.float() @ a.float()).mul_(scale)
 
 
 def _hook(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
@@ -317,6 +340,25 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._parameters)
+
+
+class SplitWeights(Mapping[str, Tensor]):
+    """Canonical name -> this rank's shard of each frozen weight as it is without adapters, and of what changes it
+    (`Adapters.sent`). With DoRA collective over tensor ranks, when it is made."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], adapted: AdaptedModel):
+        self._parameters = parameters
+        self._factors = dict(pair for adapters in adapted.adapters.values() for pair in adapters.sent())
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._factors[name] if name in self._factors else dense(self._parameters[name])
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._parameters
+        yield from self._factors
+
+    def __len__(self) -> int:
+        return len(self._parameters) + len(self._factors)
 
 
 def _first_factors(seed: int) -> WeightSource:

@@ -33,7 +33,7 @@ from aligner.megatron.expert_load import ExpertLoad
 from aligner.megatron.grad_norm import use_one_norm
 from aligner.megatron.groups import Layout
 from aligner.megatron.held import hold
-from aligner.megatron.lora import AdaptedModel, MergedWeights, attach
+from aligner.megatron.lora import AdaptedModel, MergedWeights, SplitWeights, attach
 from aligner.megatron.model import Head, build_model, uses_transformer_engine
 from aligner.megatron.optimizer_state import fuse
 from aligner.megatron.pipeline import Pipeline
@@ -138,10 +138,20 @@ class ShardedModel:
     def weights(self) -> Mapping[str, Tensor]:
         """Canonical name -> this rank's shard as engines and files are to have it, with adapters merged. Collective
         over tensor ranks."""
+        named = self._own_weights()
+        return named if self.adapted is None else MergedWeights(named, self.adapted)
+
+    def split_weights(self) -> Mapping[str, Tensor]:
+        """Likewise of a model with adapters: the frozen weights, and the factors that change them. Collective over
+        tensor ranks."""
+        assert self.adapted is not None, "a model without adapters has weights alone"
+        return SplitWeights(self._own_weights(), self.adapted)
+
+    def _own_weights(self) -> dict[str, torch.nn.Parameter]:
         named = local_parameters(self.module)
         if self.module.share_embeddings_and_output_weights and not self.module.pre_process:
             named.pop(EMBEDDING, None)  # the last stage's copy
-        return named if self.adapted is None else MergedWeights(named, self.adapted)
+        return named
 
     def _wrap(self, optim: OptimConfig) -> DistributedDataParallel:
         self.module.train()

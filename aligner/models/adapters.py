@@ -18,6 +18,7 @@ from aligner.config.sections.model.lora import ALL_LINEAR
 from aligner.errors import ConfigError
 from aligner.models.families import family_table
 from aligner.models.params import ParamSpec, rows_of_group
+from aligner.models.shards import HfTensor
 
 Split = Literal["out", "in", "none"]  # of a matrix over tensor ranks
 
@@ -102,6 +103,15 @@ def adapter_table(cfg: ModelConfig) -> list[ParamSpec]:
         for spec in (target.a, target.b, target.magnitude)
         if spec is not None
     ]
+
+
+def factor_tensors(cfg: ModelConfig) -> tuple[HfTensor, ...]:
+    """`adapter_table` by the names of files, as `hf_tensors` has the weights."""
+    return tuple(
+        HfTensor(name, spec.shape[1:] if spec.experts else spec.shape, spec, index)
+        for spec in adapter_table(cfg)
+        for index, name in enumerate(spec.hf)
+    )
 
 
 def target_names(cfg: ModelConfig) -> list[str]:

@@ -97,7 +97,7 @@ def hf_axis(spec: ParamSpec) -> int | None:
     """The axis of its Hugging Face tensors along which tensor-parallel shards differ; None where all have the whole."""
     if spec.tp_axis is None or spec.transform == "copy":
         return spec.tp_axis
-    return 1 if spec.transform == "experts" else 0
+    return spec.tp_axis - 1 if spec.transform == "experts" else 0
 
 
 def shard_interval(length: int, tp: int, rank: int) -> tuple[int, int]:

@@ -121,6 +121,39 @@ def adapter_parameters(m: ModelConfig, grid: Grid, stage: int) -> Count:
     return Count(dense, experts, score)
 
 
+def kept_bytes(m: ModelConfig, element: int, tensor: int) -> float:
+    """Of one of `tensor` ranks of an engine that merges adapters itself: its share of the matrices that have some, as
+    they are without, and all factors."""
+    grid, total = Grid(), 0.0
+    for matrix in (x for layer in _layers(m, grid, 0) for x in layer):
+        every = matrix.experts or 1
+        total += every * element * matrix.inner * matrix.out / (1 if matrix.split == "none" else tensor)
+        total += every * sum(_factor_bytes(matrix, m, grid, element))
+    return total
+
+
+def sent_bytes(m: ModelConfig, grid: Grid, stage: int, element: int) -> dict[str, float]:
+    """Of the factors that a rank of stage `stage` lacks, by the axis that has them: a rank of an engine gets all."""
+    sizes = {"tp": 0.0, "ep": 0.0, "pp": 0.0}
+    for s in range(grid.pipeline):
+        for matrix in (x for layer in _layers(m, grid, s) for x in layer):
+            shared, whole = _factor_bytes(matrix, m, grid, element)
+            every, near = matrix.experts or 1, matrix.experts // grid.expert or 1
+            if s != stage:
+                sizes["pp"] += every * (shared * grid.tensor + whole)
+                continue
+            sizes["tp"] += near * shared * (grid.tensor - 1)
+            sizes["ep"] += (every - near) * (shared * grid.tensor + whole)
+    return sizes
+
+
+def _factor_bytes(matrix: Matrix, m: ModelConfig, grid: Grid, element: int) -> tuple[float, float]:
+    """Of a rank's factors, of those that tensor ranks share and of those that all have; DoRA's are float32."""
+    both = zip(factor_sizes(matrix, m, grid), magnitudes(matrix, m, grid), strict=True)
+    shared, whole = (float(element * size + 4 * rows) for size, rows in both)
+    return shared, whole
+
+
 def held_parameters(part: Part, grid: Grid, stage: int) -> Count:
     """Of one rank, adapters and all."""
     count = rank_parameters(part.shape, grid, stage, part.head, part.outputs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 
-from aligner.config.adapters import shares_weights
+from aligner.config.adapters import check_factors, shares_weights
 from aligner.config.checks import one_of
 from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update
 from aligner.config.schema import Config
@@ -58,6 +58,7 @@ class Engine:
     padded: bool = True  # every row of a decode step reads the cache up to the longest row's position
     launches: bool = True  # kernels are launched one by one, not as a graph
     placed: bool = True  # a refit writes shards in place, else it hands over whole tensors
+    factors: bool = False  # `refit.adapters`: factors alone are sent, and added to frozen weights that are kept
     resident: bool = True  # the weights stay in memory while others work, and the cache if it does not sleep
 
 
@@ -218,6 +219,7 @@ def job_of(
     if not cfg.debug.train_only and (rollout or stage.generates(cfg) or evaluation_functions(cfg)):
         size = 4 if cfg.engine.dtype == "float32" else 2 if cfg.engine.dtype == "bfloat16" else element
         e = cfg.engine
+        check_factors(cfg, stage.trains and not cfg.debug.rollout_only)
         native = e.name == "native"  # every row reads the cache up to the longest one
         engine = Engine(
             engine_tensor or e.tensor_parallel,
@@ -227,6 +229,7 @@ def job_of(
             padded=native,
             launches=native and not e.cuda_graphs,
             placed=native and e.quantization == "none",
+            factors=cfg.refit.adapters == "factors",
         )
         if gpus % engine.tensor:
             raise ConfigError("engine.tensor_parallel", engine.tensor, f"a divisor of the {gpus} GPUs")

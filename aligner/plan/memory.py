@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 
 from aligner.config.sections.engine import message_bytes
 from aligner.errors import AlignerError
-from aligner.plan.adapters import adapter_widths, held_parameters, is_adapted, saved_bytes, trained_parameters
+from aligner.plan.adapters import (
+    adapter_widths,
+    held_parameters,
+    is_adapted,
+    kept_bytes,
+    saved_bytes,
+    trained_parameters,
+)
 from aligner.plan.devices import GIB, Assumptions, Device
 from aligner.plan.job import PREFILL_TOKENS, Job, Part
 from aligner.plan.linear import gathered_width, rule_activations
@@ -200,7 +207,9 @@ def _engine_items(job: Job) -> tuple[dict[str, float], dict[str, float]]:
     tokens = min(PREFILL_TOKENS, job.rows.prompts * job.rows.prompt_longest)
     wide = (m.num_heads + 2 * m.num_kv_heads) * m.kv_channels + 3 * widest_mlp(m)
     logits = slots * m.vocab_size
-    return {"engine weights": engine.element * parameters(m) / engine.tensor, "kv cache": cache}, {
+    weights = engine.element * parameters(m) / engine.tensor
+    weights += kept_bytes(m, job.element, engine.tensor) if engine.factors else 0
+    return {"engine weights": weights, "kv cache": cache}, {
         "prefill": engine.element * tokens * (wide + 3 * m.hidden_size) / engine.tensor,
         "sampling": 10.0 * logits + 8.0 * min(logits, SAMPLED_LOGITS),
     }
@@ -221,7 +230,8 @@ def refit_buffers(job: Job, stage: int) -> float:
         held = count.experts if grid.expert > 1 or not (same and aligned) else 0
         if not (same and aligned):
             held += count.dense
-        total = min(job.element, engine.element) * held * min(1, grid.tensor / engine.tensor)
+        element = job.element if engine.factors else min(job.element, engine.element)  # of the first refit
+        total = element * held * min(1, grid.tensor / engine.tensor)
         return min(total, message_bytes(round(total), int(job.bucket_bytes)))
 
     received = max(message(sender, sender == stage) for sender in range(grid.pipeline))

@@ -18,6 +18,7 @@ from aligner.plan.adapters import (
     adapter_calls,
     is_adapted,
     needs_no_input_gradient,
+    sent_bytes,
     trained_parameters,
     whole_numbers,
 )
@@ -281,7 +282,8 @@ def refit_calls(job: Job) -> list[Call]:
     assert job.engine is not None
     if not job.engine.placed:
         return gathered_calls(job)
-    found = [part_calls(job, stage) for stage in range(job.grid.pipeline)]
+    calls = factor_calls if job.engine.factors else part_calls
+    found = [calls(job, stage) for stage in range(job.grid.pipeline)]
     return max(found, key=lambda calls: sum(call.size for call in calls))
 
 
@@ -307,6 +309,12 @@ def part_calls(job: Job, stage: int) -> list[Call]:
     sizes = {"tp": own, "ep": experts, "pp": others}
     calls = [Call(axis, "send", e * size, ceil(e * size / job.bucket_bytes)) for axis, size in sizes.items()]
     return within(calls, grid)
+
+
+def factor_calls(job: Job, stage: int) -> list[Call]:
+    """What a rank of stage `stage` receives where the engine merges adapters, from the second refit on."""
+    sizes = sent_bytes(job.policy.shape, job.grid, stage, job.element).items()
+    return within([Call(axis, "send", size, ceil(size / job.bucket_bytes)) for axis, size in sizes], job.grid)
 
 
 def _overlap(i: int, parts: int, j: int, others: int) -> float:

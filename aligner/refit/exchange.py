@@ -56,6 +56,11 @@ class Exchange:
         return sum(self._numel(part) for part in self.plan.local.get(self.rank, ())) * self.wire.itemsize
 
     @property
+    def largest_share_bytes(self) -> int:
+        """Of one run, the most that any rank receives."""
+        return self.plan.largest_share_bytes()
+
+    @property
     def buffer_bytes(self) -> int:
         """Held while the messages of one run travel."""
         return 2 * sum(map(self._largest_bytes, (0, 1)))
@@ -77,6 +82,9 @@ class Exchange:
             self._copy(part, parameters, engine)
         if self._steps:
             self._travel(parameters, engine)
+
+    def commit(self) -> None:
+        """A run has succeeded on every rank, which the next one need not know."""
 
     def source(self, part: Part, parameters: Mapping[str, Tensor]) -> Tensor:
         """A part of a Hugging Face tensor as a view into this rank's shard."""

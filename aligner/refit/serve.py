@@ -14,6 +14,7 @@ from aligner.engines.bridge import DISMISS, Bridge
 from aligner.engines.native.fleet import Fleet, FleetEngine, Request
 from aligner.errors import RefitError
 from aligner.refit.exchange import Exchange
+from aligner.refit.factors import FactorExchange
 from aligner.refit.transfer import any_rank, fail_together, telling_the_others
 from aligner.types import Generations, SamplingParams
 
@@ -28,7 +29,7 @@ class Server:
         self,
         bridge: Bridge,
         engine: FleetEngine,
-        plan: Callable[[], Exchange],
+        plan: Callable[[], Exchange | FactorExchange],
         config: RefitConfig,
         phase: Phase,
         memory: Phase,
@@ -72,6 +73,8 @@ class Server:
             if failed:
                 with suppress(RefitError):
                     fail_together(cause, group)
+            else:
+                self.exchange.commit()
 
     def _load(self, version: int) -> str:
         """What went wrong, if anything did. Raises RefitError where the trainer's ranks cannot be reached."""

@@ -24,12 +24,14 @@ from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import RefitError
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import gather_weights
+from aligner.models.adapters import factor_tensors
 from aligner.models.families import expected_hf_shapes, family_table
 from aligner.models.params import ParamSpec, to_hf
-from aligner.models.shards import hf_tensors
+from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.ops.reduce import first_cause, gathered, sum_halves
 from aligner.refit.exchange import Exchange
+from aligner.refit.factors import FactorExchange
 from aligner.refit.plan import EngineGrid, TrainerGrid, buckets, plan_refit
 from aligner.types import ScalarMetrics
 
@@ -114,7 +116,7 @@ class Refit:
         self._hold, self._cause = False, ""
         self._held = -1  # the version of the last refit that succeeded
         self._parameters = model.weights()
-        self.exchange: Exchange | None = None
+        self.exchange: Exchange | FactorExchange | None = None
         self.stream: WeightStream | None = None
         self._bridge = engine.bridge if isinstance(engine, RemoteEngine) else None
         self._group = None if self._bridge is None else self._bridge.group  # of all ranks with weights
@@ -123,7 +125,7 @@ class Refit:
         else:
             self.stream = WeightStream(model, config.bucket_bytes)
 
-    def _plan(self, engine: PlacingEngine | RemoteEngine) -> Exchange:
+    def _plan(self, engine: PlacingEngine | RemoteEngine) -> Exchange | FactorExchange:
         """Engines stand on the trainer's ranks or on those after them, neighbours sharing one."""
         model, layout = self.model, self.model.layout
         if self._bridge is not None:
@@ -156,6 +158,8 @@ class Refit:
         if failed:
             fail_together(self._cause, group)
         self._held = self.model.step_count
+        if self.exchange is not None:
+            self.exchange.commit()
         return {
             "refit/seconds": seconds,
             "refit/bytes": float(moved),
@@ -184,19 +188,24 @@ class Refit:
     def _placed(self) -> tuple[int, int]:
         exchange = self.exchange
         assert exchange is not None
-        parameters = self._parameters if exchange.lasting else self.model.weights()
+        factored, hashed = isinstance(exchange, FactorExchange), self.config.verify == "checksum"
+        parameters: Mapping[str, Tensor] = {}
+        if hashed or not factored:
+            parameters = self._parameters if exchange.lasting else self.model.weights()
         engine = self.engine if isinstance(self.engine, PlacingEngine) else None
-        if self.config.verify == "checksum":
+        if hashed:
             self.checksums = self._trainer_checksums(exchange, parameters)
         if self._hold:
             return 0, 0
-        exchange(parameters, engine, self._cause)
+        exchange(self.model.split_weights() if factored else parameters, engine, self._cause)
         self._cause = exchange.cause
         if engine is None:
-            return (exchange.plan.largest_share_bytes(),) * 2
+            return (exchange.largest_share_bytes,) * 2
         return exchange.copied_bytes + exchange.received_bytes, exchange.received_bytes
 
-    def _trainer_checksums(self, exchange: Exchange, parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    def _trainer_checksums(
+        self, exchange: Exchange | FactorExchange, parameters: Mapping[str, Tensor]
+    ) -> dict[str, int]:
         """Of all tensors, in the engine's dtype: every rank hashes the parts it answers for, the sums are of all."""
         tensors = exchange.plan.tensors
         halves = torch.zeros(len(tensors), 2, dtype=torch.int64)  # sums of the low and of the high 32 bits
@@ -244,15 +253,23 @@ def planned(
     device: torch.device,
     config: RefitConfig,
     bridge: Bridge | None = None,
-) -> Exchange:
-    """This rank's part of the plan. `dtypes`: of trainer and engine; the smaller one travels."""
-    wire = min(dtypes, key=lambda dtype: dtype.itemsize)
-    plan = plan_refit(trainer, engines, hf_tensors(model), wire.itemsize, config.bucket_bytes)
-    if bridge is None:
-        return Exchange(plan, dist.get_rank(), device, wire, config.timeout_s)
-    with bridge.contact():
-        dist.all_reduce(torch.zeros(1, device=device), group=bridge.group)  # NCCL wants all in a group's first call
-    return Exchange(plan, bridge.rank, device, wire, config.timeout_s, bridge.group)
+) -> Exchange | FactorExchange:
+    """This rank's part of the plan. `dtypes`: of trainer and engine; the smaller one travels, but where engines merge
+    the trainer's, which is what merged weights are rounded to."""
+    rank, group = (dist.get_rank(), None) if bridge is None else (bridge.rank, bridge.group)
+
+    def part(engines: EngineGrid, tensors: tuple[HfTensor, ...], wire: torch.dtype) -> Exchange:
+        plan = plan_refit(trainer, engines, tensors, wire.itemsize, config.bucket_bytes)
+        return Exchange(plan, rank, device, wire, config.timeout_s, group)
+
+    if bridge is not None:
+        with bridge.contact():
+            dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL wants all in a group's first call
+    if config.adapters == "merged":
+        return part(engines, hf_tensors(model), min(dtypes, key=lambda dtype: dtype.itemsize))
+    whole = part(engines, hf_tensors(model), dtypes[0])
+    factors = part(EngineGrid(engines.ranks), factor_tensors(model), dtypes[0])  # every engine's rank gets all of them
+    return FactorExchange(whole, factors, model)
 
 
 def any_rank(flag: bool, device: torch.device, timeout_s: float, group: dist.ProcessGroup | None = None) -> bool:

@@ -60,6 +60,18 @@ def test_two_trainers(ranks, tiny_data, tmp_path, layout, engines, width):
     assert all((left[name] - right[name]).abs().max() < 1e-4 for name in left)
 
 
+def test_factors_are_enough_for_engines_that_merge_adapters(ranks, tiny_data, tmp_path):
+    more = ["engine.ranks=1", "model.lora.rank=2", "model.lora.dora=true", "optim.lr=1e-2", "refit.verify=checksum"]
+    merged = train(ranks, tiny_data, tmp_path / "merged", 2, *more)
+    factors = train(ranks, tiny_data, tmp_path / "factors", 2, *more, "refit.adapters=factors")
+    assert stages.differences(merged, factors) == [] and stages.same_weights(merged, factors)
+    first, *others = [
+        (one["refit/wire_bytes"], two["refit/wire_bytes"])
+        for one, two in zip(stages.records(merged), stages.records(factors), strict=True)
+    ]
+    assert first[1] > first[0] and all(sent < whole / 5 for whole, sent in others)
+
+
 def test_a_run_that_was_cut_off_goes_on_bit_by_bit(ranks, tiny_data, tmp_path):
     """Engines keep nothing: the first refit after the restart (for step 4: the rollout of 3 is stored) brings the
     weights."""

@@ -43,6 +43,17 @@ def test_engines_get_merged_weights_and_prove_it(data, tmp_path, capsys):
     assert not [name for name in weights if "lora" in name]
 
 
+def test_an_engine_that_merges_is_one_that_gets_merged_weights(data, tmp_path):
+    """Numbers and weights of the run, also over a resume."""
+    more = [*LORA, "model.lora.dora=true", "refit.verify=checksum", "checkpoint.every=1"]
+    merged = stages.stage("grpo", data, tmp_path / "merged", *more, "run.steps=3")
+    for steps in (2, 3):
+        parts = stages.stage("grpo", data, tmp_path / "parts", *more, "refit.adapters=factors", f"run.steps={steps}")
+    assert stages.differences(parts, merged) == [] and stages.same_weights(parts, merged)
+    first, second, again = [record["refit/bytes"] for record in stages.records(parts)]
+    assert second < first / 3 and again == first  # a new engine has no frozen weights
+
+
 @pytest.mark.parametrize(
     "told, change",
     [

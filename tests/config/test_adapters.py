@@ -74,3 +74,23 @@ def test_an_adapter_is_not_left_out_in_silence(tmp_path, more):
     adapter, data = str(tmp_path), ["model.init=random", f"data.train={tmp_path}"]
     with pytest.raises(ConfigError, match=r"^model\.lora\.init=.*empty where nothing is trained"):
         validate(compose([*more, *data, *LORA, f"model.lora.init={adapter}"]), 1)
+
+
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        ([], "model.lora.rank=0, which has no factors"),
+        ([*LORA, "debug.rollout_only=true"], "trains nothing"),
+        ([*LORA, "engine.name=trtllm"], "engine.name=trtllm: the native engine alone merges"),
+        ([*LORA, "engine.quantization=int8"], "engine.quantization=int8"),
+        ([*LORA, "debug.record_answers=true"], "debug.record_answers"),
+    ],
+)
+def test_who_cannot_merge_is_told(tmp_path, more, told):
+    (tmp_path / "train.jsonl").write_text("{}")
+    settings = ["stage=grpo", f"data.train={tmp_path / 'train.jsonl'}", *more]
+    validate(compose([*settings, "reward.functions=[{path: math}]"]), 1)
+    with pytest.raises(ConfigError, match=rf"^refit\.adapters='factors': expected merged with .*{told}"):
+        validate(compose([*settings, "refit.adapters=factors"]), 1)
+    with pytest.raises(ConfigError, match=r"refit\.adapters='both': expected one of merged, factors"):
+        compose(["refit.adapters=both"])

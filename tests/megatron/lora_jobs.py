@@ -71,7 +71,7 @@ def gradients(cfg: ModelConfig) -> dict:
     """By Hugging Face's names: factors that are not their first, W beside them, the gradient of each factor, and that
     of the same numbers as whole weights of a model without adapters. Gradients: what one step of SGD subtracts."""
     model = build(cfg, ONE, SGD, packed=True, share=False)
-    _shake(model, 0.1)
+    shake(model, 0.1)
     before, full = in_files(model), merged(model)
     steps(model, 1)
     plain = build(replace(cfg, lora=LoraConfig()), ONE, SGD, source=lambda spec: full[spec.canonical], share=False)
@@ -99,7 +99,7 @@ def merged(model: ShardedModel) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _shake(model: ShardedModel, size: float) -> None:
+def shake(model: ShardedModel, size: float) -> None:
     for spec, param in model.adapted.named():
         g = torch.Generator().manual_seed(len(spec.canonical) + sum(map(ord, spec.canonical)))
         param.add_(size * torch.randn(param.shape, generator=g))
@@ -110,7 +110,7 @@ def merged_is_adapted(cfg: ModelConfig, dtype: torch.dtype = torch.float32) -> t
     """Logprobs of trained adapters, and of a plain model with the merged weights."""
     model = build(cfg, ONE, FAST, dtype=dtype)
     steps(model, 3, BatchConfig())
-    _shake(model, 0.1)
+    shake(model, 0.1)
     full = merged(model)
     plain = build(replace(cfg, lora=LoraConfig()), source=lambda spec: full[spec.canonical], dtype=dtype)
     rows = batch(cfg)

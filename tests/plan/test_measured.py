@@ -12,16 +12,18 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.models.adapters import factor_tensors
 from aligner.models.shards import hf_tensors
 from aligner.plan import reads
-from aligner.plan.adapters import held_parameters, trained_parameters
+from aligner.plan.adapters import held_parameters, kept_bytes, trained_parameters
 from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import Engine, Job, Part, Rows
 from aligner.plan.memory import activation_bytes, gradient_bytes, optimizer_bytes, refit_buffers, weight_bytes
 from aligner.plan.shapes import Grid
 from aligner.plan.times import Machine, micro_batch_seconds
-from aligner.plan.traffic import gathered_calls, part_calls, pass_calls, step_calls
+from aligner.plan.traffic import factor_calls, gathered_calls, part_calls, pass_calls, step_calls
 from aligner.refit.exchange import Exchange
+from aligner.refit.factors import Merger
 from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
 from tests.plan.jobs import ROWS, WIDTH
 from tests.tiny import ADAM, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, MODELS, MOE, MORE
@@ -251,6 +253,35 @@ def test_a_refit_in_parts_has_the_bytes_of_its_plan(name, grid, tensor):
     for stage in range(grid.pipeline):
         most = max(received[stage * each : (stage + 1) * each], key=lambda by_axis: by_axis.total())
         assert {call.axis: call.size for call in part_calls(job, stage)} == pytest.approx(dict(most), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "tensor"),
+    [
+        ("llama3_8b", Grid(2, data=4), 2),
+        ("llama3_8b", Grid(2, 2, data=2), 2),
+        ("qwen3_30b_a3b", Grid(2, 1, expert=2, data=4), 4),
+    ],
+)
+def test_engines_that_merge_get_and_keep_the_bytes_of_their_plan(name, grid, tensor):
+    """Of the rank of each stage that receives most; what ranks keep, of tensors without numbers."""
+    cfg = replace(compose([f"model={name}"]).model, lora=LoraConfig(rank=16, dora=grid.expert == 1))
+    job = replace(job_of(cfg, grid, {}), engine=Engine(tensor, factors=True), element=2)
+    trainer = TrainerGrid(cfg.num_layers, grid.tensor, grid.pipeline, grid.context, grid.data, grid.expert)
+    ranks = tuple(range(grid.gpus))
+    plan = plan_refit(trainer, EngineGrid(ranks), factor_tensors(cfg), 2, 1 << 28)
+    received = [0] * grid.gpus
+    for message in (message for messages in plan.rounds for message in messages):
+        received[message.target] += message.bytes
+    each = grid.gpus // grid.pipeline
+    for stage in range(grid.pipeline):
+        wanted = sum(call.size for call in factor_calls(job, stage))
+        assert max(received[stage * each : (stage + 1) * each]) == pytest.approx(wanted, rel=0.01)
+    whole = plan_refit(trainer, EngineGrid(ranks, tensor), hf_tensors(cfg), 2, 1 << 28)
+    exchanges = [Exchange(p, 0, torch.device("meta"), torch.bfloat16, 1.0) for p in (whole, plan)]
+    merger = Merger(*exchanges, cfg)
+    kept = sum(t.nbytes for share in (merger.base, merger.factors) for t in share.held.values())
+    assert kept_bytes(cfg, 2, tensor) == pytest.approx(kept, rel=1e-6)
 
 
 WIDE = ModelConfig(num_layers=4, hidden_size=64, ffn_hidden_size=192, num_heads=8, num_kv_heads=4, vocab_size=64)

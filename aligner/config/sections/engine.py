@@ -56,6 +56,9 @@ def message_bytes(total_bytes: int, bucket_bytes: int) -> int:
 class RefitConfig:
     bucket_bytes: int = 256 << 20  # of one message between ranks
     verify: str = "sentinel"  # sentinel, checksum (sentinel and a hash of every tensor on both sides)
+    # of a policy with model.lora: merged (weights), factors (the frozen weights once, then A and B, which the engine
+    # merges)
+    adapters: str = "merged"
     timeout_s: float = 600.0  # that ranks wait for each other
     tolerance: float = (
         0.0  # mean |logprob difference| allowed on the sentinel; 0: by dtype (1e-3 float32, 5e-2 bfloat16)
@@ -64,5 +67,6 @@ class RefitConfig:
     def __post_init__(self) -> None:
         at_least("refit.bucket_bytes", self.bucket_bytes, 1)
         one_of("refit.verify", self.verify, ("sentinel", "checksum"))
+        one_of("refit.adapters", self.adapters, ("merged", "factors"))
         above("refit.timeout_s", self.timeout_s, 0)
         at_least("refit.tolerance", self.tolerance, 0)
