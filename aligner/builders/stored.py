@@ -18,6 +18,7 @@ from aligner.builders.job import Job
 from aligner.builders.models import make_reference
 from aligner.data.answers import Answers
 from aligner.data.mixture import Mixture
+from aligner.roles.batching import no_rows
 from aligner.roles.model_init import shape_of
 from aligner.roles.policy import Reference
 from aligner.rollout.sharing import share
@@ -86,7 +87,7 @@ def _compute(reference: Reference, dataset: Answers, collate: Collate) -> Tensor
         items = range(first, min(first + ITEMS, len(dataset)))
         mine = items[share(len(items), layout.data, layout.dp_rank)]
         if not mine:  # ranks that share experts call together
-            reference.logprobs(TrainBatch(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0), torch.zeros(0, 1)))
+            reference.logprobs(no_rows())
             continue
         batch = collate([dataset[i] for i in mine], 0)
         each = reference.logprobs(batch, batch.loss_mask, dataset.rows) * batch.loss_mask

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from aligner.builders.job import Job, tokenizer_hash
 from aligner.builders.teachers import find_teachers, make_teachers
@@ -20,8 +19,8 @@ from aligner.data.mixture import Mixture
 from aligner.data.told import MANIFEST, Told, digest, key_of, manifests
 from aligner.errors import ConfigError
 from aligner.ops.agree import by_rank_0, same_view
+from aligner.roles.batching import no_rows
 from aligner.roles.teacher import Teacher
-from aligner.types import TrainBatch
 
 
 def tell_ahead(job: Job, train: Any) -> tuple[Told | Mixture, int]:
@@ -102,7 +101,7 @@ def _compute(teacher: Teacher, told: Told, missing: list[int]) -> None:
     for turn in range(0, len(missing), layout.data):
         mine = missing[turn + layout.dp_rank : turn + layout.dp_rank + 1]
         if not mine:  # ranks that share experts call together
-            teacher.tell(TrainBatch(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0), torch.zeros(0, 1)))
+            teacher.tell(no_rows())
             continue
         batch = teacher.tell(collate_sft([told.dataset[row] for row in told.rows(mine[0])], 0))
         on = batch.loss_mask.bool()

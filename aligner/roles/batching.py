@@ -87,6 +87,11 @@ def batch_metrics(parts: list[TrainBatch], batch: BatchConfig) -> ScalarMetrics:
     }
 
 
+def no_rows() -> TrainBatch:
+    """For a rank that has none and takes part in a pass because others exchange tokens with it."""
+    return TrainBatch(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0), torch.zeros(0, 1))
+
+
 def forward_rows(
     model: ShardedModel,
     rows: RolloutBatch | TrainBatch,

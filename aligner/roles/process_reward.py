@@ -12,7 +12,7 @@ from torch import Tensor
 from aligner.config.sections.batch import BatchConfig
 from aligner.data.steps import StepEncoder
 from aligner.megatron.train import ShardedModel
-from aligner.roles.batching import batch_metrics, forward_rows, micro_batches
+from aligner.roles.batching import batch_metrics, forward_rows, micro_batches, no_rows
 from aligner.types import LossOutput, Sample, ScalarMetrics, TrainBatch
 
 StepsLoss = Callable[[Tensor, TrainBatch], LossOutput]  # (logits [B, T], micro-batch) -> share of the minibatch loss
@@ -51,8 +51,7 @@ class ProcessRewardModel:
                 ends.append(torch.tensor(last) + len(sample.prompt.tokens))
                 places.append(i)
         if not rows:
-            rows_of_none = TrainBatch(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0), torch.zeros(0, 1))
-            self.logits(rows_of_none)  # others may exchange tokens
+            self.logits(no_rows())
             return found
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         mask = torch.zeros(tokens.shape)

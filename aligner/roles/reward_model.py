@@ -12,7 +12,7 @@ from torch import Tensor
 from aligner.config.sections.batch import BatchConfig
 from aligner.megatron.train import ShardedModel
 from aligner.ops.packing.needed import last_tokens
-from aligner.roles.batching import batch_metrics, forward_rows, micro_batches
+from aligner.roles.batching import batch_metrics, forward_rows, micro_batches, no_rows
 from aligner.types import LossOutput, RolloutBatch, Sample, ScalarMetrics, TrainBatch
 
 ScoreLoss = Callable[[Tensor, TrainBatch], LossOutput]  # (scores [B,K], micro-batch) -> share of the minibatch loss
@@ -69,7 +69,7 @@ class RewardModel:
         """The `Reward` protocol. Collective over the model's tensor and pipeline ranks: all pass the same samples; if
         the model `exchanges`, over all ranks: others pass their own, or none."""
         if not samples:
-            self.scores(TrainBatch(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0), torch.zeros(0, 0)))
+            self.scores(no_rows())
             return []
         sequences = [torch.tensor(s.prompt.tokens + s.tokens) for s in samples]
         tokens = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
