@@ -27,7 +27,7 @@ from aligner.run.sample_table import FILE as SAMPLES
 from aligner.run.sample_table import SampleRow, print_samples
 from aligner.run.stop import Boundary, StopRequested, read_progress, write_json
 from aligner.run.timers import Timers
-from aligner.types import ScalarMetrics
+from aligner.types import ScalarMetrics, TrainBatch
 
 Evaluate = Callable[[], ScalarMetrics]
 
@@ -140,6 +140,10 @@ class Run:
         self._tell_progress()
         if self.stopped and self.rank == 0 and self._bar:
             self._bar.write(f"{self.stage} stopped early at step {self.step}: {self.stopped}")
+
+    def finish_batch(self, step: int, metrics: ScalarMetrics, batch: TrainBatch, ranks: int) -> None:
+        """Close a step on this rank's rows, of which each of so many data-parallel ranks has about as many tokens."""
+        self.finish(step, metrics, tokens=float(batch.lengths.sum()) * ranks, rows=len(batch.lengths) * ranks)
 
     def finish(
         self, step: int, metrics: ScalarMetrics, samples: Sequence[SampleRow] = (), tokens: float = 0.0, rows: int = 0

@@ -80,9 +80,8 @@ def distill(
             stats = student.update(batch, distill_loss(batch, cfg, group))
         if fresh:
             checks.after_distillation(stats, student.model.dtype)
-        rows = len(batch.lengths) * group.size()
         metrics |= stats | {"distill/on_policy": float(own)}
-        run.finish(step, metrics, tokens=float(batch.lengths.sum()) * group.size(), rows=rows)
+        run.finish_batch(step, metrics, batch, group.size())
 
 
 def distill_loss(

@@ -122,8 +122,7 @@ def kto(
         stats["rewards/margins"] = stats["rewards/chosen"] - stats["rewards/rejected"]
         if cfg.kl == "minibatch":
             stats["kto/unmatched"] = float(not len(mismatched.lengths))  # all samples or none
-        count = len(batch.lengths) * group.size()
-        run.finish(step, stats | batches.metrics(), tokens=float(batch.lengths.sum()) * group.size(), rows=count)
+        run.finish_batch(step, stats | batches.metrics(), batch, group.size())
 
 
 def kto_loss(

@@ -83,8 +83,7 @@ def process(job: Job) -> None:
         batch = batches.next()
         with run.timers("update"):
             stats = model.update(batch, steps_loss(batch, group))
-        rows = len(batch.lengths) * group.size()
-        run.finish(step, stats | batches.metrics(), tokens=float(batch.lengths.sum()) * group.size(), rows=rows)
+        run.finish_batch(step, stats | batches.metrics(), batch, group.size())
     finish(job, run, model.model, {"separator": loss.separator})
 
 
@@ -121,8 +120,7 @@ def rm(run: Run, model: RewardModel, batches: BatchSource, cfg: AlgorithmConfig,
             stats = model.update(batch, loss, unit)
         if pairwise:
             checks.after_reward_update(stats, zero_head_loss(batch, cfg.reward_loss.margin, group))
-        rows = len(batch.lengths) * group.size()
-        run.finish(step, stats | batches.metrics(), tokens=float(batch.lengths.sum()) * group.size(), rows=rows)
+        run.finish_batch(step, stats | batches.metrics(), batch, group.size())
 
 
 def preference_loss(

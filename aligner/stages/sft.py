@@ -39,8 +39,7 @@ def sft(run: Run, policy: Policy, batches: BatchSource) -> None:
         batch = batches.next()
         with run.timers("update"):
             stats = policy.update(batch, sft_loss(batch, group))
-        rows = len(batch.lengths) * group.size()
-        run.finish(step, stats | batches.metrics(), tokens=float(batch.lengths.sum()) * group.size(), rows=rows)
+        run.finish_batch(step, stats | batches.metrics(), batch, group.size())
 
 
 def sft_loss(minibatch: TrainBatch, group: dist.ProcessGroup) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
