@@ -88,6 +88,19 @@ def make_reference(job: Job, policy: Policy | None = None) -> Reference:
     return Reference(model, job.cfg.batch, _temperature(job.cfg))
 
 
+def make_preference_models(job: Job) -> tuple[Policy, Reference | None, dict[str, ShardedModel]]:
+    """The policy, the reference where one is asked each step, and the models that change: those of a checkpoint."""
+    preference = job.cfg.algorithm.preference
+    policy = make_policy(job, job.cfg.run.steps, entropy=False, log_squares=preference.wpo)
+    models = {"policy": policy.model}
+    if preference.reference not in ("model", "adapter"):
+        return policy, None, models
+    reference = make_reference(job, policy if preference.reference == "adapter" else None)
+    if preference.sync_every:
+        models["reference"] = reference.model
+    return policy, reference, models
+
+
 def _scorer(job: Job, path: str, key: str) -> InitialModel:
     """The shape and weights of a reward model; it must share the policy's tokenizer."""
     like = dataclasses.replace(job.cfg.model, tokenizer="")

@@ -15,7 +15,7 @@ from torch import Tensor
 from aligner.algorithms.first_step import FirstStepChecks
 from aligner.builders.data import make_batches, make_training_set, rows_of
 from aligner.builders.job import Job
-from aligner.builders.models import make_policy, make_reference
+from aligner.builders.models import make_preference_models
 from aligner.builders.runs import finish, make_run
 from aligner.builders.stored import store_reference
 from aligner.config.sections.data import DataConfig
@@ -42,7 +42,7 @@ from aligner.ops.rl.preference import (
 from aligner.roles.policy import Policy, Reference, TokenOutputs
 from aligner.rollout.heldout import held_out_pairs
 from aligner.run.loop import Run
-from aligner.types import LossOutput, TrainBatch
+from aligner.types import LossOutput, ScalarMetrics, TrainBatch
 
 Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (numerator, denominator)
 
@@ -54,16 +54,11 @@ def main(job: Job) -> None:
     if preference.reference == "stored":
         store_reference(job, train, held_out, collate_pairs)
     batches = make_batches(job, train, collate_pairs)
-    policy = make_policy(job, cfg.run.steps, entropy=False, log_squares=preference.wpo)
-    reference = evaluation = None
-    if preference.reference in ("model", "adapter"):
-        reference = make_reference(job, policy if preference.reference == "adapter" else None)
+    policy, reference, models = make_preference_models(job)
+    evaluation = None
     if held_out is not None:
         logprobs = partial(job.timers, "logprobs")
         evaluation = partial(held_out_pairs, policy, reference, held_out, preference, cfg.eval.prompts, logprobs)
-    models = {"policy": policy.model}
-    if reference is not None and preference.sync_every:
-        models["reference"] = reference.model
     run = make_run(job, models, {"data": batches.stream}, evaluation)
     checks = FirstStepChecks(cfg.debug.first_step_checks and preference.reference != "none")
     dpo(run, policy, reference, batches, preference, checks)
@@ -90,23 +85,36 @@ def dpo(
 ) -> None:
     group = policy.model.layout.pgs.dp
     for step in run.steps():
-        batch, fresh = batches.next(), policy.model.step_count == 0
-        if reference:
-            with run.timers("logprobs"):
-                if cfg.sync_every and step > 1 and (step - 1) % cfg.sync_every == 0:
-                    reference.follow(policy, cfg.sync_alpha)
-                batch.ref_logprobs = reference.logprobs(batch, batch.loss_mask, unit=2)
-        if cfg.by_rank:
-            with run.timers("logprobs"):
-                logprobs = policy.logprobs(batch, batch.loss_mask, unit=2)
-                batch.labels = with_partners(batch, logprobs, cfg, group)
-        with run.timers("update"):
-            stats = policy.update(batch, dpo_loss(batch, cfg, group), unit=2)
-        if fresh:
-            checks.after_preference_update(stats, losses_at_start(batch, cfg, group), policy.model.dtype)
-        stats["dpo/loss"] = stats["policy/loss"]
-        rows = len(batch.lengths) * group.size()
-        run.finish(step, stats | batches.metrics(), tokens=float(batch.lengths.sum()) * group.size(), rows=rows)
+        batch = batches.next()
+        stats = learn(run, step, batch, policy, reference, cfg, checks)
+        run.finish_batch(step, stats | batches.metrics(), batch, group.size())
+
+
+def learn(
+    run: Run,
+    step: int,
+    batch: TrainBatch,
+    policy: Policy,
+    reference: Reference | None,
+    cfg: PreferenceConfig,
+    checks: FirstStepChecks,
+) -> ScalarMetrics:
+    """One optimizer step on this rank's pairs, whatever they came from."""
+    group, fresh = policy.model.layout.pgs.dp, policy.model.step_count == 0
+    if reference:
+        with run.timers("logprobs"):
+            if cfg.sync_every and step > 1 and (step - 1) % cfg.sync_every == 0:
+                reference.follow(policy, cfg.sync_alpha)
+            batch.ref_logprobs = reference.logprobs(batch, batch.loss_mask, unit=2)
+    if cfg.by_rank:
+        with run.timers("logprobs"):
+            logprobs = policy.logprobs(batch, batch.loss_mask, unit=2)
+            batch.labels = with_partners(batch, logprobs, cfg, group)
+    with run.timers("update"):
+        stats = policy.update(batch, dpo_loss(batch, cfg, group), unit=2)
+    if fresh:
+        checks.after_preference_update(stats, losses_at_start(batch, cfg, group), policy.model.dtype)
+    return stats | {"dpo/loss": stats["policy/loss"]}
 
 
 def dpo_loss(

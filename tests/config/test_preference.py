@@ -57,11 +57,13 @@ def test_what_does_not_go_together_names_its_key(overrides, key, said):
         compose(["stage=dpo", *(f"algorithm.preference.{text}" for text in overrides)])
 
 
-def test_a_reference_that_follows_is_a_model_of_its_own_in_memory(tmp_path):
+@pytest.mark.parametrize("stage", ["dpo", "online_dpo"])
+def test_a_reference_that_follows_is_a_model_of_its_own_in_memory(tmp_path, stage):
     """Refused where it could not be mixed, or not be saved."""
-    data = tmp_path / "pairs.jsonl"
+    data = tmp_path / "rows.jsonl"
     data.write_text("{}\n")
-    start = ["stage=dpo", f"data.train='{data}'", "algorithm.preference.sync_every=2"]
+    start = [f"stage={stage}", f"data.train='{data}'", "algorithm.preference.sync_every=2"]
+    start += ["reward.functions=[{path: math}]"] if stage == "online_dpo" else []
     validate(compose(start), 1)
     with pytest.raises(ConfigError, match=r"algorithm\.preference\.sync_every=2.*model\.lora"):
         validate(compose([*start, "model.lora.rank=4"]), 1)

@@ -22,6 +22,7 @@ def beside(cfg: Config) -> tuple[str, ...]:
 
 
 def check(cfg: Config) -> None:
+    """Also stage online_dpo's."""
     check_reference(cfg, cfg.algorithm.preference.reference)
     every = cfg.algorithm.preference.sync_every
     if every and cfg.model.lora.rank:

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aligner.config.adapters import check_reference
 from aligner.config.sections.preference import KEY
 from aligner.config.stage import Stage
+from aligner.config.stages import dpo
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
     from aligner.config.schema import Config
 
 
-def rows(cfg: Config) -> int:
-    return 2
-
-
-def beside(cfg: Config) -> tuple[str, ...]:
-    return ("reference",) if cfg.algorithm.preference.reference in ("model", "adapter") else ()
-
-
 def check(cfg: Config) -> None:
     preference, batch = cfg.algorithm.preference, cfg.batch
-    check_reference(cfg, preference.reference)
+    dpo.check(cfg)
     if preference.reference == "stored":
         expected = "model or none for stage online_dpo, whose answers are not there before training"
         raise ConfigError(f"{KEY}.reference", "stored", expected)
@@ -58,8 +50,8 @@ STAGE = Stage(
     rollouts=True,
     pairs=True,
     unit="pairs",
-    rows=rows,
-    beside=beside,
+    rows=dpo.rows,
+    beside=dpo.beside,
     debug=("first_step_checks",),
     check=check,
 )
