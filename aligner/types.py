@@ -126,6 +126,7 @@ class RolloutBatch(TensorBatch):
     rejected: Tensor | None = None  # bool [B] made invalid by `mismatch.correction`
     greedy_rewards: Tensor | None = None  # float32 [B] shaped reward of the prompt's greedy response (remax)
     routing: Tensor | None = None  # [B, T, layers, top_k] the engine's experts (`mismatch.replay_routing`)
+    forks: Tensor | None = None  # int64 [B, T] numbers of a trajectory's parts, each rendered anew; None: one
 
 
 @dataclass
@@ -154,6 +155,8 @@ class TrainBatch(TensorBatch):
     teacher_ids: Tensor | None = None  # int64 [B, T, k] of the tokens that those are of
     told_by: Tensor | None = None  # int64 [B] the number of each row's teacher, where there are several
     documents: Tensor | None = None  # int64 [B, T] numbers of a row's documents, which see only themselves; None: one
+    forks: Tensor | None = None  # likewise of a trajectory's parts; losses see all of it as one row
+    whole: Any = None  # ops.packing.documents.Whole: the rows whose forks became rows, for a model
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor
 from aligner.config.sections.batch import BatchConfig
 from aligner.megatron.train import ShardedModel
 from aligner.ops.packing.balance import deal
-from aligner.ops.packing.documents import apart
+from aligner.ops.packing.documents import apart, forks_apart
 from aligner.ops.reduce import max_over
 from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
 
@@ -65,7 +65,7 @@ def micro_batches(
     minibatch: TrainBatch, batch: BatchConfig, unit: int = 1, group: dist.ProcessGroup | None = None
 ) -> list[TrainBatch]:
     """The micro-batches of this rank's rows, by `batch.micro_batch_tokens` if set, else `batch.micro_batch_samples`
-    units. With packing, the data-parallel ranks of `group` get equally many. Documents of a row become rows there."""
+    units. With packing, the data-parallel ranks of `group` get equally many. Documents, and forks, become rows."""
     if not batch.micro_batch_tokens:
         parts = list(torch.arange(len(minibatch.lengths)).split(batch.micro_batch_samples * unit))
     else:
@@ -74,7 +74,8 @@ def micro_batches(
             most = int(max_over(torch.tensor(len(parts)), group))
             if most > len(parts):
                 parts = split(minibatch.lengths, batch, batch.micro_batch_tokens, unit, at_least=most)
-    return [apart(minibatch.select(rows)) for rows in parts]
+    chosen = [minibatch.select(rows) for rows in parts]
+    return [apart(part) if part.forks is None else forks_apart(part, part.loss_mask) for part in chosen]
 
 
 def batch_metrics(parts: list[TrainBatch], batch: BatchConfig) -> ScalarMetrics:

@@ -13,6 +13,7 @@ from aligner.config.sections.batch import BatchConfig
 from aligner.megatron.train import ShardedModel
 from aligner.ops.kernels.concentration import log_square_sum
 from aligner.ops.kernels.logprobs import token_logprobs
+from aligner.ops.packing.documents import forks_apart
 from aligner.ops.packing.needed import predicting
 from aligner.ops.rl.accuracy import greedy_hits
 from aligner.roles.batching import batch_metrics, forward_rows, micro_batches
@@ -66,6 +67,9 @@ class Policy:
         """float32 [B, T] logprobs under the current weights, on the CPU of every rank: of the tokens in `mask` [B, T],
         the rest may be 0; None: of every token. Index 0 is 0. `unit` consecutive rows stay together: what they begin
         with may be computed once."""
+        if rows.forks is not None:
+            parts = forks_apart(rows, torch.ones(rows.tokens.shape) if mask is None else mask)
+            return parts.whole.join(self.logprobs(parts, parts.loss_mask, unit))
         wanted = None if mask is None else predicting(mask)
         routing = rows.routing if self.replays else None
         read = lambda hidden, b: self._outputs(hidden, b, update=False).logprobs  # noqa: E731
@@ -79,7 +83,10 @@ class Policy:
         def from_hidden(hidden: Tensor, batch: TrainBatch) -> LossOutput:
             if ptx is not None and batch.ptx:
                 return ptx.loss(plain._outputs(hidden, batch, update=False).logprobs, batch)
-            return loss(self._outputs(hidden, batch, update=True), batch)
+            found = self._outputs(hidden, batch, update=True)
+            if batch.whole is None:
+                return loss(found, batch)
+            return loss(TokenOutputs(*(None if x is None else batch.whole.join(x) for x in found)), batch.whole.rows)
 
         mask = minibatch.loss_mask if minibatch.response_mask is None else minibatch.response_mask
         minibatch = replace(minibatch, wanted=predicting(mask))

@@ -66,10 +66,10 @@ def reward_scores(folder: str, rows: TrainBatch, parallel: ParallelConfig, outpu
     return found | {"mixed": mixed}
 
 
-def policy_update(cfg: ModelConfig, parallel: ParallelConfig) -> dict:
+def policy_update(cfg: ModelConfig, parallel: ParallelConfig, forked: bool = False) -> dict:
     """What a loss sees inside `update` against what `logprobs` says, and the names of the metrics."""
     model = build(cfg, parallel, ADAM)
-    full = batch(cfg)
+    full = in_forks(batch(cfg)) if forked else batch(cfg)
     policy = Policy(model, BatchConfig(micro_batch_tokens=40), temperature=0.7, hits=True)
     full.old_logprobs = policy.logprobs(full)
     mine, before = shares(model, full), weights(model)
@@ -77,6 +77,9 @@ def policy_update(cfg: ModelConfig, parallel: ParallelConfig) -> dict:
     def loss(out, b):
         real = b.loss_mask
         gap = ((out.logprobs - b.old_logprobs).abs() * real).max()
+        assert (
+            b.forks is None or len(b.row_keys) == len(b.tokens) <= 4
+        )  # rows as they are, whatever the model was given
         assert out.entropy.shape == out.hits.shape == out.logprobs.shape == b.tokens.shape
         value = -(out.logprobs * b.loss_mask).sum() / full.loss_mask.sum()
         return LossOutput(value, {"hits": ((out.hits * real).sum(), real.sum())}, {"gap": gap.detach()})
@@ -84,6 +87,27 @@ def policy_update(cfg: ModelConfig, parallel: ParallelConfig) -> dict:
     stats = policy.update(mine, loss)
     after = weights(model)
     return {"stats": stats, "moved": any(not torch.equal(t, after[n]) for n, t in before.items())}
+
+
+def in_forks(rows: TrainBatch) -> TrainBatch:
+    """Every second row, and the first, is of a part up to column 4 and another."""
+    forks = (torch.arange(rows.tokens.shape[1]) >= 4) & (torch.arange(len(rows.tokens))[:, None] % 2 == 0)
+    mask = rows.loss_mask.clone()
+    mask[0::2, 4] = 0
+    return replace(rows, forks=forks.long(), loss_mask=mask, row_keys=torch.arange(len(mask)))
+
+
+def forked_logprobs(cfg: ModelConfig, parallel: ParallelConfig) -> dict:
+    """Of rows in parts, and of the parts as rows."""
+    policy = Policy(build(cfg, parallel), BatchConfig())
+    rows = in_forks(batch(cfg))
+    pieces = []
+    for tokens, forks, length in zip(rows.tokens, rows.forks, rows.lengths.tolist(), strict=True):
+        for fork in forks[:length].unique():
+            piece = tokens[:length][forks[:length] == fork]
+            alone = TrainBatch(piece[None], torch.tensor([len(piece)]), torch.ones(1, len(piece)))
+            pieces.append(policy.logprobs(alone)[0])
+    return {"rows": policy.logprobs(rows), "lengths": rows.lengths, "pieces": torch.cat(pieces)}
 
 
 def ptx_update(cfg: ModelConfig, parallel: ParallelConfig, coef: float | None, own: float = 1.0) -> dict:

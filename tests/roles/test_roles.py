@@ -97,6 +97,18 @@ def test_the_first_update_sees_the_old_logprobs(ranks, world, parallel):
         assert 0 <= stats["hits"] <= 1 and stats["policy/grad_norm"] > 0
 
 
+@pytest.mark.parametrize(
+    "world, parallel", [(1, ParallelConfig()), (2, ParallelConfig(tensor=2)), (2, ParallelConfig(context=2))]
+)
+def test_parts_of_a_trajectory_do_not_see_each_other_and_the_loss_sees_all_of_it(ranks, world, parallel):
+    for got in ranks.run("tests.roles.jobs:forked_logprobs", world=world, cfg=MODELS["qwen2"], parallel=parallel):
+        found = torch.cat([row[:n] for row, n in zip(got["rows"], got["lengths"], strict=True)])
+        torch.testing.assert_close(found, got["pieces"], atol=2e-6, rtol=0)
+        assert not got["rows"][0::2, 4].any()  # nothing is before it
+    for got in ranks.run("tests.roles.jobs:policy_update", world, cfg=MODELS["qwen2"], parallel=parallel, forked=True):
+        assert got["moved"] and got["stats"]["gap"] <= 1e-5
+
+
 @pytest.mark.parametrize("world, parallel", ALL)
 def test_the_critic_learns(ranks, world, parallel):
     for got in ranks.run("tests.roles.jobs:critic_update", world=world, cfg=LLAMA, parallel=parallel):

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from aligner.types import TrainBatch
+from aligner.types import RolloutBatch, TrainBatch
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The rows that parts were taken from, and `back` int64 [B, T]: where each token's value stands among the
+    flattened ones of the parts; that of padding, one behind the last."""
+
+    rows: RolloutBatch | TrainBatch
+    back: Tensor
+
+    def join(self, values: Tensor) -> Tensor:
+        return _taken(values, self.back)
 
 
 def apart(batch: TrainBatch) -> TrainBatch:
@@ -15,14 +28,7 @@ def apart(batch: TrainBatch) -> TrainBatch:
     if batch.documents is None:
         return batch
     count, width = batch.tokens.shape
-    cells = torch.arange(width).expand(count, width)
-    real = cells < batch.lengths[:, None]
-    begins = real.clone()
-    begins[:, 1:] &= batch.documents[:, 1:] != batch.documents[:, :-1]
-    row, start = begins.nonzero(as_tuple=True)
-    ends = torch.cat([start[1:], start.new_zeros(1)])
-    last = torch.cat([row[1:] != row[:-1], row.new_ones(1, dtype=torch.bool)])
-    lengths = torch.where(last, batch.lengths[row], ends) - start
+    row, start, lengths = _spans(batch)
     inside = torch.arange(int(lengths.max())).expand(len(row), -1)
     filled = inside < lengths[:, None]
     index = (row * width + start)[:, None] + inside.where(filled, 0)
@@ -35,12 +41,46 @@ def apart(batch: TrainBatch) -> TrainBatch:
     return replace(batch, **found | {"documents": None})
 
 
-def together(values: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
+def forks_apart(rows: RolloutBatch | TrainBatch, mask: Tensor) -> TrainBatch:
+    """A row for each of the `forks` of a trajectory, with what a model reads of it; a loss finds the rows as they are
+    in `whole`. `mask` [B, T] is the loss mask."""
+    wanted = rows.wanted if isinstance(rows, TrainBatch) else None
+    batch = TrainBatch(rows.tokens, rows.lengths, mask, wanted=wanted, routing=rows.routing, documents=rows.forks)
+    parts = apart(batch)
+    return replace(parts, whole=Whole(rows, _back(batch, parts.tokens.shape[1])))
+
+
+def together(values: Tensor, batch: TrainBatch) -> Tensor:
     """Values [rows of `apart(batch)`, t, ...] back in the places of the batch's tokens, [B, T, ...]."""
-    if batch.documents is None:
-        return values
+    return values if batch.documents is None else _taken(values, _back(batch, values.shape[1]))
+
+
+def _begins(batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    """Both bool [B, T]: the first tokens of documents, and all that are no padding."""
+    assert batch.documents is not None
     real = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
-    filled = torch.arange(values.shape[1]) < apart(batch).lengths[:, None]
-    found = values.new_zeros(*batch.tokens.shape, *values.shape[2:])
-    found[real] = values[filled]
-    return found
+    begins = real.clone()
+    begins[:, 1:] &= batch.documents[:, 1:] != batch.documents[:, :-1]
+    return begins, real
+
+
+def _spans(batch: TrainBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each document its row, its first column and its length, int64 [documents]."""
+    row, start = _begins(batch)[0].nonzero(as_tuple=True)
+    ends = torch.cat([start[1:], start.new_zeros(1)])
+    last = torch.cat([row[1:] != row[:-1], row.new_ones(1, dtype=torch.bool)])
+    return row, start, torch.where(last, batch.lengths[row], ends) - start
+
+
+def _back(batch: TrainBatch, width: int) -> Tensor:
+    """`Whole.back`, documents being right-padded to `width`."""
+    begins, real = _begins(batch)
+    row, start, _ = _spans(batch)
+    number = begins.flatten().cumsum(0).view_as(begins) - 1
+    column = torch.arange(batch.tokens.shape[1]) - start[number.clamp_min(0)]
+    return torch.where(real, number * width + column, len(row) * width)
+
+
+def _taken(values: Tensor, back: Tensor) -> Tensor:
+    flat = values.flatten(0, 1)
+    return torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[back]
