@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -200,7 +200,8 @@ class PromptDataset:
     """Prompts to generate from. Longer ones than data.max_prompt_tokens are dropped, or keep their last tokens.
 
     `Prompt.id` is the row number in the file, whatever was dropped before it. A column that only other rows have is
-    None.
+    None. A prompt is made when it is asked for, of what was kept of its row: files may be larger than memory, and
+    change while the run goes on.
     """
 
     def __init__(
@@ -212,11 +213,11 @@ class PromptDataset:
     ):
         reading, limit = Reading(rows, tokenizer, data, key, "max_prompt_tokens"), data.max_prompt_tokens
         self.report = reading.report
-        self._prompts: list[Prompt] = []
-        self._where: list[str] = []
-        columns, numbers = {}, count()
+        self._tokens, self._rest = Ragged(np.int32), Ragged(np.uint8)
+        self._columns: dict[str, None] = {}
+        numbers = count()
         for chunk in reading.chunks(lambda row: row.prompt):
-            columns |= {name: None for row in chunk for name in row.fields}
+            self._columns |= {name: None for row in chunk for name in row.fields}
             where, tools = [row.where for row in chunk], [row.tools for row in chunk]
             ids = encode_prompts(tokenizer, [row.prompt for row in chunk], where, tools, data.template_arguments)
             texts = tokenizer.batch_decode([tokens[-limit:] for tokens in ids], skip_special_tokens=False)
@@ -227,24 +228,26 @@ class PromptDataset:
                     )
                 if reading.fits(tokens):
                     messages = None if isinstance(row.prompt, str) else tuple(row.prompt)
-                    self._prompts.append(Prompt(number, tuple(tokens[-limit:]), text, row.fields, messages))
-                    self._where.append(row.where)
-        self._prompts = [replace(prompt, fields={**columns, **prompt.fields}) for prompt in self._prompts]
+                    # a pickle, because columns may hold what Parquet does; nobody else writes or reads it
+                    rest = pickle.dumps((row.where, number, text, row.fields, messages))
+                    self._tokens.append(tokens[-limit:])
+                    self._rest.append(np.frombuffer(rest, np.uint8))
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self._tokens)
 
     def __getitem__(self, index: int) -> Prompt:
-        return self._prompts[index]
+        _, number, text, fields, messages = pickle.loads(self._rest[index])
+        return Prompt(number, tuple(self._tokens[index].tolist()), text, {**self._columns, **fields}, messages)
 
     def where(self, index: int) -> str:
         """`file, row n` of a prompt."""
-        return self._where[index]
+        return pickle.loads(self._rest[index])[0]
 
     @property
     def lengths(self) -> np.ndarray:
         """int64 [len(self)] tokens per prompt."""
-        return np.asarray([len(prompt.tokens) for prompt in self._prompts], dtype=np.int64)
+        return self._tokens.lengths
 
 
 def _check_prompt(row: PreferenceRow, chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[int]]):

@@ -123,23 +123,25 @@ class RewardPipeline:
         self.take_late()
         return components
 
-    def unreadable(self, prompts: Sequence[Prompt], say: Callable[[str], None] = lambda text: None) -> dict[int, str]:
-        """By place, why a function cannot score some of these rows; read in the pool, before training. `say` is told
-        now and then how far it is."""
-        parts = [range(start, min(start + CHECKED, len(prompts))) for start in range(0, len(prompts), CHECKED)]
-        jobs = {
-            self._pool.submit(reward.unreadable, [prompts[i] for i in part]): part
-            for reward in self.rewards_of_threads
-            if getattr(reward, "checks_rows", False)
-            for part in parts
-        }
+    def unreadable(
+        self, prompts: Sequence[Prompt], rows: range, say: Callable[[str], None] = lambda text: None
+    ) -> dict[int, str]:
+        """By row, why a function cannot score some of these; read in the pool, before training, a few at a time. `say`
+        is told now and then how far it is."""
+
+        def check(reward: Reward, part: range) -> dict[int, str]:
+            return {part[place]: why for place, why in reward.unreadable([prompts[i] for i in part]).items()}
+
+        parts = [rows[start : start + CHECKED] for start in range(0, len(rows), CHECKED)]
+        checking = [reward for reward in self.rewards_of_threads if getattr(reward, "checks_rows", False)]
+        jobs = [self._pool.submit(check, reward, part) for reward in checking for part in parts]
         found: dict[int, str] = {}
         since = time.monotonic()
-        for number, (job, part) in enumerate(jobs.items()):
-            found |= {part[place]: why for place, why in job.result().items()}
+        for number, job in enumerate(jobs, start=1):
+            found |= job.result()
             if time.monotonic() - since > SAY_EVERY_S:
                 since = time.monotonic()
-                say(f"checking that rows can be scored: {100 * (number + 1) // len(jobs)} %")
+                say(f"checking that rows can be scored: {100 * number // len(jobs)} %")
         return found
 
     def functions(self, samples: Sequence[Sample], early: Mapping[int, Early] | None = None) -> dict[str, Component]:

@@ -22,11 +22,9 @@ def check_rows(
     """The first `count` rows. Collective over the world: each rank reads a share. Raises DataError, which lists the
     rows that cannot be scored, on every rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    mine = range(rank, count, world)
     with raised_together():
-        found = rewards.unreadable([prompts[i] for i in mine], say)
-    everyone = gathered({mine[place]: why for place, why in found.items()})
-    refuse({i: why for part in everyone for i, why in part.items()}, prompts, count)
+        found = rewards.unreadable(prompts, range(rank, count, world), say)
+    refuse({i: why for part in gathered(found) for i, why in part.items()}, prompts, count)
 
 
 def refuse(unreadable: Mapping[int, str], prompts: PromptDataset | PromptMixture, count: int) -> None:

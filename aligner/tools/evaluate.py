@@ -82,7 +82,7 @@ def _answers(cfg: Config, folder: Path) -> Found:
     sampling = SamplingParams(limit, cfg.eval.temperature, stop=tuple(cfg.sampling.stop))
     functions, prompts = cfg.eval.functions or cfg.reward.functions, [dataset[i] for i in range(count)]
     rewards = RewardPipeline([(load_function(f, i), f.weight) for i, f in enumerate(functions)], cfg.reward)
-    refuse(rewards.unreadable(prompts, print), dataset, count)
+    refuse(rewards.unreadable(dataset, range(count), print), dataset, count)
     samples = model.answer(prompts, cfg.eval.samples, sampling, cfg.seed)
     verdict = judge(samples, rewards, cfg.eval)
     rows = [_row(s, i, verdict.totals[i], verdict.components) for i, s in enumerate(samples)]

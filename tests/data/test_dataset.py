@@ -1,3 +1,7 @@
+import tracemalloc
+from datetime import date
+from decimal import Decimal
+
 import numpy as np
 import pytest
 
@@ -36,6 +40,35 @@ def test_tokens_beyond_a_limit_lie_in_a_file_and_are_the_same(byte, monkeypatch)
     assert len(mapped) == 56 and mapped.lengths.tolist() == [len(item.tokens) for item in held]
     for one, other in zip(held, mapped, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist() and one.loss_mask.tolist() == other.loss_mask.tolist()
+
+
+def test_prompts_beyond_a_limit_lie_in_a_file_and_are_the_same(byte, monkeypatch):
+    """Not a bit of them is held as objects, whatever kinds of values their rows have."""
+    chat = [{"role": "user", "content": "question"}]
+    values = {
+        "day": date(2026, 1, 2),
+        "raw": b"\x00\xff",
+        "n": Decimal("1.10"),
+        "deep": [{"a": None}],
+        "text": "x" * 9999,
+    }
+    rows = [PromptRow(chat if i % 3 else f"question {i}", values | {"i": i}, f"f, row {i + 1}") for i in range(200)]
+    held = PromptDataset(rows, byte, DataConfig())
+    assert [prompt.fields["i"] for prompt in held] == list(range(200)) and held[0].fields == values | {"i": 0}
+    assert (
+        held[1].messages == tuple(chat) and held[1].text == "<|user|>question<|assistant|>" and held[0].messages is None
+    )
+    monkeypatch.setattr(ragged, "CHUNK", 8)
+    monkeypatch.setattr(ragged, "IN_MEMORY", 500)
+    tracemalloc.start()
+    try:
+        mapped = PromptDataset(rows, byte, DataConfig())
+        assert list(mapped) == list(held) and [mapped.where(i) for i in (0, 199)] == ["f, row 1", "f, row 200"]
+        memory, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert memory < 300_000, memory  # of 2 MB of text
+    assert mapped.lengths.tolist() == held.lengths.tolist() == [len(prompt.tokens) for prompt in held]
 
 
 def test_sft_drop_and_truncate_are_counted(byte):

@@ -234,15 +234,16 @@ def test_slow_answers_keep_no_other_function_waiting():
     assert rewards.take_late()["reward/bounded/late"][0] > 0
 
 
-def test_rows_that_cannot_be_scored_are_told_by_their_place():
+def test_rows_that_cannot_be_scored_are_told_by_their_number():
     def f(samples, odd=1):
         return [0.0 for _ in samples]
 
     f.unreadable = lambda prompts, odd=1: {i: f"{p.fields['v']}?" for i, p in enumerate(prompts) if p.id % 7 == odd}
     rewards = pipeline([(FunctionReward(f, "f", {"odd": 3}, "key"), 1.0), (column("v"), 1.0)], workers=2)
     prompts = [s.prompt for s in samples(range(1000))]
-    assert rewards.unreadable(prompts) == {i: f"{i}?" for i in range(3, 1000, 7)}
-    assert pipeline([(column("v"), 1.0)]).unreadable(prompts) == {}
+    assert rewards.unreadable(prompts, range(1000)) == {i: f"{i}?" for i in range(3, 1000, 7)}
+    assert rewards.unreadable(prompts, range(1, 900, 2)) == {i: f"{i}?" for i in range(3, 900, 14)}
+    assert pipeline([(column("v"), 1.0)]).unreadable(prompts, range(1000)) == {}
 
 
 def test_a_hanging_function_does_not_keep_the_process():
