@@ -85,7 +85,8 @@ def axes() -> dict[str, Case]:
 
 
 def lora_axes() -> dict[str, Case]:
-    """Cases of models with adapters, against the same on one rank. What is compared are merged weights."""
+    """Cases of models with adapters, against the same on one rank; a critic is on a policy's trunk. Compared are
+    merged weights."""
     from tests.invariance_jobs import Case
 
     dora, experts = replace(ADAPTED, lora=replace(ADAPTED.lora, dora=True)), replace(EXPERTS, lora=ADAPTED.lora)

@@ -39,7 +39,7 @@ from aligner.stages.ppo import value_loss
 from aligner.stages.rm import preference_loss
 from aligner.stages.sft import sft_loss
 from aligner.types import RolloutBatch, TrainBatch
-from tests.megatron.jobs import build, weights
+from tests.megatron.jobs import build, build_on, weights
 from tests.tiny import random_routing, wild_source
 
 # Adam with a huge eps and no memory is gradient descent: with learning rate 1, and with one so large that the first
@@ -119,9 +119,12 @@ def _replay(recording, stage: str, model: ModelConfig, case: Case, without: str)
     for name, optim, steps in (("steep", STEEP, 1), ("sgd", PLAIN, 2), ("adam", ADAM, 2)):
         head = Head("lm" if stage in POLICIES else "score")
         optim = replace(optim, distributed=case.distributed)
+        on_trunk = stage == "critic" and cfg.lora.rank > 0
+        kind = Head() if on_trunk else head
         sharded = build(
-            cfg, case.parallel, optim, head, case.dtype, packed=case.batch.packing, share=case.batch.share_prompts
+            cfg, case.parallel, optim, kind, case.dtype, packed=case.batch.packing, share=case.batch.share_prompts
         )
+        sharded = build_on(sharded, optim) if on_trunk else sharded
         start, losses = weights(sharded), []
         layout = sharded.layout
         mine = share(rows, stage, layout.data, layout.dp_rank)

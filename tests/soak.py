@@ -248,6 +248,7 @@ class Soak:
             more += [ADAPTIVE % ("loss" if stage == "grpo" else "reward")]
         if stage == "ppo":
             more.append(f"reward.model={self.folder / 'start_rm'}")
+            more += ["critic.trunk=policy"] if layout.endswith("lora") else []
         if stage == "sample":
             more += ["batch.prompts=6", "stage.sample.reward_above=0"]
         elif stage == "online_dpo":

@@ -60,7 +60,10 @@ def test_the_numbers_stay_with_experts(matrix, stage, axis):
     assert matrix.base(stage, case)["near_ties"] == 0  # else a layout may send a token elsewhere, and rightly so
 
 
-@pytest.mark.parametrize("stage, axis", [*(("grpo", axis) for axis in LORA_AXES), ("rm", LORA_AXES[2])])
+ON_TRUNK = [("critic", f"lora, {axis}") for axis in ("tp2, sequence", "pp2, recompute", "experts, ep2+tp2, sequence")]
+
+
+@pytest.mark.parametrize("stage, axis", [*(("grpo", axis) for axis in LORA_AXES), ("rm", LORA_AXES[2]), *ON_TRUNK])
 def test_the_numbers_stay_with_adapters(matrix, stage, axis):
     case = invariance.axes()[axis]
     within(matrix.deviation(stage, case), invariance.bounds(case))

@@ -37,12 +37,13 @@ def make_model(
     steps: int,
     factors: WeightSource | None = None,
     layout: Layout | None = None,
+    trunk: ShardedModel | None = None,
 ) -> ShardedModel:
     """With `optim` a model to train for `steps` optimizer steps, else a frozen one, on the job's layout unless told.
-    Its adapters, if it has some, start with these `factors`."""
-    batch, source, layout = job.cfg.batch, initial.source(head), layout or job.layout
+    Its adapters, if it has some, start with these `factors`; its other weights are those of `trunk`, if given."""
+    batch, source, layout = job.cfg.batch, trunk or initial.source(head), layout or job.layout
     rows = {"packed": batch.packing, "share": batch.share_prompts}
-    rows |= {"seed": job.cfg.seed, "restore": partial(_restore, initial), "factors": factors}
+    rows |= {"seed": job.cfg.seed, "restore": None if trunk else partial(_restore, initial), "factors": factors}
     model = ShardedModel(initial.config, layout, head, job.dtype, job.device, source, optim, steps, **rows)
     if model.adapted is not None:
         job.frozen.append(initial.weights)
@@ -169,8 +170,13 @@ def make_step_scorer(job: Job) -> ProcessRewardModel:
     return ProcessRewardModel(model, job.cfg.batch, StepEncoder(job.tokenizer, job.cfg.algorithm.reward_loss.separator))
 
 
-def make_critic(job: Job, steps: int) -> Critic:
-    """From `critic.init`, by default the reward model; it then speaks in the reward model's centred, scaled scores."""
+def make_critic(job: Job, steps: int, policy: Policy) -> Critic:
+    """From `critic.init`, by default the reward model; it then speaks in the reward model's centred, scaled scores. Or
+    on the frozen weights of the `policy`."""
+    if job.cfg.critic.trunk == "policy":
+        how = job.cfg.critic.optim, steps
+        model = job.models["critic"] = make_model(job, job.initial, Head("score"), *how, trunk=policy.model)
+        return Critic(model, job.cfg.batch)
     path = job.cfg.critic.init or job.cfg.reward.model
     initial = _scorer(job, path, "critic.init" if job.cfg.critic.init else "reward.model")
     model = job.models["critic"] = make_model(job, initial, Head("score"), job.cfg.critic.optim, steps)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import LayoutError
-from aligner.megatron.weights import local_modules, local_parameters
+from aligner.megatron.weights import OUTPUT, local_modules, local_parameters
 from aligner.models.adapters import held_sites
 from aligner.ops.kernels.frozen import BLOCK, Frozen, frozen_linear
 
@@ -49,6 +49,16 @@ def hold(model: GPTModel, cfg: ModelConfig) -> list[Frozen]:
         if not site.base.experts:
             module._forward_impl = partial(_product, empty.held)
     return found
+
+
+def share_frozen(model: GPTModel, trunk: GPTModel) -> None:
+    """Give a stage the very parameters of `trunk`, held or not, but for the head: those of its own are freed."""
+    theirs, their_modules, modules = local_parameters(trunk), local_modules(trunk), local_modules(model)
+    for name in local_parameters(model).keys() - {OUTPUT}:
+        module, attribute = name.rsplit(".", 1)
+        setattr(modules[module], attribute, theirs[name])
+        if "_forward_impl" in vars(their_modules[module]):
+            modules[module]._forward_impl = their_modules[module]._forward_impl
 
 
 @torch.no_grad()

@@ -85,8 +85,11 @@ class ModelMemory:
 
     def _storages(self, kind: str) -> list[torch.UntypedStorage]:
         """Each once, those that are away with 0 bytes. (Memory that numpy has seen, on a CPU, is not ours to free: it
-        stays.)"""
-        here = (p for p in self.model.module.parameters() if not p.is_meta)
+        stays.) A model on another's trunk has what it does not share: every phase that reads it reads the other too
+        (`run/phases.py`)."""
+        trunk = self.model.trunk
+        theirs = set() if trunk is None else set(trunk.module.parameters())
+        here = (p for p in self.model.module.parameters() if not p.is_meta and p not in theirs)
         weights = _unique(chain(here, *((held.codes, held.scales) for held in self.model.held)))
         if kind == "weights":
             return list(weights.values())

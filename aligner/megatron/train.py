@@ -32,7 +32,7 @@ from aligner.megatron.collectives import sum_parts
 from aligner.megatron.expert_load import ExpertLoad
 from aligner.megatron.grad_norm import use_one_norm
 from aligner.megatron.groups import Layout
-from aligner.megatron.held import hold
+from aligner.megatron.held import hold, share_frozen
 from aligner.megatron.lora import AdaptedModel, MergedWeights, SplitWeights, attach
 from aligner.megatron.model import Head, build_model, uses_transformer_engine
 from aligner.megatron.optimizer_state import fuse
@@ -85,7 +85,7 @@ class ShardedModel:
         head: Head,
         dtype: torch.dtype,
         device: torch.device,
-        source: WeightSource,
+        source: WeightSource | ShardedModel,
         optim: OptimConfig | None = None,
         total_steps: int = 0,
         packed: bool = True,
@@ -95,10 +95,15 @@ class ShardedModel:
         factors: WeightSource | None = None,
     ):
         """`restore` loads weights over those of `source`; `seed`: of adapters, which a model with `optim` has if
-        `cfg.lora` says so, unless they start with these `factors`."""
+        `cfg.lora` says so, unless they start with these `factors`. `source` may be a model with adapters: its frozen
+        parameters are this one's too, and a score head starts at zero."""
         self.cfg, self.layout, self.head, self.device, self.dtype = cfg, layout, head, device, dtype
         self.module = build_model(cfg, layout, head, dtype, device)
-        load_weights(self.module, cfg, layout, head, source)
+        self.trunk = source if isinstance(source, ShardedModel) else None  # whose frozen weights these are
+        if self.trunk is None:
+            load_weights(self.module, cfg, layout, head, source)
+        else:
+            share_frozen(self.module, self.trunk.module)
         self.optim, self.total_steps, self.packed, self.share = optim, total_steps, packed, share
         self.optimizer: MegatronOptimizer | None = None
         self.ema: Ema | None = None  # of the weights, from the step after which it is set
@@ -107,7 +112,7 @@ class ShardedModel:
         if restore is not None:
             restore(self)
         self.held: list[Frozen] = []  # matrices in 4 or 8 bits
-        if optim is not None and cfg.lora.quantize_base != "none":
+        if optim is not None and cfg.lora.quantize_base != "none" and self.trunk is None:
             self.held = hold(self.module, cfg)
         if optim is not None and cfg.lora.rank:
             self.adapted = attach(self.module, cfg, layout, head, seed)

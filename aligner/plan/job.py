@@ -39,7 +39,7 @@ class Part:
     outputs: int = 1
     distributed: bool = True  # optimizer state over data-parallel ranks
     averaged: bool = False  # `ema` beside it
-    shared: bool = False  # it is the policy without its adapters: no weights of its own
+    shared: bool = False  # its frozen weights are the policy's: those of a reference, or of a critic on its trunk
 
     @property
     def role(self) -> str:
@@ -279,8 +279,10 @@ def _parts(cfg: Config, shape: ModelConfig) -> tuple[Part, ...]:
     if stage.rollouts and cfg.reward.model and not cfg.debug.train_only:
         parts.append(Part("reward", scorer, "score"))
     if "critic" in beside:
-        critic = shape_at(scorer, cfg.critic.init)
-        parts.append(Part("critic", critic, "score", True, distributed=cfg.critic.optim.distributed or mixed))
+        shared = cfg.critic.trunk == "policy"
+        critic = shape if shared else shape_at(scorer, cfg.critic.init)
+        distributed = cfg.critic.optim.distributed or mixed
+        parts.append(Part("critic", critic, "score", True, distributed=distributed, shared=shared))
     return tuple(parts)
 
 

@@ -88,7 +88,7 @@ def weight_bytes(count: Count, element: int) -> float:
 def model_bytes(job: Job, part: Part, stage: int) -> float:
     """Of the weights that one rank holds of a model, adapters and all."""
     if part.shared:
-        return 0.0
+        return weight_bytes(trained_parameters(part, job.grid, stage), job.element) if part.trained else 0.0
     held = weight_bytes(held_parameters(part, job.grid, stage), job.element)
     return held - saved_bytes(part, job.grid, stage, job.element)
 

@@ -40,7 +40,7 @@ def main(job: Job) -> None:
     warmup = steps // cfg.run.steps * cfg.critic.warmup_steps if cfg.run.steps else 0
     policy = make_policy(job, steps - warmup)
     reference = make_reference(job, policy) if cfg.algorithm.kl.coef else None
-    critic = make_critic(job, steps + cfg.critic.pretrain_steps)
+    critic = make_critic(job, steps + cfg.critic.pretrain_steps, policy)
     rollouts, state, evaluation = make_rollouts(job, policy, reward_model)
     kl = KLController(cfg.algorithm.kl)
     run = make_run(job, {"policy": policy.model, "critic": critic.model}, state | {"kl": kl}, evaluation)

@@ -7,7 +7,10 @@ from aligner.config.resolve import compose
 from aligner.config.stages import STAGES
 from aligner.config.validate import validate
 from aligner.errors import ConfigError
-from aligner.plan.job import _parts
+from aligner.plan.devices import DEVICES, Assumptions
+from aligner.plan.job import _parts, job_of
+from aligner.plan.memory import plan_memory
+from aligner.plan.shapes import rank_parameters
 
 KEY = "algorithm.preference.reference"
 LORA = ["model.lora.rank=2"]
@@ -67,6 +70,16 @@ def test_the_plan_has_no_memory_for_a_shared_reference():
             )
             found = {part.name: part.shared for part in _parts(cfg, cfg.model)}
             assert found["reference"] == bool(more), stage
+
+
+def test_the_plan_counts_a_trunk_once():
+    """Beside the policy a critic on its trunk has what is trained of it, and its sizes whatever the reward model's."""
+    ppo = ["stage=ppo", "model=llama3_8b", "reward.model=/nowhere", "model.lora.rank=16"]
+    own, shared = (job_of(compose([*ppo, *more]), 8) for more in ([], ["critic.trunk=policy"]))
+    weights = [plan_memory(job, DEVICES["h100"], Assumptions()).phases["update"]["weights"] for job in (own, shared)]
+    critic = shared.parts[-1]
+    whole = own.element * rank_parameters(critic.shape, own.grid, 0, "").total
+    assert critic.shared and weights[0] - weights[1] == whole > 14e9
 
 
 @pytest.mark.parametrize("more", [["stage=grpo", "debug.rollout_only=true"], ["stage=sample"]])

@@ -117,6 +117,8 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("grpo", ["algorithm.advantage=gae"], 1, "algorithm.advantage"),
         ("ppo", ["algorithm=grpo"], 1, "algorithm.advantage"),
         ("ppo", ["reward.model=''", "reward.functions=[{path:math}]"], 1, "critic.init"),
+        ("ppo", ["critic.trunk=policy"], 1, "critic.trunk"),
+        ("ppo", ["critic.trunk=policy", "model.lora.rank=2", "critic.init=."], 1, "critic.init"),
         ("grpo", ["sampling.temperature=0"], 1, "sampling.temperature"),
         ("grpo", ["data.max_prompt_tokens=4000", "sampling.max_response_tokens=97"], 1, "sampling.max_response_tokens"),
         ("sft", ["data.max_tokens=5000"], 1, "data.max_tokens"),
@@ -152,6 +154,8 @@ def test_division_by_ranks_is_a_layout_error(make, overrides, world):
 def test_exactly_full_context_is_allowed(make):
     validate(make("grpo", "data.max_prompt_tokens=4000", "sampling.max_response_tokens=96"), 1)
     validate(make("ppo", "critic.init=.", "reward.model=''", "reward.functions=[{path:math}]"), 1)
+    trunk = ["critic.trunk=policy", "model.lora.rank=2"]
+    validate(make("ppo", *trunk, "reward.model=''", "reward.functions=[{path:math}]"), 1)
     validate(
         make("grpo", "batch.minibatch_samples=64", "batch.micro_batch_samples=24", "batch.micro_batch_tokens=99"), 1
     )

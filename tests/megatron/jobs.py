@@ -22,6 +22,8 @@ from aligner.megatron.checkpoint import load_model, save_model
 from aligner.megatron.checkpoint_index import read_index
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
+from aligner.megatron.weights import OUTPUT
+from aligner.models.families import family_table
 from aligner.models.hf_config import config_from_hf
 from aligner.models.params import from_hf
 from aligner.models.safetensors_io import open_hf
@@ -50,6 +52,17 @@ def build(
     layout = groups.build_layout(parallel)
     source = source or wild_source(cfg)
     return ShardedModel(cfg, layout, head, dtype, torch.device("cpu"), source, optim, total_steps, packed, share)
+
+
+def build_on(trunk: ShardedModel, optim: OptimConfig = ADAM) -> ShardedModel:
+    """A critic on the frozen weights of a model with adapters, with the head of one that `build` makes."""
+    cfg, how = trunk.cfg, (trunk.total_steps, trunk.packed, trunk.share)
+    model = ShardedModel(cfg, trunk.layout, Head("score"), trunk.dtype, trunk.device, trunk, optim, *how)
+    if trunk.layout.is_last_stage:
+        (head,) = (spec for spec in family_table(cfg, "score") if spec.canonical == OUTPUT)
+        model.module.output_layer.weight.data.copy_(wild_source(cfg)(head))
+    model.optimizer.reload_model_params()
+    return model
 
 
 def from_folder(folder: str, parallel: ParallelConfig = ONE, head: Head = Head(), **kwargs) -> ShardedModel:  # noqa: B008
