@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from aligner.ops.kernels.frozen import BLOCK, KINDS, NF4, Frozen, frozen_linear, held_bytes
+from aligner.ops.kernels.frozen import BLOCK, KINDS, NF4, Frozen, _by_bitsandbytes, frozen_linear, held_bytes
 
 
 def matrix(rows=24, columns=192, seed=0):
@@ -18,7 +18,8 @@ def test_nf4_has_the_bits_of_bitsandbytes(dtype):
     assert torch.equal(held.codes.flatten(), codes.flatten())
     assert torch.equal(held.scales.flatten(), state.absmax)
     assert torch.equal(NF4, state.code)
-    assert torch.equal(held.dense(dtype), bnb.dequantize_4bit(codes, state))
+    for numbers in (held.dense(dtype), _by_bitsandbytes(held, dtype)):  # plain torch's, and as on a GPU
+        assert torch.equal(numbers, bnb.dequantize_4bit(codes, state))
 
 
 def test_nf4_is_the_nearest_of_the_published_numbers():
