@@ -171,6 +171,12 @@ class LossOutput:
     means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
+    def detached(self) -> LossOutput:
+        """The numbers alone. Kept with its graph until the step ends, the loss of a micro-batch would keep what a
+        pipeline stage received for it, and the gradient of that."""
+        means = {name: (part.detach(), whole.detach()) for name, (part, whole) in self.means.items()}
+        return LossOutput(self.loss.detach(), means, {name: value.detach() for name, value in self.maxima.items()})
+
 
 ScalarMetrics = dict[str, float]
 Sums = dict[str, tuple[float, float]]  # name -> (numerator, denominator): add over ranks, then divide

@@ -388,7 +388,7 @@ class ShardedModel:
 
         def collect(output: Tensor, batch: TrainBatch):
             out = loss(output, batch)
-            return out.loss, torch.zeros((), dtype=torch.int, device=output.device), out
+            return out.loss, torch.zeros((), dtype=torch.int, device=output.device), out.detached()
 
         outputs: list[LossOutput] = self._run(micro_batches, collect, forward_only=False, non_loss=False)
         lr = lr_at(self.step_count, self.optim, self.total_steps)
@@ -434,12 +434,9 @@ def reduce_outputs(outputs: list[LossOutput], group: dist.ProcessGroup) -> Scala
     maxima = list(dict.fromkeys(name for out in outputs for name in out.maxima))
     zero = torch.zeros((), device=outputs[0].loss.device)
     none, least = (zero, zero), zero - math.inf
-    rows = [
-        [out.loss.detach().float()] + [part.detach().float() for n in means for part in out.means.get(n, none)]
-        for out in outputs
-    ]
+    rows = [[out.loss.float()] + [part.float() for n in means for part in out.means.get(n, none)] for out in outputs]
     sums = torch.stack([torch.stack(row) for row in rows]).sum(0)
-    each = [[out.maxima.get(n, least).detach().float() for n in maxima] for out in outputs]
+    each = [[out.maxima.get(n, least).float() for n in maxima] for out in outputs]
     tops = torch.stack([torch.stack(row) for row in each]).amax(0) if maxima else None
     if group.size() > 1:
         dist.all_reduce(sums, group=group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.megatron.pipeline import Pipeline
 from aligner.roles.batching import micro_batches
 from tests.megatron.jobs import build, nll_loss
 from tests.tiny import ADAM, LLAMA, batch
@@ -28,6 +30,30 @@ def messages(parallel: ParallelConfig, dtype: torch.dtype = torch.float32) -> di
             model.step(parts, nll_loss(model, full))
     tokens = [model._pack(part.trim()).tokens for part in parts]
     return {"stage": model.layout.pp_rank, "sent": sent, "waits": dict(waits), "tokens": tokens}
+
+
+def received(parallel: ParallelConfig) -> list[int]:
+    """How many of the activations that this stage received before are still there when the next ones have come."""
+    model, full = build(LLAMA, parallel, ADAM), batch(LLAMA)
+    parts = micro_batches(full, BatchConfig(micro_batch_samples=1))
+    before, alive = [], []
+
+    def noting(receive):
+        def receive_and_note(*args):
+            tensors = receive(*args)
+            alive.append(sum(tensor() is not None for tensor in before))
+            before.extend(weakref.ref(tensor) for tensor in tensors if tensor is not None)
+            return tensors
+
+        return receive_and_note
+
+    with mock.patch.multiple(
+        Pipeline,
+        recv_forward=noting(Pipeline.recv_forward),
+        send_backward_recv_forward=noting(Pipeline.send_backward_recv_forward),
+    ):
+        model.step(parts, nll_loss(model, full))
+    return alive
 
 
 class _noted:

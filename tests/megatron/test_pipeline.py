@@ -25,3 +25,9 @@ def test_no_message_tells_a_shape(ranks, layout):
         assert told["sent"]["forward"] == ([] if told["stage"] else shapes)
         assert told["sent"]["step"] == shapes  # activations of the first stage, gradients of the last
         assert not told["waits"]
+
+
+def test_the_last_stage_forgets_what_it_has_learned_from(ranks):
+    """Each micro-batch is received, computed and sent back before the next one."""
+    _, alive = ranks.run("tests.megatron.pipeline_jobs:received", world=2, parallel=ParallelConfig(pipeline=2))
+    assert len(alive) > 3 and max(alive) == 1, alive  # the schedule's own variable still has the one before
