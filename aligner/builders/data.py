@@ -1,13 +1,10 @@
-"""From a job to its rows, prompts, batches and rewards."""
+"""From a job to its rows, prompts and batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from aligner.builders.job import Job
 from aligner.config.sections.data import DataConfig
@@ -23,13 +20,7 @@ from aligner.data.tokenizer import stop_token_ids
 from aligner.ops.agree import same_view
 from aligner.ops.packing.balance import row_costs
 from aligner.ops.seeds import derive
-from aligner.rewards.composite import RewardPipeline
-from aligner.rewards.functions import load_function
-from aligner.rewards.judge import Judge
-from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.ptx import Ptx
-from aligner.roles.reward_model import RewardModel
-from aligner.rollout.replies import EngineReplies
 from aligner.types import SamplingParams, TrainBatch
 
 PTX = "ptx.data"  # a section like `data`
@@ -113,23 +104,6 @@ def make_ptx(job: Job) -> Ptx:
     stream = make_stream(job, dataset, job.cfg.ptx.sequences, PTX)
     job.state["ptx"] = stream
     return Ptx(_dealt(job, dataset, stream, collate_sft), job.cfg.ptx.coef, job.layout)
-
-
-def _sum_over_data_ranks(job: Job, values: list[float]) -> list[float]:
-    total = torch.tensor(values, dtype=torch.float64, device=job.device)
-    dist.all_reduce(total, group=job.layout.pgs.dp)
-    return total.tolist()
-
-
-def make_rewards(job: Job, model: RewardModel | ProcessRewardModel | None) -> RewardPipeline:
-    found: list[tuple[Any, float]] = [
-        (load_function(function, i), function.weight) for i, function in enumerate(job.cfg.reward.functions)
-    ]
-    if model is not None:
-        found.append((model, job.cfg.reward.model_weight))
-    own = EngineReplies(lambda: job.engine, job.tokenizer, job.layout.peers, job.initial.config.max_position)
-    found += [(Judge(judge, own), judge.weight) for judge in job.cfg.reward.judges]
-    return RewardPipeline(found, job.cfg.reward, reduce=partial(_sum_over_data_ranks, job))
 
 
 def make_sampling(job: Job, temperature: float, limit: int, plain: bool = False) -> SamplingParams:

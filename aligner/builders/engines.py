@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,21 +73,25 @@ def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
         return _trtllm_engine(job, model, dtype)
     if job.cfg.engine.name == "recorded":
         return RecordedEngine(model, job.cfg.engine.answers, dtype=dtype)
-    return _native_engine(job, model, dtype)
+    return _policy_engine(job, model)
 
 
-def _native_engine(job: Job, model: ModelConfig, dtype: torch.dtype) -> FleetEngine:
-    tokenizer = job.tokenizer
-    engine = FleetEngine(
+def native_engine(job: Job, model: ModelConfig, tokenizer: Any, reports_routing: bool = False) -> FleetEngine:
+    """One without weights. Collective over the ranks that will call it together."""
+    return FleetEngine(
         model,
         job.cfg.engine,
         device=job.device,
-        dtype=dtype,
+        dtype=_engine_dtype(job),
         pad_id=tokenizer.pad_token_id,
         decode=tokenizer.decode,
         group=neighbours(job.cfg.engine.tensor_parallel),
-        reports_routing=job.cfg.mismatch.replay_routing,
+        reports_routing=reports_routing,
     )
+
+
+def _policy_engine(job: Job, model: ModelConfig) -> FleetEngine:
+    engine = native_engine(job, model, job.tokenizer, job.cfg.mismatch.replay_routing)
     engine.steal = not job.cfg.run.deterministic
     return engine
 
@@ -97,7 +102,7 @@ def serve(job: Job) -> int:
     assert bridge is not None
     bridge.signal = lambda: job.boundary.signals.received
     dtype = _engine_dtype(job)
-    job.engine = engine = _native_engine(job, model, dtype)
+    job.engine = engine = _policy_engine(job, model)
     p = cfg.parallel
     data = bridge.trainers // p.model_size
     trainer = TrainerGrid(model.num_layers, p.tensor, p.pipeline, p.context, data, p.expert)

@@ -19,6 +19,7 @@ from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.data.shipped_templates import use_chat_template
 from aligner.engines.base import RolloutEngine
 from aligner.engines.bridge import Bridge
+from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.trtllm.built import TrtllmBuiltEngine
 from aligner.engines.trtllm.torch_backend import TrtllmEngine, require_package
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
@@ -52,6 +53,7 @@ class Job:
     timers: Timers = field(default_factory=Timers)
     models: dict[str, ShardedModel] = field(default_factory=dict)  # by role, for the memory's turns
     engine: RolloutEngine | None = None
+    judges: dict[str, FleetEngine] = field(default_factory=dict)  # with weights of their own, by role
     start: Start = field(default_factory=lambda: Start("", 1, {}))  # rank 0 has a real one
     state: dict[str, Stateful] = field(default_factory=dict)  # that checkpoints keep beside the stage's own
     on_commit: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of a whole checkpoint

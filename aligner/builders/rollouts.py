@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from aligner.builders.data import make_prompts, make_rewards, make_sampling, make_stream, make_training_set
+from aligner.builders.data import make_prompts, make_sampling, make_stream, make_training_set
 from aligner.builders.engines import make_evaluator, make_refit, make_verifier
 from aligner.builders.job import Job, digest, tokenizer_hash
+from aligner.builders.rewards import make_rewards
 from aligner.config.freeze import rollout_key
 from aligner.data.dataset import PromptDataset
 from aligner.data.mixture import PromptMixture

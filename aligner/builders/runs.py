@@ -16,7 +16,7 @@ from aligner.config.identity import definition, reads
 from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import ConfigError, EngineError, MemoryLimitError, MismatchError, RewardError
 from aligner.megatron.checkpoint_files import complete_checkpoints
-from aligner.megatron.offload import ModelMemory
+from aligner.megatron.offload import FrozenMemory, ModelMemory
 from aligner.megatron.train import ShardedModel
 from aligner.models.adapters import target_names
 from aligner.ops.agree import same_view
@@ -51,9 +51,12 @@ def make_run(
     run.accepted = job.start.accepted
     run.timers = job.timers
     run.timers.on_phase = job.watchdog.phase
-    memories = {role: ModelMemory(model, cfg.memory.pin) for role, model in job.models.items()}
+    memories: dict[str, FrozenMemory] = {r: ModelMemory(model, cfg.memory.pin) for r, model in job.models.items()}
+    for role, judge in job.judges.items():
+        memories[role] = FrozenMemory(job.device, judge.model.views.values, cfg.memory.pin)
     here = None if isinstance(job.engine, RemoteEngine) else job.engine
-    run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.kv_cache_bytes)
+    asked = any(not judge.model for judge in cfg.reward.judges)
+    run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.kv_cache_bytes, asked)
     run.timers.around = run.memory.phase
     return run
 

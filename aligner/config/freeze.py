@@ -129,6 +129,8 @@ def rollout_key(cfg: Config) -> str:
         del data["mismatch"]["replay_routing"]
     if not cfg.data.sources:
         del data["data"]["sources"]
+    for judge in data["reward"]["judges"]:
+        del judge["model"]  # whose content counts, as that of all paths
     for section, names in _NOT_OF_ROLLOUTS_IN.items():
         for name in names:
             del data[section][name]

@@ -15,6 +15,7 @@ from typing import Any
 from aligner.config.options import hints
 from aligner.config.schema import Config
 from aligner.config.sections.data import SourceConfig
+from aligner.config.sections.judge import JudgeConfig
 from aligner.config.stage import ROLLOUTS, SEQUENCES
 from aligner.config.stages import STAGES
 
@@ -100,6 +101,7 @@ KINDS: dict[str, Kind] = {
 }
 # sections and keys that not every stage reads: those that do name them (config/stages)
 OWN = ("critic", "algorithm.reward_loss", "algorithm.preference", "algorithm.kto", "algorithm.distill")
+PATHS = {SourceConfig: "path", JudgeConfig: "model"}  # of elements of lists: data and models may move
 OPTIONAL = (*ROLLOUTS, *SEQUENCES, *OWN)
 
 
@@ -146,10 +148,10 @@ def _flat(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """An element of a list. Of a source of rows only the content counts, not the path."""
+    """An element of a list, without its path where only the content counts."""
     if not is_dataclass(value):
         return value
-    return {key: v for key, v in asdict(value).items() if not (isinstance(value, SourceConfig) and key == "path")}
+    return {key: v for key, v in asdict(value).items() if key != PATHS.get(type(value))}
 
 
 def reads(stage: str, key: str) -> bool:

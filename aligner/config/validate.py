@@ -57,6 +57,7 @@ def _paths(cfg: Config) -> None:
     }
     for section, data in (("data", cfg.data), ("ptx.data", cfg.ptx.data)):
         optional |= {f"{section}.sources.{source.label}.path": source.path for source in data.sources}
+    optional |= {f"reward.judges.{judge.name}.model": judge.model for judge in cfg.reward.judges}
     for key, path in optional.items():
         if path:
             exists(key, path)
@@ -110,6 +111,9 @@ def _engine_ranks(cfg: Config, world_size: int) -> None:
         raise LayoutError("engine.tensor_parallel", width, f"a divisor of {among}")
     if not ranks:
         return
+    if any(judge.model for judge in cfg.reward.judges) and (world_size - ranks) % width:
+        expected = f"a divisor of the {world_size - ranks} ranks that train, where models of reward.judges are"
+        raise LayoutError("engine.tensor_parallel", width, expected)
     if cfg.stage.name not in ROLLOUT_STAGES:
         raise ConfigError("engine.ranks", ranks, f"0 for stage {cfg.stage.name}: {', '.join(ROLLOUT_STAGES)} generate")
     if cfg.engine.name != "native":
@@ -168,8 +172,9 @@ def _rewards(cfg: Config) -> None:
     if asked and not (cfg.reward.functions or cfg.reward.model or cfg.reward.judges):
         expected = f"at least one function, or reward.model, for stage {cfg.stage.name}"
         raise ConfigError("reward.functions", [], expected, "Example: reward.functions=[{path: math}]")
-    if cfg.reward.judges and cfg.engine.name != "native" and not cfg.debug.train_only:
-        expected = "native with reward.judges: other engines are built for the lengths of the data's prompts"
+    own = any(not judge.model for judge in cfg.reward.judges)
+    if own and cfg.engine.name != "native" and not cfg.debug.train_only:
+        expected = "native with reward.judges without a model of their own: others are built for the data's prompts"
         raise ConfigError("engine.name", cfg.engine.name, expected)
     if cfg.batch.group < 2 and any(judge.kind == "pairwise" for judge in cfg.reward.judges):
         expected = "at least 2 with a pairwise judge, which compares the samples of a prompt"

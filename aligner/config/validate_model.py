@@ -85,12 +85,17 @@ def _engine(cfg: Config, model: ModelConfig) -> None:
             raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
     if cfg.engine.cuda_graphs and model.moe.num_experts:
         raise ConfigError("engine.cuda_graphs", True, "false with experts: how many rows one gets is not known ahead")
+    validate_shares(cfg, model)
+
+
+def validate_shares(cfg: Config, model: ModelConfig, key: str = "model") -> None:
+    """Of a native engine's ranks."""
     ranks = cfg.engine.tensor_parallel
     sizes = _heads(model) | _widths(model)
     sizes |= {"moe.ffn_hidden_size": model.expert_ffn} if model.moe.num_experts else {}
     for name, size in sizes.items():
         if size % ranks:
-            raise LayoutError(f"model.{name}", size, f"a multiple of engine.tensor_parallel={ranks}")
+            raise LayoutError(f"{key}.{name}", size, f"a multiple of engine.tensor_parallel={ranks}")
 
 
 def _experts(cfg: Config, model: ModelConfig, scorer: bool) -> None:

@@ -13,7 +13,7 @@ written against torch's API and was not run.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 import torch
@@ -24,18 +24,19 @@ from aligner.megatron.train import ShardedModel
 KINDS = ("gradients", "optimizer", "weights")  # in the order in which they leave
 
 
-class ModelMemory:
-    """`leave` and `come_back` are without effect where a kind is away, or here, already. No collectives."""
+class FrozenMemory:
+    """Of weights that are only read. `leave` and `come_back` are without effect where a kind is away, or here, already.
+    No collectives."""
 
-    def __init__(self, model: ShardedModel, pin: bool = True):
-        self.model = model
-        self.pin = pin and model.device.type == "cuda"
+    def __init__(self, device: torch.device, weights: Callable[[], Iterable[Tensor]], pin: bool = True):
+        self.device, self._weights = device, weights
+        self.pin = pin and device.type == "cuda"
         self.away: set[str] = set()
         self._parked: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
         self._pool: dict[tuple[str, int], Tensor] = {}  # pinned memory is slow to get, so it is kept
 
     def kinds(self) -> tuple[str, ...]:
-        return KINDS if self.model.optimizer is not None else ("weights",)
+        return ("weights",)
 
     def held_bytes(self, kind: str) -> int:
         """On the device now."""
@@ -46,14 +47,8 @@ class ModelMemory:
         if kind in self.away or kind not in self.kinds():
             return 0
         storages = [storage for storage in self._storages(kind) if storage.resizable()]
-        if kind == "gradients" and not storages:
-            return 0
         self.away.add(kind)
         size = sum(storage.nbytes() for storage in storages)
-        if kind == "gradients":
-            with _quiet():
-                self.model.wrapped.offload_grad_buffers()
-            return size
         parked = []
         for i, storage in enumerate(storages):
             host = self._host(kind, i, storage.nbytes())
@@ -63,7 +58,7 @@ class ModelMemory:
         for storage, _ in parked:
             storage.resize_(0)
         self._parked[kind] = parked
-        if self.model.device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()  # an engine in another process can have it
         return size
 
@@ -72,10 +67,6 @@ class ModelMemory:
         if kind not in self.away:
             return 0
         self.away.remove(kind)
-        if kind == "gradients":
-            with _quiet():
-                self.model.wrapped.restore_grad_buffers()
-            return self.held_bytes(kind)
         parked = self._parked.pop(kind)
         for storage, host in parked:
             storage.resize_(host.numel())
@@ -85,20 +76,8 @@ class ModelMemory:
 
     def _storages(self, kind: str) -> list[torch.UntypedStorage]:
         """Each once, those that are away with 0 bytes. (Memory that numpy has seen, on a CPU, is not ours to free: it
-        stays.) A model on another's trunk has what it does not share: every phase that reads it reads the other too
-        (`run/phases.py`)."""
-        trunk = self.model.trunk
-        theirs = set() if trunk is None else set(trunk.module.parameters())
-        here = (p for p in self.model.module.parameters() if not p.is_meta and p not in theirs)
-        weights = _unique(chain(here, *((held.codes, held.scales) for held in self.model.held)))
-        if kind == "weights":
-            return list(weights.values())
-        if kind == "gradients":
-            wrapped = self.model.wrapped
-            return list(_unique(b.grad_data for b in wrapped.buffers + wrapped.expert_parallel_buffers).values())
-        means = self.model.ema.means if self.model.ema is not None else []
-        found = _unique(chain(_optimizer_tensors(self.model.optimizer), means))
-        return [storage for key, storage in found.items() if key not in weights]
+        stays.)"""
+        return list(_unique(self._weights()).values())
 
     def _host(self, kind: str, index: int, size: int) -> Tensor:
         if not self.pin:
@@ -109,8 +88,58 @@ class ModelMemory:
         return host
 
     def _synchronize(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class ModelMemory(FrozenMemory):
+    """Of a model, with what its optimizer holds where it has one."""
+
+    def __init__(self, model: ShardedModel, pin: bool = True):
+        super().__init__(model.device, self._parameters, pin)
+        self.model = model
+
+    def kinds(self) -> tuple[str, ...]:
+        return KINDS if self.model.optimizer is not None else super().kinds()
+
+    def leave(self, kind: str) -> int:
+        if kind != "gradients":
+            return super().leave(kind)
+        if kind in self.away or kind not in self.kinds():
+            return 0
+        size = sum(storage.nbytes() for storage in self._storages(kind) if storage.resizable())
+        if size:
+            self.away.add(kind)
+            with _quiet():
+                self.model.wrapped.offload_grad_buffers()
+        return size
+
+    def come_back(self, kind: str) -> int:
+        if kind != "gradients" or kind not in self.away:
+            return super().come_back(kind)
+        self.away.remove(kind)
+        with _quiet():
+            self.model.wrapped.restore_grad_buffers()
+        return self.held_bytes(kind)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        """A model on another's trunk has what it does not share: every phase that reads it reads the other too
+        (`run/phases.py`)."""
+        trunk = self.model.trunk
+        theirs = set() if trunk is None else set(trunk.module.parameters())
+        yield from (p for p in self.model.module.parameters() if not p.is_meta and p not in theirs)
+        for held in self.model.held:
+            yield from (held.codes, held.scales)
+
+    def _storages(self, kind: str) -> list[torch.UntypedStorage]:
+        if kind == "weights":
+            return super()._storages(kind)
+        if kind == "gradients":
+            wrapped = self.model.wrapped
+            return list(_unique(b.grad_data for b in wrapped.buffers + wrapped.expert_parallel_buffers).values())
+        means = self.model.ema.means if self.model.ema is not None else []
+        found, weights = _unique(chain(_optimizer_tensors(self.model.optimizer), means)), _unique(self._parameters())
+        return [storage for key, storage in found.items() if key not in weights]
 
 
 def _optimizer_tensors(optimizer) -> Iterator[Tensor]:

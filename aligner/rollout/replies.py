@@ -1,4 +1,4 @@
-"""Replies to questions by the run's own engine, with the weights that it has."""
+"""Replies to questions by an engine: the run's own, with the weights that it has, or a judge's."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class EngineReplies:
     tokenizer: Any
     peers: dist.ProcessGroup  # ranks with the same questions
     longest: int  # row of question and reply, in tokens
+    own: bool = False  # the engine is asked by nobody else: it sleeps between questions
 
     def __call__(self, questions: Sequence[str], tokens: int) -> list[str | None]:
         """A question is a user's turn where the tokenizer has a chat template. None for one that is too long."""
@@ -34,8 +35,13 @@ class EngineReplies:
         rows = encode_prompts(self.tokenizer, prompts, ["reward.judges"] * len(mine))
         fits = [i for i, row in enumerate(rows) if 0 < len(row) <= self.longest - tokens]
         sampling = SamplingParams(tokens, 0.0, stop_token_ids=stop_token_ids(self.tokenizer))
+        engine = self.engine()
+        if self.own:
+            engine.wake()
         with raised_together(EngineError):
-            found = self.engine().generate([tuple(rows[i]) for i in fits], [[0]] * len(fits), sampling)
+            found = engine.generate([tuple(rows[i]) for i in fits], [[0]] * len(fits), sampling)
+        if self.own:
+            engine.sleep()
         replies: list[str | None] = [None] * len(mine)
         for i, text in zip(fits, decode_responses(self.tokenizer, found.tokens, found.lengths), strict=True):
             replies[i] = text

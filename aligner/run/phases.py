@@ -21,11 +21,11 @@ import torch.distributed as dist
 from aligner.config.sections.memory import MemoryConfig
 from aligner.engines.base import MeasuredEngine, RolloutEngine
 from aligner.errors import ConfigError, MemoryLimitError, OutOfMemoryError
-from aligner.megatron.offload import KINDS, ModelMemory
+from aligner.megatron.offload import KINDS, FrozenMemory
 from aligner.run.memory import PeakMeter
 from aligner.types import ScalarMetrics
 
-# roles of models, up to a dot (teachers.<name>)
+# roles of models, up to a dot (teachers.<name>, judge.<number>)
 TRAINED, SCORED = ("policy", "critic"), ("policy", "critic", "reference", "teacher", "teachers")
 
 
@@ -47,7 +47,7 @@ RULES = {
     "refit": Rule(weights=("policy",)),
     "verify": Rule(after=("refit",), weights=("policy",), engine="awake", within=("refit",)),
     "generate": Rule(after=("refit", "verify", "generate", "score"), engine="awake"),
-    "score": Rule(after=("generate", "score"), weights=("reward",), engine="", keeps=True),
+    "score": Rule(after=("generate", "score"), weights=("reward", "judge"), engine="", keeps=True),
     "logprobs": Rule(weights=SCORED),
     "update": Rule(weights=TRAINED, gradients=True, optimizer=True, within=("",)),
     "eval": Rule(weights=("policy",), within=("",)),
@@ -76,14 +76,17 @@ class PhaseMemory:
         self,
         config: MemoryConfig,
         device: torch.device,
-        models: Mapping[str, ModelMemory],
+        models: Mapping[str, FrozenMemory],
         engine: RolloutEngine | None = None,
         kv_cache_bytes: int = 0,
+        judges: bool = False,
     ):
-        """`models` by role: policy (whatever is trained), critic, reference, reward, teacher (or teachers.<name>).
-        Raises ConfigError for a limit below what its phase holds before it does anything."""
+        """`models` by role: policy (whatever is trained), critic, reference, reward, judge.<number>, teacher (or
+        teachers.<name>). `judges`: the engine is asked while samples are scored. Raises ConfigError for a limit below
+        what its phase holds before it does anything."""
         self.config, self.device, self.models, self.engine = config, device, dict(models), engine
         self.kv_cache_bytes = kv_cache_bytes  # at most
+        self.judges = judges
         tight = device.type == "cuda" or bool(config.offload) or any(map(config.limit.of, METERED))
         self.sleeps = config.sleep == "always" or (config.sleep == "auto" and tight)
         self.awake = True
@@ -131,8 +134,10 @@ class PhaseMemory:
         start = time.perf_counter()
         if not rule.keeps:
             self._send_away(rule)
-        self._set_engine("asleep" if leaf == "score" and "reward" in self.models else rule.engine)
-        for role, kind in self._needed(rule):
+        needed = self._needed(rule)
+        # beside reward functions alone it is left as it is
+        self._set_engine("asleep" if leaf == "score" and needed and not self.judges else rule.engine)
+        for role, kind in needed:
             self._moved_bytes += self.models[role].come_back(kind)
         self._moving_s += time.perf_counter() - start
         if not rule.keeps:  # else generation may go on after it as before it

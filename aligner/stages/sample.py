@@ -8,10 +8,11 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from aligner.builders.data import make_rewards, make_sampling, rows_of
+from aligner.builders.data import make_sampling, rows_of
 from aligner.builders.engines import make_refit, make_verifier
 from aligner.builders.job import Job
 from aligner.builders.models import make_reward_model, make_sampler
+from aligner.builders.rewards import make_rewards
 from aligner.builders.runs import make_run, saved_first
 from aligner.data.dataset import PromptDataset
 from aligner.data.formats import prompt_rows

@@ -175,9 +175,11 @@ def _rewards(cfg: Config) -> Iterator[Check]:
         return
     from aligner.rewards.functions import load_function
 
-    if not cfg.reward.functions and not cfg.reward.model:
+    if not (cfg.reward.functions or cfg.reward.model or cfg.reward.judges):
         yield Check(
-            "reward", WARN, f"neither reward.functions nor reward.model is set; stage {cfg.stage.name} needs one"
+            "reward",
+            WARN,
+            f"none of reward.functions, reward.model and reward.judges is set; stage {cfg.stage.name} needs one",
         )
     for index, function in enumerate(cfg.reward.functions):
         try:

@@ -1,9 +1,16 @@
 """A judge's questions and what its replies are worth; who replies is scripted, but for one run that asks its own
 engine."""
 
-import pytest
+import json
+import shutil
 
+import pytest
+import torch
+
+from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.judge import JudgeConfig
+from aligner.data.tokenizer import decode_responses, stop_token_ids
+from aligner.engines.native.load import engine_from_folder
 from aligner.errors import ConfigError, RewardError
 from aligner.rewards.judge import Judge
 from aligner.rollout.replies import EngineReplies
@@ -130,3 +137,79 @@ def test_the_runs_own_engine_replies(tiny_data, tiny_runs, tmp_path, monkeypatch
     (pairs, replies, again), (grades, others, other), (_, none, _) = heard
     assert len(pairs) == 64 and len(grades) == 32 and set(none) == {None}
     assert again.startswith(replies[0]) and other.startswith(others[0]) and len(set(replies)) > 1
+
+
+def test_a_judge_with_weights_of_its_own(tiny_data, tiny_runs, tmp_path, monkeypatch):
+    """Replies as that model's own engine does, whatever the policy learns. A run that is killed and goes on gives the
+    bits of one that was not, also where the judge's weights are on the host while nobody asks it."""
+    call, heard = EngineReplies.__call__, []
+
+    def listening(self, questions, tokens):
+        heard.append((self, dict(zip(questions, call(self, questions, tokens), strict=True))))
+        return list(map(heard[-1][1].get, questions))
+
+    monkeypatch.setattr(EngineReplies, "__call__", listening)
+    questions = "kind: pairwise, question: 'say {first}{second}:', max_tokens: 3"
+    judges = f"{{model: {tiny_runs['sft']}, {questions}}}, {{name: same, model: {tiny_runs['sft']}, {questions}}}"
+    more = ["model.init=random", "run.steps=2", "checkpoint.every=1", f"reward.judges=[{judges}]"]
+    whole = stages.stage("grpo", tiny_data, tmp_path / "whole", *more)
+    asked, engine = heard[0][0], heard[0][0].engine()
+    assert {id(one) for one, _ in heard} == {id(asked)}  # loaded once
+    assert engine.weight_version == 0 and engine.held_bytes()["cache"] == 0  # never refit; asleep
+    alone = engine_from_folder(tiny_runs["sft"] / "hf", EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0)
+    said = {question: reply for _, found in heard for question, reply in found.items()}
+    for question in list(said)[::9]:
+        text = [{"role": "user", "content": question}]
+        row = asked.tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False)
+        own = alone.generate([row], [[0]], SamplingParams(3, 0.0, stop_token_ids=stop_token_ids(asked.tokenizer)))
+        assert decode_responses(asked.tokenizer, own.tokens, own.lengths) == [said[question]]
+    assert len(set(said.values())) > 1
+    more += ["memory.offload=[weights]"]
+    with stages.power_cut_in_update(2), pytest.raises(stages.PowerCut):
+        stages.stage("grpo", tiny_data, tmp_path / "cut", *more)
+    cut = stages.stage("grpo", tiny_data, tmp_path / "cut", *more, "run.resume=auto")
+    assert stages.same_weights(whole, cut)
+    assert [r["reward/judge/mean"] for r in stages.records(cut)] == [r["reward/same/mean"] for r in stages.records(cut)]
+    moved = shutil.copytree(tiny_runs["rm"], tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"reward.judges.judge.model=.*a head of scores"):
+        stages.stage("grpo", tiny_data, cut, *more, f"reward.judges=[{{model: {moved}, {questions}}}]")
+
+
+def no_template(folder):
+    config = json.loads((folder / "hf/tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "hf/tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "hf/chat_template.jinja").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (no_template, "expected a model whose tokenizer has a chat template"),
+        (lambda folder: (folder / "hf/tokenizer.json").unlink(), "expected a folder with the model's tokenizer"),
+        (lambda folder: shutil.rmtree(folder / "hf"), "a Hugging Face folder, or a run that has exported one"),
+        (shutil.rmtree, "expected a path that exists"),
+    ],
+)
+def test_a_folder_that_cannot_judge(tiny_data, tiny_runs, tmp_path, spoil, message):
+    folder = shutil.copytree(tiny_runs["sft"], tmp_path / "judge")
+    spoil(folder)
+    judge = f"reward.judges=[{{name: strict, model: {folder}, question: '{{response}}'}}]"
+    with pytest.raises(ConfigError, match=rf"reward.judges.strict.model=.*{message}"):
+        stages.stage("grpo", tiny_data, tmp_path / "run", f"model.init={tiny_runs['sft']}", "run.steps=1", judge)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_ranks_share_a_judge(tiny_data, tiny_runs, tmp_path, ranks):
+    """Two engines of one rank, or one of two."""
+    judge = f"{{model: {tiny_runs['sft']}, kind: pairwise, question: 'say {{first}}{{second}}:', max_tokens: 3}}"
+    more = [f"model.init={tiny_runs['sft']}", "run.steps=1", "run.export=false", "checkpoint.final=false"]
+    found = [stages.stage("grpo", tiny_data, tmp_path / "one", *more, f"reward.judges=[{judge}]")]
+    for width in (1, 2):
+        where = f"engine.tensor_parallel={width}", f"reward.judges=[{judge}]"
+        arguments = stages.overrides("grpo", tiny_data, tmp_path / f"two{width}", *more, *where)
+        ranks.run("tests.run.jobs:run_stage", world=2, arguments=arguments)
+        found.append(tmp_path / f"two{width}")
+    one, *others = ({k: v for k, v in stages.records(run)[0].items() if k.startswith("reward/")} for run in found)
+    assert "reward/judge/mean" in one and others == [pytest.approx(one)] * 2

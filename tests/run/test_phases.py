@@ -70,11 +70,13 @@ class Engine:
         return {"weights": 100, "cache": 50 if self.awake else 0}
 
 
-def make(*roles: str, engine: bool = True, **config) -> tuple[PhaseMemory, Timers, list]:
+def make(*roles: str, engine: bool = True, judges: bool = False, **config) -> tuple[PhaseMemory, Timers, list]:
     log: list = []
     config = {"offload": list(OFFLOADS), "sleep": "always"} | config
     models = {role: Model(role, role in ("policy", "critic"), log) for role in roles or ("policy",)}
-    found = PhaseMemory(MemoryConfig(**config), torch.device("cpu"), models, Engine(log) if engine else None, 50)
+    found = PhaseMemory(
+        MemoryConfig(**config), torch.device("cpu"), models, Engine(log) if engine else None, 50, judges
+    )
     timers = Timers()
     timers.around = found.phase
     return found, timers, log
@@ -173,6 +175,18 @@ def test_evaluation_during_training():
         run(timers, "refit", "generate", "score")
         assert not memory.engine.awake, "a reward model has the device for itself"
     run(timers, "save", "refit", "generate")
+    assert memory.engine.awake
+
+
+def test_judges():
+    """One of its own weights has the device for itself; the run's engine has to be awake to be asked."""
+    memory, timers, log = make("policy", "judge.0")
+    run(timers, "refit", "generate", "score")
+    assert log[-2:] == [("sleep",), ("back", "judge.0", "weights")]
+    run(timers, "logprobs")
+    assert ("leave", "judge.0", "weights") in log[-2:]
+    memory, timers, _ = make("policy", "reward", "judge.0", judges=True)
+    run(timers, "refit", "generate", "score")
     assert memory.engine.awake
 
 

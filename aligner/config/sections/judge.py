@@ -16,6 +16,7 @@ PATTERNS = {"grade": r"(\d+(?:\.\d+)?)", "pairwise": r"\b([AB])\b"}
 @dataclass
 class JudgeConfig:
     name: str = "judge"  # in metrics
+    model: str = ""  # folder of the model that is asked, frozen, with its own tokenizer; empty: the run's own engine
     kind: str = "grade"  # grade: each response for itself; pairwise: the responses to a prompt against each other
     # the question: a format string over {prompt}, the row's columns, and {response}, or {first} and {second}
     question: str = ""

@@ -28,7 +28,7 @@ class RewardFunctionConfig:
 @dataclass
 class RewardConfig:
     functions: list[RewardFunctionConfig] = field(default_factory=list)  # empty: reward.model alone
-    judges: list[JudgeConfig] = field(default_factory=list)  # questions that the run's own engine replies to
+    judges: list[JudgeConfig] = field(default_factory=list)  # questions about answers, to the run's engine or a model
     model: str = ""  # folder of a trained reward model (the `hf` folder of an rm run)
     model_weight: float = 1.0  # in the sum
     model_standardize: bool = True  # divide the model's centred score by its std on its own training set

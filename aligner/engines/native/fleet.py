@@ -186,9 +186,10 @@ class Fleet:
 
 class FleetEngine(NativeEngine):
     """This rank's native engine, whose `generate` every rank of the world calls together, each with requests of its
-    own. `steal`: whether replicas take work from each other while they generate."""
+    own. `steal`: whether replicas take work from each other while they generate: of one engine of a job, whose counters
+    are the job's."""
 
-    steal = True
+    steal = False
     _calls = 0
     stolen = 0  # chunks of others that this replica took in the last `generate`
 

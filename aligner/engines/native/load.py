@@ -23,10 +23,16 @@ def engine_from_folder(
     decode: Decode | None = None,
 ) -> NativeEngine:
     """Weight version 0. Raises CheckpointError or ConfigError if the folder holds no model of a known family."""
-    cfg, tensors = config_from_hf(folder), open_hf(folder)
-    names = check_folder(tensors, cfg)
-    engine = NativeEngine(cfg, config, device=device, dtype=dtype, pad_id=pad_id, decode=decode)
+    engine = NativeEngine(config_from_hf(folder), config, device=device, dtype=dtype, pad_id=pad_id, decode=decode)
+    fill(engine, folder)
+    return engine
+
+
+def fill(engine: NativeEngine, folder: Path) -> None:
+    """With the folder's weights, as version 0; of several ranks that are one engine each reads all. Raises
+    CheckpointError if the folder holds more or less than the engine's model."""
+    tensors = open_hf(folder)
+    names = check_folder(tensors, engine.model.cfg)
     engine.begin_update(0)
     engine.update_weights((name, tensors[name]) for name in names)
     engine.finish_update()
-    return engine

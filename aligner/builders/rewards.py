@@ -1,0 +1,72 @@
+"""From a job to its rewards: functions, a reward model, judges with the run's engine or one of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from aligner.builders.engines import native_engine
+from aligner.builders.job import Job
+from aligner.config.sections.judge import JudgeConfig
+from aligner.config.sections.model.lora import LoraConfig
+from aligner.config.validate_model import validate_shares
+from aligner.engines.native.load import fill
+from aligner.errors import ConfigError, DataError
+from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.functions import load_function
+from aligner.rewards.judge import Judge
+from aligner.roles.model_init import resolve
+from aligner.roles.process_reward import ProcessRewardModel
+from aligner.roles.reward_model import RewardModel
+from aligner.rollout.replies import EngineReplies
+
+
+def _sum_over_data_ranks(job: Job, values: list[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64, device=job.device)
+    dist.all_reduce(total, group=job.layout.pgs.dp)
+    return total.tolist()
+
+
+def make_rewards(job: Job, model: RewardModel | ProcessRewardModel | None) -> RewardPipeline:
+    found: list[tuple[Any, float]] = [
+        (load_function(function, i), function.weight) for i, function in enumerate(job.cfg.reward.functions)
+    ]
+    if model is not None:
+        found.append((model, job.cfg.reward.model_weight))
+    asks: dict[str, EngineReplies] = {}
+    for judge in job.cfg.reward.judges:
+        if judge.model not in asks:
+            asks[judge.model] = _frozen(job, judge) if judge.model else _own_replies(job)
+        found.append((Judge(judge, asks[judge.model]), judge.weight))
+    return RewardPipeline(found, job.cfg.reward, reduce=partial(_sum_over_data_ranks, job))
+
+
+def _own_replies(job: Job) -> EngineReplies:
+    """Of the run's engine, which is made after this."""
+    return EngineReplies(lambda: job.engine, job.tokenizer, job.layout.peers, job.initial.config.max_position)
+
+
+def _frozen(job: Job, judge: JudgeConfig) -> EngineReplies:
+    """Of another model, in a native engine of its own on the ranks that train. Raises ConfigError."""
+    path, key = judge.model, f"reward.judges.{judge.name}.model"
+    try:
+        initial = resolve(replace(job.cfg.model, tokenizer="", lora=LoraConfig()), path, job.cfg.seed, key=key)
+    except DataError as error:  # it speaks of model.tokenizer
+        raise ConfigError(key, path, "a folder with the model's tokenizer", str(error)) from error
+    if initial.folder is None or initial.adapters:
+        raise ConfigError(key, path, "a Hugging Face folder, or a run that has exported one (`aligner export`)")
+    if initial.has_scores:
+        raise ConfigError(key, path, "a language model: this one has a head of scores (reward.model)")
+    if initial.tokenizer.chat_template is None:
+        raise ConfigError(key, path, "a model whose tokenizer has a chat template: questions are a user's turns")
+    validate_shares(job.cfg, initial.config, key)
+    job.contents[key] = initial.content
+    engine = native_engine(job, initial.config, initial.tokenizer)
+    fill(engine, initial.folder)
+    engine.sleep()
+    job.judges[f"judge.{len(job.judges)}"] = engine
+    return EngineReplies(lambda: engine, initial.tokenizer, job.layout.peers, initial.config.max_position, own=True)
