@@ -23,6 +23,7 @@ COMMANDS = {
     "launch": "run a stage as N ranks on this machine",
     "submit": "hand a stage, or a sweep as an array, to Slurm",
     "plan": "predict memory and step time on GPUs, and refuse what cannot fit",
+    "rehearse": "run ranks of a job here, without its GPUs, and refuse what would fail there",
     "import": "turn a Hugging Face folder into a sharded checkpoint",
     "export": "turn a checkpoint into a Hugging Face folder",
     "sample": "answer prompts, and make files to train on of the answers: run stage=sample",
@@ -43,8 +44,10 @@ EXAMPLES = """overrides (Hydra syntax) go anywhere after the subcommand:
 def parser() -> argparse.ArgumentParser:
     from aligner.cluster import convert_options, submit_options
     from aligner.plan import options as plan_options
+    from aligner.rehearse import options as rehearse_options
 
     further = {"submit": submit_options.add_arguments, "plan": plan_options.add_arguments}
+    further["rehearse"] = rehearse_options.add_arguments
     top = argparse.ArgumentParser(
         prog="aligner",
         description="SFT, reward models, GRPO and PPO on Megatron-Core.",
@@ -243,6 +246,12 @@ def _plan(args: argparse.Namespace) -> int:
     return command.main(args, _config(args))
 
 
+def _rehearse(args: argparse.Namespace) -> int:
+    from aligner.rehearse import command
+
+    return command.main(args, _config(args))
+
+
 def _multirun(args: argparse.Namespace) -> int:
     from aligner.tools import multirun
 
@@ -318,6 +327,7 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "launch": _launch,
     "submit": _submit,
     "plan": _plan,
+    "rehearse": _rehearse,
     "import": _convert,
     "export": _convert,
     "sample": _sample,

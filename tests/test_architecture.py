@@ -21,6 +21,7 @@ LEVELS = [
     {"builders"},
     {"stages"},
     {"build", "tools"},
+    {"rehearse"},
     {"__main__"},
 ]
 LEVEL = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}

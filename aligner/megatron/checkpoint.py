@@ -54,6 +54,18 @@ def _trained(model: ShardedModel) -> dict[str, Any]:
     return state
 
 
+def own_state(model: ShardedModel) -> dict[str, Any]:
+    """What this rank writes of a model and its optimizer."""
+    state: dict[str, Any] = {"model": _weights(model), "step_count": model.step_count}
+    if model.optimizer is not None:
+        give_state(model.optimizer)  # a policy that waits for its critic to warm up has not stepped yet
+        state["shards"] = optimizer_shards(state["model"], model.optimizer, MAIN)
+        if model.ema is not None:
+            state["ema"] = model.ema.shards(state["model"])
+        state["model"] = weight_shards(state["model"], model.optimizer)
+    return state
+
+
 class ModelSave:
     """One model's weights and optimizer on their way into `folder`: planned by all ranks together, written by each of
     them alone (in any thread, without messages), finished by all together.
@@ -66,13 +78,7 @@ class ModelSave:
         """Collective over the world. The folder is there. Raises OSError or RuntimeError."""
         self.folder = folder
         self.hashes: dict[str, str] = {}  # of the files that this rank has written
-        state: dict[str, Any] = {"model": _weights(model), "step_count": model.step_count}
-        if model.optimizer is not None:
-            give_state(model.optimizer)  # a policy that waits for its critic to warm up has not stepped yet
-            state["shards"] = optimizer_shards(state["model"], model.optimizer, MAIN)
-            if model.ema is not None:
-                state["ema"] = model.ema.shards(state["model"])
-            state["model"] = weight_shards(state["model"], model.optimizer)
+        state = own_state(model)
         # A plain queue spares the manager process that Megatron would spawn (20 s of imports on a laptop) for writers
         # in other processes; one for each save, so that a failed one leaves nothing behind.
         filesystem_async._results_queue = queue.Queue()

@@ -98,6 +98,7 @@ def init_distributed(
             os.environ.pop(VARIABLE, None)  # the batch script's other stages may have several ranks
         within = dist.PrefixStore("default_pg", store)
         dist.init_process_group(name, store=within, rank=env.rank, world_size=env.world_size, timeout=timeout)
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         # Sequence parallelism gathers into Megatron's one scratch buffer, which `initialize_model_parallel` would make;
         # nothing else of the global parallel state is used.
         parallel_state._set_global_memory_buffer()

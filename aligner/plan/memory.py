@@ -243,13 +243,13 @@ def plan_memory(job: Job, device: Device, assumed: Assumptions) -> Memory:
     limit = device.memory_bytes * assumed.usable
     phases: dict[str, dict[str, float]] = {}
     for stage in range(job.grid.pipeline):
-        for phase, items in _stage_phases(job, stage).items():
+        for phase, items in stage_phases(job, stage).items():
             if phase not in phases or sum(items.values()) > sum(phases[phase].values()):
                 phases[phase] = items
     return Memory(phases, assumed.context_bytes, limit)
 
 
-def _stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
+def stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
     last, stays = stage == job.grid.pipeline - 1, {}
     found: dict[str, dict[str, float]] = {}
     if job.engine is not None:

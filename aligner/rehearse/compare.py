@@ -1,0 +1,30 @@
+"""Do ranks that were rehearsed apart call each other? Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import Any
+
+NOTHING = ("no further call", "")
+
+
+def mismatches(records: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The first call of each group in which a rehearsed rank differs from the first one of the group: both would wait
+    for ever. Ranks whose rehearsal did not come to its end are not compared."""
+    well = {rank: record for rank, record in records.items() if record["whole"] and not record["errors"]}
+    members = {key: ranks for record in well.values() for key, ranks in record["groups"].items()}
+    found = []
+    for key, ranks in members.items():
+        there = [rank for rank in ranks if rank in well]
+        calls = {rank: well[rank]["sequences"].get(key, []) for rank in there}
+        for rank in there[1:]:
+            pairs = enumerate(zip_longest(calls[there[0]], calls[rank], fillvalue=NOTHING))
+            first = next(((i, a, b) for i, (a, b) in pairs if a[0] != b[0]), None)
+            if first is not None:
+                number, *both = first
+                sides = zip((there[0], rank), both, strict=True)
+                told = [{"rank": r, "call": what, "stack": where} for r, (what, where) in sides]
+                found.append({"group": key, "number": number, "calls": told})
+                break
+    return found

@@ -1,0 +1,197 @@
+"""`torch.cuda` without a driver: what the program, Megatron and torch's autograd ask it. For good, in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from aligner.errors import AlignerError
+from aligner.rehearse import attention
+from aligner.rehearse.device import CUDA, Device, on_device
+
+TESTED = "2.13.0"
+HAS_CONTEXT = 4  # of AcceleratorHooksInterface's virtual functions: two destructors, isBuilt, init, hasPrimaryContext
+CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}
+_kept: list[Any] = []  # what C++ points to
+
+
+def install(device: Device, kind: str) -> None:
+    """Raises AlignerError for a torch whose internals are not known."""
+    if torch.__version__.split("+")[0] != TESTED:
+        raise AlignerError(f"torch {torch.__version__}: a rehearsal needs {TESTED}, whose internals it stands in for")
+    torch._C._ensureCUDADeviceGuardSet()
+    FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[method-assign,assignment]
+    torch.autograd.set_multithreading_enabled(False).__enter__()  # else C++ makes a thread for each device it counts
+    _no_contexts()
+    _calls(device, CAPABILITIES.get(kind, (9, 0)), kind)
+    _streams(device)
+    _graphs(device)
+    _tensors(device)
+    attention.install(device)
+
+
+def _no_contexts() -> None:
+    """Backward asks CUDA's hooks which devices have a context, and they would look for a driver: none has one."""
+    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+    find = library._ZN2at6detail12getCUDAHooksEv
+    find.restype = ctypes.c_void_p
+    hooks = find()
+    table, before, size = ctypes.c_void_p.from_address(hooks).value, 2, 128
+    words = (ctypes.c_void_p * (size + before)).from_address(table - before * 8)
+    copy = (ctypes.c_void_p * (size + before))(*words)
+    never = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int8)(lambda this, index: False)
+    copy[before + HAS_CONTEXT] = ctypes.cast(never, ctypes.c_void_p).value
+    _kept.extend([copy, never])
+    ctypes.c_void_p.from_address(hooks).value = ctypes.addressof(copy) + before * 8
+
+
+def _calls(device: Device, capability: tuple[int, int], kind: str) -> None:
+    cuda, memory = torch.cuda, device.memory_bytes
+    name = f"{kind} (rehearsed)"
+    properties = SimpleNamespace(
+        name=name, major=capability[0], minor=capability[1], total_memory=memory, multi_processor_count=132
+    )
+    answers = {
+        "is_available": True,
+        "is_initialized": False,  # else FakeTensorMode asks the driver
+        "device_count": 8,
+        "current_device": 0,
+        "is_bf16_supported": True,
+        "get_device_capability": capability,
+        "get_device_properties": properties,
+        "get_device_name": name,
+        "graph_pool_handle": (0, 0),
+    }
+    answers |= dict.fromkeys(("init", "_lazy_init", "set_device", "empty_cache", "ipc_collect", "set_stream"))
+    for function, value in answers.items():
+        setattr(cuda, function, lambda *a, _value=value, **k: _value)
+    cuda.synchronize = lambda *a: device.wait("torch.cuda.synchronize")
+    cuda.mem_get_info = lambda *a: (memory - device.now, memory)
+    cuda.memory_allocated = cuda.memory_reserved = lambda *a: device.now
+    cuda.max_memory_allocated = cuda.max_memory_reserved = lambda *a: device.peak
+    cuda.reset_peak_memory_stats = lambda *a: device.reset_peak()
+    cuda.device = lambda index: contextlib.nullcontext()
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *a, **k: 0
+
+    def state(*a: Any, **k: Any) -> Tensor:
+        with unset_fake_temporarily():
+            return torch.random.default_generator.get_state()
+
+    for module in (cuda, cuda.random):
+        module.get_rng_state = state
+        module.set_rng_state = module.manual_seed = module.manual_seed_all = lambda *a, **k: None
+
+
+def _streams(device: Device) -> None:
+    class Stream:
+        """A stream and an event in one."""
+
+        def __init__(self, *arguments: Any, **options: Any):
+            self.device, self.cuda_stream = CUDA, 0
+
+        def _nothing(self, *arguments: Any) -> None:
+            return None
+
+        wait_stream = wait_event = record = wait = _nothing
+
+        def synchronize(self) -> None:
+            device.wait("stream or event synchronize")
+
+        def record_event(self, event: Any = None) -> Any:
+            return event or Stream()
+
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, other: Any) -> float:
+            return 1.0
+
+    stream = Stream()
+    torch.cuda.Stream = torch.cuda.Event = Stream  # type: ignore[misc,assignment]
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *a: stream
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+
+
+def _graphs(device: Device) -> None:
+    class Graph:
+        def replay(self) -> None:
+            return None
+
+    @contextlib.contextmanager
+    def capture(graph: Graph, **options: Any) -> Iterator[None]:
+        device.capturing = True
+        try:
+            yield
+        finally:
+            device.capturing = False
+
+    torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture  # type: ignore[misc,assignment]
+    torch.cuda.is_current_stream_capturing = lambda: device.capturing
+
+
+def _tensors(device: Device) -> None:
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+    torch.tensor = _from_data(device, torch.tensor)
+    resize, storage_address, address = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr, Tensor.data_ptr
+
+    def resized(self: torch.UntypedStorage, size: int) -> Any:
+        out = resize(self, size)
+        device.resized(self)
+        return out
+
+    # addresses tell tensors apart, also those without storage
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+    torch.UntypedStorage.data_ptr = lambda self: self._cdata if self.device.type == "meta" else storage_address(self)
+    Tensor.data_ptr = lambda self: (
+        self.untyped_storage()._cdata + self.storage_offset() * self.element_size()
+        if isinstance(self, FakeTensor)
+        else address(self)
+    )
+    FakeTensor.tolist = lambda self: self.cpu().tolist()  # type: ignore[method-assign]
+    Tensor.pin_memory = lambda self, *a: self.clone()  # type: ignore[method-assign]
+
+
+def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+    """`Module.to` and `cuda` swap tensors in place, which tensors that others hold weak references to do not allow."""
+    for child in self.children() if recurse else ():
+        child._apply(fn)
+    for name, param in self._parameters.items():
+        if param is not None:
+            with torch.no_grad():
+                moved = fn(param)
+            if moved is not param:
+                self._parameters[name] = new = torch.nn.Parameter(moved.detach(), param.requires_grad)
+                new.__dict__.update(param.__dict__)
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = fn(buffer)
+    return self
+
+
+def _from_data(device: Device, original: Any) -> Any:
+    """`torch.tensor` reads numbers, also those of device tensors, where no mode sees it."""
+
+    def read(value: Any) -> Any:
+        if on_device(value):
+            return value.item()
+        return [read(each) for each in value] if isinstance(value, list | tuple) else value
+
+    @functools.wraps(original)
+    def tensor(data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **k: Any) -> Tensor:
+        with torch.inference_mode(False):
+            found = original(read(data) if isinstance(data, list | tuple) else data, dtype=dtype, **k)
+        if device is not None:
+            found = found.to("cuda" if isinstance(device, int) else device)
+        return found.requires_grad_(requires_grad)
+
+    return tensor

@@ -1,0 +1,286 @@
+"""Tensors "on cuda": shapes, dtypes and lifetimes without storage, by torch's FakeTensorMode. Tensors on the CPU stay
+real, since lengths, packing and rewards decide what the program does.
+
+What a device tensor would hold is unknown: where the host reads one, it gets zeros, or what `answers` says.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from aligner.rehearse.record import Record, place
+
+aten = torch.ops.aten
+CUDA = torch.device("cuda", 0)
+BLOCK = 512  # bytes: what CUDA's allocator rounds to
+LARGE = 1 << 28  # bytes: a host tensor above this has no storage either (offloaded weights, checkpoints)
+FACTORIES = {
+    *(aten.empty.memory_format, aten.zeros.default, aten.ones.default, aten.full.default),
+    *(aten.randn.generator, aten.randn.default, aten.rand.default),
+}
+FLOAT64 = torch.float64
+# (end of a file's name, function) -> what the host is told there of a device tensor, from the function's variables
+Answer = Callable[[Tensor, dict[str, Any]], Tensor]
+
+
+def on_device(x: object) -> bool:
+    return isinstance(x, FakeTensor) and x.fake_device.type == "cuda"
+
+
+def _flat(values: tuple | list, found: list) -> list:
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            _flat(value, found)
+    return found
+
+
+class Device(TorchDispatchMode):
+    """The GPU of the rank that is rehearsed; `with` it the program runs."""
+
+    def __init__(self, record: Record, memory_bytes: int):
+        super().__init__()
+        self.record, self.memory_bytes = record, memory_bytes
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.now = self.peak = 0
+        self.live: dict[int, tuple[int, str]] = {}  # storage -> (bytes, the line that made it)
+        self.pinned: set[int] = set()  # storages of the host
+        self.capturing = False  # a CUDA graph
+        self.answers: dict[tuple[str, str], Answer] = {}
+        self.collective: Callable[..., Any] | None = None  # runs torch.distributed's operations
+        self._decomposes: dict[Any, bool] = {}
+
+    def __enter__(self) -> Device:
+        self.fake.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)
+        self.fake.__exit__(*details)
+
+    # ---- memory
+
+    def _add(self, size: int) -> None:
+        self.now += size
+        phase = self.record.phase
+        phase.peak_bytes = max(phase.peak_bytes, self.now)
+        self.peak = max(self.peak, self.now)
+
+    def enter(self, phase: str) -> None:
+        self.record.enter(phase)
+        self._add(0)
+
+    def reset_peak(self) -> None:
+        self.peak = self.now
+
+    def track(self, t: FakeTensor) -> None:
+        storage = t.untyped_storage()
+        key = storage._cdata
+        if key in self.live:
+            return
+        size = -(-storage.nbytes() // BLOCK) * BLOCK
+        line = place(3)
+        self.live[key] = (size, line)
+        self.record.phase.made[line] += 1
+        if t.dtype is FLOAT64:
+            self.record.phase.doubles[line] += 1
+        weakref.finalize(storage, self._free, key).atexit = False
+        self._add(size)
+
+    def _free(self, key: int) -> None:
+        self.now -= self.live.pop(key, (0, ""))[0]
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Its memory was given back, or taken again."""
+        known = self.live.get(storage._cdata)
+        if known is not None:
+            size = -(-storage.nbytes() // BLOCK) * BLOCK
+            self.live[storage._cdata] = (size, known[1])
+            self._add(size - known[0])
+
+    def by_line(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for size, line in self.live.values():
+            found[line] += size
+        return found
+
+    # ---- what makes the host wait
+
+    def wait(self, what: str) -> None:
+        if self.capturing:
+            raise RuntimeError(f"{what} while a CUDA graph is captured")
+        self.record.phase.waits[what, place(2)] += 1
+
+    def told(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """What the host reads."""
+        frame = sys._getframe(2)
+        while frame is not None and self.answers:
+            code = frame.f_code
+            for (file, function), answer in self.answers.items():
+                if code.co_name == function and code.co_filename.endswith(file):
+                    with unset_fake_temporarily():
+                        return answer(source, frame.f_locals).to(dtype)
+            frame = frame.f_back
+        with unset_fake_temporarily():
+            return torch.zeros(tuple(source.shape), dtype=dtype)
+
+    # ---- every operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else torch.device("cpu")
+        kwargs = kwargs or {}
+        tensors = _flat(args, _flat(list(kwargs.values()), []))
+        cuda = any(on_device(t) for t in tensors)
+        device = kwargs.get("device")
+        target = torch.device(device).type if device is not None else ""
+        if torch.is_inference_mode_enabled() and func.namespace == "aten":
+            if func not in self._decomposes:
+                self._decomposes[func] = func._can_decompose()
+            if self._decomposes[func]:
+                with _Again(self):
+                    found = func.decompose(*args, **kwargs)
+                if found is not NotImplemented:
+                    return found
+        if func.namespace == "c10d":
+            assert self.collective is not None
+            return self.collective(func, args, kwargs, cuda)
+        if not cuda and target != "cuda" and not any(isinstance(t, FakeTensor) for t in tensors):
+            return self._on_host(func, args, kwargs)
+        op = func._overloadpacket.__name__
+        if op == "_to_copy" and cuda and target == "cpu":
+            return self._downloaded(func, args, kwargs)
+        if op == "copy_" and on_device(args[1]) and not on_device(args[0]):
+            return self._copied_out(args, kwargs)
+        if op in ("_to_copy", "copy_"):
+            self._note_upload(args[op == "copy_"])
+        if op in ("index", "index_put", "index_put_", "_index_put_impl_") and cuda and not on_device(args[0]):
+            raise RuntimeError("a tensor on the CPU is indexed by one on cuda")
+        out = self._of_values(op, func, args, kwargs) if cuda else NotImplemented
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
+        return self._done(func, args, kwargs, out)
+
+    def _done(self, func: Any, args: tuple, kwargs: dict, out: Any) -> Any:
+        phase, made = self.record.phase, False
+        for t in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if on_device(t):
+                made = True
+                self.track(t)
+        phase.kernels += made
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            with unset_fake_temporarily():
+                phase.flops += count(*args, **kwargs, out_val=out)
+        return out
+
+    # ---- between host and device
+
+    def _on_host(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        if func is aten.copy_.default and any(t.device.type == "meta" for t in args[:2]):  # parked bytes of a storage
+            return args[0]
+        pinned = kwargs.pop("pin_memory", False)
+        with unset_fake_temporarily():
+            if func in FACTORIES:
+                size = args[0] if args and isinstance(args[0], list | tuple) else kwargs.get("size", ())
+                width = (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
+                if math.prod(size) * width > LARGE:
+                    with self.fake:
+                        return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+        if pinned:
+            storage = out.untyped_storage()
+            self.pinned.add(storage._cdata)
+            weakref.finalize(storage, self.pinned.discard, storage._cdata).atexit = False
+        return out
+
+    def _downloaded(self, func: Any, args: tuple, kwargs: dict) -> Tensor:
+        source, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+        if not kwargs.get("non_blocking"):
+            self.wait("copy to the host")
+        if source.numel() * dtype.itemsize > LARGE:
+            return func(*args, **kwargs)
+        return self.told(source, dtype)
+
+    def _copied_out(self, args: tuple, kwargs: dict) -> Tensor:
+        into, source = args[:2]
+        if not (args[2] if len(args) > 2 else kwargs.get("non_blocking")):
+            self.wait("copy to the host")
+        if not isinstance(into, FakeTensor):
+            with unset_fake_temporarily():
+                into.copy_(self.told(source, into.dtype))
+        return into
+
+    def _note_upload(self, source: object) -> None:
+        real = isinstance(source, Tensor) and not isinstance(source, FakeTensor) and source.dim() > 0
+        if real and source.untyped_storage()._cdata not in self.pinned:
+            self.record.phase.uploads[place(3)] += 1
+
+    # ---- operations whose result, or its shape, depends on values
+
+    def _of_values(self, op: str, func: Any, args: tuple, kwargs: dict) -> Any:
+        if op == "_local_scalar_dense":
+            self.wait("a number is read (.item(), bool(), float(), int())")
+            if args[0].is_floating_point():
+                return 1.0
+            with unset_fake_temporarily():
+                return self.told(args[0], args[0].dtype).item()
+        if op == "equal":
+            self.wait("torch.equal")
+            return True
+        if op == "nonzero":
+            self.wait(op)
+            return self._new((args[0].numel(), args[0].dim()), torch.int64)
+        if op == "masked_select":
+            self.wait(op)
+            return self._new((args[1].numel(),), args[0].dtype)
+        if op == "bincount":
+            self.wait(op)
+            least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+            weights = args[1] if len(args) > 1 else kwargs.get("weights")
+            return self._new((max(least, 1),), torch.int64 if weights is None else weights.dtype)
+        if op == "repeat_interleave" and len(_flat(args, [])) == 1 and kwargs.get("output_size") is None:
+            self.wait("repeat_interleave without output_size")
+            return self._new((args[0].numel(),), torch.int64)
+        if op not in ("index", "index_put_", "_index_put_impl_"):
+            return NotImplemented
+        if not any(i is not None and i.dtype is torch.bool for i in args[1]):
+            return NotImplemented
+        if op == "index":
+            self.wait("index by a mask")
+            return func(args[0], [x for i in args[1] for x in self._places(i)])
+        if args[2].numel() > 1 or on_device(args[2]):
+            self.wait("assignment by a mask")
+        return args[0]
+
+    def _places(self, index: Tensor | None) -> list[Tensor | None]:
+        if index is None or index.dtype is not torch.bool:
+            return [index]
+        return [self._new((index.numel(),), torch.int64) for _ in range(index.dim())]
+
+    def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return aten.empty.memory_format(list(shape), dtype=dtype, device=CUDA)
+
+
+class _Again(TorchDispatchMode):
+    """The same device, for the parts of a composite operation."""
+
+    def __init__(self, device: Device):
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return self.device.__torch_dispatch__(func, types, args, kwargs)

@@ -1,0 +1,19 @@
+"""The options of `aligner rehearse`, apart from its code: `--help` must not wait for Hydra and YAML."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--gpus", type=int, default=8, metavar="N", help="in all (default 8)")
+    sub.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default 8")
+    sub.add_argument("--device", default="h100", metavar="NAME", help="a100, h100 (default), h200 or b200")
+    sub.add_argument(
+        "--ranks",
+        default="stages",
+        metavar="WHICH",
+        help="stages (default): one rank of each pipeline stage; all-distinct: of each stage the first and the last of "
+        "every group; or numbers: 0,256,1023",
+    )
+    sub.add_argument("--json", metavar="FILE", help="write all that was found")

@@ -1,0 +1,92 @@
+"""The config that a rehearsal runs: rows, tokenizer and rewards of its own, as long as the user's config allows, two
+steps, and one save. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from aligner.config.schema import Config
+from aligner.config.sections.checkpoint import CheckpointConfig
+from aligner.config.sections.data import DataConfig
+from aligner.config.sections.debug import DebugConfig
+from aligner.config.sections.logging import LoggingConfig
+from aligner.config.sections.rewards import RewardFunctionConfig
+from aligner.config.sections.run import StopConfig
+from aligner.config.sections.watchdog import WatchdogConfig
+from aligner.errors import ConfigError
+from aligner.plan.job import shape_at
+
+ROWS, STEPS = 16, 2
+REWARD = "aligner.rehearse.program:reward"
+
+
+def prepared(cfg: Config, folder: Path) -> Config:
+    """Writes rows and a tokenizer into `folder`. Raises ConfigError for what cannot be rehearsed."""
+    if cfg.engine.ranks:
+        raise ConfigError("engine.ranks", cfg.engine.ranks, "0: engines on the trainer's ranks are rehearsed only")
+    shape = shape_at(cfg.model, cfg.model.init)
+    if not shape.vocab_size:
+        expected = "the size of the vocabulary, which a rehearsal cannot take from a tokenizer"
+        raise ConfigError("model.vocab_size", 0, expected, "Or choose a model: model=llama3_8b.")
+    model_folder, tokenizer = folder / "model", folder / "tokenizer"
+    model_folder.mkdir(parents=True)
+
+    def there(path: str) -> str:
+        """A model's folder: as it is, for its shape, or one that says nothing of the shape."""
+        return path if path and Path(path).expanduser().exists() else str(model_folder)
+
+    init = cfg.model.init if cfg.model.init == "random" else there(cfg.model.init)
+    found = replace(
+        cfg,
+        model=replace(shape, init=init, tokenizer=str(tokenizer), lora=replace(cfg.model.lora, init="")),
+        data=_data(cfg, cfg.data, folder / "rows.jsonl"),
+        ptx=replace(cfg.ptx, data=_data(cfg, cfg.ptx.data, folder / "ptx.jsonl")) if cfg.ptx.coef else cfg.ptx,
+        engine=cfg.engine if cfg.engine.name == "native" else replace(cfg.engine, name="native"),
+        run=replace(
+            cfg.run, steps=STEPS, resume="never", eval_every=0, samples_every=0, stop=StopConfig(), export=False
+        ),
+        checkpoint=CheckpointConfig(rollouts=False, async_save=cfg.checkpoint.async_save),
+        logging=LoggingConfig(progress=False),
+        debug=DebugConfig(),
+        cluster=replace(cfg.cluster, watchdog=WatchdogConfig(**dict.fromkeys(vars(WatchdogConfig()), 0))),
+    )
+    found.reward = replace(cfg.reward, functions=[RewardFunctionConfig(REWARD)], judges=[], workers=1)
+    found.critic = replace(cfg.critic, warmup_steps=0, pretrain_steps=min(1, cfg.critic.pretrain_steps))
+    if cfg.reward.model or (cfg.stage.name == "ppo" and not cfg.critic.init):
+        found.reward.model = there(cfg.reward.model)
+    if cfg.critic.init:
+        found.critic.init = there(cfg.critic.init)
+    distill = cfg.algorithm.distill
+    teachers = {name: there(path) for name, path in distill.teachers.items()}
+    single = there(distill.teacher) if cfg.stage.name == "distill" and not teachers else ""
+    found.algorithm = replace(cfg.algorithm, distill=replace(distill, teacher=single, teachers=teachers, store=""))
+    return found
+
+
+def _data(cfg: Config, data: DataConfig, path: Path) -> DataConfig:
+    """Rows for every stage in one file: each reads the columns it knows. Tokens are bytes."""
+    stage, most = cfg.stage.name, data.max_tokens
+    prompt = min(data.max_prompt_tokens, most - 2)
+    rows = []
+    for number in range(ROWS):
+        first = chr(ord("a") + number)
+        answer = first * (most - prompt - 1)  # and the end token
+        row = {"prompt": first * prompt, "completion": answer, "chosen": answer, "label": number % 2 == 0}
+        row |= {"rejected": chr(ord("A") + number) + answer[1:], "margin": 0.5, "text": first * (most - 1)}
+        names = [*cfg.algorithm.reward_loss.attributes, "weight", "chosen_reward", "rejected_reward"]
+        row |= dict.fromkeys(names, 0.5)
+        if stage == "rm" and cfg.algorithm.reward_loss.kind == "steps":
+            row |= {"completions": [answer[: len(answer) // 4]] * 3, "labels": [1, 0, 1]}
+        rows.append(row)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return replace(
+        DataConfig(),
+        train=str(path),
+        format="text" if data.format == "text" else "auto",
+        max_prompt_tokens=prompt,
+        max_tokens=most,
+        loss_on=data.loss_on,
+        across_documents=data.across_documents,
+    )

@@ -1,0 +1,184 @@
+"""What a rehearsed rank is told in place of files and of other ranks: weights without numbers, the longest answers, a
+checkpoint that stays in host memory. The rest of the program is the job's own.
+
+Patches, for good. `agree` has to come before the modules that import its names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from aligner.ops import agree
+from aligner.rehearse.device import Device
+from aligner.types import STOP, Generations, Sample
+
+DECODED = 6  # steps of the engine after which rows are told to have ended: every further one repeats the last
+
+
+def reward(samples: Sequence[Sample]) -> list[float]:
+    """Of the config of a rehearsal."""
+    return [float(i % 2) for i in range(len(samples))]
+
+
+def files_are_the_same() -> None:
+    """Every rank looks for itself: nobody else is there to look."""
+    agree.by_rank_0 = lambda work: work()
+    agree.same_view = lambda path, look, by_node=False: look()
+
+
+def install(device: Device, names: Callable[[Any], None]) -> None:
+    """After `files_are_the_same`. `names` is told of each layout."""
+    _models(device)
+    _engine(device)
+    _rollouts()
+    _saves()
+    _phases(device)
+    from aligner.builders import job as job_module
+    from aligner.builders import teachers
+
+    build = job_module.build_layout
+
+    def built(parallel: Any) -> Any:
+        layout = build(parallel)
+        names(layout)
+        return layout
+
+    job_module.build_layout = teachers.build_layout = built
+
+
+def _models(device: Device) -> None:
+    from aligner.builders import job, models, teachers
+    from aligner.data.tokenizer import load_tokenizer
+    from aligner.plan.job import shape_at
+    from aligner.roles import model_init
+
+    class Initial(model_init.InitialModel):
+        has_scores, extra = False, {}
+
+        def source(self, head: Any) -> Any:
+            def weights(spec: Any) -> Tensor:
+                with device.fake:
+                    return torch.empty(spec.shape)
+
+            return weights
+
+    def resolve(cfg: Any, init: str, seed: int, key: str = "model.init") -> Any:
+        found = Initial(shape_at(cfg, init), load_tokenizer(tokenizer[0], announce=False), seed=seed)
+        found.has_scores = key in ("reward.model", "critic.init")
+        return found
+
+    tokenizer: list[str] = []
+
+    def first(cfg: Any, init: str, seed: int, key: str = "model.init") -> Any:
+        tokenizer[:] = [cfg.tokenizer]
+        return resolve(cfg, init, seed, key)
+
+    job.resolve, models.resolve, teachers.resolve = first, resolve, resolve
+
+
+def _engine(device: Device) -> None:
+    from aligner.engines.native.engine import NativeEngine
+    from aligner.engines.native.fleet import FleetEngine
+
+    FleetEngine.generate = NativeEngine.generate  # no rank's requests come to this one
+    step = NativeEngine.step
+
+    def stepped(self: Any, *arguments: Any) -> None:
+        step(self, *arguments)
+        device.record.mark("step of the engine", device.by_line())
+
+    def ended(flags: Tensor, inside: dict[str, Any]) -> Tensor:
+        batch = inside["self"]
+        batch.rehearsed = getattr(batch, "rehearsed", 0) + 1
+        return torch.full(tuple(flags.shape), batch.rehearsed % DECODED == 0)
+
+    NativeEngine.step = stepped
+    device.answers["engines/native/schedule.py", "settle"] = ended
+
+
+def _rollouts() -> None:
+    from aligner.rollout.collate import make_samples
+    from aligner.rollout.generate import Generator
+    from aligner.rollout.groups import Groups
+    from aligner.rollout.score import Scorer
+
+    def generate(self: Any, requests: Sequence, sampling: Any = None, score: Any = None) -> Groups:
+        """The engine answers this replica's share of all ranks' requests, and what it says is forgotten: rows come from
+        everywhere, as long as they may be."""
+        sampling, engine = sampling or self.sampling, self.engine
+        world = dist.get_world_size()
+        share = math.ceil(len(requests) * (world // self.peers.size()) / (world // engine.tensor_parallel))
+        mine = [requests[i % len(requests)] for i in range(share)]
+        with self.timers("generate"):
+            engine.generate([r.prompt.tokens for r in mine], [r.seeds for r in mine], sampling)
+        group, width = len(requests[0].seeds), sampling.max_response_tokens
+        count = len(requests) * group
+        tokens = torch.arange(count * width).view(count, width) % 200 + 5
+        tokens[:, -1] = self.tokenizer.eos_token_id
+        zeros, lengths = torch.zeros(count, width), torch.full((count,), width)
+        generations = Generations(
+            tokens,
+            lengths,
+            zeros,
+            torch.full((count,), STOP),
+            engine.weight_version,
+            zeros.clone() if sampling.truncates else None,
+        )
+        samples = make_samples(self.tokenizer, [request.prompt for request in requests], generations, group)
+        return Groups([request.slot for request in requests], generations, samples)
+
+    def score(self: Any, groups: Groups) -> Groups:
+        with self.timers("score"):
+            values = reward(groups.samples)
+            functions = {reward.name: values for reward, _ in self.rewards.rewards if not reward.main_thread}
+            groups.components = functions | self.rewards.models(groups.samples)
+        return groups
+
+    Generator.__call__, Scorer.__call__ = generate, score
+
+
+def _saves() -> None:
+    """What this rank would write, to host memory. Files are the CPU's business."""
+    from aligner.megatron.checkpoint import own_state
+    from aligner.run.checkpoints import Checkpoints
+
+    def save(self: Any, step: int, *arguments: Any) -> None:
+        for model in self.models.values():
+            tensors = [getattr(item, "data", item) for item in tree_leaves(own_state(model))]
+            host = [t.to("cpu", non_blocking=True) for t in tensors if isinstance(t, Tensor)]
+            torch.cuda.synchronize()
+            del host
+        self.last_saved = step
+
+    Checkpoints.save = save
+
+
+def _phases(device: Device) -> None:
+    """By the timers' outermost phase, what is on the device at its end, by owner."""
+    from aligner.run.timers import Timers
+
+    call = Timers.__call__
+
+    @contextmanager
+    def timed(self: Any, phase: str) -> Any:
+        if self._path:
+            with call(self, phase):
+                yield
+            return
+        device.enter(phase)
+        with call(self, phase):
+            yield
+        memory = getattr(self.around, "__self__", None)
+        if memory is not None:
+            device.record.phase.held = {k: int(v) for k, v in memory.held_bytes().items() if v}
+        device.enter("between")
+
+    Timers.__call__ = timed

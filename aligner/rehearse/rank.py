@@ -1,0 +1,98 @@
+"""Rehearsals, each in a process of its own, forked from this one after its imports: `python -m aligner.rehearse.rank
+CASES`, a JSON file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import resource
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aligner.data.tokenizer import byte_tokenizer
+from aligner.plan.devices import find_device
+from aligner.rehearse import cuda, program
+from aligner.rehearse.collectives import Collectives, UnheardError, join
+from aligner.rehearse.device import Device
+from aligner.rehearse.record import Record
+
+SPOKEN = ".spoken"
+
+
+def main(path: str) -> None:
+    """The file: `device`, `processes` at a time, and `cases`: config, tokenizer, gpus, rank, `out` for its record, and
+    `hears`, the `out` of the rank that tells it objects. Prints what has ended."""
+    asked = json.loads(Path(path).read_text())
+    warnings.filterwarnings("ignore")
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    record = Record()
+    device = Device(record, int(find_device(asked["device"]).memory_bytes))
+    cuda.install(device, asked["device"])
+    program.files_are_the_same()
+    collectives = Collectives(device, record)
+    program.install(device, collectives.name)
+    for folder in {case["tokenizer"] for case in asked["cases"]}:
+        byte_tokenizer(folder)
+    running: dict[int, dict[str, Any]] = {}
+    waiting = list(asked["cases"])
+    while waiting or running:
+        open_ = {case["out"] for case in (*waiting, *running.values())}
+        ready = [case for case in waiting if case["hears"] == case["out"] or case["hears"] not in open_]
+        for case in ready[: asked["processes"] - len(running)]:
+            waiting.remove(case)
+            child = os.fork()
+            if child == 0:
+                rehearse(case, device, collectives)
+            running[child] = case
+        child, _ = os.wait()
+        case = running.pop(child)
+        print(json.dumps({"rank": case["rank"], "out": case["out"]}), flush=True)
+
+
+def rehearse(case: dict[str, Any], device: Device, collectives: Collectives) -> None:
+    """In a process that ends with it."""
+    from aligner.build import run_stage
+    from aligner.cluster.env import RankEnv
+    from aligner.config.freeze import load_frozen
+
+    out, start = Path(case["out"]), time.process_time()
+    log = out.with_suffix(".log").open("w")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    record = device.record
+    heard = Path(case["hears"]).with_suffix(SPOKEN)
+    if heard.is_file():
+        record.whole, collectives.heard = pickle.loads(heard.read_bytes())
+    try:
+        join(case["rank"], case["gpus"])
+        cfg = load_frozen(case["config"])
+        cfg.run.dir = str(out.with_suffix(".run"))
+        Path(cfg.run.dir).mkdir()
+        with device:
+            run_stage(cfg, RankEnv(case["rank"], 0, case["gpus"], 1))
+        record.whole = True
+    except UnheardError:  # where the other rank has come to its end, this is a mismatch
+        traceback.print_exc()
+    except BaseException as error:  # whatever it is: it is what a rehearsal looks for
+        traceback.print_exc()
+        record.fail(error)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    found = {"rank": case["rank"], "cpu_s": time.process_time() - start, "host_bytes": usage.ru_maxrss * 1024}
+    out.with_suffix(SPOKEN).write_bytes(pickle.dumps((not record.errors, dict(collectives.spoken))))
+    out.write_text(json.dumps(record.data() | found), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # destructors in C++ would ask the driver
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,134 @@
+"""What one rank's rehearsal finds, and where in our source."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = str(Path(__file__).resolve().parents[1])
+HERE = str(Path(__file__).resolve().parent)
+MEGATRON = "/megatron/core/"
+_own: dict[str, str] = {}  # file -> its name in reports, "" for what is not ours
+MADE = 16  # lines with most tensors that are kept
+GROWN_MARKS = 3  # a line whose tensors were more at each of so many marks in a row keeps what it makes
+
+
+def _name(file: str) -> str:
+    if file not in _own:
+        ours = file.startswith(ROOT) and not file.startswith(HERE)
+        _own[file] = f"aligner{file.removeprefix(ROOT)}" if ours else ""
+    return _own[file]
+
+
+def place(depth: int = 1) -> str:
+    """`file:line` of the innermost frame of ours."""
+    frame = sys._getframe(depth)
+    while frame is not None:
+        name = _name(frame.f_code.co_filename)
+        if name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+def stack(depth: int = 1, limit: int = 6) -> str:
+    """The innermost frames of ours and Megatron's, innermost first."""
+    found, frame = [], sys._getframe(depth)
+    while frame is not None and len(found) < limit:
+        file = frame.f_code.co_filename
+        name = _name(file) or (f"megatron/core/{file.rpartition(MEGATRON)[2]}" if MEGATRON in file else "")
+        if name:
+            found.append(f"{name}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(found)
+
+
+def place_of(error: BaseException) -> str:
+    """Where in our source it came up: the innermost frame of ours."""
+    found, trace = "?", error.__traceback__
+    while trace is not None:
+        name = _name(trace.tb_frame.f_code.co_filename)
+        if name:
+            found = f"{name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+@dataclass
+class Phase:
+    peak_bytes: int = 0
+    held: dict[str, int] = field(default_factory=dict)  # by owner, at its end
+    flops: float = 0.0
+    kernels: int = 0  # operations on the device
+    comm: dict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # (what, place): times
+    attention: Counter[tuple[str, str]] = field(default_factory=Counter)  # (kernel, place): times
+    entries: int = 0
+    made: Counter[str] = field(default_factory=Counter)  # place: tensors made on the device
+    doubles: Counter[str] = field(default_factory=Counter)  # place: those in float64
+    uploads: Counter[str] = field(default_factory=Counter)  # place: copies from memory that is not pinned
+
+
+class Record:
+    """Of one rank. `sequences`: group -> its calls in order, as (what, stack)."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, Phase] = {}
+        self.sequences: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        self.groups: dict[str, list[int]] = {}  # of `sequences`: its ranks
+        self.errors: list[dict[str, str]] = []
+        self.whole = True  # else it ended where a rank that had failed was to speak
+        self.grows: dict[str, str] = {}  # place -> what of it grows
+        self._marks: dict[str, list[Counter[str]]] = defaultdict(list)
+        self.enter("build")
+
+    def enter(self, name: str) -> None:
+        """`name`: of the outermost phase."""
+        self.name = name
+        self.phase = self.phases.setdefault(name, Phase())
+        self.phase.entries += 1
+
+    def fail(self, error: BaseException) -> None:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        self.errors.append({"phase": self.name, "place": place_of(error), "text": text})
+
+    def mark(self, of: str, live: Counter[str]) -> None:
+        """The bytes on the device by the line that made them, at the same point of each `of`."""
+        marks = self._marks[of]
+        marks.append(live)
+        if len(marks) <= GROWN_MARKS:
+            return
+        recent = marks[-GROWN_MARKS - 1 :]
+        for line, now in live.items():
+            sizes = [seen[line] for seen in recent]
+            if all(a < b for a, b in pairwise(sizes)):
+                self.grows[line] = f"{now - sizes[-2]} bytes more on the device after each {of}"
+
+    def data(self) -> dict[str, Any]:
+        """Plain, for JSON."""
+
+        def table(counter: Counter) -> list[list[Any]]:
+            return [[*(key if isinstance(key, tuple) else (key,)), n] for key, n in counter.most_common()]
+
+        phases = {
+            name: {
+                "peak_bytes": phase.peak_bytes,
+                "held": phase.held,
+                "entries": phase.entries,
+                "flops": phase.flops,
+                "kernels": phase.kernels,
+                "collectives": [[*key, calls, size] for key, (calls, size) in phase.comm.items()],
+                "waits": table(phase.waits),
+                "attention": table(phase.attention),
+                "made": table(phase.made)[:MADE],
+                "float64": table(phase.doubles),
+                "unpinned_copies": table(phase.uploads),
+            }
+            for name, phase in self.phases.items()
+        }
+        calls = {"groups": self.groups, "sequences": self.sequences, "whole": self.whole}
+        return {"phases": phases, "errors": self.errors, "grows": self.grows} | calls

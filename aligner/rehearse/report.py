@@ -1,0 +1,128 @@
+"""What was found, as data and as a table, beside what `plan` says. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from aligner.config.schema import Config
+from aligner.plan.devices import GIB, Assumptions, Device
+from aligner.plan.job import job_of
+from aligner.plan.memory import stage_phases
+from aligner.rehearse.ranks import stage_of
+
+SHOWN = 8  # places of a list in the table; the file has all
+LISTS = {
+    "waits": "the host waits for the device",
+    "attention": "attention kernels",
+    "float64": "float64 tensors on the device",
+    "unpinned_copies": "copies to the device from memory that is not pinned",
+}
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    cfg: Config
+    gpus: int
+    device: Device
+    records: Mapping[int, Mapping[str, Any]]  # of each rank: `record.Record.data`
+    mismatches: list[dict[str, Any]]
+    seconds: float
+
+    @cached_property
+    def planned(self) -> dict[int, dict[str, float]]:
+        """Rank -> phase -> bytes by `plan`, with rows as long as those that were rehearsed."""
+        job = job_of(self.cfg, self.gpus)
+        whole = {"prompt_tokens": job.rows.prompt_longest, "response_tokens": job.rows.response_longest}
+        job = job_of(self.cfg, self.gpus, **whole)
+        phases = {rank: stage_phases(job, stage_of(rank, self.cfg, self.gpus)) for rank in self.records}
+        return {rank: {name: sum(items.values()) for name, items in of.items()} for rank, of in phases.items()}
+
+    @cached_property
+    def faults(self) -> list[str]:
+        """What would end the job, or keep it waiting."""
+        assumed, found = Assumptions(), []
+        limit = self.device.memory_bytes * assumed.usable - assumed.context_bytes
+        for rank, record in self.records.items():
+            for error in record["errors"]:
+                found.append(f"rank {rank}, phase {error['phase']}, {error['place']}: {error['text']}")
+            for line, what in record["grows"].items():
+                found.append(f"rank {rank}, {line}: {what}")
+            for name, phase in record["phases"].items():
+                if phase["peak_bytes"] > limit:
+                    found.append(
+                        f"rank {rank}, phase {name}: {phase['peak_bytes'] / GIB:.1f} GiB on the device, of "
+                        f"{limit / GIB:.1f} that a program can use of {self.device.name}"
+                    )
+        for mismatch in self.mismatches:
+            one, other = mismatch["calls"]
+            told = [f"rank {side['rank']}: {side['call']} {side['stack']}".rstrip() for side in (one, other)]
+            found.append(f"group {mismatch['group']}, call {mismatch['number'] + 1}: {' | '.join(told)}")
+        return found
+
+    @property
+    def path(self) -> str:
+        there = [name for name in ("transformer_engine", "apex") if importlib.util.find_spec(name)]
+        if there:
+            return f"{' and '.join(there)}: their modules ran as far as tensors without storage carry"
+        return "TransformerEngine and Apex are not installed: Megatron's local path was rehearsed"
+
+    def data(self) -> dict[str, Any]:
+        kept = ("errors", "grows", "phases", "cpu_s", "host_bytes")
+        ranks = {}
+        for rank, record in self.records.items():
+            ranks[rank] = {name: record[name] for name in kept} | {"stage": stage_of(rank, self.cfg, self.gpus)}
+            for name, size in self.planned[rank].items():
+                if name in record["phases"]:
+                    record["phases"][name]["planned_bytes"] = size
+        head = {"device": self.device.name, "gpus": self.gpus, "stage": self.cfg.stage.name, "seconds": self.seconds}
+        return head | {"path": self.path, "faults": self.faults, "mismatches": self.mismatches, "ranks": ranks}
+
+
+def show(found: Rehearsal) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{found.cfg.stage.name} on {found.gpus} x {found.device.name}, GiB without the driver's share"
+    table = Table("rank", "stage", "phase", title=title)
+    for name in ("peak", "plan", "plan %", "TFLOP", "collectives", "GB", "waits", "kernels"):
+        table.add_column(name, justify="right")
+    for rank, record in found.records.items():
+        for name, phase in record["phases"].items():
+            calls, size = (sum(entry[i] for entry in phase["collectives"]) for i in (2, 3))
+            plan, peak = found.planned[rank].get(name), phase["peak_bytes"]
+            beside = [f"{plan / GIB:.2f}", f"{100 * (plan / peak - 1):+.1f}"] if plan and peak else ["", ""]
+            numbers = [f"{phase['flops'] / 1e12:.1f}", str(calls), f"{size / 1e9:.2f}"]
+            numbers += [str(sum(entry[-1] for entry in phase["waits"])), str(phase["kernels"])]
+            where = [str(rank), str(stage_of(rank, found.cfg, found.gpus)), name]
+            table.add_row(*where, f"{peak / GIB:.2f}", *beside, *numbers)
+        table.add_section()
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    for kind, words in LISTS.items():
+        counts: Counter[str] = Counter()
+        for record in found.records.values():
+            for name, phase in record["phases"].items():
+                for *what, times in phase[kind]:
+                    counts[f"{name:<9} {'  '.join(what)}"] += times
+        print(f"\n{words} (phase, place: times, of {len(found.records)} ranks)" if counts else f"\n{words}: none")
+        for text, times in counts.most_common(SHOWN):
+            print(f"  {times:6d}  {text}")
+    groups: Counter[tuple[str, str, str]] = Counter()
+    for record in found.records.values():
+        for name, phase in record["phases"].items():
+            for group, what, _, size in phase["collectives"]:
+                groups[name, group, what] += size
+    print("\ncollectives (phase, group, kind: GB)")
+    for (name, group, what), size in groups.most_common(SHOWN):
+        print(f"  {size / 1e9:10.3f}  {name:<9} {group:<8} {what}")
+    print(f"\n{found.path}. {found.seconds:.0f} s")
+    for fault in found.faults:
+        print(f"FAULT {fault}")
+    if not found.faults:
+        print(f"{len(found.records)} ranks rehearsed, no fault")

@@ -1,0 +1,73 @@
+"""Which ranks are rehearsed, and whether they would wait for each other."""
+
+import pytest
+
+from aligner.config.resolve import compose
+from aligner.errors import ConfigError
+from aligner.rehearse.compare import mismatches
+from aligner.rehearse.ranks import chosen, last_stage_peer, stage_of
+
+
+@pytest.fixture
+def cfg():
+    return compose(["model=tiny", "parallel.tensor=2", "parallel.pipeline=4", "parallel.context=2"])
+
+
+def test_stages_has_one_rank_of_each_and_they_are_one_pipeline(cfg):
+    found = chosen("stages", cfg, 64)
+    assert sorted(found) == [0, 16, 32, 48]
+    assert sorted(stage_of(rank, cfg, 64) for rank in found) == [0, 1, 2, 3]
+
+
+def test_who_is_listened_to_comes_first(cfg):
+    assert chosen("3,17", cfg, 64) == [49, 51, 3, 17]
+    for which in ("stages", "all-distinct"):
+        found = chosen(which, cfg, 64)
+        peers = [last_stage_peer(rank, cfg, 64) for rank in found]
+        assert all(found.index(peer) <= place for place, peer in enumerate(peers))
+
+
+def test_all_distinct_has_the_first_and_the_last_of_every_group(cfg):
+    found = chosen("all-distinct", cfg, 64)
+    assert len(found) == 4 * 2 * 2 * 2
+    assert {0, 1, 2, 3, 12, 15, 63} <= set(found)
+
+
+@pytest.mark.parametrize("which", ["64", "first", "1,", "-1"])
+def test_a_rank_that_is_not_there(cfg, which):
+    with pytest.raises(ConfigError, match="--ranks"):
+        chosen(which, cfg, 64)
+
+
+def record(calls, errors=(), whole=True):
+    return {
+        "errors": list(errors),
+        "whole": whole,
+        "groups": {"pp": [0, 4]},
+        "sequences": {"pp": [(what, f"at {what}") for what in calls]},
+    }
+
+
+def test_equal_sequences_are_no_mismatch():
+    assert mismatches({0: record("ab"), 4: record("ab")}) == []
+
+
+def test_the_first_difference_is_named_with_both_sides():
+    (found,) = mismatches({0: record("axb"), 4: record("ayb")})
+    assert (found["group"], found["number"]) == ("pp", 1)
+    assert [(side["rank"], side["call"], side["stack"]) for side in found["calls"]] == [
+        (0, "x", "at x"),
+        (4, "y", "at y"),
+    ]
+
+
+def test_a_rank_that_never_calls_is_a_mismatch():
+    silent = record("")
+    silent["sequences"] = {}
+    (found,) = mismatches({0: record("a"), 4: silent})
+    assert found["calls"][1]["call"] == "no further call"
+
+
+def test_a_rank_that_failed_is_not_compared():
+    assert mismatches({0: record("ab"), 4: record("a", errors=["out of memory"])}) == []
+    assert mismatches({0: record("ab"), 4: record("a", whole=False)}) == []
