@@ -89,7 +89,8 @@ def lora_axes() -> dict[str, Case]:
     merged weights."""
     from tests.invariance_jobs import Case
 
-    dora, experts = replace(ADAPTED, lora=replace(ADAPTED.lora, dora=True)), replace(EXPERTS, lora=ADAPTED.lora)
+    dora = replace(ADAPTED, lora=replace(ADAPTED.lora, dora=True))
+    experts = replace(EXPERTS, lora=dora.lora)
     sequence = ParallelConfig(tensor=2, sequence=True)
     return {
         "lora, dp2": Case(2, model=ADAPTED),
@@ -99,7 +100,7 @@ def lora_axes() -> dict[str, Case]:
         "lora, cp2": Case(2, ParallelConfig(context=2), model=ADAPTED),
         "lora, shared prompts": Case(batch=BatchConfig(micro_batch_samples=16), model=ADAPTED),
         "lora, dora, tp2, sequence": Case(2, sequence, model=dora),
-        "lora, experts, ep2+tp2, sequence": Case(4, replace(sequence, expert=2), model=experts),
+        "lora, dora, experts, ep2+tp2, sequence": Case(4, replace(sequence, expert=2), model=experts),
     }
 
 

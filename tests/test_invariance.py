@@ -60,7 +60,9 @@ def test_the_numbers_stay_with_experts(matrix, stage, axis):
     assert matrix.base(stage, case)["near_ties"] == 0  # else a layout may send a token elsewhere, and rightly so
 
 
-ON_TRUNK = [("critic", f"lora, {axis}") for axis in ("tp2, sequence", "pp2, recompute", "experts, ep2+tp2, sequence")]
+ON_TRUNK = [
+    ("critic", f"lora, {axis}") for axis in ("tp2, sequence", "pp2, recompute", "dora, experts, ep2+tp2, sequence")
+]
 
 
 @pytest.mark.parametrize("stage, axis", [*(("grpo", axis) for axis in LORA_AXES), ("rm", LORA_AXES[2]), *ON_TRUNK])

@@ -9,7 +9,8 @@ token; of factors that all ranks have whole
 - B (and the magnitudes) of a row-parallel one meet the sum of all ranks' A x, or that of the rank's own tokens;
 
 so without sequence parallelism their gradients are the same on all ranks, and with it Megatron sums those of parameters
-marked `sequence_parallel`. Experts are addends of one tensor rank, theirs and their factors' gradients too.
+marked `sequence_parallel`. Experts are addends of one tensor rank, theirs and their factors' gradients too,
+and those of magnitudes that all ranks have.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from aligner.megatron.sharing import mark_shared
 from aligner.megatron.weights import WeightSource, local_modules, local_parameters, own_shard
 from aligner.models.adapters import Site, Target, sites
 from aligner.models.params import ParamSpec
-from aligner.ops.kernels.experts import grouped_linear
+from aligner.ops.kernels.experts import each_row, grouped_linear
 from aligner.ops.kernels.frozen import dense
 from aligner.ops.seeds import derive
 
 
 class Factors(torch.nn.Module):
     """Of one target, this rank's shards: a [rank, in], b [out, rank], with DoRA magnitude [out] in float32; of experts
-    a [E / ep, rank, in] and b [E / ep, out, rank]."""
+    a [E / ep, rank, in], b [E / ep, out, rank] and [E / ep, out]."""
 
     def __init__(self, a: Tensor, b: Tensor, magnitude: Tensor | None):
         super().__init__()
@@ -125,7 +126,7 @@ class Adapters(torch.nn.Module):
         """W + scale B A, with DoRA times `row_factor`, in float32 and rounded once; this rank's shard in its shape."""
         base, out = self.base, self._sum()
         if self.has_magnitude:
-            out *= (self.row_factor() if factor is None else factor)[:, None]
+            out *= (self.row_factor() if factor is None else factor)[..., None]
         return out.view_as(base).to(base.dtype)
 
     @property
@@ -137,26 +138,26 @@ class Adapters(torch.nn.Module):
         return product.add_(dense(self.base).float().view(product.shape))
 
     def row_factor(self) -> Tensor:
-        """float32 [rows]: magnitude / norm of the row, whose gradient is that of the magnitude alone; 1 in rows of no
-        target. Collective over tensor ranks that share the rows."""
+        """float32 [rows], of experts [E / ep, rows]: magnitude / norm of the row, whose gradient is that of the
+        magnitude alone; 1 in rows of no target. Collective over tensor ranks that share the rows."""
         with torch.no_grad():
             norm = self._norm(self._sum())
         places = {target.index: self.get_submodule(target.name).magnitude for target in self.site.targets}
-        norms = norm.unflatten(0, (self.groups, -1)).split(self.sizes, 1)
+        norms = norm.unflatten(-1, (self.groups, -1)).split(self.sizes, -1)
         rows = [
             torch.ones_like(part) if i not in places else places[i].view_as(part) / part for i, part in enumerate(norms)
         ]
-        return torch.cat(rows, 1).flatten()
+        return torch.cat(rows, -1).flatten(-2)
 
     def _norm(self, weight: Tensor) -> Tensor:
-        """float32 [rows] of a matrix whose rows tensor ranks may share."""
-        squares = weight.detach().float().square().sum(-1)
+        """float32 [rows], of experts [E / ep, rows], of a matrix whose rows tensor ranks may share."""
+        squares = weight.detach().float().square().sum(-1).flatten(int(self.site.base.experts))
         if self.site.split == "in" and self.layout.tensor > 1:
             dist.all_reduce(squares, group=self.layout.pgs.tp)
         return squares.sqrt()
 
     def _rows_of(self, target: Target, whole: Tensor) -> Tensor:
-        return whole.unflatten(0, (self.groups, -1)).split(self.sizes, 1)[target.index].flatten()
+        return whole.unflatten(-1, (self.groups, -1)).split(self.sizes, -1)[target.index].flatten(-2)
 
     # ---- the products
 
@@ -187,14 +188,21 @@ class Adapters(torch.nn.Module):
     def _dropped(self, x: Tensor) -> Tensor:
         return dropout(x, self.dropout) if self.dropout and self.training else x
 
-    def of_experts(self, x: Tensor, sizes: Tensor) -> Tensor:
-        """x [M, in] by expert -> this tensor rank's addend [M, rows]."""
-        a, b = self.factors()
-        if self.layout.tensor > 1:  # what all ranks have whole gets the gradients of all their addends
-            whole = copy_to_tensor_model_parallel_region(a if self.site.split == "out" else b, group=self.layout.pgs.tp)
-            a, b = (whole, b) if self.site.split == "out" else (a, whole)
+    def add_experts(self, x: Tensor, out: Tensor, sizes: Tensor) -> Tensor:
+        """x [M, in] by expert and the frozen matrices' addend of this tensor rank, [M, rows] -> that of the adapted."""
+        (a, b), columns = self.factors(), self.site.split == "out"
+        a, b = (self._of_all(a), b) if columns else (a, self._of_all(b))
         h = grouped_linear(self._dropped(x), a, sizes) * self.scale
-        return grouped_linear(h, b, sizes)
+        out = out + grouped_linear(h, b, sizes)
+        if not self.has_magnitude:
+            return out
+        rows = self.row_factor()
+        rows = each_row((rows if columns else self._of_all(rows)) - 1, sizes, len(x))
+        return out + rows.to(out.dtype) * out
+
+    def _of_all(self, whole: Tensor) -> Tensor:
+        """What all tensor ranks have whole, with the gradients of all their addends."""
+        return copy_to_tensor_model_parallel_region(whole, group=self.layout.pgs.tp)
 
 
 def joined(found: Mapping[int, tuple[Tensor, Tensor]], groups: int, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:

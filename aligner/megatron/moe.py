@@ -165,7 +165,7 @@ def _product(x: Tensor, weight: Tensor, adapters: Adapters | None, sizes: Tensor
     else:  # made dense again in backward, not kept until then
         product = lambda x: grouped_linear(x, held.dense(x.dtype).flatten(1, -2), sizes)  # noqa: E731
         out = checkpoint(product, x, use_reentrant=False)
-    return out + adapters.of_experts(x, sizes) if adapters is not None and adapters.on else out
+    return adapters.add_experts(x, out, sizes) if adapters is not None and adapters.on else out
 
 
 class ExpertLayer(torch.nn.Module):

@@ -79,11 +79,7 @@ def sites(cfg: ModelConfig) -> list[Site]:
             hint += " The output layer is never adapted" + (": it is the embedding." if cfg.tie_embeddings else ".")
         raise ConfigError("model.lora.targets", list(cfg.lora.targets), expected, hint)
     chosen = (replace(site, targets=tuple(t for t in site.targets if t.name in wanted)) for site in found)
-    kept = [site for site in chosen if site.targets]
-    if cfg.lora.dora and any(site.base.experts for site in kept):
-        hint = "model.lora.targets without the experts' matrices can have it."
-        raise ConfigError("model.lora.dora", True, "false for adapters of experts", hint)
-    return kept
+    return [site for site in chosen if site.targets]
 
 
 def held_sites(cfg: ModelConfig) -> list[Site]:

@@ -138,6 +138,8 @@ def _check_loadable(cfg: ModelConfig, modules: Iterable[str]) -> None:
         expected = f"for a peft folder not both experts' matrices and {others[0]}, which peft would leave out"
     elif len(experts & {"gate_proj", "up_proj"}) == 1 or len(experts & {"w1", "w3"}) == 1:
         expected = "for a peft folder gate and up matrices of experts together, which transformers joins"
+    elif experts and cfg.lora.dora:
+        expected = "no experts' matrices for a peft folder with dora, which peft has for other modules alone"
     if expected:
         raise ConfigError("model.lora.targets", list(cfg.lora.targets), expected, "--merge writes the whole model.")
 

@@ -111,14 +111,13 @@ def magnitudes(matrix: Matrix, m: ModelConfig, grid: Grid) -> tuple[int, int]:
 
 
 def adapter_parameters(m: ModelConfig, grid: Grid, stage: int) -> Count:
-    """Of one rank; magnitudes, which are float32 like a score head, count as one."""
-    dense = experts = score = 0
+    """Of one rank; magnitudes, which are float32 like a score head, count as one, but those of experts."""
+    total = Count()
     for matrix in (x for layer in _layers(m, grid, stage) for x in layer):
-        size = sum(factor_sizes(matrix, m, grid))
-        experts += size * (matrix.experts // grid.expert)
-        dense += 0 if matrix.experts else size
-        score += sum(magnitudes(matrix, m, grid))
-    return Count(dense, experts, score)
+        size, rows = sum(factor_sizes(matrix, m, grid)), sum(magnitudes(matrix, m, grid))
+        near = matrix.experts // grid.expert
+        total += Count(experts=near * size, magnitudes=near * rows) if near else Count(size, score=rows)
+    return total
 
 
 def kept_bytes(m: ModelConfig, element: int, tensor: int) -> float:
@@ -209,8 +208,12 @@ def adapter_calls(
     for matrix in matrices(m, sparse, linear):
         tokens, width = kept if matrix.late else own, matrix.targets * m.lora.rank
         if matrix.experts:
-            each = factor_sizes(matrix, m, grid)[1] * (matrix.experts // grid.expert)
-            backward.append(("all_reduce", element * each))
+            near = matrix.experts // grid.expert
+            backward.append(("all_reduce", element * near * factor_sizes(matrix, m, grid)[1]))
+            if m.lora.dora and matrix.split == "in":
+                rows = ("all_reduce", 4.0 * near * matrix.out)
+                forward.append(rows)
+                backward.append(rows)
         elif matrix.split == "out":
             if grid.sequence:
                 forward.append(("all_gather", element * tokens * width))
@@ -240,6 +243,7 @@ def adapter_operations(
                 total -= a
             if m.lora.dora:
                 product = 2 * matrix.inner * matrix.out * matrix.targets * m.lora.rank
+                product *= matrix.experts // grid.expert or 1
                 total += (2 if backward and recompute else 1) * product / (grid.tensor if matrix.split != "none" else 1)
     return total
 
@@ -265,5 +269,6 @@ def adapter_widths(m: ModelConfig, sparse: bool, linear: bool, tensor: int) -> f
     for matrix in matrices(m, sparse, linear):
         often = m.moe.top_k if matrix.experts else 1
         total += often * matrix.targets * m.lora.rank
-        total += m.lora.dora * matrix.out / (tensor if matrix.split == "out" else 1)
+        kept = 2 * often if matrix.experts else 1  # of experts each token has the factor of its own
+        total += m.lora.dora * kept * matrix.out / (tensor if matrix.split == "out" else 1)
     return total

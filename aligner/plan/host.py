@@ -16,7 +16,7 @@ def checkpoint_bytes(count: Count, grid: Grid, element: int, distributed: bool, 
     optimizer = optimizer_bytes(count, grid, element, distributed, averaged)
     if not distributed:
         return weight_bytes(count, element) + optimizer
-    experts = Count(experts=count.experts)
+    experts = Count(experts=count.experts, magnitudes=count.magnitudes)
     rest = Count(count.dense, score=count.score)
     copies = max(1, grid.replicas // grid.expert)
     return weight_bytes(rest, element) / grid.replicas + weight_bytes(experts, element) / copies + optimizer

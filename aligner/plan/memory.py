@@ -82,7 +82,7 @@ class Memory:
 
 
 def weight_bytes(count: Count, element: int) -> float:
-    return element * (count.dense + count.experts) + 4 * (count.score + count.fixed)
+    return element * (count.dense + count.experts) + 4 * (count.score + count.fixed + count.magnitudes)
 
 
 def model_bytes(job: Job, part: Part, stage: int) -> float:
@@ -105,7 +105,8 @@ def optimizer_bytes(count: Count, grid: Grid, element: int, distributed: bool, a
     per, dense, experts = (8 if element == 4 else 12) + 4 * averaged, 1, 1
     if distributed:
         dense, experts = grid.replicas, max(1, grid.replicas // grid.expert)
-    return per * (count.dense / dense + count.experts / experts) + 8 * count.score / dense
+    plain = 8 * (count.score / dense + count.magnitudes / experts)
+    return per * (count.dense / dense + count.experts / experts) + plain
 
 
 def optimizer_share(count: Count, grid: Grid, distributed: bool) -> float:

@@ -44,12 +44,14 @@ class Grid:
 @dataclass(frozen=True)
 class Count:
     """Parameters by who shares them: `dense` over the data- and context-parallel ranks, `experts` over the expert
-    data-parallel ones; `score` is a scalar head, float32 in every dtype; `fixed`, float32 too, no gradient changes."""
+    data-parallel ones; `score` is a scalar head, float32 in every dtype; `fixed`, float32 too, no gradient changes;
+    `magnitudes`, float32 too, are shared as `experts`, whose adapters' they are."""
 
     dense: int = 0
     experts: int = 0
     score: int = 0
     fixed: int = 0
+    magnitudes: int = 0
 
     def __add__(self, other: Count) -> Count:
         both = zip(astuple(self), astuple(other), strict=True)
@@ -57,7 +59,7 @@ class Count:
 
     @property
     def total(self) -> int:
-        return self.dense + self.experts + self.score + self.fixed
+        return sum(astuple(self))
 
 
 def attention_widths(m: ModelConfig) -> tuple[int, int, int, int]:

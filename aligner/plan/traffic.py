@@ -253,7 +253,7 @@ def step_calls(job: Job, part: Part, stage: int) -> list[Call]:
     grid, m, e = job.grid, part.shape, job.element
     count = trained_parameters(part, grid, stage)
     calls: list[Call] = []
-    for axis, dense, score in (("dp", count.dense, count.score), ("edp", count.experts, 0)):
+    for axis, dense, score in (("dp", count.dense, count.score), ("edp", count.experts, count.magnitudes)):
         if part.distributed:
             calls.append(Call(axis, "reduce_scatter", 4.0 * (dense + score)))
             # with experts Megatron has two optimizers, and after the step of each gathers the parameters of both

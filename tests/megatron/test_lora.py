@@ -18,6 +18,7 @@ LORA = LoraConfig(rank=3, alpha=6, targets=[ALL_LINEAR])
 SOME = replace(LLAMA, lora=replace(LORA, targets=["q_proj", "v_proj", "up_proj", "down_proj"]))
 DORA = replace(MODELS["qwen2"], lora=replace(LORA, dora=True, targets=["k_proj", "o_proj", "gate_proj", "down_proj"]))
 SPARSE = replace(MOE, lora=LORA)
+SPARSE_DORA = replace(MOE, lora=replace(DORA.lora, targets=["q_proj", "up_proj", "down_proj"]))
 PP2 = ParallelConfig(pipeline=2)
 TP2, SP2 = ParallelConfig(tensor=2), ParallelConfig(tensor=2, sequence=True)
 LAYOUTS = {
@@ -25,6 +26,7 @@ LAYOUTS = {
     "some, recomputed": (replace(SOME, recompute="full"), (PP2, ParallelConfig())),
     "dora": (DORA, (TP2, SP2)),
     "experts": (SPARSE, (SP2, ParallelConfig(expert=2))),
+    "dora of experts": (SPARSE_DORA, (TP2, ParallelConfig(expert=2))),
     "latent": (replace(MORE["deepseek_v3-direct"], lora=LORA), (SP2,)),
     "linear": (replace(MORE["qwen3_next"], lora=LORA), (SP2,)),
 }
@@ -66,13 +68,13 @@ def test_gradients_and_optimizer_are_of_the_adapters_alone(run):
     assert scores["trained"] == numbers + 2 * SOME.hidden_size  # and the whole head
 
 
-@pytest.mark.parametrize("cfg", [SOME, DORA, SPARSE, replace(SOME, lora=replace(SOME.lora, rslora=True))])
+@pytest.mark.parametrize("cfg", [SOME, DORA, SPARSE, SPARSE_DORA, replace(SOME, lora=replace(SOME.lora, rslora=True))])
 def test_merged_weights_say_what_the_adapters_say(run, cfg):
     ((adapted, merged),) = run("merged_is_adapted", cfg=cfg)
     torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("cfg", [SOME, DORA, SPARSE], ids=["lora", "dora", "experts"])
+@pytest.mark.parametrize("cfg", [SOME, DORA, SPARSE, SPARSE_DORA], ids=["lora", "dora", "experts", "dora of experts"])
 def test_gradients_are_those_of_the_whole_weights_by_the_chain_rule(run, cfg):
     """y = W' x with W' = W + s B A, so dA = s B^T dW' and dB = s dW' A^T; with DoRA W' = (m / |V|) V with |V| held
     constant, so dm = sum dW' V / |V| along a row, and V's gradient is m / |V| times that of W'."""
@@ -104,7 +106,7 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_to_the_bit(run, tmp_path)
     assert {name for name in held if not name.startswith("common")} == wanted
 
 
-@pytest.mark.parametrize("cfg, there, here", [(SOME, SP2, PP2), (SPARSE, ParallelConfig(expert=2), TP2)])
+@pytest.mark.parametrize("cfg, there, here", [(SOME, SP2, PP2), (SPARSE_DORA, ParallelConfig(expert=2), TP2)])
 def test_another_layout_goes_on_from_a_checkpoint(run, tmp_path, cfg, there, here):
     found = run("resumed", world=2, cfg=cfg, folder=str(tmp_path), parallel=there, other=here)
     for mine in found:

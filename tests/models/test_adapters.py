@@ -71,10 +71,15 @@ def test_a_target_that_no_matrix_of_the_layers_has_is_refused(cfg, targets, told
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
-def test_experts_have_no_magnitudes():
-    with pytest.raises(ConfigError, match=r"model\.lora\.dora"):
-        adapter_table(adapted(MOE, dora=True))
-    assert target_names(adapted(MOE, dora=True, targets=["q_proj", "o_proj"])) == ["q_proj", "o_proj"]
+def test_each_expert_has_the_magnitudes_of_its_rows():
+    cfg = adapted(MOE, dora=True, targets=["q_proj", "up_proj", "down_proj"])
+    assert target_names(cfg) == ["q_proj", "up_proj", "down_proj"]
+    found = {spec.canonical.rsplit(".", 2)[1]: spec for spec in adapter_table(cfg) if spec.float32}
+    assert {name: (spec.shape, spec.tp_axis) for name, spec in found.items()} == {
+        "q_proj": ((64,), 0),
+        "up_proj": ((4, 24), 1),
+        "down_proj": ((4, 32), None),
+    }
 
 
 def test_a_run_says_how_much_it_trains():

@@ -34,7 +34,7 @@ UNTIED = replace(MODELS["qwen2"], tie_embeddings=False)
 SEQ = {"sequence": True}
 ADAPTED = replace(LLAMA, lora=LoraConfig(rank=8, targets=[ALL_LINEAR]))
 SOME = LoraConfig(rank=8, dora=True, targets=["q_proj", "o_proj", "up_proj", "down_proj"])
-DORA = replace(MODELS["qwen3"], hidden_size=64, lora=SOME)
+DORA, WIDE_DORA = (replace(cfg, hidden_size=64, lora=SOME) for cfg in (MODELS["qwen3"], MOE))
 CASES = {
     "untied": (UNTIED, {}, 1, {}),
     "tp2": (MODELS["qwen2"], {"tensor": 2}, 2, {}),
@@ -74,6 +74,7 @@ CASES = {
     "adapters, pp2": (replace(ADAPTED, tie_embeddings=False), {"pipeline": 2}, 2, {"outputs": 1}),
     "adapters of experts, tp2": (replace(MIXTRAL, lora=ADAPTED.lora), {"tensor": 2}, 2, {}),
     "adapters of experts, ep2": (replace(MOE, lora=ADAPTED.lora), {"expert": 2}, 2, {}),
+    "adapters of experts, ep2 tp2, dora": (WIDE_DORA, {"expert": 2, "tensor": 2}, 4, {}),
     "adapters, latent, tp2, sequence": (replace(DEEPSEEK, lora=ADAPTED.lora), {"tensor": 2, **SEQ}, 2, {}),
     "reward model, pp2": (MODELS["qwen2"], {"pipeline": 2}, 2, {"outputs": 1}),
 }
@@ -161,9 +162,8 @@ def test_a_step_of_real_ranks_has_the_bytes_and_operations_of_the_formulas(ranks
         wanted_operations += Counter(operations(job, found["stage"]))
         all_heard += Counter(found["heard"])
         all_wanted += by_group(calls, found["axes"])
-    if (
-        cfg.lora.rank and not cfg.moe.num_experts
-    ):  # torch counts products of frozen matrices with attention's where it makes batches of them
+    if cfg.lora.dora or (cfg.lora.rank and not cfg.moe.num_experts):
+        # torch counts products of frozen matrices, and of experts' B A, with attention's where it makes batches of them
         counted, wanted_operations = (_of_phases(found) for found in (counted, wanted_operations))
     assert counted.keys() == wanted_operations.keys()
     for key, wanted in wanted_operations.items():

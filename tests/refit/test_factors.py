@@ -14,7 +14,7 @@ JOBS = "tests.refit.factor_jobs"
 LORA = LoraConfig(rank=3, alpha=6, targets=[ALL_LINEAR])
 SOME = replace(LLAMA, lora=replace(LORA, targets=["q_proj", "v_proj", "up_proj", "down_proj"]))
 DORA = replace(MODELS["qwen2"], lora=replace(LORA, dora=True, targets=["k_proj", "o_proj", "gate_proj", "down_proj"]))
-SPARSE = replace(MOE, lora=LORA)
+SPARSE, SPARSE_DORA = replace(MOE, lora=LORA), replace(MOE, lora=replace(LORA, dora=True))
 TP2, PP2, EP2 = ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(expert=2)
 HALF, FULL = torch.bfloat16, torch.float32
 CASES = {  # world, model, trainer's layout, engine's tensor ranks, dtype of the trainer, of the engine
@@ -24,7 +24,7 @@ CASES = {  # world, model, trainer's layout, engine's tensor ranks, dtype of the
     "pp2 to 2 engines": (2, SOME, PP2, 1, HALF, FULL),
     "experts, ep2 to 2 engines": (2, SPARSE, EP2, 1, FULL, FULL),
     "experts, tp2 to tp2": (2, SPARSE, TP2, 2, HALF, HALF),
-    "experts, ep2 tp2 to tp2": (4, SPARSE, ParallelConfig(expert=2, tensor=2), 2, FULL, FULL),
+    "experts, ep2 tp2 to tp2, dora": (4, SPARSE_DORA, ParallelConfig(expert=2, tensor=2), 2, FULL, FULL),
     "latent, tp2 to 2 engines": (2, replace(MORE["deepseek_v3-direct"], lora=LORA), TP2, 1, FULL, FULL),
     "linear, tp2 to 2 engines": (2, replace(MORE["qwen3_next"], lora=LORA), TP2, 1, FULL, FULL),
     "nf4 base, pp2": (2, replace(SOME, lora=replace(SOME.lora, quantize_base="nf4")), PP2, 1, HALF, HALF),

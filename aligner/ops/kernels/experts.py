@@ -175,26 +175,31 @@ def grouped_linear(x: Tensor, weight: Tensor, sizes: Sequence[int] | Tensor) -> 
     return _GroupedLinear.apply(x, weight, sizes)
 
 
-class _AddBias(torch.autograd.Function):
+class _EachRow(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, sizes: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, sizes: Tensor, rows: int) -> Tensor:
         ctx.save_for_backward(sizes)
-        return x + bias.repeat_interleave(sizes, 0, output_size=len(x))
+        return values.repeat_interleave(sizes, 0, output_size=rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (sizes,) = ctx.saved_tensors
         # in float32 and in the order of rows: neither the dtype nor atomic additions round it. `unsafe`: the host does
         # not wait to check the sizes
         rows = grad.float().contiguous()
         total = torch.segment_reduce(rows, "sum", lengths=sizes, axis=0, initial=0, unsafe=True)
-        return grad, total.to(grad.dtype), None
+        return total.to(grad.dtype), None, None
+
+
+def each_row(values: Tensor, sizes: Tensor, rows: int) -> Tensor:
+    """values [E, O] -> of each row's expert, [rows, O]; sizes int64 [E] sums to `rows`."""
+    return _EachRow.apply(values, sizes, rows)
 
 
 def add_bias(x: Tensor, bias: Tensor, sizes: Tensor) -> Tensor:
     """x [M, O] by expert + the bias of each row's expert; bias [E, O], sizes int64 [E] sums to M."""
-    return _AddBias.apply(x, bias, sizes)
+    return x + each_row(bias, sizes, len(x))
 
 
 class _ClampedGate(torch.autograd.Function):
