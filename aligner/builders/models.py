@@ -179,6 +179,10 @@ def make_critic(job: Job, steps: int, policy: Policy) -> Critic:
         return Critic(model, job.cfg.batch)
     path = job.cfg.critic.init or job.cfg.reward.model
     initial = _scorer(job, path, "critic.init" if job.cfg.critic.init else "reward.model")
+    names = initial.extra.get("attributes") or ()
+    if len(names) > 1:
+        expected = "a language model, or a reward model of one score, to start the critic from"
+        raise ConfigError("critic.init", job.cfg.critic.init, expected, f"{path} scores {', '.join(names)}.")
     model = job.models["critic"] = make_model(job, initial, Head("score"), job.cfg.critic.optim, steps)
     bias, scale = _centring(job, initial) if path == job.cfg.reward.model else (0.0, 1.0)
     return Critic(model, job.cfg.batch, bias, scale)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from aligner.config.freeze import load_frozen
 from aligner.config.sections.preference import PreferenceConfig
 from aligner.ops.rl.by_rank import with_partners
 from aligner.roles.policy import TokenOutputs
@@ -51,6 +52,15 @@ def test_what_is_no_pair_is_in_no_sum_and_no_denominator(alone, loss):
         none.labels = with_partners(none, logprobs[[2, 3, 6, 7]], cfg, alone)
     assert losses_at_start(none, cfg, alone) == {}
     assert float(dpo_loss(none, cfg, alone)(TokenOutputs(logprobs[[2, 3, 6, 7]], None, None), none).loss) == 0
+
+
+def test_a_policy_with_adapters_is_its_own_reference(tiny_data, tiny_runs, tmp_path):
+    """As in stage dpo; the bits are those of a second model."""
+    more = [f"model.init={tiny_runs['sft']}", "run.steps=2", "model.lora.rank=2", "checkpoint.final=false"]
+    own = stages.stage("online_dpo", tiny_data, tmp_path / "own", *more)
+    other = stages.stage("online_dpo", tiny_data, tmp_path / "other", *more, "algorithm.preference.reference=model")
+    assert load_frozen(own).algorithm.preference.reference == "adapter"
+    assert stages.same_weights(own, other) and not stages.differences(own, other)
 
 
 def test_the_reward_rises(tiny_data, tiny_runs, tmp_path):

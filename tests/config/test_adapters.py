@@ -16,10 +16,11 @@ KEY = "algorithm.preference.reference"
 LORA = ["model.lora.rank=2"]
 
 
-def test_the_reference_is_the_adapters_where_there_are_some():
-    assert compose(["stage=dpo"]).algorithm.preference.reference == "model"
-    assert compose(["stage=dpo", *LORA]).algorithm.preference.reference == "adapter"
-    assert compose(["stage=dpo", *LORA, f"{KEY}=stored"]).algorithm.preference.reference == "stored"
+@pytest.mark.parametrize("stage", ["dpo", "online_dpo"])
+def test_the_reference_is_the_adapters_where_there_are_some(stage):
+    assert compose([f"stage={stage}"]).algorithm.preference.reference == "model"
+    assert compose([f"stage={stage}", *LORA]).algorithm.preference.reference == "adapter"
+    assert compose([f"stage={stage}", *LORA, f"{KEY}=stored"]).algorithm.preference.reference == "stored"
 
 
 @pytest.mark.parametrize("more, shares", [([], False), (LORA, True), ([*LORA, f"{KEY}=model"], False)])

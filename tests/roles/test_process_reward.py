@@ -90,3 +90,8 @@ def test_attributes_are_weighed_by_the_config(tiny_data, tiny_runs, tmp_path):
     assert both == pytest.approx(2 * first - 0.5 * second, rel=1e-4)
     with pytest.raises(ConfigError, match=r"reward.model_attributes='tall': expected attributes of .* has good, short"):
         mean("d", "{tall: 1}")
+    critic = [f"reward.model={model}", "reward.model_attributes={good: 1}", "run.steps=1"]
+    with pytest.raises(
+        ConfigError, match=r"critic.init='': expected .* reward model of one score.* scores good, short"
+    ):
+        stages.stage("ppo", tiny_data, tmp_path / "ppo", f"model.init={tiny_runs['sft']}", *critic)

@@ -17,7 +17,7 @@ def check(cfg: Config) -> None:
     preference, batch = cfg.algorithm.preference, cfg.batch
     dpo.check(cfg)
     if preference.reference == "stored":
-        expected = "model or none for stage online_dpo, whose answers are not there before training"
+        expected = "model, adapter or none for stage online_dpo, whose answers are not there before training"
         raise ConfigError(f"{KEY}.reference", "stored", expected)
     if preference.row_weights:
         raise ConfigError(f"{KEY}.row_weights", True, "false for stage online_dpo: samples have no such column")
