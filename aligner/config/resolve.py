@@ -155,7 +155,18 @@ def _single(overrides: list[str]) -> list[Override]:
     for override in parsed:
         if override.is_sweep_override():
             raise _one_value(override)
-    return parsed
+    return [leaf for override in parsed for leaf in _leaves(override)]
+
+
+def _leaves(override: Override) -> Iterator[Override]:
+    """The keys of a section one by one: in the mapping of a whole one Hydra takes no new entries of free
+    dictionaries."""
+    key, value = override.key_or_group, override._value
+    if isinstance(value, dict) and is_dataclass(key_type(key)):
+        for name, part in value.items():
+            yield from _leaves(_checked(replace(override, key_or_group=f"{key}.{name}", _value=part)))
+    else:
+        yield override
 
 
 def _checked(override: Override) -> Override:

@@ -97,6 +97,23 @@ def test_a_config_knows_nothing_of_those_composed_before(user_conf):
         assert compose(["experiment=mine"], config_dir=folder).run.steps == steps
 
 
+@pytest.mark.parametrize("over", [compose, lambda overrides: compose_over(compose(overrides[:1]), overrides[1:])])
+def test_a_section_as_a_mapping_is_its_keys_one_by_one(over):
+    cfg = over([
+        "stage=distill",
+        "algorithm.distill={top_k: 4, teachers: {math: a, code: 'b=c'}}",
+        "data={columns: {prompt: q}, template_arguments: {deep: {er: 1}}}",
+        "reward={model: x, model_attributes: {help: 0.5}, judges: [{question: '{response}'}]}",
+        "algorithm.distill.teachers.more=d",
+    ])  # fmt: skip
+    assert cfg.algorithm.distill.teachers == {"math": "a", "code": "b=c", "more": "d"}
+    assert cfg.algorithm.distill.top_k == 4 and cfg.algorithm.distill.kind == "forward_kl"
+    assert cfg.data.columns == {"prompt": "q"} and cfg.data.template_arguments == {"deep": {"er": 1}}
+    assert cfg.reward.model_attributes == {"help": 0.5} and cfg.reward.judges[0].question == "{response}"
+    with pytest.raises(UnknownKeyError, match=r"algorithm.distill.teechers.*algorithm.distill.teachers"):
+        over(["stage=distill", "algorithm.distill={teechers: {a: b}}"])
+
+
 def test_values_of_every_kind():
     cfg = compose(
         [
