@@ -15,8 +15,8 @@ from pathlib import Path
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.plan.activations import layer_activations
 from aligner.plan.job import Part
-from aligner.plan.memory import layer_activations
 from aligner.plan.shapes import Grid
 
 SMALL = ModelConfig(

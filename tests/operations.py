@@ -1,12 +1,15 @@
-"""Operations as torch's own counter sees them."""
+"""Operations as torch's own counter sees them, and bytes as a mode that looks at each tensor."""
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
 aten = torch.ops.aten
@@ -42,3 +45,32 @@ def counted(action: Callable[[], object]) -> dict[str, float]:
     for op, count in counter.get_flop_counts().get("Global", {}).items():
         seen["linear" if str(op).removeprefix("aten.") in MATRIX else "attention"] += count
     return dict(seen)
+
+
+class Bytes(TorchDispatchMode):
+    """`most`: the largest sum of the bytes of tensors that were made under it and were still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._there: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._there | given:
+                self._note(leaf.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def gone() -> None:
+            self._there.discard(key)
+            self.now -= size
+
+        weakref.finalize(storage, gone).atexit = False
+        self._there.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)

@@ -99,7 +99,9 @@ class StreamAttention(SelfAttention):
         normed = self.q_layernorm is not None and not isinstance(self.q_layernorm, IdentityOp)
         if self.is_rotated and not normed:
             return *kernels.split_and_rotate(mixed, stream.cos, stream.sin, self.neighbours), None
-        query, key, value = (x.reshape(len(mixed), -1, d) for x in mixed.split([mixed.shape[2] - 2, 1, 1], dim=2))
+        parts = mixed.split([mixed.shape[2] - 2, 1, 1], dim=2)
+        # copies: as views keys and values would keep all of `mixed` for backward, beside the copied queries
+        query, key, value = (x.reshape(len(mixed), -1, d).contiguous() for x in parts)
         query, gate = (query[:, ::2], query[:, 1::2]) if self.gated else (query, None)
         if normed:
             query, key = self._normed(self.q_layernorm, query), self._normed(self.k_layernorm, key)

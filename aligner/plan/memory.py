@@ -1,17 +1,17 @@
 """Bytes on one GPU, by what holds them and by phase.
 
-Weights, gradients and optimizer state are exact (`tests/plan` compares them with Megatron's buffers). Activations count
-what autograd keeps, as measured by `benchmarks/context_memory.py`; transients are the large ones of each phase.
+Weights, gradients and optimizer state are exact (`tests/plan` compares them with Megatron's buffers); transients are
+the large ones of each phase.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from aligner.config.sections.engine import message_bytes
 from aligner.errors import AlignerError
+from aligner.plan.activations import activation_bytes, backward_bytes
 from aligner.plan.adapters import (
-    adapter_widths,
     held_parameters,
     is_adapted,
     kept_bytes,
@@ -20,18 +20,12 @@ from aligner.plan.adapters import (
 )
 from aligner.plan.devices import GIB, Assumptions, Device
 from aligner.plan.job import PREFILL_TOKENS, Job, Part
-from aligner.plan.linear import gathered_width, rule_activations
 from aligner.plan.reads import most_read
 from aligner.plan.shapes import (
     Count,
     Grid,
-    attention_widths,
-    latent_widths,
-    mlp_width,
     parameters,
     rank_parameters,
-    stage_layers,
-    stage_linear,
     widest_mlp,
 )
 
@@ -43,7 +37,8 @@ ITEMS = {
     "gradients": ("float32 gradients", "parallel.tensor, parallel.pipeline, parallel.expert"),
     "optimizer": ("optimizer state", "more GPUs, parallel.tensor, parallel.pipeline"),
     "activations": ("activations", "batch.micro_batch_tokens or micro_batch_samples, parallel.context"),
-    "logits": ("logits", "batch.logits_bytes, parallel.tensor"),
+    "logits": ("logits and gradients of their matrix", "batch.logits_bytes, parallel.tensor"),
+    "backward": ("one layer's gradients", "batch.micro_batch_tokens or micro_batch_samples, parallel.tensor"),
     "engine weights": ("the engine's weights", "engine.tensor_parallel, engine.dtype"),
     "kv cache": ("the engine's KV cache", "engine.kv_cache_bytes, engine.max_batch"),
     "prefill": ("prefill", "engine.tensor_parallel"),
@@ -114,61 +109,6 @@ def optimizer_share(count: Count, grid: Grid, distributed: bool) -> float:
     return optimizer_bytes(count, grid, 4, distributed) / 8
 
 
-def layer_activations(part: Part, grid: Grid, sparse: bool) -> tuple[float, float]:
-    """Elements that one layer keeps for backward: (for each own token, for each token of all context-parallel ranks).
-
-    By own token: inputs and outputs of two norms (4 H; a 1/tp share with sequence parallelism), queries and the
-    attention's output (2 A / tp; 3 A where context parallelism reorders), gate, up and their product (3 F / tp), keys
-    and values (2 K / tp); of latent attention its vectors, twice. An expert's token also keeps its input and output
-    (2 H) for each of k. With all-gather, keys and values of the whole row, once as gathered and about once as used."""
-    m, tp = part.shape, grid.tensor
-    a, k, v, _ = attention_widths(m)
-    v = max(v, k)  # fused attention pads narrower ones
-    own = 4 * m.hidden_size / (tp if grid.sequence else 1) + (2 if grid.context == 1 else 3) * a / tp
-    own += 2 * sum(latent_widths(m)) / (tp if grid.sequence else 1)
-    own += 3 * mlp_width(m, sparse) / tp
-    if sparse:
-        own += m.hidden_size + m.moe.top_k * 2 * m.hidden_size
-    if grid.context > 1 and not grid.over_heads:
-        return own, (k + v) * (1 + 1 / (2 * grid.context)) / tp
-    return own + (k + v) / tp, 0.0
-
-
-def _linear_activations(part: Part, grid: Grid, sparse: bool) -> tuple[float, float]:
-    """`layer_activations` of a layer of linear attention, without `rule_activations`: in place of queries, keys, values
-    and output what its products give and take."""
-    m, linear = part.shape, part.shape.linear
-    a, k, v, _ = attention_widths(m)
-    attention = ((2 if grid.context == 1 else 3) * a + k + max(v, k)) / grid.tensor
-    own = layer_activations(part, replace(grid, over_heads=True), sparse)[0] - attention
-    own += (linear.key_heads * linear.width + 2 * linear.value_heads * linear.value_head_dim) / grid.tensor
-    return own, gathered_width(m) / grid.tensor if grid.context > 1 and not grid.over_heads else 0.0
-
-
-def activation_bytes(job: Job, part: Part, stage: int) -> float:
-    """Of the micro-batches that stage `stage` of a 1F1B pipeline holds at a time, min(micro-batches, stages - stage).
-    With recomputation each layer keeps its input alone, and one layer at a time the rest. The last layer counts like
-    the others: rows may be almost all response."""
-    grid, m = job.grid, part.shape
-    count, tokens = job.micro_batches(worst=True)
-    if part is job.policy:
-        more, others = job.ptx_micro_batches(worst=True)
-        count, tokens = count + more, max(tokens, others)
-    own, share = tokens / grid.context, grid.tensor if grid.sequence else 1
-    layers = []
-    for sparse, linear in zip(stage_layers(m, grid, stage), stage_linear(m, grid, stage), strict=True):
-        per_token, per_gathered = (_linear_activations if linear else layer_activations)(part, grid, sparse)
-        per_token += adapter_widths(m, sparse, linear, grid.tensor) if is_adapted(part) else 0
-        layers.append(per_token * own + per_gathered * tokens)
-        if linear:  # in float32; where others' tokens are gathered, of rows from their beginning
-            again = 1 + 1 / (2 * grid.context) if grid.context > 1 and not grid.over_heads else 1 / grid.context
-            layers[-1] += rule_activations(m) / grid.tensor * again * tokens * 4 / job.element
-    ends = (stage == 0) * m.hidden_size / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
-    kept = len(layers) * own * m.hidden_size / share if job.recompute else sum(layers)
-    in_flight = min(count, grid.pipeline - stage)
-    return job.element * (in_flight * (kept + ends * own) + (max(layers) if job.recompute else 0))
-
-
 def logits_bytes(job: Job, part: Part, tokens: float) -> float:
     """Three float32 numbers for each logit of a part of at most `batch.logits_bytes`; `tokens` that are read."""
     if part.head != "lm":
@@ -176,13 +116,30 @@ def logits_bytes(job: Job, part: Part, tokens: float) -> float:
     return min(12 * tokens * part.shape.vocab_size / job.grid.tensor, job.logits_bytes)
 
 
+def head_bytes(job: Job, part: Part, tokens: float) -> float:
+    """Of a training pass: logits, and the gradients of their matrix; that of all parts is there while the next part's
+    logits are made, and then its own beside it (of which a third of the numbers are left)."""
+    logits = logits_bytes(job, part, tokens)
+    if part.head != "lm" or is_adapted(part):
+        return logits
+    vocabulary = -(-part.shape.vocab_size // job.grid.tensor)
+    again = 12 * tokens * vocabulary > job.logits_bytes
+    gradient = job.element * vocabulary * part.shape.hidden_size
+    return max(logits + again * gradient, logits / 3 + (1 + again) * gradient)
+
+
 def _forward_bytes(job: Job, part: Part) -> float:
-    """A layer without gradient: the stream, its norm, the widest product and its factors."""
+    """A layer without gradient: the stream and its norm, what attention and the MLP are given and give, and the widest
+    product with its factors; of experts input and output of each pair."""
     m, grid = part.shape, job.grid
-    tokens = max(job.logprob_tokens, job.rows.longest) / grid.context
-    tokens = min(tokens, job.rows.count / grid.data * job.rows.longest / grid.context)
-    wide = 3 * widest_mlp(m) / grid.tensor
-    return job.element * tokens * (3 * m.hidden_size + wide)
+    wide = 3 * widest_mlp(m) / grid.tensor + 2 * m.moe.top_k * m.hidden_size * bool(m.moe.num_experts)
+    stream = (1 + 4 / (grid.tensor if grid.sequence else 1)) * m.hidden_size
+    return job.element * _forward_tokens(job) * (stream + wide)
+
+
+def _forward_tokens(job: Job) -> float:
+    tokens = max(job.logprob_tokens, job.rows.longest) / job.grid.context
+    return min(tokens, job.rows.count / job.grid.data * job.rows.longest / job.grid.context)
 
 
 def _models(job: Job, stage: int, reads: tuple[str, ...] = (), trains: bool = False) -> dict[str, float]:
@@ -260,12 +217,14 @@ def stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
             stays = {name: size for name, size in kept.items() if name != "kv cache" or not job.sleeps}
         found["refit"] = _models(job, stage, ("policy",)) | stays | {"buckets": refit_buffers(job, stage)}
     if job.rollout or job.asked:
-        tokens = max(job.logprob_tokens, job.rows.longest) / job.grid.context
+        tokens = _forward_tokens(job)
         most = most_read(job, tokens, job.rows.count / job.grid.data)
         logits = max((logits_bytes(job, part, most) for part in job.parts), default=0.0) if last else 0.0
+        logits += job.element * tokens * job.policy.shape.hidden_size  # the last hidden states, which they are made of
         forward = max(_forward_bytes(job, part) for part in job.parts)
         read = _models(job, stage, ("policy", "critic", "reference", "teacher", "teachers"))
-        found["logprobs"] = read | stays | {"forward": forward, "logits": logits}
+        work = {"forward": forward} if forward > logits else {"logits": logits}
+        found["logprobs"] = read | stays | work
     trained = [part for part in job.parts if part.trained]
     if trained:
         _, tokens = job.micro_batches(worst=True)
@@ -274,9 +233,11 @@ def stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
         base, updates = _models(job, stage, ("policy", "critic"), trains=True) | stays, []
         for part in trained:
             learned = max(most, job.ptx_micro_batches(worst=True)[1] / job.grid.context) if part is job.policy else most
-            logits = logits_bytes(job, part, learned) if last else 0.0
-            backward = {"activations": activation_bytes(job, part, stage), "logits": logits}
-            updates.append(base | backward)  # Adam is fused and needs nothing beside, clipping one tensor at a time
+            kept = base | {"activations": activation_bytes(job, part, stage)}
+            if last:
+                updates.append(kept | {"logits": head_bytes(job, part, learned)})
+            updates.append(kept | {"backward": backward_bytes(job, part, stage)})
+        # Adam is fused and needs nothing beside, clipping one tensor at a time
         found["update"] = max(updates, key=lambda items: sum(items.values()))
         found["save"] = base  # from where it lies to host memory (plan/host.py), without a copy on the device
     return found

@@ -113,6 +113,12 @@ class Shard:
         return column.clamp(0, max(self.columns - 1, 0)), here
 
 
+def less(z: Tensor, by: Tensor, logits: Tensor) -> Tensor:
+    """z [n, columns] - by [n], to be written to: in z itself where that is a copy of the logits, not a view."""
+    owned = z.untyped_storage()._cdata != logits.untyped_storage()._cdata
+    return z.sub_(by[:, None]) if owned else z - by[:, None]
+
+
 def log_sum_exp(tensors: tuple[Tensor, ...], shard: Shard) -> Tensor:
     """[tensors, n] over all columns of the group."""
     if shard.group is None:
@@ -131,11 +137,10 @@ class _TokenLogprobs(torch.autograd.Function):
         entropies = torch.zeros_like(logprobs) if entropy else None
         lse = torch.zeros_like(logprobs) if shard.group is not None else None
         for at in shard.chunks(len(targets)):
-            z = shard.tempered(logits, at)
             if lse is None:
-                lp, h = _whole(z, targets[at], entropy)
+                lp, h = _whole(shard.tempered(logits, at), targets[at], entropy)
             else:
-                lp, h, lse[at] = _sharded(z, targets[at], shard, entropy)
+                lp, h, lse[at] = _sharded(shard.tempered(logits, at), targets[at], shard, entropy, logits)
             logprobs[at] = lp
             if entropies is not None:
                 entropies[at] = h
@@ -153,8 +158,8 @@ class _TokenLogprobs(torch.autograd.Function):
         grad = torch.empty_like(logits)
         grad[:, n:] = 0
         for at in shard.chunks(len(targets) if n else 0):
-            z = shard.tempered(logits, at)
-            logp = torch.log_softmax(z, -1) if lse is None else z - lse[at, None]
+            logp = shard.tempered(logits, at)
+            logp = torch.log_softmax(logp, -1) if lse is None else less(logp, lse[at], logits)
             if g_entropy is None:
                 dz = logp.exp_()
                 weight = torch.zeros((), dtype=dz.dtype, device=dz.device)
@@ -167,7 +172,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 dz.mul_(weight)
             else:
                 g = g_logprobs[at] / shard.temperature
-                dz.mul_(weight - g[:, None])
+                dz.mul_(weight.sub_(g[:, None]) if weight.dim() else weight - g[:, None])
                 column, here = shard.local(targets[at])
                 dz.scatter_add_(-1, column[:, None], (g * here)[:, None])
             grad[at, :n] = dz
@@ -175,8 +180,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _whole(z: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """One fused log-softmax: the fast way where this process has all columns."""
+    """One fused log-softmax: the fast way where this process has all columns. The caller does not keep z."""
     logp = torch.log_softmax(z, -1)
+    del z
     lp = logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     if not entropy:
         return lp, None
@@ -184,13 +190,15 @@ def _whole(z: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | 
     return lp, -p.mul_(logp.clamp_min_(torch.finfo(logp.dtype).min)).sum(-1)
 
 
-def _sharded(z: Tensor, targets: Tensor, shard: Shard, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+def _sharded(
+    z: Tensor, targets: Tensor, shard: Shard, entropy: bool, logits: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """logprob, entropy and log-sum-exp [n]: with m the global maximum, reduces sum e^(z-m), z_target - m and
     sum e^(z-m) (z-m) together."""
     # a shard can be all padding, with no column to take the maximum of
     m = z.amax(-1) if shard.columns else z.new_full(targets.shape, -torch.inf)
     m = max_over(m, shard.group)
-    z = z - m[..., None]
+    z = less(z, m, logits)
     column, here = shard.local(targets)
     target = torch.where(here, z.gather(-1, column[:, None]).squeeze(-1), 0.0) if shard.columns else torch.zeros_like(m)
     e = z.exp()

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.ops.kernels import logprobs as ops_logprobs
+from tests.operations import Bytes
 
 
 def token_logprobs(logits, tokens, **kwargs):
@@ -189,3 +190,24 @@ def test_chunks_for_the_cache_change_no_bit(monkeypatch):
         found.append((lp, h, x.grad))
     assert calls == [50] + [7] * 7 + [1]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_part_of_the_logits_takes_twelve_bytes_for_each(ranks, entropy, world):
+    """What `batch.logits_bytes` and the planner count with: bfloat16 logits and their gradient, two float32 numbers."""
+    for most in ranks.run("tests.ops.kernels.test_logprobs:bytes_of_a_part", world=world, entropy=entropy):
+        assert 10 < most <= 12.1
+
+
+def bytes_of_a_part(entropy: bool) -> float:
+    """Of each logit, in forward and backward, all of them in one chunk."""
+    group = torch.distributed.group.WORLD
+    logits = torch.randn(64, 4096).bfloat16().requires_grad_()
+    targets, out = torch.arange(64), torch.randn(64)
+    with Bytes() as bytes_:
+        lp, h = ops_logprobs.token_logprobs(
+            logits, targets, vocab_size=group.size() * 4096, group=group, chunk_tokens=64, entropy=entropy
+        )
+        ((lp + h if entropy else lp) * out).sum().backward()
+    return 2 + bytes_.most / logits.numel()

@@ -1,0 +1,95 @@
+"""Bytes that one GPU needs for a forward and backward pass, by pipeline stage: what autograd keeps, as measured by
+`benchmarks/context_memory.py` and by `aligner rehearse`, and what backward needs beside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from aligner.plan.adapters import adapter_widths, is_adapted
+from aligner.plan.job import Job, Part
+from aligner.plan.linear import gathered_width, rule_activations
+from aligner.plan.shapes import Grid, attention_widths, latent_widths, mlp_width, stage_layers, stage_linear, widest_mlp
+
+
+def layer_activations(part: Part, grid: Grid, sparse: bool) -> tuple[float, float]:
+    """Elements that one layer keeps for backward: (for each own token, for each token of all context-parallel ranks).
+
+    By own token: inputs and outputs of two norms (4 H; a 1/tp share with sequence parallelism), queries and the
+    attention's output (2 A / tp; 3 A where context parallelism reorders), gate, up and their product (3 F / tp), keys
+    and values (2 K / tp); of latent attention its vectors, twice. An expert's token also keeps its input and output
+    (2 H) for each of k. With all-gather, keys and values of the whole row, once as gathered and about once as used."""
+    m, tp = part.shape, grid.tensor
+    a, k, v, _ = attention_widths(m)
+    v = max(v, k)  # fused attention pads narrower ones
+    own = 4 * m.hidden_size / (tp if grid.sequence else 1) + (2 if grid.context == 1 else 3) * a / tp
+    own += 2 * sum(latent_widths(m)) / (tp if grid.sequence else 1)
+    own += 3 * mlp_width(m, sparse) / tp
+    if m.qk_norm:
+        own += (a + k) / tp
+    if sparse:
+        own += m.hidden_size + m.moe.top_k * 2 * m.hidden_size
+    if grid.context > 1 and not grid.over_heads:
+        return own, (k + v) * (1 + 1 / (2 * grid.context)) / tp
+    return own + (k + v) / tp, 0.0
+
+
+def _linear_activations(part: Part, grid: Grid, sparse: bool) -> tuple[float, float]:
+    """`layer_activations` of a layer of linear attention, without `rule_activations`: in place of queries, keys, values
+    and output what its products give and take."""
+    m, linear = part.shape, part.shape.linear
+    a, k, v, _ = attention_widths(m)
+    attention = ((2 if grid.context == 1 else 3) * a + k + max(v, k) + m.qk_norm * (a + k)) / grid.tensor
+    own = layer_activations(part, replace(grid, over_heads=True), sparse)[0] - attention
+    own += (linear.key_heads * linear.width + 2 * linear.value_heads * linear.value_head_dim) / grid.tensor
+    return own, gathered_width(m) / grid.tensor if grid.context > 1 and not grid.over_heads else 0.0
+
+
+def _tokens(job: Job, part: Part) -> tuple[int, float]:
+    """(micro-batches, tokens of the largest one over all context-parallel ranks)."""
+    count, tokens = job.micro_batches(worst=True)
+    if part is not job.policy:
+        return count, tokens
+    more, others = job.ptx_micro_batches(worst=True)
+    return count + more, max(tokens, others)
+
+
+def _layers(job: Job, part: Part, stage: int) -> list[float]:
+    """Elements that each layer of a stage keeps of a micro-batch."""
+    grid, m = job.grid, part.shape
+    _, tokens = _tokens(job, part)
+    layers = []
+    for sparse, linear in zip(stage_layers(m, grid, stage), stage_linear(m, grid, stage), strict=True):
+        per_token, per_gathered = (_linear_activations if linear else layer_activations)(part, grid, sparse)
+        per_token += adapter_widths(m, sparse, linear, grid.tensor) if is_adapted(part) else 0
+        layers.append(per_token * tokens / grid.context + per_gathered * tokens)
+        if linear:  # in float32; where others' tokens are gathered, of rows from their beginning
+            again = 1 + 1 / (2 * grid.context) if grid.context > 1 and not grid.over_heads else 1 / grid.context
+            layers[-1] += rule_activations(m) / grid.tensor * again * tokens * 4 / job.element
+    return layers
+
+
+def activation_bytes(job: Job, part: Part, stage: int) -> float:
+    """Of the micro-batches that stage `stage` of a 1F1B pipeline holds at a time, min(micro-batches, stages - stage).
+    With recomputation each layer keeps its input alone. The last layer counts like the others: rows may be almost all
+    response."""
+    grid, m, layers = job.grid, part.shape, _layers(job, part, stage)
+    count, tokens = _tokens(job, part)
+    own, share = tokens / grid.context, grid.tensor if grid.sequence else 1
+    ends = (stage == 0) * m.hidden_size / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
+    kept = len(layers) * own * m.hidden_size / share if job.recompute else sum(layers)
+    in_flight = min(count, grid.pipeline - stage)
+    return job.element * in_flight * (kept + ends * own)
+
+
+def backward_bytes(job: Job, part: Part, stage: int) -> float:
+    """What backward of one layer needs beside: with recomputation all that the layer keeps; the gradients of its MLP
+    (4 F / tp: gate and up, their product and what it was made of; 2 H for each of an expert's k tokens), with sequence
+    parallelism its gathered input, that input's gradient; a gradient to or from a neighbouring stage."""
+    grid, m = job.grid, part.shape
+    _, tokens = _tokens(job, part)
+    sparse = any(stage_layers(m, grid, stage))
+    each = 4 * widest_mlp(m) / grid.tensor + sparse * 2 * m.moe.top_k * m.hidden_size
+    each += m.hidden_size * (2 if grid.sequence else 1)
+    each += (grid.pipeline > 1) * m.hidden_size / (grid.tensor if grid.sequence else 1)
+    return job.element * (each * tokens / grid.context + (max(_layers(job, part, stage)) if job.recompute else 0))
