@@ -241,6 +241,12 @@ def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) ->
     varlen.check(cfg, dtype, device)
 
 
+def _with_plain_strides(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """[N, 1, H]: the axis of one of Megatron's transposed view has a stride for which torch makes N products with a
+    frozen matrix instead of one."""
+    return output.view(output.shape)
+
+
 def build_model(cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype, device: torch.device) -> StageModel:
     """This rank's stage of the model, weights not yet set. `cfg.vocab_size` must be known."""
     assert cfg.vocab_size > 0, "model.vocab_size must be resolved from the tokenizer first"
@@ -267,8 +273,10 @@ def build_model(cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype
     )
     model.mixed_layers = cfg.mixed_layers
     factor = embedding_factor(cfg, dtype)
-    if factor != 1 and layout.is_first_stage:
-        scale_embeddings(model.embedding, factor)
+    if layout.is_first_stage:
+        model.embedding.register_forward_hook(_with_plain_strides)
+        if factor != 1:
+            scale_embeddings(model.embedding, factor)
     if head.kind == "score" and layout.is_last_stage:
         model.output_layer = ScoreHead(config, head.outputs, layout.pgs.tp)
     return model.to(device)

@@ -163,8 +163,7 @@ def test_a_step_of_real_ranks_has_the_bytes_and_operations_of_the_formulas(ranks
         wanted_operations += Counter(operations(job, found["stage"]))
         all_heard += Counter(found["heard"])
         all_wanted += by_group(calls, found["axes"])
-    if cfg.lora.dora or (cfg.lora.rank and not cfg.moe.num_experts):
-        # torch counts products of frozen matrices, and of experts' B A, with attention's where it makes batches of them
+    if cfg.lora.dora and cfg.moe.num_experts:  # torch counts the batch of their B A with attention
         counted, wanted_operations = (_of_phases(found) for found in (counted, wanted_operations))
     assert counted.keys() == wanted_operations.keys()
     for key, wanted in wanted_operations.items():
