@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from aligner.builders.data import make_prompts, make_sampling
-from aligner.builders.job import TRTLLM_ENGINES, Job
+from aligner.builders.job import CHILD_ENGINES, Job
 from aligner.config.derived import evaluation_functions
 from aligner.config.quantization import describe, quantized
 from aligner.config.sections.model.config import ModelConfig
 from aligner.data.dataset import PromptDataset
 from aligner.data.mixture import PromptMixture
 from aligner.engines.base import RolloutEngine
+from aligner.engines.child.engine import ChildEngine
 from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.native.remote import RemoteEngine
 from aligner.engines.quantized import QuantizedEngine, has_modelopt, make_quantizer
 from aligner.engines.recorded import FOLDER as ANSWERS
 from aligner.engines.recorded import RecordedEngine, RecordingEngine
-from aligner.engines.trtllm.torch_backend import TrtllmEngine
 from aligner.errors import ConfigError, EngineError
 from aligner.megatron.groups import (
     neighbours,
@@ -69,8 +69,8 @@ def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
         job.bridge.on_signal = job.boundary.signals.note
         routing = model if job.cfg.mismatch.replay_routing else None
         return RemoteEngine(job.bridge, job.cfg.engine.tensor_parallel, dtype, routing)
-    if job.cfg.engine.name in TRTLLM_ENGINES:
-        return _trtllm_engine(job, model, dtype)
+    if job.cfg.engine.name in CHILD_ENGINES:
+        return _child_engine(job, model, dtype)
     if job.cfg.engine.name == "recorded":
         return RecordedEngine(model, job.cfg.engine.answers, dtype=dtype)
     return _policy_engine(job, model)
@@ -117,11 +117,11 @@ def serve(job: Job) -> int:
     return 0 if well else 1
 
 
-def _trtllm_engine(job: Job, model: ModelConfig, dtype: torch.dtype) -> TrtllmEngine:
+def _child_engine(job: Job, model: ModelConfig, dtype: torch.dtype) -> ChildEngine:
     cfg, tokenizer = job.cfg, job.tokenizer
     response = max(cfg.sampling.max_response_tokens, cfg.eval.max_response_tokens)
     with raised_together(EngineError):
-        engine = TRTLLM_ENGINES[cfg.engine.name](
+        engine = CHILD_ENGINES[cfg.engine.name](
             model,
             cfg.engine,
             device=job.device,
@@ -131,6 +131,7 @@ def _trtllm_engine(job: Job, model: ModelConfig, dtype: torch.dtype) -> TrtllmEn
             bucket_bytes=cfg.refit.bucket_bytes,
             checksums=cfg.refit.verify == "checksum",
             decode=tokenizer.decode,
+            group=neighbours(cfg.engine.tensor_parallel),
         )
     if not engine.request_seeds:
         job.say(f"TensorRT-LLM {engine.version}: samples do not follow their seeds (docs/trtllm.md)")

@@ -15,13 +15,14 @@ from aligner.cluster.env import RankEnv
 from aligner.cluster.seal import job_secret
 from aligner.cluster.threads import use as use_threads
 from aligner.config.schema import Config
-from aligner.config.validate_model import validate_model, validate_on_gpu
+from aligner.config.validate_model import check_nodes, validate_model, validate_on_gpu
 from aligner.data.shipped_templates import use_chat_template
 from aligner.engines.base import RolloutEngine
 from aligner.engines.bridge import Bridge
 from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.trtllm.built import TrtllmBuiltEngine
-from aligner.engines.trtllm.torch_backend import TrtllmEngine, require_package
+from aligner.engines.trtllm.torch_backend import TrtllmEngine
+from aligner.engines.vllm.engine import VllmEngine
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
 from aligner.megatron.held import check_held
 from aligner.megatron.lora import check_adapters
@@ -35,7 +36,7 @@ from aligner.run.stop import Boundary
 from aligner.run.timers import Timers
 from aligner.run.watchdog import Watchdog
 
-TRTLLM_ENGINES = {engine.name: engine for engine in (TrtllmEngine, TrtllmBuiltEngine)}
+CHILD_ENGINES = {engine.name: engine for engine in (VllmEngine, TrtllmEngine, TrtllmBuiltEngine)}
 
 
 @dataclass
@@ -80,8 +81,9 @@ class Job:
 def start(cfg: Config, env: RankEnv) -> Job:
     """Join the other ranks, find the model and its tokenizer, and check what only they can tell. Who gets a job leaves
     the others when it is done."""
-    if cfg.engine.name in TRTLLM_ENGINES:
-        require_package(cfg.engine.trtllm.python, cfg.engine.name)
+    if cfg.engine.name in CHILD_ENGINES:
+        CHILD_ENGINES[cfg.engine.name].require(cfg.engine)
+        check_nodes(cfg, env.world_size, env.local_world_size)
     use_threads(cfg.cluster.threads, env.local_world_size)
     secret = lambda: job_secret(Path(cfg.run.dir))  # noqa: E731
     device = init_distributed(env, cfg.cluster.backend, cfg.cluster.timeout_s, secret)

@@ -10,6 +10,7 @@ from aligner.config.sections.model.rope import longest_row
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.config.sections.trtllm_engine import NAME as TRTLLM_ENGINE
 from aligner.config.sections.trtllm_engine import check_run
+from aligner.config.sections.vllm import FAMILIES as VLLM_FAMILIES
 from aligner.errors import ConfigError, LayoutError
 
 _NOT_WITH_TRTLLM = {
@@ -43,6 +44,15 @@ def validate_on_gpu(cfg: Config, model: ModelConfig) -> None:
         if model.expert_ffn // ranks % 8:
             expected = f"a multiple of 8 x {name}={ranks} for experts in bfloat16 on a GPU"
             raise LayoutError(_expert_ffn(model), model.expert_ffn, expected, f"Lower {name}.")
+
+
+def check_nodes(cfg: Config, world_size: int, local_world_size: int) -> None:
+    """A child process reaches the devices of its own node: the ranks of a replica must be there."""
+    width = cfg.engine.tensor_parallel
+    if local_world_size % width or (world_size - cfg.engine.ranks) % width:
+        expected = f"a divisor of the {local_world_size} ranks of a node"
+        expected += " and of those that train" if cfg.engine.ranks else ""
+        raise LayoutError("engine.tensor_parallel", width, f"{expected} with engine.name={cfg.engine.name}")
 
 
 def _generates(cfg: Config) -> bool:
@@ -80,6 +90,9 @@ def _engine(cfg: Config, model: ModelConfig) -> None:
     engine = cfg.engine.name if _generates(cfg) else ""
     if engine == TRTLLM_ENGINE:
         check_run(cfg, model)
+    if engine == "vllm" and model.family not in VLLM_FAMILIES:
+        expected = f"one of {', '.join(VLLM_FAMILIES)} with engine.name=vllm: others were not compared with it"
+        raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
     for trait, expected in _NOT_WITH_TRTLLM.items() if engine == "trtllm" else ():
         if getattr(TRAITS[model.family], trait):
             raise ConfigError("model.family", model.family, expected, "engine=native serves it.")

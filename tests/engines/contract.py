@@ -60,7 +60,9 @@ def reference(cfg: ModelConfig, seed: int = 0):
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw)).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.normal_(norm_middle(cfg, name), 0.2) if "norm" in name else p.normal_(0.0, 0.3)
+            p.normal_(norm_middle(cfg, name), 0.2) if "norm" in name else p.normal_(
+                0.0, 0.3 * (32 / cfg.hidden_size) ** 0.5
+            )
         for b in choice_biases(model):
             b.normal_(0.0, 0.2)
     return model
@@ -95,6 +97,7 @@ def check_logprobs(model, prompts, group, generations, temperature=1.0):
 class EngineContract:
     """`make_engine(cfg, decode=None, **engine_config)` builds an empty float32 engine."""
 
+    table = MODELS
     models = tuple(MODELS)  # those of which every property of weights and numbers is tested
 
     def pytest_generate_tests(self, metafunc):
@@ -110,7 +113,7 @@ class EngineContract:
     # ---- weights
 
     def test_refuses_until_an_update_is_complete(self):
-        engine, model = self.make_engine(LLAMA), reference(LLAMA)
+        engine, model = self.make_engine(self.table["llama"]), reference(self.table["llama"])
         assert engine.weight_version == -1
         with pytest.raises(RefitError, match="no complete weights"):
             engine.generate([[1]], [[0]], SamplingParams(1))
@@ -121,8 +124,8 @@ class EngineContract:
         assert engine.generate([[1]], [[0]], SamplingParams(1)).weight_version == 7
 
     def test_every_fault_is_named_and_poisons(self):
-        model = reference(LLAMA)
-        engine = fill(self.make_engine(LLAMA), model, 1)
+        model = reference(self.table["llama"])
+        engine = fill(self.make_engine(self.table["llama"]), model, 1)
         good = hf_weights(model)
         gone, wrong, twice = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
         engine.begin_update(2)
@@ -144,20 +147,20 @@ class EngineContract:
         assert engine.generate([[1]], [[0]], SamplingParams(1)).weight_version == 3
 
     def test_refuses_during_an_update(self):
-        model = reference(LLAMA)
-        engine = fill(self.make_engine(LLAMA), model)
+        model = reference(self.table["llama"])
+        engine = fill(self.make_engine(self.table["llama"]), model)
         engine.begin_update(2)
         with pytest.raises(RefitError):
             engine.generate([[1]], [[0]], SamplingParams(1))
 
     def test_checksums_are_those_of_the_given_tensors(self, name):
-        model = reference(MODELS[name])
-        engine = fill(self.make_engine(MODELS[name]), model)
+        model = reference(self.table[name])
+        engine = fill(self.make_engine(self.table[name]), model)
         assert dict(engine.checksums()) == {n: tensor_checksum(t) for n, t in hf_weights(model).items()}
 
     def test_the_given_tensors_are_copied(self):
-        model = reference(LLAMA)
-        engine = fill(self.make_engine(LLAMA), model)
+        model = reference(self.table["llama"])
+        engine = fill(self.make_engine(self.table["llama"]), model)
         before = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6, temperature=0))
         with torch.no_grad():
             for p in model.parameters():
@@ -166,19 +169,19 @@ class EngineContract:
         assert torch.equal(before.tokens, after.tokens)
 
     def test_new_weights_take_effect(self):
-        engine = fill(self.make_engine(LLAMA), reference(LLAMA))
-        other = reference(LLAMA, 1)
+        engine = fill(self.make_engine(self.table["llama"]), reference(self.table["llama"]))
+        other = reference(self.table["llama"], 1)
         fill(engine, other, 2)
         out = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6))
         check_logprobs(other, PROMPTS, 1, out)
 
     def test_weights_that_were_not_replaced_are_found(self):
         """What the verifier reads of an engine tells stale weights: checksums, and logprobs nearer to the old ones."""
-        old, new = reference(LLAMA), reference(LLAMA)
+        old, new = reference(self.table["llama"]), reference(self.table["llama"])
         with torch.no_grad():
             for p in new.parameters():
                 p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())), alpha=3e-3)
-        engine = fill(self.make_engine(LLAMA), old, 1)
+        engine = fill(self.make_engine(self.table["llama"]), old, 1)
         tokens = torch.randint(0, 53, (3, 12), generator=torch.Generator().manual_seed(5))
         lengths = torch.tensor([12, 12, 12])
 
@@ -199,8 +202,8 @@ class EngineContract:
     # ---- generation
 
     def test_greedy_equals_transformers(self, name):
-        model = reference(MODELS[name])
-        engine = fill(self.make_engine(MODELS[name]), model)
+        model = reference(self.table[name])
+        engine = fill(self.make_engine(self.table[name]), model)
         out = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(24, temperature=0))
         for prompt, response in zip(PROMPTS, responses(out), strict=True):
             wanted = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)
@@ -209,16 +212,16 @@ class EngineContract:
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     def test_sampled_logprobs_equal_transformers(self, name, temperature):
-        model = reference(MODELS[name])
-        engine = fill(self.make_engine(MODELS[name]), model)
+        model = reference(self.table[name])
+        engine = fill(self.make_engine(self.table[name]), model)
         sampling = SamplingParams(20, temperature=temperature, stop_token_ids=(3, 11))
         out = engine.generate(PROMPTS, seeds_for(PROMPTS, 3), sampling)
         check_logprobs(model, PROMPTS, 3, out, temperature)
         assert out.full_logprobs is None and len(set(map(tuple, responses(out)))) > 10
 
     def test_scoring_equals_transformers(self, name):
-        model = reference(MODELS[name])
-        engine = fill(self.make_engine(MODELS[name]), model)
+        model = reference(self.table[name])
+        engine = fill(self.make_engine(self.table[name]), model)
         lengths = torch.tensor([12, 5, 1, 9])
         tokens = torch.randint(0, 53, (4, 12), generator=torch.Generator().manual_seed(3))
         tokens *= torch.arange(12) < lengths[:, None]
@@ -236,7 +239,7 @@ class EngineContract:
         assert torch.allclose(again, generated.logprobs[0], atol=1e-5)
 
     def test_results_do_not_depend_on_the_batch(self, batched):
-        cfg = MODELS[batched]
+        cfg = self.table[batched]
         model = reference(cfg)
         sampling = SamplingParams(18, stop_token_ids=(3, 11, 20))
         seeds = seeds_for(PROMPTS, 4)
@@ -250,7 +253,7 @@ class EngineContract:
             assert responses(engine.generate([prompt], [[seeds[i][2]]], sampling)) == [whole[4 * i + 2]]
 
     def test_uneven_groups_and_no_rows(self):
-        engine = fill(self.make_engine(LLAMA), reference(LLAMA))
+        engine = fill(self.make_engine(self.table["llama"]), reference(self.table["llama"]))
         sampling = SamplingParams(5)
         out = engine.generate([[1, 2], [3], [4, 5, 6]], [[7, 8], [], [9]], sampling)
         assert out.tokens.shape == (3, 5)
@@ -260,7 +263,7 @@ class EngineContract:
             assert empty.tokens.shape == (0, 0) and len(empty.lengths) == 0 and empty.weight_version == 1
 
     def test_a_seed_decides_a_sample(self):
-        engine = fill(self.make_engine(LLAMA), reference(LLAMA))
+        engine = fill(self.make_engine(self.table["llama"]), reference(self.table["llama"]))
         again = [[7] * 3, [8] * 3]
         same = responses(engine.generate(PROMPTS[:2], again, SamplingParams(12)))
         assert same[0] == same[1] == same[2] and same[3] == same[4] == same[5]
@@ -269,13 +272,13 @@ class EngineContract:
 
     def test_long_prompts(self):
         """Longer than what an engine may take by default."""
-        cfg = replace(LLAMA, max_position=1600)
+        cfg = replace(self.table["llama"], max_position=1600)
         model, prompt = reference(cfg), [1 + i % 50 for i in range(1500)]
         out = fill(self.make_engine(cfg), model).generate([prompt, [3]], [[0], [1]], SamplingParams(3))
         check_logprobs(model, [prompt, [3]], 1, out)
 
     def test_stop_tokens_end_a_response_and_belong_to_it(self):
-        engine = fill(self.make_engine(LLAMA), reference(LLAMA))
+        engine = fill(self.make_engine(self.table["llama"]), reference(self.table["llama"]))
         seeds = seeds_for(PROMPTS, 8)
         free = responses(engine.generate(PROMPTS, seeds, SamplingParams(12)))
         out = engine.generate(PROMPTS, seeds, SamplingParams(12, stop_token_ids=(3, 11, 20)))
@@ -291,8 +294,8 @@ class EngineContract:
         def decode(tokens):
             return "".join(chr(60 + t) for t in tokens)
 
-        model = reference(LLAMA)
-        engine = fill(self.make_engine(LLAMA, decode=decode), model)
+        model = reference(self.table["llama"])
+        engine = fill(self.make_engine(self.table["llama"], decode=decode), model)
         seeds = seeds_for(PROMPTS, 4)
         free = responses(engine.generate(PROMPTS, seeds, SamplingParams(16)))
         stops = (decode(free[0][2:5]), decode(free[7][6:8]))
@@ -306,11 +309,13 @@ class EngineContract:
 
     def test_stop_strings_need_a_decoder(self):
         with pytest.raises(ConfigError, match=r"sampling.stop"):
-            fill(self.make_engine(LLAMA), reference(LLAMA)).generate([[1]], [[0]], SamplingParams(4, stop=("x",)))
+            fill(self.make_engine(self.table["llama"]), reference(self.table["llama"])).generate(
+                [[1]], [[0]], SamplingParams(4, stop=("x",))
+            )
 
     def test_cut_distributions_report_both_logprobs(self):
-        model = reference(LLAMA)
-        engine = fill(self.make_engine(LLAMA), model)
+        model = reference(self.table["llama"])
+        engine = fill(self.make_engine(self.table["llama"]), model)
         sampling = SamplingParams(8, temperature=0.9, top_p=0.7, top_k=9, min_p=0.02)
         out = engine.generate(PROMPTS, seeds_for(PROMPTS, 4), sampling)
         full = replace(out, logprobs=out.full_logprobs)
@@ -318,20 +323,20 @@ class EngineContract:
         assert (out.logprobs >= out.full_logprobs - 1e-6).all() and (out.logprobs > out.full_logprobs + 0.01).any()
 
     def test_a_row_that_can_never_fit_is_refused(self):
-        model = reference(LLAMA)
+        model = reference(self.table["llama"])
         position = 2 * 2 * 2 * 8 * 4  # layers, k and v, kv heads, head_dim, float32
         needed = (3 + 10 - 1 + 3) * position
-        engine = fill(self.make_engine(LLAMA, kv_cache_bytes=needed), model)
+        engine = fill(self.make_engine(self.table["llama"], kv_cache_bytes=needed), model)
         assert engine.generate([[1, 2, 3]] * 3, [[0], [1], [2]], SamplingParams(10)).tokens.shape == (3, 10)
-        small = fill(self.make_engine(LLAMA, kv_cache_bytes=needed - 1), model)
+        small = fill(self.make_engine(self.table["llama"], kv_cache_bytes=needed - 1), model)
         with pytest.raises(ConfigError, match=f"engine.kv_cache_bytes.*{needed} bytes"):
             small.generate([[1, 2, 3]], [[0]], SamplingParams(10))
         with pytest.raises(ConfigError, match=r"model.max_position"):
-            engine = fill(self.make_engine(replace(LLAMA, max_position=12)), model)
+            engine = fill(self.make_engine(replace(self.table["llama"], max_position=12)), model)
             engine.generate([[1, 2, 3]], [[0]], SamplingParams(10))
 
     def test_progress_counts_up_to_all(self):
-        engine = fill(self.make_engine(LLAMA, max_batch=4), reference(LLAMA))
+        engine = fill(self.make_engine(self.table["llama"], max_batch=4), reference(self.table["llama"]))
         calls = []
         sampling = SamplingParams(9, stop_token_ids=(3, 11, 20))
         engine.generate(PROMPTS, seeds_for(PROMPTS, 4), sampling, lambda done, total: calls.append((done, total)))
@@ -339,7 +344,7 @@ class EngineContract:
         assert done == sorted(set(done)) and calls[-1] == (20, 20) and len(calls) > 2
 
     def test_sleep_and_wake_keep_the_weights(self):
-        engine = fill(self.make_engine(LLAMA), reference(LLAMA))
+        engine = fill(self.make_engine(self.table["llama"]), reference(self.table["llama"]))
         before = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6))
         engine.sleep()
         engine.wake()
@@ -347,7 +352,7 @@ class EngineContract:
         assert torch.equal(before.tokens, after.tokens) and after.weight_version == 1
 
     def test_an_interrupted_generation_leaves_a_usable_engine(self):
-        engine = fill(self.make_engine(LLAMA, max_batch=2), reference(LLAMA))
+        engine = fill(self.make_engine(self.table["llama"], max_batch=2), reference(self.table["llama"]))
         wanted = responses(engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(5)))
 
         def stop(done, total):
@@ -359,7 +364,10 @@ class EngineContract:
 
     def test_sleep_changes_nothing_but_memory(self):
         """Asleep it refuses; weights may be replaced in sleep; waking twice, or awake, is no fault."""
-        engine, other = fill(self.make_engine(LLAMA), reference(LLAMA)), reference(LLAMA, 1)
+        engine, other = (
+            fill(self.make_engine(self.table["llama"]), reference(self.table["llama"])),
+            reference(self.table["llama"], 1),
+        )
         engine.wake()
         engine.sleep()
         engine.sleep()
@@ -373,14 +381,14 @@ class EngineContract:
         assert out.weight_version == 2
 
     def test_a_closed_engine_refuses(self):
-        engine = fill(self.make_engine(LLAMA), reference(LLAMA))
+        engine = fill(self.make_engine(self.table["llama"]), reference(self.table["llama"]))
         engine.close()
         engine.close()
         with pytest.raises(RefitError, match="no complete weights"):
             engine.generate([[1]], [[0]], SamplingParams(1))
 
     def test_outputs_can_enter_autograd(self):
-        engine = fill(self.make_engine(LLAMA), reference(LLAMA))
+        engine = fill(self.make_engine(self.table["llama"]), reference(self.table["llama"]))
         out = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6))
         scored = engine.logprobs(out.tokens, out.lengths)
         w = torch.zeros(5, 6, requires_grad=True)

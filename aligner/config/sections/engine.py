@@ -9,13 +9,14 @@ from aligner.config.quantization import KINDS
 from aligner.config.sections.trtllm import ONE_RANK, TrtllmConfig
 from aligner.config.sections.trtllm_engine import NAME as TRTLLM_ENGINE
 from aligner.config.sections.trtllm_engine import check_engine
+from aligner.config.sections.vllm import VllmConfig
 from aligner.errors import ConfigError
 
 
 @dataclass
 class EngineConfig:
     name: str = (
-        "native"  # native, trtllm, trtllm_engine, recorded (from `answers`, or from debug.train_only, which sets this)
+        "native"  # native, vllm, trtllm, trtllm_engine, recorded (`answers`, or debug.train_only, which sets this)
     )
     tensor_parallel: int = 1  # ranks of one replica
     ranks: int = 0  # so many last ranks of the job only generate; 0: engines stand on the trainer's ranks
@@ -26,9 +27,10 @@ class EngineConfig:
     cuda_graphs: bool = False  # native, on CUDA: launch a decode step's kernels at once
     answers: str = ""  # engine.name=recorded: a folder that debug.record_answers wrote
     trtllm: TrtllmConfig = field(default_factory=TrtllmConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
     def __post_init__(self) -> None:
-        one_of("engine.name", self.name, ("native", "trtllm", TRTLLM_ENGINE, "recorded"))
+        one_of("engine.name", self.name, ("native", "vllm", "trtllm", TRTLLM_ENGINE, "recorded"))
         one_of("engine.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         one_of("engine.quantization", self.quantization, KINDS)
         at_least("engine.kv_cache_bytes", self.kv_cache_bytes, 1)

@@ -33,17 +33,19 @@ def clean_environment(environ: Mapping[str, str], extra: Mapping[str, str]) -> d
     return kept | dict(extra)
 
 
-def interpreter(python: str, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """The executable and its environment: of this Python, or of another that finds this package and none else of
-    ours. Raises ConfigError."""
+def interpreter(python: str, environ: Mapping[str, str], section: str) -> tuple[str, dict[str, str]]:
+    """The executable and its environment: of this Python, or of another (a relative path: also from the checkout's
+    root) that finds this package and none else of ours. Raises ConfigError of the engine's section."""
     if not python:
         return sys.executable, dict(environ)
-    found = shutil.which(python)
+    root = Path(__file__).resolve().parents[3]
+    found = shutil.which(python) or shutil.which(root / python)
     if found is None:
-        raise ConfigError("engine.trtllm.python", python, "the path of a Python interpreter")
+        hint = "launchers/engine_env.sh vllm makes one for engine=vllm."
+        raise ConfigError(f"{section}.python", python, "the path of a Python interpreter", hint)
     own = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     kept = {name: value for name, value in environ.items() if name not in own}
-    return found, kept | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    return str(found), kept | {"PYTHONPATH": str(root)}
 
 
 class Child(Protocol):
@@ -85,13 +87,13 @@ class ChildProcess:
 
 
 def spawn(
-    module: str, environ: Mapping[str, str], fds: Sequence[int] = (), python: str = ""
+    module: str, environ: Mapping[str, str], fds: Sequence[int] = (), python: str = "", section: str = ""
 ) -> tuple[ChildProcess, Connection]:
     """`python -m module <descriptor>` (`python`: see `interpreter`) with its own end of the connection.
     Its output goes to a temporary file."""
-    executable, environ = interpreter(python, environ)
+    executable, environ = interpreter(python, environ, section)
     ours, theirs = socket.socketpair()
-    handle, log = tempfile.mkstemp(prefix="aligner-trtllm-", suffix=".log")
+    handle, log = tempfile.mkstemp(prefix="aligner-engine-", suffix=".log")
     try:
         process = subprocess.Popen(
             [executable, "-m", module, str(theirs.fileno())],

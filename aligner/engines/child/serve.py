@@ -57,8 +57,8 @@ class Abort:
 
 
 def serve(connection: Connection, make_worker: Callable[..., Any]) -> None:
-    """The first call is `start(*arguments)`, which makes the worker; later ones are its methods. Returns when told to
-    close, or when the trainer is gone."""
+    """`start(*arguments)`, the first call, makes the worker (a later one: another in its place); others are its methods.
+    Returns when told to close, or when the trainer is gone."""
     worker, abort = None, Abort(connection)
     while not abort.orphaned:
         try:
@@ -74,6 +74,8 @@ def serve(connection: Connection, make_worker: Callable[..., Any]) -> None:
             continue
         try:
             if name == "start":
+                if worker is not None:
+                    worker.close()
                 worker = make_worker(*arguments)
                 answer = worker.describe()
             elif name == "generate":

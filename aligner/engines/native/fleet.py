@@ -23,9 +23,10 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import require_finite
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.schedule import Pool
+from aligner.errors import EngineError
 from aligner.ops.packing.balance import balance, row_costs
 from aligner.ops.packing.routing import widened
-from aligner.ops.reduce import gathered
+from aligner.ops.reduce import first_cause, gathered
 from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 ENOUGH = 0.98  # requests stay with their rank's replica if the replicas' costs are that even (mean over largest)
@@ -184,23 +185,28 @@ class Fleet:
         return replace(found, routing=None if routing is None else routing[back])
 
 
-class FleetEngine(NativeEngine):
-    """This rank's native engine, whose `generate` every rank of the world calls together, each with requests of its
-    own. `steal`: whether replicas take work from each other while they generate: of one engine of a job, whose counters
-    are the job's."""
+class Replicated:
+    """Makes an engine's `generate` one that every rank of the world calls together, each with requests of its own: a
+    replica, which all its `tensor_parallel` ranks stand for, gets its part of all of them."""
 
-    steal = False
-    _calls = 0
-    stolen = 0  # chunks of others that this replica took in the last `generate`
+    tensor_parallel: int
+    cfg: ModelConfig
 
     def generate(
         self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
-        """See `RolloutEngine.generate`; raises what it raises, on every rank, but EngineError on those that asked."""
-        if dist.get_world_size() == 1:
-            return super().generate(prompts, seeds, sampling, progress)
-        fleet = Fleet(self.tensor_parallel)
-        mine, generations, moved = self.work(fleet, fleet.gather(prompts, seeds), sampling, progress)
+        """See `RolloutEngine.generate`; raises what it raises, on every rank, but for logits that are not finite: on
+        those that asked."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return super().generate(prompts, seeds, sampling, progress)  # type: ignore[misc]
+        fleet, caught = Fleet(self.tensor_parallel), None
+        requests = fleet.gather(prompts, seeds)
+        try:
+            mine, generations, moved = self.work(fleet, requests, sampling, progress)
+        except EngineError as error:
+            caught = error
+        if (first := first_cause(str(caught or ""))) is not None:  # the others wait for this replica's samples
+            raise caught or EngineError(f"on rank {first[0]}: {first[1]}")
         return require_finite(fleet.deliver(mine, generations, [len(s) for s in seeds], sampling.truncates, moved))
 
     def work(
@@ -208,19 +214,53 @@ class FleetEngine(NativeEngine):
     ) -> tuple[list[Request], Generations, bool]:
         """This replica's part of all requests, its samples, and whether any rank's are generated elsewhere. Collective
         over the ranks with engines, which are the world."""
-        costs = expected_costs(requests, sampling.max_response_tokens, self.model.cfg)
+        costs = expected_costs(requests, sampling.max_response_tokens, self.cfg)
         homes = [fleet.home(r.home) for r in requests]
         parts = assign(costs, homes, fleet.replicas)
-        self.stolen = 0
-        shared = self.steal and len(parts) > 1
-        if shared:
-            mine, generations = self._shared(fleet.rank, requests, costs, parts, sampling, progress)
-        else:
-            mine = [requests[i] for i in parts[dist.get_rank() // self.tensor_parallel]]
-            prompts, seeds = [r.prompt for r in mine], [r.seeds for r in mine]
-            generations = self._generated(prompts, seeds, sampling, progress, asked=_asked(mine, fleet.rank))
+        mine, generations, shared = self._part(fleet.rank, requests, costs, parts, sampling, progress)
         moved = fleet.first > 0 or shared or any(homes[i] != r for r, part in enumerate(parts) for i in part)
         return mine, generations, moved
+
+    def _part(
+        self,
+        rank: int,
+        requests: list[Request],
+        costs: list[float],
+        parts: list[list[int]],
+        sampling: SamplingParams,
+        progress: Progress | None,
+    ) -> tuple[list[Request], Generations, bool]:
+        """What this replica took of the requests, its samples, and whether it may be of another's part."""
+        mine = [requests[i] for i in parts[dist.get_rank() // self.tensor_parallel]]
+        prompts, seeds = [r.prompt for r in mine], [r.seeds for r in mine]
+        return mine, self._generated(prompts, seeds, sampling, progress, asked=_asked(mine, rank)), False
+
+
+class FleetEngine(Replicated, NativeEngine):
+    """This rank's native engine, one of a fleet. `steal`: whether replicas take work from each other while they
+    generate: of one engine of a job, whose counters are the job's."""
+
+    steal = False
+    _calls = 0
+    stolen = 0  # chunks of others that this replica took in the last `generate`
+
+    @property
+    def cfg(self) -> ModelConfig:
+        return self.model.cfg
+
+    def _part(
+        self,
+        rank: int,
+        requests: list[Request],
+        costs: list[float],
+        parts: list[list[int]],
+        sampling: SamplingParams,
+        progress: Progress | None,
+    ) -> tuple[list[Request], Generations, bool]:
+        self.stolen = 0
+        if not self.steal or len(parts) == 1:
+            return super()._part(rank, requests, costs, parts, sampling, progress)
+        return *self._shared(rank, requests, costs, parts, sampling, progress), True
 
     def _shared(
         self,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from aligner.engines.base import listed
+from aligner.engines.child.worker import Settings
 from aligner.engines.trtllm.layout import Target
-from aligner.engines.trtllm.worker import Settings
 from aligner.errors import EngineError
 
 # attribute of TensorRT-LLM's config -> key of config.json. Its reader goes by `transformers`, whose releases have moved

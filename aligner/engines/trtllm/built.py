@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from aligner.config.sections.trtllm_engine import NAME, check_window
+from aligner.engines.child.worker import Settings
 from aligner.engines.trtllm.built_api import version_row
+from aligner.engines.trtllm.child import TENSORRT
 from aligner.engines.trtllm.torch_backend import TrtllmEngine
-from aligner.engines.trtllm.worker import TENSORRT, Settings
 
 
 class TrtllmBuiltEngine(TrtllmEngine):

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from aligner.engines.base import listed
+from aligner.engines.child.worker import KV_CACHE, Abort, BaseWorker, Progress, Row, Settings
 from aligner.engines.trtllm.build import build_runner
 from aligner.engines.trtllm.built_api import version_row
 from aligner.engines.trtllm.layout import Part, Target, layout
 from aligner.engines.trtllm.sampling import runner_arguments
 from aligner.engines.trtllm.steps import Aborted, Prescribed, Watch
-from aligner.engines.trtllm.worker import KV_CACHE, Abort, BaseWorker, Progress, Row, Settings
 from aligner.errors import EngineError, RefitError
 from aligner.models.hf_config import config_from_hf
 from aligner.types import LENGTH, STOP, SamplingParams

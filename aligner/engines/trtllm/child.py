@@ -7,10 +7,11 @@ import sys
 from multiprocessing.connection import Connection
 
 from aligner.engines.child.serve import serve
+from aligner.engines.child.worker import BaseWorker, Settings
 from aligner.engines.trtllm.built_worker import EngineWorker
 from aligner.engines.trtllm.torch_worker import Worker
-from aligner.engines.trtllm.worker import PYTORCH, TENSORRT, BaseWorker, Settings
 
+PYTORCH, TENSORRT = "pytorch", "tensorrt"  # Settings.backend
 SINGLE_PROCESS = {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
 WORKERS: dict[str, type[BaseWorker]] = {PYTORCH: Worker, TENSORRT: EngineWorker}
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aligner.engines.child.worker import Abort
 from aligner.engines.native.sampler import cut_logits
-from aligner.engines.trtllm.worker import Abort
 from aligner.types import SamplingParams
 
 _NEVER = -1e30

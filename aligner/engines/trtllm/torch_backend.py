@@ -10,301 +10,58 @@ Whatever fails between begin_update and finish_update leaves an engine that refu
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import tempfile
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.base import UpdateLedger
-from aligner.engines.child.buckets import BucketWriter, MemoryFile, share
-from aligner.engines.child.process import Channel, Child, clean_environment, interpreter, spawn
-from aligner.engines.trtllm.child import SINGLE_PROCESS
-from aligner.engines.trtllm.sampling import RESCORE, logprob_source
+from aligner.config.sections.trtllm import TrtllmConfig
+from aligner.engines.child.engine import ChildEngine
+from aligner.engines.child.process import interpreter
+from aligner.engines.child.worker import Settings
+from aligner.engines.trtllm.child import PYTORCH, SINGLE_PROCESS
 from aligner.engines.trtllm.torch_api import Version, version_row
-from aligner.engines.trtllm.worker import KV_CACHE, PYTORCH, WEIGHTS, Row, Settings
-from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
-from aligner.models.families import expected_hf_shapes
-from aligner.models.hf_config import hf_config
-from aligner.types import STOP, Generations, Progress, SamplingParams, SeedLists, TokenLists
-
-Decode = Callable[[list[int]], str]
-_CHILD = "aligner.engines.trtllm.child"
-
-
-Start = Callable[[torch.device, Sequence[int], str], tuple[Child, Any]]
+from aligner.errors import MissingExtraError
 
 
 def require_package(python: str = "", name: str = "trtllm") -> None:
     """Raises MissingExtraError where TensorRT-LLM is not installed, ConfigError where there is no such `python`; what
     that one has the child will tell."""
     if python:
-        interpreter(python, {})
+        interpreter(python, {}, TrtllmConfig.section)
     elif importlib.util.find_spec("tensorrt_llm") is None:
         raise MissingExtraError("tensorrt_llm", name, f"engine.name={name}")
 
 
-def start_child(device: torch.device, fds: Sequence[int], python: str) -> tuple[Child, Any]:
-    """A process that sees this rank's device alone."""
-    extra = dict(SINGLE_PROCESS)
-    if device.type == "cuda":
-        visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
-        index = torch.cuda.current_device() if device.index is None else device.index
-        extra["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
-    return spawn(_CHILD, clean_environment(os.environ, extra), fds, python)
+class TrtllmEngine(ChildEngine):
+    """See `ChildEngine`."""
 
-
-class TrtllmEngine:
-    """`RolloutEngine`. `max_seq_len`: prompt + response tokens where `engine.trtllm.max_seq_len` is 0; `bucket_bytes`
-    bounds the transfer buffer (or the largest tensor does); `decode` is needed for stop strings only."""
-
-    name, backend = "trtllm", PYTORCH
-    block = 32  # tokens of a block of the KV cache
+    name, backend, title = "trtllm", PYTORCH, "TensorRT-LLM"
+    module = "aligner.engines.trtllm.child"
+    block = 32
     find_row = staticmethod(version_row)
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        config: EngineConfig,
-        *,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        pad_id: int,
-        max_seq_len: int = 0,
-        bucket_bytes: int = 256 << 20,
-        checksums: bool = True,
-        decode: Decode | None = None,
-        start: Start = start_child,
-    ):
-        require_package(config.trtllm.python, self.name)
-        self.cfg, self.config, self.options = model, config, config.trtllm
-        self.device, self.dtype, self.pad_id, self._decode = torch.device(device), dtype, pad_id, decode
-        self.max_seq_len = min(self.options.max_seq_len or max_seq_len or model.max_position, model.max_position)
-        self.checked = checksums
-        shapes = expected_hf_shapes(model)
-        self._ledger, self._asleep = UpdateLedger(shapes), False
-        self._released: list[str] = []  # tags of memory
-        size = max(bucket_bytes, *(prod(shape) * dtype.itemsize for shape in shapes.values()))
-        self._file = None if self.device.type == "cuda" else MemoryFile.create(size)
-        buffer = torch.empty(size, dtype=torch.uint8, device=self.device) if self._file is None else self._file.tensor()
-        self._writer = BucketWriter(buffer, dtype)
-        self._folder = tempfile.TemporaryDirectory(prefix="aligner-trtllm-")
-        settings = self._settings(buffer)
-        child, connection = start(self.device, [] if self._file is None else [self._file.fd], self.options.python)
-        self._channel = Channel(child, connection, "TensorRT-LLM engine")
-        self._finalizer = weakref.finalize(self, _release, self._channel, self._file, self._folder)
-        try:
-            found = self._call("start", settings, limit="start_timeout_s")
-        except BaseException:
-            self._finalizer()
-            raise
-        self.version, self.partial_loads, self._score_rows = found["version"], found["partial"], found["score_rows"]
+    def __init__(self, model: ModelConfig, config: EngineConfig, **more: Any):
+        super().__init__(model, config, **more)
         self.row: Version = self.find_row(self.version)
 
-    def _settings(self, buffer: Tensor) -> Settings:
-        name = str(self.dtype).removeprefix("torch.")
-        raw = hf_config(self.cfg, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype=name)
-        (Path(self._folder.name) / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
-        return Settings(
-            self._folder.name,
-            self.cfg.vocab_size,
-            name,
-            self.max_seq_len,
-            self.config.max_batch,
-            self.config.kv_cache_bytes,
-            self.options.sleep,
-            self.options.sleep_weights,
-            self.options.prefix_reuse,
-            self.options.cuda_graphs,
-            self.pad_id,
-            self.checked,
-            cuda=share(buffer) if self._file is None else None,
-            fd=-1 if self._file is None else self._file.fd,
-            size=buffer.numel(),
-            backend=self.backend,
-        )
-
-    def _call(
-        self, name: str, *arguments: Any, limit: str = "call_timeout_s", error: type = EngineError, progress=None
-    ) -> Any:
-        timeout_s, key = getattr(self.options, limit), f"engine.trtllm.{limit}"
-        return self._channel.call(name, *arguments, timeout_s=timeout_s, key=key, error=error, progress=progress)
+    @classmethod
+    def require(cls, config: EngineConfig) -> None:
+        require_package(config.trtllm.python, cls.name)
 
     @property
-    def weight_version(self) -> int:
-        return self._ledger.version
+    def options(self) -> TrtllmConfig:
+        return self.config.trtllm
+
+    def _settings(self, buffer: Tensor) -> Settings:
+        return replace(super()._settings(buffer), backend=self.backend)
+
+    def _variables(self) -> dict[str, str]:
+        return SINGLE_PROCESS
 
     @property
     def request_seeds(self) -> bool:
         """Whether a sample depends on its own seed alone: of version 1.4 on."""
         return self.row.request_seeds
-
-    # ---- weights
-
-    def begin_update(self, version: int) -> None:
-        self._ledger.begin(version)
-        self._return([tag for tag in self._released if tag == WEIGHTS], RefitError)  # the KV cache can wait
-        self._call("begin", error=RefitError)
-
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        accepted = ((n, t) for n, t in tensors if self._ledger.accept(n, t.shape))
-        for slots in self._writer.buckets(accepted):
-            taken = self._call("bucket", slots, error=RefitError)
-            if taken != len(slots):
-                raise RefitError(f"the engine took {taken} tensors of a bucket of {len(slots)}")
-
-    def finish_update(self) -> None:
-        self._ledger.finish(lambda: self._call("finish", error=RefitError))
-
-    def checksums(self) -> Mapping[str, int]:
-        """Of the tensors as they arrived in the child; what the engine made of them only the sentinel can tell."""
-        if not self.checked:
-            raise ConfigError("refit.verify", "sentinel", "checksum, for the engine to hash what it gets")
-        return self._call("checksums", error=RefitError)
-
-    # ---- memory
-
-    def sleep(self) -> None:
-        """Gives back the KV cache, and with `engine.trtllm.sleep_weights` the weights: then only an update, which may
-        come before `wake`, makes the engine usable again."""
-        if self.options.sleep and not self._asleep:
-            self._release([KV_CACHE, WEIGHTS] if self.options.sleep_weights else [KV_CACHE])
-        self._asleep = True
-
-    def wake(self) -> None:
-        self._return(self._released)
-        self._asleep = False
-
-    def _release(self, tags: list[str]) -> None:
-        self._released = tags
-        if WEIGHTS in tags:
-            self._ledger.lose()
-        self._call("sleep", tags)
-
-    def _return(self, tags: list[str], error: type = EngineError) -> None:
-        if tags:
-            self._call("wake", tags, error=error)
-            self._released = [tag for tag in self._released if tag not in tags]
-
-    def close(self) -> None:
-        self._ledger.lose()
-        self._finalizer()
-
-    # ---- generation
-
-    def generate(
-        self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
-    ) -> Generations:
-        """See `RolloutEngine.generate`. With stop strings responses are generated to their limit and then cut.
-        Raises EngineError when the child ends, hangs or fails; ConfigError as the native engine does, and
-        `sampling.min_p` where this version of TensorRT-LLM ignores it. An exception of `progress` lets all requests
-        go and is raised again."""
-        self._ledger.require()
-        assert not self._asleep, "generate() on a sleeping engine: wake() it first"
-        assert len(prompts) == len(seeds), f"{len(prompts)} prompts, but seeds for {len(seeds)}"
-        if sampling.stop and self._decode is None:
-            raise ConfigError("sampling.stop", sampling.stop, "no stop strings: this engine was given no decoder")
-        pairs = [(p, s) for p, own in zip(prompts, seeds, strict=True) for s in own]
-        requests = [(list(map(int, p)), int(s) & (1 << 63) - 1) for p, s in pairs]
-        if not requests:
-            return self._result([], sampling)
-        self._check_room(max(len(p) for p, _ in requests), sampling)
-        told = None if progress is None else lambda done: progress(done, len(requests))
-        rows = self._call("generate", requests, sampling, limit="generate_timeout_s", progress=told)
-        if rows is None:
-            raise EngineError("the requests were aborted")
-        rows = [self._cut(row, sampling) for row in rows]
-        return self._result(self._scored([p for p, _ in requests], rows, sampling), sampling)
-
-    def _scored(self, prompts: list[list[int]], rows: list[Row], sampling: SamplingParams) -> list[Row]:
-        """With all logprobs: by a second forward where the sampler gave none that can be used."""
-        usable = logprob_source(sampling, self.row) != RESCORE
-        lacking = [i for i, (_, cut, _, full) in enumerate(rows) if full is None and not (usable and cut is not None)]
-        scores = self._scores([([*prompts[i], *rows[i][0]], len(prompts[i])) for i in lacking], sampling)
-        found = dict(zip(lacking, scores, strict=True))
-        out = []
-        for i, (tokens, cut, reason, full) in enumerate(rows):
-            full, cut = found.get(i, (cut if full is None else full, cut))
-            out.append((tokens, cut, reason, full))
-        return out
-
-    def _check_room(self, longest: int, sampling: SamplingParams) -> None:
-        row = longest + sampling.max_response_tokens
-        if row > self.cfg.max_position:
-            expected = f"at least {row} (prompt + response tokens)"
-            raise ConfigError("model.max_position", self.cfg.max_position, expected)
-        if row > self.max_seq_len:
-            expected = f"at least {row} (prompt + response tokens)"
-            raise ConfigError("engine.trtllm.max_seq_len", self.max_seq_len, expected)
-        position = 2 * self.cfg.num_layers * self.cfg.num_kv_heads * self.cfg.kv_channels * self.dtype.itemsize
-        needed = -(-row // self.block) * self.block * position
-        if needed > self.config.kv_cache_bytes:
-            expected = f"at least {needed} bytes for one row of {row} tokens"
-            raise ConfigError("engine.kv_cache_bytes", self.config.kv_cache_bytes, expected)
-
-    def _cut(self, row: Row, sampling: SamplingParams) -> Row:
-        """The row up to the token that completes its first stop string."""
-
-        def stopped(count: int) -> bool:
-            text = self._decode(tokens[:count])
-            return any(s in text for s in sampling.stop)
-
-        tokens, logprobs, _, full = row
-        if not sampling.stop or not stopped(len(tokens)):
-            return row
-        low, high = 1, len(tokens)  # more tokens never take a string away
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if stopped(middle) else (middle + 1, high)
-        return tokens[:low], None if logprobs is None else logprobs[:low], STOP, None if full is None else full[:low]
-
-    def _result(self, rows: list[Row], sampling: SamplingParams) -> Generations:
-        shape = len(rows), max((len(row[0]) for row in rows), default=0)
-        tokens, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        full = torch.zeros(shape) if sampling.truncates else None
-        for i, row in enumerate(rows):
-            n = len(row[0])
-            tokens[i, :n], logprobs[i, :n] = torch.tensor(row[0], dtype=torch.int64), torch.tensor(row[1])
-            if full is not None:
-                full[i, :n] = torch.tensor(row[3])
-        lengths = torch.tensor([len(row[0]) for row in rows], dtype=torch.int64)
-        reasons = torch.tensor([row[2] for row in rows], dtype=torch.int64)
-        return Generations(tokens, lengths, logprobs, reasons, self.weight_version, full)
-
-    # ---- scoring
-
-    def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
-        """See `RolloutEngine.logprobs`. Slow: meant for the few rows of the sentinel."""
-        self._ledger.require()
-        out = torch.zeros(tokens.shape, dtype=torch.float32)
-        sampling = replace(SamplingParams(1), temperature=temperature)
-        wanted = [i for i, n in enumerate(lengths.tolist()) if n > 1]
-        rows = [(tokens[i, : int(lengths[i])].tolist(), 1) for i in wanted]
-        for i, (full, _) in zip(wanted, self._scores(rows, sampling), strict=True):
-            out[i, 1 : len(full) + 1] = torch.tensor(full)
-        return out
-
-    def _scores(
-        self, rows: list[tuple[list[int], int]], sampling: SamplingParams
-    ) -> list[tuple[list[float], list[float]]]:
-        """As many rows in a call as the worker takes together: a call has its time-out."""
-        n, found = self._score_rows, []
-        for i in range(0, len(rows), n):
-            found += self._call("score", rows[i : i + n], sampling)
-        return found
-
-
-def _release(channel: Channel, file: MemoryFile | None, folder: tempfile.TemporaryDirectory) -> None:
-    channel.close()
-    if file is not None:
-        file.close()
-    folder.cleanup()

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Abort, BaseWorker, Progress, Row, Settings
 from aligner.engines.native.sampler import cut_logits
 from aligner.engines.trtllm.sampling import NO_END_ID, RAW, logprob_source, sampling_arguments
 from aligner.engines.trtllm.torch_api import Version, version_row
-from aligner.engines.trtllm.worker import KV_CACHE, WEIGHTS, Abort, BaseWorker, Progress, Row, Settings
 from aligner.errors import ConfigError, EngineError
 from aligner.types import LENGTH, STOP, SamplingParams
 

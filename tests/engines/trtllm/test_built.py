@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from aligner.config.sections.model.attention import AttentionConfig
+from aligner.engines.child.worker import Settings
 from aligner.engines.trtllm.built_worker import EngineWorker
 from aligner.engines.trtllm.steps import Watch
-from aligner.engines.trtllm.worker import Settings
 from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.refit.verify import staleness

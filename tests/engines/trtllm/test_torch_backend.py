@@ -82,7 +82,7 @@ def test_a_prefix_of_old_weights_is_not_reused():
 def test_models_that_load_all_weights_or_none(monkeypatch):
     use_fake(monkeypatch, whole="1")
     engine, model = make_engine(LLAMA), reference(LLAMA)
-    assert not engine.partial_loads
+    assert not engine.described["partial"]
     out = fill(engine, model).generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6))
     check_logprobs(model, PROMPTS, 1, out)
 

@@ -1,4 +1,4 @@
-"""What the workers of both kinds of TensorRT-LLM engine share: the buffer of the transfer, and when weights count."""
+"""What the workers of all engines in child processes share: the buffer of the transfer, and when weights count."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from aligner.engines.child.buckets import MemoryFile, Slot, open_shared
 from aligner.errors import EngineError, RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
 
-PYTORCH, TENSORRT = "pytorch", "tensorrt"  # Settings.backend
-KV_CACHE, WEIGHTS = "kv_cache", "model_weights"  # TensorRT-LLM's tags of those memories
+KV_CACHE, WEIGHTS = "kv_cache", "model_weights"  # tags of those memories
 Progress = Callable[[int], None]
 Row = tuple[list[int], list[float] | None, int, list[float] | None]
 """Tokens, logprobs (None where the engine gave none that can be used), finish reason, and logprobs of the whole
@@ -48,10 +47,12 @@ class Settings:
     cuda_graphs: bool
     pad_id: int
     checksums: bool
+    tensor_parallel: int = 1
+    block: int = 0  # tokens of a block of the KV cache, where it is to be said
     cuda: Any = None  # handle of the trainer's buffer, or:
     fd: int = -1  # descriptor of a `MemoryFile` of `size` bytes
     size: int = 0
-    backend: str = PYTORCH
+    backend: str = ""  # of engines with several
 
     @property
     def max_num_tokens(self) -> int:

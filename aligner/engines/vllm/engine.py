@@ -1,0 +1,70 @@
+"""vLLM as a rollout engine: one child process per replica, in an environment of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.vllm import VllmConfig
+from aligner.engines.child.engine import ChildEngine
+from aligner.engines.child.process import interpreter
+from aligner.engines.child.worker import Settings
+from aligner.engines.native.fleet import Replicated
+from aligner.errors import ConfigError
+from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
+
+VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in the child itself
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose prompt logprobs cannot be tempered
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # by one token, which is dropped
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with the trainer
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class VllmEngine(Replicated, ChildEngine):
+    """See `ChildEngine` and `Replicated`."""
+
+    name, title = "vllm", "vLLM"
+    module = "aligner.engines.vllm.child"
+    block = 32
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, *, device: torch.device | str, **more: Any):
+        if config.vllm.sleep and torch.device(device).type == "cpu":
+            raise ConfigError("engine.vllm.sleep", True, "false on a CPU, where vLLM cannot give memory back")
+        super().__init__(model, config, device=device, **more)
+        self.tensor_parallel = config.tensor_parallel
+
+    @classmethod
+    def require(cls, config: EngineConfig) -> None:
+        interpreter(config.vllm.python, {}, VllmConfig.section)
+
+    @property
+    def options(self) -> VllmConfig:
+        return self.config.vllm
+
+    def _settings(self, buffer: Tensor) -> Settings:
+        """vLLM wants room for the longest row that it may be asked for: shorter ones are, where its cache is small."""
+        fits = self.config.kv_cache_bytes // (self.block * self.position_bytes) * self.block - 1
+        found = super()._settings(buffer)
+        return replace(found, max_seq_len=min(found.max_seq_len, max(fits, 1)), block=self.block)
+
+    def _variables(self) -> dict[str, str]:
+        return VARIABLES | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+
+    def _generated(
+        self,
+        prompts: TokenLists,
+        seeds: SeedLists,
+        sampling: SamplingParams,
+        progress: Progress | None = None,
+        asked: Any = None,
+    ) -> Generations:
+        """Of this replica, whoever asked."""
+        return ChildEngine.generate(self, prompts, seeds, sampling, progress)

@@ -1,0 +1,172 @@
+"""One vLLM engine, in the process that it runs in: what each call of the trainer does to it.
+
+The engine's core runs in this process; its workers too, or, with several ranks, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from aligner.config.sections.vllm import VERSION, VllmConfig
+from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Abort, BaseWorker, Progress, Row, Settings
+from aligner.engines.vllm.sampling import sampling_arguments
+from aligner.errors import ConfigError, EngineError
+from aligner.types import LENGTH, STOP, SamplingParams
+
+_REASONS = {"stop": STOP, "length": LENGTH}
+_TAGS = {KV_CACHE: "kv_cache", WEIGHTS: "weights"}
+_EXTENSION = "aligner.engines.vllm.extension.Extension"
+
+
+def engine_arguments(settings: Settings) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`."""
+    return {
+        "model": settings.folder,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": settings.dtype,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
+        "max_model_len": settings.max_seq_len + 1,  # a row that is scored is followed by one token, which is dropped
+        "max_num_seqs": settings.max_batch,
+        "max_num_batched_tokens": settings.max_num_tokens,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "block_size": settings.block,
+        "enable_prefix_caching": settings.prefix_reuse,
+        "enable_sleep_mode": settings.sleep,
+        "enforce_eager": not settings.cuda_graphs,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "worker_extension_cls": _EXTENSION,
+        "disable_log_stats": True,
+    }
+
+
+def import_vllm() -> Any:
+    """Raises ConfigError where it is missing or another version than the one that this was written with."""
+    try:
+        import vllm
+    except ImportError as error:
+        hint = f"launchers/engine_env.sh vllm makes one. {error}"
+        raise ConfigError(f"{VllmConfig.section}.python", sys.executable, "an interpreter with vLLM", hint) from error
+    if vllm.__version__.split(".")[:2] != VERSION.split(".")[:2]:
+        found = f"Installed is {vllm.__version__}; launchers/engine_env.sh vllm makes an environment with it."
+        raise ConfigError("engine.name", "vllm", f"vLLM {VERSION}", found)
+    return vllm
+
+
+class Worker(BaseWorker):
+    """One method per call."""
+
+    def __init__(self, settings: Settings):
+        self.api = import_vllm()
+        self.engine = self.api.LLM(**engine_arguments(settings)).llm_engine
+        super().__init__(settings)
+        self._rpc("aligner_open", settings.cuda, os.getpid(), settings.fd, settings.size)
+        self._requests, self._temperature = 0, 1.0
+
+    def _rpc(self, method: str, *arguments: Any) -> None:
+        self.engine.collective_rpc(method, args=arguments)
+
+    def describe(self) -> dict[str, Any]:
+        return {"version": self.api.__version__, "score_rows": self.settings.max_batch}
+
+    # ---- weights
+
+    def begin(self) -> None:
+        self.whole, self._checksums = False, {}
+        self._rpc("aligner_begin")
+
+    def bucket(self, slots: list) -> int:
+        self._slots = slots
+        return super().bucket(slots)
+
+    def take(self, tensors: dict[str, Tensor]) -> None:
+        self._rpc("aligner_take", self._slots)
+
+    def finish(self) -> None:
+        self._rpc("aligner_finish")
+        if not self.engine.reset_prefix_cache():
+            raise EngineError("vLLM did not reset its prefix cache: it holds keys and values of the old weights")
+        self._give_back()
+        self.whole = True
+
+    # ---- memory
+
+    def sleep(self, tags: list[str]) -> None:
+        if WEIGHTS in tags:
+            self.whole = False
+            self.engine.sleep(level=2)
+        else:
+            self.engine.release_kv_cache_memory()
+
+    def wake(self, tags: list[str]) -> None:
+        self.engine.wake_up([_TAGS[tag] for tag in tags])
+
+    # ---- generation
+
+    def generate(
+        self, requests: list[tuple[list[int], int]], sampling: SamplingParams, progress: Progress, aborted: Abort
+    ) -> list[Row] | None:
+        """A row per (prompt, seed); None if it was aborted."""
+        self._require()
+        make, common = self.api.SamplingParams, sampling_arguments(sampling)
+        asked = [(prompt, make(**common, seed=seed)) for prompt, seed in requests]
+        outputs = self._run(asked, progress, aborted)
+        return None if outputs is None else [self._row(output.outputs[0]) for output in outputs]
+
+    def _run(
+        self, asked: list[tuple[list[int], Any]], progress: Progress, aborted: Abort | None = None
+    ) -> list[Any] | None:
+        """Outputs in the order of `asked`; None if it was aborted."""
+        names = [str(self._requests + i) for i in range(len(asked))]
+        self._requests += len(asked)
+        done: dict[str, Any] = {}
+        try:
+            for name, (prompt, parameters) in zip(names, asked, strict=True):
+                self.engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+            while self.engine.has_unfinished_requests():
+                before = len(done)
+                done |= {found.request_id: found for found in self.engine.step() if found.finished}
+                if aborted is not None and aborted.asked:
+                    return None
+                if len(done) > before:
+                    progress(len(done))
+        finally:
+            if left := [name for name in names if name not in done]:
+                self.engine.abort_request(left)
+        return [done[name] for name in names]
+
+    def _row(self, output: Any) -> Row:
+        tokens = list(output.token_ids)
+        if output.finish_reason not in _REASONS:
+            raise EngineError(f"a request ended with finish_reason={output.finish_reason!r}: expected stop or length")
+        self._in_vocabulary(tokens)
+        logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, tokens, strict=True)]
+        return tokens, logprobs, _REASONS[output.finish_reason], None
+
+    def score(
+        self, rows: list[tuple[list[int], int]], sampling: SamplingParams
+    ) -> list[tuple[list[float], list[float]]]:
+        """Per (tokens, first): logprobs of tokens[first:] given those before, of the tempered full distribution
+        (twice: of the one that was cut the sampler has told)."""
+        self._require()
+        temperature = sampling.temperature or 1.0
+        if temperature != self._temperature:
+            self._rpc("aligner_temper", temperature)
+            self._temperature = temperature
+        one = self.api.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        outputs = self._run([(tokens, one) for tokens, _ in rows], lambda done: None)
+        found = []
+        for output, (tokens, first) in zip(outputs, rows, strict=True):
+            entries = output.prompt_logprobs[first:]
+            full = [entry[token].logprob for entry, token in zip(entries, tokens[first:], strict=True)]
+            found.append((full, full))
+        return found
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()

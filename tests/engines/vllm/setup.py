@@ -1,0 +1,97 @@
+"""The vLLM engine over the real package, in the environment of `launchers/engine_env.sh vllm`. One process serves all
+engines of a test session, one after the other: importing vLLM takes longer than anything that is tested."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+import aligner.engines.child.engine as child
+from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.vllm import VllmConfig
+from aligner.engines.child.buckets import MemoryFile
+from aligner.engines.vllm.engine import VllmEngine
+from tests.engines import contract
+
+PYTHON = Path(__file__).parents[3] / VllmConfig().python
+REASON = "vLLM's environment is missing (./launchers/engine_env.sh vllm makes it)"
+needs_vllm = pytest.mark.skipif(not PYTHON.exists() and os.environ.get("ALIGNER_TEST_ALL") != "1", reason=REASON)
+
+
+CREATE = MemoryFile.create
+
+# whose kernels on a CPU know no heads narrower than 32, and whose Qwen 2 none but the hidden size's share
+MODELS = {name: replace(cfg, hidden_size=128, head_dim=32) for name, cfg in contract.MODELS.items()}
+LLAMA = MODELS["llama"]
+
+
+class Lent:
+    """A connection and its child that outlive an engine: what would end them is kept back."""
+
+    def __init__(self, child, connection: Connection):
+        self.child, self.connection = child, connection
+
+    def send(self, message):
+        if message[0] != "close":
+            self.connection.send(message)
+
+    def close(self): ...
+
+    def stop(self, wait_s):
+        if not wait_s:  # it hangs
+            self.child.stop(0)
+
+    def __getattr__(self, name):
+        return getattr(self.child if name in ("ended", "last_words") else self.connection, name)
+
+
+class Kept(MemoryFile):
+    def close(self): ...
+
+
+class Shared:
+    """The process, and the memory that all its engines get their weights through."""
+
+    lent: Lent | None = None
+    file: MemoryFile | None = None
+
+    @classmethod
+    def start(cls, device, fds, python):
+        if cls.lent is None or cls.lent.ended():
+            engine = VllmEngine.__new__(VllmEngine)
+            engine.config, engine._group = EngineConfig(name="vllm"), None
+            cls.lent = Lent(*engine._process(torch.device("cpu"), [cls.file.fd], python))
+            atexit.register(cls.lent.child.stop, 0)
+        return cls.lent, cls.lent
+
+    @classmethod
+    def memory(cls, size):
+        if cls.file is None:
+            cls.file = CREATE(1 << 26)
+        assert size <= cls.file.size
+        return Kept(size, cls.file.fd)
+
+
+def make_engine(cfg, decode=None, *, process=False, bucket_bytes=2048, **config):
+    options = {k: config.pop(k) for k in list(config) if k in VllmConfig.__dataclass_fields__}
+    more = {k: config.pop(k) for k in ("checksums", "dtype", "group", "max_seq_len") if k in config}
+    settings = EngineConfig(name="vllm", vllm=VllmConfig(**options), **{"kv_cache_bytes": 1 << 24, **config})
+    more = {
+        "dtype": torch.float32,
+        "device": "cpu",
+        "pad_id": 0,
+        "decode": decode,
+        "bucket_bytes": bucket_bytes,
+        **more,
+    }
+    if process:
+        return VllmEngine(cfg, settings, **more)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child.MemoryFile, "create", Shared.memory)
+        return VllmEngine(cfg, settings, start=Shared.start, **more)
