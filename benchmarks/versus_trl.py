@@ -45,6 +45,7 @@ VERSIONS = {"ppo": "1.12.0"}  # the last with PPO
 VERSION = "1.16.0"
 ACCELERATE = "1.12.0"
 LONG_PROMPTS = ("grpo", "generate")  # the stages for which the prompt's length is varied
+WORK = "work.json"  # in its folder
 EVEN = ("dpo", "kto")  # the stages that are also compared on answers of one length
 
 
@@ -66,7 +67,7 @@ class Side:
             "TOKENIZERS_PARALLELISM": "false",
         }
         environ.pop("PYTHONPATH", None)
-        if name == "ours":
+        if command[0] == sys.executable:
             environ["PYTHONPATH"] = str(HERE.parent)
         process = subprocess.Popen(
             command,
@@ -121,15 +122,14 @@ def peer_python(peers: Path, version: str) -> Path:
 
 
 def compare(
-    work: Work, python: Path, warmup: int, steps: int, seconds: float, tell: Callable[[str], None]
+    work: Work, commands: dict[str, list[str]], warmup: int, steps: int, seconds: float, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Alternate the two sides' steps, in about so many `seconds`; which goes first alternates too."""
+    """Alternate the steps of two sides ("ours" and "peer"), in about so many `seconds`; which goes first alternates
+    too."""
     began = time.monotonic()
     folder = Path(work.folder)
-    path = folder / "work.json"
-    work.write(path)
-    peer = [str(python), "-W", "ignore", str(HERE / "versus" / "peer.py"), str(path)]
-    sides = [Side.start("ours", ours(path), folder, work.threads), Side.start("peer", peer, folder, work.threads)]
+    work.write(folder / WORK)
+    sides = [Side.start(name, command, folder, work.threads) for name, command in commands.items()]
     taken: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
     try:
         for n in range(warmup + steps):
@@ -175,8 +175,8 @@ def works(options: argparse.Namespace, root: Path) -> list[Work]:
     return found
 
 
-def table(results: dict[str, dict[str, Any]]) -> Table:
-    shown = Table("stage.size.dtype.prompt", "ours s", "TRL s", "ratio", "ours GiB", "TRL GiB")
+def table(results: dict[str, dict[str, Any]], peer: str = "TRL") -> Table:
+    shown = Table("stage.size.dtype.prompt", "ours s", f"{peer} s", "ratio", "ours GiB", f"{peer} GiB")
     for key, r in results.items():
         if "error" in r:
             shown.add_row(key, "-", "-", "failed", "-", "-")
@@ -214,7 +214,10 @@ def main(arguments: list[str] | None = None) -> int:
             python = peer_python(options.peers.resolve(), VERSIONS.get(work.stage, VERSION))
             try:
                 share = (end - time.monotonic()) / (len(todo) - n)
-                results[work.key] = compare(work, python, options.warmup, options.steps, share, status.update)
+                path = Path(work.folder) / WORK
+                peer = [str(python), "-W", "ignore", str(HERE / "versus" / "peer.py"), str(path)]
+                sides = {"ours": ours(path), "peer": peer}
+                results[work.key] = compare(work, sides, options.warmup, options.steps, share, status.update)
             except RuntimeError as error:
                 results[work.key] = {"error": str(error)}
                 console.print(f"[red]{work.key}[/]: {error}", markup=True)

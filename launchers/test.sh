@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Lint, format check and tests. What this machine lacks is skipped and listed at the end.
 #   --fast   leaves out the tests marked slow, and most cases of those marked few
-#   --all    installs Slurm and MPI with apt-get if they are missing, and fails where a test is skipped for lack of them
+#   --all    installs Slurm and MPI with apt-get and vLLM into .venv-vllm if they are missing, and fails where a test is
+#            skipped for lack of them
 #   ROOM     the tests of a folder of tests/: rollout, engines/native, ...
 # Other arguments go to pytest. Without any, workers share the files: as many as there are cores, at most 4.
 set -euo pipefail
@@ -38,6 +39,7 @@ for argument in "$@"; do
         --fast) arguments+=(-m "not slow") ;;
         --all)
             install_slurm
+            "$ALIGNER_ROOT/launchers/engine_env.sh" vllm
             export ALIGNER_TEST_ALL=1
             ;;
         *)

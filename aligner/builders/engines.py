@@ -22,6 +22,7 @@ from aligner.engines.native.remote import RemoteEngine
 from aligner.engines.quantized import QuantizedEngine, has_modelopt, make_quantizer
 from aligner.engines.recorded import FOLDER as ANSWERS
 from aligner.engines.recorded import RecordedEngine, RecordingEngine
+from aligner.engines.vllm.placed import PlacedVllmEngine
 from aligner.errors import ConfigError, EngineError
 from aligner.megatron.groups import (
     neighbours,
@@ -70,7 +71,7 @@ def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
         routing = model if job.cfg.mismatch.replay_routing else None
         return RemoteEngine(job.bridge, job.cfg.engine.tensor_parallel, dtype, routing)
     if job.cfg.engine.name in CHILD_ENGINES:
-        return _child_engine(job, model, dtype)
+        return _child_engine(job, model, dtype, CHILD_ENGINES[job.cfg.engine.name])
     if job.cfg.engine.name == "recorded":
         return RecordedEngine(model, job.cfg.engine.answers, dtype=dtype)
     return _policy_engine(job, model)
@@ -102,7 +103,7 @@ def serve(job: Job) -> int:
     assert bridge is not None
     bridge.signal = lambda: job.boundary.signals.received
     dtype = _engine_dtype(job)
-    job.engine = engine = _policy_engine(job, model)
+    job.engine = engine = _served_engine(job, model, dtype)
     p = cfg.parallel
     data = bridge.trainers // p.model_size
     trainer = TrainerGrid(model.num_layers, p.tensor, p.pipeline, p.context, data, p.expert)
@@ -117,11 +118,17 @@ def serve(job: Job) -> int:
     return 0 if well else 1
 
 
-def _child_engine(job: Job, model: ModelConfig, dtype: torch.dtype) -> ChildEngine:
+def _served_engine(job: Job, model: ModelConfig, dtype: torch.dtype) -> FleetEngine | PlacedVllmEngine:
+    if job.cfg.engine.name == PlacedVllmEngine.name:
+        return _child_engine(job, model, dtype, PlacedVllmEngine)
+    return _policy_engine(job, model)
+
+
+def _child_engine[E: ChildEngine](job: Job, model: ModelConfig, dtype: torch.dtype, kind: type[E]) -> E:
     cfg, tokenizer = job.cfg, job.tokenizer
     response = max(cfg.sampling.max_response_tokens, cfg.eval.max_response_tokens)
     with raised_together(EngineError):
-        engine = CHILD_ENGINES[cfg.engine.name](
+        engine = kind(
             model,
             cfg.engine,
             device=job.device,

@@ -10,7 +10,7 @@ from aligner.config.sections.model.rope import longest_row
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.config.sections.trtllm_engine import NAME as TRTLLM_ENGINE
 from aligner.config.sections.trtllm_engine import check_run
-from aligner.config.sections.vllm import FAMILIES as VLLM_FAMILIES
+from aligner.config.sections.vllm import check_vllm
 from aligner.errors import ConfigError, LayoutError
 
 _NOT_WITH_TRTLLM = {
@@ -90,9 +90,8 @@ def _engine(cfg: Config, model: ModelConfig) -> None:
     engine = cfg.engine.name if _generates(cfg) else ""
     if engine == TRTLLM_ENGINE:
         check_run(cfg, model)
-    if engine == "vllm" and model.family not in VLLM_FAMILIES:
-        expected = f"one of {', '.join(VLLM_FAMILIES)} with engine.name=vllm: others were not compared with it"
-        raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
+    if engine == "vllm":
+        check_vllm(model)
     for trait, expected in _NOT_WITH_TRTLLM.items() if engine == "trtllm" else ():
         if getattr(TRAITS[model.family], trait):
             raise ConfigError("model.family", model.family, expected, "engine=native serves it.")

@@ -78,8 +78,12 @@ class Server:
 
     def _load(self, version: int) -> str:
         """What went wrong, if anything did. Raises RefitError where the trainer's ranks cannot be reached."""
-        self.engine.begin_update(version)
-        self.exchange({}, self.engine)
+        cause = ""
+        try:
+            self.engine.begin_update(version)
+        except RefitError as error:
+            cause = str(error)
+        self.exchange({}, self.engine, cause)
         if self.exchange.cause:
             return self.exchange.cause
         try:

@@ -401,13 +401,14 @@ class ChildEngineContract:
     """Of engines whose work is done by another process. `make_crashing(where)` builds an empty engine whose process
     ends at its first "generate", or at its second call of "refit"."""
 
+    table = MODELS
     last_words = ""  # what that process writes before it ends
 
     def make_crashing(self, where: str):
         raise NotImplementedError
 
     def test_the_end_of_the_process_in_generate(self):
-        engine = fill(self.make_crashing("generate"), reference(LLAMA))
+        engine = fill(self.make_crashing("generate"), reference(self.table["llama"]))
         start = time.monotonic()
         for _ in range(2):  # and every later call tells the same
             with pytest.raises(EngineError, match=rf"(?s)ended by signal 6 in generate.*{self.last_words}"):
@@ -418,7 +419,7 @@ class ChildEngineContract:
         engine.close()
 
     def test_the_end_of_the_process_in_a_refit(self):
-        engine, model = self.make_crashing("refit"), reference(LLAMA)
+        engine, model = self.make_crashing("refit"), reference(self.table["llama"])
         engine.begin_update(1)
         with pytest.raises(RefitError, match=rf"(?s)ended by signal 6.*{self.last_words}"):
             engine.update_weights(hf_weights(model).items())

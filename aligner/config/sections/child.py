@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from aligner.config.checks import above, at_least
 from aligner.errors import ConfigError
@@ -11,7 +10,7 @@ from aligner.errors import ConfigError
 
 @dataclass
 class ChildConfig:
-    section: ClassVar[str]
+    section = ""  # dotted; no key, so without a type
 
     python: str = ""  # interpreter of the environment that has the package, whose torch may be another; "": this one
     start_timeout_s: float = 1800.0  # the child imports its package, creates the engine, captures CUDA graphs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from aligner.config.sections.child import ChildConfig
 
@@ -17,4 +16,4 @@ ONE_RANK = (
 
 @dataclass
 class TrtllmConfig(ChildConfig):
-    section: ClassVar[str] = "engine.trtllm"
+    section = "engine.trtllm"

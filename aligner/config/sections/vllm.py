@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
 from aligner.config.sections.child import ChildConfig
+from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aligner.config.sections.model.config import ModelConfig
 
 VERSION = "0.32.0"  # that launchers/engine_env.sh installs
 # those whose logprobs were compared with transformers' through vLLM
@@ -14,9 +18,19 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma
 
 @dataclass
 class VllmConfig(ChildConfig):
-    section: ClassVar[str] = "engine.vllm"
+    section = "engine.vllm"
 
     # interpreter of the environment that has vLLM (a path within the checkout, or from the root); "": this one
     python: str = ".venv-vllm/bin/python"
     sleep: bool = False  # give back the KV cache between rollouts; on a GPU only
     cuda_graphs: bool = False  # on a GPU: compile the model and capture decode steps
+
+
+def check_vllm(model: ModelConfig) -> None:
+    """Raises ConfigError for a model that vLLM does not serve here."""
+    if model.family not in FAMILIES:
+        expected = f"one of {', '.join(FAMILIES)} with engine.name=vllm: others were not compared with it"
+        raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
+    if model.family == "qwen2" and model.kv_channels * model.num_heads != model.hidden_size:
+        expected = f"hidden_size / num_heads = {model.hidden_size // model.num_heads} with engine.name=vllm and Qwen 2"
+        raise ConfigError("model.head_dim", model.kv_channels, expected)

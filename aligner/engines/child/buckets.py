@@ -20,6 +20,11 @@ from torch import Tensor
 ALIGN_BYTES = 256
 
 
+def aligned(end: int) -> int:
+    """Where the next tensor may begin."""
+    return -(-end // ALIGN_BYTES) * ALIGN_BYTES
+
+
 @dataclass(frozen=True)
 class Slot:
     """Where a tensor lies in the buffer."""
@@ -79,7 +84,7 @@ class BucketWriter:
             assert slot.start + slot.nbytes <= self.buffer.numel(), (name, slot.nbytes, self.buffer.numel())
             slot.view(self.buffer).copy_(tensor)
             slots.append(slot)
-            end = slot.start + -(-slot.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+            end = aligned(slot.start + slot.nbytes)
         if slots:
             yield self._ready(slots)
 

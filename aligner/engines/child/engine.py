@@ -27,7 +27,7 @@ from aligner.config.sections.child import ChildConfig
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import UpdateLedger
-from aligner.engines.child.buckets import BucketWriter, MemoryFile, share
+from aligner.engines.child.buckets import BucketWriter, MemoryFile, Slot, share
 from aligner.engines.child.process import ERRORS, Channel, Child, clean_environment, spawn
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Row, Settings
 from aligner.errors import ConfigError, EngineError, RefitError
@@ -77,9 +77,8 @@ class ChildEngine:
         self._ledger, self._asleep = UpdateLedger(shapes), False
         self._released: list[str] = []  # tags of memory
         size = max(bucket_bytes, *(prod(shape) * dtype.itemsize for shape in shapes.values()))
-        self._file = MemoryFile.create(size) if self._leads and self.device.type != "cuda" else None
-        where = self.device if self._leads else "meta"  # other ranks only count what comes
-        buffer = torch.empty(size, dtype=torch.uint8, device=where) if self._file is None else self._file.tensor()
+        self._file: MemoryFile | None = None
+        buffer = self._buffer(size)
         self._writer = BucketWriter(buffer, dtype)
         self._folder = tempfile.TemporaryDirectory(prefix="aligner-engine-")
         self._channel: Channel | None = None
@@ -111,6 +110,13 @@ class ChildEngine:
     def _variables(self) -> dict[str, str]:
         """Of the child's environment."""
         return {}
+
+    def _buffer(self, size: int) -> Tensor:
+        """uint8 [size] that the child sees; of a rank without a child: one that only counts."""
+        if self._leads and self.device.type != "cuda":
+            self._file = MemoryFile.create(size)
+            return self._file.tensor()
+        return torch.empty(size, dtype=torch.uint8, device=self.device if self._leads else "meta")
 
     def _process(self, device: torch.device, fds: Sequence[int], python: str) -> tuple[Child, Any]:
         """A process that sees the devices of this engine's ranks alone."""
@@ -185,12 +191,18 @@ class ChildEngine:
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         accepted = ((n, t) for n, t in tensors if self._ledger.accept(n, t.shape))
         for slots in self._writer.buckets(accepted):
-            taken = self._call("bucket", slots, error=RefitError)
-            if taken != len(slots):
-                raise RefitError(f"the engine took {taken} tensors of a bucket of {len(slots)}")
+            self._take(slots)
+
+    def _take(self, slots: list[Slot]) -> None:
+        taken = self._call("bucket", slots, error=RefitError)
+        if taken != len(slots):
+            raise RefitError(f"the engine took {taken} tensors of a bucket of {len(slots)}")
 
     def finish_update(self) -> None:
-        self._ledger.finish(lambda: self._call("finish", error=RefitError))
+        self._ledger.finish(self._finish)
+
+    def _finish(self) -> None:
+        self._call("finish", error=RefitError)
 
     def checksums(self) -> Mapping[str, int]:
         """Of the tensors as they arrived in the child; what the engine made of them only the sentinel can tell."""
@@ -270,10 +282,14 @@ class ChildEngine:
         if row > self.max_seq_len:
             expected = f"at least {row} (prompt + response tokens)"
             raise ConfigError(f"{self.options.section}.max_seq_len", self.max_seq_len, expected)
-        needed = -(-row // self.block) * self.block * self.position_bytes
+        needed = self._cache_bytes(row)
         if needed > self.config.kv_cache_bytes:
             expected = f"at least {needed} bytes for one row of {row} tokens"
             raise ConfigError("engine.kv_cache_bytes", self.config.kv_cache_bytes, expected)
+
+    def _cache_bytes(self, row: int) -> int:
+        """The least that holds a row of so many tokens."""
+        return -(-row // self.block) * self.block * self.position_bytes
 
     @property
     def position_bytes(self) -> int:

@@ -57,7 +57,7 @@ class Abort:
 
 
 def serve(connection: Connection, make_worker: Callable[..., Any]) -> None:
-    """`start(*arguments)`, the first call, makes the worker (a later one: another in its place); others are its methods.
+    """`start(*arguments)`, the first call, makes the worker (a later one: another in its place); others are methods.
     Returns when told to close, or when the trainer is gone."""
     worker, abort = None, Abort(connection)
     while not abort.orphaned:

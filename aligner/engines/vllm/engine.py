@@ -51,9 +51,13 @@ class VllmEngine(Replicated, ChildEngine):
 
     def _settings(self, buffer: Tensor) -> Settings:
         """vLLM wants room for the longest row that it may be asked for: shorter ones are, where its cache is small."""
-        fits = self.config.kv_cache_bytes // (self.block * self.position_bytes) * self.block - 1
+        fits = (self.config.kv_cache_bytes // (self.block * self.position_bytes) - 1) * self.block - 1
         found = super()._settings(buffer)
         return replace(found, max_seq_len=min(found.max_seq_len, max(fits, 1)), block=self.block)
+
+    def _cache_bytes(self, row: int) -> int:
+        """With the token that follows a row that is scored, and a block that vLLM keeps for itself."""
+        return super()._cache_bytes(row + 1) + self.block * self.position_bytes
 
     def _variables(self) -> dict[str, str]:
         return VARIABLES | {"OMP_NUM_THREADS": str(torch.get_num_threads())}

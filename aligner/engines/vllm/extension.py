@@ -37,6 +37,8 @@ class Extension:
             if self.aligner_loading:  # what an update that was given up has left would count as loaded
                 finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
             initialize_layerwise_reload(self.model_runner.get_model())
+        if self.model_runner.device.type == "cpu":
+            _forget_packed_experts(self.model_runner.get_model())
         self.aligner_loading = True
 
     def aligner_take(self, slots: list[Slot]) -> None:
@@ -73,6 +75,14 @@ class Extension:
         """Logprobs of prompts are of the distribution tempered by it from now on."""
         plain = type(self.model_runner.sampler).compute_logprobs
         self.model_runner.sampler.compute_logprobs = lambda logits: plain(logits / temperature)
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """Experts are padded and packed for their kernel together with its making only, not when weights come again."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _pack_tied_head(model: torch.nn.Module) -> None:

@@ -1,13 +1,28 @@
 """The vLLM engine over the real package on a CPU: the contract of all engines, and what is its own."""
 
+import os
+
 import pytest
+import torch
 
-from aligner.errors import ConfigError
+from aligner.engines.vllm.placed import PlacedVllmEngine
+from aligner.errors import ConfigError, EngineError
+from aligner.models.shards import hf_tensors
 from aligner.types import SamplingParams
-from tests.engines.contract import EngineContract, fill, reference
-from tests.engines.vllm.setup import LLAMA, MODELS, make_engine, needs_vllm
+from tests.engines.contract import (
+    PROMPTS,
+    ChildEngineContract,
+    EngineContract,
+    check_logprobs,
+    fill,
+    reference,
+    responses,
+    seeds_for,
+)
+from tests.engines.vllm.setup import LLAMA, MODELS, Shared, make_engine, needs_vllm
+from tests.tiny import hf_weights
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.slow]
 
 
 class TestVllmEngine(EngineContract):
@@ -15,11 +30,87 @@ class TestVllmEngine(EngineContract):
     make_engine = staticmethod(make_engine)
 
     def test_a_row_that_can_never_fit_is_refused(self):
-        model, block = (
-            reference(LLAMA),
-            32 * 2 * 2 * 2 * 32 * 4,
-        )  # positions, layers, k and v, kv heads, head_dim, float32
-        engine = fill(make_engine(LLAMA, kv_cache_bytes=2 * block), model)
-        assert engine.generate([[1, 2, 3]], [[0]], SamplingParams(29)).tokens.shape == (1, 29)
-        with pytest.raises(ConfigError, match=f"engine.kv_cache_bytes.*{3 * block} bytes"):
-            engine.generate([[1, 2, 3]], [[0]], SamplingParams(62))
+        model = reference(LLAMA)
+        block = 32 * 2 * 2 * 2 * 32 * 4  # positions, layers, k and v, kv heads, head_dim, float32
+        engine = fill(make_engine(LLAMA, kv_cache_bytes=3 * block), model)  # one is vLLM's own
+        assert engine.generate([[1, 2, 3]], [[0]], SamplingParams(60)).tokens.shape == (1, 60)
+        with pytest.raises(ConfigError, match=f"engine.kv_cache_bytes.*{4 * block} bytes"):
+            engine.generate([[1, 2, 3]], [[0]], SamplingParams(61))
+        engine.logprobs(torch.ones(1, 63, dtype=torch.int64), torch.tensor([63]))
+
+
+def test_prefixes_of_old_weights_are_not_reused_and_an_update_may_be_given_up():
+    """A prompt of several blocks, known before; half of an update before a whole one."""
+    engine, prompt = fill(make_engine(LLAMA), reference(LLAMA)), [1 + i % 50 for i in range(150)]
+    sampling = SamplingParams(8, temperature=0)
+    engine.generate([prompt] * 3, [[0]] * 3, sampling)
+    other = reference(LLAMA, 1)
+    engine.begin_update(2)
+    engine.update_weights(list(hf_weights(other).items())[::2])
+    out = fill(engine, other, 3).generate([prompt] * 3, [[0]] * 3, sampling)
+    check_logprobs(other, [prompt] * 3, 1, out)
+
+
+def test_parts_that_are_written_in_place_equal_whole_tensors():
+    model = reference(LLAMA)
+    engine, held = make_engine(LLAMA, kind=PlacedVllmEngine), hf_weights(model)
+    engine.begin_update(1)
+    for tensor in hf_tensors(LLAMA):
+        whole, middle = held[tensor.name], tensor.length // 2
+        for a, b in ((middle, tensor.length), (0, middle)):
+            engine.place(tensor.name, a, b).copy_(whole.narrow(tensor.axis, a, b - a))
+    engine.finish_update()
+    check_logprobs(model, PROMPTS, 1, engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6)))
+
+
+def test_a_request_that_fails_is_an_error_and_the_engine_goes_on():
+    """A token that the embedding does not have."""
+    engine = fill(make_engine(LLAMA), reference(LLAMA))
+    wanted = responses(engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(5)))
+    with pytest.raises(EngineError, match="vLLM engine: generate failed"):
+        engine.generate([[1], [10**6]], [[0], [0]], SamplingParams(4))
+    assert responses(engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(5))) == wanted
+
+
+def test_bfloat16():
+    model = reference(LLAMA).to(torch.bfloat16)
+    engine = fill(make_engine(LLAMA, dtype=torch.bfloat16), model)
+    out = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6))
+    scored = engine.logprobs(torch.cat([torch.tensor([[5, 9, 2]]), out.tokens[:1]], dim=1), torch.tensor([9]))
+    assert torch.allclose(scored[0, 3:], out.logprobs[0], atol=0.1)
+
+
+class Killing:
+    """A connection whose other end is gone when it gets the `count`th of these calls."""
+
+    def __init__(self, lent, name, count):
+        self.lent, self.name, self.count = lent, name, count
+
+    def send(self, message):
+        self.count -= message[0] == self.name
+        if message[0] == self.name and not self.count:
+            os.kill(self.lent.child.process.pid, 6)
+        self.lent.send(message)
+
+    def __getattr__(self, name):
+        return getattr(self.lent, name)
+
+
+class TestKilled(ChildEngineContract):
+    table = MODELS
+    last_words = "vllm"
+
+    def make_crashing(self, where):
+        engine = make_engine(LLAMA)
+        name, count = {"generate": ("generate", 1), "refit": ("bucket", 2)}[where]
+        engine._channel.connection = Killing(engine._channel.connection, name, count)
+        return engine
+
+    def test_the_end_of_the_process_at_its_start(self):
+        def start(device, fds, python):
+            lent, _ = Shared.start(device, fds, python)
+            os.kill(lent.child.process.pid, 6)
+            return lent, lent
+
+        with pytest.raises(EngineError, match="ended by signal 6 in start"):
+            make_engine(LLAMA, start=start)

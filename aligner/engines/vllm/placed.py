@@ -1,0 +1,49 @@
+"""A vLLM engine that takes its weights by the refit's plan: on a rank of its own, where whole tensors never come."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.engines.child.buckets import MemoryFile, Slot, aligned
+from aligner.engines.vllm.engine import VllmEngine
+from aligner.models.families import expected_hf_shapes
+from aligner.models.shards import hf_tensors
+
+
+class PlacedVllmEngine(VllmEngine):
+    """`PlacingEngine`: parts of tensors come in any order, so the buffer that the child reads holds the whole model, in
+    host memory on a GPU too."""
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, *, dtype: torch.dtype, **more: Any):
+        self._tensors = {tensor.name: tensor for tensor in hf_tensors(model)}
+        self._slots: dict[str, Slot] = {}
+        end = 0
+        for name, shape in expected_hf_shapes(model).items():
+            self._slots[name] = Slot(name, shape, dtype, end)
+            end = aligned(end + prod(shape) * dtype.itemsize)
+        super().__init__(model, config, dtype=dtype, **more | {"bucket_bytes": end})
+
+    def _buffer(self, size: int) -> Tensor:
+        self._file = MemoryFile.create(size)
+        return self._file.tensor()
+
+    def place(self, name: str, start: int, stop: int) -> Tensor | None:
+        """See `PlacingEngine.place`."""
+        if not self._ledger.accept_part(name, start, stop):
+            return None
+        return self._slots[name].view(self._writer.buffer).narrow(self._tensors[name].axis, start, stop - start)
+
+    def finish_update(self) -> None:
+        for name, tensor in self._tensors.items():
+            self._ledger.settle_parts(name, 0, tensor.length)
+        self._ledger.finish(self._load)
+
+    def _load(self) -> None:
+        self._take(list(self._slots.values()))
+        self._finish()

@@ -1,0 +1,65 @@
+"""What the vLLM engine refuses, and what needs no vLLM to be shown."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from aligner.config.resolve import compose
+from aligner.config.validate_model import check_nodes, validate_model
+from aligner.engines.vllm.sampling import sampling_arguments
+from aligner.engines.vllm.worker import import_vllm
+from aligner.errors import ConfigError, LayoutError
+from aligner.types import SamplingParams
+from tests.engines.vllm.setup import LLAMA, make_engine
+
+
+def test_without_an_environment_one_line_says_how_to_get_it():
+    expected = r"engine.vllm.python='/nowhere/python': expected the path of a Python.*launchers/engine_env.sh vllm"
+    with pytest.raises(ConfigError, match=expected):
+        make_engine(LLAMA, python="/nowhere/python")
+
+
+def test_an_interpreter_without_vllm():
+    with pytest.raises(ConfigError, match=r"engine.vllm.python=.*expected an interpreter with vLLM.*engine_env.sh"):
+        make_engine(LLAMA, python="", process=True)
+
+
+def test_another_version(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.31.2"))
+    with pytest.raises(ConfigError, match=r"expected vLLM 0.32.0. Installed is 0.31.2; launchers/engine_env.sh"):
+        import_vllm()
+
+
+def test_sleep_on_a_cpu():
+    with pytest.raises(ConfigError, match=r"engine.vllm.sleep=True: expected false on a CPU"):
+        make_engine(LLAMA, sleep=True, python=sys.executable)
+
+
+@pytest.mark.parametrize(("width", "local", "fits"), [(2, 4, True), (2, 3, False), (8, 4, False), (4, 8, True)])
+def test_a_replica_stays_within_a_node(width, local, fits):
+    cfg = compose(["stage=grpo", "engine=vllm", f"engine.tensor_parallel={width}"])
+    if fits:
+        check_nodes(cfg, 2 * local, local)
+    else:
+        with pytest.raises(LayoutError, match=rf"engine.tensor_parallel={width}: .* divisor of the {local} ranks"):
+            check_nodes(cfg, 2 * local, local)
+
+
+def test_models_that_it_does_not_serve():
+    cfg = compose(["stage=grpo", "engine=vllm"])
+    model = replace(LLAMA, max_position=4096)
+    validate_model(cfg, model)
+    with pytest.raises(ConfigError, match=r"model.family='gemma2': expected one of llama.*engine=native serves it"):
+        validate_model(cfg, replace(model, family="gemma2"))
+    with pytest.raises(ConfigError, match=r"model.head_dim=64: expected hidden_size / num_heads = 32"):
+        validate_model(cfg, replace(model, family="qwen2", qkv_bias=True, head_dim=64))
+
+
+def test_greedy_sampling_is_not_cut_and_ends_at_stop_tokens_alone():
+    found = sampling_arguments(SamplingParams(7, temperature=0, top_p=0.5, top_k=3, stop_token_ids=(4,)))
+    assert (found["temperature"], found["top_p"], found["top_k"], found["min_p"]) == (0, 1.0, 0, 0.0)
+    assert found["max_tokens"] == 7 and found["stop_token_ids"] == [4] and found["ignore_eos"]
+    cut = sampling_arguments(SamplingParams(7, temperature=0.5, top_p=0.5, top_k=3, min_p=0.1))
+    assert (cut["temperature"], cut["top_p"], cut["top_k"], cut["min_p"]) == (0.5, 0.5, 3, 0.1)

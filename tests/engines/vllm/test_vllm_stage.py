@@ -1,0 +1,32 @@
+"""Whole GRPO runs with vLLM in its own process: chosen by config, refitted, verified, and learning."""
+
+import pytest
+
+from tests import stages
+from tests.engines.vllm.setup import needs_vllm
+
+pytestmark = [needs_vllm, pytest.mark.slow]
+RUN = ["engine=vllm", "engine.kv_cache_bytes=16777216", "model.head_dim=32", "refit.verify=checksum"]
+RUN += ["checkpoint.final=false", "run.export=false"]
+
+
+def checked(run, steps: int) -> list[dict]:
+    records = stages.records(run)
+    assert [r["refit/version"] for r in records] == list(range(steps))
+    assert all(r["refit/sentinel_error"] < 1e-4 and r["mismatch/logprob_abs_max"] < 1e-3 for r in records)
+    assert all(abs(r["refit/sentinel_progress"] - 1) < 0.05 for r in records[1:])
+    return [r["reward/mean"] for r in records]
+
+
+def test_grpo_learns(tiny_data, tmp_path):
+    rewards = checked(stages.stage("grpo", tiny_data, tmp_path / "run", *RUN, "run.steps=12"), 12)
+    assert sum(rewards[-4:]) > sum(rewards[:4]) * 1.2, rewards
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("layout", [("engine.tensor_parallel=2",), ("engine.ranks=1",), ()], ids=["tp2", "own", "two"])
+def test_two_ranks(ranks, tiny_data, tmp_path, layout):
+    """One engine of both; one on a rank of its own, which gets its weights by the plan; one for each."""
+    line = stages.overrides("grpo", tiny_data, tmp_path / "run", *RUN, "run.steps=3", *layout)
+    ranks.run("tests.run.jobs:run_stage", world=2, arguments=line)
+    checked(tmp_path / "run", 3)
