@@ -120,7 +120,7 @@ class ChildEngine:
 
     def _process(self, device: torch.device, fds: Sequence[int], python: str) -> tuple[Child, Any]:
         """A process that sees the devices of this engine's ranks alone."""
-        extra = self._variables()
+        extra = dict(self._variables())
         if device.type == "cuda":
             count = 1 if self._group is None else self._group.size()
             index = torch.cuda.current_device() if device.index is None else device.index
