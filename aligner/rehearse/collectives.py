@@ -51,7 +51,8 @@ class Collectives:
         self.names: dict[str, str] = {}
         self._keys: dict[str, str] = {}
         self.spoken: dict[str, list[bytes]] = defaultdict(list)  # group -> the objects that this rank has broadcast
-        self.heard: dict[str, list[bytes]] = {}  # likewise of a rank that was rehearsed before and listens to nobody
+        self.hears = -1  # the rank that was rehearsed before
+        self.heard: dict[str, list[bytes]] = {}  # what it has broadcast
         device.collective = self.run
         self.device = device
         self._replace()
@@ -145,6 +146,8 @@ class Collectives:
             if src == dist.get_rank():
                 self.spoken[key].append(pickle.dumps(values))
                 return
+            if src != self.hears:
+                raise RuntimeError(f"rank {src} broadcasts objects to group {key}: nobody knows here what it says")
             left = self.heard.get(key)
             if not left:
                 raise UnheardError(f"rank {src} says nothing more to group {key}")

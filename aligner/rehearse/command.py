@@ -19,10 +19,11 @@ from aligner.config.validate import validate
 from aligner.config.validate_model import validate_on_gpu
 from aligner.errors import AlignerError, ConfigError
 from aligner.plan.devices import Device, find_device
-from aligner.rehearse.compare import mismatches
 from aligner.rehearse.prepare import prepared
 from aligner.rehearse.ranks import chosen, last_stage_peer
 from aligner.rehearse.report import Rehearsal, show
+
+PROGRAM = "aligner.rehearse.rank"  # runs the cases of `run`
 
 
 class RehearsalError(AlignerError):
@@ -51,30 +52,32 @@ def refuse(found: Rehearsal) -> None:
 def rehearse(cfg: Config, gpus: int, device: Device, which: str = "stages") -> Rehearsal:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="aligner-rehearse-") as name:
-        folder = Path(name)
-        ready = prepared(cfg, folder)
-        validate(ready, gpus)
-        validate_on_gpu(ready, ready.model)
-        ranks = chosen(which, ready, gpus)
-        shared = {"config": str(freeze(ready, folder)), "tokenizer": ready.model.tokenizer, "gpus": gpus}
-        cases = [shared | _case(rank, last_stage_peer(rank, ready, gpus), folder) for rank in ranks]
-        records = {record["rank"]: record for record in run(cases, device.name, folder)}
-        records = dict(sorted(records.items()))
-    return Rehearsal(ready, gpus, device, records, mismatches(records), time.monotonic() - start)
+        ready, cases = cases_of(cfg, gpus, which, Path(name) / "job")
+        records = {record["rank"]: record for record in run(cases, device.name, Path(name))}
+    return Rehearsal(ready, gpus, device, dict(sorted(records.items())), time.monotonic() - start)
 
 
-def _case(rank: int, hears: int, folder: Path) -> dict[str, Any]:
-    """`hears`: the rank whose objects it is told."""
-    return {"rank": rank, "hears": str(folder / f"rank-{hears}.json"), "out": str(folder / f"rank-{rank}.json")}
+def cases_of(cfg: Config, gpus: int, which: str, folder: Path) -> tuple[Config, list[dict[str, Any]]]:
+    """The config as it is rehearsed, and for `run` each rank that is, with its files in a new `folder`. Raises
+    ConfigError."""
+    ready = prepared(cfg, folder)
+    validate(ready, gpus)
+    validate_on_gpu(ready, ready.model)
+    shared = {"config": str(freeze(ready, folder)), "tokenizer": ready.model.tokenizer, "gpus": gpus}
+    out = lambda rank: str(folder / f"rank-{rank}.json")  # noqa: E731
+    return ready, [
+        shared | {"rank": rank, "out": out(rank), "hears": out(last_stage_peer(rank, ready, gpus))}
+        for rank in chosen(which, ready, gpus)
+    ]
 
 
 def run(cases: Sequence[dict[str, Any]], device: str, folder: Path) -> list[dict[str, Any]]:
-    """The records of rehearsed ranks; `folder` is for files between processes. Raises AlignerError where one ended
-    without a record."""
+    """The records of rehearsed ranks; `folder` is for files between processes. Raises RehearsalError where they
+    cannot run at all."""
     processes = min(len(cases), len(os.sched_getaffinity(0)))
     path, log = folder / "cases.json", folder / "processes.log"
     path.write_text(json.dumps({"device": device, "processes": processes, "cases": list(cases)}), encoding="utf-8")
-    command = [sys.executable, "-m", "aligner.rehearse.rank", str(path)]
+    command = [sys.executable, "-m", PROGRAM, str(path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with (
         log.open("w") as errors,
@@ -85,9 +88,7 @@ def run(cases: Sequence[dict[str, Any]], device: str, folder: Path) -> list[dict
             told = json.loads(line)
             print(f"rank {told['rank']} rehearsed ({number} of {len(cases)})", file=sys.stderr, flush=True)
     outs = [Path(case["out"]) for case in cases]
-    missing = [out for out in outs if not out.is_file()]
-    if missing:
-        told = missing[0].with_suffix(".log")
-        tail = (told if told.is_file() else log).read_text(encoding="utf-8").strip().splitlines()[-1:]
-        raise RehearsalError(f"the rehearsal of {missing[0].stem} ended without a result: {' '.join(tail)}")
+    if not all(out.is_file() for out in outs):
+        told = " ".join(log.read_text(encoding="utf-8").strip().splitlines()[-1:])
+        raise RehearsalError(f"the processes of the rehearsal ended without a result: {told}")
     return [json.loads(out.read_text(encoding="utf-8")) for out in outs]

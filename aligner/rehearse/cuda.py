@@ -171,7 +171,7 @@ def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Mod
                 moved = fn(param)
             if moved is not param:
                 self._parameters[name] = new = torch.nn.Parameter(moved.detach(), param.requires_grad)
-                new.__dict__.update(param.__dict__)
+                new.__dict__.update(param.__dict__ | new.__dict__)
     for name, buffer in self._buffers.items():
         if buffer is not None:
             self._buffers[name] = fn(buffer)

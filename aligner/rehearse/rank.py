@@ -3,10 +3,12 @@ CASES`, a JSON file."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
 import pickle
+import re
 import resource
 import sys
 import time
@@ -53,9 +55,24 @@ def main(path: str) -> None:
             if child == 0:
                 rehearse(case, device, collectives)
             running[child] = case
-        child, _ = os.wait()
+        child, status = os.wait()
         case = running.pop(child)
+        if not Path(case["out"]).is_file():
+            _ended(case, os.waitstatus_to_exitcode(status))
         print(json.dumps({"rank": case["rank"], "out": case["out"]}), flush=True)
+
+
+def _ended(case: dict[str, Any], code: int) -> None:
+    """A process that C++ has ended: its stack is in the log."""
+    record, out = Record(), Path(case["out"])
+    log = out.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
+    frames = re.findall(r'File ".*/(aligner/[^"]+)", line (\d+)', log)
+    places = [f"{file}:{line}" for file, line in frames if not file.startswith("aligner/rehearse/")]
+    text = f"the process ended with {code}: {' '.join(log.split())[:500]}"
+    record.errors.append({"phase": "?", "place": places[0] if places else "?", "text": text})
+    found = {"rank": case["rank"], "cpu_s": 0.0, "host_bytes": 0}
+    out.with_suffix(SPOKEN).write_bytes(pickle.dumps((case["rank"], False, {})))
+    out.write_text(json.dumps(record.data() | found), encoding="utf-8")
 
 
 def rehearse(case: dict[str, Any], device: Device, collectives: Collectives) -> None:
@@ -68,10 +85,12 @@ def rehearse(case: dict[str, Any], device: Device, collectives: Collectives) -> 
     log = out.with_suffix(".log").open("w")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
+    faulthandler.enable(log)
+    torch.set_num_threads(1)  # makes the pools that a fork has lost, before two threads ask for them at once
     record = device.record
-    heard = Path(case["hears"]).with_suffix(SPOKEN)
-    if heard.is_file():
-        record.whole, collectives.heard = pickle.loads(heard.read_bytes())
+    if case["hears"] != case["out"]:
+        told = pickle.loads(Path(case["hears"]).with_suffix(SPOKEN).read_bytes())
+        collectives.hears, record.whole, collectives.heard = told
     try:
         join(case["rank"], case["gpus"])
         cfg = load_frozen(case["config"])
@@ -87,7 +106,8 @@ def rehearse(case: dict[str, Any], device: Device, collectives: Collectives) -> 
         record.fail(error)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     found = {"rank": case["rank"], "cpu_s": time.process_time() - start, "host_bytes": usage.ru_maxrss * 1024}
-    out.with_suffix(SPOKEN).write_bytes(pickle.dumps((not record.errors, dict(collectives.spoken))))
+    told = case["rank"], not record.errors, dict(collectives.spoken)
+    out.with_suffix(SPOKEN).write_bytes(pickle.dumps(told))
     out.write_text(json.dumps(record.data() | found), encoding="utf-8")
     sys.stdout.flush()
     sys.stderr.flush()

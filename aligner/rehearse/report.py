@@ -12,10 +12,12 @@ from typing import Any
 
 from aligner.config.schema import Config
 from aligner.plan.devices import GIB, Assumptions, Device
-from aligner.plan.job import job_of
+from aligner.plan.job import Job, job_of
 from aligner.plan.memory import stage_phases
+from aligner.rehearse.compare import mismatches
 from aligner.rehearse.ranks import stage_of
 
+LINES_OF_A_LAYER = 32  # tensors that one line may make in a layer of a micro-batch
 SHOWN = 8  # places of a list in the table; the file has all
 LISTS = {
     "waits": "the host waits for the device",
@@ -31,16 +33,23 @@ class Rehearsal:
     gpus: int
     device: Device
     records: Mapping[int, Mapping[str, Any]]  # of each rank: `record.Record.data`
-    mismatches: list[dict[str, Any]]
     seconds: float
 
     @cached_property
+    def mismatches(self) -> list[dict[str, Any]]:
+        return mismatches(self.records)
+
+    @cached_property
+    def job(self) -> Job:
+        """With rows as long as those that are rehearsed."""
+        rows = job_of(self.cfg, self.gpus).rows
+        longest = {"prompt_tokens": rows.prompt_longest, "response_tokens": rows.response_longest}
+        return job_of(self.cfg, self.gpus, **longest)
+
+    @cached_property
     def planned(self) -> dict[int, dict[str, float]]:
-        """Rank -> phase -> bytes by `plan`, with rows as long as those that were rehearsed."""
-        job = job_of(self.cfg, self.gpus)
-        whole = {"prompt_tokens": job.rows.prompt_longest, "response_tokens": job.rows.response_longest}
-        job = job_of(self.cfg, self.gpus, **whole)
-        phases = {rank: stage_phases(job, stage_of(rank, self.cfg, self.gpus)) for rank in self.records}
+        """Rank -> phase -> bytes by `plan`."""
+        phases = {rank: stage_phases(self.job, stage_of(rank, self.cfg, self.gpus)) for rank in self.records}
         return {rank: {name: sum(items.values()) for name, items in of.items()} for rank, of in phases.items()}
 
     @cached_property
@@ -65,6 +74,19 @@ class Rehearsal:
             found.append(f"group {mismatch['group']}, call {mismatch['number'] + 1}: {' | '.join(told)}")
         return found
 
+    @cached_property
+    def one_by_one(self) -> Counter[str]:
+        """Lines that make a tensor for each token of a row: a kernel for each, and nothing but launches."""
+        layers, found = self.cfg.model.num_layers / self.cfg.parallel.pipeline, Counter[str]()
+        many = self.job.micro_batches(worst=True)[0] * max(self.job.rows.longest, LINES_OF_A_LAYER * layers)
+        for record in self.records.values():
+            for name in ("logprobs", "update"):
+                phase = record["phases"].get(name, {"made": []})
+                for line, times in phase["made"]:
+                    if times >= many * phase["entries"]:
+                        found[f"{name:<9} {line}"] += times
+        return found
+
     @property
     def path(self) -> str:
         there = [name for name in ("transformer_engine", "apex") if importlib.util.find_spec(name)]
@@ -81,7 +103,8 @@ class Rehearsal:
                 if name in record["phases"]:
                     record["phases"][name]["planned_bytes"] = size
         head = {"device": self.device.name, "gpus": self.gpus, "stage": self.cfg.stage.name, "seconds": self.seconds}
-        return head | {"path": self.path, "faults": self.faults, "mismatches": self.mismatches, "ranks": ranks}
+        head |= {"path": self.path, "faults": self.faults, "mismatches": self.mismatches}
+        return head | {"one_by_one": dict(self.one_by_one), "ranks": ranks}
 
 
 def show(found: Rehearsal) -> None:
@@ -110,9 +133,8 @@ def show(found: Rehearsal) -> None:
             for name, phase in record["phases"].items():
                 for *what, times in phase[kind]:
                     counts[f"{name:<9} {'  '.join(what)}"] += times
-        print(f"\n{words} (phase, place: times, of {len(found.records)} ranks)" if counts else f"\n{words}: none")
-        for text, times in counts.most_common(SHOWN):
-            print(f"  {times:6d}  {text}")
+        _list(words, counts)
+    _list("a tensor for each token", found.one_by_one)
     groups: Counter[tuple[str, str, str]] = Counter()
     for record in found.records.values():
         for name, phase in record["phases"].items():
@@ -126,3 +148,11 @@ def show(found: Rehearsal) -> None:
         print(f"FAULT {fault}")
     if not found.faults:
         print(f"{len(found.records)} ranks rehearsed, no fault")
+
+
+def _list(words: str, counts: Counter[str]) -> None:
+    print(f"\n{words} (times, phase, place)" if counts else f"\n{words}: none")
+    for text, times in counts.most_common(SHOWN):
+        print(f"  {times:6d}  {text}")
+    if len(counts) > SHOWN:
+        print(f"  and {len(counts) - SHOWN} more")

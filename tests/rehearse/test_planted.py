@@ -1,0 +1,88 @@
+"""One fault of each kind, planted, rehearsed and found."""
+
+import pytest
+
+from aligner.config.resolve import compose
+from aligner.plan.devices import find_device
+from aligner.rehearse import command
+from aligner.rehearse.report import Rehearsal
+
+SMALL = [
+    *("model=tiny", "model.vocab_size=320", "data.max_prompt_tokens=400", "data.max_tokens=800"),
+    *("batch.sequences=4", "batch.prompts=4", "batch.group=2", "sampling.max_response_tokens=64"),
+]
+PIPELINE = ["stage=sft", "parallel.pipeline=2", *SMALL]
+PLANTS = {
+    **dict.fromkeys(("cpu_tensor", "item", "wrong_shape", "float64", "per_token", "skipped"), PIPELINE),
+    "grows": ["stage=grpo", *SMALL],
+    "nothing": PIPELINE,
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """plant -> Rehearsal, all from one process that has imported everything."""
+    folder = tmp_path_factory.mktemp("planted")
+    jobs = {
+        plant: command.cases_of(compose(overrides), 4, "stages", folder / plant) for plant, overrides in PLANTS.items()
+    }
+    cases = [case | {"plant": plant} for plant, (_, ranks) in jobs.items() for case in ranks]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "PROGRAM", "tests.rehearse.planted")
+        records = command.run(cases, "h100", folder)
+    own = {plant: {} for plant in PLANTS}
+    for case, record in zip(cases, records, strict=True):
+        own[case["plant"]][case["rank"]] = record
+    return {plant: Rehearsal(ready, 4, find_device("h100"), own[plant], 0.0) for plant, (ready, _) in jobs.items()}
+
+
+def places(found, kind, phase="update"):
+    lists = [record["phases"].get(phase, {kind: []})[kind] for record in found.records.values()]
+    return {entry[-2] for entries in lists for entry in entries}
+
+
+def test_without_a_plant_nothing_is_found(found):
+    assert found["nothing"].faults == []
+    assert places(found["nothing"], "float64") == set() and not found["nothing"].one_by_one
+
+
+def test_a_tensor_on_the_cpu(found):
+    (fault,) = found["cpu_tensor"].faults
+    assert "rank 2, phase update, aligner/roles/" in fault and "cpu" in fault
+
+
+def test_a_wrong_shape_on_the_last_stage(found):
+    (fault,) = found["wrong_shape"].faults
+    assert "rank 2, phase update, aligner/roles/" in fault and "799" in fault
+
+
+def test_a_number_that_is_read_in_a_step(found):
+    more = places(found["item"], "waits") - places(found["nothing"], "waits")
+    (place,) = more
+    assert place.startswith("aligner/roles/")
+
+
+def test_float64_left_over(found):
+    forward, backward = sorted(places(found["float64"], "float64"), reverse=True)
+    assert forward.startswith("aligner/roles/policy.py") and backward.startswith("aligner/megatron/train.py")
+
+
+def test_a_collective_that_one_stage_skips(found):
+    (mismatch,) = found["skipped"].mismatches
+    assert mismatch["group"].startswith("pp 0..2 ")
+    first, second = mismatch["calls"]
+    assert first["rank"] == 0 and "allreduce 4 bytes float32 cuda" in first["call"]
+    assert "aligner/roles/policy.py" in first["stack"] and second["rank"] == 2
+    assert "group pp 0..2" in found["skipped"].faults[0]
+
+
+def test_a_tensor_for_each_token(found):
+    forward, backward = found["per_token"].one_by_one
+    assert "update" in forward and "aligner/roles/policy.py" in forward and "aligner/megatron/train.py" in backward
+
+
+def test_what_the_engine_keeps_of_each_token(found):
+    faults = found["grows"].faults
+    assert faults and all("step of the engine" in fault and "aligner/engines/native/" in fault for fault in faults)
