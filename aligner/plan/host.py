@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from aligner.plan.adapters import trained_parameters
 from aligner.plan.job import Job, Part
-from aligner.plan.memory import model_bytes, optimizer_bytes, weight_bytes
+from aligner.plan.memory import judge_bytes, model_bytes, optimizer_bytes, weight_bytes
 from aligner.plan.shapes import Count, Grid
 
 
@@ -27,7 +27,7 @@ def host_items(job: Job) -> dict[str, float]:
     while that is on the device."""
     stages = []
     for stage in range(job.grid.pipeline):
-        items = {"checkpoint": 0.0, "offloaded": 0.0}
+        items = {"checkpoint": 0.0, "offloaded": judge_bytes(job) if "weights" in job.offload else 0.0}
         if job.routing:
             items["routing"] = job.routing * job.rows.longest * job.rows.count / job.grid.data
         for part in job.parts:

@@ -93,6 +93,16 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Judge:
+    """Of `reward.judges`: who is asked, as the policy of a job that only generates, and by which engine."""
+
+    shape: ModelConfig
+    rows: Rows  # questions and replies
+    engine: Engine
+    model: str = ""  # folder of its own weights; empty: the run's engine is asked
+
+
+@dataclass(frozen=True)
 class Job:
     stage: str
     parts: tuple[Part, ...]  # the policy (or the model of rm) first
@@ -116,6 +126,8 @@ class Job:
     routing: int = 0  # bytes of a token, if the engine's routing is replayed
     ptx_rows: int = 0  # `ptx.data` in each of the policy's optimizer steps, over all ranks
     ptx_longest: int = 0  # their limit in tokens
+    judges: tuple[Judge, ...] = ()
+    pretrain_steps: int = 0  # of the critic, once
     # of a stage without rollouts: `config.stage.Stage.passes`
     passes: Mapping[str, float] = field(default_factory=dict)
 
@@ -159,6 +171,10 @@ class Job:
             return count, min(tokens, rows * length) if worst else rows * length / count
         micro = min(self.micro_rows, rows)
         return ceil(rows / micro), micro * length
+
+    def asked_by(self, judge: Judge) -> Job:
+        """The questions of a judge as a job's rows."""
+        return replace(self, parts=(Part("policy", judge.shape),), rows=judge.rows, engine=judge.engine, routing=0)
 
     def slots(self) -> tuple[int, float]:
         """(rows decoded together by one engine, bytes of its cache per GPU), as `plan_generation` cuts the budget."""
@@ -256,6 +272,8 @@ def job_of(
         routing=routing_bytes(shape) if cfg.mismatch.replay_routing else 0,
         ptx_rows=cfg.ptx.sequences if cfg.ptx.coef else 0,
         ptx_longest=cfg.ptx.data.max_tokens,
+        judges=_judges(cfg, shape, rows, engine) if rollout and engine is not None else (),
+        pretrain_steps=cfg.critic.pretrain_steps if "critic" in stage.beside(cfg) else 0,
         passes=stage.passes(cfg),
     )
 
@@ -284,6 +302,30 @@ def _parts(cfg: Config, shape: ModelConfig) -> tuple[Part, ...]:
         distributed = cfg.critic.optim.distributed or mixed
         parts.append(Part("critic", critic, "score", True, distributed=distributed, shared=shared))
     return tuple(parts)
+
+
+CHARACTERS = 4  # of a question's own text in a token
+
+
+def _judges(cfg: Config, shape: ModelConfig, rows: Rows, engine: Engine) -> tuple[Judge, ...]:
+    """Comparisons are asked in both orders; of a ring of n with k each, at most every two of the n once."""
+    found = []
+    native = replace(engine, padded=True, launches=not cfg.engine.cuda_graphs, factors=False)
+    for judge in cfg.reward.judges:
+        group, pairwise, text = cfg.batch.group, judge.kind == "pairwise", ceil(len(judge.question) / CHARACTERS)
+        pairs = min(group * (judge.opponents or group), group * (group - 1) // 2)
+        count, answers = (2 * cfg.batch.prompts * pairs, 2) if pairwise else (rows.count, 1)
+        asked = Rows(
+            count,
+            count,
+            rows.prompt_mean + answers * rows.response_mean + text,
+            rows.prompt_longest + answers * rows.response_longest + text,
+            judge.max_tokens / 2,
+            judge.max_tokens,
+        )
+        own = bool(judge.model)
+        found.append(Judge(shape_at(shape, judge.model), asked, native if own else engine, judge.model))
+    return tuple(found)
 
 
 # config.json -> ModelConfig

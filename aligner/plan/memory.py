@@ -19,7 +19,7 @@ from aligner.plan.adapters import (
     trained_parameters,
 )
 from aligner.plan.devices import GIB, Assumptions, Device
-from aligner.plan.job import PREFILL_TOKENS, Job, Part
+from aligner.plan.job import PREFILL_TOKENS, Job, Judge, Part
 from aligner.plan.reads import most_read
 from aligner.plan.shapes import (
     Count,
@@ -39,6 +39,7 @@ ITEMS = {
     "activations": ("activations", "batch.micro_batch_tokens or micro_batch_samples, parallel.context"),
     "logits": ("logits and gradients of their matrix", "batch.logits_bytes, parallel.tensor"),
     "backward": ("one layer's gradients", "batch.micro_batch_tokens or micro_batch_samples, parallel.tensor"),
+    "judges": ("the weights of reward.judges", "engine.tensor_parallel, engine.dtype"),
     "engine weights": ("the engine's weights", "engine.tensor_parallel, engine.dtype"),
     "kv cache": ("the engine's KV cache", "engine.kv_cache_bytes, engine.max_batch"),
     "prefill": ("prefill", "engine.tensor_parallel"),
@@ -154,7 +155,15 @@ def _models(job: Job, stage: int, reads: tuple[str, ...] = (), trains: bool = Fa
             items["gradients"] += gradient_bytes(count)
         if part.trained and (trains or "optimizer" not in job.offload):
             items["optimizer"] += optimizer_bytes(count, job.grid, job.element, part.distributed, part.averaged)
+    if (own := judge_bytes(job)) and ("judge" in reads or "weights" not in job.offload):
+        items["judges"] = own
     return items
+
+
+def judge_bytes(job: Job) -> float:
+    """Of judges' own weights, each once."""
+    own = {judge.model: judge for judge in job.judges if judge.model}
+    return sum(judge.engine.element * parameters(judge.shape) / judge.engine.tensor for judge in own.values())
 
 
 def _engine_items(job: Job) -> tuple[dict[str, float], dict[str, float]]:
@@ -216,6 +225,8 @@ def stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
         if job.engine.resident:
             stays = {name: size for name, size in kept.items() if name != "kv cache" or not job.sleeps}
         found["refit"] = _models(job, stage, ("policy",)) | stays | {"buckets": refit_buffers(job, stage)}
+    if job.judges:
+        found["score"] = max((_asked(job, stage, judge, stays) for judge in job.judges), key=lambda i: sum(i.values()))
     if job.rollout or job.asked:
         tokens = _forward_tokens(job)
         most = most_read(job, tokens, job.rows.count / job.grid.data)
@@ -243,6 +254,15 @@ def stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
     return found
 
 
+def _asked(job: Job, stage: int, judge: Judge, stays: dict[str, float]) -> dict[str, float]:
+    """While a judge replies. The run's engine sleeps, if it does, where no judge asks it."""
+    kept, needed = _engine_items(job.asked_by(judge))
+    cache = kept["kv cache"]
+    if judge.model and not (job.sleeps and all(one.model for one in job.judges)):
+        cache += _engine_items(job)[0]["kv cache"]
+    return _models(job, stage, ("reward", "judge")) | stays | needed | {"kv cache": cache}
+
+
 def _keys(job: Job, phase: str, item: str) -> str:
     """What makes an item smaller in a phase, first what is not yet so."""
     first = []
@@ -250,6 +270,8 @@ def _keys(job: Job, phase: str, item: str) -> str:
         first.append("model.recompute=full")
     if item == "activations" and job.grid.tensor > 1 and not job.grid.sequence:
         first.append("parallel.sequence=true")
+    if item == "judges" and phase != "score" and "weights" not in job.offload:
+        first.append("memory.offload=[weights]")
     if item in ("weights", "gradients", "optimizer") and phase != "update" and item not in job.offload:
         first.append(f"memory.offload=[{item}]")
     if item == "kv cache" and phase != "generate":

@@ -12,7 +12,7 @@ from aligner.plan.host import host_items
 from aligner.plan.job import Job, job_of
 from aligner.plan.memory import Memory, plan_memory, refuse
 from aligner.plan.shapes import parameters
-from aligner.plan.times import Phase, plan_times, update_mfu
+from aligner.plan.times import Machine, Phase, plan_times, pretrain_phase, update_mfu
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Prediction:
     device: Device
     memory: Memory
     phases: dict[str, Phase]
+    pretrain_s: float  # once, in the first step
 
     @property
     def host(self) -> dict[str, float]:
@@ -55,6 +56,7 @@ class Prediction:
             },
             "host_bytes": self.host,
             "step_s": self.step_s,
+            "pretrain_s": self.pretrain_s,
             "tokens_per_gpu_s": self.tokens_per_gpu_s,
             "update_mfu": self.mfu,
             "time": {
@@ -90,6 +92,7 @@ class Prediction:
             "",
             f"step {self.step_s:.1f} s, {self.tokens_per_gpu_s:.0f} tokens/s/GPU, update at {100 * self.mfu:.0f} % of "
             "the peak (operations made)",
+            *([f"critic.pretrain_steps {self.pretrain_s:.1f} s, once"] if self.pretrain_s else []),
             f"memory {memory.peak_bytes / GIB:.1f} of {memory.limit_bytes / GIB:.1f} GiB in {memory.peak}",
             f"host memory {self._host_text()}",
         ]
@@ -105,7 +108,9 @@ class Prediction:
 
 
 def predict(job: Job, device: Device, assumed: Assumptions = Assumptions()) -> Prediction:  # noqa: B008 (frozen)
-    return Prediction(job, device, plan_memory(job, device, assumed), plan_times(job, device, assumed))
+    times = plan_times(job, device, assumed)
+    pretrain = pretrain_phase(job, Machine(device, assumed, job.gpus_per_node)) if job.pretrain_steps else Phase()
+    return Prediction(job, device, plan_memory(job, device, assumed), times, pretrain.seconds)
 
 
 def check(cfg: Config, gpus: int, gpu: str, gpus_per_node: int, key: str) -> None:

@@ -155,25 +155,41 @@ def adam_bytes(element: int) -> int:
 
 
 def update_phase(job: Job, machine: Machine) -> Phase:
-    """All optimizer steps of a step, Adam's traffic for each parameter whose state the rank holds."""
+    """All optimizer steps of a step."""
     phase, steps = Phase(), job.minibatches * job.epochs
-    count, tokens = job.micro_batches()
     for part in job.parts:
-        if not part.trained:
-            continue
-        one = Phase()
-        _pipeline(one, job, part, machine, count, tokens, backward=True)
-        if part is job.policy and job.ptx_rows:
-            _pipeline(one, job, part, machine, *job.ptx_micro_batches(), backward=True)
-        _communicate(one, step_calls(job, part, 0), job, machine)
-        state = trained_parameters(part, job.grid, 0)
-        share = optimizer_share(state, job.grid, part.distributed)
-        one.parts["optimizer"] += adam_bytes(job.element) * share / machine.bandwidth
-        for name, seconds in one.parts.items():
-            phase.parts[name] += steps * seconds
-        for axis, size in one.wire_bytes.items():
-            phase.wire_bytes[axis] += steps * size
+        if part.trained:
+            _add(phase, _optimizer_step(job, part, machine), steps)
     return phase
+
+
+def pretrain_phase(job: Job, machine: Machine) -> Phase:
+    """What `critic.pretrain_steps` take, once: its optimizer steps, and its values anew."""
+    critic = [part for part in job.parts if part.name == "critic"]
+    phase = forward_phase(job, critic, machine)
+    for part in critic:
+        _add(phase, _optimizer_step(job, part, machine), job.pretrain_steps)
+    return phase
+
+
+def _add(phase: Phase, more: Phase, times: float = 1.0, prefix: str = "") -> None:
+    for name, seconds in more.parts.items():
+        phase.parts[prefix + name] += times * seconds
+    for axis, size in more.wire_bytes.items():
+        phase.wire_bytes[axis] += times * size
+
+
+def _optimizer_step(job: Job, part: Part, machine: Machine) -> Phase:
+    """Of one model, with Adam's traffic for each parameter whose state the rank holds."""
+    one = Phase()
+    _pipeline(one, job, part, machine, *job.micro_batches(), backward=True)
+    if part is job.policy and job.ptx_rows:
+        _pipeline(one, job, part, machine, *job.ptx_micro_batches(), backward=True)
+    _communicate(one, step_calls(job, part, 0), job, machine)
+    state = trained_parameters(part, job.grid, 0)
+    share = optimizer_share(state, job.grid, part.distributed)
+    one.parts["optimizer"] += adam_bytes(job.element) * share / machine.bandwidth
+    return one
 
 
 def refit_phase(job: Job, machine: Machine) -> Phase:
@@ -262,8 +278,10 @@ def plan_times(job: Job, device: Device, assumed: Assumptions) -> dict[str, Phas
             phases["refit"] = refit_phase(job, machine)
             phases["generate"] = generate_phase(job, machine)
         scorers = [part for part in job.parts if part.name == "reward"]
-        if scorers:
+        if scorers or job.judges:
             phases["score"] = forward_phase(job, scorers, machine)
+        for judge in job.judges:
+            _add(phases["score"], generate_phase(job.asked_by(judge), machine), prefix="judges' ")
     if job.asked:
         learned = job.learned * job.minibatches / job.rows.count
         phases["logprobs"] = forward_phase(job, job.asked, machine, learned)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from aligner.config.resolve import compose
+from aligner.config.sections.judge import JudgeConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import ConfigError
 from aligner.plan.activations import activation_bytes
@@ -20,6 +21,8 @@ from aligner.plan.prediction import predict
 from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, parameters, routing_bytes
 from aligner.plan.times import Machine, decode_step, generate_phase, plan_times, survival, update_mfu, update_phase
 from aligner.plan.traffic import Call, gathered_calls, pass_calls, refit_calls, step_calls
+from aligner.rewards.judge import Judge
+from aligner.types import Prompt, Sample
 
 ROOT = Path(__file__).parents[2]
 H100 = DEVICES["h100"]
@@ -395,3 +398,67 @@ def test_what_leaves_the_device_is_counted_where_it_is_needed():
     tight = replace(job, grid=Grid(data=8), sleeps=False)
     with pytest.raises(MemoryPlanError, match=r"KV cache: memory.sleep=auto"):
         refuse(tight, H100, plan_memory(tight, H100, Assumptions()))
+
+
+def judged(*judges: str, more: tuple[str, ...] = ()) -> Job:
+    start = [
+        "stage=grpo",
+        "model=qwen3_0.6b",
+        "batch.prompts=64",
+        "batch.group=8",
+        f"reward.judges=[{','.join(judges)}]",
+    ]
+    return job_of(compose([*start, *more]), 8)
+
+
+GRADE = "{question: '0123{response}'}"
+BETTER = "{name: better, model: llama, max_tokens: 64, kind: pairwise, question: '{first}{second}', opponents: N}"
+
+
+@pytest.mark.parametrize("opponents", [0, 1, 3, 4, 5, 7, 9])
+def test_judges_are_asked_as_often_as_they_ask(opponents):
+    job = judged(GRADE, BETTER.replace("N", str(opponents)))
+    config = JudgeConfig(kind="pairwise", question="{first}{second}", opponents=opponents)
+    samples = [Sample(Prompt(0, (1,), ""), i, "", (1,), True) for i in range(8)]
+    grades, pairs = job.judges
+    assert (grades.rows.count, grades.rows.prompt_longest) == (64 * 8, job.rows.longest + 4)
+    assert pairs.rows.count == 64 * 2 * len(Judge(config, None)._pairs(samples))
+    assert pairs.rows.prompt_longest == job.rows.prompt_longest + 2 * job.rows.response_longest + 4
+    assert pairs.rows.response_longest == 64
+
+
+def test_what_judges_cost(tmp_path):
+    """Of their own weights one copy for all that name the folder, in every phase or, offloaded, where it is asked."""
+    own = BETTER.replace("N", "1").replace("llama", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 56}')
+    none, grade, better = judged(), judged(GRADE), judged(GRADE, own, own.replace("better", "same"))
+    found = [predict(job, H100) for job in (none, grade, better)]
+    assert "score" not in found[0].phases and "score" not in found[0].memory.phases
+    seconds = [one.phases["score"].seconds for one in found[1:]]
+    assert found[1].step_s == pytest.approx(found[0].step_s + seconds[0]) and seconds[1] > 3 * seconds[0]
+    deeper = better.judges[1].shape
+    assert deeper.num_layers == 56 and better.judges[0].shape == none.policy.shape
+    for phase, items in found[2].memory.phases.items():
+        assert items["judges"] == 2 * parameters(deeper), phase
+    assert "judges" not in found[1].memory.phases["score"]
+    asleep = predict(judged(own, more=("memory.offload=[weights]",)), H100)
+    where = {phase: items["judges"] for phase, items in asleep.memory.phases.items() if "judges" in items}
+    assert where == {"score": 2 * parameters(deeper)}
+    assert asleep.host["offloaded"] >= 2 * parameters(deeper)
+    caches = [one.memory.phases["score"]["kv cache"] for one in (asleep, predict(judged(own, GRADE), H100))]
+    assert caches[0] < caches[1]  # asked itself, the policy's engine is awake
+
+
+def test_a_critics_pretraining_is_told_beside_the_step():
+    start = ["stage=ppo", "model=qwen3_0.6b", "critic.init=x", "reward.functions=[{path: math}]", "batch.epochs=2"]
+    none, ten, twenty = (
+        predict(job_of(compose([*start, f"critic.pretrain_steps={steps}"]), 8), H100) for steps in (0, 10, 20)
+    )
+    assert none.pretrain_s == 0 and none.step_s == ten.step_s and "pretrain" not in none.text()
+    policy, critic = (replace(ten.job, parts=(p,)) for p in (ten.job.parts[0], ten.job.parts[-1]))
+    machine = Machine(H100, Assumptions(), 8)
+    both, mine = ten.phases["update"].seconds, update_phase(critic, machine).seconds
+    assert both == pytest.approx(mine + update_phase(policy, machine).seconds)
+    steps = ten.job.minibatches * ten.job.epochs
+    assert twenty.pretrain_s - ten.pretrain_s == pytest.approx(10 * mine / steps)
+    assert f"critic.pretrain_steps {ten.pretrain_s:.1f} s, once" in ten.text()
