@@ -57,6 +57,18 @@ def test_merged_is_what_the_run_exported(run, tmp_path):
     assert (tmp_path / "out/tokenizer_config.json").exists()
 
 
+def test_merged_experts_with_dora_are_what_the_run_exported(tiny_data, tmp_path):
+    """Which has no peft folder."""
+    experts = ["model.family=qwen3_moe", "model.qk_norm=true", "model.moe.num_experts=4", "model.moe.top_k=2"]
+    more = [*LORA, "model.lora.dora=true", "run.steps=2", "optim.lr=0.03"]
+    run = stages.stage("sft", tiny_data, tmp_path / "run", *experts, *more)
+    merged, own = open_hf(export(run, tmp_path / "out", merge=True)), open_hf(run / "hf")
+    assert set(merged) == set(own)
+    assert all(torch.allclose(merged[name], own[name], rtol=0, atol=1e-6) for name in own)
+    with pytest.raises(ConfigError, match=r"^model\.lora\.targets=.*peft folder with dora"):
+        export(run, tmp_path / "adapter")
+
+
 def test_merge_is_for_runs_with_adapters(tiny_runs, tmp_path):
     with pytest.raises(ConfigError, match=r"--merge=True: expected a run with model\.lora\.rank"):
         export(tiny_runs["sft"], tmp_path / "out", merge=True)
