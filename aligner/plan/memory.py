@@ -166,6 +166,24 @@ def judge_bytes(job: Job) -> float:
     return sum(judge.engine.element * parameters(judge.shape) / judge.engine.tensor for judge in own.values())
 
 
+def _building(job: Job, stage: int) -> dict[str, float]:
+    """The largest moment while the models are built, one after the other, the reward model first: matrices before they
+    are held in fewer bits; of trained ones Megatron's buffers of weights and gradients, beside the weights whose place
+    they take. Moments of the optimizer come with its first step."""
+    weights = gradients = optimizer = 0.0
+    found = []
+    for part in sorted(job.parts, key=lambda part: part.name != "reward"):
+        dense = 0.0 if part.shared else weight_bytes(held_parameters(part, job.grid, stage), job.element)
+        found.append((weights + dense, gradients, optimizer))
+        weights += model_bytes(job, part, stage)
+        if part.trained:
+            count = trained_parameters(part, job.grid, stage)
+            gradients += gradient_bytes(count)
+            found.append((weights + part.distributed * weight_bytes(count, job.element), gradients, optimizer))
+            optimizer += 4 * optimizer_share(count, job.grid, part.distributed) * (job.element < 4)
+    return dict(zip(("weights", "gradients", "optimizer"), max(found, key=sum), strict=True))
+
+
 def _engine_items(job: Job) -> tuple[dict[str, float], dict[str, float]]:
     """What an engine keeps, and what it needs while it generates."""
     engine, m = job.engine, job.policy.shape
@@ -218,9 +236,11 @@ def plan_memory(job: Job, device: Device, assumed: Assumptions) -> Memory:
 
 def stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
     last, stays = stage == job.grid.pipeline - 1, {}
-    found: dict[str, dict[str, float]] = {}
+    every = (*(part.role for part in job.parts), "judge")
+    found = {"build": _building(job, stage), "load": _models(job, stage, every, trains=True)}  # before offload begins
     if job.engine is not None:
         kept, needed = _engine_items(job)
+        found["load"]["engine weights"] = kept["engine weights"]
         found["generate"] = _models(job, stage) | kept | needed
         if job.engine.resident:
             stays = {name: size for name, size in kept.items() if name != "kv cache" or not job.sleeps}
@@ -272,7 +292,8 @@ def _keys(job: Job, phase: str, item: str) -> str:
         first.append("parallel.sequence=true")
     if item == "judges" and phase != "score" and "weights" not in job.offload:
         first.append("memory.offload=[weights]")
-    if item in ("weights", "gradients", "optimizer") and phase != "update" and item not in job.offload:
+    movable = ("weights", "gradients", "optimizer") if phase not in ("build", "load", "update") else ()
+    if item in movable and item not in job.offload:
         first.append(f"memory.offload=[{item}]")
     if item == "kv cache" and phase != "generate":
         first.append("memory.sleep=auto")

@@ -11,6 +11,7 @@ import pytest
 from aligner.config.resolve import compose
 from aligner.config.sections.judge import JudgeConfig
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.errors import ConfigError
 from aligner.plan.activations import activation_bytes
 from aligner.plan.devices import DEVICES, GIB, Assumptions
@@ -343,6 +344,22 @@ def test_the_calculator_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() == "[]"
 
 
+def test_models_are_built_and_loaded_before_anything_is_sent_away():
+    """Buffers of weights and of float32 gradients stand beside the weights whose place they take (8 bytes a number,
+    more than the rest of the step where state is shared out); a held base is whole first."""
+    model = shape("llama3_8b")
+    job = grpo(model, Grid(data=64), offload=("gradients", "optimizer", "weights"))
+    reference = Part("reference", model)
+    phases = plan_memory(replace(job, parts=(*job.parts, reference)), H100, Assumptions()).phases
+    numbers = parameters(model)
+    assert sum(phases["build"].values()) == 8 * numbers + 4 * numbers / 64  # 2 + 2 + 4, then 2 + 4 and another 2
+    assert sum(phases["load"].values()) == (2 + 4 + 12 / 64 + 2 + 2) * numbers  # with the engine's weights
+    lora = LoraConfig(rank=16, targets=[ALL_LINEAR], quantize_base="nf4")
+    held = replace(job, parts=(Part("policy", replace(model, lora=lora), trained=True),), engine=None)
+    phases = plan_memory(held, H100, Assumptions()).phases
+    assert sum(phases["build"].values()) > 2 * numbers > 2 * sum(phases["save"].values())
+
+
 def test_a_save_takes_nothing_on_the_device_and_its_share_on_the_host():
     """8B in bfloat16 is 16.06 GB of weights and 96.36 of state. As run/phases.py has it, a save finds what an update
     leaves."""
@@ -439,11 +456,11 @@ def test_what_judges_cost(tmp_path):
     deeper = better.judges[1].shape
     assert deeper.num_layers == 56 and better.judges[0].shape == none.policy.shape
     for phase, items in found[2].memory.phases.items():
-        assert items["judges"] == 2 * parameters(deeper), phase
+        assert phase == "build" or items["judges"] == 2 * parameters(deeper), phase  # they are read after the models
     assert "judges" not in found[1].memory.phases["score"]
     asleep = predict(judged(own, more=("memory.offload=[weights]",)), H100)
     where = {phase: items["judges"] for phase, items in asleep.memory.phases.items() if "judges" in items}
-    assert where == {"score": 2 * parameters(deeper)}
+    assert where == dict.fromkeys(("load", "score"), 2 * parameters(deeper))
     assert asleep.host["offloaded"] >= 2 * parameters(deeper)
     caches = [one.memory.phases["score"]["kv cache"] for one in (asleep, predict(judged(own, GRADE), H100))]
     assert caches[0] < caches[1]  # asked itself, the policy's engine is awake
