@@ -4,20 +4,19 @@ trains there is no second model."""
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.builders.job import Job
 from aligner.builders.models import make_reference
 from aligner.data.answers import Answers
 from aligner.data.mixture import Mixture
+from aligner.models.safetensors_io import save_whole
 from aligner.roles.batching import no_rows
 from aligner.roles.model_init import shape_of
 from aligner.roles.policy import Reference
@@ -75,9 +74,7 @@ def _read(file: Path, key: str) -> Tensor | None:
 
 def _write(file: Path, key: str, values: Tensor) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    save_file({"logprobs": values.cpu()}, part, {"key": key})
-    os.replace(part, file)
+    save_whole(file, {"logprobs": values.cpu()}, {"key": key})
 
 
 def _compute(reference: Reference, dataset: Answers, collate: Collate) -> Tensor:

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from aligner.builders.job import Job, tokenizer_hash
 from aligner.builders.teachers import find_teachers, make_teachers
 from aligner.config.sections.distill import KEY
@@ -18,6 +16,7 @@ from aligner.data.collate import collate_sft
 from aligner.data.mixture import Mixture
 from aligner.data.told import MANIFEST, Told, digest, key_of, manifests
 from aligner.errors import ConfigError
+from aligner.models.safetensors_io import save_whole
 from aligner.ops.agree import by_rank_0, same_view
 from aligner.roles.batching import no_rows
 from aligner.roles.teacher import Teacher
@@ -106,4 +105,5 @@ def _compute(teacher: Teacher, told: Told, missing: list[int]) -> None:
         batch = teacher.tell(collate_sft([told.dataset[row] for row in told.rows(mine[0])], 0))
         on = batch.loss_mask.bool()
         if leads:
-            told.write(mine[0], batch.teacher[on].numpy(), batch.teacher_ids[on].numpy().astype(np.int32))
+            content = {"logprobs": batch.teacher[on], "ids": batch.teacher_ids[on].int()}
+            save_whole(told.path(mine[0]), content, {"key": told.folder.name})

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from typing import ClassVar
 
 import numpy as np
 
 from aligner.data.items import SftItem
 from aligner.data.ragged import Ragged
-from aligner.data.reading import DataReport
+from aligner.data.reading import DataReport, TokenRows
 
 
-class Answers:
+class Answers(TokenRows):
     """Items of one answer, or of two in a pair, each a row of tokens behind its prompt."""
 
-    rows: ClassVar[int] = 1  # of an item
-
     def __init__(self, report: DataReport):
-        self.report = report
-        self._tokens, self._mask = Ragged(np.int32), Ragged(np.uint8)
+        super().__init__(report)
+        self._mask = Ragged(np.uint8)
         self.reference: np.ndarray | None = None  # float32 [self.tokens] logprobs, where the stage stores them
 
     def _append(self, tokens: list[int], mask: list[int], limit: int) -> None:
@@ -32,9 +29,6 @@ class Answers:
     def _stored(self, row: int) -> np.ndarray:
         assert self.reference is not None
         return self.reference[slice(*self._tokens.offsets[[row, row + 1]])]
-
-    def __len__(self) -> int:
-        return len(self._tokens) // self.rows
 
     @property
     def tokens(self) -> int:
@@ -51,8 +45,3 @@ class Answers:
         for row in range(len(self._tokens)):
             found.update(self._tokens[row].tobytes() + self._mask[row].tobytes())
         return found.digest()
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64 [len(self)] tokens per item."""
-        return self._tokens.lengths.reshape(-1, self.rows).sum(1)

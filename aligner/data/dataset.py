@@ -14,7 +14,7 @@ from aligner.data.answers import Answers
 from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow
 from aligner.data.items import PairItem, PreferenceItem, ScoredItem, SftItem
 from aligner.data.ragged import Ragged
-from aligner.data.reading import Reading
+from aligner.data.reading import Reading, TokenRows
 from aligner.data.templates import encode_answers, encode_prompts, encode_sft, shipped_in_use
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class SftDataset:
+class SftDataset(TokenRows):
     """Rows longer than data.max_tokens are dropped, or lose their end (data.overlong).
 
     Raises DataError if no row is left, or as `templates.encode_sft`.
@@ -38,8 +38,8 @@ class SftDataset:
         key: str = "data.train",
     ):
         reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
-        self.report = reading.report
-        self._tokens, self._mask = Ragged(np.int32), Ragged(np.uint8)
+        super().__init__(reading.report)
+        self._mask = Ragged(np.uint8)
         self._told_by: list[int | None] = []
         fix = data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: row.messages or row.prompt):
@@ -57,16 +57,8 @@ class SftDataset:
                     self._mask.append(mask[:limit])
                     self._told_by.append(row.told_by)
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     def __getitem__(self, index: int) -> SftItem:
         return SftItem(self._tokens[index], self._mask[index], told_by=self._told_by[index])
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64 [len(self)] tokens per row."""
-        return self._tokens.lengths
 
 
 class PreferenceDataset:
@@ -160,7 +152,7 @@ class PairDataset(Answers):
         return PairItem(self._row(a), self._row(b), *map(float, self._numbers[index]), reference)
 
 
-class ScoredDataset:
+class ScoredDataset(TokenRows):
     """Texts with target scores, for a regression reward model; over-long texts as in SftDataset."""
 
     def __init__(
@@ -171,8 +163,7 @@ class ScoredDataset:
         key: str = "data.train",
     ):
         reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
-        self.report = reading.report
-        self._tokens = Ragged(np.int32)
+        super().__init__(reading.report)
         scores, stop, fix = [], stop_token_ids(tokenizer), data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: row.completion):
             prompts, where = [row.prompt for row in chunk], [row.where for row in chunk]
@@ -184,19 +175,11 @@ class ScoredDataset:
                     scores.append(row.scores)
         self._scores = np.asarray(scores, dtype=np.float32)
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     def __getitem__(self, index: int) -> ScoredItem:
         return ScoredItem(self._tokens[index], self._scores[index])
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64 [len(self)] tokens per row."""
-        return self._tokens.lengths
 
-
-class PromptDataset:
+class PromptDataset(TokenRows):
     """Prompts to generate from. Longer ones than data.max_prompt_tokens are dropped, or keep their last tokens.
 
     `Prompt.id` is the row number in the file, whatever was dropped before it. A column that only other rows have is
@@ -212,8 +195,8 @@ class PromptDataset:
         key: str = "data.train",
     ):
         reading, limit = Reading(rows, tokenizer, data, key, "max_prompt_tokens"), data.max_prompt_tokens
-        self.report = reading.report
-        self._tokens, self._rest = Ragged(np.int32), Ragged(np.uint8)
+        super().__init__(reading.report)
+        self._rest = Ragged(np.uint8)
         self._columns: dict[str, None] = {}
         numbers = count()
         for chunk in reading.chunks(lambda row: row.prompt):
@@ -233,9 +216,6 @@ class PromptDataset:
                     self._tokens.append(tokens[-limit:])
                     self._rest.append(np.frombuffer(rest, np.uint8))
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     def __getitem__(self, index: int) -> Prompt:
         _, number, text, fields, messages = pickle.loads(self._rest[index])
         return Prompt(number, tuple(self._tokens[index].tolist()), text, {**self._columns, **fields}, messages)
@@ -243,11 +223,6 @@ class PromptDataset:
     def where(self, index: int) -> str:
         """`file, row n` of a prompt."""
         return pickle.loads(self._rest[index])[0]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64 [len(self)] tokens per prompt."""
-        return self._tokens.lengths
 
 
 def _check_prompt(row: PreferenceRow, chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[int]]):

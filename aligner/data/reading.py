@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
 
 from aligner.config.sections.data import DataConfig
 from aligner.data.chats import check_arguments, unread_tools
 from aligner.data.formats import Text, TypedRows
+from aligner.data.ragged import Ragged
 from aligner.errors import DataError
 
 if TYPE_CHECKING:
@@ -41,6 +44,23 @@ class DataReport:
         if self.empty:
             text += f", {self.empty} with an answer without text dropped by data.empty_answers=drop"
         return "; ".join([text, *self.notes])
+
+
+class TokenRows:
+    """Items of one row of tokens, or of several, and the report of the rows they were made of."""
+
+    rows: ClassVar[int] = 1  # of an item
+
+    def __init__(self, report: DataReport):
+        self.report, self._tokens = report, Ragged(np.int32)
+
+    def __len__(self) -> int:
+        return len(self._tokens) // self.rows
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [len(self)] tokens per item."""
+        return self._tokens.lengths.reshape(-1, self.rows).sum(1)
 
 
 class Reading[Row]:

@@ -12,7 +12,7 @@ from aligner.config.sections.data import DataConfig
 from aligner.data.formats import StepsRow
 from aligner.data.items import StepsItem
 from aligner.data.ragged import Ragged
-from aligner.data.reading import Reading
+from aligner.data.reading import Reading, TokenRows
 from aligner.data.templates import encode_plain, encode_prompts
 from aligner.errors import ConfigError
 
@@ -44,7 +44,7 @@ class StepEncoder:
         return [step for step in answer.split(self.separator) if step.strip()]
 
 
-class StepsDataset:
+class StepsDataset(TokenRows):
     """Rows longer than data.max_tokens are dropped, or lose their last steps (data.overlong)."""
 
     def __init__(
@@ -61,8 +61,8 @@ class StepsDataset:
             data.max_tokens,
             StepEncoder(tokenizer, separator),
         )
-        self.report = reading.report
-        self._tokens, self._labels = Ragged(np.int32), Ragged(np.float32)
+        super().__init__(reading.report)
+        self._labels = Ragged(np.float32)
         for chunk in reading.chunks(lambda row: row.prompt):
             where, tools = [row.where for row in chunk], [row.tools for row in chunk]
             prompts = encode_prompts(tokenizer, [row.prompt for row in chunk], where, tools, data.template_arguments)
@@ -75,13 +75,5 @@ class StepsDataset:
                     self._tokens.append([*prompt, *steps][:limit])
                     self._labels.append(labels[:limit])
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     def __getitem__(self, index: int) -> StepsItem:
         return StepsItem(self._tokens[index], self._labels[index])
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64 [len(self)] tokens per row."""
-        return self._tokens.lengths

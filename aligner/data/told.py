@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from aligner.data.items import SftItem
 
@@ -92,21 +90,15 @@ class Told(Sequence):
         """First rows of the files that are not there, or not whole, or of another key."""
         return [first for first in self.blocks if not self._whole(first)]
 
-    def write(self, first: int, logprobs: np.ndarray, ids: np.ndarray) -> None:
-        assert logprobs.shape == ids.shape == self._shape(first), (logprobs.shape, ids.shape, self._shape(first))
-        path = self._path(first)
-        part = path.with_suffix(".part")
-        save_file({"logprobs": logprobs, "ids": ids}, part, {"key": self.folder.name})
-        os.replace(part, path)
-
-    def _path(self, first: int) -> Path:
+    def path(self, first: int) -> Path:
+        """Of the file that begins with this row."""
         return self.folder / f"rows-{first:08d}.safetensors"
 
     def _shape(self, first: int) -> tuple[int, int]:
         return int(self.places[self.rows(first).stop] - self.places[first]), self.top_k
 
     def _file(self, first: int) -> Any:
-        return safe_open(self._path(first), "np")
+        return safe_open(self.path(first), "np")
 
     def _whole(self, first: int) -> bool:
         try:

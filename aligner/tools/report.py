@@ -5,7 +5,6 @@ Everything a model or a dataset wrote is escaped, the page loads nothing and run
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from html import escape
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.errors import AlignerError
+from aligner.files import write_whole
 from aligner.foreign import read_record
 from aligner.tools import svg
 from aligner.tools.report_runs import HEADLINE, Run, duration, flat, is_run, names, number, read_run, run_folders
@@ -238,11 +238,10 @@ def write_report(given: list[Path]) -> Path:
     parents = {folder.resolve().parent for folder in folders}
     where = folders[0] if len(folders) == 1 or len(parents) > 1 else parents.pop()
     where = given[0] if len(given) == 1 else where
-    target, aside = where / "report.html", where / "report.aside"
+    target = where / "report.html"
     page = render(runs, _summary(where / "summary.json"))
     try:
-        aside.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(aside, target)
+        write_whole(target, page.encode("utf-8", "replace").decode(), durable=False)
     except OSError as cause:
         raise AlignerError(f"report {str(target)!r}: expected a folder that can be written, but {cause}") from cause
     return target

@@ -141,6 +141,8 @@ def test_a_store_is_finished_and_never_mistaken(store, teacher, tiny_data, tiny_
     here = f"algorithm.distill.teacher={teacher}"
     store("first", here, "run.steps=0")
     (folder,) = (tmp_path / "store").iterdir()
+    rights = {path.stat().st_mode for path in folder.iterdir()}
+    assert len(rights) == 1  # files of tensors too have those of the umask: runs share the folder
     files = sorted(folder.glob("*.safetensors"))
     assert [file.name for file in files] == [f"rows-{n:08d}.safetensors" for n in (0, 8, 16, 24)]
     whole, kept = files[1].read_bytes(), files[0].stat().st_mtime_ns
