@@ -64,6 +64,18 @@ class RewardPathError(RewardError):
     transient = False
 
 
+class EnvironmentCodeError(AlignerError):
+    """A tool or environment cannot be imported, or says too little of itself for a model to call it: bad input."""
+
+    exit_code = 2
+
+
+class EnvironmentFailedError(AlignerError):
+    """All samples of a rollout are invalid, because their tools or environments failed again and again."""
+
+    transient = True
+
+
 class PeerError(AlignerError):
     """A message that claims to come from a rank of this job does not: somebody else reaches its ports."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Generations(TensorBatch):
     """What an engine returns, column by column: N = prompts x samples rows, prompt-major.
 
     The stop token is part of the response (and has a logprob). A stop string ends the response with the token that
-    completes it.
+    completes it. What stands behind the prompt of a trajectory is a response of several turns.
     """
 
     tokens: Tensor  # int64 [N, R], right-padded with 0
@@ -86,18 +87,49 @@ class Generations(TensorBatch):
     weight_version: int
     full_logprobs: Tensor | None = None  # float32 [N, R], of the tempered full distribution, if top-p/top-k/min-p cut
     routing: Tensor | None = None  # uint8 or int16 [N, P + R, layers, top_k]: ops/packing/routing.py; of prompts too
+    made: Tensor | None = None  # bool [N, R] tokens that the policy generated; None: all
+    forks: Tensor | None = None  # int64 [N, R] number of the trajectory's part that a token is in; None: the prompt's
+
+
+class Stop(StrEnum):
+    """Why a trajectory ended."""
+
+    ANSWER = "answer"  # the model called no tool
+    DONE = "done"  # the environment is
+    LENGTH = "length"  # an answer was cut by the token limit
+    TURNS = "turns"  # environment.max_turns; likewise of tokens and seconds
+    TOKENS = "tokens"
+    SECONDS = "seconds"
+    TEMPLATE = "template"  # the chat template refuses to go on from the answer
+    FAILED = "failed"  # a tool or the environment, again and again
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A sample of several turns."""
+
+    messages: tuple[dict[str, Any], ...]  # behind the prompt: the model's, and what its calls gave
+    stop: Stop
+    turns: int  # answers
+    reward: float | None = None  # the environment's
+    failure: str = ""  # of tools or environment: cause and text. Its sample is invalid
+    seconds: float = 0.0  # that they took
+    retried: int = 0  # questions to them that were asked again
+    wrong: int = 0  # calls whose result was an error
+    rows: int = 1  # parts; each but the first was rendered anew
 
 
 @dataclass
 class Sample:
-    """One response with its prompt: what a Reward sees."""
+    """One response with its prompt: what a Reward sees. Of a trajectory, the response is the last answer."""
 
     prompt: Prompt
     index: int  # 0 .. group-1
     response: str  # decoded, special tokens and stop token removed
-    tokens: tuple[int, ...]  # response tokens
-    finished: bool  # ended by a stop token or string, not by the limit
+    tokens: tuple[int, ...]  # response tokens; of a trajectory, all behind the prompt
+    finished: bool  # ended by a stop token or string, not by the limit; a trajectory: by itself, not by a budget
     weight_version: int = 0
+    trajectory: Trajectory | None = None  # None: of one turn
 
 
 @dataclass

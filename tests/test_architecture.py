@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # imports point down only; rooms on one level do not import each other
 LEVELS = [
-    {"types", "errors", "config", "files", "foreign"},
+    {"types", "errors", "config", "files", "foreign", "user_code"},
     {"ops", "plan"},
-    {"models", "data", "rewards", "cluster"},
+    {"models", "data", "rewards", "environments", "cluster"},
     {"megatron", "engines"},
     {"refit"},
     {"roles", "run"},

@@ -73,7 +73,7 @@ def _per_sample(
         case "pass_at_k":
             return ops.pass_at_k(outcome, group, valid, algorithm.pass_at_k_std, algorithm.group_eps)
         case "gdpo":
-            weights = reward_weights(scores.components, cfg.reward)
+            weights = reward_weights(scores.components, cfg.reward, cfg.environment.weight)
             return ops.gdpo(compared(rollout, scores, algorithm), weights, group, valid, algorithm.group_eps, ranks)
         case "remax":
             if rollout.greedy_rewards is None:
@@ -83,10 +83,10 @@ def _per_sample(
     raise AssertionError(f"advantage {algorithm.advantage!r}")
 
 
-def reward_weights(components: dict[str, Component], cfg: RewardConfig) -> list[float]:
+def reward_weights(components: dict[str, Component], cfg: RewardConfig, environment: float = 1.0) -> list[float]:
     """Of the reward functions."""
     known = {f.name or f.path.rpartition(":")[2]: f.weight for f in cfg.functions} | {"model": cfg.model_weight}
-    known |= {judge.name: judge.weight for judge in cfg.judges}
+    known |= {judge.name: judge.weight for judge in cfg.judges} | {"environment": environment}
     for name in components:
         if name not in known:  # a function whose own name is not the one it is found by
             raise ConfigError("reward.functions[].name", "", f"a name ({name!r}) for the function, with gdpo")

@@ -65,7 +65,8 @@ def make_answers(
 
 
 def make_prompts(job: Job, path: str, key: str, data: DataConfig, told_by: ToldBy = by_none) -> PromptDataset:
-    dataset = PromptDataset(prompt_rows(rows_of(job, path, key), data, told_by), job.tokenizer, data, key)
+    rows = prompt_rows(rows_of(job, path, key), data, told_by, job.tools if job.dialogue else None)
+    dataset = PromptDataset(rows, job.tokenizer, data, key)
     job.say(dataset.report)
     return dataset
 

@@ -34,6 +34,7 @@ from aligner.refit.serve import Server
 from aligner.refit.transfer import Refit, planned
 from aligner.refit.verify import POWER, Verifier
 from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.environment import EnvironmentReward
 from aligner.rewards.functions import load_function
 from aligner.roles.policy import Policy
 from aligner.roles.process_reward import ProcessRewardModel
@@ -41,6 +42,7 @@ from aligner.roles.reward_model import RewardModel
 from aligner.rollout.evaluate import Evaluator
 from aligner.rollout.references import check_rows
 from aligner.rollout.sharing import raised_together
+from aligner.rollout.turns import TurnGenerator
 from aligner.run.phases import PhaseMemory
 from aligner.types import TrainBatch
 
@@ -166,12 +168,18 @@ def make_verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset
 
 
 def make_evaluator(
-    job: Job, refit: Refit, reward_model: RewardModel | ProcessRewardModel | None = None
+    job: Job,
+    refit: Refit,
+    reward_model: RewardModel | ProcessRewardModel | None = None,
+    turns: TurnGenerator | None = None,
 ) -> Evaluator | None:
     functions = evaluation_functions(job.cfg)
-    if not functions:
+    judges: list[tuple[Any, float]] = [(load_function(f, i), f.weight) for i, f in enumerate(functions)]
+    if job.environment_scores and job.cfg.data.eval and job.cfg.eval.generate:
+        judges.append((EnvironmentReward(), job.cfg.environment.weight))
+    if not judges:
         return None
-    rewards = RewardPipeline([(load_function(f, i), f.weight) for i, f in enumerate(functions)], job.cfg.reward)
+    rewards = RewardPipeline(judges, job.cfg.reward)
     prompts = make_prompts(job, job.cfg.data.eval, "data.eval", job.cfg.data)
     check_rows(rewards, prompts, min(job.cfg.eval.prompts or len(prompts), len(prompts)), job.say)
     rewards.probe([prompts[0], prompts[len(prompts) - 1]])
@@ -188,4 +196,5 @@ def make_evaluator(
         job.cfg.seed,
         reward_model,
         job.timers,
+        turns,
     )

@@ -16,6 +16,7 @@ from aligner.cluster.seal import job_secret
 from aligner.cluster.threads import use as use_threads
 from aligner.config.schema import Config
 from aligner.config.validate_model import check_nodes, validate_model, validate_on_gpu
+from aligner.data.dialogue import Dialogue
 from aligner.data.shipped_templates import use_chat_template
 from aligner.engines.base import RolloutEngine
 from aligner.engines.bridge import Bridge
@@ -59,6 +60,9 @@ class Job:
     state: dict[str, Stateful] = field(default_factory=dict)  # that checkpoints keep beside the stage's own
     on_commit: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of a whole checkpoint
     frozen: list[str] = field(default_factory=list)  # of each model with adapters: what its other weights are
+    tools: list[dict[str, Any]] = field(default_factory=list)  # schemas that prompts tell the model
+    dialogue: Dialogue | None = None  # with them
+    environment_scores: bool = False
     contents: dict[str, str] = field(default_factory=dict)  # key of a path -> hash of what this run finds there
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from aligner.config.validate_model import validate_shares
 from aligner.engines.native.load import fill
 from aligner.errors import ConfigError, DataError
 from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.environment import EnvironmentReward
 from aligner.rewards.functions import load_function
 from aligner.rewards.judge import Judge
 from aligner.roles.model_init import resolve
@@ -37,6 +38,8 @@ def make_rewards(job: Job, model: RewardModel | ProcessRewardModel | None) -> Re
     ]
     if model is not None:
         found.append((model, job.cfg.reward.model_weight))
+    if job.environment_scores:
+        found.append((EnvironmentReward(), job.cfg.environment.weight))
     asks: dict[str, EngineReplies] = {}
     for judge in job.cfg.reward.judges:
         if judge.model not in asks:

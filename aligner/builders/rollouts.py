@@ -7,6 +7,7 @@ from pathlib import Path
 
 from aligner.builders.data import make_prompts, make_sampling, make_stream, make_training_set
 from aligner.builders.engines import make_evaluator, make_refit, make_verifier
+from aligner.builders.environments import find_tools, make_turns
 from aligner.builders.job import Job, digest, tokenizer_hash
 from aligner.builders.rewards import make_rewards
 from aligner.config.freeze import rollout_key
@@ -49,6 +50,8 @@ def make_rollouts(
         source.timers = job.timers
         job.contents["debug.train_only"] = seen[source.files[0].name]
         return source, {}, None
+    if cfg.environment.on:
+        find_tools(job)
     rewards = make_rewards(job, reward_model)
     prompts = make_training_set(job, partial(make_prompts, job))
     check_rows(rewards, prompts, len(prompts), job.say)
@@ -58,10 +61,11 @@ def make_rollouts(
     stream, layout, count = make_stream(job, prompts, cfg.batch.prompts), job.layout, cfg.batch.prompts
     mine = range(count)[share(count, layout.data, layout.dp_rank)]
     sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
+    turns = make_turns(job, refit.engine, sampling) if cfg.environment.on else None
     source = RolloutSource(
         Weights(refit, verifier, job.timers),
         Requests(prompts, stream, cfg.batch.group, count, mine, cfg.seed),
-        Generator(refit.engine, job.tokenizer, sampling, layout.peers, job.timers),
+        turns or Generator(refit.engine, job.tokenizer, sampling, layout.peers, job.timers),
         Scorer(rewards, layout.peers, job.timers),
         cfg.algorithm,
         layout.pgs.dp,
@@ -72,7 +76,7 @@ def make_rollouts(
     if recorded:
         folder = Path(cfg.run.dir) / FOLDER
         found = Recorder(found, folder, recorded, _origin(job), job.layout, job.tokenizer.pad_token_id)
-    return found, state, make_evaluator(job, refit, reward_model)
+    return found, state, make_evaluator(job, refit, reward_model, turns)
 
 
 def make_own_answers(

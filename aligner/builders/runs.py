@@ -11,10 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from aligner.builders.job import Job, digest, tokenizer_hash
-from aligner.config.freeze import reward_code
+from aligner.config.derived import response_limit
+from aligner.config.freeze import environment_code, reward_code
 from aligner.config.identity import definition, reads
 from aligner.engines.native.remote import RemoteEngine
-from aligner.errors import ConfigError, EngineError, MemoryLimitError, MismatchError, RewardError
+from aligner.errors import (
+    ConfigError,
+    EngineError,
+    EnvironmentFailedError,
+    MemoryLimitError,
+    MismatchError,
+    RewardError,
+)
 from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.megatron.offload import FrozenMemory, ModelMemory
 from aligner.megatron.train import ShardedModel
@@ -34,7 +42,7 @@ def make_run(
 ) -> Run:
     """`models` are saved with their optimizers, by these names, and `state` with them."""
     cfg, run_dir = job.cfg, Path(job.cfg.run.dir)
-    alarms = Alarms(cfg.sampling.max_response_tokens, cfg.critic.warmup_steps)
+    alarms = Alarms(response_limit(cfg), cfg.critic.warmup_steps)
     checkpoints = Checkpoints(
         run_dir,
         cfg.checkpoint,
@@ -93,6 +101,8 @@ def _definition(job: Job) -> dict[str, Any]:
     contents["model.tokenizer"] = digest((tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.pad_token_id))
     if code:
         contents["reward.functions"] = hashlib.sha256(code).hexdigest()[:16]
+    if code := environment_code(cfg):
+        contents["environment"] = hashlib.sha256(code).hexdigest()[:16]
     found = definition(cfg, contents | job.contents)
     mine = {key: json.dumps(value) for key, value in (found | _identity(job)).items()}
     same_view(cfg.run.dir, lambda: mine)
@@ -105,7 +115,7 @@ def saved_first(run: Run) -> Iterator[None]:
     before the run ends."""
     try:
         yield
-    except (RewardError, MismatchError, MemoryLimitError, EngineError) as error:
+    except (RewardError, MismatchError, MemoryLimitError, EngineError, EnvironmentFailedError) as error:
         run.save_after(error)
         raise
 

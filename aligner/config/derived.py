@@ -16,6 +16,11 @@ def minibatch_samples(cfg: Config) -> int:
     return cfg.batch.minibatch_samples or cfg.batch.prompts * cfg.batch.group
 
 
+def response_limit(cfg: Config) -> int:
+    """Tokens behind a prompt at most; of a trajectory all of them, whoever wrote them."""
+    return cfg.environment.max_tokens if cfg.environment.on else cfg.sampling.max_response_tokens
+
+
 def evaluation_functions(cfg: Config) -> list[RewardFunctionConfig]:
     """What judges generated answers to the rows of data.eval; empty where none are to be generated."""
     wanted = cfg.eval.generate and cfg.data.eval and STAGES[cfg.stage.name].answers

@@ -114,6 +114,7 @@ _NOT_OF_ROLLOUTS_IN = {
     "batch": ("micro_batch_samples", "micro_batch_tokens", "packing", "share_prompts", "balance"),
     "reward": ("workers", "timeout_s", "overlap"),
     "data": ("across_documents",),
+    "environment": ("timeout_s", "retries", "workers"),
 }
 
 
@@ -134,12 +135,23 @@ def rollout_key(cfg: Config) -> str:
     for section, names in _NOT_OF_ROLLOUTS_IN.items():
         for name in names:
             del data[section][name]
-    return _short_hash(data, reward_code(cfg))
+    if not cfg.environment.on:
+        del data["environment"]
+    return _short_hash(data, reward_code(cfg) + environment_code(cfg))
 
 
 def reward_code(cfg: Config) -> bytes:
     """The files of the reward functions that are named by file; empty if there are none."""
-    files = (Path(function.path.rpartition(":")[0]).expanduser() for function in cfg.reward.functions)
+    return _code([function.path for function in cfg.reward.functions])
+
+
+def environment_code(cfg: Config) -> bytes:
+    """Likewise of tools and environment."""
+    return _code([*cfg.environment.tools, cfg.environment.path])
+
+
+def _code(paths: Sequence[str]) -> bytes:
+    files = (Path(path.rpartition(":")[0]).expanduser() for path in paths)
     return b"".join(file.read_bytes() for file in files if file.is_file())
 
 

@@ -84,6 +84,10 @@ KINDS: dict[str, Kind] = {
     "reward.workers": H,
     "reward.timeout_s": H,
     "reward.overlap": H,
+    "environment": D,
+    "environment.timeout_s": H,
+    "environment.retries": H,
+    "environment.workers": H,
     "data": D,
     "data.train": H,
     "data.eval": H,
@@ -97,10 +101,11 @@ KINDS: dict[str, Kind] = {
     "debug.skip_refit": T,
     CONTENT: D,
     f"{CONTENT}data.eval": T,
+    f"{CONTENT}environment": T,
     f"{CONTENT}reward.functions": T,  # one that raised has to be mended before the run goes on
 }
 # sections and keys that not every stage reads: those that do name them (config/stages)
-OWN = ("critic", "algorithm.reward_loss", "algorithm.preference", "algorithm.kto", "algorithm.distill")
+OWN = ("environment", "critic", "algorithm.reward_loss", "algorithm.preference", "algorithm.kto", "algorithm.distill")
 PATHS = {SourceConfig: "path", JudgeConfig: "model"}  # of elements of lists: data and models may move
 OPTIONAL = (*ROLLOUTS, *SEQUENCES, *OWN)
 

@@ -17,6 +17,7 @@ from aligner.config.sections.data import DataConfig
 from aligner.config.sections.debug import DebugConfig
 from aligner.config.sections.ema import EmaConfig
 from aligner.config.sections.engine import EngineConfig, RefitConfig
+from aligner.config.sections.environment import EnvironmentConfig
 from aligner.config.sections.logging import LoggingConfig
 from aligner.config.sections.memory import MemoryConfig
 from aligner.config.sections.mismatch import MismatchConfig
@@ -68,6 +69,7 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     data: DataConfig = field(default_factory=DataConfig)
     ptx: PtxConfig = field(default_factory=PtxConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

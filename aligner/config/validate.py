@@ -30,6 +30,7 @@ def validate(cfg: Config, world_size: int) -> None:
         if STAGES[cfg.stage.name].trains:
             _algorithm(cfg)
         _rewards(cfg)
+    _environment(cfg)
     _batch(cfg, world_size)
 
 
@@ -172,7 +173,7 @@ def _algorithm(cfg: Config) -> None:
 
 def _rewards(cfg: Config) -> None:
     asked = STAGES[cfg.stage.name].trains and not cfg.debug.train_only
-    if asked and not (cfg.reward.functions or cfg.reward.model or cfg.reward.judges):
+    if asked and not (cfg.reward.functions or cfg.reward.model or cfg.reward.judges or cfg.environment.path):
         expected = f"at least one function, or reward.model, for stage {cfg.stage.name}"
         raise ConfigError("reward.functions", [], expected, "Example: reward.functions=[{path: math}]")
     own = any(not judge.model for judge in cfg.reward.judges)
@@ -182,6 +183,30 @@ def _rewards(cfg: Config) -> None:
     if cfg.batch.group < 2 and any(judge.kind == "pairwise" for judge in cfg.reward.judges):
         expected = "at least 2 with a pairwise judge, which compares the samples of a prompt"
         raise ConfigError("batch.group", cfg.batch.group, expected)
+
+
+def _environment(cfg: Config) -> None:
+    env = cfg.environment
+    if not env.on:
+        return
+    where = ("environment.path", env.path) if env.path else ("environment.tools", env.tools)
+    if cfg.stage.name != "grpo":
+        raise ConfigError(*where, f"empty for stage {cfg.stage.name}: grpo has trajectories")
+    least = cfg.sampling.max_response_tokens
+    if env.max_tokens < least:
+        expected = f"at least sampling.max_response_tokens={least}: a first answer has to fit"
+        raise ConfigError("environment.max_tokens", env.max_tokens, expected)
+    single = {
+        "reward.model": (cfg.reward.model, ""),
+        "reward.judges": (cfg.reward.judges, []),
+        "mismatch.replay_routing": (cfg.mismatch.replay_routing, False),
+    }
+    for key, (value, off) in single.items():
+        if value != off:
+            raise ConfigError(key, value, f"{off!r} with {where[0]}: it knows answers of one turn")
+    if cfg.algorithm.advantage == "remax":
+        expected = f"another one with {where[0]}: its greedy answers would meet environments of their own"
+        raise ConfigError("algorithm.advantage", "remax", expected)
 
 
 def _batch(cfg: Config, world_size: int) -> None:

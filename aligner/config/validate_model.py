@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aligner.config.derived import evaluation_functions
+from aligner.config.derived import evaluation_functions, response_limit
 from aligner.config.schema import ROLLOUT_STAGES, STAGES, Config
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.families import TRAITS
@@ -143,7 +143,8 @@ def _lengths(cfg: Config, model: ModelConfig) -> None:
             raise ConfigError(key, tokens, f"at most {of}={limit}")
     prompt, responses = cfg.data.max_prompt_tokens, {}
     if _generates(cfg) or (evaluation_functions(cfg) and not cfg.eval.max_response_tokens):
-        responses["sampling.max_response_tokens"] = cfg.sampling.max_response_tokens
+        key = "environment.max_tokens" if cfg.environment.on else "sampling.max_response_tokens"
+        responses[key] = response_limit(cfg)
     if evaluation_functions(cfg):
         responses["eval.max_response_tokens"] = cfg.eval.max_response_tokens
     for key, response in responses.items():

@@ -263,13 +263,16 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def prompt_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, told_by: ToldBy = by_none) -> TypedRows[PromptRow]:
-    """Rows to generate from; all other columns stay in `fields`. Of `messages`, a last assistant turn is cut off."""
+def prompt_rows(
+    rows: Sequence[Mapping[str, Any]], data: DataConfig, told_by: ToldBy = by_none, tools: Tools | None = None
+) -> TypedRows[PromptRow]:
+    """Rows to generate from; all other columns stay in `fields`. Of `messages`, a last assistant turn is cut off. With
+    `tools`, which the model may really call, a prompt that is a text is the user's."""
     usable = ("prompt", "prompt_completion", "preference", "messages")
-    return TypedRows(rows, data, usable, partial(_prompt_row, told_by))
+    return TypedRows(rows, data, usable, partial(_prompt_row, told_by, tools))
 
 
-def _prompt_row(told_by: ToldBy, kind: str, where: str, row: dict[str, Any]) -> PromptRow:
+def _prompt_row(told_by: ToldBy, tools: Tools | None, kind: str, where: str, row: dict[str, Any]) -> PromptRow:
     told_by(row, where)
     if kind == "messages":
         prompt = _messages(row["messages"], "messages", where)
@@ -279,7 +282,12 @@ def _prompt_row(told_by: ToldBy, kind: str, where: str, row: dict[str, Any]) -> 
     if isinstance(prompt, list) and (not prompt or prompt[-1]["role"] == "assistant"):
         raise DataError(f"{where}: expected `prompt` to end with a user turn (data.columns)")
     fields = {name: value for name, value in row.items() if name != "prompt"}
-    return PromptRow(prompt, fields, where, _tools(row, prompt, where))
+    own = _tools(row, prompt, where)
+    if tools is None:
+        return PromptRow(prompt, fields, where, own)
+    if own:
+        raise DataError(f"{where}: expected no column `tools`: those of environment.tools and environment.path count")
+    return PromptRow([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, fields, where, tools)
 
 
 def _build(original: Mapping[str, Any], data: DataConfig, where: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from aligner.config.adapters import check_factors, shares_weights
 from aligner.config.checks import one_of
-from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update
+from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update, response_limit
 from aligner.config.schema import Config
 from aligner.config.sections.model.attention import AttentionConfig
 from aligner.config.sections.model.config import ModelConfig
@@ -214,7 +214,7 @@ def job_of(
     stage, b = STAGES[cfg.stage.name], cfg.batch
     rollout, pairs = stage.rollouts, stage.rows(cfg)
     element = 4 if cfg.model.dtype == "float32" else 2
-    longest, limit = cfg.data.max_prompt_tokens, cfg.sampling.max_response_tokens
+    longest, limit = cfg.data.max_prompt_tokens, response_limit(cfg)
     if not rollout:
         limit = max(1, cfg.data.max_tokens - longest)
     rows = Rows(

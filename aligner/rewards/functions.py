@@ -11,26 +11,23 @@ and the function has one of two signatures, with `reward.functions[i].args` as f
     def f(prompts, completions, **columns) -> list[float | None]      # the convention of TRL
 
 The second is used when the function has a parameter `completions`: prompts and completions are texts, or, where the
-row's prompt is a conversation, lists of messages (a completion is one of the assistant's); each other parameter is
+row's prompt is a conversation, lists of messages (a completion is one of the assistant's, or with environments all of
+a trajectory's: docs/environments.md); each other parameter is
 the dataset column of that name (a list, None where a row lacks it), `completion_ids` (token lists), or an entry of
 args. Only the columns it names are passed, or all of them if it takes **keywords.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from aligner.config.sections.rewards import RewardFunctionConfig
 from aligner.errors import AlignerError, RewardError, RewardPathError
 from aligner.rewards.base import Reward, check_scores, describe
 from aligner.types import Prompt, Sample
+from aligner.user_code import load
 
 BUILT_IN = {
     "math": "aligner.rewards.verifiable:math",
@@ -80,9 +77,7 @@ class FunctionReward:
             column: [s.prompt.fields.get(column) for s in samples] for s in samples for column in s.prompt.fields
         }
         table["prompts"] = [s.prompt.text if s.prompt.messages is None else list(s.prompt.messages) for s in samples]
-        table["completions"] = [
-            s.response if s.prompt.messages is None else [{"role": "assistant", "content": s.response}] for s in samples
-        ]
+        table["completions"] = [_completion(sample) for sample in samples]
         table["completion_ids"] = [list(s.tokens) for s in samples]
         if any(p.kind is p.VAR_KEYWORD for p in self._parameters.values()):
             return table
@@ -120,48 +115,16 @@ class FunctionReward:
             ) from cause
 
 
+def _completion(sample: Sample) -> str | list[dict[str, Any]]:
+    if sample.trajectory is not None:
+        return list(sample.trajectory.messages)
+    return sample.response if sample.prompt.messages is None else [{"role": "assistant", "content": sample.response}]
+
+
 def load_function(config: RewardFunctionConfig, index: int = 0) -> Reward:
     """The reward of entry `index` of reward.functions. Raises RewardPathError naming it if not importable."""
     key = f"reward.functions[{index}]"
     path = BUILT_IN.get(config.path, config.path)
-    place, colon, attribute = path.rpartition(":")
-    if not colon or not place or not attribute:
-        raise RewardPathError(
-            f"{key}.path={config.path!r}: expected module:function, path.py:function, or one of {', '.join(BUILT_IN)}"
-        )
-    try:
-        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except BaseException as cause:  # importing runs the user's code, which may raise anything, or call sys.exit
-        raise RewardPathError(
-            f"{key}.path={config.path!r}: expected an importable function, "
-            f"but importing {place} raised {type(cause).__name__}: {cause}"
-        ) from cause
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        names = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_"))
-        raise RewardPathError(
-            f"{key}.path={config.path!r}: expected a function `{attribute}` in {place}, which has {names or 'none'}"
-        )
+    function = load(path, f"{key}.path", "function", RewardPathError, f", or one of {', '.join(BUILT_IN)}")
     name = config.name or getattr(function, "__name__", type(function).__name__)
     return FunctionReward(function, name, dict(config.args), key)
-
-
-def _import_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # it may import its neighbours; behind all else, so that nothing is shadowed
-    name = f"aligner_reward_{path.stem}_{abs(hash(str(path))):x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling look the module up there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

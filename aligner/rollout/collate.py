@@ -73,12 +73,14 @@ def collate(samples: list[Sample], generations: Generations, slots: Tensor, pad_
         result[response_mask] = source[filled].float()
         return result
 
+    made, forks = generations.made, generations.forks
+
     # engine and trainer are compared on the distribution the trainer can compute: the full tempered one
     sampled, full = generations.logprobs, generations.full_logprobs
     return RolloutBatch(
         tokens=tokens,
         lengths=lengths,
-        response_mask=response_mask.float(),
+        response_mask=response_mask.float() if made is None else placed(made),
         rollout_logprobs=placed(sampled if full is None else full),
         rewards=torch.full((count,), float("nan")),
         valid=torch.zeros(count, dtype=torch.bool),
@@ -88,4 +90,5 @@ def collate(samples: list[Sample], generations: Generations, slots: Tensor, pad_
         samples=samples,
         sampled_logprobs=None if full is None else placed(sampled),
         routing=None if generations.routing is None else widened(generations.routing, total),
+        forks=None if forks is None else placed(forks).long(),
     )

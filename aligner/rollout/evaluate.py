@@ -21,8 +21,10 @@ from aligner.rewards.composite import Component, RewardPipeline
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.collate import make_samples
+from aligner.rollout.requests import Request
 from aligner.rollout.sharing import raised_together, share
 from aligner.rollout.statistics import reduce_metrics
+from aligner.rollout.turns import TurnGenerator
 from aligner.run.timers import Timers
 from aligner.types import Sample, SamplingParams, ScalarMetrics, Sums
 
@@ -70,6 +72,7 @@ class Evaluator:
     seed: int
     reward_model: RewardModel | ProcessRewardModel | None = None
     timers: Timers = field(default_factory=Timers)
+    turns: TurnGenerator | None = None  # answers are trajectories
 
     def __call__(self) -> ScalarMetrics:
         """`eval/accuracy`, `eval/reward`, `eval/response_tokens`, `eval/eos_fraction`, with k > 1 samples
@@ -96,6 +99,9 @@ class Evaluator:
         prompts = [self.prompts[row] for row in rows]
         # rollout -1: evaluation never shares a request seed with training
         seeds = [[request_seed(self.seed, -1, prompt.id, i) for i in range(k)] for prompt in prompts]
+        if self.turns is not None:
+            requests = [Request(row, *of) for row, of in zip(rows, zip(prompts, seeds, strict=True), strict=True)]
+            return self.turns.samples(requests, self.sampling)
         with raised_together(EngineError):
             generations = self.engine.generate([p.tokens for p in prompts], seeds, self.sampling)
         return make_samples(self.tokenizer, prompts, generations, k)

@@ -107,6 +107,7 @@ def minibatches(
             response_mask=part.response_mask if part.old_logprobs is None else None,
             row_keys=keys[rows],
             routing=part.routing,
+            forks=part.forks,
         )
         yield balancer(mine)
 

@@ -23,6 +23,7 @@ class Request:
     slot: int  # of the rollout
     prompt: Prompt
     seeds: list[int]  # of its samples
+    rollout: int = 0  # its number, from 1; 0: none of training
 
 
 @dataclass
@@ -54,5 +55,5 @@ class Requests:
             if slot in self.mine:
                 prompt = self.prompts[row]
                 seeds = [request_seed(self.seed, self._step, prompt.id, first + i) for i in range(self.group)]
-                found.append(Request(slot, prompt, seeds))
+                found.append(Request(slot, prompt, seeds, self._step))
         return found

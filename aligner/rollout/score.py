@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from aligner.ops.reduce import gathered
-from aligner.rewards.composite import RewardPipeline, Scores
+from aligner.rewards.composite import Component, Early, RewardPipeline, Scores
 from aligner.rollout.groups import Groups
 from aligner.rollout.sharing import raised_together, share
 from aligner.run.timers import Timers
+from aligner.types import Sample
 
 
 @dataclass
@@ -26,7 +29,7 @@ class Scorer:
         mine = share(len(groups.slots), peers.size(), peers.rank())
         with self.timers("score"):
             with raised_together():
-                components = self.rewards.functions(samples[mine.start * size : mine.stop * size], groups.begun)
+                components = self._functions(samples[mine.start * size : mine.stop * size], groups.begun)
             if peers.size() > 1:
                 pieces = gathered(components, peers)
                 components = {name: [v for piece in pieces for v in piece[name]] for name in components}
@@ -34,6 +37,15 @@ class Scorer:
                 components |= self.rewards.models(samples)
         groups.components, groups.begun = components, {}
         return groups
+
+    def _functions(self, samples: Sequence[Sample], begun: Mapping[int, Early]) -> dict[str, Component]:
+        """Of trajectories whose environment failed there is nothing to score: NaN, which makes them invalid."""
+        sound = [i for i, s in enumerate(samples) if s.trajectory is None or not s.trajectory.failure]
+        if len(sound) == len(samples):
+            return self.rewards.functions(samples, begun)
+        found = self.rewards.functions([samples[i] for i in sound])
+        scores = {name: dict(zip(sound, column, strict=True)) for name, column in found.items()}
+        return {name: [known.get(i, math.nan) for i in range(len(samples))] for name, known in scores.items()}
 
     def combined(self, groups: Groups, update: bool) -> Scores:
         """`update`: the running statistics of reward.normalize see them."""

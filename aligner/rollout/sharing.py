@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aligner.errors import AlignerError, EngineError, RewardError
+from aligner.errors import AlignerError, RewardError
 from aligner.ops.reduce import first_cause
 
 
@@ -15,7 +15,7 @@ def share(count: int, parts: int, index: int) -> slice:
 
 
 @contextmanager
-def raised_together(kind: type[RewardError | EngineError] = RewardError) -> Iterator[None]:
+def raised_together(kind: type[AlignerError] = RewardError) -> Iterator[None]:
     """Each rank generates and scores its own samples: an error of this `kind` on one of them is raised on every rank,
     so that all of them stop (and save) instead of waiting for the one. Collective over the world."""
     error: AlignerError | None = None

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.sections.algorithm import AlgorithmConfig
+from aligner.errors import EnvironmentFailedError
 from aligner.ops.rl.shaping import shaped_rewards
 from aligner.refit.transfer import Refit
 from aligner.refit.verify import Verifier
@@ -25,8 +26,9 @@ from aligner.rollout.groups import Groups, Refill, join_groups
 from aligner.rollout.requests import Request, Requests
 from aligner.rollout.score import Scorer
 from aligner.rollout.statistics import reduce_metrics
+from aligner.rollout.turns import TurnGenerator, trajectory_sums
 from aligner.run.timers import Timers
-from aligner.types import STOP, RolloutBatch, ScalarMetrics
+from aligner.types import STOP, RolloutBatch, Sample, ScalarMetrics, Stop
 
 
 class Rollout(NamedTuple):
@@ -68,7 +70,7 @@ class RolloutSource:
 
     weights: Weights
     requests: Requests
-    generate: Generator
+    generate: Generator | TurnGenerator
     score: Scorer
     algorithm: AlgorithmConfig
     ranks: dist.ProcessGroup | None = None  # data-parallel
@@ -82,11 +84,25 @@ class RolloutSource:
         else:
             groups = self._scored(self.requests.take(range(self.requests.slots)))
         batch, scores = self._batch(groups)
+        if batch.forks is not None:
+            metrics |= reduce_metrics(*trajectory_sums(batch.samples), self.ranks)
+            self._check_failures(batch.samples, metrics)
         behind = float(self.weights.version - batch.weight_version)  # 0 here; a queue will tell otherwise
         metrics |= {"staleness/mean": behind, "staleness/max": behind} | self.requests.stream.metrics()
         if late := self.score.rewards.take_late():
             metrics |= reduce_metrics(late, {}, dist.group.WORLD)
         return Rollout(batch, metrics, scores)
+
+    @staticmethod
+    def _check_failures(samples: list[Sample], metrics: ScalarMetrics) -> None:
+        """Raises EnvironmentFailedError on every rank."""
+        if metrics[f"stop/{Stop.FAILED}"] == 1.0:
+            first = samples[0].trajectory
+            assert first is not None
+            raise EnvironmentFailedError(
+                f"environment: all trajectories of a rollout failed, each asked {first.retried + 1} times "
+                f"(environment.retries); the first one {first.failure}"
+            )
 
     def _scored(self, requests: list[Request]) -> Groups:
         rewards = self.score.rewards

@@ -12,7 +12,7 @@ from aligner.builders.job import Job
 from aligner.builders.models import make_policy, make_reference, make_reward_model, optimizer_steps
 from aligner.builders.rollouts import make_rollouts
 from aligner.builders.runs import finish, make_run, saved_first
-from aligner.config.derived import old_logprobs_in_update
+from aligner.config.derived import old_logprobs_in_update, response_limit
 from aligner.config.schema import Config
 from aligner.ops.rl.mismatch import finish_mismatch
 from aligner.ops.seeds import derive
@@ -49,7 +49,7 @@ def grpo(
     run: Run, rollouts: Rollouts, policy: Policy, reference: Reference | None, kl: KLController, cfg: Config
 ) -> None:
     group, samples = policy.model.layout.pgs.dp, cfg.batch.prompts * cfg.batch.group
-    limit = cfg.sampling.max_response_tokens
+    limit = response_limit(cfg)
     checks = FirstStepChecks(cfg.debug.first_step_checks)
     balancer = Balancer(policy.model.cfg, group, cfg.batch.balance)
     find_old = not old_logprobs_in_update(cfg)

@@ -9,6 +9,7 @@ from aligner.builders.job import Job
 from aligner.builders.models import make_policy, make_reward_model
 from aligner.builders.rollouts import make_rollouts
 from aligner.builders.runs import make_run, refuse_checkpoints
+from aligner.config.derived import response_limit
 from aligner.config.schema import Config
 from aligner.roles.policy import Policy
 from aligner.rollout.loss_inputs import sample_rows, set_token_rewards, total_tokens
@@ -35,7 +36,7 @@ def rollout_only(run: Run, rollouts: Rollouts, policy: Policy, cfg: Config) -> N
         with run.timers("logprobs"):
             rollout.old_logprobs = policy.logprobs(rollout, rollout.response_mask)
         correct_mismatch(rollout, cfg.mismatch)
-        set_token_rewards(rollout, cfg.algorithm, 0.0, cfg.sampling.max_response_tokens)
+        set_token_rewards(rollout, cfg.algorithm, 0.0, response_limit(cfg))
         metrics |= rollout_metrics(rollout, scores, cfg.algorithm, group)
         check_mismatch(metrics, rollout, cfg.mismatch)
         shown = sample_rows(rollout, scores, cfg.logging.samples_shown)

@@ -22,4 +22,10 @@ def check(cfg: Config) -> None:
         raise ConfigError("algorithm.advantage", "gae", f"{known}; gae is for stage ppo")
 
 
-STAGE = Stage(reads=ROLLOUTS, rollouts=True, beside=beside, debug=("shuffle_rewards", "first_step_checks"), check=check)
+STAGE = Stage(
+    reads=(*ROLLOUTS, "environment"),
+    rollouts=True,
+    beside=beside,
+    debug=("shuffle_rewards", "first_step_checks"),
+    check=check,
+)

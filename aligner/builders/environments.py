@@ -1,0 +1,46 @@
+"""From a job to its tools and environments, and what generates with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aligner.builders.job import Job
+from aligner.data.dialogue import Dialogue
+from aligner.engines.base import RolloutEngine
+from aligner.environments.log import FOLDER, AnswerLog
+from aligner.environments.pool import Pool
+from aligner.environments.tools import load_tools, schemas
+from aligner.errors import ConfigError
+from aligner.rollout.turns import TurnGenerator
+from aligner.types import SamplingParams
+
+
+def find_tools(job: Job) -> None:
+    """What prompts tell the model of, before they are made. Raises EnvironmentCodeError, ConfigError."""
+    cfg = job.cfg
+    found = load_tools(cfg.environment)
+    job.tools, job.environment_scores = schemas(found), found.scores
+    if not (found.scores or cfg.reward.functions):
+        expected = "at least one function: environment.path has neither get_reward nor turn_reward"
+        raise ConfigError("reward.functions", [], expected)
+    job.dialogue = Dialogue(job.tokenizer, job.tools, cfg.data.template_arguments, cfg.environment.calls)
+
+
+def make_turns(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> TurnGenerator:
+    """After `find_tools`."""
+    cfg, log = job.cfg, AnswerLog(Path(job.cfg.run.dir) / FOLDER, job.env.rank)
+    if cfg.run.resume != "auto" and job.env.rank == 0:
+        log.clear()
+    assert job.dialogue is not None
+    return TurnGenerator(
+        engine,
+        job.tokenizer,
+        sampling,
+        job.layout.peers,
+        Pool(cfg.environment, job.tools, log),
+        job.dialogue,
+        cfg.environment,
+        cfg.data.max_prompt_tokens,
+        job.environment_scores,
+        job.timers,
+    )

@@ -1,0 +1,138 @@
+"""A conversation as an engine is given it, turn after turn: its own tokens are kept, only what is new is tokenised.
+
+A template renders the whole conversation again, and may render what the model has said otherwise. As far as the text is
+the one that the engine has seen and said, its tokens stand for it, whatever a tokenizer would make of that text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aligner.data.formats import Messages, Tools
+from aligner.data.templates import encode_plain
+from aligner.data.tool_calls import MARKS, Call, written
+from aligner.errors import ConfigError
+from aligner.ops.packing.turns import TAIL
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_USER = {"role": "user", "content": "a question"}
+_THOUGHT = "<think>\na thought\n</think>\n\n"
+_RESULT = "a result 7"
+
+
+class Given(NamedTuple):
+    """What the engine generates from: the text of the template, and the tokens that stand for it."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass
+class Dialogue:
+    """How conversations of a tokenizer with `tools` are rendered. `calls`: `environment.calls`, settled."""
+
+    tokenizer: PreTrainedTokenizerBase
+    tools: Tools
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the template
+    calls: str = "auto"
+    verbatim: bool = True  # the template takes a call as the text that the model wrote, else as `tool_calls`
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a template that does not tell the tools, or renders neither calls nor results."""
+        if self.tokenizer.chat_template is None:
+            raise self._no("a tokenizer with a chat template with environment.tools or environment.path")
+        names = [tool["function"]["name"] for tool in self.tools]
+        if missing := [name for name in names if name not in (self._try([_USER]) or "")]:
+            raise self._no(f"a chat template that tells the model its tools: this one leaves out {missing[0]}")
+        call = Call("a_tool", {"an_argument": 7})
+        if self.calls == "auto":
+            answer = {"role": "assistant", "content": _THOUGHT, "tool_calls": [call.message(0)]}
+            told = self._try([_USER, answer]) or ""
+            shown = told.rpartition(_USER["content"])[2] or (self._try([_USER]) or "").replace("parameters", "")
+            self.calls = next((kind for kind, mark in MARKS.items() if mark in shown), "")
+            if not self.calls:
+                raise ConfigError("environment.calls", "auto", f"one of {', '.join(MARKS)}: the template shows none")
+        self.verbatim = self._renders(call)
+        if not self.verbatim and not self._renders(call):
+            raise self._no("a chat template that renders tool calls and messages of role `tool`")
+
+    def _renders(self, call: Call) -> bool:
+        """Whether two calls and their results are in the text of a conversation, with thoughts or without."""
+        found = []
+        for thought in ("", _THOUGHT):
+            said = thought + written(self.calls, call.name, call.arguments or {})
+            turns = [[self.said(said, thought, [call]), self.result(call, number, _RESULT)] for number in range(2)]
+            found.append(self._try([_USER, *(message for turn in turns for message in turn)]) or "")
+        return any(text.count(_RESULT) == 2 == text.count("an_argument") for text in found)
+
+    def _no(self, expected: str) -> ConfigError:
+        hint = "Another one: data.chat_template."
+        return ConfigError("model.tokenizer", self.tokenizer.name_or_path, expected, hint)
+
+    def said(self, text: str, beside: str, calls: Sequence[Call]) -> dict[str, Any]:
+        """The message of an answer, `text` without its stop token, with these calls and what is said `beside` them."""
+        readable = [call.message(i) for i, call in enumerate(calls) if call.name]
+        if self.verbatim or not readable:
+            return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": beside, "tool_calls": readable}
+
+    def result(self, call: Call, number: int, text: str) -> dict[str, Any]:
+        """The message of what the `number`-th call of an answer gave."""
+        if not call.name and not self.verbatim:  # the template has no call for it to belong to
+            return {"role": "user", "content": text}
+        return {"role": "tool", "name": call.name, "content": text, "tool_call_id": call.message(number)["id"]}
+
+    def begin(self, messages: Messages) -> Given:
+        text = self._render(messages)
+        return Given(text, tuple(self._tokens(text)))
+
+    def resume(self, messages: Messages, tokens: Sequence[int]) -> Given:
+        """Where these tokens are known to stand for the messages, or for their end."""
+        return Given(self._render(messages), tuple(tokens))
+
+    def follow(self, given: Given, output: Sequence[int], messages: Messages) -> Given | None:
+        """What the engine is given when it has said `output` and the conversation has gone on to `messages`: all it has
+        seen and the rest; without the end of `output` where the template renders that otherwise; or all of it anew.
+        None where the template refuses."""
+        text, kept = self._try(messages), len(output)
+        if text is None:
+            return None
+        if text.startswith(given.text):
+            rest = text[len(given.text) :]
+            while len(output) - kept < min(TAIL, len(output)):
+                said = self._decode(output[:kept])
+                if rest.startswith(said):
+                    held = (*given.tokens, *output[:kept])
+                    return Given(text, (*held, *self._behind(held[-1], rest[len(said) :])))
+                kept -= 1
+        return Given(text, tuple(self._tokens(text)))
+
+    def _behind(self, last: int, text: str) -> list[int]:
+        """The tokens of a text that stands behind this one, which some tokenizers begin otherwise than a new text."""
+        if last in self.tokenizer.all_special_ids:
+            found = self._tokens(self._decode([last]) + text)
+            if found[:1] == [last]:
+                return found[1:]
+        return self._tokens(text)
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(encode_plain(self.tokenizer, [text])[0])
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _render(self, messages: Messages) -> str:
+        settings = {"tokenize": False, "add_generation_prompt": True, "tools": self.tools, **self.arguments}
+        return self.tokenizer.apply_chat_template(messages, **settings)
+
+    def _try(self, messages: Messages) -> str | None:
+        import jinja2
+
+        try:
+            return self._render(messages)
+        except jinja2.TemplateError:
+            return None

@@ -1,0 +1,186 @@
+"""Tools and environments in processes of their own, asked for many trajectories at a time.
+
+One thread holds the loop of all conversations with the workers. A question that fails is asked again in a new
+environment, which first hears all questions of its trajectory so far; after environment.retries the answer is a
+failure. Answers, failures too, are in the log, and those found there are not asked for: an environment is made when
+the log knows no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from aligner.config.sections.environment import EnvironmentConfig
+from aligner.environments.log import Answer, AnswerLog
+
+GRACE_S = 5.0  # beyond environment.timeout_s, which a worker keeps by itself unless something holds its interpreter
+CAUSES = ("raised", "hung", "died")  # of a failure: by the code, out of time, the process ended
+_numbers = itertools.count()
+
+
+class Failed(Exception):
+    def __init__(self, cause: str, text: str):
+        super().__init__(text)
+        self.cause = cause
+
+
+@dataclass
+class Session:
+    """A trajectory's side: `key` is its own in the run, `seed` its group's."""
+
+    key: str
+    seed: int
+    row: dict[str, Any]
+    logged: bool = True
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    worker: _Worker | None = None  # that holds its environment
+    process: int = -1  # which of that worker's
+    name: str = ""  # of the environment there
+
+
+class Pool:
+    def __init__(self, cfg: EnvironmentConfig, schemas: list[dict[str, Any]], log: AnswerLog):
+        self.cfg, self.log = cfg, log
+        self._loop = asyncio.new_event_loop()
+        self._workers = [_Worker(cfg, schemas) for _ in range(cfg.workers)]
+        self._turn = itertools.cycle(self._workers)
+        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+        weakref.finalize(self, _close, self._loop, self._workers)
+
+    def ask(self, session: Session, op: str, **more: Any) -> Future[Answer]:
+        """{"value", "seconds", "retried"}, or {"failed", "text", ...} with one of CAUSES. Questions of a session come
+        one after the other."""
+        return asyncio.run_coroutine_threadsafe(self._ask(session, {"op": op, **more}), self._loop)
+
+    def forget(self, session: Session) -> None:
+        """Its trajectory has ended."""
+        if session.worker is not None:
+            asyncio.run_coroutine_threadsafe(_forget(session), self._loop)
+
+    async def _ask(self, session: Session, question: dict[str, Any]) -> Answer:
+        number = len(session.asked)
+        answer = self.log.find(session.key, number, question) if session.logged else None
+        if answer is None:
+            answer = await self._answer(session, question)
+            if session.logged:
+                self.log.write(session.key, number, question, answer)
+        session.asked.append(question)
+        return answer
+
+    async def _answer(self, session: Session, question: dict[str, Any]) -> Answer:
+        since, retried = time.monotonic(), 0
+        while True:
+            try:
+                value = await self._live(session, question)
+                return {"value": value, "seconds": time.monotonic() - since, "retried": retried}
+            except Failed as failure:
+                session.worker = None  # what state its environment is in, nobody knows
+                if retried == self.cfg.retries:
+                    told = {"failed": failure.cause, "text": str(failure)}
+                    return told | {"seconds": time.monotonic() - since, "retried": retried}
+                retried += 1
+
+    async def _live(self, session: Session, question: dict[str, Any]) -> Any:
+        if session.worker is None or session.process != session.worker.number:
+            session.worker, session.name = next(self._turn), f"{session.key}/{next(_numbers)}"
+            await session.worker.start()
+            session.process = session.worker.number
+            for earlier in session.asked:
+                await session.worker.ask(earlier | {"key": session.name})
+        return await session.worker.ask(question | {"key": session.name})
+
+
+class _Worker:
+    """One process at a time."""
+
+    def __init__(self, cfg: EnvironmentConfig, schemas: list[dict[str, Any]]):
+        self.cfg, self.schemas = cfg, schemas
+        self.number = -1  # of processes so far
+        self.process: asyncio.subprocess.Process | None = None
+        self._open: dict[int, asyncio.Future] = {}
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        async with self._starting:
+            if self.process is not None and self.process.returncode is None:
+                return
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "aligner.environments.worker"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                limit=1 << 30,
+            )
+            self.number += 1
+            self._send(asdict(self.cfg))
+            self._send(self.schemas)
+            self._reading = asyncio.create_task(self._read(self.process))
+
+    async def ask(self, question: dict[str, Any]) -> Any:
+        """Raises Failed."""
+        number, found = next(_numbers), asyncio.get_running_loop().create_future()
+        self._open[number] = found
+        try:
+            self._send(question | {"id": number})
+            reply = await asyncio.wait_for(found, self.cfg.timeout_s + GRACE_S)
+        except TimeoutError:
+            self.kill()
+            raise Failed("hung", f"no answer in {self.cfg.timeout_s:g} s, and its process was killed") from None
+        finally:
+            self._open.pop(number, None)
+        if "cause" in reply:
+            raise Failed(reply["cause"], reply["text"])
+        return reply["value"]
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+
+    def _send(self, message: Any) -> None:
+        assert self.process is not None and self.process.stdin is not None
+        self.process.stdin.write(f"{json.dumps(message)}\n".encode())
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            reply = json.loads(line)
+            if (found := self._open.get(reply["id"])) is not None and not found.done():
+                found.set_result(reply)
+        code = await process.wait()
+        for found in self._open.values():
+            if not found.done():
+                found.set_exception(Failed("died", f"its process ended with exit code {code}"))
+
+
+async def _forget(session: Session) -> None:
+    if session.worker is not None and session.process == session.worker.number:
+        await session.worker.ask({"op": "forget", "key": session.name})
+
+
+def _close(loop: asyncio.AbstractEventLoop, workers: list[_Worker]) -> None:
+    with suppress(TimeoutError):
+        asyncio.run_coroutine_threadsafe(_end(workers), loop).result(GRACE_S)
+    loop.call_soon_threadsafe(loop.stop)
+
+
+async def _end(workers: list[_Worker]) -> None:
+    """Whoever still waits for an answer gets none: it would be logged as a failure."""
+    open_ = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in open_:
+        task.cancel()
+    await asyncio.gather(*open_, return_exceptions=True)
+    for worker in workers:
+        if worker.process is not None:
+            worker.kill()
+            await worker.process.wait()

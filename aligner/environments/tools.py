@@ -1,0 +1,105 @@
+"""What a model may call: plain functions, and the public methods of an environment's class, told by JSON schemas.
+
+class Wordle:
+    def reset(self, seed: int, **row) -> str | list[Message] | None   the same seed for all samples of a group
+    def guess(self, word: str) -> str                                 a tool: type hints, and a docstring with `Args:`
+    def turn_reward(self) -> float | None                             optional, after each turn that called tools
+    def get_reward(self) -> float | None                              optional, at the end; None: the sample is invalid
+    done = False                                                      optional: True ends the trajectory
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aligner.config.sections.environment import EnvironmentConfig
+from aligner.errors import EnvironmentCodeError
+from aligner.user_code import load
+
+HOOKS = ("reset", "turn_reward", "get_reward")  # public methods of a class that are no tools
+
+
+@dataclass(frozen=True)
+class Tools:
+    functions: dict[str, Callable] = field(default_factory=dict)
+    kind: type | None = None  # of the environment
+
+    @property
+    def methods(self) -> dict[str, Callable]:
+        members = inspect.getmembers(self.kind, inspect.isfunction) if self.kind is not None else []
+        return {name: method for name, method in members if not name.startswith("_") and name not in HOOKS}
+
+    @property
+    def scores(self) -> bool:
+        """Whether there is a reward to ask for."""
+        return any(hasattr(self.kind, name) for name in HOOKS[1:])
+
+
+def load_tools(cfg: EnvironmentConfig) -> Tools:
+    """Raises EnvironmentCodeError for what cannot be imported, two tools of one name, or a class without `reset`."""
+    functions: dict[str, Callable] = {}
+    for i, path in enumerate(cfg.tools):
+        key = f"environment.tools[{i}]"
+        function = load(path, key, "function", EnvironmentCodeError)
+        name = getattr(function, "__name__", path.rpartition(":")[2])
+        if name in functions:
+            raise EnvironmentCodeError(f"{key}={path!r}: expected another name than `{name}`, which a tool has already")
+        functions[name] = function
+    if not cfg.path:
+        return Tools(functions)
+    kind = load(cfg.path, "environment.path", "Class", EnvironmentCodeError)
+    if not inspect.isclass(kind) or not callable(getattr(kind, "reset", None)):
+        expected = "a class with a method reset(self, seed, **row)"
+        raise EnvironmentCodeError(f"environment.path={cfg.path!r}: expected {expected}, found none in `{kind!r}`")
+    found = Tools(functions, kind)
+    if double := sorted(functions.keys() & found.methods.keys()):
+        expected = f"methods of other names than environment.tools: `{double[0]}` is both"
+        raise EnvironmentCodeError(f"environment.path={cfg.path!r}: expected {expected}")
+    return found
+
+
+def schemas(tools: Tools) -> list[dict[str, Any]]:
+    """For chat templates, by transformers. Raises EnvironmentCodeError where a type hint or a docstring is missing."""
+    bound = [types.MethodType(method, object()) for method in tools.methods.values()]  # without `self`
+    return [_schema(function) for function in (*tools.functions.values(), *bound)]
+
+
+def _schema(function: Callable) -> dict[str, Any]:
+    from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
+
+    try:
+        return get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException) as cause:
+        name = getattr(function, "__name__", str(function))
+        raise EnvironmentCodeError(
+            f"environment: the tool `{name}`: expected a type hint and a line below `Args:` for each of its arguments, "
+            f"and a docstring that says what it does ({cause})"
+        ) from cause
+
+
+def misfit(value: Any, schema: dict[str, Any]) -> str:
+    """Why a value that a model wrote is none of this JSON schema, as far as `get_json_schema` writes them; or ""."""
+    if "anyOf" in schema:
+        found = [misfit(value, one) for one in schema["anyOf"]]
+        return "" if "" in found else found[0]
+    if "enum" in schema and value not in schema["enum"]:
+        return f"{value!r} is none of {', '.join(map(str, schema['enum']))}"
+    kinds: str | Sequence[str] = schema.get("type", ())
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    if value is None and schema.get("nullable"):
+        return ""
+    if kinds and not any(_is(value, kind) for kind in kinds):
+        return f"{value!r} is no {' or '.join(kinds)}"
+    items = value if isinstance(value, list) else []
+    return next((why for item in items if (why := misfit(item, schema.get("items", {})))), "")
+
+
+def _is(value: Any, kind: str) -> bool:
+    if kind in ("integer", "number"):
+        return isinstance(value, int if kind == "integer" else int | float) and not isinstance(value, bool)
+    known = {"string": str, "boolean": bool, "array": list, "object": dict, "null": type(None)}
+    return kind not in known or isinstance(value, known[kind])

@@ -1,0 +1,324 @@
+"""Requests -> trajectories of several turns: the model answers, its calls go to tools and environment, and what they
+give is appended, until one of `Stop`.
+
+The trajectories of a rank go on together: a round of the engine is a turn of all that are still open, and the tools of
+those that have answered work while others are still generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from aligner.config.sections.environment import EnvironmentConfig
+from aligner.data.dialogue import Dialogue, Given
+from aligner.data.tool_calls import Call, read_calls
+from aligner.engines.base import RolloutEngine, TellingEngine
+from aligner.environments.log import Answer
+from aligner.environments.pool import CAUSES, Pool, Session
+from aligner.errors import DataError, EngineError
+from aligner.ops.packing.turns import Row, Turn, rows_of
+from aligner.ops.reduce import gathered, max_over
+from aligner.ops.seeds import derive
+from aligner.rewards.composite import Early
+from aligner.rollout.collate import join_generations
+from aligner.rollout.groups import Groups
+from aligner.rollout.requests import Request
+from aligner.rollout.sharing import raised_together, share
+from aligner.run.timers import Timers
+from aligner.types import LENGTH, STOP, Generations, Prompt, Sample, SamplingParams, Stop, Sums, Trajectory
+
+OPEN_ENDS = (Stop.ANSWER, Stop.DONE)  # the trajectory has come to its own end; by all others it was cut
+
+
+@dataclass
+class Play:
+    """A trajectory on its way."""
+
+    place: int  # of its request in this peer's share
+    index: int  # in its group
+    seed: int  # of its request
+    prompt: Prompt
+    session: Session
+    given: Given
+    messages: list[dict[str, Any]]  # as the template gets them
+    told: list[dict[str, Any]] = field(default_factory=list)  # behind the prompt, as rewards get them
+    turns: list[Turn] = field(default_factory=list)
+    heard: list[int] = field(default_factory=list)  # the last answer
+    calls: list[Call] = field(default_factory=list)  # in it
+    asked: Future[Answer] | None = None
+    stop: Stop | None = None
+    failure: str = ""
+    rewards: list[float] = field(default_factory=list)  # of turns
+    score: float | None = None
+    seconds: float = 0.0
+    retried: int = 0
+    wrong: int = 0  # calls that told the model an error
+
+    @property
+    def open(self) -> bool:
+        return self.stop is None
+
+
+@dataclass
+class TurnGenerator:
+    """A `Generator` whose samples have turns."""
+
+    engine: RolloutEngine
+    tokenizer: Any
+    sampling: SamplingParams
+    peers: dist.ProcessGroup  # ranks with the same samples
+    pool: Pool
+    dialogue: Dialogue
+    cfg: EnvironmentConfig
+    longest_prompt: int
+    scores: bool  # there is a reward to ask the environment for
+    timers: Timers = field(default_factory=Timers)
+
+    def __call__(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams | None = None,
+        score: Callable[[Sample], Early] | None = None,
+    ) -> Groups:
+        """As `Generator`; nothing is scored before all trajectories have ended."""
+        mine = requests[share(len(requests), self.peers.size(), self.peers.rank())]
+        with self.timers("generate"):
+            plays = self._played(mine, sampling or self.sampling)
+            rows = [joined_rows(play) for play in plays]
+            generations = self._generations(plays, rows)
+            samples = [self._sample(play, row) for play, (row, _) in zip(plays, rows, strict=True)]
+            if self.peers.size() > 1:
+                parts = gathered((generations, samples), self.peers)
+                generations = join_generations([part for part, _ in parts])
+                samples = [sample for _, part in parts for sample in part]
+        return Groups([request.slot for request in requests], generations, samples)
+
+    def samples(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
+        """Of requests that no other rank shares. Collective over the world."""
+        return [self._sample(play, joined_rows(play)[0]) for play in self._played(requests, sampling)]
+
+    def _played(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Play]:
+        with raised_together(DataError):
+            plays = self._begun(requests)
+        while int(max_over(torch.tensor(sum(play.open for play in plays)), dist.group.WORLD)):
+            self._round([play for play in plays if play.open], sampling)
+            for play in plays:
+                if play.asked is not None:
+                    self._hear(play, play.asked.result(), sampling)
+        for play in plays:
+            self.pool.forget(play.session)
+        return plays
+
+    def _begun(self, requests: Sequence[Request]) -> list[Play]:
+        plays = [
+            self._play(place, i, request) for place, request in enumerate(requests) for i in range(len(request.seeds))
+        ]
+        if requests and requests[0].rollout > 0:
+            self.pool.log.begin(requests[0].rollout)
+        for play in plays:
+            session = play.session
+            play.asked = self.pool.ask(session, "reset", seed=session.seed, row=session.row)
+        for play in plays:
+            assert play.asked is not None
+            answer, play.asked = play.asked.result(), None
+            if self._works(play, answer) and answer["value"]:
+                self._open(play, answer["value"])
+        return plays
+
+    def _play(self, place: int, index: int, request: Request) -> Play:
+        prompt, seed = request.prompt, request.seeds[index]
+        assert prompt.messages is not None
+        group = derive(request.seeds[0], "environment") & 0x7FFFFFFF  # as numpy and random take it
+        row = {name: value for name, value in prompt.fields.items() if name not in ("messages", "tools")}
+        session = Session(str(seed), group, row, logged=request.rollout > 0)
+        messages = list(prompt.messages)
+        return Play(place, index, seed, prompt, session, self.dialogue.resume(messages, prompt.tokens), messages)
+
+    def _open(self, play: Play, opening: list[dict[str, Any]]) -> None:
+        play.messages += opening
+        play.given = self.dialogue.begin(play.messages)
+        tokens = play.given.tokens
+        if len(tokens) > self.longest_prompt:
+            expected = f"at most data.max_prompt_tokens={self.longest_prompt}"
+            raise DataError(f"environment.path: reset made a prompt of {len(tokens)} tokens: expected {expected}")
+        play.prompt = replace(play.prompt, tokens=tokens, text=play.given.text, messages=tuple(play.messages))
+
+    def _round(self, plays: list[Play], sampling: SamplingParams) -> None:
+        """An answer of each; questions to tools and environments are on their way when it is there."""
+        prompts: dict[tuple[int, tuple[int, ...]], list[Play]] = {}
+        for play in plays:  # a prompt that samples share is read once
+            prompts.setdefault((play.place, play.given.tokens), []).append(play)
+        together = list(prompts.values())
+        seeds = [[play.seed if not play.turns else derive(play.seed, len(play.turns)) for play in p] for p in together]
+        with raised_together(EngineError), self._listening(together):
+            found = self.engine.generate([p[0].given.tokens for p in together], seeds, sampling)
+        rows = [play for p in together for play in p]
+        lengths, reasons = found.lengths.tolist(), found.finish_reason.tolist()
+        for i, play in enumerate(rows):
+            if not play.heard:
+                self._answered(play, found.tokens[i, : lengths[i]].tolist(), reasons[i] == STOP)
+            numbers = [found.logprobs] if found.full_logprobs is None else [found.logprobs, found.full_logprobs]
+            columns = [column[i, : lengths[i]].tolist() for column in numbers]
+            play.turns.append(Turn(play.given.tokens, play.heard, *columns))
+            play.heard = []
+
+    @contextmanager
+    def _listening(self, together: list[list[Play]]) -> Iterator[None]:
+        if not isinstance(self.engine, TellingEngine):
+            yield
+            return
+        self.engine.finished = lambda number, index, tokens, stopped: self._answered(
+            together[number][index], tokens, stopped
+        )
+        try:
+            yield
+        finally:
+            self.engine.finished = None
+
+    def _answered(self, play: Play, tokens: list[int], stopped: bool) -> None:
+        """Take an answer, and ask for what it calls, or for the score of a trajectory that it ends."""
+        play.heard = tokens
+        ends = stopped and tokens[-1] in self.sampling.stop_token_ids
+        text = self.tokenizer.decode(tokens[:-1] if ends else tokens, skip_special_tokens=False)
+        beside, play.calls = read_calls(text, self.dialogue.calls) if stopped else (text, [])
+        play.messages.append(self.dialogue.said(text, beside, play.calls))
+        message = {"role": "assistant", "content": beside}
+        called = [call.message(i) for i, call in enumerate(play.calls) if call.name]
+        play.told.append(message | {"tool_calls": called} if called else message)
+        if play.calls:
+            sound = [{"name": call.name, "arguments": call.arguments} for call in play.calls if call.name]
+            play.asked = self.pool.ask(play.session, "turn", calls=sound)
+        else:
+            self._end(play, Stop.ANSWER if stopped else Stop.LENGTH)
+
+    def _end(self, play: Play, stop: Stop) -> None:
+        play.stop = stop
+        play.asked = self.pool.ask(play.session, "score") if self.scores and not play.failure else None
+
+    def _hear(self, play: Play, answer: Answer, sampling: SamplingParams) -> None:
+        """What tools or environment gave; the trajectory goes on, or comes to its end."""
+        play.asked = None
+        if not self._works(play, answer):
+            return
+        if play.stop is not None:
+            play.score = answer["value"]
+            return
+        value = answer["value"]
+        texts, said = iter(value["texts"]), []
+        for number, call in enumerate(play.calls):
+            text = next(texts) if call.name else f"error: {call.fault}"
+            said.append(self.dialogue.result(call, number, text))
+        play.wrong += value["wrong"] + sum(not call.name for call in play.calls)
+        play.messages += said
+        play.told += said
+        play.rewards.append(value["reward"] or 0.0)
+        self._go_on(play, value["done"], sampling)
+        if play.asked is not None:  # its score
+            self._hear(play, play.asked.result(), sampling)
+
+    def _go_on(self, play: Play, done: bool, sampling: SamplingParams) -> None:
+        cfg = self.cfg
+        if done:
+            self._end(play, Stop.DONE)
+        elif len(play.turns) >= cfg.max_turns:
+            self._end(play, Stop.TURNS)
+        elif cfg.max_seconds and play.seconds > cfg.max_seconds:
+            self._end(play, Stop.SECONDS)
+        elif (given := self.dialogue.follow(play.given, play.turns[-1].output, play.messages)) is None:
+            self._end(play, Stop.TEMPLATE)
+        elif self._tokens_behind(play, given) + sampling.max_response_tokens > cfg.max_tokens:
+            self._end(play, Stop.TOKENS)
+        else:
+            play.given = given
+
+    @staticmethod
+    def _tokens_behind(play: Play, given: Given) -> int:
+        """The prompt, if the engine is given this next."""
+        rows = rows_of([*play.turns, Turn(given.tokens, (), ())])
+        return sum(len(row.tokens) for row in rows) - len(play.prompt.tokens)
+
+    def _works(self, play: Play, answer: Answer) -> bool:
+        """Whether it is an answer and no failure, which ends the trajectory."""
+        play.seconds += answer["seconds"]
+        play.retried += answer["retried"]
+        if "failed" in answer:
+            play.stop, play.failure = Stop.FAILED, f"{answer['failed']}: {answer['text']}"
+        return not play.failure
+
+    def _sample(self, play: Play, row: Row) -> Sample:
+        turns, score, gamma = len(play.turns), play.score, self.cfg.gamma
+        last = play.turns[-1].output if turns else ()
+        if score is not None:  # the environment's last word is of the last turn
+            score = gamma ** max(0, turns - 1) * score + sum(gamma**k * r for k, r in enumerate(play.rewards))
+        told, parts = tuple(play.told), len(rows_of(play.turns))
+        assert play.stop is not None
+        trajectory = Trajectory(
+            told, play.stop, turns, score, play.failure, play.seconds, play.retried, play.wrong, parts
+        )
+        return Sample(
+            play.prompt,
+            play.index,
+            self.tokenizer.decode(list(last), skip_special_tokens=True),
+            tuple(row.tokens),
+            play.stop in OPEN_ENDS,
+            self.engine.weight_version,
+            trajectory,
+        )
+
+    def _generations(self, plays: list[Play], rows: list[tuple[Row, list[int]]]) -> Generations:
+        """What is behind the prompts, N trajectories; a part that was rendered anew follows the one before it."""
+        width = max((len(row.tokens) for row, _ in rows), default=0)
+
+        def column(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor([[*v, *[0] * (width - len(v))] for v in values], dtype=dtype).view(len(values), width)
+
+        full = column([row.full for row, _ in rows], torch.float32) if self.sampling.truncates else None
+        return Generations(
+            tokens=column([row.tokens for row, _ in rows], torch.int64),
+            lengths=torch.tensor([len(row.tokens) for row, _ in rows], dtype=torch.int64),
+            logprobs=column([row.logprobs for row, _ in rows], torch.float32),
+            finish_reason=torch.tensor([STOP if p.stop in OPEN_ENDS else LENGTH for p in plays], dtype=torch.int64),
+            weight_version=self.engine.weight_version,
+            full_logprobs=full,
+            made=column([row.made for row, _ in rows], torch.bool),
+            forks=column([forks for _, forks in rows], torch.int64),
+        )
+
+
+def joined_rows(play: Play) -> tuple[Row, list[int]]:
+    """A trajectory's rows end to end, without the prompt of the first, and the number of each token's row."""
+    rows, start = rows_of(play.turns), len(play.prompt.tokens)
+    found, forks = Row(), []
+    for number, row in enumerate(rows):
+        cut = start if number == 0 else 0
+        found.tokens += row.tokens[cut:]
+        found.made += row.made[cut:]
+        found.logprobs += row.logprobs[cut:]
+        found.full += row.full[cut:]
+        forks += [number] * (len(row.tokens) - cut)
+    return found, forks
+
+
+def trajectory_sums(samples: Sequence[Sample]) -> tuple[Sums, dict[str, float]]:
+    """stop/<reason>, environment/*: sums to be divided and maxima, of samples of which some may be no trajectories."""
+    found = [sample.trajectory for sample in samples if sample.trajectory is not None]
+    n = float(len(found))
+    sums = {f"stop/{stop}": (float(sum(t.stop == stop for t in found)), n) for stop in Stop}
+    sums |= {
+        f"environment/failed_{cause}": (float(sum(t.failure.startswith(f"{cause}:") for t in found)), n)
+        for cause in CAUSES
+    }
+    sums |= {
+        "environment/turns_mean": (float(sum(t.turns for t in found)), n),
+        "environment/rows_mean": (float(sum(t.rows for t in found)), n),
+        "environment/call_errors": (float(sum(t.wrong for t in found)), n),
+        "environment/retried": (float(sum(t.retried for t in found)), n),
+    }
+    return sums, {"environment/turns_max": float(max((t.turns for t in found), default=0))}

@@ -1,0 +1,101 @@
+"""GRPO over trajectories: the same bits for one turn as without, and after kills although the world is not the same."""
+
+import json
+import shutil
+from unittest.mock import patch
+
+import pytest
+
+from aligner.data.tokenizer import train_tokenizer
+from aligner.data.tool_calls import written
+from aligner.environments.log import AnswerLog
+from aligner.tools.calculator import TEMPLATE
+from tests import stages
+from tests.stages import PowerCut
+
+DICE = ["environment.path=tests/assets/environments.py:Dice", "environment.max_turns=3", "environment.max_tokens=40"]
+SCHEMA = {"type": "function", "function": {"name": "roll", "description": "Rolls the dice.", "parameters": {}}}
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory):
+    """Folder of a model that rolls dice and says a letter, with its tokenizer and data."""
+    root = tmp_path_factory.mktemp("talker")
+    call = written("hermes", "roll", {})
+    options = {"split_words": False, "chat_template": TEMPLATE}
+    train_tokenizer([call, "roll"] * 9, str(root / "tokenizer"), 330, **options)
+    function = {"name": "roll", "arguments": {}}
+    rolls = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    letters = "abcdefgh"
+    chats = [
+        [
+            {"role": "user", "content": f"say {c}"},
+            *[rolls, {"role": "tool", "content": str(1 + i % 6)}],
+            {"role": "assistant", "content": c},
+        ]
+        for i, c in enumerate(letters)
+    ]
+    stages.write_jsonl(root / "sft.jsonl", [{"messages": chat, "tools": [SCHEMA]} for chat in chats])
+    stages.write_jsonl(root / "train.jsonl", [{"prompt": f"say {c}"} for c in letters])
+    names = [f"data.train={root / 'sft.jsonl'}", f"model.tokenizer={root / 'tokenizer'}", "run.steps=60"]
+    stages.run([*stages.overrides("sft", root, root / "sft"), *names])
+    return root
+
+
+@pytest.fixture
+def grpo(talker, tmp_path):
+    def run(name, *more):
+        settings = stages.overrides("grpo", talker, tmp_path / name, f"model.init={talker / 'sft'}", *more)
+        return stages.run([*settings, "sampling.max_response_tokens=6", "batch.group=8", "batch.prompts=4"])
+
+    return run
+
+
+def test_trajectories_of_one_turn_are_trained_on_as_samples_are(grpo, talker):
+    """No answer calls a tool when the rows of both runs tell the model of it; all else is the same."""
+    prompts = [{"prompt": [{"role": "user", "content": f"say {c}"}]} for c in "abcdefgh"]
+    alone = stages.write_jsonl(talker / "alone.jsonl", [row | {"tools": [SCHEMA]} for row in prompts])
+    more = ["run.steps=2", "algorithm.policy_loss=gspo", "algorithm.aggregation=seq_mean_token_mean"]
+    more += ["sampling.temperature=3", "mismatch.correction=tis_sequence", "sampling.top_p=0.9"]
+    plain = grpo("plain", *more, f"data.train={alone}")
+    own = ["environment.path=tests/assets/environments.py:Dice", "environment.max_tokens=6", "environment.calls=llama3"]
+    turns = grpo("turns", *more, *own, "environment.weight=0")
+    assert stages.same_weights(plain, turns)
+    found = {name for _, name, _, _ in stages.differences(plain, turns)}
+    assert all(name.startswith(("stop/", "environment/", "reward/environment")) for name in found)
+
+
+def rolled(run):
+    """Of each record, the answers of its trajectories."""
+    return [record["environment/turns_mean"] for record in stages.records(run)]
+
+
+@pytest.mark.parametrize("where", ["in an update", "while tools answer"])
+def test_a_killed_run_goes_on_with_the_answers_that_it_was_given(grpo, tmp_path, where):
+    """The dice are other ones at each start. What a resumed run is made of is in its log: a run that reads all of it
+    is the same to the last bit."""
+    more = [*DICE, "run.steps=4", "checkpoint.every=2", "checkpoint.rollouts=false", "optim.lr=3e-4"]
+    if where == "in an update":
+        with pytest.raises(PowerCut), stages.power_cut_in_update(3):
+            grpo("killed", *more)
+    else:
+        write, left = AnswerLog.write, [150]
+
+        def cut(self, *answer):
+            left[0] -= 1
+            if not left[0]:
+                raise PowerCut
+            return write(self, *answer)
+
+        with pytest.raises(PowerCut), patch.object(AnswerLog, "write", cut):
+            grpo("killed", *more)
+    killed = grpo("killed", *more)
+    assert min(rolled(killed)) > 1.2  # it does call
+    shutil.copytree(killed / "environment", tmp_path / "again" / "environment")
+    again = grpo("again", *more)
+    assert stages.same_weights(killed, again) and not stages.differences(killed, again)
+    other = grpo("other", *more)
+    assert stages.differences(killed, other)
+    lines = [line for path in (killed / "environment").iterdir() for line in path.read_text().splitlines() if line]
+    keys = [tuple(json.loads(line.partition(" ")[2])[:3]) for line in lines if not line.startswith(" ")]
+    assert len(keys) == len(set(keys))  # nothing was asked twice

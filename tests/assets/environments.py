@@ -1,0 +1,136 @@
+"""Tools and environments of the tests."""
+
+import asyncio
+import os
+import pathlib
+import random
+import signal
+import time
+
+
+def add(a: int, b: int) -> int:
+    """
+    Adds two numbers.
+
+    Args:
+        a: The first one.
+        b: The second one.
+    """
+    return a + b
+
+
+async def divide(a: float, b: float) -> float:
+    """
+    Divides.
+
+    Args:
+        a: What is divided.
+        b: By what.
+    """
+    await asyncio.sleep(0.01)
+    return a / b
+
+
+def bare(a, b):
+    """
+    Adds.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    return a + b
+
+
+def mute(a: int) -> int:
+    return a
+
+
+class Guess:
+    """Find the number that the seed chose."""
+
+    def __init__(self, top: int = 4):
+        self.top, self.tries, self.done = top, 0, False
+
+    def reset(self, seed: int, **row):
+        self.secret, self.row = seed % self.top, row
+        return f"below {self.top}"
+
+    def guess(self, number: int) -> str:
+        """
+        Says whether the number is too low or too high.
+
+        Args:
+            number: The guess.
+        """
+        self.tries += 1
+        self.done = number == self.secret
+        return "right" if self.done else "too low" if number < self.secret else "too high"
+
+    def turn_reward(self) -> float:
+        return 0.25 * self.done
+
+    def get_reward(self) -> float:
+        return float(self.done)
+
+
+class Troubled(Guess):
+    """Fails in a way of the row's choice, as often as a file in `folder` has not been written."""
+
+    def __init__(self, folder: str, fails: int = 1):
+        super().__init__()
+        self.folder, self.fails = pathlib.Path(folder), fails
+
+    def guess(self, number: int) -> str:
+        """
+        Fails, or guesses.
+
+        Args:
+            number: The guess.
+        """
+        kind = self.row["kind"]
+        marks = list(self.folder.glob(f"{kind}-{self.secret}-*"))
+        if len(marks) < self.fails:
+            (self.folder / f"{kind}-{self.secret}-{len(marks)}").touch()
+            if kind == "raised":
+                raise ConnectionError("no network")
+            if kind == "died":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+        return super().guess(number)
+
+    def get_reward(self):
+        return float(self.tries)
+
+
+class Shy(Guess):
+    def get_reward(self):
+        return None
+
+
+class NoReset:
+    def guess(self, number: int) -> str:
+        """
+        Guesses.
+
+        Args:
+            number: The guess.
+        """
+        return "no"
+
+
+class Dice:
+    """Another answer and another verdict each time, some of them late."""
+
+    def reset(self, seed: int, **row):
+        self.random = random.SystemRandom()
+
+    async def roll(self) -> str:
+        """
+        Rolls the dice.
+        """
+        await asyncio.sleep(self.random.choice([0, 0, 0.03]))
+        return str(self.random.randint(1, 6))
+
+    def get_reward(self) -> float:
+        return self.random.random()

@@ -1,0 +1,109 @@
+"""Tools and environments in worker processes: what is answered, retried, given up, and read from the log again."""
+
+import pytest
+
+from aligner.config.sections.environment import EnvironmentConfig
+from aligner.environments.log import AnswerLog
+from aligner.environments.pool import Pool, Session
+from aligner.environments.tools import load_tools, schemas
+from aligner.errors import EnvironmentCodeError
+
+FILE = "tests/assets/environments.py"
+
+
+def make_pool(folder, step=1, **more):
+    cfg = EnvironmentConfig(workers=1, **more)
+    log = AnswerLog(folder / "log", 0)
+    log.begin(step)
+    return Pool(cfg, schemas(load_tools(cfg)), log)
+
+
+def call(name, **arguments):
+    return {"name": name, "arguments": arguments}
+
+
+def turn(pool, session, *calls):
+    return pool.ask(session, "turn", calls=list(calls)).result(60)
+
+
+def test_functions_and_what_is_wrong_with_a_call(tmp_path):
+    pool, session = make_pool(tmp_path, tools=[f"{FILE}:add", f"{FILE}:divide"]), Session("1", 7, {})
+    assert pool.ask(session, "reset", seed=7, row={}).result(60)["value"] == []
+    wrong = [call("add", a=1), call("add", a=1, b="2"), call("multiply", a=1), call("divide", a=1, b=0)]
+    found = turn(pool, session, call("add", a=1, b=2), call("divide", a=1, b=4), *wrong)["value"]
+    assert found["texts"][:2] == ["3", "0.25"] and found["reward"] is None and not found["done"]
+    assert found["texts"][2:] == [
+        "error: add: missing a required argument: 'b'",
+        "error: add: b: '2' is no integer",
+        "error: there is no tool 'multiply': there are add, divide",
+        "error: division by zero",
+    ]
+    assert found["wrong"] == 4
+
+
+def test_an_environment_has_a_state_of_its_own_for_each_sample(tmp_path):
+    pool = make_pool(tmp_path, path=f"{FILE}:Guess", args={"top": 3})
+    sessions = [Session(str(i), seed, {}) for i, seed in enumerate((4, 4, 5))]
+    opened = [pool.ask(s, "reset", seed=s.seed, row={"top": 1}) for s in sessions]
+    assert [f.result(60)["value"] for f in opened] == [[{"role": "user", "content": "below 3"}]] * 3
+    answers = [turn(pool, s, call("guess", number=1))["value"] for s in sessions]
+    assert [a["texts"] for a in answers] == [["right"], ["right"], ["too low"]]
+    assert [(a["reward"], a["done"]) for a in answers] == [(0.25, True), (0.25, True), (0.0, False)]
+    assert [pool.ask(s, "score").result(60)["value"] for s in sessions] == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["raised", "hung", "died"])
+def test_what_fails_once_is_asked_again_in_a_new_environment(tmp_path, kind):
+    more = {"path": f"{FILE}:Troubled", "timeout_s": 1.0 if kind == "hung" else 30.0}
+    pool = make_pool(tmp_path, args={"folder": str(tmp_path)}, **more)
+    session = Session("1", 2, {"kind": kind})
+    pool.ask(session, "reset", seed=2, row=session.row).result(60)
+    found = turn(pool, session, call("guess", number=1))
+    assert found["value"]["texts"] == ["too low"] and found["retried"] == 1
+    assert turn(pool, session, call("guess", number=2))["value"]["texts"] == ["right"]
+    assert pool.ask(session, "score").result(60)["value"] == 2.0  # calls that it has seen: those of the first are not
+    always = make_pool(tmp_path, step=2, args={"folder": str(tmp_path), "fails": 9}, retries=1, **more)
+    session = Session("1", 3, {"kind": kind})
+    always.ask(session, "reset", seed=3, row=session.row).result(60)
+    found = turn(always, session, call("guess", number=1))
+    assert found["failed"] == kind and found["retried"] == 1 and "value" not in found
+
+
+def test_answers_are_read_before_anyone_is_asked(tmp_path):
+    def play(pool, *numbers):
+        session = Session("9", 2, {})
+        pool.ask(session, "reset", seed=2, row={}).result(60)
+        return session, [turn(pool, session, call("guess", number=n)) for n in numbers]
+
+    _, first = play(make_pool(tmp_path, path=f"{FILE}:Guess"), 0, 1)
+    path = tmp_path / "log" / "step-00000001-rank-00000.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])  # a kill: the answer to the second guess was being written
+    again = make_pool(tmp_path, path=f"{FILE}:Guess")
+    session, second = play(again, 0)
+    assert second[0] == first[0] and session.worker is None  # to the second on the clock: nobody was asked
+    assert turn(again, session, call("guess", number=1))["value"] == first[1]["value"]
+    assert session.worker is not None and again.ask(session, "score").result(60)["value"] == 0.0
+    assert turn(again, session, call("guess", number=2))["value"]["texts"] == ["right"]
+    other, _ = play(make_pool(tmp_path, path=f"{FILE}:Guess"), 3)  # another question than the one answered
+    assert other.worker is not None
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0].replace("below", "above"), *lines[1:]]) + "\n")
+    changed, _ = play(make_pool(tmp_path, path=f"{FILE}:Guess"))
+    assert changed.worker is not None  # a line that does not have its checksum is none
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"tools": [f"{FILE}:bare"]}, r"the tool `bare`: expected a type hint"),
+        ({"tools": [f"{FILE}:mute"]}, r"the tool `mute`: expected .* a docstring"),
+        ({"tools": [f"{FILE}:add", "./tests/assets/environments.py:add"]}, r"environment\.tools\[1\].*another name"),
+        ({"tools": [f"{FILE}:subtract"]}, r"environment\.tools\[0\].*expected a function `subtract`.*add, divide"),
+        ({"path": f"{FILE}:NoReset"}, r"environment\.path=.*method reset\(self, seed, \*\*row\)"),
+        ({"path": f"{FILE}:Guess", "tools": ["tests/assets/guess.py:guess"]}, r"environment\.tools\[0\].*no file"),
+        ({"path": "Guess"}, r"environment\.path='Guess': expected module:Class, path\.py:Class"),
+    ],
+)
+def test_bad_tools_are_told_before_anything_starts(more, words):
+    with pytest.raises(EnvironmentCodeError, match=words):
+        schemas(load_tools(EnvironmentConfig(**more)))

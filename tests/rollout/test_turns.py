@@ -1,0 +1,212 @@
+"""Trajectories of a scripted engine with real tools, environments and tokenizer: rows, masks, ends, rewards."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from aligner.config.sections.environment import EnvironmentConfig
+from aligner.config.sections.rewards import RewardConfig
+from aligner.data.dialogue import Dialogue
+from aligner.data.tokenizer import train_tokenizer
+from aligner.data.tool_calls import written
+from aligner.environments.log import AnswerLog
+from aligner.environments.pool import Pool
+from aligner.environments.tools import load_tools, schemas
+from aligner.errors import DataError, EnvironmentFailedError
+from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.environment import EnvironmentReward
+from aligner.rollout.collate import collate
+from aligner.rollout.requests import Request
+from aligner.rollout.score import Scorer
+from aligner.rollout.source import RolloutSource
+from aligner.rollout.turns import TurnGenerator, trajectory_sums
+from aligner.tools.calculator import TEMPLATE
+from aligner.types import LENGTH, STOP, Generations, Prompt, SamplingParams, Stop
+
+FILE = "tests/assets/environments.py"
+CUT = "..."  # ends a scripted answer that meets the token limit
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    return train_tokenizer([], str(tmp_path_factory.mktemp("calls")), 261, chat_template=TEMPLATE)
+
+
+class Scripted:
+    """Says what `script(text of the prompt, seed)` says; the logprob of token t is -t / 1000."""
+
+    weight_version = 3
+
+    def __init__(self, tokenizer, script):
+        self.tokenizer, self.script, self.given = tokenizer, script, []
+
+    def generate(self, prompts, seeds, sampling, progress=None):
+        rows, reasons = [], []
+        for prompt, own in zip(prompts, seeds, strict=True):
+            for seed in own:
+                self.given.append(tuple(prompt))
+                text = self.script(self.tokenizer.decode(prompt), seed)
+                cut = text.endswith(CUT)
+                rows.append(self.tokenizer.encode(text) + ([] if cut else [self.tokenizer.eos_token_id]))
+                reasons.append(LENGTH if cut else STOP)
+        width = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        return Generations(tokens, torch.tensor([*map(len, rows)]), -tokens / 1000, torch.tensor(reasons), 3)
+
+
+@pytest.fixture
+def play(tokenizer, tmp_path, world):
+    """play(script, requests=, folder=, **environment) -> (groups, generator)."""
+
+    def make(script, seeds=((5,),), row=None, folder="run", rollout=1, tokenizer=tokenizer, **more):
+        cfg = EnvironmentConfig(**{"workers": 1, "max_tokens": 400} | more)
+        tools = load_tools(cfg)
+        dialogue = Dialogue(tokenizer, schemas(tools))
+        pool = Pool(cfg, dialogue.tools, AnswerLog(tmp_path / folder, 0))
+        engine = Scripted(tokenizer, script)
+        sampling = SamplingParams(60, stop_token_ids=(tokenizer.eos_token_id,))
+        generator = TurnGenerator(engine, tokenizer, sampling, world, pool, dialogue, cfg, 100, tools.scores)
+        messages = ({"role": "user", "content": "q"},)
+        given = dialogue.begin(list(messages))
+        prompt = Prompt(0, given.tokens, given.text, row or {}, messages)
+        return generator([Request(i, prompt, list(s), rollout) for i, s in enumerate(seeds)]), generator
+
+    return make
+
+
+def call(name, **arguments):
+    return written("hermes", name, arguments)
+
+
+def twice(text, seed):
+    return call("add", a=1, b=2) if "<tool_call>" not in text else "it is 3"
+
+
+def test_a_row_is_what_the_engine_saw_and_only_answers_count(play, tokenizer):
+    groups, generator = play(twice, seeds=((5, 6),), tools=[f"{FILE}:add"])
+    batch = collate(groups.samples, groups.generations, torch.tensor([0, 0]), tokenizer.pad_token_id)
+    for i, sample in enumerate(groups.samples):
+        last = generator.engine.given[2 + i]
+        row, n = batch.tokens[i].tolist(), int(batch.lengths[i])
+        assert tuple(row[: len(last)]) == last and sample.prompt.tokens + sample.tokens == tuple(row[:n])
+        mine = [t for t, m in zip(row, batch.response_mask[i].tolist(), strict=True) if m]
+        assert tokenizer.decode(mine) == f"{call('add', a=1, b=2)}<eos>it is 3<eos>"
+        assert batch.rollout_logprobs[i].tolist() == pytest.approx(
+            [-t / 1000 * m for t, m in zip(row, batch.response_mask[i].tolist(), strict=True)]
+        )
+        assert "<|system|>3<|assistant|>" in tokenizer.decode(row)
+        assert sample.response == "it is 3" and sample.finished and bool(batch.finished[i])
+        told = sample.trajectory.messages
+        assert [m["role"] for m in told] == ["assistant", "tool", "assistant"] and told[1]["content"] == "3"
+        assert told[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 2}}
+        assert (sample.trajectory.turns, sample.trajectory.stop, sample.trajectory.rows) == (2, Stop.ANSWER, 1)
+    assert not batch.forks.any()
+
+
+def test_a_part_that_is_rendered_anew_is_a_fork_of_the_same_row(play, tmp_path):
+    forgets = TEMPLATE.replace("in messages -", "in messages[-4:] -")
+    own = train_tokenizer([], str(tmp_path / "own"), 261, chat_template=forgets)
+    answers = iter([call("add", a=1, b=1), call("add", a=2, b=2), "done"])
+    groups, generator = play(lambda text, seed: next(answers), tokenizer=own, tools=[f"{FILE}:add"], max_tokens=4000)
+    batch = collate(groups.samples, groups.generations, torch.tensor([0]), own.pad_token_id)
+    _, second, third = generator.engine.given
+    row, n = batch.tokens[0], int(batch.lengths[0])
+    parts = [row[:n][batch.forks[0, :n] == k].tolist() for k in (0, 1)]
+    assert tuple(parts[0][: len(second)]) == second and tuple(parts[1][: len(third)]) == third
+    mine = own.decode(row[batch.response_mask[0].bool()])
+    assert mine == f"{call('add', a=1, b=1)}<eos>{call('add', a=2, b=2)}<eos>done<eos>"
+    assert groups.samples[0].trajectory.rows == 2 and batch.forks[0, n - 1] == 1
+
+
+@pytest.mark.parametrize(
+    "stop, script, more",
+    [
+        (Stop.TURNS, lambda text, seed: call("add", a=1, b=1), {"max_turns": 3}),
+        (Stop.TOKENS, lambda text, seed: call("add", a=1, b=1), {"max_tokens": 200}),
+        (Stop.LENGTH, lambda text, seed: f"<tool_call>{CUT}", {}),
+        (Stop.SECONDS, lambda text, seed: call("divide", a=1, b=1), {"max_seconds": 1e-6}),
+    ],
+)
+def test_what_ends_a_trajectory_before_it_ends(play, stop, script, more):
+    groups, _ = play(script, tools=[f"{FILE}:add", f"{FILE}:divide"], **more)
+    (sample,) = groups.samples
+    assert sample.trajectory.stop == stop and not sample.finished
+    assert len(sample.tokens) <= more.get("max_tokens", 400)
+    sums, maxima = trajectory_sums(groups.samples)
+    assert sums[f"stop/{stop}"] == (1.0, 1.0) and sum(n for name, (n, _) in sums.items() if "stop/" in name) == 1.0
+    assert maxima["environment/turns_max"] == sample.trajectory.turns
+
+
+def test_wrong_calls_are_answered_and_counted(play):
+    answers = iter(["<tool_call>{oops</tool_call>", call("subtract"), call("add", a="1", b=2), "well"])
+    groups, _ = play(lambda text, seed: next(answers), tools=[f"{FILE}:add"], max_tokens=1000)
+    (sample,) = groups.samples
+    told = [m["content"] for m in sample.trajectory.messages if m["role"] == "tool"]
+    assert [text.partition(" (")[0] for text in told] == [
+        "error: this call is not valid JSON",
+        "error: there is no tool 'subtract': there are add",
+        "error: add: a: '1' is no integer",
+    ]
+    assert sample.trajectory.wrong == 3 and sample.finished
+
+
+def guesses(text, seed):
+    """Halves what is left of below 4, as the environment opens."""
+    assert "below 4" in text
+    tried = text.count("<tool_call>")
+    return call("guess", number=[1, 2, 3, 0][tried])
+
+
+def test_an_environment_opens_plays_and_rewards(play):
+    groups, _ = play(guesses, seeds=((5, 6), (7, 8)), path=f"{FILE}:Guess", gamma=0.5, max_tokens=1000)
+    for sample in groups.samples:
+        trajectory = sample.trajectory
+        assert trajectory.stop == Stop.DONE and sample.finished
+        last = 0.5 ** (trajectory.turns - 1)
+        assert trajectory.reward == pytest.approx(1.25 * last)  # of the turn 1/4, at the end 1, discounted alike
+        assert sample.prompt.messages[-1]["content"] == "below 4"
+    turns = [sample.trajectory.turns for sample in groups.samples]
+    assert turns[0] == turns[1] and turns[2] == turns[3]  # a group has one seed
+
+
+def test_a_failing_environment_makes_the_sample_invalid_never_zero(play, tmp_path, world):
+    rows = {"kind": "raised"}
+    more = {"path": f"{FILE}:Troubled", "args": {"folder": str(tmp_path), "fails": 99}, "retries": 1}
+    groups, _ = play(lambda text, seed: call("guess", number=0) if seed == 5 else "no", ((5, 6),), rows, **more)
+    broken = groups.samples[0]
+    assert broken.trajectory.stop == Stop.FAILED and broken.trajectory.failure == "raised: ConnectionError: no network"
+    assert broken.trajectory.retried == 1 and broken.trajectory.reward is None
+    pipeline = RewardPipeline([(EnvironmentReward(), 2.0)], RewardConfig())
+    scorer = Scorer(pipeline, world)
+    scores = scorer.combined(scorer(groups), update=False)
+    assert math.isnan(scores.total[0]) and scores.valid == [False, True] and scores.total[1] == 0.0
+    sums, _ = trajectory_sums(groups.samples)
+    assert sums["environment/failed_raised"] == (1.0, 2.0) and sums["environment/retried"] == (1.0, 2.0)
+    with pytest.raises(EnvironmentFailedError, match=r"each asked 2 times \(environment\.retries\).*no network"):
+        RolloutSource._check_failures([broken], {"stop/failed": 1.0})
+    shy, _ = play(lambda text, seed: "no", path=f"{FILE}:Shy", folder="shy")  # no reward is none, not 0
+    assert scorer.combined(scorer(shy), update=False).valid == [False]
+
+
+def test_a_prompt_that_an_environment_makes_too_long_is_told(play, tmp_path):
+    (tmp_path / "long.py").write_text("class Long:\n    def reset(self, seed):\n        return 'x' * 200\n")
+    with pytest.raises(DataError, match=r"environment\.path: reset made a prompt of 2\d\d tokens: .*_tokens=100"):
+        play(twice, path=f"{tmp_path / 'long.py'}:Long", tools=[f"{FILE}:add"])
+
+
+def test_a_rollout_made_again_hears_the_same_and_evaluation_is_not_logged(play, tmp_path):
+    def rolls(text, seed):
+        return call("roll") if text.count("<tool_call>") < 2 else "so"
+
+    seeds = ((5, 6, 7, 8),)
+    first, _ = play(rolls, seeds, path=f"{FILE}:Dice")
+    again, _ = play(rolls, seeds, path=f"{FILE}:Dice")
+    other, _ = play(rolls, seeds, path=f"{FILE}:Dice", folder="other")
+    assert again.samples == first.samples and other.samples != first.samples
+    assert torch.equal(again.generations.tokens, first.generations.tokens)
+    play(rolls, seeds, path=f"{FILE}:Dice", folder="none", rollout=0)
+    assert not (tmp_path / "none").exists()
+    lines = (tmp_path / "run" / "step-00000001-rank-00000.jsonl").read_text().splitlines()
+    assert len(lines) == 4 * 4 and all(len(json.loads(line.partition(" ")[2])) == 4 for line in lines)
