@@ -168,12 +168,13 @@ def judge_bytes(job: Job) -> float:
 
 def _building(job: Job, stage: int) -> dict[str, float]:
     """The largest moment while the models are built, one after the other, the reward model first: matrices before they
-    are held in fewer bits; of trained ones Megatron's buffers of weights and gradients, beside the weights whose place
-    they take. Moments of the optimizer come with its first step."""
+    are held in fewer bits, or are the policy's; of trained ones Megatron's buffers of weights and gradients, beside the
+    weights whose place they take. Moments of the optimizer come with its first step."""
     weights = gradients = optimizer = 0.0
     found = []
     for part in sorted(job.parts, key=lambda part: part.name != "reward"):
-        dense = 0.0 if part.shared else weight_bytes(held_parameters(part, job.grid, stage), job.element)
+        made = part.trained or not part.shared
+        dense = made * weight_bytes(held_parameters(part, job.grid, stage), job.element)
         found.append((weights + dense, gradients, optimizer))
         weights += model_bytes(job, part, stage)
         if part.trained:
