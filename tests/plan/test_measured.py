@@ -9,6 +9,7 @@ import torch
 
 from aligner.config.resolve import compose
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
@@ -53,6 +54,13 @@ CASES = {
     "biased experts, tp2": (replace(GPT_OSS, num_layers=2), {"tensor": 2}, 2, {}),
     "latent": (DEEPSEEK, {}, 1, {}),
     "linear attention, cp2": (MORE["qwen3_next"], {"context": 2}, 2, {}),
+    # wide enough that none of its sums over tensor ranks is among the small messages that are not compared
+    "linear attention, tp2": (
+        replace(MORE["qwen3_next"], head_dim=32, linear=LinearConfig(4, 8, 8, 128, 4, attention_every=2)),
+        {"tensor": 2},
+        2,
+        {},
+    ),
     "latent, tp2": (DEEPSEEK, {"tensor": 2}, 2, {}),
     "latent, tp2, sequence": (DEEPSEEK, {"tensor": 2, **SEQ}, 2, {}),
     "latent, cp2": (DEEPSEEK, {"context": 2}, 2, {}),
