@@ -330,10 +330,12 @@ class ShardedModel:
             "collect_non_loss_data": non_loss,
             "pg_collection": self.layout.pgs,
         }
-        if self.layout.pipeline > 1:
-            pipeline = Pipeline(self.layout, self.module.config, arguments["data_iterator"])
-            arguments |= {"data_iterator": pipeline, "p2p_communicator": pipeline}
-        return self._schedule(**arguments)
+        if self.layout.pipeline == 1:
+            return self._schedule(**arguments)
+        pipeline = Pipeline(self.layout, self.module.config, arguments["data_iterator"])
+        found = self._schedule(**arguments | {"data_iterator": pipeline, "p2p_communicator": pipeline})
+        self.module.set_input_tensor([None])  # else the stage keeps what it received last, with its gradient
+        return found
 
     @torch.no_grad()
     def forward(

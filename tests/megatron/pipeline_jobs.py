@@ -33,7 +33,8 @@ def messages(parallel: ParallelConfig, dtype: torch.dtype = torch.float32) -> di
 
 
 def received(parallel: ParallelConfig) -> list[int]:
-    """How many of the activations that this stage received before are still there when the next ones have come."""
+    """How many of the activations that this stage received before are still there when the next ones have come, and
+    after a step."""
     model, full = build(LLAMA, parallel, ADAM), batch(LLAMA)
     parts = micro_batches(full, BatchConfig(micro_batch_samples=1))
     before, alive = [], []
@@ -53,7 +54,7 @@ def received(parallel: ParallelConfig) -> list[int]:
         send_backward_recv_forward=noting(Pipeline.send_backward_recv_forward),
     ):
         model.step(parts, nll_loss(model, full))
-    return alive
+    return [*alive, sum(tensor() is not None for tensor in before)]
 
 
 class _noted:
