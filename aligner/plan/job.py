@@ -55,6 +55,7 @@ class Engine:
     max_batch: int = 512
     kv_bytes: float = 1 << 30  # budget
     refill: bool = True  # a finished row's place is taken by a waiting one; else batches end before the next begins
+    reserved: bool = False  # the whole budget is taken when it starts
     padded: bool = True  # every row of a decode step reads the cache up to the longest row's position
     launches: bool = True  # kernels are launched one by one, not as a graph
     placed: bool = True  # a refit writes shards in place, else it hands over whole tensors
@@ -190,7 +191,7 @@ class Job:
         most = PREFILL_TOKENS * each // longest
         chunk = max(each, min(most, budget // 4, budget - positions - more, each * ceil(prompts)))
         slots = int(max(1, min(engine.max_batch, ceil(rows), (budget - chunk) // (positions + more))))
-        return slots, (slots * (positions + more) + chunk) * token
+        return slots, engine.kv_bytes if engine.reserved else (slots * (positions + more) + chunk) * token
 
 
 def grid_of(cfg: Config, gpus: int) -> Grid:
@@ -242,6 +243,7 @@ def job_of(
             size,
             e.max_batch,
             float(e.kv_cache_bytes),
+            reserved=e.child is not None,
             padded=native,
             launches=native and not e.cuda_graphs,
             placed=native and e.quantization == "none",
@@ -268,7 +270,7 @@ def job_of(
         bucket_bytes=cfg.refit.bucket_bytes,
         offload=tuple(cfg.memory.offload),
         old_in_update=old_logprobs_in_update(cfg),
-        sleeps=cfg.memory.sleep != "never",
+        sleeps=cfg.memory.sleep != "never" and (cfg.engine.child is None or cfg.engine.child.sleep),
         routing=routing_bytes(shape) if cfg.mismatch.replay_routing else 0,
         ptx_rows=cfg.ptx.sequences if cfg.ptx.coef else 0,
         ptx_longest=cfg.ptx.data.max_tokens,

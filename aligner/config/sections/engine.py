@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from aligner.config.checks import above, at_least, one_of
 from aligner.config.quantization import KINDS
+from aligner.config.sections.child import ChildConfig
 from aligner.config.sections.trtllm import ONE_RANK, TrtllmConfig
 from aligner.config.sections.trtllm_engine import NAME as TRTLLM_ENGINE
 from aligner.config.sections.trtllm_engine import check_engine
@@ -28,6 +29,11 @@ class EngineConfig:
     answers: str = ""  # engine.name=recorded: a folder that debug.record_answers wrote
     trtllm: TrtllmConfig = field(default_factory=TrtllmConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
+
+    @property
+    def child(self) -> ChildConfig | None:
+        """The section of the package that runs in a child process, if one does."""
+        return {"vllm": self.vllm, "trtllm": self.trtllm, TRTLLM_ENGINE: self.trtllm}.get(self.name)
 
     def __post_init__(self) -> None:
         one_of("engine.name", self.name, ("native", "vllm", "trtllm", TRTLLM_ENGINE, "recorded"))

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.sections.child import ChildConfig
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import UpdateLedger
@@ -68,7 +67,8 @@ class ChildEngine:
         start: Start | None = None,
     ):
         self.require(config)
-        self.cfg, self.config = model, config
+        assert config.child is not None, config.name
+        self.cfg, self.config, self.options = model, config, config.child
         self._group, self._leads = group, group is None or group.rank() == 0
         self.device, self.dtype, self.pad_id, self._decode = torch.device(device), dtype, pad_id, decode
         self.max_seq_len = min(self.options.max_seq_len or max_seq_len or model.max_position, model.max_position)
@@ -100,11 +100,6 @@ class ChildEngine:
     @classmethod
     def require(cls, config: EngineConfig) -> None:
         """Raises AlignerError where the package cannot be there; what is there the child will tell."""
-        raise NotImplementedError
-
-    @property
-    def options(self) -> ChildConfig:
-        """The section of this package."""
         raise NotImplementedError
 
     def _variables(self) -> dict[str, str]:

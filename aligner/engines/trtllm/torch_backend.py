@@ -51,10 +51,6 @@ class TrtllmEngine(ChildEngine):
     def require(cls, config: EngineConfig) -> None:
         require_package(config.trtllm.python, cls.name)
 
-    @property
-    def options(self) -> TrtllmConfig:
-        return self.config.trtllm
-
     def _settings(self, buffer: Tensor) -> Settings:
         return replace(super()._settings(buffer), backend=self.backend)
 

@@ -45,10 +45,6 @@ class VllmEngine(Replicated, ChildEngine):
     def require(cls, config: EngineConfig) -> None:
         interpreter(config.vllm.python, {}, VllmConfig.section)
 
-    @property
-    def options(self) -> VllmConfig:
-        return self.config.vllm
-
     def _settings(self, buffer: Tensor) -> Settings:
         """vLLM wants room for the longest row that it may be asked for: shorter ones are, where its cache is small."""
         fits = (self.config.kv_cache_bytes // (self.block * self.position_bytes) - 1) * self.block - 1

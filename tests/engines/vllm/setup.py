@@ -86,7 +86,7 @@ class Shared:
     def start(cls, device, fds, python):
         if cls.lent is None or cls.lent.ended():
             engine = VllmEngine.__new__(VllmEngine)
-            engine.config, engine._group = EngineConfig(name="vllm"), None
+            engine.options, engine._group = VllmConfig(), None
             cls.lent = Lent(*engine._process(torch.device("cpu"), [cls.file.fd], python))
             atexit.register(cls.lent.child.stop, 0)
         return cls.lent, cls.lent
