@@ -27,6 +27,7 @@ pytestmark = [needs_vllm, pytest.mark.slow]
 
 class TestVllmEngine(EngineContract):
     table = MODELS
+    models = ("llama", "gemma3", "qwen3_moe")  # of the others below: each engine takes seconds to make
     make_engine = staticmethod(make_engine)
 
     def test_a_row_that_can_never_fit_is_refused(self):
@@ -37,6 +38,22 @@ class TestVllmEngine(EngineContract):
         with pytest.raises(ConfigError, match=f"engine.kv_cache_bytes.*{4 * block} bytes"):
             engine.generate([[1, 2, 3]], [[0]], SamplingParams(61))
         engine.logprobs(torch.ones(1, 63, dtype=torch.int64), torch.tensor([63]))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in TestVllmEngine.models])
+def test_logprobs_of_every_family_after_every_update(name):
+    cfg = MODELS[name]
+    engine, lengths = make_engine(cfg), torch.tensor([12, 5, 1, 9])
+    for version in (1, 2):
+        model = reference(cfg, version)
+        fill(engine, model, version)
+        out = engine.generate(PROMPTS, seeds_for(PROMPTS, 3), SamplingParams(20, temperature=0.7, stop_token_ids=(3,)))
+        check_logprobs(model, PROMPTS, 3, out, 0.7)
+        tokens = torch.randint(0, 53, (4, 12), generator=torch.Generator().manual_seed(version))
+        with torch.no_grad():
+            wanted = model(tokens).logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
+        found = engine.logprobs(tokens, lengths)[:, 1:]
+        assert torch.allclose(found, wanted * (torch.arange(1, 12) < lengths[:, None]), atol=1e-4)
 
 
 def test_prefixes_of_old_weights_are_not_reused_and_an_update_may_be_given_up():
