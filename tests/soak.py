@@ -1,13 +1,14 @@
 """Kill runs at random moments, resume them to their end, and compare with the uninterrupted run bit by bit.
 
-    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,dpo,...] [--layouts one,dp2,tp2,tp2-lora]
+    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,dpo,...] [--layouts one,dp2,tp2,tp2-lora,lag1,lag2]
 
-Each case is a random stage on one rank, two data-parallel or two tensor ranks (also with adapters), with or without
-checkpoint.async_save, killed (SIGKILL of one rank or of all) up to four times: half of the kills at a random time, half
-at a point that a random time would seldom hit: within a save, a commit, a refit, between two minibatches, at the end of
-an epoch. One of several ranks may first see the run folder as it was some time ago, as on a network file system. Ranks
-are forked from this process, which has everything imported, so a kill costs seconds. Prints kills, resumes and
-mismatches; the exit code is 1 if there is a mismatch.
+Each case is a random stage on one rank, two data-parallel or two tensor ranks (also with adapters), grpo and ppo also
+on a trainer's rank and an engine's that is ahead of it (engine.lag), with or without checkpoint.async_save, killed
+(SIGKILL of one rank or of all) up to four times: half of the kills at a random time, half at a point that a random time
+would seldom hit: within a save, a commit, a refit, between two minibatches, at the end of an epoch. One of several
+ranks may first see the run folder as it was some time ago, as on a network file system. Ranks are forked from this
+process, which has everything imported, so a kill costs seconds. Prints kills, resumes and mismatches; the exit code is
+1 if there is a mismatch.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from aligner.data.stream import IndexStream
 from aligner.megatron.checkpoint import ModelSave
 from aligner.megatron.train import ShardedModel
 from aligner.refit.transfer import Refit
-from aligner.rollout import pending
+from aligner.rollout import ahead, pending
 from aligner.rollout.generate import Generator
 from aligner.rollout.sampled import Sampled
 from aligner.rollout.score import Scorer
@@ -63,6 +64,7 @@ TOTAL = 6
 STAGES = ("sft", "rm", "dpo", "kto", "distill", "online_dpo", "sample", "grpo", "ppo")
 LAYOUTS: dict[str, tuple[int, list[str]]] = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"])}
 LAYOUTS["tp2-lora"] = (2, ["parallel.tensor=2", "model.lora.rank=2", "model.lora.dora=true"])
+LAYOUTS |= {f"lag{lag}": (2, ["engine.ranks=1", f"engine.lag={lag}"]) for lag in (1, 2)}
 COMMON = [f"run.steps={TOTAL}", "checkpoint.every=2", "run.eval_every=3", "logging.progress=false"]
 COMMON += ["optim.schedule=cosine", "optim.warmup_steps=2", "batch.micro_batch_samples=4"]
 ADAPTIVE = "algorithm.kl={coef: 0.1, placement: %s, controller: {kind: adaptive, target: 0.01, horizon: 100}}"
@@ -81,6 +83,7 @@ POINTS: dict[str, tuple[object, str]] = {
     "generation": (Generator, "__call__"),
     "scoring": (Scorer, "__call__"),
     "a stored rollout": (pending, "write_recording"),
+    "a rollout in flight": (ahead, "_write"),
     "samples in their file": (Sampled, "append"),
     "files of samples": (Sampled, "finish"),
     "a minibatch": (ShardedModel, "step"),
@@ -282,7 +285,14 @@ class Soak:
         if self.random.random() < 0.5:
             return Kill(rank, after_s=self.random.uniform(0.05, seconds))
         online = stage in ("online_dpo", "sample", "grpo", "ppo")
-        rollout_points = ("a refit", "a bucket of a refit", "generation", "scoring", "a stored rollout")
+        rollout_points = (
+            "a refit",
+            "a bucket of a refit",
+            "generation",
+            "scoring",
+            "a stored rollout",
+            "a rollout in flight",
+        )
         points = [p for p in POINTS if online or p not in rollout_points]
         points = [p for p in points if stage not in ("rm", "sample") or p != "an evaluation"]
         points = [p for p in points if stage == "sample" or p not in ("samples in their file", "files of samples")]
@@ -296,7 +306,8 @@ class Soak:
 
     def case(self, left: int) -> None:
         """One run, killed up to four times, then brought to its end and compared."""
-        stage, layout = self.random.choice(self.names), self._layout()
+        stage = self.random.choice(self.names)
+        layout = self._layout(stage)
         async_save = self.random.random() < 0.5
         whole, seconds = self.reference(stage, layout)
         self.cases += 1
@@ -326,9 +337,10 @@ class Soak:
         else:
             shutil.rmtree(run)
 
-    def _layout(self) -> str:
-        weights = [2 if LAYOUTS[name][0] == 1 else 1 for name in self.layouts]  # several ranks take longer
-        return self.random.choices(self.layouts, weights)[0]
+    def _layout(self, stage: str) -> str:
+        able = [name for name in self.layouts if stage in ("grpo", "ppo") or not name.startswith("lag")]
+        weights = [2 if LAYOUTS[name][0] == 1 else 1 for name in able]  # several ranks take longer
+        return self.random.choices(able, weights)[0]
 
     @staticmethod
     def tail(log: Path) -> str:

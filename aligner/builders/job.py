@@ -58,6 +58,7 @@ class Job:
     judges: dict[str, FleetEngine] = field(default_factory=dict)  # with weights of their own, by role
     start: Start = field(default_factory=lambda: Start("", 1, {}))  # rank 0 has a real one
     state: dict[str, Stateful] = field(default_factory=dict)  # that checkpoints keep beside the stage's own
+    on_save: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of one to be written
     on_commit: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of a whole checkpoint
     frozen: list[str] = field(default_factory=list)  # of each model with adapters: what its other weights are
     tools: list[dict[str, Any]] = field(default_factory=list)  # schemas that prompts tell the model

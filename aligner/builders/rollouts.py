@@ -13,6 +13,7 @@ from aligner.builders.rewards import make_rewards
 from aligner.config.freeze import rollout_key
 from aligner.data.dataset import PromptDataset
 from aligner.data.mixture import PromptMixture
+from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.megatron.train import ShardedModel
 from aligner.models.fingerprint import file_fingerprint
 from aligner.ops.agree import same_view
@@ -21,10 +22,12 @@ from aligner.roles.model_init import shape_of
 from aligner.roles.policy import Policy
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
+from aligner.rollout.ahead import Ahead
 from aligner.rollout.evaluate import Evaluator
 from aligner.rollout.generate import Generator
 from aligner.rollout.own import OwnAnswers
-from aligner.rollout.pending import FOLDER as PENDING
+from aligner.rollout.parts import FOLDER as PENDING
+from aligner.rollout.parts import Parts
 from aligner.rollout.pending import PendingRollouts
 from aligner.rollout.record import FOLDER, Origin, Recorder
 from aligner.rollout.references import check_rows
@@ -71,7 +74,10 @@ def make_rollouts(
         layout.pgs.dp,
     )
     state = {"data": stream, "rewards": rewards, "sentinel": verifier}
-    found = _stored(job, source, state, policy.model)
+    if cfg.engine.lag:
+        source.ahead = ahead = _ahead(job, source.requests, source.generate, policy.model)
+        state |= {"data": ahead.data, "ahead": ahead}
+    found = source if cfg.engine.lag else _stored(job, source, state, policy.model)
     recorded = cfg.debug.record or (cfg.run.steps if cfg.debug.rollout_only else 0)
     if recorded:
         folder = Path(cfg.run.dir) / FOLDER
@@ -99,25 +105,36 @@ def make_own_answers(
 
 def _stored(job: Job, source: RolloutSource, state: dict[str, Stateful], model: ShardedModel) -> Rollouts:
     """The source, which stores its rollouts where checkpoints may need them."""
-    cfg = job.cfg
-    folder = Path(cfg.run.dir) / PENDING
-    pending = PendingRollouts(
-        source,
-        folder,
-        digest((rollout_key(cfg), sorted(job.contents.items()), job.initial.content)),
-        _origin(job),
-        job.layout,
-        state,
-        lambda: model.step_count,
-        job.tokenizer.pad_token_id,
-        job.timers,
-    )
-    if cfg.run.resume != "auto":
-        pending.clear()
+    cfg, parts = job.cfg, _parts(job)
     if not (cfg.checkpoint.rollouts and cfg.checkpoint.every) or cfg.debug.rollout_only:
         return source
-    job.on_commit.append(pending.drop)
-    return pending
+    job.on_commit.append(parts.drop)
+    pad_id = job.tokenizer.pad_token_id
+    return PendingRollouts(source, parts, _origin(job), state, lambda: model.step_count, pad_id, job.timers)
+
+
+def _ahead(job: Job, requests: Requests, generate: Generator, model: ShardedModel) -> Ahead:
+    """Of the stream of `requests` a checkpoint keeps what `data` of this says."""
+    cfg, parts = job.cfg, _parts(job)
+    ahead = Ahead(cfg.engine.lag, cfg.run.steps, requests, generate, parts, lambda: model.step_count)
+
+    def forget(step: int) -> None:
+        kept = [number for number, _ in complete_checkpoints(Path(cfg.run.dir) / "checkpoints")]
+        parts.drop(step, {number + i for number in kept for i in range(1, ahead.lag + 1)})
+
+    job.on_save.append(ahead.secure)
+    job.on_commit.append(forget)
+    return ahead
+
+
+def _parts(job: Job) -> Parts:
+    """Where rollouts are stored until checkpoints make them useless; empty where this start continues nothing."""
+    cfg = job.cfg
+    key = digest((rollout_key(cfg), sorted(job.contents.items()), job.initial.content))
+    parts = Parts(Path(cfg.run.dir) / PENDING, key, job.layout, cfg.batch.prompts)
+    if cfg.run.resume != "auto":
+        parts.clear()
+    return parts
 
 
 def _origin(job: Job) -> Origin:

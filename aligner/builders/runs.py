@@ -53,6 +53,7 @@ def make_run(
         cfg.run.accept_changes,
     )
     checkpoints.now = job.watchdog.clock.now
+    checkpoints.on_save += job.on_save
     checkpoints.on_commit += job.on_commit
     logger = MetricsLogger(run_dir, cfg.logging, dataclasses.asdict(cfg), job.env.rank)
     run = Run(cfg, job.env.rank, checkpoints, logger, alarms, job.boundary, evaluate)

@@ -128,6 +128,8 @@ def rollout_key(cfg: Config) -> str:
     data["run"] = {"steps": cfg.run.steps}
     if not cfg.mismatch.replay_routing:  # what was stored before there was this key goes on
         del data["mismatch"]["replay_routing"]
+    if not cfg.engine.lag:
+        del data["engine"]["lag"]
     if not cfg.data.sources:
         del data["data"]["sources"]
     for judge in data["reward"]["judges"]:

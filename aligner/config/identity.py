@@ -74,6 +74,7 @@ KINDS: dict[str, Kind] = {
     "algorithm.distill.tensor": T,
     "algorithm.distill.pipeline": T,
     "engine": T,
+    "engine.lag": D,
     "refit": H,
     "memory": H,
     "mismatch": D,

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from aligner.config.schema import Config
 
 KINDS = ("none", "int8", "fp8")
-CORRECTION = "tis_token"  # `mismatch.correction` with a quantised engine
+CORRECTION = "tis_token"  # `mismatch.correction` with a quantised engine, or one that lags
 # `refit.tolerance` with one, if it is 0: mean |logprob difference| on the sentinel prompts, about ten times what was
 # measured (docs/quantization.md)
 TOLERANCE = {"int8": 0.05, "fp8": 0.2}
@@ -22,7 +22,7 @@ def settle(cfg: Config) -> None:
     """Give `mismatch.correction=auto` and `refit.tolerance=0` their values."""
     if cfg.mismatch.correction == "auto":
         # dppo has its ratio to the engine in the loss and takes no weights
-        weighs = quantized(cfg) and cfg.algorithm.policy_loss != "dppo"
+        weighs = (quantized(cfg) or cfg.engine.lag) and cfg.algorithm.policy_loss != "dppo"
         cfg.mismatch.correction = CORRECTION if weighs else "none"
     if quantized(cfg) and not cfg.refit.tolerance:
         cfg.refit.tolerance = TOLERANCE[cfg.engine.quantization]

@@ -19,6 +19,7 @@ def validate(cfg: Config, world_size: int) -> None:
     _paths(cfg)
     _without_effect(cfg)
     _engine_ranks(cfg, world_size)
+    _lag(cfg)
     check_factors(cfg, STAGES[cfg.stage.name].trains and not cfg.debug.rollout_only)
     _replay(cfg)
     _ranks(cfg, world_size)
@@ -130,6 +131,35 @@ def _engine_ranks(cfg: Config, world_size: int) -> None:
         raise ConfigError("debug.record_answers", True, f"false with {among}")
 
 
+def _lag(cfg: Config) -> None:
+    """Where the engines may generate while the trainer trains, and what then may not be asked for."""
+    lag, stage = cfg.engine.lag, STAGES[cfg.stage.name]
+    if not lag:
+        return
+    with_lag = f"with engine.lag={lag}"
+    if not cfg.engine.ranks:
+        expected = "0 without engine.ranks: on the trainer's ranks engines take turns with it, and nothing overlaps"
+        raise ConfigError("engine.lag", lag, expected)
+    if stage.pairs or not stage.trains or cfg.debug.rollout_only:
+        expected = "0 but for stages grpo and ppo, which correct for older weights, and without debug.rollout_only"
+        raise ConfigError("engine.lag", lag, expected)
+    if cfg.algorithm.filter_groups:
+        expected = f"false {with_lag}: what is generated next would depend on scores"
+        raise ConfigError("algorithm.filter_groups", True, expected)
+    if cfg.algorithm.advantage == "remax":
+        expected = f"another {with_lag}: greedy answers are generated after the samples"
+        raise ConfigError("algorithm.advantage", "remax", expected)
+    if any(not judge.model for judge in cfg.reward.judges):
+        expected = f"with models of their own {with_lag}: the engine generates while samples are scored"
+        raise ConfigError("reward.judges", [judge.name for judge in cfg.reward.judges], expected)
+    if not cfg.checkpoint.rollouts:
+        expected = f"true {with_lag}: a checkpoint names rollouts that are stored"
+        raise ConfigError("checkpoint.rollouts", False, expected)
+    if cfg.algorithm.policy_loss != "dppo" and not set(cfg.mismatch.methods) & set(WEIGHING):
+        expected = f"auto or one with a weight {with_lag} ({', '.join(WEIGHING)}): samples are of older weights"
+        raise ConfigError("mismatch.correction", cfg.mismatch.correction, expected)
+
+
 def _replay(cfg: Config) -> None:
     """Who can tell which experts computed a token: the native engine, and recordings of it (which are looked at)."""
     if not cfg.mismatch.replay_routing:
@@ -200,6 +230,7 @@ def _environment(cfg: Config) -> None:
         "reward.model": (cfg.reward.model, ""),
         "reward.judges": (cfg.reward.judges, []),
         "mismatch.replay_routing": (cfg.mismatch.replay_routing, False),
+        "engine.lag": (cfg.engine.lag, 0),
     }
     for key, (value, off) in single.items():
         if value != off:

@@ -82,6 +82,16 @@ class TellingEngine(Protocol):
 
 
 @runtime_checkable
+class OrderedEngine(Protocol):
+    """An engine that generates while its caller does something else."""
+
+    def order(self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams) -> Callable[[], Generations]:
+        """Begin to `generate`; what is returned waits, and returns or raises what that does, each time. Any other call
+        of the engine waits for the samples first: they have the weights of now."""
+        ...
+
+
+@runtime_checkable
 class PlacingEngine(Protocol):
     """A `RolloutEngine` whose weights others may write in place, part by part, between begin_update and
     finish_update: the ranks of `tensor_parallel` neighbouring engines share one model."""

@@ -78,7 +78,7 @@ class Bridge:
                 key = _key(self._orders)
                 self.store.set(key, self.seal.close(encode((name, arguments)), key))
                 if name != DISMISS:
-                    self.store.delete_key(_key(self._orders - 1))  # all have read it: they answered it
+                    self.store.delete_key(_key(self._orders - 1))  # all have read it: they answered, or took requests
 
     def answers(self) -> list[Answer]:
         """What the ranks that generate answered, by rank. Raises the first error among them."""

@@ -12,7 +12,7 @@ from aligner.config.sections.engine import RefitConfig
 from aligner.config.sections.watchdog import IDLE
 from aligner.engines.bridge import DISMISS, Bridge
 from aligner.engines.native.fleet import Fleet, FleetEngine, Request
-from aligner.errors import RefitError
+from aligner.errors import AlignerError, RefitError
 from aligner.refit.exchange import Exchange
 from aligner.refit.factors import FactorExchange
 from aligner.refit.transfer import any_rank, fail_together, telling_the_others
@@ -38,6 +38,7 @@ class Server:
         self.bridge, self.engine, self.plan, self.config = bridge, engine, plan, config
         self.phase, self.memory, self.settle = phase, memory, settle
         self.fleet = Fleet(engine.tensor_parallel, bridge.trainers, bridge.group)
+        self._done: tuple[list[Request], Generations, bool] | AlignerError  # what came of the last generation
 
     def __call__(self) -> bool:
         """Serve until the dismissal; whether the trainer's ranks ended well. Raises EngineError when they are lost."""
@@ -47,6 +48,7 @@ class Server:
             "logprobs": self._logprobs,
             "checksums": self._checksums,
             "generate": self._generate,
+            "deliver": self._deliver,
         }
         while True:
             with self.phase(IDLE):
@@ -107,20 +109,29 @@ class Server:
             self.bridge.answer(within, self._version)
 
     def _generate(self, sampling: SamplingParams) -> None:
-        done: list[tuple[list[Request], Generations, bool]] = []
+        """The trainer's ranks may train meanwhile: they ask for what came of it (`_deliver`)."""
         with self.phase("generate"):
             with self.bridge.contact():
                 requests = self.fleet.gather([], [])
-
-            def work() -> None:
+            try:
                 with self.memory("generate"):
-                    done.append(self.engine.work(self.fleet, requests, sampling))
+                    self._done = self.engine.work(self.fleet, requests, sampling)
                 self.settle()
+            except AlignerError as error:
+                self._done = error
 
-            if self.bridge.answer(work, self._version):
-                mine, generations, _ = done[0]
+    def _deliver(self, cut: bool) -> None:
+        done = self._done
+
+        def told() -> None:
+            if isinstance(done, AlignerError):
+                raise done
+
+        with self.phase("generate"):
+            if self.bridge.answer(told, self._version):
+                mine, generations, _ = done
                 with self.bridge.contact():
-                    self.fleet.deliver(mine, generations, [], sampling.truncates)
+                    self.fleet.deliver(mine, generations, [], cut)
 
     def _version(self) -> int:
         return self.engine.weight_version

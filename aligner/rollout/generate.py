@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.data.tokenizer import decode_responses
-from aligner.engines.base import RolloutEngine, TellingEngine
+from aligner.engines.base import OrderedEngine, RolloutEngine, TellingEngine
 from aligner.errors import EngineError
 from aligner.ops.reduce import gathered
 from aligner.rewards.composite import Early
@@ -20,7 +20,7 @@ from aligner.rollout.groups import Groups
 from aligner.rollout.requests import Request
 from aligner.rollout.sharing import raised_together, share
 from aligner.run.timers import Timers
-from aligner.types import Sample, SamplingParams
+from aligner.types import Generations, Sample, SamplingParams
 
 
 @dataclass
@@ -48,11 +48,31 @@ class Generator:
                     [request.seeds for request in mine],
                     sampling or self.sampling,
                 )
-            if self.peers.size() > 1:
-                generations = join_generations(gathered(generations, self.peers))
+            generations = self._joined(generations)
+        return self.groups(requests, generations, begun)
+
+    def order(self, requests: Sequence[Request]) -> Callable[[], Generations]:
+        """Have the engines begin, which are an `OrderedEngine`; what is returned is for `answered`. Collective."""
+        assert isinstance(self.engine, OrderedEngine)
+        mine = requests[share(len(requests), self.peers.size(), self.peers.rank())]
+        with raised_together(EngineError):
+            return self.engine.order([r.prompt.tokens for r in mine], [r.seeds for r in mine], self.sampling)
+
+    def answered(self, answer: Callable[[], Generations]) -> Generations:
+        """Of all requests that were ordered together. Raises EngineError on every rank. Collective."""
+        with raised_together(EngineError):
+            generations = answer()
+        return self._joined(generations)
+
+    def groups(
+        self, requests: Sequence[Request], generations: Generations, begun: dict[int, Early] | None = None
+    ) -> Groups:
         group = len(requests[0].seeds) if requests else 1
         samples = make_samples(self.tokenizer, [request.prompt for request in requests], generations, group)
-        return Groups([request.slot for request in requests], generations, samples, begun=begun)
+        return Groups([request.slot for request in requests], generations, samples, begun=begun or {})
+
+    def _joined(self, generations: Generations) -> Generations:
+        return generations if self.peers.size() == 1 else join_generations(gathered(generations, self.peers))
 
     @contextmanager
     def _scoring(

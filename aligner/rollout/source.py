@@ -20,6 +20,7 @@ from aligner.ops.rl.shaping import shaped_rewards
 from aligner.refit.transfer import Refit
 from aligner.refit.verify import Verifier
 from aligner.rewards.composite import Scores
+from aligner.rollout.ahead import Ahead
 from aligner.rollout.collate import collate
 from aligner.rollout.generate import Generator
 from aligner.rollout.groups import Groups, Refill, join_groups
@@ -66,7 +67,7 @@ class Weights:
 
 @dataclass
 class RolloutSource:
-    """The synchronous one."""
+    """Of the engine; with `ahead` of engines that generate later rollouts meanwhile."""
 
     weights: Weights
     requests: Requests
@@ -74,20 +75,26 @@ class RolloutSource:
     score: Scorer
     algorithm: AlgorithmConfig
     ranks: dist.ProcessGroup | None = None  # data-parallel
+    ahead: Ahead | None = None
 
     def next(self, step: int) -> Rollout:
+        if self.ahead is not None:
+            self.ahead.land()
         metrics = self.weights()
-        self.requests.begin(step)
-        if self.algorithm.filter_groups:
+        if self.ahead is not None:
+            groups = self.score(self.ahead(step))
+        elif self.algorithm.filter_groups:
+            self.requests.begin(step)
             groups, found = self._filtered()
             metrics |= found
         else:
+            self.requests.begin(step)
             groups = self._scored(self.requests.take(range(self.requests.slots)))
         batch, scores = self._batch(groups)
         if batch.forks is not None:
             metrics |= reduce_metrics(*trajectory_sums(batch.samples), self.ranks)
             self._check_failures(batch.samples, metrics)
-        behind = float(self.weights.version - batch.weight_version)  # 0 here; a queue will tell otherwise
+        behind = float(self.weights.version - batch.weight_version)  # 0 without a lag
         metrics |= {"staleness/mean": behind, "staleness/max": behind} | self.requests.stream.metrics()
         if late := self.score.rewards.take_late():
             metrics |= reduce_metrics(late, {}, dist.group.WORLD)

@@ -35,7 +35,8 @@ from aligner.run.candidates import candidates_for, keep_damaged
 from aligner.run.changes import AnotherRunError, check_identity, compare, note, reordered
 from aligner.run.retention import Retention
 
-DISPENSABLE = ("sentinel", "ptx")  # states that checkpoints of earlier versions, or without a stream, lack
+# states that checkpoints lack which are of earlier versions, or of runs without a stream or a lag
+DISPENSABLE = ("sentinel", "ptx", "ahead")
 
 
 class Stateful(Protocol):
@@ -101,6 +102,7 @@ class Checkpoints:
         self.seconds = 0.0  # that the last save took from its beginning until everything was written
         self.now: Callable[[], float] = time.perf_counter
         self._writing: _Writing | None = None
+        self.on_save: list[Callable[[int], None]] = []  # called first on every rank with the step to be saved
         self.on_commit: list[Callable[[int], None]] = []  # called on every rank with the step of a whole checkpoint
 
     def save(
@@ -110,7 +112,10 @@ class Checkpoints:
         current ones of `self.state`. Without `wait` it is written while training goes on, from a copy in host memory,
         and is no checkpoint before `finish`. An earlier one that is still being written is finished first."""
         self.finish()
-        self.last_saved, started_s = step, self.now()
+        started_s = self.now()
+        for prepare in self.on_save:
+            prepare(step)
+        self.last_saved = step
         if states is None:
             states = {name: item.state_dict() for name, item in self.state.items()}
         aside = self.folder / f"step-{step:08d}.tmp"

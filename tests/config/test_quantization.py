@@ -20,9 +20,11 @@ BASE = ["stage=grpo", "batch.group=4", "reward.functions=[{path: math}]"]
         (["engine.quantization=fp8", "mismatch={correction: icepop, high: 3}"], "icepop", 0.2),
         (["engine.quantization=fp8", "algorithm.policy_loss=dppo"], "none", 0.2),
         (["mismatch.correction=veto"], "veto", 0.0),
+        (["engine.lag=1"], "tis_token", 0.0),
+        (["engine.lag=1", "algorithm.policy_loss=dppo"], "none", 0.0),
     ],
 )
-def test_defaults_with_a_quantised_engine(tmp_path, more, correction, tolerance):
+def test_defaults_with_a_quantised_engine_or_one_that_lags(tmp_path, more, correction, tolerance):
     cfg = compose([*BASE, *more])
     assert (cfg.mismatch.correction, cfg.refit.tolerance) == (correction, tolerance)
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))

@@ -61,6 +61,17 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("grpo", ["engine.ranks=1", "engine.quantization=int8"], 2, "engine.quantization"),
         ("grpo", ["engine.ranks=1", "debug.record_answers=true"], 2, "debug.record_answers"),
         ("sft", ["engine.ranks=1"], 2, "engine.ranks"),
+        ("grpo", ["engine.lag=1"], 2, "engine.lag"),
+        ("grpo", ["engine.ranks=1", "engine.lag=1", "environment.tools=[a:b]"], 2, "engine.lag"),
+        ("sft", ["engine.lag=1"], 2, "engine.lag"),
+        ("online_dpo", ["engine.ranks=1", "engine.lag=1"], 2, "engine.lag"),
+        ("grpo", ["engine.ranks=1", "engine.lag=1", "debug.rollout_only=true"], 2, "engine.lag"),
+        ("grpo", ["engine.ranks=1", "engine.lag=1", "mismatch.correction=none"], 2, "mismatch.correction"),
+        ("grpo", ["engine.ranks=1", "engine.lag=1", "mismatch.correction=veto"], 2, "mismatch.correction"),
+        ("grpo", ["engine.ranks=1", "engine.lag=1", "algorithm.filter_groups=true"], 2, "algorithm.filter_groups"),
+        ("grpo", ["engine.ranks=1", "engine.lag=1", "algorithm.advantage=remax"], 2, "algorithm.advantage"),
+        ("grpo", ["engine.ranks=1", "engine.lag=1", "checkpoint.rollouts=false"], 2, "checkpoint.rollouts"),
+        ("grpo", ["engine.ranks=1", "engine.lag=1", "reward.judges=[{question: '{response}'}]"], 2, "reward.judges"),
         ("rm", ["ema.decay=0.9"], 1, "ema.decay"),
         ("ppo", ["reward.judges=[{kind: pairwise, question: '{first}{second}'}]", "batch.group=1"], 1, "batch.group"),
         ("grpo", ["reward.judges=[{question: '{response}'}]", "engine.name=trtllm"], 1, "engine.name"),
@@ -161,6 +172,8 @@ def test_division_by_ranks_is_a_layout_error(make, overrides, world):
 
 def test_exactly_full_context_is_allowed(make):
     validate(make("grpo", "data.max_prompt_tokens=4000", "sampling.max_response_tokens=96"), 1)
+    validate(make("grpo", "engine.ranks=1", "engine.lag=2"), 2)
+    validate(make("grpo", "engine.ranks=1", "engine.lag=1", "algorithm.policy_loss=dppo"), 2)
     validate(make("ppo", "critic.init=.", "reward.model=''", "reward.functions=[{path:math}]"), 1)
     trunk = ["critic.trunk=policy", "model.lora.rank=2"]
     validate(make("ppo", *trunk, "reward.model=''", "reward.functions=[{path:math}]"), 1)

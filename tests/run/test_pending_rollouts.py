@@ -8,7 +8,7 @@ import pytest
 from aligner.config.freeze import rollout_key
 from aligner.config.resolve import compose
 from aligner.errors import DataError
-from aligner.rollout.pending import _read_description
+from aligner.rollout.parts import read_description
 from tests import stages
 
 STEPS = [
@@ -105,14 +105,14 @@ def test_damage_of_a_description_is_told_and_it_is_generated_again(
     text = cursor.read_text()
     cursor.write_text(text.replace('"cursor": ', '"cursor": 1'))
     assert cursor.read_text() != text
-    content, told = every_bit.read_bytes(), _read_description(every_bit)
+    content, told = every_bit.read_bytes(), read_description(every_bit)
     flipped = tmp_path / "flipped.json"
     for bit in range(0, len(content) * 8, 7):
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         flipped.write_bytes(damaged)
         with pytest.raises(DataError):
-            _read_description(flipped)
+            read_description(flipped)
     assert told["slots"] == [0, 8] and told["state"]["data"]["cursor"] > 0
     generated.clear(), capsys.readouterr()
     stages.stage("grpo", tiny_data, run, *more)
@@ -151,6 +151,7 @@ def test_the_key_knows_what_rollouts_depend_on(tiny_data, tmp_path):
         "seed=1",
         "sampling.top_k=3",
         "optim.lr=1",
+        "engine.lag=1",
         "batch.group=8",
         "algorithm.clip_low=0.3",
         "reward.normalize=true",

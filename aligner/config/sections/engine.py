@@ -21,6 +21,8 @@ class EngineConfig:
     )
     tensor_parallel: int = 1  # ranks of one replica
     ranks: int = 0  # so many last ranks of the job only generate; 0: engines stand on the trainer's ranks
+    # with `ranks`: rollout k has the weights after step k - 1 - lag, and is generated while earlier ones are trained on
+    lag: int = 0
     kv_cache_bytes: int = 1 << 30  # of a rank
     max_batch: int = 512  # rows decoded together
     dtype: str = "auto"  # auto: the trainer's compute dtype
@@ -43,6 +45,7 @@ class EngineConfig:
         at_least("engine.max_batch", self.max_batch, 1)
         at_least("engine.tensor_parallel", self.tensor_parallel, 1)
         at_least("engine.ranks", self.ranks, 0)
+        at_least("engine.lag", self.lag, 0)
         if self.tensor_parallel != 1 and self.name == "trtllm":
             raise ConfigError("engine.tensor_parallel", self.tensor_parallel, ONE_RANK)
         if self.cuda_graphs and (self.name != "native" or self.tensor_parallel != 1):

@@ -8,6 +8,8 @@ from aligner.config.checks import at_least
 
 IDLE = "idle"  # a rank that only generates waits for the trainer's ranks, which have limits of their own
 
+WAIT = "wait"  # of the trainer's ranks for those that generate (engine.lag)
+
 
 @dataclass
 class WatchdogConfig:
@@ -32,7 +34,8 @@ class WatchdogConfig:
         """(key, seconds) of a phase, by its name in the metrics."""
         if phase == IDLE:
             return "", 0.0
-        name = f"{phase.partition('/')[0]}_s"
+        phase = phase.partition("/")[0]
+        name = f"{'generate' if phase == WAIT else phase}_s"
         name = name if hasattr(self, name) else "other_s"
         return f"cluster.watchdog.{name}", getattr(self, name)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from aligner.types import Generations, Progress, SamplingParams, SeedLists, Toke
 
 class RemoteEngine:
     """`RolloutEngine` on the last ranks of the job, `tensor_parallel` to a replica. Weights come by the refit's plan
-    (`order_update`), never as whole tensors. `reports_routing`: the model, if they do."""
+    (`order_update`), never as whole tensors. An `OrderedEngine`. `reports_routing`: the model, if they do."""
 
     def __init__(
         self, bridge: Bridge, tensor_parallel: int, dtype: torch.dtype, reports_routing: ModelConfig | None = None
@@ -27,12 +29,19 @@ class RemoteEngine:
         self._routing = None if reports_routing is None else no_routing(reports_routing)
         self.fleet = Fleet(tensor_parallel, bridge.trainers, bridge.group)
         self.weight_version = -1
+        self._flight: Callable[[], Generations] | None = None  # what they generate
+
+    def _order(self, name: str, *arguments: Any) -> None:
+        """After what they generate, if they do."""
+        if self._flight is not None:
+            self._flight()
+        self.bridge.order(name, *arguments)
 
     # --- weights
 
     def order_update(self, version: int, hold: bool) -> None:
         """The engines take part in a refit from now on. With `hold` they keep what they have (a test hook)."""
-        self.bridge.order("refit", version, hold)
+        self._order("refit", version, hold)
         if not hold:
             self._pending, self.weight_version = version, -1
 
@@ -47,7 +56,7 @@ class RemoteEngine:
 
     def checksums(self) -> Mapping[str, int]:
         """Those of the first replica; -1 where another one disagrees."""
-        self.bridge.order("checksums")
+        self._order("checksums")
         first, *others = [answer.value for answer in self._answers()]
         return {name: value if all(o.get(name) == value for o in others) else -1 for name, value in first.items()}
 
@@ -57,21 +66,31 @@ class RemoteEngine:
         self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
         """See `RolloutEngine.generate`; raises what it raises on any rank, on every rank. Without `progress`."""
-        self.bridge.order("generate", sampling)
+        return self.order(prompts, seeds, sampling)()
+
+    def order(self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams) -> Callable[[], Generations]:
+        """See `OrderedEngine.order`."""
+        self._order("generate", sampling)
         with self.bridge.contact():
             self.fleet.gather(prompts, seeds)
+        # once: after an error they answer with it again
+        self._flight = flight = cache(partial(self._delivered, [len(s) for s in seeds], sampling.truncates))
+        return lambda: require_finite(flight())
+
+    def _delivered(self, wanted: list[int], cut: bool) -> Generations:
+        self._flight = None
+        self.bridge.order("deliver", cut)
         self._answers()
         with self.bridge.contact():
-            mine = nothing(sampling.truncates, self.weight_version, self._routing)
-            found = self.fleet.deliver([], mine, [len(s) for s in seeds], sampling.truncates)
-        return require_finite(found)
+            mine = nothing(cut, self.weight_version, self._routing)
+            return self.fleet.deliver([], mine, wanted, cut)
 
     def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
         """See `RolloutEngine.logprobs`: of the first replica, and of the same rows on every rank."""
         return self.logprobs_of_replicas(tokens, lengths, temperature)[0]
 
     def logprobs_of_replicas(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> list[Tensor]:
-        self.bridge.order("logprobs", tokens, lengths, temperature)
+        self._order("logprobs", tokens, lengths, temperature)
         return [answer.value for answer in self._answers()[:: self.tensor_parallel]]
 
     def _answers(self) -> list[Answer]:

@@ -1,0 +1,180 @@
+"""Rollouts that are generated while earlier ones are trained on (`engine.lag`, with engines on ranks of their own).
+
+    before step k: what is in flight lands -> weights after step k - 1 to the engines -> rollout k + lag is ordered
+                   -> rollout k is scored and trained on, while the engines generate
+
+So rollout k has the weights after step k - 1 - lag, and those before the first step where there is no such step. Seeds
+and the order of prompts are those without a lag.
+
+What lands is stored (`rollout/parts.py`: a part has the engines' columns). A checkpoint of step k waits for rollouts
+k + 1 ... k + lag, names them with the versions of their weights, which are gone, and keeps the data's place behind
+rollout k: after a restart their prompts are taken again, and what was stored for them is found. Rollouts ordered since
+are found likewise, so they are not generated twice.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors import safe_open
+
+from aligner.config.sections.watchdog import WAIT
+from aligner.data.stream import Stream
+from aligner.models.safetensors_io import save_whole
+from aligner.ops.agree import by_rank_0
+from aligner.ops.reduce import first_cause
+from aligner.rollout.collate import join_generations
+from aligner.rollout.generate import Generator
+from aligner.rollout.groups import Groups
+from aligner.rollout.parts import Manifest, Parts
+from aligner.rollout.requests import Request, Requests
+from aligner.run.checkpoints import SaveError
+from aligner.types import Generations
+
+
+@dataclass
+class Flight:
+    """A rollout that was ordered and not trained on yet."""
+
+    version: int  # of the weights that generate it
+    requests: list[Request]
+    behind: dict[str, Any]  # state of the data's stream after its prompts
+    answer: Callable[[], Generations] | None = None  # of the engines, which are waited for
+    generations: Generations | None = None  # once it has landed
+    unstored: str = ""  # why it is not stored
+
+
+@dataclass
+class TrainedOn:
+    """The data's stream as a checkpoint keeps it: behind the prompts that were trained on."""
+
+    stream: Stream
+
+    def __post_init__(self) -> None:
+        self.state = self.stream.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state)
+        self.state = state
+
+
+@dataclass
+class Ahead:
+    """All methods but those of the state are collective over the trainer's ranks."""
+
+    lag: int
+    steps: int  # of the run: none is generated for later ones
+    requests: Requests
+    generate: Generator
+    parts: Parts
+    version: Callable[[], int]  # of the policy's weights
+    _flights: dict[int, Flight] = field(default_factory=dict, init=False)  # by step
+    _named: dict[int, int] = field(default_factory=dict, init=False)  # step -> version, by the checkpoint resumed from
+
+    def __post_init__(self) -> None:
+        self.data = TrainedOn(self.requests.stream)
+
+    def __call__(self, step: int) -> Groups:
+        """The rollout of `step`, unscored; with the weights that the engines have now the one that is due is ordered:
+        at the start of a run all up to it. `land` comes before."""
+        with self.generate.timers("generate"):
+            for number in range(step, min(step + self.lag, self.steps) + 1):
+                if number not in self._flights:
+                    self._order(number)
+            flight = self._flights.pop(step)
+            self._land(step, flight)
+            self.data.state = flight.behind
+            assert flight.generations is not None
+            return self.generate.groups(flight.requests, flight.generations)
+
+    def land(self) -> None:
+        """Wait for the engines. Raises EngineError on every rank."""
+        with self.generate.timers(WAIT):
+            for number, flight in self._flights.items():
+                self._land(number, flight)
+
+    def secure(self, step: int) -> None:
+        """What a checkpoint of `step` names is generated and stored. Raises EngineError or SaveError on every rank."""
+        flights = {number: flight for number, flight in self._flights.items() if number <= step + self.lag}
+        with self.generate.timers(WAIT):
+            for number, flight in flights.items():
+                self._land(number, flight)
+                if flight.unstored:
+                    self._store(number, flight)
+        first = first_cause(next((flight.unstored for flight in flights.values() if flight.unstored), ""))
+        if first is not None:
+            raise SaveError(f"cannot store rollouts in {self.parts.folder}, which a checkpoint needs: {first[1]}")
+
+    def state_dict(self) -> dict[str, Any]:
+        flying = {number: flight.version for number, flight in self._flights.items()}
+        return {"in flight": {str(number): version for number, version in (self._named | flying).items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._named = {int(number): version for number, version in state["in flight"].items()}
+
+    def _order(self, number: int) -> None:
+        for earlier, flight in self._flights.items():  # engines have one order at a time
+            self._land(earlier, flight)
+        self.requests.begin(number)
+        requests, current = self.requests.take(range(self.requests.slots)), self.version()
+        version = self._named.pop(number, current)
+        flight = Flight(version, requests, self.requests.stream.state_dict())
+        flight.generations = self._stored(number, version)
+        if flight.generations is None:
+            if version != current and dist.get_rank() == 0:
+                print(
+                    f"WARNING: rollout {number} was in flight at the checkpoint, and is not in {self.parts.folder} as "
+                    f"this run (engine.lag={self.lag}) has left it: it is generated with the weights of now, version "
+                    f"{current}, and not {version}. The run does not repeat one that was not stopped",
+                    flush=True,
+                )
+            flight.version, flight.answer = current, self.generate.order(requests)
+        self._flights[number] = flight
+
+    def _land(self, number: int, flight: Flight) -> None:
+        if flight.generations is None:
+            assert flight.answer is not None
+            flight.generations = self.generate.answered(flight.answer)
+            self._store(number, flight)
+            if flight.unstored:
+                print(f"warning: rollout {number} is not stored: {flight.unstored}", file=sys.stderr, flush=True)
+
+    def _store(self, number: int, flight: Flight) -> None:
+        """This data-parallel rank's part."""
+        if self.parts.layout.peers.rank():
+            return
+        try:
+            with self.generate.timers("store"):
+                self.parts.write(number, flight.version, partial(_write, flight.generations), {})
+            flight.unstored = ""
+        except OSError as error:
+            flight.unstored = str(error)
+
+    def _stored(self, number: int, version: int) -> Generations | None:
+        """What was stored by this run with these weights, on every rank; None if nothing was, or it is damaged."""
+        manifest: Manifest | None = by_rank_0(lambda: self.parts.whole(number))
+        if manifest is None or manifest[0]["weight_version"] != version:
+            return None
+        found = self.parts.read(number, manifest, partial(_read, version, self.requests.group))
+        return None if found is None else join_generations(found)
+
+
+def _write(generations: Generations, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_whole(path, generations.tensors(), {})
+
+
+def _read(version: int, group: int, path: Path, held: range, wanted: range) -> Generations:
+    """Rows of the slots `wanted` from a file of those `held`, `group` to each."""
+    rows = slice((wanted.start - held.start) * group, (wanted.stop - held.start) * group)
+    with safe_open(path, "pt") as file:
+        return Generations(weight_version=version, **{name: file.get_tensor(name)[rows] for name in file.keys()})  # noqa: SIM118
