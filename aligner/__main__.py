@@ -236,8 +236,9 @@ def _launch(args: argparse.Namespace) -> int:
 
 def _submit(args: argparse.Namespace) -> int:
     from aligner.cluster import submit
+    from aligner.rehearse.command import check
 
-    return submit.main(args)
+    return submit.main(args, check)
 
 
 def _plan(args: argparse.Namespace) -> int:

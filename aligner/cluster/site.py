@@ -60,6 +60,7 @@ class Site:
     exclusive: bool = False
     gpus_per_node: int = 0
     gpu: str = ""  # of aligner/plan/devices.py: a job that cannot fit its memory is refused; empty: not checked
+    rehearse: bool = False  # every job, before it is handed over (docs/rehearse.md); needs `gpu`
     gpu_flag: str = "gpus-per-node"  # gpus-per-node, gres, none
     ranks_per_node: int = 0  # 0: one per GPU, or one
     cpus_per_rank: int = 0
@@ -87,6 +88,8 @@ class Site:
         one_of("rendezvous", self.rendezvous, ("hostname", "address"))
         if self.gpu:
             find_device(self.gpu, "gpu")
+        if self.rehearse and not self.gpu:
+            raise ConfigError("rehearse", True, "false without `gpu`, the device to rehearse on")
         for key in ("gpus_per_node", "ranks_per_node", "cpus_per_rank", "signal_s"):
             if getattr(self, key) < 0:
                 raise ConfigError(key, getattr(self, key), "a number >= 0")

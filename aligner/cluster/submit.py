@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,8 +33,10 @@ SCRIPT = "job.sbatch"  # in the run folder
 _INHERITED = ("SLURM_", "PMIX_", "PMI_", "OMPI_")  # of a job in which `submit` runs: not the new job's
 
 
-def main(args: argparse.Namespace) -> int:
-    """Raises ConfigError, or MemoryPlanError for what the site's GPUs cannot hold, before anything is written;
+def main(args: argparse.Namespace, rehearse: Callable[[Config, int, str], None]) -> int:
+    """`rehearse(config, GPUs, their name)` raises AlignerError for what would fail on them.
+
+    Raises ConfigError, or MemoryPlanError for what the site's GPUs cannot hold, before anything is written;
     AlignerError if sbatch fails."""
     name, site = find_site(args.site)
     size = job_size(args, site, os.environ if args.shell else {})
@@ -43,6 +45,10 @@ def main(args: argparse.Namespace) -> int:
         validate(_with_upstream_there(cfg, args.upstream), size.ranks)
         if site.gpu:
             check(cfg, size.ranks, site.gpu, size.per_node, "gpu")
+    if args.rehearse and not site.gpu:
+        raise ConfigError("--rehearse", True, f"a site whose file says which `gpu` it has; {name} does not")
+    for cfg in configs if args.rehearse or site.rehearse else ():
+        rehearse(cfg, size.ranks, site.gpu)
     runs = tuple(str(Path(cfg.run.dir).expanduser().absolute()) for cfg in configs)
     upstream = tuple(str(Path(folder).expanduser().absolute()) for folder in args.upstream)
     limits = (args.spare, args.max_requeues)

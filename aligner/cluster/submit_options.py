@@ -19,6 +19,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("-m", "--multirun", action="store_true", help="a sweep, as a job array")
     sub.add_argument("--at-once", type=int, default=0, metavar="N", help="of a sweep: jobs that may run at a time")
+    sub.add_argument("--rehearse", action="store_true", help="first run ranks of it here, and refuse what would fail")
     sub.add_argument("--dry-run", action="store_true", help="print the script and the command, write nothing")
     sub.add_argument("--test-only", action="store_true", help="ask Slurm when it would start, submit nothing")
     sub.add_argument("--parsable", action="store_true", help="print the job's number only")

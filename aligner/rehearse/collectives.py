@@ -8,9 +8,11 @@ makes another call than its peer, both would wait for ever.
 from __future__ import annotations
 
 import pickle
+import time
 import warnings
 import zlib
-from collections import defaultdict
+from collections import defaultdict, deque
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +28,41 @@ from aligner.rehearse.record import Record, stack
 
 BYTES_OF = {"_reduce_scatter_base_": 1, "alltoall_base_": 1, "reduce_scatter_tensor_coalesced_": 1}  # argument, else 0
 P2P = ("send", "recv_")
+SPOKEN, POLL_S = ".spoken", 0.05
 UNEVEN = ("alltoall_base_", "alltoall_")  # ranks may send each other different amounts
 AXES = ("tp", "pp", "cp", "dp", "ep", "dp_cp", "expt_dp", "mp", "embd", "tp_cp", "tp_dp_cp", "tp_ep", "tp_ep_pp")
 
 
 class UnheardError(Exception):
-    """The rank that is to speak has failed before."""
+    """The rank that is to speak has ended before."""
+
+
+class Speech:
+    """The objects that this rank broadcasts, into a file that is there; and those of the rank `hears`, from its file as
+    they come, until there is its record too."""
+
+    def __init__(self, own: Path, hears: int, record: Path):
+        self.hears, self._record = hears, record
+        self._own, self._other = own.with_suffix(SPOKEN).open("ab"), record.with_suffix(SPOKEN).open("rb")
+        self._heard: dict[str, deque[list]] = defaultdict(deque)
+
+    def speak(self, group: str, values: list) -> None:
+        pickle.dump((group, values), self._own)
+        self._own.flush()
+
+    def hear(self, group: str) -> list:
+        """Raises UnheardError where nothing more comes."""
+        while not self._heard[group]:
+            start, ended = self._other.tell(), self._record.is_file()
+            try:
+                other, values = pickle.load(self._other)
+                self._heard[other].append(values)
+            except (EOFError, pickle.UnpicklingError):
+                if ended:
+                    raise UnheardError(f"rank {self.hears} says nothing more to group {group}") from None
+                self._other.seek(start)
+                time.sleep(POLL_S)
+        return self._heard[group].popleft()
 
 
 def join(rank: int, world: int) -> None:
@@ -50,9 +81,7 @@ class Collectives:
         self.record = record
         self.names: dict[str, str] = {}
         self._keys: dict[str, str] = {}
-        self.spoken: dict[str, list[bytes]] = defaultdict(list)  # group -> the objects that this rank has broadcast
-        self.hears = -1  # the rank that was rehearsed before
-        self.heard: dict[str, list[bytes]] = {}  # what it has broadcast
+        self.speech: Speech | None = None
         device.collective = self.run
         self.device = device
         self._replace()
@@ -143,15 +172,13 @@ class Collectives:
             if group.size() == 1:
                 return
             key = self._key(group)
+            assert self.speech is not None
             if src == dist.get_rank():
-                self.spoken[key].append(pickle.dumps(values))
-                return
-            if src != self.hears:
+                self.speech.speak(key, values)
+            elif src == self.speech.hears:
+                values[:] = self.speech.hear(key)
+            else:
                 raise RuntimeError(f"rank {src} broadcasts objects to group {key}: nobody knows here what it says")
-            left = self.heard.get(key)
-            if not left:
-                raise UnheardError(f"rank {src} says nothing more to group {key}")
-            values[:] = pickle.loads(left.pop(0))
 
         for module in (dist, dist.distributed_c10d):
             module.all_gather_object, module.gather_object = all_gather_object, gather_object

@@ -42,6 +42,11 @@ def main(args: argparse.Namespace, cfg: Config) -> int:
     return 0
 
 
+def check(cfg: Config, gpus: int, gpu: str) -> None:
+    """For `submit`, whose own output programs read. Raises as `main`."""
+    refuse(rehearse(cfg, gpus, find_device(gpu, "gpu")))
+
+
 def refuse(found: Rehearsal) -> None:
     """RehearsalError for the first of its faults."""
     if found.faults:
@@ -65,10 +70,11 @@ def cases_of(cfg: Config, gpus: int, which: str, folder: Path) -> tuple[Config, 
     validate_on_gpu(ready, ready.model)
     shared = {"config": str(freeze(ready, folder)), "tokenizer": ready.model.tokenizer, "gpus": gpus}
     out = lambda rank: str(folder / f"rank-{rank}.json")  # noqa: E731
-    return ready, [
-        shared | {"rank": rank, "out": out(rank), "hears": out(last_stage_peer(rank, ready, gpus))}
-        for rank in chosen(which, ready, gpus)
-    ]
+    found = []
+    for rank in chosen(which, ready, gpus):
+        hears = last_stage_peer(rank, ready, gpus)
+        found.append(shared | {"rank": rank, "out": out(rank), "hears": hears, "speaker": out(hears)})
+    return ready, found
 
 
 def run(cases: Sequence[dict[str, Any]], device: str, folder: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from aligner.ops import agree
 from aligner.rehearse.device import Device
 from aligner.types import STOP, Generations, Sample
 
-DECODED = 6  # steps of the engine after which rows are told to have ended: every further one repeats the last
+DECODED = 5  # steps of the engine after which rows are told to have ended: every further one repeats the last
 
 
 def reward(samples: Sequence[Sample]) -> list[float]:

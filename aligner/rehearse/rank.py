@@ -7,31 +7,32 @@ import faulthandler
 import json
 import logging
 import os
-import pickle
 import re
 import resource
 import sys
 import time
 import traceback
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from aligner.cluster.env import RankEnv
+from aligner.config.freeze import load_frozen
 from aligner.data.tokenizer import byte_tokenizer
+from aligner.files import write_whole
 from aligner.plan.devices import find_device
 from aligner.rehearse import cuda, program
-from aligner.rehearse.collectives import Collectives, UnheardError, join
+from aligner.rehearse.collectives import SPOKEN, Collectives, Speech, UnheardError, join
 from aligner.rehearse.device import Device
 from aligner.rehearse.record import Record
-
-SPOKEN = ".spoken"
 
 
 def main(path: str) -> None:
     """The file: `device`, `processes` at a time, and `cases`: config, tokenizer, gpus, rank, `out` for its record, and
-    `hears`, the `out` of the rank that tells it objects. Prints what has ended."""
+    the rank that it `hears` with the record of that `speaker`, which comes before it. Prints what has ended."""
     asked = json.loads(Path(path).read_text())
     warnings.filterwarnings("ignore")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -42,15 +43,16 @@ def main(path: str) -> None:
     program.files_are_the_same()
     collectives = Collectives(device, record)
     program.install(device, collectives.name)
+    import_module("aligner.build")  # once, for all that is forked
     for folder in {case["tokenizer"] for case in asked["cases"]}:
         byte_tokenizer(folder)
     running: dict[int, dict[str, Any]] = {}
     waiting = list(asked["cases"])
+    for case in waiting:
+        Path(case["out"]).with_suffix(SPOKEN).touch()
     while waiting or running:
-        open_ = {case["out"] for case in (*waiting, *running.values())}
-        ready = [case for case in waiting if case["hears"] == case["out"] or case["hears"] not in open_]
-        for case in ready[: asked["processes"] - len(running)]:
-            waiting.remove(case)
+        while waiting and len(running) < asked["processes"]:
+            case = waiting.pop(0)
             child = os.fork()
             if child == 0:
                 rehearse(case, device, collectives)
@@ -71,26 +73,21 @@ def _ended(case: dict[str, Any], code: int) -> None:
     text = f"the process ended with {code}: {' '.join(log.split())[:500]}"
     record.errors.append({"phase": "?", "place": places[0] if places else "?", "text": text})
     found = {"rank": case["rank"], "cpu_s": 0.0, "host_bytes": 0}
-    out.with_suffix(SPOKEN).write_bytes(pickle.dumps((case["rank"], False, {})))
-    out.write_text(json.dumps(record.data() | found), encoding="utf-8")
+    write_whole(out, json.dumps(record.data() | found))
 
 
 def rehearse(case: dict[str, Any], device: Device, collectives: Collectives) -> None:
     """In a process that ends with it."""
-    from aligner.build import run_stage
-    from aligner.cluster.env import RankEnv
-    from aligner.config.freeze import load_frozen
-
     out, start = Path(case["out"]), time.process_time()
     log = out.with_suffix(".log").open("w")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     faulthandler.enable(log)
+    from aligner.build import run_stage
+
     torch.set_num_threads(1)  # makes the pools that a fork has lost, before two threads ask for them at once
-    record = device.record
-    if case["hears"] != case["out"]:
-        told = pickle.loads(Path(case["hears"]).with_suffix(SPOKEN).read_bytes())
-        collectives.hears, record.whole, collectives.heard = told
+    record, speaker = device.record, Path(case["speaker"])
+    collectives.speech = Speech(out, case["hears"], speaker)
     try:
         join(case["rank"], case["gpus"])
         cfg = load_frozen(case["config"])
@@ -98,17 +95,15 @@ def rehearse(case: dict[str, Any], device: Device, collectives: Collectives) -> 
         Path(cfg.run.dir).mkdir()
         with device:
             run_stage(cfg, RankEnv(case["rank"], 0, case["gpus"], 1))
-        record.whole = True
     except UnheardError:  # where the other rank has come to its end, this is a mismatch
         traceback.print_exc()
+        record.whole = not json.loads(speaker.read_text(encoding="utf-8"))["errors"]
     except BaseException as error:  # whatever it is: it is what a rehearsal looks for
         traceback.print_exc()
         record.fail(error)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     found = {"rank": case["rank"], "cpu_s": time.process_time() - start, "host_bytes": usage.ru_maxrss * 1024}
-    told = case["rank"], not record.errors, dict(collectives.spoken)
-    out.with_suffix(SPOKEN).write_bytes(pickle.dumps(told))
-    out.write_text(json.dumps(record.data() | found), encoding="utf-8")
+    write_whole(out, json.dumps(record.data() | found))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # destructors in C++ would ask the driver

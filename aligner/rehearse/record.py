@@ -81,7 +81,7 @@ class Record:
         self.sequences: dict[str, list[tuple[str, str]]] = defaultdict(list)
         self.groups: dict[str, list[int]] = {}  # of `sequences`: its ranks
         self.errors: list[dict[str, str]] = []
-        self.whole = True  # else it ended where a rank that had failed was to speak
+        self.whole = True  # else it ended where a rank that has failed was to speak
         self.grows: dict[str, str] = {}  # place -> what of it grows
         self._marks: dict[str, list[Counter[str]]] = defaultdict(list)
         self.enter("build")

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from aligner.cluster.site import Site
 from aligner.cluster.submit import clean_environment, job_size, time_limit_s
 from aligner.config.freeze import load_frozen
 from aligner.errors import ConfigError
+from aligner.rehearse import command
 
 
 @pytest.fixture
@@ -155,3 +157,26 @@ def test_a_time_limit_that_the_signal_uses_up_is_told(sbatch, capsys):
 def test_a_job_name_with_a_slash_is_no_folder(sbatch):
     assert submit("--sbatch=--job-name=team/a", "run.dir=runs/a") == 0
     assert f"--output={Path('runs/a').absolute()}/logs/team_a-%j.log" in sbatch()
+
+
+def test_a_job_whose_rehearsal_fails_is_not_handed_over(sbatch, monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def rehearse(cfg, gpus, device):
+        asked.append((gpus, device.name))
+        return SimpleNamespace(faults=["rank 3, phase update, aligner/roles/policy.py:1: it breaks"])
+
+    monkeypatch.setattr(command, "rehearse", rehearse)
+    plain, always = tmp_path / "plain.yaml", tmp_path / "always.yaml"
+    plain.write_text("gpu: h100\ngpus_per_node: 8\n")
+    always.write_text("gpu: h100\ngpus_per_node: 8\nrehearse: true\n")
+    model = ["model.vocab_size=320", "model.tokenizer=there"]
+    assert submit("--site", str(plain), "--nodes", "2", "--rehearse", *model) == 1
+    assert submit("--site", str(always), "--nodes", "2", *model) == 1
+    assert asked == [(16, "h100")] * 2 and sbatch() is None and not Path("runs").exists()
+    assert "the job would fail: rank 3, phase update" in capsys.readouterr().err
+    assert submit("--site", str(plain), "--nodes", "2", *model) == 0
+    assert submit("--rehearse", *model) == 2
+    assert "--rehearse=True: expected a site whose file says which `gpu` it has" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="rehearse=True: expected false without `gpu`"):
+        Site(rehearse=True)
