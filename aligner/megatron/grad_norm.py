@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import MegatronOptimizer, clip_grads
+from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 
@@ -17,6 +18,13 @@ def use_one_norm() -> None:
     device."""
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = norm_of_all
+
+
+def no_norms_apart(optimizer: MegatronOptimizer) -> None:
+    """No parameter here has a norm of its own (as Megatron's of multi-token prediction have). Megatron would ask all
+    ranks, once for each optimizer: a pipeline stage whose layers are all dense has one less than a stage with experts,
+    which would wait for its answer for ever."""
+    optimizer._has_grad_norm_group_cache = dict.fromkeys(SEPARATE_GRAD_NORM_GROUPS, False)
 
 
 def norm_of_all(

@@ -30,7 +30,7 @@ from aligner.errors import AlignerError
 from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import sum_parts
 from aligner.megatron.expert_load import ExpertLoad
-from aligner.megatron.grad_norm import use_one_norm
+from aligner.megatron.grad_norm import no_norms_apart, use_one_norm
 from aligner.megatron.groups import Layout
 from aligner.megatron.held import hold, share_frozen
 from aligner.megatron.lora import AdaptedModel, MergedWeights, SplitWeights, attach
@@ -189,6 +189,7 @@ class ShardedModel:
         )
         fuse(optimizer)
         use_one_norm()
+        no_norms_apart(optimizer)
         return optimizer
 
     def _prepare(self, micro_batch: TrainBatch) -> tuple[TrainBatch, Stream | PackedSeqParams]:

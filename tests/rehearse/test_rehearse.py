@@ -21,7 +21,7 @@ def test_a_pipeline_without_faults(tmp_path, capsys):
         held = phases["update"]["held"]
         assert held["policy gradients"] == pytest.approx(2 * held["policy weights"], rel=0.01)  # float32 of bfloat16
         assert held["policy optimizer"] == pytest.approx(3 * held["policy weights"], rel=0.01)  # 12 bytes over 2 ranks
-        assert phases["update"]["peak_bytes"] == pytest.approx(phases["update"]["planned_bytes"], rel=0.15)
+        assert phases["update"]["peak_bytes"] == pytest.approx(phases["update"]["planned_bytes"], rel=0.25)
     sent, received = (
         sum(size for _, what, _, size in phases["update"]["collectives"] if what == kind)
         for phases, kind in ((first, "send"), (last, "recv"))
