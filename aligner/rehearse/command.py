@@ -32,8 +32,8 @@ class RehearsalError(AlignerError):
 
 def main(args: argparse.Namespace, cfg: Config) -> int:
     """Raises ConfigError for what is refused before a run, RehearsalError for what would fail in it."""
-    if args.gpus < 1 or args.gpus_per_node < 1:
-        raise ConfigError("--gpus", min(args.gpus, args.gpus_per_node), "a number >= 1")
+    if args.gpus < 1:
+        raise ConfigError("--gpus", args.gpus, "a number >= 1")
     found = rehearse(cfg, args.gpus, find_device(args.device), args.ranks)
     show(found)
     if args.json:
