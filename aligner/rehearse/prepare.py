@@ -7,10 +7,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from aligner.config.derived import response_limit
 from aligner.config.schema import Config
 from aligner.config.sections.checkpoint import CheckpointConfig
 from aligner.config.sections.data import DataConfig
 from aligner.config.sections.debug import DebugConfig
+from aligner.config.sections.environment import EnvironmentConfig
 from aligner.config.sections.logging import LoggingConfig
 from aligner.config.sections.rewards import RewardFunctionConfig
 from aligner.config.sections.run import StopConfig
@@ -50,6 +52,8 @@ def prepared(cfg: Config, folder: Path) -> Config:
         checkpoint=CheckpointConfig(rollouts=False, async_save=cfg.checkpoint.async_save),
         logging=LoggingConfig(progress=False),
         debug=DebugConfig(),
+        sampling=replace(cfg.sampling, max_response_tokens=response_limit(cfg)),
+        environment=EnvironmentConfig(),
         cluster=replace(cfg.cluster, watchdog=WatchdogConfig(**dict.fromkeys(vars(WatchdogConfig()), 0))),
     )
     found.reward = replace(cfg.reward, functions=[RewardFunctionConfig(REWARD)], judges=[], workers=1)

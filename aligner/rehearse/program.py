@@ -1,7 +1,7 @@
 """What a rehearsed rank is told in place of files and of other ranks: weights without numbers, the longest answers, a
 checkpoint that stays in host memory. The rest of the program is the job's own.
 
-Patches, for good. `agree` has to come before the modules that import its names.
+Patches, for good. `agree` and `model_init` have to come before the modules that import their names.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def install(device: Device, names: Callable[[Any], None]) -> None:
 
 
 def _models(device: Device) -> None:
-    from aligner.builders import job, models, teachers
+    """Before the builders import what finds them."""
     from aligner.data.tokenizer import load_tokenizer
     from aligner.plan.job import shape_at
     from aligner.roles import model_init
@@ -71,18 +71,16 @@ def _models(device: Device) -> None:
 
             return weights
 
+    tokenizer: list[str] = []  # the policy's, and so of all
+
     def resolve(cfg: Any, init: str, seed: int, key: str = "model.init") -> Any:
+        if key == "model.init":
+            tokenizer[:] = [cfg.tokenizer]
         found = Initial(shape_at(cfg, init), load_tokenizer(tokenizer[0], announce=False), seed=seed)
         found.has_scores = key in ("reward.model", "critic.init")
         return found
 
-    tokenizer: list[str] = []
-
-    def first(cfg: Any, init: str, seed: int, key: str = "model.init") -> Any:
-        tokenizer[:] = [cfg.tokenizer]
-        return resolve(cfg, init, seed, key)
-
-    job.resolve, models.resolve, teachers.resolve = first, resolve, resolve
+    model_init.resolve = resolve
 
 
 def _engine(device: Device) -> None:
