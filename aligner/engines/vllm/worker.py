@@ -102,6 +102,7 @@ class Worker(BaseWorker):
             self.whole = False
             self.engine.sleep(level=2)
         else:
+            self.engine.sleep(level=0)  # nothing is scheduled from now on, which the release asks for
             self.engine.release_kv_cache_memory()
 
     def wake(self, tags: list[str]) -> None:

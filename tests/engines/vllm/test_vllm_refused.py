@@ -1,5 +1,6 @@
 """What the vLLM engine refuses, and what needs no vLLM to be shown."""
 
+import ast
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,11 +9,12 @@ import pytest
 
 from aligner.config.resolve import compose
 from aligner.config.validate_model import check_nodes, validate_model
+from aligner.engines.child.worker import KV_CACHE, WEIGHTS
 from aligner.engines.vllm.sampling import sampling_arguments
-from aligner.engines.vllm.worker import import_vllm
+from aligner.engines.vllm.worker import Worker, import_vllm
 from aligner.errors import ConfigError, LayoutError
 from aligner.types import SamplingParams
-from tests.engines.vllm.setup import LLAMA, make_engine
+from tests.engines.vllm.setup import LLAMA, PYTHON, make_engine, needs_vllm
 
 
 def test_without_an_environment_one_line_says_how_to_get_it():
@@ -55,6 +57,38 @@ def test_models_that_it_does_not_serve():
         validate_model(cfg, replace(model, family="gemma2"))
     with pytest.raises(ConfigError, match=r"model.head_dim=64: expected hidden_size / num_heads = 32"):
         validate_model(cfg, replace(model, family="qwen2", qkv_bias=True, head_dim=64))
+
+
+class Recorder:
+    """Notes what is called of vLLM's engine."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *a, **k: self.calls.append((name, *a, *k.values()))
+
+
+def test_what_sleep_would_call_on_a_gpu():
+    """Order and arguments; that vLLM has them is below, that they give memory back was not seen."""
+    worker = Worker.__new__(Worker)
+    worker.engine, worker.whole = Recorder(), True
+    worker.sleep([KV_CACHE])
+    worker.wake([KV_CACHE])
+    assert worker.whole
+    worker.sleep([KV_CACHE, WEIGHTS])
+    worker.wake([WEIGHTS])
+    assert not worker.whole
+    kept = [("sleep", 0), ("release_kv_cache_memory",), ("wake_up", ["kv_cache"])]
+    assert worker.engine.calls == [*kept, ("sleep", 2), ("wake_up", ["weights"])]
+
+
+@needs_vllm
+def test_the_package_has_what_a_gpu_would_need():
+    (source,) = PYTHON.parents[1].glob("lib/python*/site-packages/vllm/v1/engine/llm_engine.py")
+    (engine,) = (n for n in ast.parse(source.read_text()).body if getattr(n, "name", "") == "LLMEngine")
+    found = {n.name: [a.arg for a in n.args.args] for n in engine.body if isinstance(n, ast.FunctionDef)}
+    assert "level" in found["sleep"] and "tags" in found["wake_up"] and "release_kv_cache_memory" in found
 
 
 def test_greedy_sampling_is_not_cut_and_ends_at_stop_tokens_alone():
