@@ -23,6 +23,15 @@ def test_grpo_learns(tiny_data, tmp_path):
     assert sum(rewards[-4:]) > sum(rewards[:4]) * 1.2, rewards
 
 
+def test_a_run_that_is_resumed_is_the_same_bit_by_bit(tiny_data, tmp_path):
+    """Another process generates from step 3 on, of which nothing may depend."""
+    more = [*RUN, "run.export=true", "checkpoint.every=2"]
+    whole = stages.stage("grpo", tiny_data, tmp_path / "whole", *more, "run.steps=4")
+    stages.stage("grpo", tiny_data, tmp_path / "halves", *more, "run.steps=2", "run.export=false")
+    halves = stages.stage("grpo", tiny_data, tmp_path / "halves", *more, "run.steps=4")
+    assert stages.same_weights(whole, halves) and not stages.differences(whole, halves)
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", [("engine.tensor_parallel=2",), ("engine.ranks=1",), ()], ids=["tp2", "own", "two"])
 def test_two_ranks(ranks, tiny_data, tmp_path, layout):
