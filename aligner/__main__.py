@@ -30,7 +30,7 @@ COMMANDS = {
     "eval": "evaluate a trained model on held-out rows",
     "chat": "talk to a trained model",
     "report": "write report.html of one or more runs",
-    "doctor": "check this machine and a config before a run",
+    "doctor": "check this machine and a config before a run; `doctor sandbox`: where programs by models run",
     "keys": "list config keys with type, default and meaning",
 }
 EXAMPLES = """overrides (Hydra syntax) go anywhere after the subcommand:
@@ -309,6 +309,10 @@ def _take_folders(args: argparse.Namespace) -> list[str]:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    if args.overrides == ["sandbox"]:
+        from aligner.tools import doctor_sandbox
+
+        return doctor_sandbox.main()
     from aligner.cluster.env import rank_env
 
     env, cfg = rank_env(), _config(args)

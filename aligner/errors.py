@@ -76,6 +76,12 @@ class EnvironmentFailedError(AlignerError):
     transient = True
 
 
+class SandboxError(AlignerError):
+    """A sandbox broke, or the machine stood still: that says nothing of the program in it."""
+
+    transient = True
+
+
 class PeerError(AlignerError):
     """A message that claims to come from a rank of this job does not: somebody else reaches its ports."""
 

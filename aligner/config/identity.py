@@ -84,6 +84,7 @@ KINDS: dict[str, Kind] = {
     "reward.model": H,
     "reward.workers": H,
     "reward.timeout_s": H,
+    "reward.max_invalid_fraction": H,
     "reward.overlap": H,
     "environment": D,
     "environment.timeout_s": H,

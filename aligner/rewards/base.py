@@ -12,6 +12,9 @@ Optional attributes of a reward object change how `RewardPipeline` runs it:
     late_score   of a function that limits the time of each sample itself: what has begun and is not ready at
                  reward.timeout_s gets this score, what has not begun makes its sample invalid; both are counted
                  (reward/<name>/late), and none ends the run
+    may_fail     True: NaN is an answer, too: the sample could not be scored, for a reason that is not its own, and is
+                 invalid, whatever other functions say. More of these than reward.max_invalid_fraction end the run,
+                 with the words of its method `failure`
     take_counts  a method: name -> (numerator, denominator) since the last call, for the metric reward/<reward>/<name>
     checks_rows  True: its method `unreadable` is called with prompts before training; {place: why} of the rows that it
                  cannot score
@@ -39,8 +42,13 @@ def describe(sample: Sample) -> str:
     return f"prompt {sample.prompt.id}, sample {sample.index}, response {sample.response[:200]!r}"
 
 
-def check_scores(name: str, values: Any, samples: Sequence[Sample]) -> list[float | None]:
-    """One finite float or None per sample, or a RewardError that names the function and the sample.
+def scores_of(reward: Reward, samples: Sequence[Sample]) -> list[float | None]:
+    return check_scores(reward.name, reward(samples), samples, getattr(reward, "may_fail", False))
+
+
+def check_scores(name: str, values: Any, samples: Sequence[Sample], may_fail: bool = False) -> list[float | None]:
+    """One finite float or None per sample (NaN where it `may_fail`), or a RewardError that names the function and the
+    sample.
 
     Lists, tuples, arrays and tensors are accepted; numbers may be of any real type.
     """
@@ -55,14 +63,16 @@ def check_scores(name: str, values: Any, samples: Sequence[Sample]) -> list[floa
         raise RewardError(
             f"reward `{name}` returned {len(values)} scores: expected {len(samples)}, one for each sample"
         )
-    return [_score(name, value, sample) for value, sample in zip(values, samples, strict=True)]
+    return [_score(name, value, sample, may_fail) for value, sample in zip(values, samples, strict=True)]
 
 
-def _score(name: str, value: Any, sample: Sample) -> float | None:
+def _score(name: str, value: Any, sample: Sample, may_fail: bool) -> float | None:
     if value is None:
         return None
     if not isinstance(value, numbers.Real) and hasattr(value, "item"):
         value = value.item()  # a 0-d tensor or array
+    if may_fail and isinstance(value, float) and math.isnan(value):
+        return value
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise RewardError(f"reward `{name}` returned {value!r} on {describe(sample)}: expected a finite number or None")
     return float(value)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from aligner.config.sections.rewards import RewardConfig
 from aligner.errors import ConfigError, RewardError
-from aligner.rewards.base import Reward, check_scores
+from aligner.rewards.base import Reward, scores_of
 from aligner.rewards.normalizer import Reduce, RunningNormalizer
 from aligner.rewards.workers import DaemonPool
 from aligner.types import Prompt, Sample
@@ -29,7 +29,7 @@ class Scores:
 
     total: what the algorithm sees, NaN where invalid; raw: the weighted sum before normalisation and clipping, NaN
     where invalid; components: each function's own scores, unweighted, None = not applicable, NaN = its turn did not
-    come in time; valid: False where all components are None, or one is NaN.
+    come in time, or it could not be scored; valid: False where all components are None, or one is NaN.
     """
 
     total: list[float]
@@ -157,7 +157,7 @@ class RewardPipeline:
         """Start the functions that score each sample for itself, while other samples are still generated."""
         return {
             reward.name: self._pool.submit(
-                lambda reward=reward: check_scores(reward.name, reward([sample]), [sample]),
+                lambda reward=reward: scores_of(reward, [sample]),
                 last=_late_score(reward) is not None,
             )
             for reward in self.rewards_of_threads
@@ -175,6 +175,16 @@ class RewardPipeline:
         return taken
 
     @property
+    def may_fail(self) -> list[Reward]:
+        return [reward for reward in self.rewards_of_threads if getattr(reward, "may_fail", False)]
+
+    def failed(self, components: Mapping[str, Component]) -> tuple[int, str]:
+        """How many samples those that `may_fail` could not score, and why."""
+        failed = {r: [v is not None and math.isnan(v) for v in components[r.name]] for r in self.may_fail}
+        causes = [f"`{reward.name}`: {reward.failure()}" for reward, those in failed.items() if any(those)]
+        return sum(map(any, zip(*failed.values(), strict=True))), "; ".join(causes)
+
+    @property
     def rewards_of_threads(self) -> list[Reward]:
         return [reward for reward, _ in self.rewards if not getattr(reward, "main_thread", False)]
 
@@ -186,7 +196,7 @@ class RewardPipeline:
     def models(self, samples: Sequence[Sample]) -> dict[str, Component]:
         """The components of the models. Collective over the ranks that share each model; all pass the same samples."""
         return {
-            reward.name: check_scores(reward.name, reward(samples), samples)
+            reward.name: scores_of(reward, samples)
             for reward, _ in self.rewards
             if getattr(reward, "main_thread", False)
         }
@@ -266,8 +276,7 @@ class _Scoring:
 
     def _run(self, reward: Reward, places: list[int]) -> Component:
         self._start()
-        samples = [self._samples[place] for place in places]
-        return check_scores(reward.name, reward(samples), samples)
+        return scores_of(reward, [self._samples[place] for place in places])
 
     def _wait(self) -> set[Future]:
         """Returns the jobs that are late and have a score for that."""

@@ -10,6 +10,8 @@ and the function has one of two signatures, with `reward.functions[i].args` as f
     def f(samples, **args) -> list[float | None]                      # samples: list[aligner.types.Sample]
     def f(prompts, completions, **columns) -> list[float | None]      # the convention of TRL
 
+or is a class that is made once, with args, and then called like the first.
+
 The second is used when the function has a parameter `completions`: prompts and completions are texts, or, where the
 row's prompt is a conversation, lists of messages (a completion is one of the assistant's, or with environments all of
 a trajectory's: docs/environments.md); each other parameter is
@@ -24,7 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aligner.config.sections.rewards import RewardFunctionConfig
-from aligner.errors import AlignerError, RewardError, RewardPathError
+from aligner.errors import AlignerError, ConfigError, RewardError, RewardPathError
 from aligner.rewards.base import Reward, check_scores, describe
 from aligner.types import Prompt, Sample
 from aligner.user_code import load
@@ -35,6 +37,7 @@ BUILT_IN = {
     "format": "aligner.rewards.verifiable:format",
     "length": "aligner.rewards.verifiable:length",
     "reasoning_gym": "aligner.rewards.reasoning_gym:reasoning_gym",
+    "code": "aligner.rewards.code:Code",
 }
 
 
@@ -47,7 +50,11 @@ class FunctionReward:
         self.function, self.name, self.args, self.key = function, name, args, key
         self.per_sample = bool(getattr(function, "per_sample", False))
         self.late_score: float | None = getattr(function, "late_score", None)
+        self.may_fail = bool(getattr(function, "may_fail", False))
         self.checks_rows = hasattr(function, "unreadable")
+        self.failure: Callable[[], str] = getattr(function, "failure", lambda: "no score in time")
+        if hasattr(function, "take_counts"):
+            self.take_counts = function.take_counts
         self._parameters = inspect.signature(function).parameters
         self._columns = "completions" in self._parameters
         self._check_args()
@@ -61,7 +68,7 @@ class FunctionReward:
         except BaseException as cause:  # the user's code may raise anything, SystemExit included (code that a model
             # wrote and a reward runs); it is named, chained and never swallowed
             raise self._trace(samples, cause) from cause
-        return check_scores(self.name, values, samples)
+        return check_scores(self.name, values, samples, self.may_fail)
 
     def unreadable(self, prompts: Sequence[Prompt]) -> dict[int, str]:
         """By place, why this function cannot score some of these rows; where it `checks_rows`."""
@@ -126,5 +133,20 @@ def load_function(config: RewardFunctionConfig, index: int = 0) -> Reward:
     key = f"reward.functions[{index}]"
     path = BUILT_IN.get(config.path, config.path)
     function = load(path, f"{key}.path", "function", RewardPathError, f", or one of {', '.join(BUILT_IN)}")
-    name = config.name or getattr(function, "__name__", type(function).__name__)
-    return FunctionReward(function, name, dict(config.args), key)
+    own = config.path if config.path in BUILT_IN else getattr(function, "__name__", type(function).__name__)
+    name, args = config.name or own, dict(config.args)
+    if inspect.isclass(function):
+        function, args = _made(function, args, key), {}
+    return FunctionReward(function, name, args, key)
+
+
+def _made(kind: type, args: dict[str, Any], key: str) -> Callable:
+    try:
+        inspect.signature(kind).bind(**args)
+    except TypeError as cause:
+        expected = f"expected what `{kind.__name__}{inspect.signature(kind)}` takes: {cause}"
+        raise RewardPathError(f"{key}.args={args!r}: {expected}") from cause
+    try:
+        return kind(**args)
+    except ConfigError as error:
+        raise RewardPathError(f"{key}.args.{error}") from error

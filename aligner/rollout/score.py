@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from aligner.errors import RewardError
 from aligner.ops.reduce import gathered
 from aligner.rewards.composite import Component, Early, RewardPipeline, Scores
 from aligner.rollout.groups import Groups
@@ -30,6 +31,7 @@ class Scorer:
         with self.timers("score"):
             with raised_together():
                 components = self._functions(samples[mine.start * size : mine.stop * size], groups.begun)
+            self._stop_at_failures(components)
             if peers.size() > 1:
                 pieces = gathered(components, peers)
                 components = {name: [v for piece in pieces for v in piece[name]] for name in components}
@@ -46,6 +48,18 @@ class Scorer:
         found = self.rewards.functions([samples[i] for i in sound])
         scores = {name: dict(zip(sound, column, strict=True)) for name, column in found.items()}
         return {name: [known.get(i, math.nan) for i in range(len(samples))] for name, known in scores.items()}
+
+    def _stop_at_failures(self, mine: dict[str, Component]) -> None:
+        """Raises RewardError where functions could not score too many samples of the rollout. Collective."""
+        if not self.rewards.may_fail:
+            return
+        found = gathered((*self.rewards.failed(mine), max(map(len, mine.values()))))
+        failed, scored = (sum(each[place] for each in found) for place in (0, 2))
+        limit = self.rewards.config.max_invalid_fraction
+        if failed > max(1, limit * scored):
+            cause = next(cause for _, cause, _ in found if cause)
+            expected = f"expected at most reward.max_invalid_fraction={limit:g} of them"
+            raise RewardError(f"{failed} of {scored} samples of a rollout could not be scored: {expected}. {cause}")
 
     def combined(self, groups: Groups, update: bool) -> Scores:
         """`update`: the running statistics of reward.normalize see them."""

@@ -36,7 +36,7 @@ class Check:
 def main(cfg: Config, env: RankEnv) -> int:
     """Prints the table; 1 if any check failed, else 0."""
     found = list(checks(cfg, env))
-    _show(found)
+    show(found)
     return int(any(check.status == FAIL for check in found))
 
 
@@ -55,13 +55,13 @@ def checks(cfg: Config, env: RankEnv) -> Iterator[Check]:
     yield from _rewards(cfg)
 
 
-def _show(found: list[Check]) -> None:
+def show(found: list[Check], title: str = "aligner doctor") -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     colors = {OK: "green", WARN: "yellow", FAIL: "bold red"}
-    table = Table("check", "", "detail", title="aligner doctor")
+    table = Table("check", "", "detail", title=title)
     for check in found:
         table.add_row(Text(check.name), Text(check.status, style=colors[check.status]), Text(check.detail))
     Console(width=None if sys.stdout.isatty() else 160).print(table)

@@ -15,7 +15,7 @@ from aligner.config.sections.algorithm import AlgorithmConfig, KLConfig, KLContr
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.rewards import EvalConfig, RewardConfig
 from aligner.data.items import PreferenceItem, ScoredItem, SftItem
-from aligner.errors import ConfigError, EngineError
+from aligner.errors import ConfigError, EngineError, RewardError
 from aligner.megatron.model import Head
 from aligner.ops.rl.advantages import gdpo, grpo
 from aligner.ops.seeds import request_seed
@@ -291,6 +291,24 @@ def test_samples_are_scored_while_others_are_generated(overlap, engine, world):
         assert engine.scored_before_return == (4 if early else 0) and engine.finished is None
     assert len(seen) == 8 and sorted(map(repr, seen)) == sorted(map(repr, samples))
     assert groups.components == {"letters": letters(samples)}
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_more_samples_without_a_score_than_allowed_stop_the_run(failing, world):
+    """One of a rollout may fail, whatever the fraction: of 8 samples it is more than 2 %."""
+
+    def outside(samples):
+        return [math.nan if i < failing else 1.0 for i, _ in enumerate(samples)]
+
+    outside.may_fail, outside.failure = True, lambda: "no answer"
+    rewards = RewardPipeline([(FunctionReward(outside, "outside", {}, "key"), 1.0)], RewardConfig())
+    source = rolling(Recorder(), rewards)
+    requests = source.requests.made(range(4), [2, 0, 1, 2])
+    if failing < 2:
+        assert rewards.combine(source._scored(requests).components, 8, update=False).valid.count(False) == failing
+        return
+    with pytest.raises(RewardError, match=r"2 of 8 samples.*reward.max_invalid_fraction=0.02.*`outside`: no answer"):
+        source._scored(requests)
 
 
 def test_what_was_begun_for_a_generation_that_failed_is_not_scored(world):

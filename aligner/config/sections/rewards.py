@@ -36,6 +36,8 @@ class RewardConfig:
     model_attributes: dict[str, float] = field(default_factory=dict)
     model_steps: str = "min"  # of a process reward model: min, product of the probabilities of an answer's steps
     timeout_s: float = 60.0  # of all functions for one rollout
+    # of a rollout's samples: where more could not be scored, by a sandbox or a server that fails, the run stops
+    max_invalid_fraction: float = 0.02
     workers: int = 4  # reward functions and chunks of samples scored at the same time
     overlap: bool = True  # score samples while others are generated, where a function takes them one by one
     clip: float = 0.0  # |reward| limit after normalisation; 0: off
@@ -49,6 +51,7 @@ class RewardConfig:
             raise ConfigError("reward.model_attributes", self.model_attributes, "empty without reward.model")
         one_of("reward.model_steps", self.model_steps, ("min", "product"))
         above("reward.timeout_s", self.timeout_s, 0)
+        at_least("reward.max_invalid_fraction", self.max_invalid_fraction, 0)
         at_least("reward.workers", self.workers, 1)
         at_least("reward.clip", self.clip, 0)
 

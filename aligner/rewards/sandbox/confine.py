@@ -1,0 +1,125 @@
+"""What a process takes from itself before it runs a program that a model wrote: limits, files, system calls.
+
+Nothing of it needs a right, and nothing can be taken back. Numbers: Linux' asm/unistd_64.h and asm-generic/unistd.h,
+linux/landlock.h, linux/seccomp.h, linux/bpf_common.h. Runs inside the sandbox: imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import resource
+import struct
+
+# name, number on x86_64, on aarch64 (-: none). What computes, reads files, waits and writes to what is open; not:
+# processes, signals to others, sockets, mounts, modes and owners, traces, keys, io_uring. The kernel says ENOSYS to
+# all else, so that libraries fall back on an older call where they can.
+CALLS = """
+read 0 63; write 1 64; readv 19 65; writev 20 66; pread64 17 67; pwrite64 18 68; lseek 8 62; close 3 57;
+close_range 436 436; open 2 -; openat 257 56; access 21 -; faccessat 269 48; faccessat2 439 439; stat 4 -; lstat 6 -;
+fstat 5 80; newfstatat 262 79; statx 332 291; readlink 89 -; readlinkat 267 78; getcwd 79 17; chdir 80 49;
+getdents64 217 61; ioctl 16 29; dup 32 23; dup2 33 -; dup3 292 24; pipe 22 -; pipe2 293 59; eventfd2 290 19;
+poll 7 -; ppoll 271 73; select 23 -; pselect6 270 72; epoll_create1 291 20; epoll_ctl 233 21; epoll_wait 232 -;
+epoll_pwait 281 22; mmap 9 222; munmap 11 215; mremap 25 216; mprotect 10 226; madvise 28 233; brk 12 214;
+mincore 27 232; futex 202 98; futex_waitv 449 449; set_robust_list 273 99; get_robust_list 274 100;
+set_tid_address 218 96; rseq 334 293; membarrier 324 283; sched_yield 24 124; sched_getaffinity 204 123;
+getcpu 309 168; arch_prctl 158 -; exit 60 93; exit_group 231 94; restart_syscall 219 128; rt_sigaction 13 134;
+rt_sigprocmask 14 135; rt_sigreturn 15 139; sigaltstack 131 132; pause 34 -; alarm 37 -; setitimer 38 103;
+getitimer 36 102; nanosleep 35 101; clock_nanosleep 230 115; clock_gettime 228 113; clock_getres 229 114;
+gettimeofday 96 169; time 201 -; times 100 153; getrandom 318 278; getpid 39 172; getppid 110 173; gettid 186 178;
+getuid 102 174; geteuid 107 175; getgid 104 176; getegid 108 177; uname 63 160; sysinfo 99 179; getrusage 98 165;
+getrlimit 97 163; umask 95 166; fadvise64 221 223
+"""
+FCNTL, CLONE, PRLIMIT = (72, 25), (56, 220), (302, 261)  # allowed for some arguments alone
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
+CLONE_THREAD = 0x10000
+F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15  # would send a signal to any process
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # of all architectures
+READ_FILE, READ_DIR = 1 << 2, 1 << 3
+FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # bits that a version of Landlock knows; later ones as 5
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(what: str, function, *args) -> int:
+    found = function(*args)
+    if found < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{what}: {os.strerror(error)}")
+    return found
+
+
+def die_with_parent() -> None:
+    _call("prctl", _libc.prctl, PR_SET_PDEATHSIG, 9, 0, 0, 0)
+
+
+def limits(cpu_s: int, memory_bytes: int) -> None:
+    """No file may grow by a byte, wherever it is: a program's only output is its standard output. The kernel counts
+    CPU time for this limit in ticks, so that it may be far off: `inside.py` reads the exact clock, this is behind it.
+    """
+    for kind, value in (
+        (resource.RLIMIT_CPU, 2 * cpu_s + 1),
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (value, value))
+
+
+def landlock_version() -> int:
+    """0 where the kernel has none."""
+    return max(0, _libc.syscall(LANDLOCK_CREATE, None, 0, 1))
+
+
+def landlock(readable: list[str]) -> None:
+    """Files below `readable` can be read, no other opened, none made or changed; no TCP; no signal leaves."""
+    version = landlock_version()
+    rights = (1 << FILE_RIGHTS[min(version, 5)]) - 1
+    net, scoped = (3 if version >= 4 else 0), (3 if version >= 6 else 0)
+    fields = struct.pack("=QQQ", rights, net, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
+    _call("prctl", _libc.prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    rules = _call("landlock_create_ruleset", _libc.syscall, LANDLOCK_CREATE, fields, len(fields), 0)
+    for path in readable:
+        place = os.open(path, os.O_PATH)
+        allowed = READ_FILE | (READ_DIR if os.path.isdir(path) else 0)
+        _call("landlock_add_rule", _libc.syscall, LANDLOCK_ADD, rules, 1, struct.pack("=Qi", allowed, place), 0)
+        os.close(place)
+    _call("landlock_restrict_self", _libc.syscall, LANDLOCK_RESTRICT, rules, 0)
+    os.close(rules)
+
+
+def seccomp() -> None:
+    """Leaves the system calls of `CALLS`, threads, and limits of the process itself."""
+    if platform.machine() not in ARCHITECTURES:
+        raise OSError(f"no table of system calls for {platform.machine()}, only for {', '.join(ARCHITECTURES)}")
+    column, architecture = ARCHITECTURES[platform.machine()]
+    numbers = [entry.split()[1 + column] for entry in CALLS.split(";")]
+    code = _filter(architecture, column, [int(number) for number in numbers if number != "-"])
+    text = ctypes.create_string_buffer(code, len(code))
+    # struct sock_fprog: count, pointer
+    program = struct.pack("@HP", len(code) // 8, ctypes.addressof(text))
+    _call("prctl", _libc.prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _call("seccomp", _libc.prctl, PR_SET_SECCOMP, 2, program, 0, 0)
+
+
+def _filter(architecture: int, column: int, numbers: list[int]) -> bytes:
+    """Instructions of classic BPF over struct seccomp_data: nr at 0, arch at 4, arguments from 16, 8 bytes each."""
+    allow, deny, kill = (6, 0, 0, 0x7FFF0000), (6, 0, 0, 0x00050000 | 38), (6, 0, 0, 0x80000000)
+
+    def load(at: int) -> tuple:
+        return (0x20, 0, 0, at)
+
+    def equal(value: int, then: int, otherwise: int) -> tuple:
+        return (0x15, then, otherwise, value)
+
+    code = [load(4), equal(architecture, 1, 0), kill, load(0), (0x35, 0, 1, 0x40000000), kill]  # x32 has other numbers
+    for number in numbers:
+        code += [equal(number, 0, 1), allow]
+    code += [equal(CLONE[column], 0, 4), load(16), (0x45, 0, 1, CLONE_THREAD), allow, deny]
+    code += [equal(PRLIMIT[column], 0, 4), load(16), equal(0, 0, 1), allow, deny]
+    code += [equal(FCNTL[column], 0, 6), load(24)]
+    code += [equal(F_SETOWN, 3, 0), equal(F_SETSIG, 2, 0), equal(F_SETOWN_EX, 1, 0), allow, deny]
+    return b"".join(struct.pack("=HBBI", *each) for each in [*code, deny])

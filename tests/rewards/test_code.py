@@ -1,0 +1,238 @@
+"""Programs of answers in a sandbox: verdicts, what is contained, what is left behind."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import multiprocessing
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from aligner.config.sections.rewards import RewardConfig, RewardFunctionConfig
+from aligner.errors import ConfigError, RewardError, RewardPathError, SandboxError
+from aligner.rewards.code import Code, Verdict, program
+from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.functions import load_function
+from aligner.rewards.sandbox import run
+from aligner.rewards.sandbox.run import TIERS, Given, Sandbox
+from aligner.types import Prompt, Sample
+
+
+@pytest.fixture(scope="module")
+def reward():
+    return Code(cpu_s=1)
+
+
+def sample(text: str, **fields) -> Sample:
+    return Sample(Prompt(0, (1,), "", fields), 0, f"So:\n```python\n{text}\n```\nDone.", (1,), True)
+
+
+def scored(reward: Code, text: str, **fields) -> tuple[float | None, str]:
+    (score,) = reward([sample(text, **fields)])
+    counts = reward.take_counts()
+    return score, next(name for name, (count, _) in counts.items() if count)
+
+
+STREAMS = {"tests": json.dumps([{"input": f"{n}\n", "output": f"{2 * n}\n\n"} for n in (1, 2, 3, 4)])}
+ONE = {"tests": [{"input": "", "output": "42"}]}
+ASSERTS = {"test_list": ["assert f(1) == 2", "assert f(-1) == 0"], "test_setup_code": "import math"}
+CHECK = {"test": "def check(candidate):\n    assert candidate(1) == 2\n", "entry_point": "f"}
+CALLS = {"input_output": json.dumps({"inputs": [[1], [2]], "outputs": [2, [3]], "fn_name": "f"})}
+FUNCTIONAL = {
+    "public_test_cases": json.dumps([{"input": '[1, 2]\n"a"', "output": "[1,2]", "testtype": "functional"}]),
+    "private_test_cases": json.dumps([{"input": '[]\n"a"', "output": "[]", "testtype": "functional"}]),
+    "metadata": '{"func_name": "g"}',
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "score", "verdict"),
+    [
+        ("print(2 * int(input()))", STREAMS, 1.0, "passed"),
+        ("n = int(input())\nprint(2 * n if n < 4 else 0)", STREAMS, 0.75, "wrong"),
+        ("n = int(input())\nprint(2 * n) if n < 4 else exit(1)", STREAMS, 0.75, "error"),
+        ("import sys\nprint(42)\nsys.exit()", ONE, 1.0, "passed"),
+        ("import atexit\natexit.register(print, 42)", ONE, 1.0, "passed"),
+        (
+            "import threading\nthreading.stack_size(1 << 27)\nthreading.Thread(target=print, args=(42,)).start()",
+            ONE,
+            1,
+            "",
+        ),
+        ("import random, os\nprint(42 if random.random() == 0.8444218515250481 else hash('a'))", ONE, 1.0, "passed"),
+        ("def f(x): return x + 1", ASSERTS, 1.0, "passed"),
+        ("def f(x): return 2", ASSERTS, 0.5, "wrong"),
+        ("def f(x): return math.nothing", ASSERTS, 0.0, "error"),
+        ("def f(x): return x + 1", CHECK, 1.0, "passed"),
+        ("def f(x): return x", CHECK, 0.0, "wrong"),
+        ("def f(x): return x + 1", CALLS, 1.0, "passed"),
+        ("class Solution:\n    def g(self, a: List[int], b: str): return tuple(a)", FUNCTIONAL, 1.0, "passed"),
+        ("class Solution:\n    def g(self, a, b): return b", FUNCTIONAL, 0.0, "wrong"),
+        ("class Solution:\n    def g(self, a, b): return object", FUNCTIONAL, 0.0, "error"),
+        ("while True: pass", ONE, 0.0, "cpu"),
+        ("try:\n    while True: pass\nfinally:\n    print(42)", ONE, 0.0, "cpu"),
+        ("x = [0] * 10**9", ONE, 0.0, "memory"),
+        ("while True: print('x' * 10**5)", ONE, 0.0, "output"),
+        ("import os\nwhile True: os.fork()", ONE, 0.0, "error"),
+        ("open('/tmp/x', 'w').write('x')", ONE, 0.0, "error"),
+        ("import os\nfd = os.memfd_create('x')\nos.ftruncate(fd, 10 << 30)", ONE, 0.0, "error"),
+        ("import ctypes\nctypes.string_at(0)", ONE, 0.0, "error"),
+        ("this is no Python", ONE, 0.0, "error"),
+    ],
+)
+def test_verdicts(reward, text, fields, score, verdict):
+    assert scored(reward, text, **fields) == (score, verdict or "passed")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "print('passed'); print('+'); exit(0)",
+        'import os\nos.write(1, b\'{"ended": "exit", "code": 0, "said": "+"}\'); os._exit(0)',
+        "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'+passed')\n    except OSError: pass\nos._exit(0)",
+        "import sys\nframe, found = sys._getframe(), ''\nwhile frame:\n    found += str(frame.f_locals)\n"
+        "    frame = frame.f_back\nf = (lambda x: x + 1) if 'assert f' in found else None",
+        "import gc\nfound = [x for x in gc.get_objects() if isinstance(x, dict) and 'word' in x]\n"
+        "f = (lambda x: x + 1) if found else None",
+        "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)",
+        "import json\njson.dumps = lambda *a, **k: '2'\ndef f(x): return 3",
+    ],
+)
+def test_a_program_cannot_say_its_own_verdict(reward, text):
+    assert scored(reward, text, **ASSERTS)[0] == 0.0 and scored(reward, text, **ONE)[0] == 0.0
+
+
+def test_all_or_none_and_answers_without_a_program():
+    reward = Code(all_or_none=True)
+    assert scored(reward, "n = int(input())\nprint(2 * n if n < 4 else 0)", **STREAMS) == (0.0, "wrong")
+    assert scored(reward, "print(2 * int(input()))", **STREAMS) == (1.0, "passed")
+    said = Sample(Prompt(0, (1,), "", ONE), 0, "print(42)", (1,), True)
+    assert reward([said]) == [0.0] and reward.take_counts()["no_code"] == (1.0, 1.0)
+    assert reward([sample("print(42)", tests=None)]) == [None]
+    blocks = "```\na\n```\ntext\n```py\nb\n```\n```text\nc\n```\n```python\nnot closed"
+    assert program(blocks) == "b\n" and program("```python\nx") is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"answer": 1}, "column of tests, one of input_output"),
+        ({"tests": "[{"}, "column tests='[{'"),
+        ({"tests": [{"input": "1"}]}, "KeyError: 'output'"),
+        ({"tests": []}, "at least one test"),
+        ({"input_output": {"inputs": ["1"], "outputs": []}}, "column input_output"),
+        ({"public_test_cases": "[]", "private_test_cases": "eJxrYJmqwQABPUaFqcUlmfl5AA=="}, "public_test_cases"),
+        ({"test": "def check(f): pass"}, "KeyError: 'entry_point'"),
+    ],
+)
+def test_rows_without_tests_are_named_before_training(reward, fields, words):
+    found = reward.unreadable([Prompt(0, (1,), "", ONE), Prompt(1, (1,), "", fields)])
+    assert list(found) == [1] and words in found[1]
+    with pytest.raises(RewardError):
+        reward([sample("print(1)", **fields)])
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"tier": "docker"}, "args.tier='docker': expected one of auto, bubblewrap, unshare, landlock, unsafe"),
+        ({"cpu_s": 0}, "args.cpu_s=0"),
+        ({"cpu_s": 0.5}, "args.cpu_s=0.5"),
+        ({"memory": 5}, "unexpected keyword argument 'memory'"),
+    ],
+)
+def test_bad_arguments_are_named(args, words):
+    with pytest.raises(RewardPathError, match=r"reward.functions\[2\]") as caught:
+        load_function(RewardFunctionConfig(path="code", args=args), 2)
+    assert words in str(caught.value)
+
+
+def test_a_tier_that_is_not_there_says_what_to_install(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match=r"package `bubblewrap`.*no `bwrap` in PATH"):
+        Sandbox("bubblewrap")
+    monkeypatch.setattr(run, "landlock_version", lambda: 0)  # a kernel without it
+    with pytest.raises(ConfigError, match=r"no `bwrap`.*no `unshare`.*Linux 5.13.*doctor sandbox"):
+        Sandbox()
+    assert next(iter(Sandbox("unsafe").run("print(1)", [Given()]))).out == "1\n"
+
+
+def test_a_sandbox_that_fails_says_nothing_of_the_program(reward):
+    code = Code()
+    code.sandbox.run = functools.partial(code.sandbox.run, wall_s=0.4)
+    named = load_function(RewardFunctionConfig(path="code"))
+    named.function = code
+    pipeline = RewardPipeline(
+        [(named, 1.0), (load_function(RewardFunctionConfig(path="length", args={"limit": 9})), 1)], RewardConfig()
+    )
+    components = pipeline.functions([sample("import time\ntime.sleep(5)", **ONE), sample("print(42)", **ONE)])
+    assert math.isnan(components["code"][0])
+    scores = pipeline.combine(components, 2, update=False)
+    assert scores.valid[0] is False  # although the other function has a score for it
+    failed, why = pipeline.failed(components)
+    assert failed >= 1 and "`code`: the sandbox ended" in why and "ended from outside" in code.failure()
+    with pytest.raises(SandboxError):
+        list(code.sandbox.run("import time\ntime.sleep(5)", [Given()]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text", ["import time\nwhile True: time.sleep(1)", "import threading\nthreading.Event().wait()"]
+)
+def test_a_hung_program_has_failed(reward, text):
+    assert scored(reward, text, **ONE) == (0.0, Verdict.HUNG)
+
+
+@pytest.mark.slow
+def test_load_decides_nothing():
+    """A program that needs most of its CPU time, among as many busy processes as make it wait far longer."""
+    busy = [multiprocessing.get_context("spawn").Process(target=_spin, daemon=True) for _ in range(8)]
+    for process in busy:
+        process.start()
+    try:
+        text = "import time\nwhile time.process_time() < 1.2: pass\nprint(42)"
+        begun = time.monotonic()
+        assert scored(Code(cpu_s=2), text, **ONE) == (1.0, "passed")
+        assert scored(Code(cpu_s=1), text, **ONE) == (0.0, "cpu")
+        assert time.monotonic() - begun > 2.2
+    finally:
+        for process in busy:
+            process.kill()
+            process.join()
+
+
+def _spin():
+    while True:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_thousand_programs_leave_nothing_behind(tier):
+    try:
+        reward = Code(cpu_s=1, tier=tier)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    texts = ["print(42)", "print(41)", "import os\nos.fork()", "x = [0] * 10**9", "exit(3)", "open('x', 'w')", "1 / 0"]
+    texts += ["import threading\nthreading.Thread(target=print, args=(42,)).start()", "print('x' * 10**7)", "import os"]
+    me, count = psutil.Process(), 1000 if tier == TIERS[0] else 50
+    samples = [sample(texts[i % len(texts)], **ONE) for i in range(count)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda one: reward([one]), samples[:20]))
+        reward.take_counts()
+        held = me.num_fds(), threading.active_count(), len(me.children(recursive=True))
+        scores = [score for (score,) in pool.map(lambda one: reward([one]), samples)]
+        left = me.num_fds(), threading.active_count(), len(me.children(recursive=True))
+    assert left == held
+    named = [p for p in psutil.process_iter(["cmdline"]) if str(run.INSIDE) in (p.info["cmdline"] or [])]
+    assert not named
+    assert Counter(scores) == {1.0: count // 5, 0.0: count - count // 5}
+    counts = {name: round(n) for name, (n, _) in reward.take_counts().items() if n}
+    each = count // 10
+    assert counts == {"passed": 2 * each, "wrong": 2 * each, "error": 4 * each, "memory": each, "output": each}
