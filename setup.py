@@ -26,6 +26,7 @@ INSTALL = [
     "wandb>=0.20",
     "math-verify>=0.8",
     "reasoning-gym>=0.1.23",
+    "httpx>=0.27",
 ]
 EXTRAS = {
     "trtllm": ["tensorrt-llm>=1.2"],

@@ -29,10 +29,12 @@ COMMANDS = {
     "sample": "answer prompts, and make files to train on of the answers: run stage=sample",
     "eval": "evaluate a trained model on held-out rows",
     "chat": "talk to a trained model",
+    "serve-rm": "serve a trained reward model over HTTP, for reward `http`",
     "report": "write report.html of one or more runs",
     "doctor": "check this machine and a config before a run; `doctor sandbox`: where programs by models run",
     "keys": "list config keys with type, default and meaning",
 }
+METAVARS = {"report": "RUN_DIR | KEY=VALUE", "serve-rm": "RUN_DIR | KEY=VALUE"}
 EXAMPLES = """overrides (Hydra syntax) go anywhere after the subcommand:
   stage=grpo model=qwen3_0.6b         choose files of conf/stage, conf/model, ...
   optim.lr=1e-4 batch.group=16        set values
@@ -66,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         sub = subs.add_parser(
             name, help=text, description=text, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        sub.add_argument("overrides", nargs="*", metavar="RUN_DIR | KEY=VALUE" if name == "report" else "KEY=VALUE")
+        sub.add_argument("overrides", nargs="*", metavar=METAVARS.get(name, "KEY=VALUE"))
         sub.add_argument("-c", "--config-dir", metavar="DIR", help="a further folder of config groups")
         sub.add_argument("--frozen", metavar="PATH", help="start from the config.yaml of a run instead of conf/")
         sub.add_argument("--cfg", action="store_true", help="print the resolved config and exit")
@@ -74,6 +76,9 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("-m", "--multirun", action="store_true", help="run every job of a sweep, one by one")
         if name == "launch":
             sub.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to start")
+        if name == "serve-rm":
+            sub.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine alone")
+            sub.add_argument("--port", type=int, default=5000, help="0: any that is free; default 5000")
         if name in further:
             further[name](sub)
     return top
@@ -128,12 +133,13 @@ def _say(error: AlignerError, code: int, trace: str | None) -> None:
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """The composed config; or a run's frozen one with overrides on top: --frozen, and run.dir=... of eval and chat."""
+    """The composed config; or a run's frozen one with overrides on top: --frozen, and run.dir=... of eval, chat and
+    serve-rm."""
     from aligner.config.freeze import FILE_NAME, load_frozen
     from aligner.config.resolve import compose, compose_over
 
     frozen = args.frozen
-    if frozen is None and args.command in ("eval", "chat"):
+    if frozen is None and args.command in ("eval", "chat", "serve-rm"):
         given = [text.partition("=")[2].strip("'\"") for text in args.overrides if text.startswith("run.dir=")]
         if given and (Path(given[-1]) / FILE_NAME).is_file():
             frozen = given[-1]
@@ -291,6 +297,17 @@ def _chat(args: argparse.Namespace) -> int:
     return chat.main(cfg)
 
 
+def _serve_rm(args: argparse.Namespace) -> int:
+    folders = _take_folders(args)
+    if len(folders) > 1:
+        raise ConfigError("RUN", folders[1], "the folder of one run")
+    args.overrides += [f"run.dir='{folder}'" for folder in folders]
+    cfg = _config(args)
+    from aligner.tools import serve_rm
+
+    return serve_rm.main(cfg, args.host, args.port)
+
+
 def _report(args: argparse.Namespace) -> int:
     folders = _take_folders(args)
     if args.overrides or args.frozen or not folders:
@@ -338,6 +355,7 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "sample": _sample,
     "eval": _eval,
     "chat": _chat,
+    "serve-rm": _serve_rm,
     "report": _report,
     "doctor": _doctor,
     "keys": _keys,

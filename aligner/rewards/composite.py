@@ -120,6 +120,8 @@ class RewardPipeline:
             for index, (prompt, text) in enumerate(zip(pair, ("0", "probe"), strict=True))
         ]
         components = self.functions(samples)
+        if self.failed(components)[0]:
+            raise RewardError(f"two samples of a first try could not be scored: {self.failed(components)[1]}")
         self.take_late()
         return components
 

@@ -38,6 +38,7 @@ BUILT_IN = {
     "length": "aligner.rewards.verifiable:length",
     "reasoning_gym": "aligner.rewards.reasoning_gym:reasoning_gym",
     "code": "aligner.rewards.code:Code",
+    "http": "aligner.rewards.http:Http",
 }
 
 

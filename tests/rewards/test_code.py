@@ -97,7 +97,7 @@ def test_verdicts(reward, text, fields, score, verdict):
         'import os\nos.write(1, b\'{"ended": "exit", "code": 0, "said": "+"}\'); os._exit(0)',
         "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'+passed')\n    except OSError: pass\nos._exit(0)",
         "import sys\nframe, found = sys._getframe(), ''\nwhile frame:\n    found += str(frame.f_locals)\n"
-        "    frame = frame.f_back\nf = (lambda x: x + 1) if 'assert f' in found else None",
+        "    frame = frame.f_back\nf = (lambda x: x + 1) if 'ass' + 'ert f(1)' in found else None",
         "import gc\nfound = [x for x in gc.get_objects() if isinstance(x, dict) and 'word' in x]\n"
         "f = (lambda x: x + 1) if found else None",
         "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)",
@@ -163,11 +163,10 @@ def test_a_tier_that_is_not_there_says_what_to_install(monkeypatch):
     assert next(iter(Sandbox("unsafe").run("print(1)", [Given()]))).out == "1\n"
 
 
-def test_a_sandbox_that_fails_says_nothing_of_the_program(reward):
-    code = Code()
-    code.sandbox.run = functools.partial(code.sandbox.run, wall_s=0.4)
+def test_a_sandbox_that_fails_says_nothing_of_the_program():
     named = load_function(RewardFunctionConfig(path="code"))
-    named.function = code
+    code = named.function
+    code.sandbox.run = functools.partial(code.sandbox.run, wall_s=0.4)
     pipeline = RewardPipeline(
         [(named, 1.0), (load_function(RewardFunctionConfig(path="length", args={"limit": 9})), 1)], RewardConfig()
     )

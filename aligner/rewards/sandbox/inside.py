@@ -59,27 +59,35 @@ def main() -> None:
     del sys.modules["confine"], sys.argv[1:]
     module = types.ModuleType("__main__")
     module.__dict__.update((name, getattr(typing, name)) for name in typing.__all__)  # starter code leaves it out
-    while True:
-        stdin, check = os.memfd_create("stdin"), os.memfd_create("check")
-        (go, start), (out, stdout), (said, says) = os.pipe(), os.pipe(), os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            sys.modules["__main__"] = module
-            return child(job, module.__dict__, stdin, stdout, go, check, says)
-        for fd in (go, stdout, says):
-            os.close(fd)
-        try:
-            test = receive()
-            os.pwrite(stdin, test["stdin"].encode(errors="replace"), 0)
-            os.pwrite(check, json.dumps(test["check"]).encode(), 0)
-            os.write(start, b"1")
-            found = watch(pid, out, said, job["output_bytes"], job["cpu_s"])
-        finally:
-            os.kill(pid, signal.SIGKILL)
-            _, status, usage = os.wait4(pid, 0)
-        send(found | _end(found["ended"], os.waitstatus_to_exitcode(status), usage, job["cpu_s"]))
-        for fd in (stdin, check, start, out, said):
-            os.close(fd)
+    while run(job, module):
+        pass
+
+
+def run(job: dict, module: types.ModuleType) -> bool:
+    """One test. False in the child, whose program has ended: a function of its own, so that the next child does not
+    find this test."""
+    stdin, check = os.memfd_create("stdin"), os.memfd_create("check")
+    (go, start), (out, stdout), (said, says) = os.pipe(), os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        sys.modules["__main__"] = module
+        child(job, module.__dict__, stdin, stdout, go, check, says)
+        return False
+    for fd in (go, stdout, says):
+        os.close(fd)
+    try:
+        test = receive()
+        os.pwrite(stdin, test["stdin"].encode(errors="replace"), 0)
+        os.pwrite(check, json.dumps(test["check"]).encode(), 0)
+        os.write(start, b"1")
+        found = watch(pid, out, said, job["output_bytes"], job["cpu_s"])
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        _, status, usage = os.wait4(pid, 0)
+    send(found | _end(found["ended"], os.waitstatus_to_exitcode(status), usage, job["cpu_s"]))
+    for fd in (stdin, check, start, out, said):
+        os.close(fd)
+    return True
 
 
 def watch(pid: int, out: int, said: int, output_bytes: int, cpu_s: int) -> dict:

@@ -1,0 +1,111 @@
+"""`aligner serve-rm RUN`: a trained reward model over HTTP, in the format of OpenRLHF's servers: reward `http` asks it.
+
+POST anywhere: {"query": [prompt + response], "prompts": [...]} -> {"rewards", "scores": [...], "extra_logs"}
+
+Scores are those of `reward.model`: centred and scaled. So are the tokens, where a query begins with its prompt and the
+tokenizer reads back what it wrote. One process, one request at a time; no key: by default it listens on the loopback.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from aligner.builders.job import Job, start
+from aligner.builders.models import make_reward_model
+from aligner.cluster.env import RankEnv
+from aligner.config.schema import Config, StageConfig
+from aligner.config.sections.debug import DebugConfig
+from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.parallel import ParallelConfig
+from aligner.config.sections.rewards import RewardConfig
+from aligner.errors import DataError
+from aligner.foreign import parse_json
+from aligner.megatron.groups import leave_distributed
+from aligner.tools.generate import model_folder
+from aligner.types import Prompt, Sample
+
+MAX_BYTES = 64 << 20  # of a request
+
+
+def main(cfg: Config, host: str, port: int) -> int:
+    """Serves until it is interrupted."""
+    job, answer = scorer(cfg)
+    try:
+        with server(answer, host, port) as serving:
+            print(f"http://{host}:{serving.server_address[1]}: scores by {job.cfg.reward.model}", flush=True)
+            serving.serve_forever()
+    finally:
+        leave_distributed()
+    return 0
+
+
+def scorer(cfg: Config) -> tuple[Job, Any]:
+    """The reward model of a run on this process alone, as a function of the body of a request."""
+    folder = str(model_folder(cfg))
+    model = dataclasses.replace(cfg.model, init=folder, tokenizer="")
+    alone = {"parallel": ParallelConfig(), "engine": EngineConfig(), "debug": DebugConfig()}
+    reward = RewardConfig(model=folder, model_standardize=cfg.reward.model_standardize)
+    job = start(dataclasses.replace(cfg, model=model, stage=StageConfig("rm"), reward=reward, **alone), RankEnv())
+    scores, one_at_a_time = make_reward_model(job), threading.Lock()
+    assert scores is not None
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        queries, prompts = _texts(body, "query"), _texts(body, "prompts") if body.get("prompts") else []
+        if prompts and len(prompts) != len(queries):
+            raise DataError(f"prompts: expected {len(queries)}, one for each query, found {len(prompts)}")
+        samples = [_sample(job.tokenizer, q, p) for q, p in zip(queries, prompts or [""] * len(queries), strict=True)]
+        limit = job.initial.config.max_position
+        for number, sample in enumerate(samples):
+            if not 0 < len(sample.prompt.tokens + sample.tokens) <= limit:
+                found = len(sample.prompt.tokens + sample.tokens)
+                raise DataError(f"query[{number}]: expected 1 to {limit} tokens (model.max_position), found {found}")
+        with one_at_a_time:
+            found = scores(samples)
+        return {"rewards": found, "scores": found, "extra_logs": {}}
+
+    return job, answer
+
+
+def _texts(body: dict[str, Any], name: str) -> list[str]:
+    found = body.get(name) if isinstance(body, dict) else None
+    if not isinstance(found, list) or not found or not all(isinstance(text, str) for text in found):
+        raise DataError(f"{name}: expected a list of texts, found {str(found)[:80]!r}")
+    return found
+
+
+def _sample(tokenizer: Any, query: str, prompt: str) -> Sample:
+    """Ends with EOS, as what was generated to its end does."""
+    prompt = prompt if query.startswith(prompt) else ""
+    head, tail = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, query[len(prompt) :]))
+    if not tail or tail[-1] != tokenizer.eos_token_id:
+        tail = [*tail, tokenizer.eos_token_id]
+    return Sample(Prompt(0, tuple(head), prompt), 0, query[len(prompt) :], tuple(tail), True)
+
+
+def server(answer: Any, host: str, port: int) -> ThreadingHTTPServer:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            length = self.headers.get("Content-Length", "")
+            if not length.isdigit() or int(length) > MAX_BYTES:
+                return self.say(413, {"error": f"Content-Length={length!r}: expected at most {MAX_BYTES} bytes"})
+            try:
+                return self.say(200, answer(parse_json(self.rfile.read(int(length)), "the request", DataError)))
+            except DataError as error:
+                return self.say(400, {"error": str(error)})
+
+        def say(self, status: int, body: dict[str, Any]) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: Any) -> None:
+            """Not a line for each request."""
+
+    return ThreadingHTTPServer((host, port), Handler)

@@ -1,0 +1,178 @@
+"""Scores by servers: formats, retries, the breaker, keys, bad answers."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from aligner.config.sections.rewards import RewardConfig, RewardFunctionConfig
+from aligner.errors import RewardError, RewardPathError
+from aligner.rewards import http
+from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.functions import load_function
+from aligner.rewards.http import Http
+from aligner.types import Prompt, Sample
+
+
+class Server:
+    """`reply(body) -> (status, answer)`; notes what it was asked."""
+
+    def __init__(self):
+        self.reply, self.bodies, self.headers = lambda body: (200, 0.0), [], []
+        noted = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                noted.bodies.append(body)
+                noted.headers.append(dict(self.headers))
+                status, answer = noted.reply(body)
+                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/get_reward"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    made = Server()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def samples(count: int, **fields) -> list[Sample]:
+    return [Sample(Prompt(i, (1,), f"p{i} ", {"answer": i, **fields}), 0, "x" * i, (1,), True) for i in range(count)]
+
+
+def test_openrlhf_scores_come_in_the_order_of_the_samples(server):
+    """Although later requests answer first."""
+
+    def reply(body):
+        time.sleep(0.2 if body["prompts"][0] == "p0 " else 0)
+        return 200, {"rewards": [len(q) - len(p) for q, p in zip(body["query"], body["prompts"], strict=True)]}
+
+    server.reply = reply
+    assert Http([server.url, server.url])(samples(40)) == [float(i) for i in range(40)]
+    assert sorted(len(body["query"]) for body in server.bodies) == [8, 16, 16]
+    first = next(body for body in server.bodies if body["prompts"][0] == "p0 ")
+    assert first["labels"] == list(range(16)) and first["query"][2] == "p2 xx"
+
+
+@pytest.mark.parametrize("answer", [lambda n: n, lambda n: {"score": n}, lambda n: {"reward": n, "other": 1}])
+def test_one_sample_at_a_time(server, answer):
+    server.reply = lambda body: (200, answer(len(body["response"]) + body["label"]))
+    assert Http(server.url, format="sample")(samples(5)) == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert {"prompt": "p3 ", "response": "xxx", "label": 3} in server.bodies
+
+
+def test_nemo_gym_is_given_the_row_and_a_response_object(server):
+    server.reply = lambda body: (200, {**body, "reward": len(body["response"]["output"][0]["content"][0]["text"])})
+    assert Http(server.url, format="verify")(samples(3, options=["a"])) == [0.0, 1.0, 2.0]
+    body = next(body for body in server.bodies if body["answer"] == 2)
+    assert body["options"] == ["a"] and body["responses_create_params"] == {"input": "p2 "}
+    message = body["response"]["output"][0]
+    assert body["response"]["object"] == "response" and (message["type"], message["role"]) == ("message", "assistant")
+    assert message["content"] == [{"type": "output_text", "text": "xx", "annotations": []}]
+
+
+def test_what_fails_for_a_while_is_tried_again_as_the_same_request(server):
+    server.reply = lambda body: (503, {}) if len(server.bodies) < 3 else (200, 5.0)
+    reward = Http(server.url, format="sample")
+    assert reward(samples(1)) == [5.0]
+    assert len({headers["Idempotency-Key"] for headers in server.headers}) == 1 and len(server.bodies) == 3
+    counts = reward.take_counts()
+    assert counts["retries"] == (2.0, 1.0) and counts["status"] == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("reply", "cause", "words"),
+    [
+        (lambda body: (500, b"out of memory"), "status", "HTTP 500 'out of memory'"),
+        (lambda body: (200, b"<html>"), "malformed", "expected 1 finite scores in the format sample, found '<html>'"),
+        (lambda body: (200, {"rewards": [1]}), "malformed", "found"),
+        (lambda body: (200, b"NaN"), "malformed", "NaN"),
+        (lambda body: (200, b"[" * 100_000), "malformed", "[[["),
+        (lambda body: (time.sleep(1) or 200, 1.0), "timeout", "no answer within 0.2 s"),
+    ],
+)
+def test_a_failure_is_nan_and_named_never_zero(server, reply, cause, words):
+    server.reply = reply
+    reward = Http(server.url, format="sample", retries=0, timeout_s=0.2)
+    (score,) = reward(samples(1))
+    assert math.isnan(score) and words in reward.failure() and server.url in reward.failure()
+    assert reward.take_counts()[cause] == (1.0, 1.0)
+
+
+def test_an_unreachable_server_fails_before_training(server):
+    reward = load_function(RewardFunctionConfig(path="http", args={"url": "http://127.0.0.1:9/x", "retries": 0}))
+    pipeline = RewardPipeline([(reward, 1.0)], RewardConfig())
+    with pytest.raises(RewardError, match=r"first try could not be scored: `http`: unreachable: http://127.0.0.1:9/x"):
+        pipeline.probe([sample.prompt for sample in samples(2)])
+
+
+def test_what_asking_again_cannot_mend_is_an_error_at_once(server):
+    server.reply = lambda body: (401, b"wrong key")
+    with pytest.raises(RewardError, match="expected HTTP 200, found 401 'wrong key'"):
+        Http(server.url, format="sample")(samples(1))
+    assert len(server.bodies) == 1
+
+
+def test_the_breaker_leaves_a_broken_server_alone_and_tries_again_later(server, monkeypatch):
+    monkeypatch.setattr(http, "REST_S", 0.5)
+    server.reply = lambda body: (500, {})
+    reward = Http(server.url, format="sample", retries=0, concurrency=1)
+    assert all(map(math.isnan, reward(samples(20)))) and len(server.bodies) == http.BREAKER
+    assert reward.take_counts()["breaker"] == (15.0, 20.0) and "5 failures in a row" in reward.failure()
+    time.sleep(0.6)
+    server.reply = lambda body: (200, 1.0)
+    assert reward(samples(3)) == [1.0] * 3
+
+
+def test_a_deadline_ends_all_tries(server):
+    server.reply = lambda body: (time.sleep(0.3) or 503, {})
+    begun = time.monotonic()
+    reward = Http(server.url, format="sample", retries=50, deadline_s=0.5, concurrency=2)
+    assert all(map(math.isnan, reward(samples(4)))) and time.monotonic() - begun < 5
+
+
+def test_a_key_comes_from_the_environment_and_is_told_to_the_server_alone(server, monkeypatch):
+    monkeypatch.setenv("REWARD_KEY", "secret-key")
+    server.reply = lambda body: (500, b"no")
+    reward = Http(server.url, format="sample", key_env="REWARD_KEY", retries=0)
+    reward(samples(1))
+    assert server.headers[0]["Authorization"] == "Bearer secret-key"
+    told = {name: value for name, value in vars(reward).items() if name != "_client"}
+    assert "secret-key" not in repr(told) + reward.failure() + json.dumps(server.bodies)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"url": "http://h/x", "key_env": "NOT_THERE"}, "args.key_env='NOT_THERE': expected the name of a variable"),
+        ({"url": "localhost:5000"}, "args.url='localhost:5000'"),
+        ({"url": []}, "args.url=''"),
+        ({"url": "http://me:secret@h/x"}, "args.url='h': expected an address without a user"),
+        ({"url": "http://h/x", "format": "xml"}, "args.format='xml': expected one of openrlhf, sample, verify"),
+        ({"url": "http://h/x", "deadline_s": 0}, "args.deadline_s=0"),
+        ({}, "missing a required argument: 'url'"),
+    ],
+)
+def test_bad_arguments_are_named(args, words):
+    with pytest.raises(RewardPathError) as caught:
+        load_function(RewardFunctionConfig(path="http", args=args))
+    assert words in str(caught.value) and "secret" not in str(caught.value)
