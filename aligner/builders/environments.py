@@ -7,6 +7,7 @@ from pathlib import Path
 from aligner.builders.job import Job
 from aligner.data.dialogue import Dialogue
 from aligner.engines.base import RolloutEngine
+from aligner.engines.native.fleet import ServingEngine
 from aligner.environments.log import FOLDER, AnswerLog
 from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
@@ -42,5 +43,6 @@ def make_turns(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> Tur
         cfg.environment,
         cfg.data.max_prompt_tokens,
         job.environment_scores,
+        isinstance(engine, ServingEngine) and cfg.engine.tensor_parallel == 1 and not cfg.run.deterministic,
         job.timers,
     )

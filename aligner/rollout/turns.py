@@ -1,14 +1,13 @@
 """Requests -> trajectories of several turns: the model answers, its calls go to tools and environment, and what they
 give is appended, until one of `Stop`.
 
-The trajectories of a rank go on together: a round of the engine is a turn of all that are still open, and the tools of
-those that have answered work while others are still generated.
+The trajectories of a rank go on together. In rounds: the engine generates a turn of all that are still open, and the
+tools of those that have answered work meanwhile. Or, where an engine can, each turn is admitted when it is there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,8 +17,9 @@ import torch.distributed as dist
 
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.data.dialogue import Dialogue, Given
-from aligner.data.tool_calls import Call, read_calls
+from aligner.data.tool_calls import read_calls
 from aligner.engines.base import RolloutEngine, TellingEngine
+from aligner.engines.native.fleet import ServingEngine
 from aligner.environments.log import Answer
 from aligner.environments.pool import CAUSES, Pool, Session
 from aligner.errors import DataError, EngineError
@@ -29,41 +29,12 @@ from aligner.ops.seeds import derive
 from aligner.rewards.composite import Early
 from aligner.rollout.collate import join_generations
 from aligner.rollout.groups import Groups
+from aligner.rollout.play import OPEN_ENDS, Play, joined_rows
 from aligner.rollout.requests import Request
+from aligner.rollout.serving import Turns
 from aligner.rollout.sharing import raised_together, share
 from aligner.run.timers import Timers
-from aligner.types import LENGTH, STOP, Generations, Prompt, Sample, SamplingParams, Stop, Sums, Trajectory
-
-OPEN_ENDS = (Stop.ANSWER, Stop.DONE)  # the trajectory has come to its own end; by all others it was cut
-
-
-@dataclass
-class Play:
-    """A trajectory on its way."""
-
-    place: int  # of its request in this peer's share
-    index: int  # in its group
-    seed: int  # of its request
-    prompt: Prompt
-    session: Session
-    given: Given
-    messages: list[dict[str, Any]]  # as the template gets them
-    told: list[dict[str, Any]] = field(default_factory=list)  # behind the prompt, as rewards get them
-    turns: list[Turn] = field(default_factory=list)
-    heard: list[int] = field(default_factory=list)  # the last answer
-    calls: list[Call] = field(default_factory=list)  # in it
-    asked: Future[Answer] | None = None
-    stop: Stop | None = None
-    failure: str = ""
-    rewards: list[float] = field(default_factory=list)  # of turns
-    score: float | None = None
-    seconds: float = 0.0
-    retried: int = 0
-    wrong: int = 0  # calls that told the model an error
-
-    @property
-    def open(self) -> bool:
-        return self.stop is None
+from aligner.types import LENGTH, STOP, Generations, Sample, SamplingParams, Stop, Sums, Trajectory
 
 
 @dataclass
@@ -79,6 +50,7 @@ class TurnGenerator:
     cfg: EnvironmentConfig
     longest_prompt: int
     scores: bool  # there is a reward to ask the environment for
+    between_steps: bool = False  # turns are admitted when they come, not in rounds: bits then depend on time
     timers: Timers = field(default_factory=Timers)
 
     def __call__(
@@ -107,14 +79,39 @@ class TurnGenerator:
     def _played(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Play]:
         with raised_together(DataError):
             plays = self._begun(requests)
-        while int(max_over(torch.tensor(sum(play.open for play in plays)), dist.group.WORLD)):
-            self._round([play for play in plays if play.open], sampling)
-            for play in plays:
-                if play.asked is not None:
-                    self._hear(play, play.asked.result(), sampling)
+        if self.between_steps:
+            self._serve(plays, sampling)
+        else:
+            self._in_rounds(plays, sampling)
         for play in plays:
             self.pool.forget(play.session)
         return plays
+
+    def _serve(self, plays: list[Play], sampling: SamplingParams) -> None:
+        """By this rank's engine alone, which takes a prompt when it is there."""
+        assert isinstance(self.engine, ServingEngine)
+        ready = [play for play in plays if play.open]
+        longest = max((len(play.given.tokens) for play in ready), default=1)
+        turns = Turns(
+            longest + self.cfg.max_tokens - sampling.max_response_tokens,
+            len(ready),
+            len(ready),
+            ready,
+            lambda play: self._hear(play, sampling),
+            self._answered,
+            self._seed,
+        )
+        with raised_together(EngineError):
+            if ready:
+                found = self.engine.serve(turns, turns.asked, turns.finished, sampling)
+                self._fill(turns.taken, found)
+
+    def _in_rounds(self, plays: list[Play], sampling: SamplingParams) -> None:
+        while int(max_over(torch.tensor(sum(play.open for play in plays)), dist.group.WORLD)):
+            self._round([play for play in plays if play.open], sampling)
+            for play in plays:
+                while play.asked is not None:
+                    self._hear(play, sampling)
 
     def _begun(self, requests: Sequence[Request]) -> list[Play]:
         plays = [
@@ -156,18 +153,28 @@ class TurnGenerator:
         for play in plays:  # a prompt that samples share is read once
             prompts.setdefault((play.place, play.given.tokens), []).append(play)
         together = list(prompts.values())
-        seeds = [[play.seed if not play.turns else derive(play.seed, len(play.turns)) for play in p] for p in together]
+        seeds = [[self._seed(play) for play in p] for p in together]
+        rows = [(play, len(play.turns)) for p in together for play in p]
         with raised_together(EngineError), self._listening(together):
             found = self.engine.generate([p[0].given.tokens for p in together], seeds, sampling)
-        rows = [play for p in together for play in p]
         lengths, reasons = found.lengths.tolist(), found.finish_reason.tolist()
-        for i, play in enumerate(rows):
-            if not play.heard:
+        for i, (play, number) in enumerate(rows):
+            if len(play.turns) == number:
                 self._answered(play, found.tokens[i, : lengths[i]].tolist(), reasons[i] == STOP)
-            numbers = [found.logprobs] if found.full_logprobs is None else [found.logprobs, found.full_logprobs]
-            columns = [column[i, : lengths[i]].tolist() for column in numbers]
-            play.turns.append(Turn(play.given.tokens, play.heard, *columns))
-            play.heard = []
+        self._fill(rows, found)
+
+    @staticmethod
+    def _seed(play: Play) -> int:
+        return derive(play.seed, len(play.turns)) if play.turns else play.seed
+
+    @staticmethod
+    def _fill(rows: list[tuple[Play, int]], found: Generations) -> None:
+        """The logprobs of turns, by play and number."""
+        both = [found.logprobs] if found.full_logprobs is None else [found.logprobs, found.full_logprobs]
+        columns = [column.tolist() for column in both]
+        for (play, number), length, *numbers in zip(rows, found.lengths.tolist(), *columns, strict=True):
+            turn = play.turns[number]
+            play.turns[number] = Turn(turn.prompt, turn.output, *(column[:length] for column in numbers))
 
     @contextmanager
     def _listening(self, together: list[list[Play]]) -> Iterator[None]:
@@ -184,7 +191,7 @@ class TurnGenerator:
 
     def _answered(self, play: Play, tokens: list[int], stopped: bool) -> None:
         """Take an answer, and ask for what it calls, or for the score of a trajectory that it ends."""
-        play.heard = tokens
+        play.turns.append(Turn(play.given.tokens, tokens, ()))
         ends = stopped and tokens[-1] in self.sampling.stop_token_ids
         text = self.tokenizer.decode(tokens[:-1] if ends else tokens, skip_special_tokens=False)
         beside, play.calls = read_calls(text, self.dialogue.calls) if stopped else (text, [])
@@ -202,9 +209,10 @@ class TurnGenerator:
         play.stop = stop
         play.asked = self.pool.ask(play.session, "score") if self.scores and not play.failure else None
 
-    def _hear(self, play: Play, answer: Answer, sampling: SamplingParams) -> None:
-        """What tools or environment gave; the trajectory goes on, or comes to its end."""
-        play.asked = None
+    def _hear(self, play: Play, sampling: SamplingParams) -> None:
+        """What tools or environment gave, once it is there: the trajectory goes on, or comes to its end."""
+        assert play.asked is not None
+        answer, play.asked = play.asked.result(), None
         if not self._works(play, answer):
             return
         if play.stop is not None:
@@ -220,8 +228,6 @@ class TurnGenerator:
         play.told += said
         play.rewards.append(value["reward"] or 0.0)
         self._go_on(play, value["done"], sampling)
-        if play.asked is not None:  # its score
-            self._hear(play, play.asked.result(), sampling)
 
     def _go_on(self, play: Play, done: bool, sampling: SamplingParams) -> None:
         cfg = self.cfg
@@ -290,20 +296,6 @@ class TurnGenerator:
             made=column([row.made for row, _ in rows], torch.bool),
             forks=column([forks for _, forks in rows], torch.int64),
         )
-
-
-def joined_rows(play: Play) -> tuple[Row, list[int]]:
-    """A trajectory's rows end to end, without the prompt of the first, and the number of each token's row."""
-    rows, start = rows_of(play.turns), len(play.prompt.tokens)
-    found, forks = Row(), []
-    for number, row in enumerate(rows):
-        cut = start if number == 0 else 0
-        found.tokens += row.tokens[cut:]
-        found.made += row.made[cut:]
-        found.logprobs += row.logprobs[cut:]
-        found.full += row.full[cut:]
-        forks += [number] * (len(row.tokens) - cut)
-    return found, forks
 
 
 def trajectory_sums(samples: Sequence[Sample]) -> tuple[Sums, dict[str, float]]:

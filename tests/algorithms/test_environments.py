@@ -9,6 +9,7 @@ import pytest
 from aligner.data.tokenizer import train_tokenizer
 from aligner.data.tool_calls import written
 from aligner.environments.log import AnswerLog
+from aligner.rollout.serving import Turns
 from aligner.tools.calculator import TEMPLATE
 from tests import stages
 from tests.stages import PowerCut
@@ -99,3 +100,21 @@ def test_a_killed_run_goes_on_with_the_answers_that_it_was_given(grpo, tmp_path,
     lines = [line for path in (killed / "environment").iterdir() for line in path.read_text().splitlines() if line]
     keys = [tuple(json.loads(line.partition(" ")[2])[:3]) for line in lines if not line.startswith(" ")]
     assert len(keys) == len(set(keys))  # nothing was asked twice
+
+
+def test_turns_are_admitted_between_decode_steps_and_say_the_same(grpo):
+    """An engine that takes each turn when its tool has answered; in rounds, the same trajectories."""
+    take, running = Turns.take, []
+
+    def noted(self):
+        running.append(len(self.taken) - sum(len(play.turns) for play in {p for p, _ in self.taken}))
+        return take(self)
+
+    more = ["environment.path=tests/assets/environments.py:Clock", *DICE[1:], "run.steps=1"]
+    rounds = grpo("rounds", *more)
+    with patch.object(Turns, "take", noted):
+        served = grpo("served", *more, "run.deterministic=false")
+    assert running[0] == 0 and max(running) > 0  # others were being generated
+    same = ("environment/", "stop/", "response/", "reward/")
+    found = [{k: v for k, v in stages.records(run)[0].items() if k.startswith(same)} for run in (rounds, served)]
+    assert found[0] == pytest.approx(found[1]) and found[0]["environment/turns_mean"] > 1.2

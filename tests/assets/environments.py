@@ -134,3 +134,20 @@ class Dice:
 
     def get_reward(self) -> float:
         return self.random.random()
+
+
+class Clock:
+    """Late answers that the seed has fixed."""
+
+    def reset(self, seed: int, **row):
+        self.random = random.Random(seed)
+
+    async def roll(self) -> str:
+        """
+        Rolls the dice.
+        """
+        await asyncio.sleep(self.random.choice([0, 0.02, 0.1]))
+        return str(self.random.randint(1, 6))
+
+    def get_reward(self) -> float:
+        return self.random.random()

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.base import require_finite
+from aligner.engines.base import Finished, require_finite
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.schedule import Pool
 from aligner.errors import EngineError
@@ -236,6 +236,15 @@ class Replicated:
         return mine, self._generated(prompts, seeds, sampling, progress, asked=_asked(mine, rank)), False
 
 
+@runtime_checkable
+class ServingEngine(Protocol):
+    """An engine that takes prompts while it generates."""
+
+    def serve(
+        self, pool: Pool, asked: list[tuple[int, int] | None], finished: Finished, sampling: SamplingParams
+    ) -> Generations: ...
+
+
 class FleetEngine(Replicated, NativeEngine):
     """This rank's native engine, one of a fleet. `steal`: whether replicas take work from each other while they
     generate: of one engine of a job, whose counters are the job's."""
@@ -247,6 +256,18 @@ class FleetEngine(Replicated, NativeEngine):
     @property
     def cfg(self) -> ModelConfig:
         return self.model.cfg
+
+    def serve(
+        self, pool: Pool, asked: list[tuple[int, int] | None], finished: Finished, sampling: SamplingParams
+    ) -> Generations:
+        """Samples of what `pool` gives, in the order in which it is taken, by this rank alone. `finished` is told of
+        each; the pool notes in `asked` as what. Raises what `generate` raises."""
+        assert self.tensor_parallel == 1, "several ranks would have to take the same"
+        self.finished = finished
+        try:
+            return require_finite(self._generated([], [], sampling, pool=pool, asked=asked))
+        finally:
+            self.finished = None
 
     def _part(
         self,
