@@ -47,6 +47,8 @@ from aligner.config.resolve import compose
 from aligner.config.schema import Config
 from aligner.config.validate import validate
 from aligner.data.stream import IndexStream
+from aligner.environments.log import FOLDER as ANSWERS
+from aligner.environments.log import AnswerLog
 from aligner.megatron.checkpoint import ModelSave
 from aligner.megatron.train import ShardedModel
 from aligner.refit.transfer import Refit
@@ -61,7 +63,7 @@ from tests import stages
 from tests.ranks import _free_port
 
 TOTAL = 6
-STAGES = ("sft", "rm", "dpo", "kto", "distill", "online_dpo", "sample", "grpo", "ppo")
+STAGES = ("sft", "rm", "dpo", "kto", "distill", "online_dpo", "sample", "grpo", "ppo", "turns")
 LAYOUTS: dict[str, tuple[int, list[str]]] = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"])}
 LAYOUTS["tp2-lora"] = (2, ["parallel.tensor=2", "model.lora.rank=2", "model.lora.dora=true"])
 LAYOUTS |= {f"lag{lag}": (2, ["engine.ranks=1", f"engine.lag={lag}"]) for lag in (1, 2)}
@@ -82,6 +84,7 @@ POINTS: dict[str, tuple[object, str]] = {
     "a bucket of a refit": (Refit, "_ask"),
     "generation": (Generator, "__call__"),
     "scoring": (Scorer, "__call__"),
+    "an answer of an environment": (AnswerLog, "write"),
     "a stored rollout": (pending, "write_recording"),
     "a rollout in flight": (ahead, "_write"),
     "samples in their file": (Sampled, "append"),
@@ -228,6 +231,8 @@ class Soak:
         self.mismatches: list[str] = []
         self.kinds: collections.Counter = collections.Counter()
         self._run(lambda: stages.make_data(self.data))
+        if "turns" in names:
+            self._run(lambda: stages.make_dice(self.folder / "dice"))
         if names != ["sft"]:
             self._start("sft", "run.steps=20")
         if "ppo" in names:
@@ -243,6 +248,8 @@ class Soak:
     def config(self, stage: str, layout: str, run: Path, async_save: bool = False) -> Config:
         """Everything that a checkpoint has to keep is in use."""
         world, where = LAYOUTS[layout]
+        if stage == "turns":
+            return self._turns(world, run, *where, f"checkpoint.async_save={str(async_save).lower()}")
         more = [*COMMON, *where, f"checkpoint.async_save={str(async_save).lower()}"]
         if stage != "sft":
             more.append(f"model.init={self.folder / 'start_sft'}")
@@ -270,6 +277,24 @@ class Soak:
         freeze(cfg, cfg.run.dir)
         return cfg
 
+    def _turns(self, world: int, run: Path, *more: str) -> Config:
+        """Stage grpo with an environment whose answers are others each time, and late."""
+        dice = self.folder / "dice"
+        more = (*COMMON, *stages.DICE, f"model.init={dice / 'sft'}", "run.eval_every=0", *more)
+        cfg = compose(stages.overrides("grpo", dice, run, *more))
+        validate(cfg, world)
+        freeze(cfg, cfg.run.dir)
+        return cfg
+
+    def _reread(self, layout: str, run: Path) -> Path:
+        """An uninterrupted run that is given the answers which this one was given."""
+        again = run.with_name(f"{run.name}-again")
+        cfg = self.config("turns", layout, again)
+        shutil.copytree(run / ANSWERS, again / ANSWERS)
+        if not attempt(cfg, LAYOUTS[layout][0], self.folder / "log", None)[0]:
+            raise RuntimeError(f"the run with the answers of {run} failed:\n{self.tail(self.folder / 'log')}")
+        return again
+
     def reference(self, stage: str, layout: str) -> tuple[Path, float]:
         """The uninterrupted run, made once, and its seconds."""
         if (stage, layout) not in self.done:
@@ -284,7 +309,7 @@ class Soak:
         rank = self.random.choice([None, *range(LAYOUTS[layout][0])])
         if self.random.random() < 0.5:
             return Kill(rank, after_s=self.random.uniform(0.05, seconds))
-        online = stage in ("online_dpo", "sample", "grpo", "ppo")
+        online = stage in ("online_dpo", "sample", "grpo", "ppo", "turns")
         rollout_points = (
             "a refit",
             "a bucket of a refit",
@@ -295,6 +320,8 @@ class Soak:
         )
         points = [p for p in POINTS if online or p not in rollout_points]
         points = [p for p in points if stage not in ("rm", "sample") or p != "an evaluation"]
+        points = [p for p in points if (p == "an answer of an environment") <= (stage == "turns")]
+        points = [p for p in points if stage != "turns" or p not in ("generation", "an evaluation")]
         points = [p for p in points if stage == "sample" or p not in ("samples in their file", "files of samples")]
         return Kill(
             None if rank == 1 else rank,
@@ -329,6 +356,8 @@ class Soak:
             self.late += late
             ended, _ = attempt(cfg, world, log, None, late)
         self.resumes += tries - 1
+        if ended and stage == "turns":
+            whole = self._reread(layout, run)
         wrong = differences(run, whole) if ended else [f"it did not end:\n{self.tail(log)}"]
         saved = " async_save" if async_save else ""
         print(f"{stage}, {layout}{saved}: killed {'; '.join(told) or 'never'}: {wrong or 'ok'}", flush=True)
@@ -336,6 +365,7 @@ class Soak:
             self.mismatches.append(f"{run}: {wrong}")
         else:
             shutil.rmtree(run)
+            shutil.rmtree(run.with_name(f"{run.name}-again"), ignore_errors=True)
 
     def _layout(self, stage: str) -> str:
         able = [name for name in self.layouts if stage in ("grpo", "ppo") or not name.startswith("lag")]

@@ -105,6 +105,36 @@ def make_data(root: Path) -> Path:
     return root
 
 
+# runs of stage grpo on `make_dice`, whose environment never answers the same
+DICE = ["environment.path=tests/assets/environments.py:Dice", "environment.max_turns=3", "environment.max_tokens=40"]
+DICE += ["sampling.max_response_tokens=6", "batch.prompts=4", "batch.group=8", "optim.lr=3e-4"]
+ROLL = {"type": "function", "function": {"name": "roll", "description": "Rolls the dice.", "parameters": {}}}
+
+
+def make_dice(root: Path) -> Path:
+    """A model that rolls dice, by a call, and says a letter; with its tokenizer, sft.jsonl and train.jsonl."""
+    from aligner.data.tokenizer import train_tokenizer
+    from aligner.data.tool_calls import written
+    from aligner.tools.calculator import TEMPLATE
+
+    texts = [written("hermes", "roll", {}), "roll"] * 9
+    train_tokenizer(texts, str(root / "tokenizer"), 330, split_words=False, chat_template=TEMPLATE)
+    function = {"name": "roll", "arguments": {}}
+    rolls = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    chats = [
+        [
+            {"role": "user", "content": f"say {c}"},
+            *[rolls, {"role": "tool", "content": str(1 + i % 6)}],
+            {"role": "assistant", "content": c},
+        ]
+        for i, c in enumerate(LETTERS[:8])
+    ]
+    write_jsonl(root / "sft.jsonl", [{"messages": chat, "tools": [ROLL]} for chat in chats])
+    write_jsonl(root / "train.jsonl", [{"prompt": f"say {c}"} for c in LETTERS[:8]])
+    stage("sft", root, root / "sft", f"data.train={root / 'sft.jsonl'}", "run.steps=60")
+    return root
+
+
 # the quick start's stages without what its task made small does not need
 SUMS = ["logging=quiet", "cluster.threads=1", "run.eval_every=0", "run.samples_every=0", "checkpoint.final=false"]
 SUMS += ["data.eval=''", "optim.schedule=constant"]

@@ -6,48 +6,24 @@ from unittest.mock import patch
 
 import pytest
 
-from aligner.data.tokenizer import train_tokenizer
-from aligner.data.tool_calls import written
 from aligner.environments.log import AnswerLog
 from aligner.rollout.serving import Turns
-from aligner.tools.calculator import TEMPLATE
 from tests import stages
 from tests.stages import PowerCut
 
-DICE = ["environment.path=tests/assets/environments.py:Dice", "environment.max_turns=3", "environment.max_tokens=40"]
-SCHEMA = {"type": "function", "function": {"name": "roll", "description": "Rolls the dice.", "parameters": {}}}
+SIZES = stages.DICE[3:]
 
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory):
-    """Folder of a model that rolls dice and says a letter, with its tokenizer and data."""
-    root = tmp_path_factory.mktemp("talker")
-    call = written("hermes", "roll", {})
-    options = {"split_words": False, "chat_template": TEMPLATE}
-    train_tokenizer([call, "roll"] * 9, str(root / "tokenizer"), 330, **options)
-    function = {"name": "roll", "arguments": {}}
-    rolls = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-    letters = "abcdefgh"
-    chats = [
-        [
-            {"role": "user", "content": f"say {c}"},
-            *[rolls, {"role": "tool", "content": str(1 + i % 6)}],
-            {"role": "assistant", "content": c},
-        ]
-        for i, c in enumerate(letters)
-    ]
-    stages.write_jsonl(root / "sft.jsonl", [{"messages": chat, "tools": [SCHEMA]} for chat in chats])
-    stages.write_jsonl(root / "train.jsonl", [{"prompt": f"say {c}"} for c in letters])
-    names = [f"data.train={root / 'sft.jsonl'}", f"model.tokenizer={root / 'tokenizer'}", "run.steps=60"]
-    stages.run([*stages.overrides("sft", root, root / "sft"), *names])
-    return root
+    return stages.make_dice(tmp_path_factory.mktemp("talker"))
 
 
 @pytest.fixture
 def grpo(talker, tmp_path):
     def run(name, *more):
-        settings = stages.overrides("grpo", talker, tmp_path / name, f"model.init={talker / 'sft'}", *more)
-        return stages.run([*settings, "sampling.max_response_tokens=6", "batch.group=8", "batch.prompts=4"])
+        start = f"model.init={talker / 'sft'}"
+        return stages.stage("grpo", talker, tmp_path / name, start, *SIZES, *more)
 
     return run
 
@@ -55,7 +31,7 @@ def grpo(talker, tmp_path):
 def test_trajectories_of_one_turn_are_trained_on_as_samples_are(grpo, talker):
     """No answer calls a tool when the rows of both runs tell the model of it; all else is the same."""
     prompts = [{"prompt": [{"role": "user", "content": f"say {c}"}]} for c in "abcdefgh"]
-    alone = stages.write_jsonl(talker / "alone.jsonl", [row | {"tools": [SCHEMA]} for row in prompts])
+    alone = stages.write_jsonl(talker / "alone.jsonl", [row | {"tools": [stages.ROLL]} for row in prompts])
     more = ["run.steps=2", "algorithm.policy_loss=gspo", "algorithm.aggregation=seq_mean_token_mean"]
     more += ["sampling.temperature=3", "mismatch.correction=tis_sequence", "sampling.top_p=0.9"]
     plain = grpo("plain", *more, f"data.train={alone}")
@@ -75,7 +51,7 @@ def rolled(run):
 def test_a_killed_run_goes_on_with_the_answers_that_it_was_given(grpo, tmp_path, where):
     """The dice are other ones at each start. What a resumed run is made of is in its log: a run that reads all of it
     is the same to the last bit."""
-    more = [*DICE, "run.steps=4", "checkpoint.every=2", "checkpoint.rollouts=false", "optim.lr=3e-4"]
+    more = [*stages.DICE, "run.steps=4", "checkpoint.every=2", "checkpoint.rollouts=false"]
     if where == "in an update":
         with pytest.raises(PowerCut), stages.power_cut_in_update(3):
             grpo("killed", *more)
@@ -110,7 +86,7 @@ def test_turns_are_admitted_between_decode_steps_and_say_the_same(grpo):
         running.append(len(self.taken) - sum(len(play.turns) for play in {p for p, _ in self.taken}))
         return take(self)
 
-    more = ["environment.path=tests/assets/environments.py:Clock", *DICE[1:], "run.steps=1"]
+    more = [*stages.DICE, "environment.path=tests/assets/environments.py:Clock", "run.steps=1"]
     rounds = grpo("rounds", *more)
     with patch.object(Turns, "take", noted):
         served = grpo("served", *more, "run.deterministic=false")
