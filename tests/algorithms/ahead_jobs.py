@@ -10,6 +10,9 @@ import torch
 
 from aligner.engines import bridge
 from aligner.engines.native.engine import NativeEngine
+from aligner.errors import AlignerError, RewardError
+from aligner.rollout.groups import Groups
+from aligner.rollout.score import Scorer
 from aligner.rollout.source import Rollout, RolloutSource
 from tests.run import jobs
 
@@ -54,3 +57,21 @@ def generations(arguments: list[str], cut: int = 0) -> tuple[bool, int, str]:
             return jobs.cut_in_update(arguments, cut), calls[0], out.getvalue()
         jobs.run_stage(arguments)
     return False, calls[0], out.getvalue()
+
+
+def reward_fails(arguments: list[str], step: int) -> str:
+    """`run_stage`, in which scoring the rollout of `step` fails; how it ends here."""
+    bridge.LAST_WORDS_S = 0.1
+    calls, score = [0], Scorer.__call__
+
+    def counted(self: Scorer, groups: Groups) -> Groups:
+        calls[0] += 1
+        if calls[0] == step:
+            raise RewardError("no answer from the service")
+        return score(self, groups)
+
+    with patch.object(Scorer, "__call__", counted):
+        try:
+            return str(jobs.run_stage(arguments))
+        except AlignerError as error:
+            return f"{type(error).__name__}: {error}"

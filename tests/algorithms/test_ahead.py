@@ -111,6 +111,17 @@ def test_another_layout_goes_on_with_what_is_in_flight(ranks, tiny_data, tmp_pat
                 assert record[name] == pytest.approx(value, abs=1e-6), name
 
 
+def test_a_reward_that_fails_costs_no_step(ranks, tiny_data, tmp_path, whole):
+    """In step 4, while rollout 5 is generated: step 3 is saved with what was in flight behind it."""
+    arguments = settings(tiny_data, tmp_path / "run", "engine.lag=1", "checkpoint.every=2")
+    told = ranks.run("tests.algorithms.ahead_jobs:reward_fails", world=2, arguments=arguments, step=4)
+    assert told == ["RewardError: no answer from the service", "1"]
+    assert stages.checkpoints(tmp_path / "run") == [2, 3]
+    ranks.run(JOB, world=2, arguments=arguments)
+    assert stages.differences(whole(1), tmp_path / "run") == []
+    assert stages.same_weights(whole(1), tmp_path / "run")
+
+
 def test_an_engine_that_fails_ends_the_run_with_its_cause(ranks, tiny_data, tmp_path):
     """It fails in rollout 4, while step 3 is trained on. What step 3 would need to be resumed exactly is not there: the
     checkpoint of step 2 stays the last, and the run goes on from it bit by bit."""
