@@ -169,20 +169,24 @@ def judge_bytes(job: Job) -> float:
 def _building(job: Job, stage: int) -> dict[str, float]:
     """The largest moment while the models are built, one after the other, the reward model first: matrices before they
     are held in fewer bits, or are the policy's; of trained ones Megatron's buffers of weights and gradients, beside the
-    weights whose place they take. Moments of the optimizer come with its first step."""
-    weights = gradients = optimizer = 0.0
+    weights whose place they take; then the engine. Moments of the optimizer come with its first step."""
+    weights = gradients = optimizer = engine = 0.0
     found = []
     for part in sorted(job.parts, key=lambda part: part.name != "reward"):
         made = part.trained or not part.shared
         dense = made * weight_bytes(held_parameters(part, job.grid, stage), job.element)
-        found.append((weights + dense, gradients, optimizer))
+        found.append((weights + dense, gradients, optimizer, engine))
         weights += model_bytes(job, part, stage)
         if part.trained:
             count = trained_parameters(part, job.grid, stage)
             gradients += gradient_bytes(count)
-            found.append((weights + part.distributed * weight_bytes(count, job.element), gradients, optimizer))
+            beside = part.distributed * weight_bytes(count, job.element)
+            found.append((weights + beside, gradients, optimizer, engine))
             optimizer += 4 * optimizer_share(count, job.grid, part.distributed) * (job.element < 4)
-    return dict(zip(("weights", "gradients", "optimizer"), max(found, key=sum), strict=True))
+    if job.engine is not None:
+        engine = _engine_items(job)[0]["engine weights"]
+    found.append((weights, gradients, optimizer, engine))
+    return dict(zip(("weights", "gradients", "optimizer", "engine weights"), max(found, key=sum), strict=True))
 
 
 def _engine_items(job: Job) -> tuple[dict[str, float], dict[str, float]]:

@@ -364,7 +364,9 @@ def test_models_are_built_and_loaded_before_anything_is_sent_away():
     reference = Part("reference", model)
     phases = plan_memory(replace(job, parts=(*job.parts, reference)), H100, Assumptions()).phases
     numbers = parameters(model)
-    assert sum(phases["build"].values()) == 8 * numbers + 4 * numbers / 64  # 2 + 2 + 4, then 2 + 4 and another 2
+    assert sum(phases["build"].values()) == (2 + 4 + 4 / 64 + 2 + 2) * numbers  # both models, then the engine
+    alone = plan_memory(replace(job, engine=None), H100, Assumptions()).phases
+    assert sum(alone["build"].values()) == (2 + 2 + 4) * numbers
     assert sum(phases["load"].values()) == (2 + 4 + 12 / 64 + 2 + 2) * numbers  # with the engine's weights
     lora = LoraConfig(rank=16, targets=[ALL_LINEAR], quantize_base="nf4")
     held = replace(job, parts=(Part("policy", replace(model, lora=lora), trained=True),), engine=None)
