@@ -131,6 +131,17 @@ def kept_bytes(m: ModelConfig, element: int, tensor: int) -> float:
     return total
 
 
+def merging_bytes(part: Part, grid: Grid, stage: int, element: int) -> float:
+    """While one matrix after the other is merged, in float32: its product of factors and itself, and the one before."""
+    if not is_adapted(part):
+        return 0.0
+    sizes = [0.0]
+    for matrix in (x for layer in _layers(part.shape, grid, stage) for x in layer):
+        shares = (1 if matrix.split == "none" else grid.tensor) * (grid.expert if matrix.experts else 1)
+        sizes.append(matrix.inner * matrix.out * (matrix.experts or 1) / shares)
+    return (4 + 4 + element) * max(sizes)
+
+
 def sent_bytes(m: ModelConfig, grid: Grid, stage: int, element: int) -> dict[str, float]:
     """Of the factors that a rank of stage `stage` lacks, by the axis that has them: a rank of an engine gets all."""
     sizes = {"tp": 0.0, "ep": 0.0, "pp": 0.0}

@@ -15,6 +15,7 @@ from aligner.plan.adapters import (
     held_parameters,
     is_adapted,
     kept_bytes,
+    merging_bytes,
     saved_bytes,
     trained_parameters,
 )
@@ -45,6 +46,7 @@ ITEMS = {
     "prefill": ("prefill", "engine.tensor_parallel"),
     "sampling": ("logits being sampled", "engine.max_batch"),
     "buckets": ("tensors on their way to the engine", "refit.bucket_bytes"),
+    "merging": ("a matrix that adapters are merged with", "parallel.tensor, parallel.expert"),
     "forward": ("one layer's forward pass", "batch.logprob_tokens, parallel.tensor, parallel.context"),
 }
 
@@ -249,7 +251,10 @@ def stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
         found["generate"] = _models(job, stage) | kept | needed
         if job.engine.resident:
             stays = {name: size for name, size in kept.items() if name != "kv cache" or not job.sleeps}
-        found["refit"] = _models(job, stage, ("policy",)) | stays | {"buckets": refit_buffers(job, stage)}
+        moved = {"buckets": refit_buffers(job, stage)}
+        if merging := merging_bytes(job.policy, job.grid, stage, job.element):
+            moved["merging"] = merging
+        found["refit"] = _models(job, stage, ("policy",)) | stays | moved
     if job.judges:
         found["score"] = max((_asked(job, stage, judge, stays) for judge in job.judges), key=lambda i: sum(i.values()))
     if job.rollout or job.asked:

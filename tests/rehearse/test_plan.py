@@ -1,0 +1,69 @@
+"""The calculator against the code: memory of each phase and bytes of collectives, at full width and reduced depth."""
+
+from collections import Counter
+
+import pytest
+
+from aligner.config.resolve import compose
+from aligner.plan.devices import find_device
+from aligner.plan.job import job_of
+from aligner.plan.traffic import pass_calls, step_calls
+from aligner.rehearse.command import cases_of, run
+from aligner.rehearse.ranks import stage_of
+from aligner.rehearse.report import Rehearsal
+
+ROWS = ["data.max_prompt_tokens=512", "data.max_tokens=4096", "batch.sequences=16", "batch.micro_batch_samples=1"]
+ROLLOUT = ["data.max_prompt_tokens=2048", "sampling.max_response_tokens=16", "batch.prompts=8", "batch.group=2"]
+ROLLOUT += ["batch.minibatch_samples=0", "batch.share_prompts=false"]  # prompts that rows share are not in the plan
+CASES = {
+    "sft": ["stage=sft", "model=llama3_8b", "parallel.tensor=2", "parallel.sequence=true", *ROWS],
+    "dpo": ["stage=dpo", "model=llama3_70b", "parallel.tensor=4", "parallel.pipeline=2", *ROWS],
+    "adapters": ["stage=grpo", "model=llama3_8b", "model.lora.rank=16", "algorithm.kl.coef=0.1", *ROLLOUT],
+    "experts": ["stage=sft", "model=qwen3_30b_a3b", "parallel.expert=4", "parallel.context=2", *ROWS],
+}
+KINDS = {  # as torch calls them
+    "all_reduce": ("allreduce", "allreduce_coalesced"),
+    "all_gather": ("allgather_base", "allgather_into_tensor_coalesced"),
+    "reduce_scatter": ("reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    "all_to_all": ("alltoall_base",),
+    "send": ("send",),
+}
+GPUS, STEPS = 8, 2
+
+
+@pytest.mark.slow
+def test_a_plan_has_the_memory_and_the_messages_of_the_code(tmp_path):
+    configs = {name: compose([*more, "model.num_layers=4"]) for name, more in CASES.items()}
+    jobs = {name: cases_of(cfg, GPUS, "stages", tmp_path / name) for name, cfg in configs.items()}
+    records = iter(run([case for _, cases in jobs.values() for case in cases], "h100", tmp_path))
+    for name, (cfg, cases) in jobs.items():
+        own = {case["rank"]: next(records) for case in cases}
+        found = Rehearsal(cfg, GPUS, find_device("h100"), own, 0.0)
+        assert not found.faults, name
+        for rank, record in own.items():
+            phases = record["phases"]
+            for phase, planned in found.planned[rank].items():
+                if phase in phases:
+                    assert phases[phase]["peak_bytes"] == pytest.approx(planned, rel=0.1), (name, rank, phase)
+            heard, wanted = _sent(phases["update"]), _planned(found, rank)
+            for kind in KINDS:  # what is smaller are metrics
+                assert heard[kind] == pytest.approx(wanted[kind], rel=1e-3, abs=1e6), (name, rank, kind)
+
+
+def _sent(phase: dict) -> Counter:
+    kinds = {word: kind for kind, words in KINDS.items() for word in words}
+    found: Counter = Counter()
+    for _, word, _, size in phase["collectives"]:
+        found[kinds.get(word, word)] += size / STEPS
+    return found
+
+
+def _planned(found: Rehearsal, rank: int) -> Counter:
+    rows = job_of(found.cfg, GPUS).rows
+    job = job_of(found.cfg, GPUS, prompt_tokens=rows.prompt_longest, response_tokens=rows.response_longest)
+    stage, (number, tokens) = stage_of(rank, found.cfg, GPUS), job.micro_batches()
+    calls = pass_calls(job, job.policy, stage, tokens, backward=True) * number + step_calls(job, job.policy, stage)
+    wanted: Counter = Counter()
+    for call in calls * job.minibatches * job.epochs:
+        wanted["send" if call.op == "send" else call.op] += call.size
+    return wanted
