@@ -117,7 +117,8 @@ class Worker(BaseWorker):
         self._require()
         make, common = self.api.SamplingParams, sampling_arguments(sampling)
         asked = [(prompt, make(**common, seed=seed)) for prompt, seed in requests]
-        outputs = self._run(asked, progress, aborted)
+        with aborted.watching([]):
+            outputs = self._run(asked, progress, aborted)
         return None if outputs is None else [self._row(output.outputs[0]) for output in outputs]
 
     def _run(

@@ -89,6 +89,26 @@ def test_a_request_that_fails_is_an_error_and_the_engine_goes_on():
     assert responses(engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(5))) == wanted
 
 
+def test_an_interruption_lets_the_requests_go():
+    """Two rows at a time, of which the first to end stops the call: the others are not generated to their end."""
+    engine = fill(make_engine(LLAMA, max_batch=2), reference(LLAMA))
+    told = []
+    telling = engine._channel.connection.recv
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    def recv():
+        told.append(telling())
+        return told[-1]
+
+    engine._channel.connection.recv = recv
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1 + i % 50] for i in range(100)], [[i] for i in range(100)], SamplingParams(30), stop)
+    engine._channel.connection.recv = telling
+    assert told[-1] == ("ok", None)
+
+
 def test_bfloat16():
     model = reference(LLAMA).to(torch.bfloat16)
     engine = fill(make_engine(LLAMA, dtype=torch.bfloat16), model)
