@@ -184,12 +184,12 @@ def _phases(device: Device) -> None:
             with call(self, phase):
                 yield
             return
-        device.enter(phase)
         with call(self, phase):
+            device.enter(phase)  # when what it does not use is away (run/phases.py)
             yield
-        memory = getattr(self.around, "__self__", None)
-        if memory is not None:
-            device.record.phase.held = {k: int(v) for k, v in memory.held_bytes().items() if v}
+            memory = getattr(self.around, "__self__", None)
+            if memory is not None:
+                device.record.phase.held = {k: int(v) for k, v in memory.held_bytes().items() if v}
         device.enter("between")
 
     Timers.__call__ = timed
