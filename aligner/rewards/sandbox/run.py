@@ -105,6 +105,7 @@ class Sandbox:
             with process:  # closes the pipes, at which `inside.py` ends its child and itself, and reaps it
                 process.communicate()
             late.cancel()
+            late.join()
 
     def _lacks(self) -> str | None:
         """Why this tier does not work here, found by using it."""
