@@ -17,7 +17,8 @@ from tests import stages
 RECIPES = sorted(
     p.stem
     for p in (conf_dir() / "experiment").glob("*.yaml")
-    if not p.stem.startswith(("quickstart_", "gsm8k_")) and not re.search("/stage: (dpo|kto|distill)", p.read_text())
+    if not p.stem.startswith(("quickstart_", "gsm8k_", "tools_"))
+    and not re.search("/stage: (dpo|kto|distill)", p.read_text())
 )
 # two optimizer steps for each rollout, so that ratios, clips and bounds have something to do
 OFF_POLICY = ["run.steps=10", "batch.minibatch_samples=128", "optim.lr=2e-4"]

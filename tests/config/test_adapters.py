@@ -75,7 +75,7 @@ def test_the_plan_has_no_memory_for_a_shared_reference():
 
 def test_the_plan_counts_a_trunk_once():
     """Beside the policy a critic on its trunk has what is trained of it, and its sizes whatever the reward model's."""
-    ppo = ["stage=ppo", "model=llama3_8b", "reward.model=/nowhere", "model.lora.rank=16"]
+    ppo = ["stage=ppo", "model=llama3_8b", "reward.model=/nowhere", "model.lora.rank=16", "engine.tensor_parallel=8"]
     own, shared = (job_of(compose([*ppo, *more]), 8) for more in ([], ["critic.trunk=policy"]))
     phases = [plan_memory(job, DEVICES["h100"], Assumptions()).phases for job in (own, shared)]
     weights = [found["update"]["weights"] for found in phases]

@@ -110,6 +110,7 @@ def test_another_update_forgets_the_checksums_of_the_last():
 class TestTheContract:
     """Its part about weights, updates, scoring and sleep; generation is the inner engine's, unchanged."""
 
+    table = MODELS
     make_engine = staticmethod(make_engine)
     test_refuses = EngineContract.test_refuses_until_an_update_is_complete
     test_faults = EngineContract.test_every_fault_is_named_and_poisons
