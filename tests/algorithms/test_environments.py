@@ -8,6 +8,7 @@ import pytest
 
 from aligner.environments.log import AnswerLog
 from aligner.rollout.serving import Turns
+from aligner.tools.calculator import make_data
 from tests import stages
 from tests.stages import PowerCut
 
@@ -94,3 +95,21 @@ def test_turns_are_admitted_between_decode_steps_and_say_the_same(grpo):
     same = ("environment/", "stop/", "response/", "reward/")
     found = [{k: v for k, v in stages.records(run)[0].items() if k.startswith(same)} for run in (rounds, served)]
     assert found[0] == pytest.approx(found[1]) and found[0]["environment/turns_mean"] > 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_model_learns_to_call_its_calculator(tmp_path):
+    """The stages of launchers/tools.sh, the second one cut short: it gained 0.5 and more on three seeds."""
+    data, common = tmp_path / "data", ["logging=quiet", "cluster.threads=1"]
+    make_data(data, seed=0)
+    own = [f"run.dir={tmp_path / 'sft'}", f"model.tokenizer={data / 'tokenizer'}", f"data.train={data / 'sft.jsonl'}"]
+    sft = stages.run(["experiment=tools_sft", *common, *own])
+    own = [f"run.dir={tmp_path / 'grpo'}", f"model.init={sft}", f"data.train={data / 'train.jsonl'}"]
+    own += [f"data.eval={data / 'test.jsonl'}", "run.steps=4"]
+    run = stages.run(["experiment=tools_grpo", *common, *own])
+    accuracy, turns = (
+        [record[name] for record in stages.records(run) if name in record]
+        for name in ("eval/accuracy", "environment/turns_mean")
+    )
+    assert accuracy[-1] - accuracy[0] > 0.3 and turns[-1] > turns[0]
