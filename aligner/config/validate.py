@@ -18,8 +18,7 @@ def validate(cfg: Config, world_size: int) -> None:
     """Raise ConfigError (LayoutError for what does not divide by the ranks) for the first thing that cannot work."""
     _paths(cfg)
     _without_effect(cfg)
-    _engine_ranks(cfg, world_size)
-    _lag(cfg)
+    validate_engines(cfg, world_size)
     check_factors(cfg, STAGES[cfg.stage.name].trains and not cfg.debug.rollout_only)
     _replay(cfg)
     _ranks(cfg, world_size)
@@ -41,6 +40,12 @@ def validate_layout(cfg: Config, world_size: int) -> None:
     validate_model(cfg, cfg.model)
     validate_on_gpu(cfg, cfg.model)
     _batch(cfg, world_size)
+
+
+def validate_engines(cfg: Config, world_size: int) -> None:
+    """The part that asks where engines stand, and whether they may work while the trainer does."""
+    _engine_ranks(cfg, world_size)
+    _lag(cfg)
 
 
 def _paths(cfg: Config) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from aligner.config.schema import Config
-from aligner.config.validate import validate_layout
+from aligner.config.validate import validate_engines, validate_layout
 from aligner.errors import ConfigError
 from aligner.plan.devices import GIB, find_device
 from aligner.plan.job import job_of, shape_at
@@ -19,11 +19,9 @@ from aligner.plan.sweep import sweep
 
 def main(args: argparse.Namespace, cfg: Config) -> int:
     """Raises ConfigError for what does not divide, MemoryPlanError for what does not fit."""
-    if cfg.engine.ranks:
-        expected = "0: memory and times are predicted for engines on the trainer's ranks only"
-        raise ConfigError("engine.ranks", cfg.engine.ranks, expected)
     if args.gpus < 1 or args.gpus_per_node < 1:
         raise ConfigError("--gpus", min(args.gpus, args.gpus_per_node), "a number >= 1")
+    validate_engines(cfg, args.gpus)
     device, shape = find_device(args.device), shape_at(cfg.model, cfg.model.init)
     if not shape.vocab_size:
         expected = "the size of the vocabulary, which a plan cannot take from a tokenizer"

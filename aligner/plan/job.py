@@ -61,6 +61,8 @@ class Engine:
     placed: bool = True  # a refit writes shards in place, else it hands over whole tensors
     factors: bool = False  # `refit.adapters`: factors alone are sent, and added to frozen weights that are kept
     resident: bool = True  # the weights stay in memory while others work, and the cache if it does not sleep
+    ranks: int = 0  # beside those that train, that only generate; 0: engines stand on the ranks that train
+    lag: int = 0  # > 0: they generate while the others train
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,16 @@ class Job:
         return self.parts[0]
 
     @property
+    def gpus(self) -> int:
+        return self.grid.gpus + (self.engine.ranks if self.engine else 0)
+
+    @property
+    def replicas(self) -> float:
+        """Of the engine."""
+        assert self.engine is not None
+        return (self.engine.ranks or self.grid.gpus) / self.engine.tensor
+
+    @property
     def rollout(self) -> bool:
         return STAGES[self.stage].rollouts
 
@@ -182,8 +194,7 @@ class Job:
         engine, shape = self.engine, self.policy.shape
         assert engine is not None
         token = kv_bytes(shape, engine.element, engine.tensor) + self.routing
-        replicas = self.grid.gpus / engine.tensor
-        rows, prompts = self.rows.count / replicas, self.rows.prompts / replicas
+        rows, prompts = self.rows.count / self.replicas, self.rows.prompts / self.replicas
         positions = self.rows.longest - 1
         budget, longest = engine.kv_bytes // token, self.rows.prompt_longest
         more = ceil(row_bytes(shape) / engine.tensor / token)  # in positions
@@ -246,15 +257,18 @@ def job_of(
             reserved=e.child is not None,
             padded=native,
             launches=native and not e.cuda_graphs,
-            placed=native and e.quantization == "none",
+            placed=bool(e.ranks) or (native and e.quantization == "none"),
             factors=cfg.refit.adapters == "factors",
+            ranks=e.ranks,
+            lag=e.lag,
         )
-        if gpus % engine.tensor:
-            raise ConfigError("engine.tensor_parallel", engine.tensor, f"a divisor of the {gpus} GPUs")
+        if (e.ranks or gpus) % engine.tensor:
+            expected = f"a divisor of the {e.ranks or gpus} GPUs that generate"
+            raise ConfigError("engine.tensor_parallel", engine.tensor, expected)
     return Job(
         stage=cfg.stage.name,
         parts=_parts(cfg, shape),
-        grid=grid_of(cfg, gpus),
+        grid=grid_of(cfg, gpus - cfg.engine.ranks),
         rows=rows,
         engine=engine,
         gpus_per_node=gpus_per_node,
@@ -312,7 +326,7 @@ CHARACTERS = 4  # of a question's own text in a token
 def _judges(cfg: Config, shape: ModelConfig, rows: Rows, engine: Engine) -> tuple[Judge, ...]:
     """Comparisons are asked in both orders; of a ring of n with k each, at most every two of the n once."""
     found = []
-    native = replace(engine, padded=True, launches=not cfg.engine.cuda_graphs, factors=False)
+    native = replace(engine, ranks=0, padded=True, launches=not cfg.engine.cuda_graphs, factors=False)
     for judge in cfg.reward.judges:
         group, pairwise, text = cfg.batch.group, judge.kind == "pairwise", ceil(len(judge.question) / CHARACTERS)
         pairs = min(group * (judge.opponents or group), group * (group - 1) // 2)

@@ -185,7 +185,7 @@ def _building(job: Job, stage: int) -> dict[str, float]:
             beside = part.distributed * weight_bytes(count, job.element)
             found.append((weights + beside, gradients, optimizer, engine))
             optimizer += 4 * optimizer_share(count, job.grid, part.distributed) * (job.element < 4)
-    if job.engine is not None:
+    if job.engine is not None and not job.engine.ranks:
         engine = _engine_items(job)[0]["engine weights"]
     found.append((weights, gradients, optimizer, engine))
     return dict(zip(("weights", "gradients", "optimizer", "engine weights"), max(found, key=sum), strict=True))
@@ -207,10 +207,10 @@ def _engine_items(job: Job) -> tuple[dict[str, float], dict[str, float]]:
     }
 
 
-def refit_buffers(job: Job, stage: int) -> float:
+def refit_buffers(job: Job, stage: int | None) -> float:
     """Of an engine that is written in place: two for the largest message that a rank sends, two for the largest that it
     receives; no pair of ranks exchanges more than what the one holds of the other's share. Else a bucket, and a whole
-    tensor twice."""
+    tensor twice. `stage` None: of a rank that only generates, and only receives; those that train then only send."""
     engine, grid, m = job.engine, job.grid, job.policy.shape
     assert engine is not None
     if not engine.placed:
@@ -219,44 +219,70 @@ def refit_buffers(job: Job, stage: int) -> float:
 
     def message(sender: int, same: bool) -> float:
         count = rank_parameters(m, grid, sender, "" if m.tie_embeddings else "lm")  # a copy of the embedding stays
-        held = count.experts if grid.expert > 1 or not (same and aligned) else 0
-        if not (same and aligned):
-            held += count.dense
+        dense, experts = float(count.dense), float(count.experts)
+        if engine.ranks:  # those with the same shards take turns in sending them
+            wanted = job.replicas * max(1, engine.tensor / grid.tensor)
+            dense *= min(1, wanted / grid.replicas)
+            experts *= min(1, wanted * grid.expert / grid.replicas)
+        elif same and aligned:
+            dense, experts = 0, experts if grid.expert > 1 else 0
         element = job.element if engine.factors else min(job.element, engine.element)  # of the first refit
-        total = element * held * min(1, grid.tensor / engine.tensor)
+        total = element * (dense + experts) * min(1, grid.tensor / engine.tensor)
         return min(total, message_bytes(round(total), int(job.bucket_bytes)))
 
     received = max(message(sender, sender == stage) for sender in range(grid.pipeline))
-    return 2 * (received + message(stage, grid.pipeline == 1))
+    sent = 0.0 if stage is None else message(stage, grid.pipeline == 1)
+    return 2 * (sent if engine.ranks and stage is not None else received + sent)
 
 
 def plan_memory(job: Job, device: Device, assumed: Assumptions) -> Memory:
-    """Each phase on the pipeline stage that needs most in it."""
+    """Each phase on the pipeline stage, or the rank that only generates, that needs most in it."""
     limit = device.memory_bytes * assumed.usable
     phases: dict[str, dict[str, float]] = {}
-    for stage in range(job.grid.pipeline):
-        for phase, items in stage_phases(job, stage).items():
+    every = [stage_phases(job, stage) for stage in range(job.grid.pipeline)]
+    if job.engine is not None and job.engine.ranks:
+        every.append(engine_phases(job))
+    for one in every:
+        for phase, items in one.items():
             if phase not in phases or sum(items.values()) > sum(phases[phase].values()):
                 phases[phase] = items
     return Memory(phases, assumed.context_bytes, limit)
 
 
+def engine_phases(job: Job) -> dict[str, dict[str, float]]:
+    """Of a rank that only generates."""
+    kept, needed = _engine_items(job)
+    found = {"build": {"engine weights": kept["engine weights"]}, "generate": kept | needed}
+    found["refit"] = _stays(job, kept) | {"buckets": refit_buffers(job, None)}
+    asked = [kept | needed for kept, needed in (_engine_items(job.asked_by(j)) for j in job.judges if not j.model)]
+    if asked:
+        found["score"] = max(asked, key=lambda items: sum(items.values()))
+    return found
+
+
+def _stays(job: Job, kept: dict[str, float]) -> dict[str, float]:
+    """Of what an engine keeps, while others work."""
+    return {name: size for name, size in kept.items() if name != "kv cache" or not job.sleeps}
+
+
 def stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
+    """Of a rank that trains."""
     last, stays = stage == job.grid.pipeline - 1, {}
     every = (*(part.role for part in job.parts), "judge")
     found = {"build": _building(job, stage), "load": _models(job, stage, every, trains=True)}  # before offload begins
     if job.engine is not None:
-        kept, needed = _engine_items(job)
-        found["load"]["engine weights"] = kept["engine weights"]
-        found["generate"] = _models(job, stage) | kept | needed
-        if job.engine.resident:
-            stays = {name: size for name, size in kept.items() if name != "kv cache" or not job.sleeps}
+        if not job.engine.ranks:
+            kept, needed = _engine_items(job)
+            found["load"]["engine weights"] = kept["engine weights"]
+            found["generate"] = _models(job, stage) | kept | needed
+            stays = _stays(job, kept) if job.engine.resident else {}
         moved = {"buckets": refit_buffers(job, stage)}
         if merging := merging_bytes(job.policy, job.grid, stage, job.element):
             moved["merging"] = merging
         found["refit"] = _models(job, stage, ("policy",)) | stays | moved
-    if job.judges:
-        found["score"] = max((_asked(job, stage, judge, stays) for judge in job.judges), key=lambda i: sum(i.values()))
+    asked = [_asked(job, stage, judge, stays) for judge in job.judges if not judge.engine.ranks]
+    if asked:
+        found["score"] = max(asked, key=lambda items: sum(items.values()))
     if job.rollout or job.asked:
         tokens = _forward_tokens(job)
         most = most_read(job, tokens, job.rows.count / job.grid.data)
@@ -288,7 +314,8 @@ def _asked(job: Job, stage: int, judge: Judge, stays: dict[str, float]) -> dict[
     """While a judge replies. The run's engine sleeps, if it does, where no judge asks it."""
     kept, needed = _engine_items(job.asked_by(judge))
     cache = kept["kv cache"]
-    if judge.model and not (job.sleeps and all(one.model for one in job.judges)):
+    apart = job.engine is not None and job.engine.ranks
+    if judge.model and not apart and not (job.sleeps and all(one.model for one in job.judges)):
         cache += _engine_items(job)[0]["kv cache"]
     return _models(job, stage, ("reward", "judge")) | stays | needed | {"kv cache": cache}
 
@@ -322,6 +349,6 @@ def refuse(job: Job, device: Device, memory: Memory) -> None:
     keys = "; ".join(f"{ITEMS[name][0]}: {_keys(job, phase, name)}" for name, _ in items)
     raise MemoryPlanError(
         f"the job does not fit: phase {phase} needs {memory.peak_bytes / GIB:.1f} GiB on a GPU, of the "
-        f"{memory.limit_bytes / GIB:.1f} GiB that a program can use of {device.name} ({job.grid.gpus} GPUs, "
+        f"{memory.limit_bytes / GIB:.1f} GiB that a program can use of {device.name} ({job.gpus} GPUs, "
         f"{job.grid}). Largest: {text}. Change {keys}"
     )

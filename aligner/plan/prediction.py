@@ -30,11 +30,16 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        return sum(phase.seconds for phase in self.phases.values())
+        """With a lag the refit, and the longer of what engines and trainer then do at once."""
+        seconds = {name: phase.seconds for name, phase in self.phases.items()}
+        if self.job.engine is None or not self.job.engine.lag:
+            return sum(seconds.values())
+        refit, generate = seconds.pop("refit"), seconds.pop("generate")
+        return refit + max(generate, sum(seconds.values()))
 
     @property
     def tokens_per_gpu_s(self) -> float:
-        return self.job.rows.tokens / self.step_s / self.job.grid.gpus
+        return self.job.rows.tokens / self.step_s / self.job.gpus
 
     @property
     def mfu(self) -> float:
@@ -45,7 +50,7 @@ class Prediction:
         rows, memory = self.job.rows, self.memory
         return {
             "device": self.device.name,
-            "gpus": self.job.grid.gpus,
+            "gpus": self.job.gpus,
             "layout": vars(self.job.grid) | {"recompute": self.job.recompute},
             "parameters": {part.name: parameters(part.shape, part.head, part.outputs) for part in self.job.parts},
             "tokens": {"prompt_mean": rows.prompt_mean, "response_mean": rows.response_mean, "step": rows.tokens},
@@ -69,8 +74,11 @@ class Prediction:
         job, rows, memory = self.job, self.job.rows, self.memory
         names = ", ".join(f"{p.name} {parameters(p.shape, p.head, p.outputs) / 1e9:.3g}B" for p in job.parts)
         count, tokens = job.micro_batches()
+        apart = f", {job.gpus - job.grid.gpus} that only generate" if job.gpus > job.grid.gpus else ""
+        at_once = " (the refit, and the longer of generate and the rest)" if job.engine and job.engine.lag else ""
+        layout = f"{job.grid}{', recompute' * job.recompute}{apart}"
         lines = [
-            f"{job.stage} on {job.grid.gpus} x {self.device.name}, {job.grid}{', recompute' * job.recompute}: {names}",
+            f"{job.stage} on {job.gpus} x {self.device.name}, {layout}: {names}",
             f"{rows.count} rows a step, prompts {rows.prompt_mean:g} + responses {rows.response_mean:g} tokens on "
             f"average (at most {rows.prompt_longest} + {rows.response_longest})",
             f"{job.minibatches * job.epochs} optimizer steps of {count} micro-batches, {tokens:.0f} tokens each"
@@ -90,8 +98,8 @@ class Prediction:
             lines.append(f"{name:<10}{seconds}{size}   {', '.join(words)}")
         lines += [
             "",
-            f"step {self.step_s:.1f} s, {self.tokens_per_gpu_s:.0f} tokens/s/GPU, update at {100 * self.mfu:.0f} % of "
-            "the peak (operations made)",
+            f"step {self.step_s:.1f} s{at_once}, {self.tokens_per_gpu_s:.0f} tokens/s/GPU, update at "
+            f"{100 * self.mfu:.0f} % of the peak (operations made)",
             *([f"critic.pretrain_steps {self.pretrain_s:.1f} s, once"] if self.pretrain_s else []),
             f"memory {memory.peak_bytes / GIB:.1f} of {memory.limit_bytes / GIB:.1f} GiB in {memory.peak}",
             f"host memory {self._host_text()}",
@@ -115,10 +123,8 @@ def predict(job: Job, device: Device, assumed: Assumptions = Assumptions()) -> P
 
 def check(cfg: Config, gpus: int, gpu: str, gpus_per_node: int, key: str) -> None:
     """ConfigError for what no GPU computes, MemoryPlanError if the config cannot fit so many GPUs of the device `gpu`,
-    whose name `key` gave. Engines on ranks of their own (engine.ranks) are not predicted: nothing is refused then."""
+    whose name `key` gave."""
     device = find_device(gpu, key)
-    if cfg.engine.ranks:
-        return
     job = job_of(cfg, gpus, gpus_per_node=gpus_per_node)
     validate_on_gpu(cfg, job.policy.shape)
     refuse(job, device, plan_memory(job, device, Assumptions()))

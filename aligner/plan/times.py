@@ -33,7 +33,7 @@ from aligner.plan.shapes import (
     layer_operations,
     parameters,
 )
-from aligner.plan.traffic import Call, axis_size, axis_span, pass_calls, refit_calls, step_calls
+from aligner.plan.traffic import Call, apart_bytes, axis_size, axis_span, pass_calls, refit_calls, step_calls
 
 DECODE_PARTS = 64  # of a generation, each at its own number of rows and length
 
@@ -195,8 +195,13 @@ def _optimizer_step(job: Job, part: Part, machine: Machine) -> Phase:
 def refit_phase(job: Job, machine: Machine) -> Phase:
     """What comes from other ranks, and a copy of the engine's shard into its place (read and written)."""
     phase = Phase()
-    _communicate(phase, refit_calls(job), job, machine)
     assert job.engine is not None
+    if job.engine.ranks:
+        moved = phase.wire_bytes["engines"] = apart_bytes(job)
+        messages = ceil(moved / job.bucket_bytes)
+        phase.parts["engines communication"] = moved / machine.link(job.gpus) + messages * machine.assumed.message_s
+    else:
+        _communicate(phase, refit_calls(job), job, machine)
     size = parameters(job.policy.shape) * job.engine.element / job.engine.tensor
     phase.parts["copy"] += 2 * size / machine.bandwidth
     return phase
@@ -241,11 +246,10 @@ def generate_phase(job: Job, machine: Machine) -> Phase:
     engine decodes `slots` rows until none waits, and then thins out; without, batch after batch thins out."""
     phase, engine, rows = Phase(), job.engine, job.rows
     assert engine is not None
-    m, replicas = job.policy.shape, job.grid.gpus / engine.tensor
-    prompts = rows.prompts / replicas
+    m, prompts = job.policy.shape, rows.prompts / job.replicas
     products = m.num_layers * machine.layer_seconds(m, prompts * rows.prompt_mean, rows.prompt_mean / 2)
     phase.parts["prefill"] += products / engine.tensor
-    mine, slots = rows.count / replicas, job.slots()[0]
+    mine, slots = rows.count / job.replicas, job.slots()[0]
     slots = min(slots, mine)
     tau = survival(rows.response_mean, rows.response_longest)
 
@@ -291,8 +295,8 @@ def plan_times(job: Job, device: Device, assumed: Assumptions) -> dict[str, Phas
 
 
 def update_mfu(job: Job, device: Device, update: Phase) -> float:
-    """Operations that are made over the peak: 6 N a token (4 N of frozen matrices) less those of outputs that nobody
-    reads, without attention's, adapters' and what is computed again."""
+    """Operations that are made over the peak of those that train: 6 N a token (4 N of frozen matrices) less those of
+    outputs that nobody reads, without attention's, adapters' and what is computed again."""
     count, tokens = job.micro_batches()
     real = tokens if job.packing else tokens * job.rows.mean / job.rows.longest
     made = 0.0

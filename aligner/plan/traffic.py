@@ -298,9 +298,7 @@ def part_calls(job: Job, stage: int) -> list[Call]:
     lacks = 1 / engine.tensor - both
     own = experts = others = 0.0
     for s in range(grid.pipeline):
-        count, norms = rank_parameters(part.shape, grid, s), _replicated(part, grid, s)
-        dense = tp * (count.dense - norms - _copied(part, grid, s))
-        routed = tp * grid.expert * count.experts
+        dense, routed, norms = _whole(part, grid, s)
         if s == stage:
             own = lacks * (dense + routed / grid.expert)
             experts = (1 - 1 / grid.expert) * routed / engine.tensor
@@ -309,6 +307,19 @@ def part_calls(job: Job, stage: int) -> list[Call]:
     sizes = {"tp": own, "ep": experts, "pp": others}
     calls = [Call(axis, "send", e * size, ceil(e * size / job.bucket_bytes)) for axis, size in sizes.items()]
     return within(calls, grid)
+
+
+def apart_bytes(job: Job) -> float:
+    """That one of the engines on ranks of their own receives in a refit, or one that trains sends, if that is more:
+    those of a stage share what the engines need of it."""
+    part, grid, engine = job.policy, job.grid, job.engine
+    assert engine is not None
+    if engine.factors:
+        stages = [sent_bytes(part.shape, grid, -1, job.element)["pp"] / grid.pipeline] * grid.pipeline
+    else:
+        e, whole = min(job.element, engine.element), [_whole(part, grid, s) for s in range(grid.pipeline)]
+        stages = [e * ((dense + routed) / engine.tensor + norms) for dense, routed, norms in whole]
+    return max(sum(stages), max(stages) * engine.ranks * grid.pipeline / grid.gpus)
 
 
 def factor_calls(job: Job, stage: int) -> list[Call]:
@@ -335,6 +346,13 @@ def gathered_calls(job: Job, stage: int = 0) -> list[Call]:
         whole = grid.tensor * (count.dense - norms - _copied(part, grid, s) + grid.expert * count.experts) + norms
         calls.append(Call("pp", "broadcast", float(e * whole)))
     return within(calls, grid)
+
+
+def _whole(part: Part, grid: Grid, stage: int) -> tuple[int, int, int]:
+    """Parameters of a stage, once: dense ones that tensor ranks share, experts', and those that all hold whole."""
+    count, norms = rank_parameters(part.shape, grid, stage), _replicated(part, grid, stage)
+    dense = grid.tensor * (count.dense - norms - _copied(part, grid, stage))
+    return dense, grid.tensor * grid.expert * count.experts, norms
 
 
 def _copied(part: Part, grid: Grid, stage: int) -> int:

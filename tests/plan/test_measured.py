@@ -23,7 +23,7 @@ from aligner.plan.job import Engine, Job, Part, Rows
 from aligner.plan.memory import gradient_bytes, optimizer_bytes, refit_buffers, weight_bytes
 from aligner.plan.shapes import Grid
 from aligner.plan.times import Machine, micro_batch_seconds
-from aligner.plan.traffic import factor_calls, gathered_calls, part_calls, pass_calls, step_calls
+from aligner.plan.traffic import apart_bytes, factor_calls, gathered_calls, part_calls, pass_calls, step_calls
 from aligner.refit.exchange import Exchange
 from aligner.refit.factors import Merger
 from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
@@ -264,6 +264,36 @@ def test_a_refit_in_parts_has_the_bytes_of_its_plan(name, grid, tensor):
 
 
 @pytest.mark.parametrize(
+    ("name", "grid", "ranks", "tensor", "most"),
+    [
+        ("llama3_8b", Grid(2, data=4), 2, 1, 1.01),
+        ("llama3_8b", Grid(2, 2, data=2), 4, 4, 1.01),
+        ("llama3_8b", Grid(2), 6, 1, 1.01),  # who trains sends more than an engine receives
+        ("qwen3_0.6b", Grid(1, 4, data=2), 8, 2, 1.1),
+        ("qwen3_30b_a3b", Grid(2, 1, expert=2, data=4), 2, 1, 1.01),
+    ],
+)
+def test_a_refit_of_engines_on_ranks_of_their_own_is_that_of_its_plan(name, grid, ranks, tensor, most):
+    cfg = compose([f"model={name}"]).model
+    job = replace(job_of(cfg, grid, {}), engine=Engine(tensor, ranks=ranks), element=2)
+    trainer = TrainerGrid(cfg.num_layers, grid.tensor, grid.pipeline, grid.context, grid.data, grid.expert)
+    engines = EngineGrid(tuple(range(grid.gpus, job.gpus)), tensor)
+    plan = plan_refit(trainer, engines, hf_tensors(cfg), 2, 1 << 28)
+    moved: Counter = Counter()
+    for message in (message for messages in plan.rounds for message in messages):
+        moved[message.source] += message.bytes
+        moved[message.target] += message.bytes
+    assert apart_bytes(job) == pytest.approx(max(moved.values()), rel=0.01)
+    used = [Exchange(plan, rank, torch.device("cpu"), torch.bfloat16, 1.0).buffer_bytes for rank in range(job.gpus)]
+    each = grid.gpus // grid.pipeline
+    for stage in range(grid.pipeline):
+        sends = max(used[stage * each : (stage + 1) * each])
+        assert 0.99 * sends <= refit_buffers(job, stage) <= most * sends
+    receives = max(used[grid.gpus :])
+    assert 0.99 * receives <= refit_buffers(job, None) <= most * receives
+
+
+@pytest.mark.parametrize(
     ("name", "grid", "tensor"),
     [
         ("llama3_8b", Grid(2, data=4), 2),
@@ -281,6 +311,9 @@ def test_engines_that_merge_get_and_keep_the_bytes_of_their_plan(name, grid, ten
     received = [0] * grid.gpus
     for message in (message for messages in plan.rounds for message in messages):
         received[message.target] += message.bytes
+    apart = plan_refit(trainer, EngineGrid((grid.gpus,)), factor_tensors(cfg), 2, 1 << 28)
+    alone = replace(job, engine=Engine(1, factors=True, ranks=1))
+    assert apart_bytes(alone) == pytest.approx(apart.largest_share_bytes(), rel=0.01)
     each = grid.gpus // grid.pipeline
     for stage in range(grid.pipeline):
         wanted = sum(call.size for call in factor_calls(job, stage))

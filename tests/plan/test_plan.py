@@ -319,6 +319,54 @@ def test_an_engine_in_a_process_of_its_own_takes_its_cache_whole_and_keeps_it_un
     assert kept["engine=vllm"] == (20e9, 20e9) and kept["engine.vllm.sleep=true"] == (20e9, 0)
 
 
+APART = ["stage=grpo", "model=llama3_8b", "batch.prompts=64", "batch.group=16", "batch.minibatch_samples=256"]
+APART += ["parallel.tensor=2"]
+
+
+def test_engines_on_ranks_of_their_own_are_planned_as_a_job_beside():
+    """Each side has what a job of its size has, without the other's."""
+    mixed = job_of(compose([*APART, "engine.tensor_parallel=2"]), 8)
+    apart = job_of(compose([*APART, "engine.tensor_parallel=2", "engine.ranks=8"]), 16)
+    assert (apart.grid, apart.gpus, apart.slots()) == (mixed.grid, 16, mixed.slots())
+    together, found = (predict(job, H100) for job in (mixed, apart))
+    for phase in ("generate", "logprobs", "update"):
+        assert found.phases[phase] == together.phases[phase]
+        items = together.memory.phases[phase]
+        trainers = ("weights", "gradients", "optimizer") if phase == "generate" else ("engine weights",)
+        assert found.memory.phases[phase] == {name: size for name, size in items.items() if name not in trainers}
+    assert found.step_s == pytest.approx(sum(phase.seconds for phase in found.phases.values()))
+    assert found.tokens_per_gpu_s == pytest.approx(apart.rows.tokens / found.step_s / 16)
+    assert "grpo on 16 x h100, tp2 dp4, 8 that only generate" in found.text()
+    # a cache that stays is an engine's alone
+    awake = predict(job_of(compose([*APART, "engine.ranks=8", "memory.sleep=never"]), 16), H100).memory.phases
+    assert "kv cache" not in awake["update"]
+
+
+@pytest.mark.parametrize("cache", [1 << 30, 40_000_000_000])
+def test_with_a_lag_a_step_takes_the_longer_of_both_sides(cache):
+    """With few rows at a time generation, with many the rest."""
+    line = [*APART, "engine.ranks=2", f"engine.kv_cache_bytes={cache}"]
+    turns, at_once = (predict(job_of(compose([*line, *more]), 10), H100) for more in ([], ["engine.lag=1"]))
+    assert turns.phases == at_once.phases
+    seconds = {name: phase.seconds for name, phase in turns.phases.items()}
+    rest = turns.step_s - seconds["refit"] - seconds["generate"]
+    assert (rest > seconds["generate"]) == (cache > 1 << 30)
+    assert at_once.step_s == pytest.approx(seconds["refit"] + max(rest, seconds["generate"]))
+    assert "the longer of generate and the rest" in at_once.text()
+
+
+def test_judges_without_a_model_are_asked_where_the_engine_is(tmp_path):
+    own = BETTER.replace("N", "1").replace("llama", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 56}')
+    for judge, trainer in ((GRADE, False), (own, True)):
+        mixed, apart = judged(judge), judged(judge, more=("engine.ranks=8",), gpus=16)
+        items = [plan_memory(job, H100, Assumptions()).phases["score"] for job in (mixed, apart)]
+        assert ("weights" in items[1]) == trainer and ("engine weights" in items[1]) == (not trainer)
+        assert items[1]["kv cache"] == items[0]["kv cache"]
+        seconds = [plan_times(job, H100, Assumptions())["score"].seconds for job in (mixed, apart)]
+        assert seconds[0] == seconds[1]
+
+
 def test_shapes_come_from_the_folder_that_weights_come_from(tmp_path):
     import json
     from math import prod
@@ -431,7 +479,7 @@ def test_what_leaves_the_device_is_counted_where_it_is_needed():
         refuse(tight, H100, plan_memory(tight, H100, Assumptions()))
 
 
-def judged(*judges: str, more: tuple[str, ...] = ()) -> Job:
+def judged(*judges: str, more: tuple[str, ...] = (), gpus: int = 8) -> Job:
     start = [
         "stage=grpo",
         "model=qwen3_0.6b",
@@ -439,7 +487,7 @@ def judged(*judges: str, more: tuple[str, ...] = ()) -> Job:
         "batch.group=8",
         f"reward.judges=[{','.join(judges)}]",
     ]
-    return job_of(compose([*start, *more]), 8)
+    return job_of(compose([*start, *more]), gpus)
 
 
 GRADE = "{question: '0123{response}'}"
