@@ -125,6 +125,7 @@ class Job:
     bucket_bytes: float = 256 << 20
     offload: tuple[str, ...] = ()  # memory.offload
     old_in_update: bool = False  # `config.derived.old_logprobs_in_update`
+    compares: bool = False  # a student whole distributions: it keeps its teachers' output matrices (`roles/teacher.py`)
     sleeps: bool = True  # the KV cache is given back while others work
     routing: int = 0  # bytes of a token, if the engine's routing is replayed
     ptx_rows: int = 0  # `ptx.data` in each of the policy's optimizer steps, over all ranks
@@ -284,6 +285,7 @@ def job_of(
         bucket_bytes=cfg.refit.bucket_bytes,
         offload=tuple(cfg.memory.offload),
         old_in_update=old_logprobs_in_update(cfg),
+        compares="teacher" in stage.beside(cfg) and not cfg.algorithm.distill.top_k,
         sleeps=cfg.memory.sleep != "never" and (cfg.engine.child is None or cfg.engine.child.sleep),
         routing=routing_bytes(shape) if cfg.mismatch.replay_routing else 0,
         ptx_rows=cfg.ptx.sequences if cfg.ptx.coef else 0,

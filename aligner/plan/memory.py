@@ -30,6 +30,7 @@ from aligner.plan.shapes import (
     widest_mlp,
 )
 
+COMPARED = 7  # numbers of a logit of a student and its teacher, as `WIDE` in `roles/teacher.py`, which imports torch
 SAMPLED_LOGITS = 1 << 26  # float64 cumulative sums of the native sampler at a time
 
 # item -> (what it is, keys that make it smaller)
@@ -39,7 +40,9 @@ ITEMS = {
     "optimizer": ("optimizer state", "more GPUs, parallel.tensor, parallel.pipeline"),
     "activations": ("activations", "batch.micro_batch_tokens or micro_batch_samples, parallel.context"),
     "logits": ("logits and gradients of their matrix", "batch.logits_bytes, parallel.tensor"),
+    "embedding": ("gradients of the embedding", "parallel.tensor, parallel.pipeline"),
     "backward": ("one layer's gradients", "batch.micro_batch_tokens or micro_batch_samples, parallel.tensor"),
+    "heads": ("the teachers' output matrices", "parallel.tensor, algorithm.distill.top_k"),
     "judges": ("the weights of reward.judges", "engine.tensor_parallel, engine.dtype"),
     "engine weights": ("the engine's weights", "engine.tensor_parallel, engine.dtype"),
     "kv cache": ("the engine's KV cache", "engine.kv_cache_bytes, engine.max_batch"),
@@ -112,23 +115,41 @@ def optimizer_share(count: Count, grid: Grid, distributed: bool) -> float:
     return optimizer_bytes(count, grid, 4, distributed) / 8
 
 
-def logits_bytes(job: Job, part: Part, tokens: float) -> float:
-    """Three float32 numbers for each logit of a part of at most `batch.logits_bytes`; `tokens` that are read."""
+def logit_bytes(job: Job, part: Part, trains: bool) -> int:
+    """Of each logit, in float32 numbers as `ShardedModel.over_logits` counts them."""
+    numbers = COMPARED if trains and job.compares and part is job.policy else 3
+    return 4 * (numbers + 2 * bool(part.shape.scales.logits_softcap))
+
+
+def logits_bytes(job: Job, part: Part, tokens: float, trains: bool = False) -> float:
+    """Of a part of at most `batch.logits_bytes`; `tokens` that are read."""
     if part.head != "lm":
         return 0.0
-    return min(12 * tokens * part.shape.vocab_size / job.grid.tensor, job.logits_bytes)
+    each = logit_bytes(job, part, trains)
+    return min(each * tokens * part.shape.vocab_size / job.grid.tensor, job.logits_bytes)
 
 
 def head_bytes(job: Job, part: Part, tokens: float) -> float:
     """Of a training pass: logits, and the gradients of their matrix; that of all parts is there while the next part's
-    logits are made, and then its own beside it (of which a third of the numbers are left)."""
-    logits = logits_bytes(job, part, tokens)
+    logits are made, and then its own beside it (of which a third of the numbers are left); autograd adds up the first
+    two into a third."""
+    logits = logits_bytes(job, part, tokens, trains=True)
     if part.head != "lm" or is_adapted(part):
         return logits
     vocabulary = -(-part.shape.vocab_size // job.grid.tensor)
-    again = 12 * tokens * vocabulary > job.logits_bytes
+    again = logit_bytes(job, part, True) * tokens * vocabulary > job.logits_bytes
     gradient = job.element * vocabulary * part.shape.hidden_size
-    return max(logits + again * gradient, logits / 3 + (1 + again) * gradient)
+    return max(logits + again * gradient, logits / 3 + (1 + again) * gradient, 3 * again * gradient)
+
+
+def _embedding_bytes(job: Job, part: Part) -> float:
+    """At the end of a backward pass: the embedding's gradient; of a matrix that is the head's too that one, and their
+    sum."""
+    if is_adapted(part):
+        return 0.0
+    both = part.shape.tie_embeddings and part.head == "lm" and job.grid.pipeline == 1
+    gradient = job.element * -(-part.shape.vocab_size // job.grid.tensor) * part.shape.hidden_size
+    return float(gradient * (3 if both else 1))
 
 
 def _forward_bytes(job: Job, part: Part) -> float:
@@ -157,9 +178,18 @@ def _models(job: Job, stage: int, reads: tuple[str, ...] = (), trains: bool = Fa
             items["gradients"] += gradient_bytes(count)
         if part.trained and (trains or "optimizer" not in job.offload):
             items["optimizer"] += optimizer_bytes(count, job.grid, job.element, part.distributed, part.averaged)
+    if heads := sum(_heads(job)):
+        items["heads"] = heads
     if (own := judge_bytes(job)) and ("judge" in reads or "weights" not in job.offload):
         items["judges"] = own
     return items
+
+
+def _heads(job: Job) -> list[float]:
+    """Of each teacher's output matrix, the student's share of the vocabulary: every stage has them."""
+    rows = -(-job.policy.shape.vocab_size // job.grid.tensor)
+    teachers = [part for part in job.parts if part.role in ("teacher", "teachers")] if job.compares else []
+    return [float(job.element * rows * part.shape.hidden_size) for part in teachers]
 
 
 def judge_bytes(job: Job) -> float:
@@ -185,6 +215,9 @@ def _building(job: Job, stage: int) -> dict[str, float]:
             beside = part.distributed * weight_bytes(count, job.element)
             found.append((weights + beside, gradients, optimizer, engine))
             optimizer += 4 * optimizer_share(count, job.grid, part.distributed) * (job.element < 4)
+    for head in _heads(job):  # the teacher's shard, the student's parts of it, and these together
+        found.append((weights + 3 * head, gradients, optimizer, engine))
+        weights += head
     if job.engine is not None and not job.engine.ranks:
         engine = _engine_items(job)[0]["engine weights"]
     found.append((weights, gradients, optimizer, engine))
@@ -286,7 +319,8 @@ def stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
     if job.rollout or job.asked:
         tokens = _forward_tokens(job)
         most = most_read(job, tokens, job.rows.count / job.grid.data)
-        logits = max((logits_bytes(job, part, most) for part in job.parts), default=0.0) if last else 0.0
+        made = last and not job.compares  # else hidden states are kept, of which the update makes logits
+        logits = max((logits_bytes(job, part, most) for part in job.parts), default=0.0) if made else 0.0
         logits += job.element * tokens * job.policy.shape.hidden_size  # the last hidden states, which they are made of
         forward = max(_forward_bytes(job, part) for part in job.parts)
         read = _models(job, stage, ("policy", "critic", "reference", "teacher", "teachers"))
@@ -304,6 +338,8 @@ def stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
             if last:
                 updates.append(kept | {"logits": head_bytes(job, part, learned)})
             updates.append(kept | {"backward": backward_bytes(job, part, stage)})
+            if stage == 0:
+                updates.append(base | {"embedding": _embedding_bytes(job, part)})
         # Adam is fused and needs nothing beside, clipping one tensor at a time
         found["update"] = max(updates, key=lambda items: sum(items.values()))
         found["save"] = base  # from where it lies to host memory (plan/host.py), without a copy on the device

@@ -21,7 +21,7 @@ from aligner.plan.adapters import (
 from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import Job, Part
 from aligner.plan.linear import row_bytes
-from aligner.plan.memory import optimizer_share
+from aligner.plan.memory import logit_bytes, optimizer_share
 from aligner.plan.reads import reads
 from aligner.plan.shapes import (
     Grid,
@@ -115,7 +115,8 @@ def micro_batch_seconds(job: Job, part: Part, stage: int, tokens: float, backwar
     if stage == grid.pipeline - 1:
         language = part.head == "lm"
         asked = (read.pairs if language else read.kept) / grid.context
-        again = 4 if language and 12 * asked * m.vocab_size / grid.tensor > job.logits_bytes else 3
+        logits = logit_bytes(job, part, backward) * asked * m.vocab_size / grid.tensor
+        again = 4 if language and logits > job.logits_bytes else 3
         again -= frozen and language
         head = head_operations(m, asked, part.head, part.outputs, grid.tensor)
         total += head * (again if backward else 1) / machine.rate

@@ -15,7 +15,7 @@ from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.models.adapters import factor_tensors
 from aligner.models.shards import hf_tensors
-from aligner.plan import reads
+from aligner.plan import memory, reads
 from aligner.plan.activations import activation_bytes
 from aligner.plan.adapters import held_parameters, kept_bytes, trained_parameters
 from aligner.plan.devices import Assumptions, Device
@@ -368,6 +368,12 @@ def test_the_limits_of_leaving_out_are_those_of_the_trainer():
     from aligner.ops.packing import needed
 
     assert (reads.WORTH, reads.LAST_LAYER_MASK) == (needed.WORTH, needed.LAST_LAYER_MASK)
+
+
+def test_the_logits_of_a_student_are_counted_as_the_trainer_counts_them():
+    from aligner.roles import teacher
+
+    assert memory.COMPARED == teacher.WIDE
 
 
 def test_optimizer_config_default_is_distributed():

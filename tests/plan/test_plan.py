@@ -17,7 +17,7 @@ from aligner.plan.activations import activation_bytes
 from aligner.plan.devices import DEVICES, GIB, Assumptions
 from aligner.plan.host import host_items
 from aligner.plan.job import Engine, Job, Part, Rows, job_of, shape_at
-from aligner.plan.memory import MemoryPlanError, plan_memory, refuse
+from aligner.plan.memory import MemoryPlanError, logit_bytes, plan_memory, refuse
 from aligner.plan.prediction import predict
 from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, parameters, routing_bytes
 from aligner.plan.times import Machine, decode_step, generate_phase, plan_times, survival, update_mfu, update_phase
@@ -305,6 +305,22 @@ def test_the_job_of_a_config():
     assert kd.engine is None and job_of(compose([*distill, "algorithm.distill.on_policy=0.5"]), 8).engine is not None
     with pytest.raises(ConfigError, match="--prompt-tokens=999"):
         job_of(compose(ppo), 16, prompt_tokens=999)
+
+
+def test_a_student_keeps_its_teachers_matrices_and_a_tied_embedding_has_three_gradients():
+    """Of 256,000 words as in a rehearsal of it, within half a hundredth."""
+    line = ["stage=distill", "model=gemma2_2b", "model.num_layers=4", "batch.sequences=8", "parallel.context=2"]
+    line += ["data.max_tokens=128", "data.max_prompt_tokens=48", "algorithm.distill.teacher=/nowhere"]
+    whole, top = (job_of(compose([*line, *more]), 8) for more in ([], ["algorithm.distill.top_k=16"]))
+    matrix = 2 * 256_000 * 2304
+    phases, fewer = (plan_memory(job, H100, Assumptions()).phases for job in (whole, top))
+    for phase in ("logprobs", "update", "save"):
+        assert phases[phase]["heads"] == matrix and "heads" not in fewer[phase]
+    sizes = {phase: sum(phases[phase].values()) / GIB for phase in ("build", "logprobs", "update", "save")}
+    assert sizes == pytest.approx({"build": 10.4307, "logprobs": 9.0840, "update": 12.3688, "save": 9.0729}, rel=5e-3)
+    untied = replace(whole, parts=tuple(replace(p, shape=replace(p.shape, tie_embeddings=False)) for p in whole.parts))
+    assert "embedding" not in plan_memory(untied, H100, Assumptions()).phases["update"]
+    assert logit_bytes(whole, whole.policy, True) == 36 and logit_bytes(whole, whole.policy, False) == 20
 
 
 def test_an_engine_in_a_process_of_its_own_takes_its_cache_whole_and_keeps_it_unless_it_sleeps():
