@@ -157,16 +157,18 @@ def _rollouts() -> None:
 
 
 def _saves() -> None:
-    """What this rank would write, to host memory. Files are the CPU's business."""
+    """What this rank would write, to host memory, a tensor at a time: it may be more than this machine has. Files are
+    the CPU's business."""
     from aligner.megatron.checkpoint import own_state
     from aligner.run.checkpoints import Checkpoints
 
     def save(self: Any, step: int, *arguments: Any) -> None:
         for model in self.models.values():
             tensors = [getattr(item, "data", item) for item in tree_leaves(own_state(model))]
-            host = [t.to("cpu", non_blocking=True) for t in tensors if isinstance(t, Tensor)]
+            for tensor in tensors:
+                if isinstance(tensor, Tensor):
+                    tensor.to("cpu", non_blocking=True)
             torch.cuda.synchronize()
-            del host
         self.last_saved = step
 
     Checkpoints.save = save
