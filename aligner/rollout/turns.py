@@ -65,7 +65,7 @@ class TurnGenerator:
             plays = self._played(mine, sampling or self.sampling)
             rows = [joined_rows(play) for play in plays]
             generations = self._generations(plays, rows)
-            samples = [self._sample(play, row) for play, (row, _) in zip(plays, rows, strict=True)]
+            samples = [self._sample(play, *row) for play, row in zip(plays, rows, strict=True)]
             if self.peers.size() > 1:
                 parts = gathered((generations, samples), self.peers)
                 generations = join_generations([part for part, _ in parts])
@@ -74,7 +74,7 @@ class TurnGenerator:
 
     def samples(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
         """Of requests that no other rank shares. Collective over the world."""
-        return [self._sample(play, joined_rows(play)[0]) for play in self._played(requests, sampling)]
+        return [self._sample(play, *joined_rows(play)) for play in self._played(requests, sampling)]
 
     def _played(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Play]:
         with raised_together(DataError):
@@ -258,12 +258,12 @@ class TurnGenerator:
             play.stop, play.failure = Stop.FAILED, f"{answer['failed']}: {answer['text']}"
         return not play.failure
 
-    def _sample(self, play: Play, row: Row) -> Sample:
+    def _sample(self, play: Play, row: Row, forks: list[int]) -> Sample:
         turns, score, gamma = len(play.turns), play.score, self.cfg.gamma
         last = play.turns[-1].output if turns else ()
         if score is not None:  # the environment's last word is of the last turn
             score = gamma ** max(0, turns - 1) * score + sum(gamma**k * r for k, r in enumerate(play.rewards))
-        told, parts = tuple(play.told), len(rows_of(play.turns))
+        told, parts = tuple(play.told), forks[-1] + 1 if forks else 0
         assert play.stop is not None
         trajectory = Trajectory(
             told, play.stop, turns, score, play.failure, play.seconds, play.retried, play.wrong, parts

@@ -281,18 +281,7 @@ class FleetEngine(Replicated, NativeEngine):
         self.stolen = 0
         if not self.steal or len(parts) == 1:
             return super()._part(rank, requests, costs, parts, sampling, progress)
-        return *self._shared(rank, requests, costs, parts, sampling, progress), True
-
-    def _shared(
-        self,
-        rank: int,
-        requests: list[Request],
-        costs: list[float],
-        parts: list[list[int]],
-        sampling: SamplingParams,
-        progress: Progress | None,
-    ) -> tuple[list[Request], Generations]:
-        """Generate from the common queues: (requests that this replica took, their samples)."""
+        # from the common queues: what this replica took, in the order in which it took it
         chunks = []
         for part in parts:
             queue = [requests[i] for i in sorted(part, key=lambda i: (-costs[i], i))]
@@ -315,7 +304,7 @@ class FleetEngine(Replicated, NativeEngine):
             queues.forget_last()
         generations = self._generated([], [], sampling, progress, queues, queues.asked)
         self.stolen = queues.stolen
-        return queues.taken, generations
+        return queues.taken, generations, True
 
 
 def _asked(requests: Sequence[Request], rank: int) -> list[tuple[int, int] | None]:
