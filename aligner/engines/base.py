@@ -69,7 +69,7 @@ class MeasuredEngine(Protocol):
         ...
 
 
-Finished = Callable[[int, int, list[int], bool], None]
+Finished = Callable[[int, int, list[int], list[float], bool], None]
 
 
 @runtime_checkable
@@ -77,8 +77,9 @@ class TellingEngine(Protocol):
     """An engine that tells of samples while it generates others."""
 
     finished: Finished | None
-    """Where set, `generate` calls it with (prompt, sample, tokens, whether it stopped by itself) as samples end: of the
-    prompts and seeds that this rank gave it, perhaps not of all. In the caller's thread, so it should be short."""
+    """Where set, `generate` calls it with (prompt, sample, tokens, their logprobs, whether it stopped by itself) as
+    samples end: of the prompts and seeds that this rank gave it, perhaps not of all. In the caller's thread, so it
+    should be short."""
 
 
 @runtime_checkable

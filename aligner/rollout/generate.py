@@ -83,7 +83,7 @@ class Generator:
             yield
             return
 
-        def finished(number: int, index: int, tokens: list[int], stopped: bool) -> None:
+        def finished(number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
             (text,) = decode_responses(self.tokenizer, torch.tensor([tokens]), [len(tokens)])
             request = requests[number]
             sample = Sample(request.prompt, index, text, tuple(tokens), stopped, self.engine.weight_version)

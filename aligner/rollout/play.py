@@ -28,7 +28,7 @@ class Play:
     given: Given
     messages: list[dict[str, Any]]  # as the template gets them
     told: list[dict[str, Any]] = field(default_factory=list)  # behind the prompt, as rewards get them
-    turns: list[Turn] = field(default_factory=list)  # the last one's logprobs may not be there yet
+    turns: list[Turn] = field(default_factory=list)  # `full` of the last one is not there yet
     calls: list[Call] = field(default_factory=list)  # in the last answer
     asked: Future[Answer] | None = None
     stop: Stop | None = None

@@ -17,7 +17,7 @@ class Turns(Pool):
 
     ready: list[Play]
     hear: Callable[[Play], None]
-    say: Callable[[Play, list[int], bool], None]
+    say: Callable[[Play, list[int], list[float], bool], None]
     seed: Callable[[Play], int]
     taken: list[tuple[Play, int]] = field(default_factory=list)  # of each row of the engine, play and turn
     asked: list[tuple[int, int] | None] = field(default_factory=list)  # of each row what `finished` is told: its number
@@ -40,9 +40,9 @@ class Turns(Pool):
         self.taken += [(play, len(play.turns)) for play in plays]
         return [(tokens, [self.seed(play) for play in same]) for tokens, same in found.items()]
 
-    def finished(self, number: int, index: int, tokens: list[int], stopped: bool) -> None:
+    def finished(self, number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
         play = self.taken[number][0]
-        self.say(play, tokens, stopped)
+        self.say(play, tokens, logprobs, stopped)
         if play.asked is not None:
             self.waiting.append(play)
 

@@ -160,7 +160,8 @@ class TurnGenerator:
         lengths, reasons = found.lengths.tolist(), found.finish_reason.tolist()
         for i, (play, number) in enumerate(rows):
             if len(play.turns) == number:
-                self._answered(play, found.tokens[i, : lengths[i]].tolist(), reasons[i] == STOP)
+                tokens, logprobs = (column[i, : lengths[i]].tolist() for column in (found.tokens, found.logprobs))
+                self._answered(play, tokens, logprobs, reasons[i] == STOP)
         self._fill(rows, found)
 
     @staticmethod
@@ -181,17 +182,15 @@ class TurnGenerator:
         if not isinstance(self.engine, TellingEngine):
             yield
             return
-        self.engine.finished = lambda number, index, tokens, stopped: self._answered(
-            together[number][index], tokens, stopped
-        )
+        self.engine.finished = lambda number, index, *told: self._answered(together[number][index], *told)
         try:
             yield
         finally:
             self.engine.finished = None
 
-    def _answered(self, play: Play, tokens: list[int], stopped: bool) -> None:
+    def _answered(self, play: Play, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
         """Take an answer, and ask for what it calls, or for the score of a trajectory that it ends."""
-        play.turns.append(Turn(play.given.tokens, tokens, ()))
+        play.turns.append(Turn(play.given.tokens, tokens, logprobs))
         ends = stopped and tokens[-1] in self.sampling.stop_token_ids
         text = self.tokenizer.decode(tokens[:-1] if ends else tokens, skip_special_tokens=False)
         beside, play.calls = read_calls(text, self.dialogue.calls) if stopped else (text, [])

@@ -49,7 +49,7 @@ def all_told(found, seeds):
     for out, ended in zip(found["outs"], found["ended"], strict=True):
         stopped = (out.finish_reason == STOP).tolist()
         known = dict(zip(rows, zip(responses(out), stopped, strict=True), strict=True))
-        for prompt, sample, tokens, reason in ended:
+        for prompt, sample, tokens, _, reason in ended:
             assert known.pop((prompt, sample)) == (tokens, reason)
         heard += len(ended)
     return heard / max(1, len(rows) * len(found["outs"]))

@@ -101,9 +101,10 @@ def test_samples_are_told_as_they_end(max_batch):
     rows = [(prompt, sample) for prompt, own in enumerate(seeds) for sample in range(len(own))]
     reasons = (out.finish_reason == STOP).tolist()
     assert len(set(reasons)) == 2
-    wanted = [(*row, tokens, reason) for row, tokens, reason in zip(rows, responses(out), reasons, strict=True)]
-    assert sorted(about[:4] for about in told) == sorted(wanted)
-    when = [about[4] for about in told]
+    logprobs = [row[:n] for row, n in zip(out.logprobs.tolist(), out.lengths.tolist(), strict=True)]
+    wanted = [(*row, *about) for row, *about in zip(rows, responses(out), logprobs, reasons, strict=True)]
+    assert sorted(about[:5] for about in told) == sorted(wanted)
+    when = [about[5] for about in told]
     assert when == sorted(when) and len(set(when)) > 4 and when[0] < engine.stats.steps > steps
     engine.finished = None
     engine.generate(PROMPTS, seeds, SamplingParams(3))

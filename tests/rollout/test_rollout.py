@@ -248,9 +248,9 @@ class Telling(Recorder):
     def generate(self, prompts, seeds, sampling, progress=None):
         out, group = super().generate(prompts, seeds, sampling) or make_generations(sum(map(len, seeds))), len(seeds[0])
         for row in range(0, len(out.tokens), 2):
-            tokens = out.tokens[row, : out.lengths[row]].tolist()
+            tokens, logprobs = (column[row, : out.lengths[row]].tolist() for column in (out.tokens, out.logprobs))
             if self.finished is not None:
-                self.finished(*divmod(row, group), tokens, bool(out.finish_reason[row] == STOP))
+                self.finished(*divmod(row, group), tokens, logprobs, bool(out.finish_reason[row] == STOP))
         self.scored_before_return = self.wait()
         return out
 

@@ -205,9 +205,9 @@ class NativeEngine:
                 if progress and batch.finished != before:
                     progress(batch.finished, plan.rows)
                 if self.finished is not None and batch.finished != before:
-                    for row, tokens, stopped in batch.ended():
+                    for row, *told in batch.ended():
                         if (whose := asked[row]) is not None:
-                            self.finished(*whose, tokens, stopped)
+                            self.finished(*whose, *told)
         return batch.result(self.weight_version)
 
     def _goes_on(self, plan: Plan, batch: Batch) -> bool:

@@ -260,14 +260,13 @@ class Batch:
         self.state[:, gaps] = self.state[:, movers]
         return [(movers, gaps)]
 
-    def ended(self) -> Iterator[tuple[int, list[int], bool]]:
-        """(row, tokens, whether it stopped by itself) of the rows that left in the last `settle`, on the host."""
-        rows = self._ended
-        lengths, reasons = self._lengths[rows].tolist(), self._reasons[rows].tolist()
-        for row, tokens, length, reason in zip(
-            rows.tolist(), self._tokens[rows].tolist(), lengths, reasons, strict=True
-        ):
-            yield row, tokens[:length], reason == STOP
+    def ended(self) -> Iterator[tuple[int, list[int], list[float], bool]]:
+        """(row, tokens, logprobs, whether it stopped by itself) of the rows that left in the last `settle`, on the
+        host."""
+        columns = self._ended, self._tokens, self._logprobs, self._lengths, self._reasons
+        rows, *told = (column.tolist() for column in (columns[0], *(c[self._ended] for c in columns[1:])))
+        for row, tokens, logprobs, length, reason in zip(rows, *told, strict=True):
+            yield row, tokens[:length], logprobs[:length], reason == STOP
 
     def result(self, version: int) -> Generations:
         """CPU tensors, rows cut to the longest response."""
