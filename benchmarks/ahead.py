@@ -1,0 +1,82 @@
+"""GRPO's step while the engine generates the next rollout (engine.lag) over the step in which both take turns.
+
+    python -m benchmarks.ahead [--pairs 3] [--lags 1,2] [--folder DIR] [--json FILE]
+
+One trainer's rank and one engine's, one thread each, a small random model whose answers have long-tailed lengths; runs
+take turns. Told are medians of a run's steps after the first two, and the median ratio to the synchronous run of the
+same round, beside the least that is possible there: the longer of generation and training over their sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+WARM = 2  # steps: an engine starts its first rollouts, and memory is got
+SETTINGS = ["experiment=quickstart_grpo", "model=tiny", "model.init=random", "engine.ranks=1", "data.max_tokens=192"]
+SETTINGS += ["sampling.max_response_tokens=160", "batch.prompts=16", "batch.micro_batch_samples=64"]
+SETTINGS += ["run.resume=never", "run.eval_every=0", "run.samples_every=0", "run.export=false", "checkpoint.every=0"]
+
+
+def measure(folder: Path, name: str, lag: int, steps: int) -> dict[str, float]:
+    """Median seconds of a step, of its generation (as the trainer saw it) and of all else."""
+    from aligner.run.metrics import read_jsonl
+
+    root, run = folder / "task", folder / name
+    data = [
+        f"data.train={root}/data/train.jsonl",
+        f"data.eval={root}/data/valid.jsonl",
+        f"model.tokenizer={root}/tokenizer",
+    ]
+    settings = [*SETTINGS, *data, f"run.dir={run}", f"run.steps={steps}", f"engine.lag={lag}"]
+    command = [sys.executable, "-m", "aligner", "launch", "--ranks", "2", *settings]
+    log = folder / f"{name}.log"
+    with log.open("w") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise SystemExit(f"{name} ended with exit code {done.returncode}: {log}")
+    rows = read_jsonl(run / "metrics.jsonl")[WARM:]
+    step = statistics.median(row["time/step_s"] for row in rows)
+    waited = statistics.median(row["time/generate_s"] + row.get("time/wait_s", 0.0) for row in rows)
+    tokens = statistics.median(row["response/tokens_mean"] for row in rows)
+    return {"lag": lag, "step_s": step, "generate_s": waited, "train_s": step - waited, "tokens": tokens}
+
+
+def main(arguments: list[str]) -> int:
+    from aligner.tools.quickstart import make_data
+    from benchmarks.common import write_json
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ahead", description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--lags", default="1", help="beside 0")
+    parser.add_argument("--steps", type=int, default=10, help="of a run")
+    parser.add_argument("--folder", type=Path, help="where runs and their logs stay; a temporary one if empty")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="ahead-"))
+    print(f"runs and logs: {folder}", flush=True)
+    make_data(folder / "task", seed=0)
+    lags, rounds = [int(lag) for lag in options.lags.split(",")], []
+    print(f"{'round':>5}{'lag':>5}{'step s':>9}{'generate s':>12}{'train s':>9}{'ratio':>8}{'least':>8}", flush=True)
+    for number in range(options.pairs):
+        together = measure(folder, f"{number}-lag0", 0, options.steps)
+        least = max(together["generate_s"], together["train_s"]) / together["step_s"]
+        for row in [together] + [measure(folder, f"{number}-lag{lag}", lag, options.steps) for lag in lags]:
+            row |= {"round": number, "ratio": row["step_s"] / together["step_s"], "least": least}
+            shown = f"{row['step_s']:9.2f}{row['generate_s']:12.2f}{row['train_s']:9.2f}{row['ratio']:8.2f}{least:8.2f}"
+            print(f"{number:5}{row['lag']:5}{shown}", flush=True)
+            rounds.append(row)
+    for lag in lags:
+        ratio = statistics.median(row["ratio"] for row in rounds if row["lag"] == lag)
+        print(f"lag {lag}: {ratio:.2f} of the synchronous step (median of {options.pairs})")
+    write_json(options.json, {"rounds": rounds})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
