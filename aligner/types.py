@@ -159,6 +159,7 @@ class RolloutBatch(TensorBatch):
     greedy_rewards: Tensor | None = None  # float32 [B] shaped reward of the prompt's greedy response (remax)
     routing: Tensor | None = None  # [B, T, layers, top_k] the engine's experts (`mismatch.replay_routing`)
     forks: Tensor | None = None  # int64 [B, T] numbers of a trajectory's parts, each rendered anew; None: one
+    versions: Tensor | None = None  # int64 [B, T] of the weights that made each token; None: weight_version
 
 
 @dataclass
@@ -188,6 +189,7 @@ class TrainBatch(TensorBatch):
     told_by: Tensor | None = None  # int64 [B] the number of each row's teacher, where there are several
     documents: Tensor | None = None  # int64 [B, T] numbers of a row's documents, which see only themselves; None: one
     forks: Tensor | None = None  # likewise of a trajectory's parts; losses see all of it as one row
+    versions: Tensor | None = None  # int64 [B, T] of the engine's weights (`algorithm.old_logprobs=proxy`)
     whole: Any = None  # ops.packing.documents.Whole: the rows whose forks became rows, for a model
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.invariance_jobs import Case
 
 ROLLOUT = Path(__file__).parent / "assets" / "rollout.safetensors"
-STAGES = ("sft", "rm", "dpo", "dpo_by_rank", "kto", "distill", "distill_top_k", "grpo", "ppo", "critic")
+STAGES = ("sft", "rm", "dpo", "dpo_by_rank", "kto", "distill", "distill_top_k", "grpo", "grpo_proxy", "ppo", "critic")
 MODEL = ModelConfig(
     family="qwen3",
     num_layers=2,

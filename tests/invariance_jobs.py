@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch
 
+from aligner.algorithms.anchor import Anchor
 from aligner.algorithms.losses import policy_loss
 from aligner.config.sections.algorithm import AlgorithmConfig, RewardLossConfig
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.distill import DistillConfig
 from aligner.config.sections.kto import KtoConfig
+from aligner.config.sections.mismatch import MismatchConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.optim import OptimConfig
@@ -49,7 +51,7 @@ STEEP = replace(PLAIN, lr=1e8)
 ADAM = OptimConfig(lr=1e-3)
 
 
-POLICIES = ("sft", "dpo", "dpo_by_rank", "kto", "distill", "distill_top_k", "grpo", "ppo")
+POLICIES = ("sft", "dpo", "dpo_by_rank", "kto", "distill", "distill_top_k", "grpo", "grpo_proxy", "ppo")
 PLAIN_BATCH = BatchConfig(micro_batch_samples=16, share_prompts=False)
 
 
@@ -251,6 +253,11 @@ def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
             loss = sft_loss(mine, group)
         elif stage == "grpo":
             loss = policy_loss(mine, AlgorithmConfig(), 0.0, 16, group)
+        elif stage == "grpo_proxy":
+            mask, old = mine.loss_mask, mine.old_logprobs
+            mine = replace(mine, old_logprobs=None, rollout_logprobs=old, response_mask=mask, versions=mine.tokens % 3)
+            anchor = Anchor("proxy", MismatchConfig("tis_token"), 2, 4)
+            loss = policy_loss(mine, AlgorithmConfig(), 0.0, 16, group, anchor)
         else:
             cfg = AlgorithmConfig(advantage="gae", entropy_coef=0.01, aggregation="seq_mean_token_mean", dual_clip=3.0)
             cfg.kl.coef, cfg.kl.placement, cfg.kl.estimator = 0.05, "loss", "k3"

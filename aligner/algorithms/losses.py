@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.algorithms.anchor import Anchor
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.ops.rl.aggregate import aggregate, denominator
 from aligner.ops.rl.covariance import choose_random, choose_top, covariance, token_keys
@@ -21,12 +21,17 @@ from aligner.types import LossOutput, TrainBatch
 
 
 def policy_loss(
-    minibatch: TrainBatch, cfg: AlgorithmConfig, kl_coef: float, response_limit: int, group: dist.ProcessGroup
+    minibatch: TrainBatch,
+    cfg: AlgorithmConfig,
+    kl_coef: float,
+    response_limit: int,
+    group: dist.ProcessGroup,
+    anchor: Anchor = Anchor(),  # noqa: B008 (frozen)
 ) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
     """The configured policy loss, plus KL in the loss and minus the entropy bonus where configured.
 
-    Without old_logprobs those of this pass are the old ones: the ratio is 1, its gradient is not, and the metrics that
-    compare them with the engine's and the reference's come from here.
+    Without old_logprobs `anchor` makes them of those of this pass, and the metrics that compare the policy with engine
+    and reference come from here.
 
     What is of the whole minibatch, over all ranks of `group`, is computed here, before it is cut into micro-batches:
     the denominator, and for clip_cov and kl_cov the tokens, which are noted in `minibatch.chosen`.
@@ -40,8 +45,8 @@ def policy_loss(
         mask = batch.loss_mask
         means, maxima = {}, {}
         if batch.old_logprobs is None:
-            batch = replace(batch, old_logprobs=out.logprobs.detach())
-            means, maxima = trainer_sums(batch, batch.old_logprobs)
+            means, maxima = trainer_sums(batch, out.logprobs.detach())
+            batch = anchor(batch, out.logprobs.detach())
         term = POLICY_LOSSES[cfg.policy_loss](out.logprobs, batch, cfg)
         # engine against trainer: weighs tokens, and the denominators do not know it
         weighed = term.per_token if batch.token_weights is None else term.per_token * batch.token_weights

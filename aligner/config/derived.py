@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aligner.config.schema import Config
+from aligner.config.sections.mismatch import WEIGHING
 from aligner.config.sections.rewards import RewardFunctionConfig
 from aligner.config.stages import STAGES
 
@@ -52,16 +53,26 @@ def _micro_batches(cfg: Config, total: int, dp: int) -> str:
 
 
 def old_logprobs_in_update(cfg: Config) -> bool:
-    """Whether the policy's update itself gives the logprobs before it (`algorithm.old_logprobs`): it is the only
-    optimizer step of its rollout, so they are what its own forward pass finds, and nothing asks for them earlier."""
+    """Whether the policy's update itself gives its old logprobs (`algorithm.old_logprobs`). With auto, if it is the
+    only optimizer step of its rollout, so that they are what its own forward pass finds, and nothing asks for them
+    earlier."""
     a, b = cfg.algorithm, cfg.batch
+    if a.old_logprobs != "auto":
+        return a.old_logprobs in ("engine", "proxy")
     one_step = b.epochs == 1 and b.minibatch_samples in (0, b.prompts * b.group)
-    asked_earlier = (
-        cfg.mismatch.methods != ["none"]
-        or cfg.mismatch.stop_above > 0
-        or (a.kl.coef > 0 and a.kl.placement == "reward")
-        or a.policy_loss in ("clip_cov", "kl_cov")
-        or cfg.debug.first_step_checks
-        or cfg.debug.rollout_only
-    )
-    return cfg.stage.name == "grpo" and a.old_logprobs == "auto" and one_step and not asked_earlier
+    return cfg.stage.name == "grpo" and one_step and not asks_old_logprobs(cfg)
+
+
+def asks_old_logprobs(cfg: Config) -> str:
+    """The key that needs the policy's logprobs before the update, empty if none does."""
+    a, methods = cfg.algorithm, set(cfg.mismatch.methods) - {"none"}
+    weighed_late = a.old_logprobs == "proxy" and methods <= set(WEIGHING)
+    asked = {
+        "mismatch.correction": methods and not weighed_late,
+        "mismatch.stop_above": cfg.mismatch.stop_above > 0,
+        "algorithm.kl.placement": a.kl.coef > 0 and a.kl.placement == "reward",
+        "algorithm.policy_loss": a.policy_loss in ("clip_cov", "kl_cov"),
+        "debug.first_step_checks": cfg.debug.first_step_checks,
+        "debug.rollout_only": cfg.debug.rollout_only,
+    }
+    return next((key for key, asks in asked.items() if asks), "")

@@ -21,8 +21,7 @@ def quantized(cfg: Config) -> bool:
 def settle(cfg: Config) -> None:
     """Give `mismatch.correction=auto` and `refit.tolerance=0` their values."""
     if cfg.mismatch.correction == "auto":
-        # dppo has its ratio to the engine in the loss and takes no weights
-        weighs = (quantized(cfg) or cfg.engine.lag) and cfg.algorithm.policy_loss != "dppo"
+        weighs = (quantized(cfg) or cfg.engine.lag) and not cfg.algorithm.ratio_to_engine
         cfg.mismatch.correction = CORRECTION if weighs else "none"
     if quantized(cfg) and not cfg.refit.tolerance:
         cfg.refit.tolerance = TOLERANCE[cfg.engine.quantization]
@@ -35,6 +34,6 @@ def describe(cfg: Config, by: str) -> str:
         f"engine.quantization={kind}: rollouts and evaluations come from weights in {kind}, by {by}; training does "
         f"not. mismatch.correction={correction}, refit.tolerance={cfg.refit.tolerance:g}"
     )
-    if correction == "none" and cfg.algorithm.policy_loss != "dppo":
+    if correction == "none" and not cfg.algorithm.ratio_to_engine:
         text += f"\nwarning: a quantised engine without mismatch.correction; {CORRECTION} is the default (auto) for it"
     return text

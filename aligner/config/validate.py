@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aligner.config.adapters import check_factors
 from aligner.config.checks import exists
-from aligner.config.derived import data_parallel, evaluation_functions, minibatch_samples
+from aligner.config.derived import asks_old_logprobs, data_parallel, evaluation_functions, minibatch_samples
 from aligner.config.identity import reads
 from aligner.config.schema import ROLLOUT_STAGES, Config
 from aligner.config.sections.algorithm import GROUP_BASELINES
@@ -160,7 +160,7 @@ def _lag(cfg: Config) -> None:
     if not cfg.checkpoint.rollouts:
         expected = f"true {with_lag}: a checkpoint names rollouts that are stored"
         raise ConfigError("checkpoint.rollouts", False, expected)
-    if cfg.algorithm.policy_loss != "dppo" and not set(cfg.mismatch.methods) & set(WEIGHING):
+    if not cfg.algorithm.ratio_to_engine and not set(cfg.mismatch.methods) & set(WEIGHING):
         expected = f"auto or one with a weight {with_lag} ({', '.join(WEIGHING)}): samples are of older weights"
         raise ConfigError("mismatch.correction", cfg.mismatch.correction, expected)
 
@@ -201,9 +201,18 @@ def _algorithm(cfg: Config) -> None:
         key = "clip" if cfg.reward.clip else "normalize"
         expected = "off with algorithm.advantage=gdpo, which sees the reward's components alone"
         raise ConfigError(f"reward.{key}", getattr(cfg.reward, key), expected)
-    if cfg.algorithm.policy_loss == "dppo" and set(cfg.mismatch.methods) & set(WEIGHING):
-        expected = "no weights with algorithm.policy_loss=dppo, whose ratio is to the engine already"
+    if cfg.algorithm.ratio_to_engine and set(cfg.mismatch.methods) & set(WEIGHING):
+        key = "policy_loss=dppo" if cfg.algorithm.policy_loss == "dppo" else "old_logprobs=engine"
+        expected = f"no weights with algorithm.{key}, whose ratio is to the engine already"
         raise ConfigError("mismatch.correction", cfg.mismatch.correction, expected)
+    way = cfg.algorithm.old_logprobs
+    if way in ("engine", "proxy"):
+        asks = asks_old_logprobs(cfg)
+        if stage != "grpo":
+            raise ConfigError("algorithm.old_logprobs", way, f"auto or recompute for stage {stage}: grpo has others")
+        if asks:
+            expected = f"auto or recompute with this {asks}, which needs the policy's logprobs before the update"
+            raise ConfigError("algorithm.old_logprobs", way, expected)
 
 
 def _rewards(cfg: Config) -> None:

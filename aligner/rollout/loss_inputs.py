@@ -108,6 +108,7 @@ def minibatches(
             row_keys=keys[rows],
             routing=part.routing,
             forks=part.forks,
+            versions=part.versions,
         )
         yield balancer(mine)
 

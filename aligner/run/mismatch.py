@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 
 import torch.distributed as dist
+from torch import Tensor
 
 from aligner.config.sections.mismatch import MismatchConfig
 from aligner.errors import MismatchError
@@ -18,17 +19,25 @@ def correct_mismatch(rollout: RolloutBatch, config: MismatchConfig) -> None:
     """Apply `mismatch.correction`: set `token_weights` (TIS, IcePop), or `rejected` and make those samples invalid
     (geometric mask, veto). After the logprobs and before token rewards and advantages: a rejected sample may be part
     of no baseline, std, loss or denominator."""
-    if config.methods == ["none"]:
+    if (
+        config.methods == ["none"] or rollout.old_logprobs is None
+    ):  # with algorithm.old_logprobs=proxy the update weighs
         return
-    assert rollout.old_logprobs is not None
     log_ratio, mask = rollout.old_logprobs - rollout.rollout_logprobs, rollout.response_mask
+    rollout.token_weights = token_weights(log_ratio, mask, config)
     for name in config.methods:
-        if name in WEIGHTS:
-            rollout.token_weights = WEIGHTS[name](log_ratio, mask, **config.bounds(name))
-        elif name in REJECTIONS:
+        if name in REJECTIONS:
             rejected = ~REJECTIONS[name](log_ratio, mask, **config.bounds(name))
             rollout.rejected = rejected if rollout.rejected is None else rollout.rejected | rejected
             rollout.valid = rollout.valid & ~rejected
+
+
+def token_weights(log_ratio: Tensor, mask: Tensor, config: MismatchConfig) -> Tensor | None:
+    """float32 [B, T], None where `mismatch.correction` has no weights. A row's depend on that row alone."""
+    for name in config.methods:
+        if name in WEIGHTS:
+            return WEIGHTS[name](log_ratio, mask, **config.bounds(name))
+    return None
 
 
 def check_mismatch(metrics: ScalarMetrics, rollout: RolloutBatch, config: MismatchConfig) -> None:

@@ -5,7 +5,10 @@ refit -> generate groups -> score -> logprobs -> group advantages -> epochs x mi
 
 from __future__ import annotations
 
+import torch
+
 from aligner.algorithms.advantages import group_advantages
+from aligner.algorithms.anchor import Anchor
 from aligner.algorithms.first_step import FirstStepChecks
 from aligner.algorithms.losses import policy_loss
 from aligner.builders.job import Job
@@ -73,10 +76,13 @@ def grpo(
                 check_mismatch(metrics, rollout, cfg.mismatch)
             checks.before_update(rollout, policy, reference)
 
-        stats = []
+        stats, before = [], policy.model.step_count
+        if cfg.algorithm.old_logprobs == "proxy" and rollout.versions is None:
+            rollout.versions = torch.full_like(rollout.tokens, rollout.weight_version)
         for epoch in range(cfg.batch.epochs):
             for minibatch in minibatches(rollout, cfg.batch, derive(cfg.seed, step), epoch, balancer):
-                loss = policy_loss(minibatch, cfg.algorithm, kl.coef, limit, group)
+                anchor = Anchor(cfg.algorithm.old_logprobs, cfg.mismatch, before, policy.model.step_count)
+                loss = policy_loss(minibatch, cfg.algorithm, kl.coef, limit, group, anchor)
                 with run.timers("update"):
                     stats.append(policy.update(minibatch, loss))
                 checks.after_update(stats[-1], policy.model.dtype)

@@ -7,9 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from aligner.algorithms.anchor import Anchor
 from aligner.algorithms.losses import policy_loss
 from aligner.config.sections.algorithm import AlgorithmConfig, CovConfig, KLConfig, RewardLossConfig
+from aligner.config.sections.mismatch import MismatchConfig
 from aligner.ops.rl.covariance import choose_random, choose_top, covariance, token_keys
+from aligner.ops.rl.policy_term import interpolated_logprobs
 from aligner.roles.policy import TokenOutputs
 from aligner.stages.ppo import value_loss
 from aligner.stages.rm import attribute_loss, preference_loss
@@ -225,6 +228,49 @@ def test_means_of_the_parts_are_the_mean_of_the_whole():
         numerator, denominator = (sum(out.means[name][i] for out in outs) for i in (0, 1))
         assert float(numerator / denominator) == pytest.approx(float(value), rel=1e-5), name
     assert float(max(out.maxima["policy/ratio_max"] for out in outs)) == pytest.approx(float(ratio[on].max()), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("correction, cap", [("none", 0.0), ("tis_token", 1.02), ("tis_sequence", 1.1)])
+@pytest.mark.parametrize("way, loss", [("engine", "ppo"), ("proxy", "ppo"), ("proxy", "reinforce"), ("auto", "ppo")])
+def test_anchors_are_the_loop(way, loss, correction, cap, size):
+    """Step from version 6, its third update (version 8); tokens of versions 3 to 6, some in the same row. Weights have
+    no gradient, and neither has the anchor."""
+    batch, g = make_batch(), torch.Generator().manual_seed(5)
+    logprobs, _ = outputs(batch)
+    batch.old_logprobs, batch.response_mask = None, batch.loss_mask
+    batch.versions = torch.randint(3, 7, (B, T), generator=g)
+    anchor = Anchor(way, MismatchConfig(correction, cap=cap), before=6, now=8)
+    cfg = AlgorithmConfig(policy_loss=loss, clip_low=0.05, clip_high=0.1)
+    found = policy_loss(batch, cfg, 0.0, LIMIT, dist.group.WORLD, anchor)
+    parts = torch.arange(B).split(size)
+    sum(found(TokenOutputs(logprobs[rows], None, None), batch.select(rows)).loss for rows in parts).backward()
+
+    exact, terms = logprobs.detach().double().requires_grad_(), []
+    for i in range(B):
+        at = [t for t in range(T) if batch.loss_mask[i, t]]
+        pi, mu = (x.detach().double() for x in (exact[i], batch.rollout_logprobs[i]))
+        versions = batch.versions[i].double()
+        share = {"auto": torch.ones(T), "engine": torch.zeros(T), "proxy": (6 - versions) / (8 - versions)}[way]
+        old = mu + share * (pi - mu)
+        ratios = (old - mu).exp()
+        product = math.prod(float(ratios[t]) for t in at)
+        for t in at:
+            r, a = (exact[i, t] - old[t]).exp(), batch.advantages[i, t].double()
+            x = -a * exact[i, t] if loss == "reinforce" else torch.max(-a * r, -a * r.clamp(0.95, 1.1))
+            if way == "proxy" and correction != "none":  # the others get theirs with the rollout, or none
+                x = x * min(float(ratios[t]) if correction == "tis_token" else product, cap)
+            terms.append(x)
+    (sum(terms) / len(terms)).backward()
+    torch.testing.assert_close(logprobs.grad.double(), exact.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_the_proxy_at_both_ends():
+    """Of weights before the step it is the engine's; in the first update the policy's: bit by bit."""
+    g = torch.Generator().manual_seed(0)
+    pi, mu = (-3 * torch.rand(B, T, generator=g) for _ in range(2))
+    assert torch.equal(interpolated_logprobs(pi, mu, torch.full((B, T), 6), 6, 7), mu)
+    assert torch.equal(interpolated_logprobs(pi, mu, torch.randint(2, 7, (B, T), generator=g), 6, 6), pi)
 
 
 def test_on_policy_the_surrogate_is_the_mean_advantage():

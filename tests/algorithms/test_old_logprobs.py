@@ -53,6 +53,23 @@ def test_the_run_is_the_same_without_the_pass(tiny_data, tiny_runs, tmp_path, mo
     assert len(asked) == 3 and set(asked) == {Reference}
 
 
+def test_a_proxy_with_one_update_a_rollout_is_the_policy_itself(tiny_data, tmp_path):
+    """Its anchor is what auto has: bit by bit. With two it moves towards the engine, and the ratio with it."""
+    ways = {"auto": "a", "proxy": "b", "engine": "c"}
+    for way, name in ways.items():
+        stages.stage("grpo", tiny_data, tmp_path / name, "run.steps=2", f"algorithm.old_logprobs={way}")
+    assert stages.differences(tmp_path / "a", tmp_path / "b") == []
+    assert stages.same_weights(tmp_path / "a", tmp_path / "b")
+    assert [r["policy/ratio_max"] for r in stages.records(tmp_path / "a")] == [1.0, 1.0]
+    assert all(0 < abs(r["policy/ratio_max"] - 1) < 1e-4 for r in stages.records(tmp_path / "c"))  # other kernels
+    for way in ("engine", "proxy"):
+        more = ["batch.epochs=2", "run.steps=1", f"algorithm.old_logprobs={way}"]
+        stages.stage("grpo", tiny_data, tmp_path / way, *more)
+    # the second update: (before - version) / (now - version) = 0, which is the engine's
+    one, two = (stages.records(tmp_path / way)[0]["policy/ratio_max"] for way in ("engine", "proxy"))
+    assert one == pytest.approx(two, rel=1e-6) and one > 1.001
+
+
 @pytest.mark.few(1)
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", ["data", "parallel.pipeline=2", "parallel.tensor=2", "parallel.context=2"])

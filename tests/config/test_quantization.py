@@ -22,6 +22,8 @@ BASE = ["stage=grpo", "batch.group=4", "reward.functions=[{path: math}]"]
         (["mismatch.correction=veto"], "veto", 0.0),
         (["engine.lag=1"], "tis_token", 0.0),
         (["engine.lag=1", "algorithm.policy_loss=dppo"], "none", 0.0),
+        (["engine.lag=1", "algorithm.old_logprobs=engine"], "none", 0.0),
+        (["engine.lag=2", "algorithm.policy_loss=reinforce", "algorithm.old_logprobs=proxy"], "tis_token", 0.0),
     ],
 )
 def test_defaults_with_a_quantised_engine_or_one_that_lags(tmp_path, more, correction, tolerance):

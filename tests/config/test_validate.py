@@ -68,6 +68,20 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("grpo", ["engine.ranks=1", "engine.lag=1", "debug.rollout_only=true"], 2, "engine.lag"),
         ("grpo", ["engine.ranks=1", "engine.lag=1", "mismatch.correction=none"], 2, "mismatch.correction"),
         ("grpo", ["engine.ranks=1", "engine.lag=1", "mismatch.correction=veto"], 2, "mismatch.correction"),
+        (
+            "grpo",
+            ["engine.ranks=1", "engine.lag=2", "algorithm.policy_loss=reinforce", "mismatch.correction=none"],
+            2,
+            "mismatch.correction",
+        ),
+        ("grpo", ["algorithm.old_logprobs=engine", "algorithm.policy_loss=gpg"], 1, "algorithm.old_logprobs"),
+        ("grpo", ["algorithm.old_logprobs=engine", "algorithm.policy_loss=kl_cov"], 1, "algorithm.old_logprobs"),
+        ("grpo", ["algorithm.old_logprobs=engine", "mismatch.correction=tis_token"], 1, "mismatch.correction"),
+        ("grpo", ["algorithm.old_logprobs=proxy", "mismatch.correction=veto"], 1, "algorithm.old_logprobs"),
+        ("grpo", ["algorithm.old_logprobs=proxy", "mismatch.stop_above=2"], 1, "algorithm.old_logprobs"),
+        ("grpo", ["algorithm.old_logprobs=proxy", "debug.first_step_checks=true"], 1, "algorithm.old_logprobs"),
+        ("ppo", ["algorithm.old_logprobs=proxy", "critic.init=."], 1, "algorithm.old_logprobs"),
+        ("ppo", ["algorithm.old_logprobs=engine", "critic.init=."], 1, "algorithm.old_logprobs"),
         ("grpo", ["engine.ranks=1", "engine.lag=1", "algorithm.filter_groups=true"], 2, "algorithm.filter_groups"),
         ("grpo", ["engine.ranks=1", "engine.lag=1", "algorithm.advantage=remax"], 2, "algorithm.advantage"),
         ("grpo", ["engine.ranks=1", "engine.lag=1", "checkpoint.rollouts=false"], 2, "checkpoint.rollouts"),
@@ -174,6 +188,8 @@ def test_exactly_full_context_is_allowed(make):
     validate(make("grpo", "data.max_prompt_tokens=4000", "sampling.max_response_tokens=96"), 1)
     validate(make("grpo", "engine.ranks=1", "engine.lag=2"), 2)
     validate(make("grpo", "engine.ranks=1", "engine.lag=1", "algorithm.policy_loss=dppo"), 2)
+    validate(make("grpo", "engine.ranks=1", "engine.lag=2", "algorithm.old_logprobs=engine"), 2)
+    validate(make("grpo", "engine.ranks=1", "engine.lag=2", "algorithm.old_logprobs=proxy"), 2)
     validate(make("ppo", "critic.init=.", "reward.model=''", "reward.functions=[{path:math}]"), 1)
     trunk = ["critic.trunk=policy", "model.lora.rank=2"]
     validate(make("ppo", *trunk, "reward.model=''", "reward.functions=[{path:math}]"), 1)

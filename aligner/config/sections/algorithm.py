@@ -125,7 +125,9 @@ class AlgorithmConfig:
     group_eps: float = 1e-6  # beside the group's std: grpo, gdpo, pass_at_k. TRL: 1e-4, OpenRLHF: 1e-9
     pass_at_k_std: bool = False  # divide by the group's std
     policy_loss: str = "ppo"  # POLICY_LOSSES
-    old_logprobs: str = "auto"  # auto: by the update's own forward pass where that is enough; recompute: by another
+    # what the ratio is to. auto: the policy before the step, by the update's own forward pass where that is enough;
+    # recompute: by another; engine: the engine's; proxy: between the engine's and the update's own, by their versions
+    old_logprobs: str = "auto"
     aggregation: str = "token_mean"  # token_mean, seq_mean_token_mean, seq_mean_token_sum, seq_mean_token_sum_norm
     clip_low: float = 0.2  # of the ratio; gspo: of the sequence's, 3e-4; gmpo: of the log-ratio, 0.4
     clip_high: float = 0.2  # likewise, upwards
@@ -153,7 +155,7 @@ class AlgorithmConfig:
         one_of("algorithm.advantage", self.advantage, ("gae", *GROUP_BASELINES, *OTHER_BASELINES))
         at_least("algorithm.group_eps", self.group_eps, 0)
         one_of("algorithm.policy_loss", self.policy_loss, POLICY_LOSSES)
-        one_of("algorithm.old_logprobs", self.old_logprobs, ("auto", "recompute"))
+        one_of("algorithm.old_logprobs", self.old_logprobs, ("auto", "recompute", "engine", "proxy"))
         one_of(
             "algorithm.aggregation",
             self.aggregation,
@@ -170,12 +172,20 @@ class AlgorithmConfig:
         at_least("algorithm.filter_rounds", self.filter_rounds, 1)
         self._together()
 
+    @property
+    def ratio_to_engine(self) -> bool:
+        """Whether the policy loss compares the policy with the engine itself: weights would count that twice."""
+        return self.policy_loss == "dppo" or self.old_logprobs == "engine"
+
     def _together(self) -> None:
         """What two of the keys do not mean together."""
         mean = "seq_mean_token_mean"
         if self.policy_loss in ("gspo", "sapo", "gmpo") and self.aggregation != mean:
             expected = f"{mean} with algorithm.policy_loss={self.policy_loss}, which is a mean over sequences"
             raise ConfigError("algorithm.aggregation", self.aggregation, expected)
+        if self.old_logprobs == "engine" and self.policy_loss in ("gpg", "reinforce"):
+            expected = f"auto, recompute or proxy with algorithm.policy_loss={self.policy_loss}, which has no ratio"
+            raise ConfigError("algorithm.old_logprobs", "engine", expected)
         if self.policy_loss == "gmpo" and self.advantage in ("gae", "reinforce_pp"):
             expected = f"a loss per token with algorithm.advantage={self.advantage}, which differs between tokens"
             raise ConfigError("algorithm.policy_loss", self.policy_loss, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from aligner.ops.rl.kl import LOG_RATIO_LIMIT
@@ -21,3 +22,20 @@ class PolicyTerm(NamedTuple):
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """clamp(logprobs - old_logprobs, -20, 20), float32 [B, T]."""
     return (logprobs.float() - old_logprobs.float()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+@torch.no_grad()
+def interpolated_logprobs(
+    logprobs: Tensor, rollout_logprobs: Tensor, versions: Tensor, before: int, now: int
+) -> Tensor:
+    """Log-linear stand-in for the policy's logprobs at weight version `before`, float32 [B, T]:
+
+        rollout_logprobs + a (logprobs - rollout_logprobs), a = (before - versions) / (now - versions), 1 at 0/0
+
+    of the policy at version `now` and the engine at `versions` (int64 [B, T], versions <= before <= now). So it is
+    `logprobs` in the first update of a step, and later `rollout_logprobs` of a token whose weights were those before
+    the step. Source: A-3PO, arXiv:2512.06547.
+    """
+    behind, apart = before - versions, now - versions
+    share = torch.where(apart > 0, behind / apart.clamp_min(1), 1.0)
+    return torch.lerp(rollout_logprobs.float(), logprobs.float(), share.float())

@@ -1,0 +1,31 @@
+"""What an update's ratio is to where nobody computed the logprobs before it (`algorithm.old_logprobs`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from aligner.config.sections.mismatch import MismatchConfig
+from aligner.ops.rl.policy_term import interpolated_logprobs
+from aligner.run.mismatch import token_weights
+from aligner.types import TrainBatch
+
+
+@dataclass(frozen=True)
+class Anchor:
+    way: str = "auto"  # `algorithm.old_logprobs`
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
+    before: int = 0  # weight version as the step began
+    now: int = 0  # and of the update
+
+    def __call__(self, batch: TrainBatch, logprobs: Tensor) -> TrainBatch:
+        """The micro-batch with `old_logprobs`, from the update's own `logprobs` [B, T]; with proxy also with the
+        weights of `mismatch.correction`, which need them."""
+        if self.way == "engine":
+            return replace(batch, old_logprobs=batch.rollout_logprobs)
+        if self.way != "proxy":  # this is the only update: they are the logprobs before it
+            return replace(batch, old_logprobs=logprobs)
+        old = interpolated_logprobs(logprobs, batch.rollout_logprobs, batch.versions, self.before, self.now)
+        weights = token_weights(old - batch.rollout_logprobs, batch.loss_mask, self.mismatch)
+        return replace(batch, old_logprobs=old, token_weights=weights)
