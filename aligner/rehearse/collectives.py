@@ -38,31 +38,31 @@ class UnheardError(Exception):
 
 
 class Speech:
-    """The objects that this rank broadcasts, into a file that is there; and those of the rank `hears`, from its file as
-    they come, until there is its record too."""
+    """What this rank tells others, into a file that is there; and what the rank `hears` does, from its file as it
+    comes, until there is its record too. In order for each subject: a group, for objects that are broadcast."""
 
     def __init__(self, own: Path, hears: int, record: Path):
         self.hears, self._record = hears, record
         self._own, self._other = own.with_suffix(SPOKEN).open("ab"), record.with_suffix(SPOKEN).open("rb")
-        self._heard: dict[str, deque[list]] = defaultdict(deque)
+        self._heard: dict[str, deque[Any]] = defaultdict(deque)
 
-    def speak(self, group: str, values: list) -> None:
-        pickle.dump((group, values), self._own)
+    def speak(self, subject: str, value: Any) -> None:
+        pickle.dump((subject, value), self._own)
         self._own.flush()
 
-    def hear(self, group: str) -> list:
+    def hear(self, subject: str) -> Any:
         """Raises UnheardError where nothing more comes."""
-        while not self._heard[group]:
+        while not self._heard[subject]:
             start, ended = self._other.tell(), self._record.is_file()
             try:
-                other, values = pickle.load(self._other)
-                self._heard[other].append(values)
+                other, value = pickle.load(self._other)
+                self._heard[other].append(value)
             except (EOFError, pickle.UnpicklingError):
                 if ended:
-                    raise UnheardError(f"rank {self.hears} says nothing more to group {group}") from None
+                    raise UnheardError(f"rank {self.hears} says nothing more of {subject}") from None
                 self._other.seek(start)
                 time.sleep(POLL_S)
-        return self._heard[group].popleft()
+        return self._heard[subject].popleft()
 
 
 def join(rank: int, world: int) -> None:
@@ -81,22 +81,33 @@ class Collectives:
         self.record = record
         self.names: dict[str, str] = {}
         self._keys: dict[str, str] = {}
+        self.rank = 0  # in the job
         self.speech: Speech | None = None
         device.collective = self.run
         self.device = device
         self._replace()
 
     def name(self, layout: Any) -> None:
-        """Groups by the axes of the layout that they vary over. Every rank is in these, called or not."""
+        """Groups by the axes of the layout that they vary over."""
         for axis in AXES:
             group = getattr(layout.pgs, axis, None)
             if group is not None and group is not dist.group.WORLD:
-                self.names.setdefault(group.group_name, axis)
-                self._key(group)
+                self.call(group, axis)
+
+    def call(self, group: dist.ProcessGroup, name: str) -> None:
+        """Every rank that is in such a group has a sequence of it, whether it speaks there or not."""
+        self.names.setdefault(group.group_name, name)
+        self._key(group)
+
+    def _ranks(self, group: dist.ProcessGroup) -> list[int]:
+        """In the job, of which the world may be a part that counts its ranks from 0 (`groups.split_world`)."""
+        ranks = dist.get_process_group_ranks(group)
+        before = self.rank - ranks[group.rank()]
+        return [before + rank for rank in ranks]
 
     def _key(self, group: dist.ProcessGroup) -> str:
         if group.group_name not in self._keys:
-            ranks = dist.get_process_group_ranks(group)
+            ranks = self._ranks(group)
             name = self._name(group)
             key = f"{name} {ranks[0]}..{ranks[-1]} ({len(ranks)} ranks, {zlib.crc32(repr(ranks).encode()):08x})"
             self._keys[group.group_name] = key
@@ -116,7 +127,7 @@ class Collectives:
         if peer is None:
             key = self._key(group)
         else:  # both ends write down the same
-            me, other = dist.get_rank(), dist.get_global_rank(group, peer)
+            me, other = self.rank, self._ranks(group)[peer]
             ends = [me, other] if what == "send" else [other, me]
             key, detail = f"{name} {ends[0]} to {ends[1]}", detail.removeprefix(what).strip()
             self.record.groups[key] = ends

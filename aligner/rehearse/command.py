@@ -20,7 +20,7 @@ from aligner.config.validate_model import validate_on_gpu
 from aligner.errors import AlignerError, ConfigError
 from aligner.plan.devices import Device, find_device
 from aligner.rehearse.prepare import prepared
-from aligner.rehearse.ranks import chosen, last_stage_peer
+from aligner.rehearse.ranks import chosen, heard_by
 from aligner.rehearse.report import Rehearsal, show
 
 PROGRAM = "aligner.rehearse.rank"  # runs the cases of `run`
@@ -72,7 +72,7 @@ def cases_of(cfg: Config, gpus: int, which: str, folder: Path) -> tuple[Config, 
     out = lambda rank: str(folder / f"rank-{rank}.json")  # noqa: E731
     found = []
     for rank in chosen(which, ready, gpus):
-        hears = last_stage_peer(rank, ready, gpus)
+        hears = heard_by(rank, ready, gpus)
         found.append(shared | {"rank": rank, "out": out(rank), "hears": hears, "speaker": out(hears)})
     return ready, found
 

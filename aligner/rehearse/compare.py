@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
-
-NOTHING = ("no further call", "")
 
 
 def mismatches(records: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -19,12 +17,19 @@ def mismatches(records: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]
         there = [rank for rank in ranks if rank in well]
         calls = {rank: well[rank]["sequences"].get(key, []) for rank in there}
         for rank in there[1:]:
-            pairs = enumerate(zip_longest(calls[there[0]], calls[rank], fillvalue=NOTHING))
-            first = next(((i, a, b) for i, (a, b) in pairs if a[0] != b[0]), None)
-            if first is not None:
-                number, *both = first
-                sides = zip((there[0], rank), both, strict=True)
-                told = [{"rank": r, "call": what, "stack": where} for r, (what, where) in sides]
-                found.append({"group": key, "number": number, "calls": told})
+            pairs = enumerate(zip_longest(calls[there[0]], calls[rank], fillvalue=("", "")))
+            number = next((i for i, (a, b) in pairs if a[0] != b[0]), None)
+            if number is not None:
+                both = [_told(one, calls[one], number) for one in (there[0], rank)]
+                found.append({"group": key, "number": number, "calls": both})
                 break
     return found
+
+
+def _told(rank: int, calls: Sequence[Sequence[str]], number: int) -> dict[str, Any]:
+    """The call, or where the last one was."""
+    if number < len(calls):
+        call, stack = calls[number]
+    else:
+        call, stack = "no further call", f"after {calls[-1][1]}" if calls else ""
+    return {"rank": rank, "call": call, "stack": stack}

@@ -56,6 +56,7 @@ class Device(TorchDispatchMode):
         self.record, self.memory_bytes = record, memory_bytes
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.now = self.peak = 0
+        self._peak_before = 0  # of the phase, when it was entered
         self.live: dict[int, tuple[int, str]] = {}  # storage -> (bytes, the line that made it)
         self.pinned: set[int] = set()  # storages of the host
         self.capturing = False  # a CUDA graph
@@ -81,6 +82,12 @@ class Device(TorchDispatchMode):
 
     def enter(self, phase: str) -> None:
         self.record.enter(phase)
+        self._peak_before = self.record.phase.peak_bytes
+        self._add(0)
+
+    def settle(self) -> None:
+        """What the phase found on the device and does not use has gone."""
+        self.record.phase.peak_bytes = self._peak_before
         self._add(0)
 
     def reset_peak(self) -> None:

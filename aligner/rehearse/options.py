@@ -12,7 +12,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
         "--ranks",
         default="stages",
         metavar="WHICH",
-        help="stages (default): one rank of each pipeline stage; all-distinct: of each stage the first and the last of "
-        "every group; or numbers: 0,256,1023",
+        help="stages (default): one rank of each pipeline stage and one that only generates; all-distinct: of each the "
+        "first and the last of every group; or numbers: 0,256,1023",
     )
     sub.add_argument("--json", metavar="FILE", help="write all that was found")

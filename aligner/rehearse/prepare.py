@@ -26,8 +26,6 @@ REWARD = "aligner.rehearse.program:reward"
 
 def prepared(cfg: Config, folder: Path) -> Config:
     """Writes rows and a tokenizer into `folder`. Raises ConfigError for what cannot be rehearsed."""
-    if cfg.engine.ranks:
-        raise ConfigError("engine.ranks", cfg.engine.ranks, "0: engines on the trainer's ranks are rehearsed only")
     shape = shape_at(cfg.model, cfg.model.init)
     if not shape.vocab_size:
         expected = "the size of the vocabulary, which a rehearsal cannot take from a tokenizer"
@@ -49,7 +47,7 @@ def prepared(cfg: Config, folder: Path) -> Config:
         run=replace(
             cfg.run, steps=STEPS, resume="never", eval_every=0, samples_every=0, stop=StopConfig(), export=False
         ),
-        checkpoint=CheckpointConfig(rollouts=False, async_save=cfg.checkpoint.async_save),
+        checkpoint=CheckpointConfig(rollouts=cfg.engine.lag > 0, async_save=cfg.checkpoint.async_save),
         logging=LoggingConfig(progress=False),
         debug=DebugConfig(),
         sampling=replace(cfg.sampling, max_response_tokens=response_limit(cfg)),

@@ -99,8 +99,12 @@ def _engine(device: Device) -> None:
         batch.rehearsed = getattr(batch, "rehearsed", 0) + 1
         return torch.full(tuple(flags.shape), batch.rehearsed % DECODED == 0)
 
+    def own(flag: Tensor, inside: dict[str, Any]) -> Tensor:
+        return torch.tensor(int(inside["flag"]))
+
     NativeEngine.step = stepped
     device.answers["engines/native/schedule.py", "settle"] = ended
+    device.answers["refit/transfer.py", "any_rank"] = own  # else a refit that fails here would go on
 
 
 def _experts(device: Device) -> None:
@@ -116,21 +120,34 @@ def _experts(device: Device) -> None:
 
 
 def _rollouts() -> None:
+    from aligner.engines.native.remote import RemoteEngine
     from aligner.rollout.collate import make_samples
     from aligner.rollout.generate import Generator
     from aligner.rollout.groups import Groups
     from aligner.rollout.score import Scorer
 
+    ask = Generator.order
+
+    def asked(self: Any, requests: Sequence) -> list:
+        """Of all ranks' requests this replica's share; engines on other ranks are asked all of them."""
+        world, engine = dist.get_world_size(), self.engine
+        replicas = 1 if isinstance(engine, RemoteEngine) else world // engine.tensor_parallel
+        share = math.ceil(len(requests) * (world // self.peers.size()) / replicas)
+        return [requests[i % len(requests)] for i in range(share)]
+
     def generate(self: Any, requests: Sequence, sampling: Any = None, score: Any = None) -> Groups:
-        """The engine answers this replica's share of all ranks' requests, and what it says is forgotten: rows come from
-        everywhere, as long as they may be."""
-        sampling, engine = sampling or self.sampling, self.engine
-        world = dist.get_world_size()
-        share = math.ceil(len(requests) * (world // self.peers.size()) / (world // engine.tensor_parallel))
-        mine = [requests[i % len(requests)] for i in range(share)]
+        mine = asked(self, requests)
         with self.timers("generate"):
-            engine.generate([r.prompt.tokens for r in mine], [r.seeds for r in mine], sampling)
-        group, width = len(requests[0].seeds), sampling.max_response_tokens
+            prompts, seeds = [r.prompt.tokens for r in mine], [r.seeds for r in mine]
+            generations = self.engine.generate(prompts, seeds, sampling or self.sampling)
+        return groups(self, requests, generations)
+
+    def order(self: Any, requests: Sequence) -> Any:
+        return ask(self, asked(self, requests) * self.peers.size())  # of which it takes one part
+
+    def groups(self: Any, requests: Sequence, said: Generations, begun: Any = None) -> Groups:
+        """What the engine says is forgotten: rows come from everywhere, as long as they may be."""
+        group, width = len(requests[0].seeds), self.sampling.max_response_tokens
         count = len(requests) * group
         tokens = torch.arange(count * width).view(count, width) % 200 + 5
         tokens[:, -1] = self.tokenizer.eos_token_id
@@ -140,8 +157,8 @@ def _rollouts() -> None:
             lengths,
             zeros,
             torch.full((count,), STOP),
-            engine.weight_version,
-            zeros.clone() if sampling.truncates else None,
+            said.weight_version,
+            None if said.full_logprobs is None else zeros.clone(),
         )
         samples = make_samples(self.tokenizer, [request.prompt for request in requests], generations, group)
         return Groups([request.slot for request in requests], generations, samples)
@@ -153,7 +170,7 @@ def _rollouts() -> None:
             groups.components = functions | self.rewards.models(groups.samples)
         return groups
 
-    Generator.__call__, Scorer.__call__ = generate, score
+    Generator.__call__, Generator.order, Generator.groups, Scorer.__call__ = generate, order, groups, score
 
 
 def _saves() -> None:
@@ -176,9 +193,16 @@ def _saves() -> None:
 
 def _phases(device: Device) -> None:
     """By the timers' outermost phase, what is on the device at its end, by owner."""
+    from aligner.run.phases import PhaseMemory
     from aligner.run.timers import Timers
 
-    call = Timers.__call__
+    call, sort = Timers.__call__, PhaseMemory._enter
+
+    def sorted_out(self: Any, leaf: str, rule: Any) -> None:
+        """On a rank that only generates after the timers' phase has begun, on others before."""
+        sort(self, leaf, rule)
+        if not self._open and device.record.name == leaf:
+            device.settle()
 
     @contextmanager
     def timed(self: Any, phase: str) -> Any:
@@ -194,4 +218,4 @@ def _phases(device: Device) -> None:
                 device.record.phase.held = {k: int(v) for k, v in memory.held_bytes().items() if v}
         device.enter("between")
 
-    Timers.__call__ = timed
+    Timers.__call__, PhaseMemory._enter = timed, sorted_out

@@ -24,7 +24,7 @@ from aligner.config.freeze import load_frozen
 from aligner.data.tokenizer import byte_tokenizer
 from aligner.files import write_whole
 from aligner.plan.devices import find_device
-from aligner.rehearse import cuda, program
+from aligner.rehearse import apart, cuda, program
 from aligner.rehearse.collectives import SPOKEN, Collectives, Speech, UnheardError, join
 from aligner.rehearse.device import Device
 from aligner.rehearse.record import Record
@@ -43,6 +43,7 @@ def main(path: str) -> None:
     program.files_are_the_same()
     collectives = Collectives(device, record)
     program.install(device, collectives.name)
+    apart.install(collectives)
     import_module("aligner.build")  # once, for all that is forked
     for folder in {case["tokenizer"] for case in asked["cases"]}:
         byte_tokenizer(folder)
@@ -87,14 +88,15 @@ def rehearse(case: dict[str, Any], device: Device, collectives: Collectives) -> 
 
     torch.set_num_threads(1)  # makes the pools that a fork has lost, before two threads ask for them at once
     record, speaker = device.record, Path(case["speaker"])
-    collectives.speech = Speech(out, case["hears"], speaker)
+    collectives.rank, collectives.speech = case["rank"], Speech(out, case["hears"], speaker)
     try:
         join(case["rank"], case["gpus"])
         cfg = load_frozen(case["config"])
         cfg.run.dir = str(out.with_suffix(".run"))
         Path(cfg.run.dir).mkdir()
         with device:
-            run_stage(cfg, RankEnv(case["rank"], 0, case["gpus"], 1))
+            code = run_stage(cfg, RankEnv(case["rank"], 0, case["gpus"], 1))
+        record.whole = code == 0  # else it was dismissed by a rank that failed
     except UnheardError:  # where the other rank has come to its end, this is a mismatch
         traceback.print_exc()
         record.whole = not json.loads(speaker.read_text(encoding="utf-8"))["errors"]

@@ -13,7 +13,7 @@ from typing import Any
 from aligner.config.schema import Config
 from aligner.plan.devices import GIB, Assumptions, Device
 from aligner.plan.job import Job, job_of
-from aligner.plan.memory import stage_phases
+from aligner.plan.memory import engine_phases, stage_phases
 from aligner.rehearse.compare import mismatches
 from aligner.rehearse.ranks import stage_of
 
@@ -49,7 +49,8 @@ class Rehearsal:
     @cached_property
     def planned(self) -> dict[int, dict[str, float]]:
         """Rank -> phase -> bytes by `plan`."""
-        phases = {rank: stage_phases(self.job, stage_of(rank, self.cfg, self.gpus)) for rank in self.records}
+        stages = {rank: stage_of(rank, self.cfg, self.gpus) for rank in self.records}
+        phases = {r: engine_phases(self.job) if s is None else stage_phases(self.job, s) for r, s in stages.items()}
         return {rank: {name: sum(items.values()) for name, items in of.items()} for rank, of in phases.items()}
 
     @cached_property
@@ -122,7 +123,8 @@ def show(found: Rehearsal) -> None:
             beside = [f"{plan / GIB:.2f}", f"{100 * (plan / peak - 1):+.1f}"] if plan and peak else ["", ""]
             numbers = [f"{phase['flops'] / 1e12:.1f}", str(calls), f"{size / 1e9:.2f}"]
             numbers += [str(sum(entry[-1] for entry in phase["waits"])), str(phase["kernels"])]
-            where = [str(rank), str(stage_of(rank, found.cfg, found.gpus)), name]
+            stage = stage_of(rank, found.cfg, found.gpus)
+            where = [str(rank), "engine" if stage is None else str(stage), name]
             table.add_row(*where, f"{peak / GIB:.2f}", *beside, *numbers)
         table.add_section()
     console = Console(width=None if sys.stdout.isatty() else 120)

@@ -83,6 +83,44 @@ def grows():
     NativeEngine.step = planted
 
 
+def skipped_send():
+    """Rank 0, which trains, sends its weights once, and not again."""
+    from aligner.refit.exchange import Exchange
+
+    travel = Exchange._travel
+
+    def planted(self, *arguments):
+        travel(self, *arguments)
+        if self.rank == 0:
+            self._steps = []
+
+    Exchange._travel = planted
+
+
+def cpu_engine():
+    """The engine's rotations stay on the CPU."""
+    from aligner.engines.native.model import NativeModel
+
+    rotations = NativeModel.rotations
+
+    def planted(self, *arguments):
+        return rotations(self, *arguments).cpu()
+
+    NativeModel.rotations = planted
+
+
+def refused():
+    """The engine holds other parts of the weights than the plan sends."""
+    from aligner.engines.native.engine import NativeEngine
+
+    place = NativeEngine.place
+
+    def planted(self, name, start, stop):
+        return place(self, name, start + 1, stop + 1)
+
+    NativeEngine.place = planted
+
+
 def rehearse(case, device, collectives):
     globals()[case["plant"]]()
     _rehearse(case, device, collectives)

@@ -5,7 +5,7 @@ import pytest
 from aligner.config.resolve import compose
 from aligner.errors import ConfigError
 from aligner.rehearse.compare import mismatches
-from aligner.rehearse.ranks import chosen, last_stage_peer, stage_of
+from aligner.rehearse.ranks import chosen, heard_by, stage_of
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def test_who_is_listened_to_comes_first(cfg):
     assert chosen("3,17", cfg, 64) == [49, 51, 3, 17]
     for which in ("stages", "all-distinct"):
         found = chosen(which, cfg, 64)
-        peers = [last_stage_peer(rank, cfg, 64) for rank in found]
+        peers = [heard_by(rank, cfg, 64) for rank in found]
         assert all(found.index(peer) <= place for place, peer in enumerate(peers))
 
 
@@ -31,6 +31,14 @@ def test_all_distinct_has_the_first_and_the_last_of_every_group(cfg):
     found = chosen("all-distinct", cfg, 64)
     assert len(found) == 4 * 2 * 2 * 2
     assert {0, 1, 2, 3, 12, 15, 63} <= set(found)
+
+
+def test_ranks_that_only_generate_come_after_rank_0(cfg):
+    cfg.engine.ranks = 16
+    assert chosen("stages", cfg, 80) == [48, 0, 16, 32, 64]
+    assert chosen("all-distinct", cfg, 80)[-2:] == [64, 79]
+    assert chosen("70", cfg, 80) == [48, 0, 70]
+    assert [stage_of(rank, cfg, 80) for rank in (0, 63, 64, 79)] == [0, 3, None, None]
 
 
 @pytest.mark.parametrize("which", ["64", "first", "1,", "-1"])
@@ -59,6 +67,12 @@ def test_the_first_difference_is_named_with_both_sides():
         (0, "x", "at x"),
         (4, "y", "at y"),
     ]
+
+
+def test_of_a_rank_that_calls_no_more_the_last_call_is_named():
+    (found,) = mismatches({0: record("ab"), 4: record("abc")})
+    silent = found["calls"][0]
+    assert found["number"] == 2 and (silent["call"], silent["stack"]) == ("no further call", "after at b")
 
 
 def test_a_rank_that_never_calls_is_a_mismatch():

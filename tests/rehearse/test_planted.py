@@ -12,8 +12,10 @@ SMALL = [
     *("batch.sequences=4", "batch.prompts=4", "batch.group=2", "sampling.max_response_tokens=64"),
 ]
 PIPELINE = ["stage=sft", "parallel.pipeline=2", *SMALL]
+APART = ["stage=grpo", "model.num_layers=1", "engine.ranks=2", *SMALL]
 PLANTS = {
     **dict.fromkeys(("cpu_tensor", "item", "wrong_shape", "float64", "per_token", "skipped"), PIPELINE),
+    **dict.fromkeys(("skipped_send", "cpu_engine", "refused"), APART),
     "grows": ["stage=grpo", *SMALL],
     "nothing": PIPELINE,
 }
@@ -76,6 +78,25 @@ def test_a_collective_that_one_stage_skips(found):
     assert first["rank"] == 0 and "allreduce 4 bytes float32 cuda" in first["call"]
     assert "aligner/roles/policy.py" in first["stack"] and second["rank"] == 2
     assert "group pp 0..2" in found["skipped"].faults[0]
+
+
+def test_weights_that_one_trainer_does_not_send(found):
+    (mismatch,) = found["skipped_send"].mismatches
+    assert mismatch["group"] == "job 0 to 2"
+    silent, waiting = mismatch["calls"]
+    assert (silent["rank"], silent["call"]) == (0, "no further call") and "aligner/refit/transfer.py" in silent["stack"]
+    assert waiting["rank"] == 2 and "aligner/refit/serve.py" in waiting["stack"]
+
+
+def test_an_engine_on_a_rank_of_its_own_with_a_tensor_on_the_cpu(found):
+    (fault,) = found["cpu_engine"].faults
+    assert "rank 2, phase refit, aligner/engines/native/" in fault and "cpu" in fault
+
+
+def test_an_engine_on_a_rank_of_its_own_that_refuses_weights(found):
+    """The rank that generates leaves it to the others to raise, which are not there."""
+    (fault,) = found["refused"].faults
+    assert "rank 2, phase refit" in fault and "this engine's rank holds" in fault
 
 
 def test_a_tensor_for_each_token(found):

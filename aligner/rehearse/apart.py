@@ -1,0 +1,128 @@
+"""Between the ranks that train and those that only generate (`engine.ranks`). The latter are rehearsed after rank 0,
+and do what it ordered. A rank that trains does not hear them: it is answered that all went well, and gets no samples.
+
+Patches, for good.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from aligner.errors import AlignerError
+from aligner.rehearse.collectives import Collectives, Speech
+
+JOB = "job"  # name of the group of all ranks
+
+
+def install(collectives: Collectives) -> None:
+    """After `program.install`."""
+    _orders(collectives)
+    _answers(collectives)
+    _requests(collectives)
+    _refit()
+
+
+def _orders(collectives: Collectives) -> None:
+    from aligner.builders import job
+    from aligner.engines.bridge import CAUSE
+
+    class Orders(dist.HashStore):
+        """The job's store: what rank 0 sets is heard; whoever is waited for has come."""
+
+        def __init__(self, speech: Speech):
+            super().__init__()
+            self._speech = speech
+
+        def set(self, key: str, value: Any) -> None:
+            self._speech.speak(key, value)
+
+        def get(self, key: str) -> Any:
+            return self._speech.hear(key)
+
+        def check(self, keys: list[str]) -> bool:
+            return CAUSE not in keys
+
+    split = job.split_world
+
+    def split_world(last: int) -> tuple[dist.ProcessGroup, dist.Store, Any]:
+        everyone, _, seal = split(last)
+        collectives.call(everyone, JOB)
+        assert collectives.speech is not None
+        return everyone, Orders(collectives.speech), seal
+
+    job.split_world = split_world
+
+
+def _answers(collectives: Collectives) -> None:
+    from aligner.engines.bridge import Answer, Bridge
+    from aligner.refit.transfer import Refit
+
+    order, hashed = Bridge.order, Refit._trainer_checksums
+    version, value, checksums = -1, None, {}
+
+    def noted(self: Refit, *arguments: Any) -> dict[str, int]:
+        nonlocal checksums
+        checksums = hashed(self, *arguments)
+        return checksums
+
+    def ordered(self: Bridge, name: str, *arguments: Any) -> None:
+        nonlocal version, value
+        if name == "refit":
+            version = arguments[0]
+        if name == "logprobs":
+            value = torch.zeros(arguments[0].shape)
+        elif name == "checksums":
+            value = checksums
+        order(self, name, *arguments)
+
+    def gather(self: Bridge, mine: Any) -> list[Any]:
+        """Everybody answers what this rank does, or what this rank has to guess."""
+        collectives.note(self.group, "answer", 0, "answer")
+        if mine is not None and mine.error:
+            raise AlignerError(f"{mine.error}: {mine.text}")
+        return [mine or Answer("", "", version, 0, value)] * self.group.size()
+
+    Bridge.order, Bridge._gather, Refit._trainer_checksums = ordered, gather, noted
+
+
+def _requests(collectives: Collectives) -> None:
+    from aligner.engines.native.fleet import Fleet, FleetEngine, Replicated, Request
+    from aligner.types import Generations, SeedLists, TokenLists
+
+    gather, deliver = Fleet.gather, Fleet.deliver
+
+    def gathered(self: Fleet, prompts: TokenLists, seeds: SeedLists) -> list[Request]:
+        """What rank 0 asks is all that is asked (`program._asked`), evenly by all ranks that train."""
+        gather(self, [], [])
+        speech = collectives.speech
+        assert speech is not None
+        if self.rank == 0:
+            speech.speak("requests", (prompts, seeds))
+        elif self.rank >= self.first:
+            prompts, seeds = speech.hear("requests")
+        pairs = enumerate(zip(prompts, seeds, strict=True))
+        return [Request(i * self.first // len(prompts), i, prompt, own) for i, (prompt, own) in pairs]
+
+    def delivered(self: Fleet, mine: Any, generations: Generations, wanted: Any, *more: Any) -> Generations:
+        """Nothing comes."""
+        return deliver(self, mine, generations, [], *more)
+
+    Fleet.gather, Fleet.deliver = gathered, delivered
+    FleetEngine._part = Replicated._part  # nobody is there to take chunks, or to take them from
+
+
+def _refit() -> None:
+    from aligner.refit import serve
+
+    fail_together = serve.fail_together
+
+    def told(cause: str, group: dist.ProcessGroup) -> None:
+        """What went wrong here is not left to the ranks that train, who do not hear of it."""
+        if cause:
+            raise AlignerError(cause)
+        fail_together(cause, group)
+
+    serve.fail_together = told
