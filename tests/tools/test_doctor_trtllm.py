@@ -51,7 +51,7 @@ def test_the_table_has_all_that_the_child_uses(monkeypatch):
     }
     assert len(imported) > 5
     assert not {symbol for symbol in imported if not any(known.startswith(symbol) for known in row.symbols)}
-    settings = torch_worker.Settings("", 9, "float32", 8, 2, 99, True, True, True, True, 0, True)
+    settings = torch_worker.Settings("", None, 9, "float32", 8, 2, 99, True, True, True, True, 0, True)
     given = set(torch_worker.engine_arguments(settings, row))
     assert given == set(row.arguments["tensorrt_llm.llmapi.llm_args:TorchLlmArgs"])
     sampling = SamplingParams(4, temperature=0.7, min_p=0.1, stop_token_ids=(3,))

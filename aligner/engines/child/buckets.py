@@ -1,8 +1,8 @@
 """Tensors from the trainer to an engine's process: packed into one buffer that both see, a bucket at a time.
 
-CUDA: the trainer's buffer, opened by the child through an IPC handle, once. CPU: an anonymous file in memory whose
-descriptor the child inherits. The child answers each bucket before the buffer is used again: without that the next
-bucket would overwrite tensors that are still being read.
+CUDA: the trainer's buffer, opened by the child through an IPC handle, once. CPU: an anonymous file in memory, opened
+by way of the process that made it. The child answers each bucket before the buffer is used again: without that the
+next bucket would overwrite tensors that are still being read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 ALIGN_BYTES = 256
 
@@ -44,25 +45,48 @@ class Slot:
 
 @dataclass
 class MemoryFile:
-    """`size` bytes shared by descriptor; pages come into being when they are written."""
+    """`size` bytes for every process of the node that is told of them; pages come into being when they are written."""
 
     size: int
-    fd: int
+    fd: int  # of process `pid`
+    pid: int
 
     @classmethod
     def create(cls, size: int) -> MemoryFile:
         fd = os.memfd_create("aligner-weights")
         os.ftruncate(fd, size)
-        return cls(size, fd)
+        return cls(size, fd, os.getpid())
 
     def tensor(self) -> Tensor:
         """uint8 [size]"""
-        return torch.frombuffer(mmap.mmap(self.fd, self.size), dtype=torch.uint8)
+        with open(f"/proc/{self.pid}/fd/{self.fd}", "r+b") as file:
+            return torch.frombuffer(mmap.mmap(file.fileno(), self.size), dtype=torch.uint8)
 
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+@dataclass
+class CudaMemory:
+    """The trainer's CUDA buffer: what `torch.multiprocessing` pickles of it."""
+
+    handle: Any
+
+    @classmethod
+    def of(cls, buffer: Tensor) -> CudaMemory:
+        return cls(reduce_tensor(buffer))
+
+    def tensor(self) -> Tensor:
+        """In another process, whose first device is the trainer's, whatever its number there."""
+        rebuild, arguments = self.handle
+        arguments = list(arguments)
+        arguments[6] = 0  # of rebuild_cuda_tensor: storage_device
+        return rebuild(*arguments)
+
+
+Memory = MemoryFile | CudaMemory
 
 
 class BucketWriter:
@@ -92,18 +116,3 @@ class BucketWriter:
         if self.buffer.is_cuda:  # copies are queued; the other process has other streams
             torch.cuda.synchronize(self.buffer.device)
         return slots
-
-
-def share(buffer: Tensor) -> Any:
-    """What `open_shared` needs of a CUDA buffer: the picklable handle of `torch.multiprocessing`."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    return reduce_tensor(buffer)
-
-
-def open_shared(handle: Any, device: int) -> Tensor:
-    """The trainer's CUDA buffer in this process, where its device has another number."""
-    rebuild, arguments = handle
-    arguments = list(arguments)
-    arguments[6] = device  # of rebuild_cuda_tensor: storage_device
-    return rebuild(*arguments)

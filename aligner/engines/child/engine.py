@@ -1,6 +1,6 @@
 """An engine in a child process, filled from the live trainer: what TensorRT-LLM's and vLLM's have in common.
 
-  trainer's rank                                child (child.py of each, its worker)
+  trainer's rank                                child (serve.py, the worker of each)
   ChildEngine  -- start(config.json) ---------> an engine with dummy weights
      begin_update, buckets, finish_update ----> each answered; the prefix cache is reset
      generate, logprobs ----------------------> requests with a seed each; scores of given tokens
@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -26,16 +26,16 @@ from torch import Tensor
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import UpdateLedger
-from aligner.engines.child.buckets import BucketWriter, MemoryFile, Slot, share
-from aligner.engines.child.process import ERRORS, Channel, Child, clean_environment, spawn
+from aligner.engines.child.buckets import BucketWriter, CudaMemory, Memory, MemoryFile, Slot
+from aligner.engines.child.process import Channel, Child, clean_environment, spawn
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Row, Settings
-from aligner.errors import ConfigError, EngineError, RefitError
+from aligner.errors import AlignerError, ConfigError, EngineError, RefitError
 from aligner.models.families import expected_hf_shapes
 from aligner.models.hf_config import hf_config
 from aligner.types import STOP, Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 Decode = Callable[[list[int]], str]
-Start = Callable[[torch.device, Sequence[int], str], tuple[Child, Any]]
+Start = Callable[[torch.device, str], tuple[Child, Any]]
 
 
 class ChildEngine:
@@ -47,7 +47,7 @@ class ChildEngine:
 
     name: str  # engine.name
     title: str  # of the package, in messages
-    module: str  # that the child runs
+    worker: str  # module:class of what the child runs
     block: int  # tokens of a block of the KV cache
     request_seeds = True  # whether a sample depends on its own seed alone
 
@@ -77,18 +77,16 @@ class ChildEngine:
         self._ledger, self._asleep = UpdateLedger(shapes), False
         self._released: list[str] = []  # tags of memory
         size = max(bucket_bytes, *(prod(shape) * dtype.itemsize for shape in shapes.values()))
-        self._file: MemoryFile | None = None
-        buffer = self._buffer(size)
+        buffer, memory = self._buffer(size)
         self._writer = BucketWriter(buffer, dtype)
         self._folder = tempfile.TemporaryDirectory(prefix="aligner-engine-")
         self._channel: Channel | None = None
         settings = None
-        if self._leads:
-            settings = self._settings(buffer)
-            fds = [] if self._file is None else [self._file.fd]
-            child, connection = (start or self._process)(self.device, fds, self.options.python)
+        if memory is not None:
+            settings = self._settings(memory)
+            child, connection = (start or self._process)(self.device, self.options.python)
             self._channel = Channel(child, connection, f"{self.title} engine")
-        self._finalizer = weakref.finalize(self, _release, self._channel, self._file, self._folder)
+        self._finalizer = weakref.finalize(self, _release, self._channel, memory, self._folder)
         try:
             found = self._call("start", settings, limit="start_timeout_s")
         except BaseException:
@@ -106,14 +104,15 @@ class ChildEngine:
         """Of the child's environment."""
         return {}
 
-    def _buffer(self, size: int) -> Tensor:
-        """uint8 [size] that the child sees; of a rank without a child: one that only counts."""
+    def _buffer(self, size: int) -> tuple[Tensor, Memory | None]:
+        """uint8 [size], and how the child sees it; of a rank without a child: one that only counts, and None."""
         if self._leads and self.device.type != "cuda":
-            self._file = MemoryFile.create(size)
-            return self._file.tensor()
-        return torch.empty(size, dtype=torch.uint8, device=self.device if self._leads else "meta")
+            memory = MemoryFile.create(size)
+            return memory.tensor(), memory
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device if self._leads else "meta")
+        return buffer, CudaMemory.of(buffer) if self._leads else None
 
-    def _process(self, device: torch.device, fds: Sequence[int], python: str) -> tuple[Child, Any]:
+    def _process(self, device: torch.device, python: str) -> tuple[Child, Any]:
         """A process that sees the devices of this engine's ranks alone."""
         extra = dict(self._variables())
         if device.type == "cuda":
@@ -125,14 +124,15 @@ class ChildEngine:
                 expected = f"at most {len(visible) - index}: that many devices are seen from this rank's on"
                 raise ConfigError("engine.tensor_parallel", count, expected)
             extra["CUDA_VISIBLE_DEVICES"] = ",".join(visible[index : index + count])
-        return spawn(self.module, clean_environment(os.environ, extra), fds, python, self.options.section)
+        return spawn(self.worker, clean_environment(os.environ, extra), python, self.options.section)
 
-    def _settings(self, buffer: Tensor) -> Settings:
+    def _settings(self, memory: Memory) -> Settings:
         name = str(self.dtype).removeprefix("torch.")
         raw = hf_config(self.cfg, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype=name)
         (Path(self._folder.name) / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
         return Settings(
             self._folder.name,
+            memory,
             self.cfg.vocab_size,
             name,
             self.max_seq_len,
@@ -145,9 +145,6 @@ class ChildEngine:
             self.pad_id,
             self.checked,
             tensor_parallel=1 if self._group is None else self._group.size(),
-            cuda=share(buffer) if self._file is None else None,
-            fd=-1 if self._file is None else self._file.fd,
-            size=buffer.numel(),
         )
 
     def _call(
@@ -155,21 +152,20 @@ class ChildEngine:
     ) -> Any:
         """What the child answers, or its error, on every rank of the group."""
         timeout_s, key = getattr(self.options, limit), f"{self.options.section}.{limit}"
-        told: list[Any] = [None, "", ""]
+        told: list[Any] = [None, None]
         try:
             if self._channel is not None:
                 told[0] = self._channel.call(
                     name, *arguments, timeout_s=timeout_s, key=key, error=error, progress=progress
                 )
         except BaseException as cause:
-            told[1:] = type(cause).__name__, str(cause)
+            told[1] = cause if isinstance(cause, AlignerError) else error(str(cause))
             raise
         finally:
             if self._group is not None:
                 dist.broadcast_object_list(told, src=dist.get_global_rank(self._group, 0), group=self._group)
-        if told[1]:
-            kind = ERRORS.get(told[1], error)
-            raise kind.__new__(kind, told[2])  # not every one is made of a text alone
+        if told[1] is not None:
+            raise told[1]
         return told[0]
 
     @property
@@ -344,9 +340,9 @@ class ChildEngine:
         return found
 
 
-def _release(channel: Channel | None, file: MemoryFile | None, folder: tempfile.TemporaryDirectory) -> None:
+def _release(channel: Channel | None, memory: Memory | None, folder: tempfile.TemporaryDirectory) -> None:
     if channel is not None:
         channel.close()
-    if file is not None:
-        file.close()
+    if isinstance(memory, MemoryFile):
+        memory.close()
     folder.cleanup()

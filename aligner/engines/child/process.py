@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from aligner.errors import ConfigError, EngineError, RefitError
+from aligner.errors import AlignerError, ConfigError, EngineError, RefitError
 
 # A child that inherits these takes itself for a rank of the job: MPI_Init would join it, or hang.
 LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMI2_", "PMIX_", "PRTE_", "OPAL_", "MPI_", "MPICH_", "I_MPI_", "HYDRA_", "HYDI_")
@@ -24,7 +24,6 @@ LAUNCHER_PREFIXES += ("SLURM_", "SBATCH_", "SRUN_", "MV2_", "PALS_", "ALPS_", "T
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_NAMES += ("ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "PMIX_RANK")
 _LAST_WORDS = 2000  # characters of the child's output in an error
-ERRORS = {"ConfigError": ConfigError, "RefitError": RefitError, "EngineError": EngineError}
 
 
 def clean_environment(environ: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
@@ -87,18 +86,18 @@ class ChildProcess:
 
 
 def spawn(
-    module: str, environ: Mapping[str, str], fds: Sequence[int] = (), python: str = "", section: str = ""
+    worker: str, environ: Mapping[str, str], python: str = "", section: str = ""
 ) -> tuple[ChildProcess, Connection]:
-    """`python -m module <descriptor>` (`python`: see `interpreter`) with its own end of the connection.
+    """A process that serves `worker` (module:class; `python`: see `interpreter`), and this end of the connection to it.
     Its output goes to a temporary file."""
     executable, environ = interpreter(python, environ, section)
     ours, theirs = socket.socketpair()
     handle, log = tempfile.mkstemp(prefix="aligner-engine-", suffix=".log")
     try:
         process = subprocess.Popen(
-            [executable, "-m", module, str(theirs.fileno())],
+            [executable, "-m", "aligner.engines.child.serve", str(theirs.fileno()), worker],
             env=environ,
-            pass_fds=(theirs.fileno(), *fds),
+            pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=handle,
             stderr=subprocess.STDOUT,
@@ -158,8 +157,15 @@ class Channel:
             if interruption is not None:
                 raise interruption
             if kind == "error":
-                raise _rebuilt(*value, error, self.title, name)
+                raise self._failed(name, value, error)
             return value
+
+    def _failed(self, name: str, told: AlignerError, error: type[AlignerError]) -> AlignerError:
+        """What the child has raised, as it is to be raised here."""
+        if isinstance(told, ConfigError):
+            return told
+        kind = type(told) if isinstance(told, EngineError | RefitError) else error
+        return kind(f"{self.title}: {name} failed: {told}")
 
     def _gone(self, name: str) -> str:
         deadline = time.monotonic() + 5
@@ -185,9 +191,3 @@ class Channel:
                 self.connection.send(("close", ()))
         self.connection.close()
         self.child.stop(10)
-
-
-def _rebuilt(kind: str, arguments: tuple, text: str, error: type, title: str, name: str) -> Exception:
-    if kind == "ConfigError":
-        return ConfigError(*arguments)
-    return ERRORS.get(kind, error)(f"{title}: {name} failed: {text}")

@@ -1,16 +1,23 @@
-"""The process around one engine: answers the trainer's calls until it is told to close, or left alone."""
+"""The process around one engine: answers the trainer's calls until it is told to close, or left alone.
+
+    python -m aligner.engines.child.serve DESCRIPTOR MODULE:WORKER
+
+Its environment is free of the launcher's variables.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pkgutil
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-from aligner.errors import ConfigError, EngineError, RefitError
+from aligner.errors import AlignerError
 
 
 def _orphaned(parent: int) -> bool:
@@ -84,20 +91,18 @@ def serve(connection: Connection, make_worker: Callable[..., Any]) -> None:
                 answer = getattr(worker, name)(*arguments)
         except Exception as error:  # whatever the package raises: the trainer decides
             traceback.print_exc()
-            answer = _told(error)
-            _answer(connection, "error", answer)
+            told = error if isinstance(error, AlignerError) else AlignerError(f"{type(error).__name__}: {error}")
+            _answer(connection, "error", told)
             continue
         _answer(connection, "ok", answer)
     if worker is not None:
         worker.close()
 
 
-def _told(error: Exception) -> tuple[str, tuple, str]:
-    arguments = (error.key, error.value, str(error).partition(": expected ")[2]) if type(error) is ConfigError else ()
-    known = type(error).__name__
-    return known, arguments, f"{known}: {error}" if not isinstance(error, EngineError | RefitError) else str(error)
-
-
 def _answer(connection: Connection, kind: str, value: Any) -> None:
     with contextlib.suppress(OSError):  # the trainer is gone; the next recv ends the loop
         connection.send((kind, value))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])), pkgutil.resolve_name(sys.argv[2]))

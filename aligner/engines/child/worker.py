@@ -5,17 +5,18 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from aligner.engines.child.buckets import MemoryFile, Slot, open_shared
+from aligner.engines.child.buckets import Memory, Slot
 from aligner.errors import EngineError, RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
+from aligner.types import LENGTH, STOP
 
+_REASONS = {"stop": STOP, "length": LENGTH}
 KV_CACHE, WEIGHTS = "kv_cache", "model_weights"  # tags of those memories
 Progress = Callable[[int], None]
 Row = tuple[list[int], list[float] | None, int, list[float] | None]
@@ -23,19 +24,12 @@ Row = tuple[list[int], list[float] | None, int, list[float] | None]
 tempered distribution where the worker computes them."""
 
 
-class Abort(Protocol):
-    """Lets requests go when it is asked to, while they run."""
-
-    asked: bool
-
-    def watching(self, futures: list) -> AbstractContextManager[None]: ...
-
-
 @dataclass
 class Settings:
     """Everything a child needs to know; sent once."""
 
     folder: str  # holds config.json and nothing else
+    memory: Memory  # that weights come through
     vocab_size: int
     dtype: str
     max_seq_len: int
@@ -49,10 +43,6 @@ class Settings:
     checksums: bool
     tensor_parallel: int = 1
     block: int = 0  # tokens of a block of the KV cache, where it is to be said
-    cuda: Any = None  # handle of the trainer's buffer, or:
-    fd: int = -1  # descriptor of a `MemoryFile` of `size` bytes
-    size: int = 0
-    backend: str = ""  # of engines with several
 
     @property
     def max_num_tokens(self) -> int:
@@ -66,12 +56,7 @@ class BaseWorker(ABC):
     def __init__(self, settings: Settings):
         self.settings, self.whole = settings, False
         self._checksums: dict[str, int] = {}
-        self.buffer = self._buffer()
-
-    def _buffer(self) -> Tensor:
-        if self.settings.cuda is not None:
-            return open_shared(self.settings.cuda, torch.cuda.current_device())
-        return MemoryFile(self.settings.size, self.settings.fd).tensor()
+        self.buffer = settings.memory.tensor()
 
     def bucket(self, slots: list[Slot]) -> int:
         """Its number of tensors, once they are no longer needed in the buffer."""
@@ -107,3 +92,25 @@ class BaseWorker(ABC):
         beyond = [t for t in tokens if not 0 <= t < self.settings.vocab_size]
         if beyond:
             raise EngineError(f"token {beyond[0]} was generated: the vocabulary has {self.settings.vocab_size}")
+
+    def _row(self, output: Any, with_logprobs: bool = True) -> Row:
+        """A request's end as the packages tell it: `token_ids`, `finish_reason`, `logprobs`."""
+        tokens, reason = list(output.token_ids), output.finish_reason
+        if reason not in _REASONS:
+            raise EngineError(f"a request ended with finish_reason={reason!r}: expected stop or length")
+        self._in_vocabulary(tokens)
+        found = None
+        if with_logprobs:
+            if len(output.logprobs or ()) != len(tokens):
+                raise EngineError(f"{len(tokens)} tokens came with {len(output.logprobs or ())} logprobs")
+            found = _logprobs(output.logprobs, tokens)
+        return tokens, found, _REASONS[reason], None
+
+
+def _logprobs(entries: list, tokens: list[int]) -> list[float] | None:
+    """Some packages give a number per token, others a table from token to its logprob; in some versions it holds the
+    likeliest token alone, which need not be the sampled one: then None."""
+    if any(not isinstance(entry, float) and token not in entry for entry, token in zip(entries, tokens, strict=True)):
+        return None
+    pairs = zip(entries, tokens, strict=True)
+    return [entry if isinstance(entry, float) else float(entry[token].logprob) for entry, token in pairs]

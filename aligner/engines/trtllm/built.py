@@ -1,6 +1,6 @@
 """TensorRT-LLM's TensorRT engines (up to 1.2) as a rollout engine: `torch_backend.TrtllmEngine` with another worker.
 
-trainer's rank                                child (child.py, built_worker.py)
+trainer's rank                                child (built_worker.py)
 TrtllmBuiltEngine  -- start(config.json) ---> from_hugging_face, build, ModelRunner.from_engine: in memory
    begin_update, buckets, finish_update ----> Refitter: names compared, staged by layout, refit_cuda_engine
    generate, logprobs ----------------------> rows decoded together, a seed each; logprobs taken step by step
@@ -8,22 +8,20 @@ TrtllmBuiltEngine  -- start(config.json) ---> from_hugging_face, build, ModelRun
 
 from __future__ import annotations
 
-from typing import Any
-
 from aligner.config.sections.trtllm_engine import NAME, check_window
+from aligner.engines.child.buckets import Memory
 from aligner.engines.child.worker import Settings
 from aligner.engines.trtllm.built_api import version_row
-from aligner.engines.trtllm.child import TENSORRT
 from aligner.engines.trtllm.torch_backend import TrtllmEngine
 
 
 class TrtllmBuiltEngine(TrtllmEngine):
     """`RolloutEngine`. See `TrtllmEngine`; the time the build takes is part of `engine.trtllm.start_timeout_s`."""
 
-    name, backend = NAME, TENSORRT
+    name, worker = NAME, "aligner.engines.trtllm.built_worker:EngineWorker"
     block = 1  # its KV cache is not paged
     find_row = staticmethod(version_row)
 
-    def _settings(self, buffer: Any) -> Settings:
+    def _settings(self, memory: Memory) -> Settings:
         check_window(self.cfg, self.max_seq_len)
-        return super()._settings(buffer)
+        return super()._settings(memory)

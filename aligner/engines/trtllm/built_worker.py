@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from aligner.engines.base import listed
-from aligner.engines.child.worker import KV_CACHE, Abort, BaseWorker, Progress, Row, Settings
+from aligner.engines.child.serve import Abort
+from aligner.engines.child.worker import KV_CACHE, BaseWorker, Progress, Row, Settings
 from aligner.engines.trtllm.build import build_runner
 from aligner.engines.trtllm.built_api import version_row
 from aligner.engines.trtllm.layout import Part, Target, layout
 from aligner.engines.trtllm.sampling import runner_arguments
-from aligner.engines.trtllm.steps import Aborted, Prescribed, Watch
+from aligner.engines.trtllm.steps import Prescribed, Watch
 from aligner.errors import EngineError, RefitError
 from aligner.models.hf_config import config_from_hf
 from aligner.types import LENGTH, STOP, SamplingParams
@@ -159,7 +160,8 @@ class EngineWorker(BaseWorker):
         lengths = [len(prompt) for prompt in prompts]
         watch = Watch(lengths, sampling, self.settings.vocab_size)
         arguments = runner_arguments(sampling, list(seeds))
-        ids, ends = self._run(prompts, arguments, logits_processor=watch, stopping_criteria=Aborted(aborted))
+        stop = lambda step, ids, scores: aborted.asked  # noqa: E731
+        ids, ends = self._run(prompts, arguments, logits_processor=watch, stopping_criteria=stop)
         if aborted.asked:
             return []
         cut, full = watch.logprobs(ids)

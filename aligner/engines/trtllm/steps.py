@@ -1,7 +1,7 @@
 """What happens at each step of TensorRT-LLM's Python runtime: logprobs are taken, a token may be prescribed.
 
-The runtime calls a logits processor before it picks tokens and a stopping criterion after it. Its own logprobs are not
-used: what they are of depends on the sampler's kernel. Both are plain callables here; nothing of the package is needed.
+The runtime calls a logits processor before it picks tokens. Its own logprobs are not used: what they are of depends on
+the sampler's kernel. A processor is a plain callable here; nothing of the package is needed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aligner.engines.child.worker import Abort
 from aligner.engines.native.sampler import cut_logits
 from aligner.types import SamplingParams
 
@@ -64,13 +63,3 @@ class Prescribed(Watch):
         scores.fill_(_NEVER)
         scores.scatter_(1, self.wanted[:, step, None].to(scores.device), 0.0)
         return scores
-
-
-class Aborted:
-    """A stopping criterion that ends the rows in hand when the trainer asks for it."""
-
-    def __init__(self, aborted: Abort):
-        self.aborted = aborted
-
-    def __call__(self, step: int, ids: Tensor, scores: Tensor) -> bool:
-        return self.aborted.asked

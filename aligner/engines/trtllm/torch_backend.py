@@ -1,6 +1,6 @@
 """TensorRT-LLM's PyTorch backend as a rollout engine: one child process per rank, filled from the live trainer.
 
-  trainer's rank                                child (child.py, torch_worker.py)
+  trainer's rank                                child (torch_worker.py)
   TrtllmEngine  -- start(config.json) --------> LLM(load_format="dummy")
      begin_update, buckets, finish_update ----> pre-reload, partial reloads (each answered), finalise, reset prefixes
      generate, logprobs ----------------------> requests with a seed each; context logits
@@ -10,18 +10,13 @@ Whatever fails between begin_update and finish_update leaves an engine that refu
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from typing import Any
-
-from torch import Tensor
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.trtllm import TrtllmConfig
 from aligner.engines.child.engine import ChildEngine
 from aligner.engines.child.process import interpreter
-from aligner.engines.child.worker import Settings
-from aligner.engines.trtllm.child import PYTORCH, SINGLE_PROCESS
 from aligner.engines.trtllm.torch_api import Version, version_row
 from aligner.errors import MissingExtraError
 
@@ -38,8 +33,8 @@ def require_package(python: str = "", name: str = "trtllm") -> None:
 class TrtllmEngine(ChildEngine):
     """See `ChildEngine`."""
 
-    name, backend, title = "trtllm", PYTORCH, "TensorRT-LLM"
-    module = "aligner.engines.trtllm.child"
+    name, title = "trtllm", "TensorRT-LLM"
+    worker = "aligner.engines.trtllm.torch_worker:Worker"
     block = 32
     find_row = staticmethod(version_row)
 
@@ -51,11 +46,8 @@ class TrtllmEngine(ChildEngine):
     def require(cls, config: EngineConfig) -> None:
         require_package(config.trtllm.python, cls.name)
 
-    def _settings(self, buffer: Tensor) -> Settings:
-        return replace(super()._settings(buffer), backend=self.backend)
-
     def _variables(self) -> dict[str, str]:
-        return SINGLE_PROCESS
+        return {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
 
     @property
     def request_seeds(self) -> bool:

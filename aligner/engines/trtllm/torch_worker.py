@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Abort, BaseWorker, Progress, Row, Settings
+from aligner.engines.child.serve import Abort
+from aligner.engines.child.worker import KV_CACHE, WEIGHTS, BaseWorker, Progress, Row, Settings
 from aligner.engines.native.sampler import cut_logits
 from aligner.engines.trtllm.sampling import NO_END_ID, RAW, logprob_source, sampling_arguments
 from aligner.engines.trtllm.torch_api import Version, version_row
 from aligner.errors import ConfigError, EngineError
-from aligner.types import LENGTH, STOP, SamplingParams
-
-_REASONS = {"stop": STOP, "length": LENGTH}
+from aligner.types import SamplingParams
 
 
 def engine_arguments(settings: Settings, row: Version) -> dict[str, Any]:
@@ -174,18 +173,6 @@ class Worker(BaseWorker):
         wanted = logprob_source(sampling, self.row)
         return [self._row(output, wanted == RAW or "logprobs_mode" in arguments) for output in done]
 
-    def _row(self, output: Any, with_logprobs: bool) -> Row:
-        tokens = list(output.token_ids)
-        if output.finish_reason not in _REASONS:
-            raise EngineError(f"a request ended with finish_reason={output.finish_reason!r}: expected stop or length")
-        self._in_vocabulary(tokens)
-        found = None
-        if with_logprobs:
-            if len(output.logprobs or ()) != len(tokens):
-                raise EngineError(f"{len(tokens)} tokens came with {len(output.logprobs or ())} logprobs")
-            found = _logprobs(output.logprobs, tokens)
-        return tokens, found, _REASONS[output.finish_reason], None
-
     def score(
         self, rows: list[tuple[list[int], int]], sampling: SamplingParams
     ) -> list[tuple[list[float], list[float]]]:
@@ -222,12 +209,3 @@ class Worker(BaseWorker):
 
     def close(self) -> None:
         self.llm.shutdown()
-
-
-def _logprobs(entries: list, tokens: list[int]) -> list[float] | None:
-    """Some versions give a number per token, others a table from token to its logprob; in some of those it holds the
-    likeliest token alone, which need not be the sampled one: then None."""
-    if any(not isinstance(entry, float) and token not in entry for entry, token in zip(entries, tokens, strict=True)):
-        return None
-    pairs = zip(entries, tokens, strict=True)
-    return [entry if isinstance(entry, float) else float(entry[token].logprob) for entry, token in pairs]

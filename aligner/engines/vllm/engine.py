@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.vllm import VllmConfig
+from aligner.engines.child.buckets import Memory
 from aligner.engines.child.engine import ChildEngine
 from aligner.engines.child.process import interpreter
 from aligner.engines.child.worker import Settings
@@ -32,7 +32,7 @@ class VllmEngine(Replicated, ChildEngine):
     """See `ChildEngine` and `Replicated`."""
 
     name, title = "vllm", "vLLM"
-    module = "aligner.engines.vllm.child"
+    worker = "aligner.engines.vllm.worker:Worker"
     block = 32
 
     def __init__(self, model: ModelConfig, config: EngineConfig, *, device: torch.device | str, **more: Any):
@@ -45,10 +45,10 @@ class VllmEngine(Replicated, ChildEngine):
     def require(cls, config: EngineConfig) -> None:
         interpreter(config.vllm.python, {}, VllmConfig.section)
 
-    def _settings(self, buffer: Tensor) -> Settings:
+    def _settings(self, memory: Memory) -> Settings:
         """vLLM wants room for the longest row that it may be asked for: shorter ones are, where its cache is small."""
         fits = (self.config.kv_cache_bytes // (self.block * self.position_bytes) - 1) * self.block - 1
-        found = super()._settings(buffer)
+        found = super()._settings(memory)
         return replace(found, max_seq_len=min(found.max_seq_len, max(fits, 1)), block=self.block)
 
     def _cache_bytes(self, row: int) -> int:

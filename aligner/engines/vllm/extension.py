@@ -6,13 +6,10 @@ its reload, which collects a layer's tensors, lays them out again and copies the
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from aligner.engines.child.buckets import MemoryFile, Slot, open_shared
+from aligner.engines.child.buckets import Memory, Slot
 from aligner.errors import RefitError
 
 
@@ -21,13 +18,9 @@ class Extension:
 
     aligner_loading = False
 
-    def aligner_open(self, cuda: Any, pid: int, fd: int, size: int) -> None:
-        """The buffer of the trainer's tensors: a CUDA handle, or a descriptor of process `pid`."""
-        if cuda is not None:  # of the first device that this engine's processes see
-            self.aligner_buffer = open_shared(cuda, 0)
-            return
-        own = fd if pid == os.getpid() else os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-        self.aligner_buffer = MemoryFile(size, own).tensor()
+    def aligner_open(self, memory: Memory) -> None:
+        """Where the trainer's tensors come."""
+        self.aligner_buffer = memory.tensor()
 
     def aligner_begin(self) -> None:
         from vllm.config import set_current_vllm_config

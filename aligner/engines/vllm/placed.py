@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.child.buckets import MemoryFile, Slot, aligned
+from aligner.engines.child.buckets import Memory, MemoryFile, Slot, aligned
 from aligner.engines.vllm.engine import VllmEngine
 from aligner.models.families import expected_hf_shapes
 from aligner.models.shards import hf_tensors
@@ -29,9 +29,9 @@ class PlacedVllmEngine(VllmEngine):
             end = aligned(end + prod(shape) * dtype.itemsize)
         super().__init__(model, config, dtype=dtype, **more | {"bucket_bytes": end})
 
-    def _buffer(self, size: int) -> Tensor:
-        self._file = MemoryFile.create(size)
-        return self._file.tensor()
+    def _buffer(self, size: int) -> tuple[Tensor, Memory | None]:
+        memory = MemoryFile.create(size)
+        return memory.tensor(), memory
 
     def place(self, name: str, start: int, stop: int) -> Tensor | None:
         """See `PlacingEngine.place`."""

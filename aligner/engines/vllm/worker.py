@@ -5,19 +5,18 @@ The engine's core runs in this process; its workers too, or, with several ranks,
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
 from torch import Tensor
 
 from aligner.config.sections.vllm import VERSION, VllmConfig
-from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Abort, BaseWorker, Progress, Row, Settings
+from aligner.engines.child.serve import Abort
+from aligner.engines.child.worker import KV_CACHE, WEIGHTS, BaseWorker, Progress, Row, Settings
 from aligner.engines.vllm.sampling import sampling_arguments
 from aligner.errors import ConfigError, EngineError
-from aligner.types import LENGTH, STOP, SamplingParams
+from aligner.types import SamplingParams
 
-_REASONS = {"stop": STOP, "length": LENGTH}
 _TAGS = {KV_CACHE: "kv_cache", WEIGHTS: "weights"}
 _EXTENSION = "aligner.engines.vllm.extension.Extension"
 
@@ -66,7 +65,7 @@ class Worker(BaseWorker):
         self.api = import_vllm()
         self.engine = self.api.LLM(**engine_arguments(settings)).llm_engine
         super().__init__(settings)
-        self._rpc("aligner_open", settings.cuda, os.getpid(), settings.fd, settings.size)
+        self._rpc("aligner_open", settings.memory)
         self._requests, self._temperature = 0, 1.0
 
     def _rpc(self, method: str, *arguments: Any) -> None:
@@ -142,14 +141,6 @@ class Worker(BaseWorker):
             if left := [name for name in names if name not in done]:
                 self.engine.abort_request(left)
         return [done[name] for name in names]
-
-    def _row(self, output: Any) -> Row:
-        tokens = list(output.token_ids)
-        if output.finish_reason not in _REASONS:
-            raise EngineError(f"a request ended with finish_reason={output.finish_reason!r}: expected stop or length")
-        self._in_vocabulary(tokens)
-        logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, tokens, strict=True)]
-        return tokens, logprobs, _REASONS[output.finish_reason], None
 
     def score(
         self, rows: list[tuple[list[int], int]], sampling: SamplingParams

@@ -22,7 +22,7 @@ def table(pid: int, name: str) -> list[list[str]]:
 
 
 def test_the_connection_has_no_name_and_the_child_listens_nowhere():
-    child, connection = spawn("aligner.engines.trtllm.child", clean_environment(os.environ, {}))
+    child, connection = spawn("aligner.engines.trtllm.torch_worker:Worker", clean_environment(os.environ, {}))
     try:
         assert isinstance(connection, Connection)
         connection.send(("no such call", ()))

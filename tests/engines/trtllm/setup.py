@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 import sys
 import threading
+from functools import partial
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
@@ -16,7 +18,6 @@ from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.trtllm import TrtllmConfig
 from aligner.engines.child.serve import serve
 from aligner.engines.trtllm.built import TrtllmBuiltEngine
-from aligner.engines.trtllm.child import make_worker
 from aligner.engines.trtllm.torch_backend import TrtllmEngine
 
 FAKE = Path(__file__).parent / "fake"
@@ -26,8 +27,8 @@ ROOT = Path(__file__).parents[3]
 class ThreadChild:
     """The other end of a connection, in a thread."""
 
-    def __init__(self, connection):
-        self.thread = threading.Thread(target=serve, args=(connection, make_worker), daemon=True)
+    def __init__(self, connection, worker: str):
+        self.thread = threading.Thread(target=serve, args=(connection, pkgutil.resolve_name(worker)), daemon=True)
         self.thread.start()
 
     def ended(self) -> str:
@@ -40,9 +41,9 @@ class ThreadChild:
         self.thread.join(wait_s)
 
 
-def start_thread(device, fds, python):
+def start_thread(worker, device, python):
     ours, theirs = Pipe()
-    return ThreadChild(theirs), ours
+    return ThreadChild(theirs, worker), ours
 
 
 def use_fake(monkeypatch, **settings: str) -> None:
@@ -66,7 +67,7 @@ def make_engine(cfg, decode=None, *, kind=TrtllmEngine, process=False, bucket_by
     more = {k: config.pop(k) for k in ("checksums",) if k in config}
     dtype = config.pop("dtype", torch.float32)
     settings = EngineConfig(name=kind.name, trtllm=TrtllmConfig(**options), **config)
-    start = {} if process else {"start": start_thread}
+    start = {} if process else {"start": partial(start_thread, kind.worker)}
     return kind(
         cfg,
         settings,

@@ -201,7 +201,7 @@ def test_rows_are_taken_together_as_far_as_they_have_room(monkeypatch, tmp_path)
 def test_the_prompts_of_a_chunk_go_through_one_forward():
     worker = EngineWorker.__new__(EngineWorker)
     worker.cfg, sizes = LLAMA, (53, "float32", 4096, 8, 1 << 40)
-    worker.settings = Settings("", *sizes, True, False, False, False, 0, True)
+    worker.settings = Settings("", None, *sizes, True, False, False, False, 0, True)
     assert worker.settings.max_num_tokens == 8192
     assert list(worker._chunks([3000] * 5 + [10] * 4, 9)) == [range(2), range(2, 4), range(4, 9)]
 

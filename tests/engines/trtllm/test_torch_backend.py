@@ -290,7 +290,7 @@ class TestInAProcess(ChildEngineContract):
         self.monkeypatch.setenv("TMPDIR", str(tmp_path))  # nobody is left to remove its log
         script = (
             "import os; from aligner.engines.child.process import spawn; "
-            "child, connection = spawn('aligner.engines.trtllm.child', os.environ); "
+            "child, connection = spawn('aligner.engines.trtllm.torch_worker:Worker', os.environ); "
             "print(child.process.pid, flush=True); os.kill(os.getpid(), 9)"
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

@@ -75,6 +75,9 @@ class Lent:
 class Kept(MemoryFile):
     def close(self): ...
 
+    def __reduce__(self):
+        return MemoryFile, (self.size, self.fd, self.pid)
+
 
 class Shared:
     """The process, and the memory that all its engines get their weights through."""
@@ -83,11 +86,11 @@ class Shared:
     file: MemoryFile | None = None
 
     @classmethod
-    def start(cls, device, fds, python):
+    def start(cls, device, python):
         if cls.lent is None or cls.lent.ended():
             engine = VllmEngine.__new__(VllmEngine)
             engine.options, engine._group = VllmConfig(), None
-            cls.lent = Lent(*engine._process(torch.device("cpu"), [cls.file.fd], python))
+            cls.lent = Lent(*engine._process(torch.device("cpu"), python))
             atexit.register(cls.lent.child.stop, 0)
         return cls.lent, cls.lent
 
@@ -96,7 +99,7 @@ class Shared:
         if cls.file is None:
             cls.file = CREATE(1 << 26)
         assert size <= cls.file.size
-        return Kept(size, cls.file.fd)
+        return Kept(size, cls.file.fd, cls.file.pid)
 
 
 def make_engine(cfg, decode=None, *, process=False, kind=VllmEngine, start=Shared.start, bucket_bytes=2048, **config):

@@ -144,8 +144,8 @@ class TestKilled(ChildEngineContract):
         return engine
 
     def test_the_end_of_the_process_at_its_start(self):
-        def start(device, fds, python):
-            lent, _ = Shared.start(device, fds, python)
+        def start(device, python):
+            lent, _ = Shared.start(device, python)
             os.kill(lent.child.process.pid, 6)
             return lent, lent
 
