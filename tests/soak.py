@@ -1,9 +1,10 @@
 """Kill runs at random moments, resume them to their end, and compare with the uninterrupted run bit by bit.
 
-    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,dpo,...] [--layouts one,dp2,tp2,tp2-lora,lag1,lag2]
+    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,dpo,...] [--layouts one,dp2,tp2,tp2-lora,lag1,lag2,vllm]
 
 Each case is a random stage on one rank, two data-parallel or two tensor ranks (also with adapters), grpo and ppo also
-on a trainer's rank and an engine's that is ahead of it (engine.lag), with or without checkpoint.async_save, killed
+on a trainer's rank and an engine's that is ahead of it (engine.lag), and if asked for (`--layouts vllm`) with vLLM,
+whose process is then killed too (SIGKILL at any call of it); with or without checkpoint.async_save, killed
 (SIGKILL of one rank or of all) up to four times: half of the kills at a random time, half at a point that a random time
 would seldom hit: within a save, a commit, a refit, between two minibatches, at the end of an epoch. One of several
 ranks may first see the run folder as it was some time ago, as on a network file system. Ranks are forked from this
@@ -29,6 +30,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # before torch
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
@@ -47,6 +49,7 @@ from aligner.config.resolve import compose
 from aligner.config.schema import Config
 from aligner.config.validate import validate
 from aligner.data.stream import IndexStream
+from aligner.engines.child.process import Channel
 from aligner.environments.log import FOLDER as ANSWERS
 from aligner.environments.log import AnswerLog
 from aligner.megatron.checkpoint import ModelSave
@@ -67,6 +70,8 @@ STAGES = ("sft", "rm", "dpo", "kto", "distill", "online_dpo", "sample", "grpo", 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"])}
 LAYOUTS["tp2-lora"] = (2, ["parallel.tensor=2", "model.lora.rank=2", "model.lora.dora=true"])
 LAYOUTS |= {f"lag{lag}": (2, ["engine.ranks=1", f"engine.lag={lag}"]) for lag in (1, 2)}
+VLLM = "vllm"  # needs an environment of its own, and seconds to start
+LAYOUTS[VLLM] = (1, ["engine=vllm", "engine.kv_cache_bytes=16777216", "model.init=random", "model.head_dim=32"])
 COMMON = [f"run.steps={TOTAL}", "checkpoint.every=2", "run.eval_every=3", "logging.progress=false"]
 COMMON += ["optim.schedule=cosine", "optim.warmup_steps=2", "batch.micro_batch_samples=4"]
 ADAPTIVE = "algorithm.kl={coef: 0.1, placement: %s, controller: {kind: adaptive, target: 0.01, horizon: 100}}"
@@ -95,6 +100,8 @@ POINTS: dict[str, tuple[object, str]] = {
     "a step": (Run, "finish"),
     "the export": (aligner.builders.runs, "export_hf"),
 }
+CHILD = "a call of the engine's process"
+POINTS[CHILD] = (Channel, "call")
 WAIT_S = 5.0  # for the other ranks of a killed one, before they are killed too, as a launcher would
 LIMIT_S = 900.0  # of a start on a busy machine; and, beside a rank that ended by itself, of the others' end: a tenth
 
@@ -108,9 +115,11 @@ class Kill:
     point: str = ""
     call: int = 0
     before: bool = True
+    child: bool = False  # of the engine's process, which ends the run by an error
 
     def __str__(self) -> str:
         who = "all ranks" if self.rank is None else f"rank {self.rank}"
+        who = f"the engine's process of {who}" if self.child else who
         if not self.point:
             return f"{who} after {self.after_s:.2f} s"
         return f"{who} {'before' if self.before else 'after'} {self.point}, call {self.call}"
@@ -128,10 +137,10 @@ def install(kill: Kill, rank: int) -> None:
         calls[0] += epochs
         die = bool(epochs) and calls[0] == kill.call
         if die and kill.before:
-            _die(kill)
+            _die(kill, args[0])
         result = original(*args, **kwargs)
         if die:
-            _die(kill)
+            _die(kill, args[0])
         return result
 
     setattr(owner, name, wrapped)
@@ -150,7 +159,11 @@ def see_late(rank: int) -> None:
         reader.view, lister.complete_checkpoints = late, lambda folder: listing(folder)[:-1]
 
 
-def _die(kill: Kill) -> None:
+def _die(kill: Kill, owner: Any) -> None:
+    """`owner`: what is called at the point."""
+    if kill.child:
+        os.kill(owner.child.process.pid, signal.SIGKILL)
+        return
     if kill.rank is None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -216,7 +229,7 @@ def attempt(cfg: Config, world: int, log: Path, kill: Kill | None, late: bool = 
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     done = (Path(cfg.run.dir) / "DONE").exists()
-    if not done and not killed:
+    if not done and not killed and not (kill is not None and kill.child and "ended by signal 9" in log.read_text()):
         raise RuntimeError(f"the run failed by itself, planned was {kill}: see {log}")
     return done, time.monotonic() - started
 
@@ -251,7 +264,7 @@ class Soak:
         if stage == "turns":
             return self._turns(world, run, *where, f"checkpoint.async_save={str(async_save).lower()}")
         more = [*COMMON, *where, f"checkpoint.async_save={str(async_save).lower()}"]
-        if stage != "sft":
+        if stage != "sft" and layout != VLLM:  # whose kernels know no heads as narrow
             more.append(f"model.init={self.folder / 'start_sft'}")
         if stage in ("grpo", "ppo"):
             more += ["reward.normalize=true", "batch.epochs=2", "batch.minibatch_samples=8", "eval.prompts=4"]
@@ -307,6 +320,8 @@ class Soak:
 
     def draw(self, stage: str, layout: str, seconds: float) -> Kill:
         rank = self.random.choice([None, *range(LAYOUTS[layout][0])])
+        if layout == VLLM and self.random.random() < 0.4:
+            return Kill(0, 0.0, CHILD, self.random.randint(1, 40), self.random.random() < 0.5, child=True)
         if self.random.random() < 0.5:
             return Kill(rank, after_s=self.random.uniform(0.05, seconds))
         online = stage in ("online_dpo", "sample", "grpo", "ppo", "turns")
@@ -319,6 +334,7 @@ class Soak:
             "a rollout in flight",
         )
         points = [p for p in POINTS if online or p not in rollout_points]
+        points = [p for p in points if p != CHILD or layout == VLLM]
         points = [p for p in points if stage not in ("rm", "sample") or p != "an evaluation"]
         points = [p for p in points if (p == "an answer of an environment") <= (stage == "turns")]
         points = [p for p in points if stage != "turns" or p not in ("generation", "an evaluation")]
@@ -368,7 +384,7 @@ class Soak:
             shutil.rmtree(run.with_name(f"{run.name}-again"), ignore_errors=True)
 
     def _layout(self, stage: str) -> str:
-        able = [name for name in self.layouts if stage in ("grpo", "ppo") or not name.startswith("lag")]
+        able = [name for name in self.layouts if stage in ("grpo", "ppo") or not name.startswith(("lag", VLLM))]
         weights = [2 if LAYOUTS[name][0] == 1 else 1 for name in able]  # several ranks take longer
         return self.random.choices(able, weights)[0]
 
@@ -397,7 +413,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stages", default=",".join(STAGES))
-    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--layouts", default=",".join(name for name in LAYOUTS if name != VLLM))
     parser.add_argument("--folder", help="where the runs go; a temporary folder unless given, where failed ones stay")
     args = parser.parse_args(argv)
     folder = Path(args.folder or tempfile.mkdtemp(prefix="soak-"))

@@ -126,9 +126,6 @@ def _engine_ranks(cfg: Config, world_size: int) -> None:
     if cfg.engine.name not in ("native", "vllm"):
         expected = f"native or vllm with {among}: others stand on the trainer's ranks"
         raise ConfigError("engine.name", cfg.engine.name, expected)
-    if cfg.engine.name == "vllm" and width != 1:
-        expected = f"1 with {among} and engine.name=vllm, each of which takes the whole model's parts by itself"
-        raise ConfigError("engine.tensor_parallel", width, expected)
     if cfg.engine.quantization != "none":
         expected = f"none with {among}: whole tensors are quantised, and those ranks get shards"
         raise ConfigError("engine.quantization", cfg.engine.quantization, expected)

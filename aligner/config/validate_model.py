@@ -49,10 +49,11 @@ def validate_on_gpu(cfg: Config, model: ModelConfig) -> None:
 def check_nodes(cfg: Config, world_size: int, local_world_size: int) -> None:
     """A child process reaches the devices of its own node: the ranks of a replica must be there."""
     width = cfg.engine.tensor_parallel
-    if local_world_size % width or (world_size - cfg.engine.ranks) % width:
-        expected = f"a divisor of the {local_world_size} ranks of a node"
-        expected += " and of those that train" if cfg.engine.ranks else ""
-        raise LayoutError("engine.tensor_parallel", width, f"{expected} with engine.name={cfg.engine.name}")
+    for first in range(world_size - cfg.engine.ranks if cfg.engine.ranks else 0, world_size, width):
+        last = first + width - 1
+        if first // local_world_size != last // local_world_size:
+            expected = f"replicas within a node of {local_world_size} ranks with engine.name={cfg.engine.name}"
+            raise LayoutError("engine.tensor_parallel", width, f"{expected}: ranks {first} to {last} are on two")
 
 
 def _generates(cfg: Config) -> bool:

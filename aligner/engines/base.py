@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import EngineError, RefitError
+from aligner.ops.reduce import gathered
 from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 
@@ -122,11 +124,12 @@ class EngineAround:
 class UpdateLedger:
     """Which tensors of an update have come, and which version is complete.
 
-    `expected`: Hugging Face name -> shape.
+    `expected`: Hugging Face name -> shape. An update of a `group`, to which each of its ranks gets a part, is complete
+    on all of them or on none.
     """
 
-    def __init__(self, expected: Mapping[str, tuple[int, ...]]):
-        self.expected = dict(expected)
+    def __init__(self, expected: Mapping[str, tuple[int, ...]], group: dist.ProcessGroup | None = None):
+        self.expected, self.group = dict(expected), group
         self.version = -1
         self._complete = False
         self._pending: int | None = None
@@ -196,11 +199,13 @@ class UpdateLedger:
         return "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items())
 
     def finish(self, commit: Callable[[], None] | None = None) -> None:
-        """`commit` is called when nothing is wrong, and may raise: then the update has failed."""
+        """`commit` is called when nothing is wrong, and may raise: then the update has failed. Collective over the
+        group."""
         if self._pending is None:
             raise RefitError("finish_update came without begin_update")
         pending, self._pending = self._pending, None
-        if told := self.faults():
+        told = [self.faults()] if self.group is None else gathered(self.faults(), self.group)
+        if told := next(filter(None, told), ""):
             raise RefitError(f"update to weight version {pending} is not usable: {told}")
         if commit is not None:
             commit()

@@ -86,7 +86,8 @@ class Server:
         except RefitError as error:
             cause = str(error)
         self.exchange({}, self.engine, cause)
-        if self.exchange.cause:
+        # an engine of several ranks is filled on all of them or on none
+        if any_rank(bool(self.exchange.cause), self.exchange.device, self.config.timeout_s):
             return self.exchange.cause
         try:
             self.engine.finish_update()

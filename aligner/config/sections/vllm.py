@@ -26,6 +26,11 @@ class VllmConfig(ChildConfig):
     cuda_graphs: bool = False  # on a GPU: compile the model and capture decode steps
 
 
+def same_minor(version: str) -> bool:
+    """Whether an installed vLLM is of the releases that this was written with."""
+    return version.split(".")[:2] == VERSION.split(".")[:2]
+
+
 def check_vllm(model: ModelConfig) -> None:
     """Raises ConfigError for a model that vLLM does not serve here."""
     if model.family not in FAMILIES:

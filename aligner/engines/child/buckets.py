@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from aligner.errors import EngineError
+
 ALIGN_BYTES = 256
 
 
@@ -58,9 +60,13 @@ class MemoryFile:
         return cls(size, fd, os.getpid())
 
     def tensor(self) -> Tensor:
-        """uint8 [size]"""
-        with open(f"/proc/{self.pid}/fd/{self.fd}", "r+b") as file:
-            return torch.frombuffer(mmap.mmap(file.fileno(), self.size), dtype=torch.uint8)
+        """uint8 [size]. Raises EngineError where the process that made it is not seen."""
+        try:
+            with open(f"/proc/{self.pid}/fd/{self.fd}", "r+b") as file:
+                return torch.frombuffer(mmap.mmap(file.fileno(), self.size), dtype=torch.uint8)
+        except OSError as error:
+            told = f"{error.filename}: {error.strerror}: expected processes of an engine to see each other in /proc"
+            raise EngineError(f"{told}, as those of one container do") from error
 
     def close(self) -> None:
         if self.fd >= 0:

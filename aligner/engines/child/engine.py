@@ -74,7 +74,7 @@ class ChildEngine:
         self.max_seq_len = min(self.options.max_seq_len or max_seq_len or model.max_position, model.max_position)
         self.checked = checksums
         shapes = expected_hf_shapes(model)
-        self._ledger, self._asleep = UpdateLedger(shapes), False
+        self._ledger, self._asleep = UpdateLedger(shapes, group), False
         self._released: list[str] = []  # tags of memory
         size = max(bucket_bytes, *(prod(shape) * dtype.itemsize for shape in shapes.values()))
         buffer, memory = self._buffer(size)

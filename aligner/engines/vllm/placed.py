@@ -14,11 +14,12 @@ from aligner.engines.child.buckets import Memory, MemoryFile, Slot, aligned
 from aligner.engines.vllm.engine import VllmEngine
 from aligner.models.families import expected_hf_shapes
 from aligner.models.shards import hf_tensors
+from aligner.ops.reduce import gathered
 
 
 class PlacedVllmEngine(VllmEngine):
     """`PlacingEngine`: parts of tensors come in any order, so the buffer that the child reads holds the whole model, in
-    host memory on a GPU too."""
+    host memory on a GPU too. Each rank of an engine of several writes its share of it."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig, *, dtype: torch.dtype, **more: Any):
         self._tensors = {tensor.name: tensor for tensor in hf_tensors(model)}
@@ -30,8 +31,9 @@ class PlacedVllmEngine(VllmEngine):
         super().__init__(model, config, dtype=dtype, **more | {"bucket_bytes": end})
 
     def _buffer(self, size: int) -> tuple[Tensor, Memory | None]:
-        memory = MemoryFile.create(size)
-        return memory.tensor(), memory
+        own = MemoryFile.create(size) if self._leads else None
+        everyone = [own] if self._group is None else gathered(own, self._group)
+        return everyone[0].tensor(), own
 
     def place(self, name: str, start: int, stop: int) -> Tensor | None:
         """See `PlacingEngine.place`."""
@@ -40,9 +42,10 @@ class PlacedVllmEngine(VllmEngine):
         return self._slots[name].view(self._writer.buffer).narrow(self._tensors[name].axis, start, stop - start)
 
     def finish_update(self) -> None:
+        rank = 0 if self._group is None else self._group.rank()
         for name, tensor in self._tensors.items():
-            self._ledger.settle_parts(name, 0, tensor.length)
-        self._ledger.finish(self._load)
+            self._ledger.settle_parts(name, *tensor.interval(self.tensor_parallel, rank))
+        self._ledger.finish(self._load)  # not before every rank has written
 
     def _load(self) -> None:
         self._take(list(self._slots.values()))

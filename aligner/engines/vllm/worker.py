@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from aligner.config.sections.vllm import VERSION, VllmConfig
+from aligner.config.sections.vllm import VERSION, VllmConfig, same_minor
 from aligner.engines.child.serve import Abort
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, BaseWorker, Progress, Row, Settings
 from aligner.engines.vllm.sampling import sampling_arguments
@@ -52,7 +52,7 @@ def import_vllm() -> Any:
     except ImportError as error:
         hint = f"launchers/engine_env.sh vllm makes one. {error}"
         raise ConfigError(f"{VllmConfig.section}.python", sys.executable, "an interpreter with vLLM", hint) from error
-    if vllm.__version__.split(".")[:2] != VERSION.split(".")[:2]:
+    if not same_minor(vllm.__version__):
         found = f"Installed is {vllm.__version__}; launchers/engine_env.sh vllm makes an environment with it."
         raise ConfigError("engine.name", "vllm", f"vLLM {VERSION}", found)
     return vllm

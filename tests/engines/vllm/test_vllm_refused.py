@@ -39,14 +39,19 @@ def test_sleep_on_a_cpu():
         make_engine(LLAMA, sleep=True, python=sys.executable)
 
 
-@pytest.mark.parametrize(("width", "local", "fits"), [(2, 4, True), (2, 3, False), (8, 4, False), (4, 8, True)])
-def test_a_replica_stays_within_a_node(width, local, fits):
-    cfg = compose(["stage=grpo", "engine=vllm", f"engine.tensor_parallel={width}"])
-    if fits:
+@pytest.mark.parametrize(
+    ("width", "local", "own", "across"),
+    [(2, 4, 0, ""), (4, 8, 0, ""), (2, 3, 0, "2 to 3"), (8, 4, 0, "0 to 7"), (2, 3, 2, ""), (2, 4, 5, "3 to 4")],
+)
+def test_a_replica_stays_within_a_node(width, local, own, across):
+    """Of two nodes."""
+    cfg = compose(["stage=grpo", "engine=vllm", f"engine.tensor_parallel={width}", f"engine.ranks={own}"])
+    if not across:
         check_nodes(cfg, 2 * local, local)
-    else:
-        with pytest.raises(LayoutError, match=rf"engine.tensor_parallel={width}: .* divisor of the {local} ranks"):
-            check_nodes(cfg, 2 * local, local)
+        return
+    text = rf"engine.tensor_parallel={width}: expected replicas within a node of {local} .*: ranks {across} are on two"
+    with pytest.raises(LayoutError, match=text):
+        check_nodes(cfg, 2 * local, local)
 
 
 def test_models_that_it_does_not_serve():

@@ -33,9 +33,14 @@ def test_a_run_that_is_resumed_is_the_same_bit_by_bit(tiny_data, tmp_path):
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("layout", [("engine.tensor_parallel=2",), ("engine.ranks=1",), ()], ids=["tp2", "own", "two"])
-def test_two_ranks(ranks, tiny_data, tmp_path, layout):
-    """One engine of both; one on a rank of its own, which gets its weights by the plan; one for each."""
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(2, ("engine.tensor_parallel=2",)), (3, ("engine.ranks=2", "engine.tensor_parallel=2")), (2, ())],
+    ids=["tp2", "own-tp2", "two"],
+)
+def test_several_ranks(ranks, tiny_data, tmp_path, world, layout):
+    """One engine of both; one on two ranks of its own, which get their shares of the weights by the plan; one for
+    each."""
     line = stages.overrides("grpo", tiny_data, tmp_path / "run", *RUN, "run.steps=3", *layout)
-    ranks.run("tests.run.jobs:run_stage", world=2, arguments=line)
+    ranks.run("tests.run.jobs:run_stage", world=world, arguments=line)
     checked(tmp_path / "run", 3)
