@@ -3,15 +3,16 @@
     python -m benchmarks.versus_vllm [--sizes 3m,30m,120m] [--dtypes float32,bfloat16] [--steps 5] [--json FILE]
 
 A rollout is 8 samples of each prompt of 64 tokens, all of 128 tokens: no row ends early. A ratio is vLLM's seconds over
-the native engine's of two neighbouring rollouts; the table has their median. Memory is the largest resident set of the
-native engine's process, and of vLLM's child (the caller's is not counted). Needs `launchers/engine_env.sh vllm`.
+the native engine's of two neighbouring rollouts; the table has their median. Seconds are of the CPU, of all threads: on
+a machine that others use the clock would tell who got its cores, and vLLM's child, a session of its own, gets more of
+them. Memory is the largest resident set of the native engine's process, and of vLLM's child (the caller's is not
+counted). Needs `launchers/engine_env.sh vllm`.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--response", type=int, default=128, help="tokens of a response")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     console, results = Console(), {}

@@ -99,10 +99,11 @@ class EngineContract:
 
     table = MODELS
     models = tuple(MODELS)  # those of which every property of weights and numbers is tested
+    batches: tuple[int, ...] = (1, 3, 7)  # of which results are compared
 
     def pytest_generate_tests(self, metafunc):
         if "name" in metafunc.fixturenames:
-            metafunc.parametrize("name", self.models)
+            metafunc.parametrize("name", self.models, scope="class")  # one model after another: engines may be kept
         if "batched" in metafunc.fixturenames:
             metafunc.parametrize("batched", [name for name in ("llama", "mixtral") if name in self.models])
 
@@ -244,7 +245,7 @@ class EngineContract:
         sampling = SamplingParams(18, stop_token_ids=(3, 11, 20))
         seeds = seeds_for(PROMPTS, 4)
         whole = responses(fill(self.make_engine(cfg), model).generate(PROMPTS, seeds, sampling))
-        for max_batch in (1, 3, 7):
+        for max_batch in self.batches:
             engine = fill(self.make_engine(cfg, max_batch=max_batch), model)
             assert responses(engine.generate(PROMPTS, seeds, sampling)) == whole
         turned = engine.generate(PROMPTS[::-1], [s[::-1] for s in seeds[::-1]], sampling)
@@ -321,6 +322,28 @@ class EngineContract:
         full = replace(out, logprobs=out.full_logprobs)
         check_logprobs(model, PROMPTS, 4, full, 0.9)
         assert (out.logprobs >= out.full_logprobs - 1e-6).all() and (out.logprobs > out.full_logprobs + 0.01).any()
+
+    @pytest.mark.parametrize("cut", [{"top_k": 4}, {"top_p": 0.6}, {"min_p": 0.15}], ids=["top_k", "top_p", "min_p"])
+    def test_each_cut_by_itself(self, cut):
+        """Against its definition on transformers' distribution: every token is one that is left, with its share."""
+        model, temperature = reference(self.table["llama"]), 1.3
+        engine = fill(self.make_engine(self.table["llama"]), model)
+        sampling = SamplingParams(6, temperature=temperature, **cut)
+        out = engine.generate(PROMPTS, seeds_for(PROMPTS, 6), sampling)
+        for i, response in enumerate(responses(out)):
+            prompt = PROMPTS[i // 6]
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature
+            probs, order = logits.softmax(-1).sort(-1, descending=True)
+            place = (order == torch.tensor(response)[:, None]).int().argmax(-1, keepdim=True)
+            kept = {
+                "top_k": torch.arange(probs.shape[1]) < cut.get("top_k", 0),
+                "top_p": probs.cumsum(-1) - probs < cut.get("top_p", 0.0),
+                "min_p": probs >= cut.get("min_p", 0.0) * probs[:, :1],
+            }[next(iter(cut))].expand_as(probs)
+            assert kept.gather(1, place).all(), (cut, response)
+            wanted = (probs.gather(1, place)[:, 0] / (probs * kept).sum(-1)).log()
+            assert torch.allclose(out.logprobs[i, : len(response)], wanted, atol=1e-4)
 
     def test_a_row_that_can_never_fit_is_refused(self):
         model = reference(self.table["llama"])

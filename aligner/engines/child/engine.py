@@ -27,7 +27,7 @@ from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import UpdateLedger
 from aligner.engines.child.buckets import BucketWriter, CudaMemory, Memory, MemoryFile, Slot
-from aligner.engines.child.process import Channel, Child, clean_environment, spawn
+from aligner.engines.child.process import Channel, Child, clean_environment, interpreter, spawn
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Row, Settings
 from aligner.errors import AlignerError, ConfigError, EngineError, RefitError
 from aligner.models.families import expected_hf_shapes
@@ -98,7 +98,8 @@ class ChildEngine:
     @classmethod
     def require(cls, config: EngineConfig) -> None:
         """Raises AlignerError where the package cannot be there; what is there the child will tell."""
-        raise NotImplementedError
+        assert config.child is not None, config.name
+        interpreter(config.child.python, {}, config.child.section)
 
     def _variables(self) -> dict[str, str]:
         """Of the child's environment."""
@@ -237,6 +238,17 @@ class ChildEngine:
         """See `RolloutEngine.generate`. With stop strings responses are generated to their limit and then cut.
         Raises EngineError when the child ends, hangs or fails; ConfigError as the native engine does, and for what the
         package does not serve. An exception of `progress` lets all requests go and is raised again."""
+        return self._generated(prompts, seeds, sampling, progress)
+
+    def _generated(
+        self,
+        prompts: TokenLists,
+        seeds: SeedLists,
+        sampling: SamplingParams,
+        progress: Progress | None = None,
+        asked: Any = None,
+    ) -> Generations:
+        """`generate` of this engine, whoever asked."""
         self._ledger.require()
         assert not self._asleep, "generate() on a sleeping engine: wake() it first"
         assert len(prompts) == len(seeds), f"{len(prompts)} prompts, but seeds for {len(seeds)}"
@@ -267,12 +279,10 @@ class ChildEngine:
 
     def _check_room(self, longest: int, sampling: SamplingParams) -> None:
         row = longest + sampling.max_response_tokens
-        if row > self.cfg.max_position:
-            expected = f"at least {row} (prompt + response tokens)"
-            raise ConfigError("model.max_position", self.cfg.max_position, expected)
-        if row > self.max_seq_len:
-            expected = f"at least {row} (prompt + response tokens)"
-            raise ConfigError(f"{self.options.section}.max_seq_len", self.max_seq_len, expected)
+        limits = {"model.max_position": self.cfg.max_position, f"{self.options.section}.max_seq_len": self.max_seq_len}
+        for key, limit in limits.items():
+            if row > limit:
+                raise ConfigError(key, limit, f"at least {row} (prompt + response tokens)")
         needed = self._cache_bytes(row)
         if needed > self.config.kv_cache_bytes:
             expected = f"at least {needed} bytes for one row of {row} tokens"

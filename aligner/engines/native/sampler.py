@@ -74,6 +74,17 @@ def _invert(probs: Tensor, u: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(1).clamp_(max=probs.shape[1] - 1)
 
 
+def picked_logprobs(logits: Tensor, picked: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+    """float32 [n] twice, of tokens that another sampler picked from logits [n, V], int64 [n]: of the tempered full
+    distribution, and of the one that was sampled from."""
+    logits = logits / (sampling.temperature or 1.0)
+    full = _at(logits, picked) - logits.logsumexp(-1)
+    if not sampling.truncates:
+        return full, full
+    kept = cut_logits(logits, sampling)
+    return full, _at(kept, picked) - kept.logsumexp(-1)
+
+
 def cut_logits(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """-inf outside top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024), in this order.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aligner.engines.native.sampler import cut_logits
+from aligner.engines.native.sampler import picked_logprobs
 from aligner.types import SamplingParams
 
 _NEVER = -1e30
@@ -22,8 +22,7 @@ class Watch:
     def __init__(self, lengths: list[int], sampling: SamplingParams, vocab_size: int):
         self.lengths, self.sampling, self.vocab_size = lengths, sampling, vocab_size
         self._logits: Tensor | None = None  # of the step whose tokens are not known yet
-        self._full: list[Tensor] = []
-        self._cut: list[Tensor] = []
+        self._noted: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, step: int, ids: Tensor, scores: Tensor) -> Tensor:
         """ids int [n, T], prompts and the tokens so far, right-padded; scores [n, V], returned as the object it is: the
@@ -37,18 +36,13 @@ class Watch:
         at = torch.tensor(self.lengths, device=ids.device)[:, None] + step
         # a row that has ended goes on with an id that is none
         picked = ids.gather(1, at.clamp(max=ids.shape[1] - 1)).long().clamp(0, self.vocab_size - 1)
-        logits = self._logits / (self.sampling.temperature or 1.0)
-        chosen = logits.gather(1, picked)[:, 0]
-        self._full.append(chosen - logits.logsumexp(-1))
-        if self.sampling.truncates:
-            kept = cut_logits(logits, self.sampling)
-            self._cut.append(kept.gather(1, picked)[:, 0] - kept.logsumexp(-1))
+        self._noted.append(picked_logprobs(self._logits, picked[:, 0], self.sampling))
 
     def logprobs(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """float32 [n, steps] twice: of the sampled-from distribution, of the full one. `ids` as at the end."""
-        self._note(ids, len(self._full))
-        full = torch.stack(self._full, dim=1).cpu()
-        return (torch.stack(self._cut, dim=1).cpu() if self._cut else full), full
+        self._note(ids, len(self._noted))
+        full, cut = (torch.stack(column, dim=1).cpu() for column in zip(*self._noted, strict=True))
+        return cut, full
 
 
 class Prescribed(Watch):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aligner.engines.child.serve import Abort
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, BaseWorker, Progress, Row, Settings
-from aligner.engines.native.sampler import cut_logits
+from aligner.engines.native.sampler import picked_logprobs
 from aligner.engines.trtllm.sampling import NO_END_ID, RAW, logprob_source, sampling_arguments
 from aligner.engines.trtllm.torch_api import Version, version_row
 from aligner.errors import ConfigError, EngineError
@@ -199,13 +199,8 @@ class Worker(BaseWorker):
             got = "none" if logits is None else f"{len(logits)}"
             raise EngineError(f"{got} rows of context logits for {len(tokens) - 1} tokens: expected one for each")
         logits = logits[first - 1 :, : self.settings.vocab_size].float()
-        picked = torch.tensor(tokens[first:], device=logits.device)[:, None]
-        logits = logits / (sampling.temperature or 1.0)
-        full = logits.gather(1, picked)[:, 0] - logits.logsumexp(-1)
-        if sampling.temperature == 0:
-            return full.tolist(), full.tolist()
-        kept = cut_logits(logits, sampling)
-        return full.tolist(), (kept.gather(1, picked)[:, 0] - kept.logsumexp(-1)).tolist()
+        full, cut = picked_logprobs(logits, torch.tensor(tokens[first:], device=logits.device), sampling)
+        return full.tolist(), cut.tolist()
 
     def close(self) -> None:
         self.llm.shutdown()

@@ -9,14 +9,11 @@ import torch
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.vllm import VllmConfig
 from aligner.engines.child.buckets import Memory
 from aligner.engines.child.engine import ChildEngine
-from aligner.engines.child.process import interpreter
 from aligner.engines.child.worker import Settings
 from aligner.engines.native.fleet import Replicated
 from aligner.errors import ConfigError
-from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in the child itself
@@ -41,10 +38,6 @@ class VllmEngine(Replicated, ChildEngine):
         super().__init__(model, config, device=device, **more)
         self.tensor_parallel = config.tensor_parallel
 
-    @classmethod
-    def require(cls, config: EngineConfig) -> None:
-        interpreter(config.vllm.python, {}, VllmConfig.section)
-
     def _settings(self, memory: Memory) -> Settings:
         """vLLM wants room for the longest row that it may be asked for: shorter ones are, where its cache is small."""
         fits = (self.config.kv_cache_bytes // (self.block * self.position_bytes) - 1) * self.block - 1
@@ -57,14 +50,3 @@ class VllmEngine(Replicated, ChildEngine):
 
     def _variables(self) -> dict[str, str]:
         return VARIABLES | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-
-    def _generated(
-        self,
-        prompts: TokenLists,
-        seeds: SeedLists,
-        sampling: SamplingParams,
-        progress: Progress | None = None,
-        asked: Any = None,
-    ) -> Generations:
-        """Of this replica, whoever asked."""
-        return ChildEngine.generate(self, prompts, seeds, sampling, progress)

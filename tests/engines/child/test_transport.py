@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import pickle
 import stat
+import subprocess
+import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from aligner.engines.child.buckets import MemoryFile
+import pytest
+import torch
+from torch.multiprocessing import reductions
+
+from aligner.engines.child.buckets import BucketWriter, CudaMemory, MemoryFile
 from aligner.engines.child.process import clean_environment, spawn
+from aligner.errors import EngineError
 
 
 def sockets(pid: int) -> set[str]:
@@ -38,6 +46,57 @@ def test_the_connection_has_no_name_and_the_child_listens_nowhere():
         connection.close()
         child.stop(20)
     assert not child.log.exists()
+
+
+READ = """import pickle, sys
+memory = pickle.loads(bytes.fromhex(sys.argv[1]))
+print(memory.tensor()[:12].tolist())"""
+
+
+def read(memory: MemoryFile | CudaMemory) -> str:
+    """What another process finds there."""
+    command = [sys.executable, "-c", READ, pickle.dumps(memory).hex()]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_another_process_reads_what_was_written():
+    memory = MemoryFile.create(4096)
+    memory.tensor()[:12] = torch.arange(12)
+    assert read(memory) == f"{list(range(12))}\n"
+    memory.close()
+    with pytest.raises(EngineError, match="expected processes of an engine to see each other in /proc"):
+        memory.tensor()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_another_process_reads_a_cuda_buffer():
+    buffer = torch.arange(64, dtype=torch.uint8, device="cuda")
+    assert read(CudaMemory.of(buffer)) == f"{list(range(12))}\n"
+
+
+def test_a_cuda_buffer_is_opened_on_the_childs_first_device(monkeypatch):
+    """torch's own way there and back, but for the four calls that a driver answers: a buffer of the trainer's device 3,
+    which is the first that the child sees."""
+    asked, shared = [], (b"allocation", 64, 0, b"counter", 0, b"event", True)
+    buffer = torch.zeros(64, dtype=torch.uint8)
+    storage = buffer.untyped_storage()
+
+    def opened(cls, *arguments):
+        asked.append(arguments)
+        return storage
+
+    monkeypatch.setattr(reductions, "shared_cache", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "device", torch.device("cuda", 3))
+        patch.setattr(torch.UntypedStorage, "_share_cuda_", lambda self: (3, *shared), raising=False)
+        memory = CudaMemory.of(buffer)
+    told, reductions.shared_cache = pickle.dumps(memory), {}  # another process has opened nothing yet
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", classmethod(opened), raising=False)
+    found = pickle.loads(told).tensor()
+    assert asked == [(0, *shared)]
+    (slots,) = BucketWriter(buffer, torch.float32).buckets([("w", torch.arange(6.0).view(2, 3))])
+    assert found.dtype is torch.uint8 and torch.equal(slots[0].view(found), torch.arange(6.0).view(2, 3))
 
 
 def test_weights_on_their_way_have_no_name():

@@ -271,6 +271,15 @@ class TestInAProcess(ChildEngineContract):
         self.monkeypatch.setenv("FAKE_TRTLLM_CRASH", {"generate": "run", "refit": "reload:2"}[where])
         return make_engine(LLAMA, process=True)
 
+    def test_the_end_of_the_process_in_sleep(self):
+        self.monkeypatch.setenv("FAKE_TRTLLM_CRASH", "release")
+        engine = fill(make_engine(LLAMA, process=True), reference(LLAMA))
+        for call in (engine.sleep, engine.wake, lambda: engine.generate([[1]], [[0]], SamplingParams(1))):
+            with pytest.raises(EngineError, match=rf"(?s)ended by signal 6 in sleep.*{self.last_words}"):
+                call()
+        with pytest.raises(RefitError, match="ended by signal 6 in sleep"):
+            engine.begin_update(2)
+
     def test_a_child_of_a_rank_is_no_rank(self, monkeypatch):
         for name, value in {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMI_RANK": "1"}.items():
             monkeypatch.setenv(name, value)

@@ -28,6 +28,7 @@ pytestmark = [needs_vllm, pytest.mark.slow]
 class TestVllmEngine(EngineContract):
     table = MODELS
     models = ("llama", "gemma3", "qwen3_moe")  # of the others below: each engine takes seconds to make
+    batches = (3,)
     make_engine = staticmethod(make_engine)
 
     def test_a_row_that_can_never_fit_is_refused(self):

@@ -6,10 +6,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import aligner.engines.child.engine as child
 from aligner.config.resolve import compose
+from aligner.config.sections.vllm import VllmConfig
 from aligner.config.validate_model import check_nodes, validate_model
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS
+from aligner.engines.vllm.engine import VllmEngine
 from aligner.engines.vllm.sampling import sampling_arguments
 from aligner.engines.vllm.worker import Worker, import_vllm
 from aligner.errors import ConfigError, LayoutError
@@ -54,6 +58,12 @@ def test_a_replica_stays_within_a_node(width, local, own, across):
         check_nodes(cfg, 2 * local, local)
 
 
+def test_ranks_that_cannot_share_its_heads():
+    cfg = compose(["stage=grpo", "engine=vllm", "engine.tensor_parallel=4"])
+    with pytest.raises(LayoutError, match=r"model.num_kv_heads=2: expected a multiple of engine.tensor_parallel=4"):
+        validate_model(cfg, replace(LLAMA, max_position=4096))
+
+
 def test_models_that_it_does_not_serve():
     cfg = compose(["stage=grpo", "engine=vllm"])
     model = replace(LLAMA, max_position=4096)
@@ -62,6 +72,26 @@ def test_models_that_it_does_not_serve():
         validate_model(cfg, replace(model, family="gemma2"))
     with pytest.raises(ConfigError, match=r"model.head_dim=64: expected hidden_size / num_heads = 32"):
         validate_model(cfg, replace(model, family="qwen2", qkv_bias=True, head_dim=64))
+
+
+@pytest.mark.parametrize(
+    ("seen", "rank", "width", "given"),
+    [("", 1, 1, "1"), ("", 2, 2, "2,3"), ("4,5,6", 1, 2, "5,6"), ("4,5,6", 2, 2, None), ("", 3, 2, None)],
+)
+def test_the_child_sees_the_devices_of_its_ranks(monkeypatch, seen, rank, width, given):
+    """Of a machine with four. The buffer of its weights is on the first of them."""
+    found = {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(child, "spawn", lambda worker, environ, *more: found.update(environ))
+    engine = VllmEngine.__new__(VllmEngine)
+    engine.options, engine._group = VllmConfig(), SimpleNamespace(size=lambda: width)
+    if given is None:
+        with pytest.raises(ConfigError, match=rf"engine.tensor_parallel={width}: expected at most 1"):
+            engine._process(torch.device("cuda", rank), "")
+    else:
+        engine._process(torch.device("cuda", rank), "")
+        assert found["CUDA_VISIBLE_DEVICES"] == given and found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
 class Recorder:
