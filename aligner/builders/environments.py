@@ -43,6 +43,7 @@ def make_turns(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> Tur
         cfg.environment,
         cfg.data.max_prompt_tokens,
         job.environment_scores,
-        isinstance(engine, ServingEngine) and cfg.engine.tensor_parallel == 1 and not cfg.run.deterministic,
+        isinstance(engine, ServingEngine) and cfg.engine.tensor_parallel == 1,
+        cfg.run.deterministic,
         job.timers,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.builders.job import Job, digest, tokenizer_hash
-from aligner.config.derived import response_limit
+from aligner.config.derived import response_limits
 from aligner.config.freeze import environment_code, reward_code
 from aligner.config.identity import definition, reads
 from aligner.engines.native.remote import RemoteEngine
@@ -42,7 +42,7 @@ def make_run(
 ) -> Run:
     """`models` are saved with their optimizers, by these names, and `state` with them."""
     cfg, run_dir = job.cfg, Path(job.cfg.run.dir)
-    alarms = Alarms(response_limit(cfg), cfg.critic.warmup_steps)
+    alarms = Alarms(response_limits(cfg), cfg.critic.warmup_steps)
     checkpoints = Checkpoints(
         run_dir,
         cfg.checkpoint,

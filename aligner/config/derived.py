@@ -22,6 +22,12 @@ def response_limit(cfg: Config) -> int:
     return cfg.environment.max_tokens if cfg.environment.on else cfg.sampling.max_response_tokens
 
 
+def response_limits(cfg: Config) -> dict[str, int]:
+    """What cuts responses, by key: first the limit of all their tokens."""
+    one, env = {"sampling.max_response_tokens": cfg.sampling.max_response_tokens}, cfg.environment
+    return {"environment.max_tokens": env.max_tokens, "environment.max_turns": env.max_turns} | one if env.on else one
+
+
 def evaluation_functions(cfg: Config) -> list[RewardFunctionConfig]:
     """What judges generated answers to the rows of data.eval; empty where none are to be generated."""
     wanted = cfg.eval.generate and cfg.data.eval and STAGES[cfg.stage.name].answers

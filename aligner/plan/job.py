@@ -128,6 +128,7 @@ class Job:
     compares: bool = False  # a student whole distributions: it keeps its teachers' output matrices (`roles/teacher.py`)
     sleeps: bool = True  # the KV cache is given back while others work
     routing: int = 0  # bytes of a token, if the engine's routing is replayed
+    turns: int = 0  # tokens by which prompts of trajectories may grow; 0: samples are answers of one turn
     ptx_rows: int = 0  # `ptx.data` in each of the policy's optimizer steps, over all ranks
     ptx_longest: int = 0  # their limit in tokens
     judges: tuple[Judge, ...] = ()
@@ -197,13 +198,16 @@ class Job:
         token = kv_bytes(shape, engine.element, engine.tensor) + self.routing
         rows, prompts = self.rows.count / self.replicas, self.rows.prompts / self.replicas
         positions = self.rows.longest - 1
-        budget, longest = engine.kv_bytes // token, self.rows.prompt_longest
+        budget, longest = engine.kv_bytes // token, self.rows.prompt_longest + self.turns
         more = ceil(row_bytes(shape) / engine.tensor / token)  # in positions
         each = longest + more
         most = PREFILL_TOKENS * each // longest
         chunk = max(each, min(most, budget // 4, budget - positions - more, each * ceil(prompts)))
-        slots = int(max(1, min(engine.max_batch, ceil(rows), (budget - chunk) // (positions + more))))
-        return slots, engine.kv_bytes if engine.reserved else (slots * (positions + more) + chunk) * token
+        room = int(max(1, min(ceil(rows), (budget - chunk) // (positions + more))))
+        slots = min(engine.max_batch, room)
+        keeps = self.turns and engine.tensor == 1 and not engine.ranks and not more  # rows between their turns
+        held = (room if keeps else slots) * (positions + more) + chunk
+        return slots, engine.kv_bytes if engine.reserved else held * token
 
 
 def grid_of(cfg: Config, gpus: int) -> Grid:
@@ -288,6 +292,7 @@ def job_of(
         compares="teacher" in stage.beside(cfg) and not cfg.algorithm.distill.top_k,
         sleeps=cfg.memory.sleep != "never" and (cfg.engine.child is None or cfg.engine.child.sleep),
         routing=routing_bytes(shape) if cfg.mismatch.replay_routing else 0,
+        turns=cfg.environment.max_tokens - cfg.sampling.max_response_tokens if cfg.environment.on else 0,
         ptx_rows=cfg.ptx.sequences if cfg.ptx.coef else 0,
         ptx_longest=cfg.ptx.data.max_tokens,
         judges=_judges(cfg, shape, rows, engine) if rollout and engine is not None else (),

@@ -13,23 +13,37 @@ from aligner.rollout.play import Play
 @dataclass
 class Turns(Pool):
     """`hear` takes the answer of a play's tools, `say` what the engine has said. A play is open until it has a `stop`;
-    in `asked` as long as its tools work."""
+    in `asked` as long as its tools work.
+
+    `counted`: which play goes on when depends on their numbers alone, never on when an answer comes. As long as half of
+    the open plays are with the engine, or as many as it takes, it goes on with these; then the play that has waited the
+    longest is heard, and waited for where its tools are late."""
 
     ready: list[Play]
     hear: Callable[[Play], None]
     say: Callable[[Play, list[int], list[float], bool], None]
     seed: Callable[[Play], int]
+    counted: bool
     taken: list[tuple[Play, int]] = field(default_factory=list)  # of each row of the engine, play and turn
     asked: list[tuple[int, int] | None] = field(default_factory=list)  # of each row what `finished` is told: its number
-    waiting: list[Play] = field(default_factory=list)
+    waiting: list[Play] = field(default_factory=list)  # for tools, in the order in which they were asked
+
+    in_turns = True
 
     def wants(self, active: int, slots: int) -> bool:
         """Whenever a prompt is there; with nothing else to do, when the first tool has answered."""
+        if self.counted:
+            while self.waiting and self._few(active + len(self.ready), slots):
+                self._hear(self.waiting[:1])
+            return bool(self.ready)
         self._listen()
         while not (active or self.ready) and self.waiting:
             wait([play.asked for play in self.waiting if play.asked is not None], return_when=FIRST_COMPLETED)
             self._listen()
         return bool(self.ready)
+
+    def _few(self, busy: int, slots: int) -> bool:
+        return busy < slots and busy < len(self.waiting)
 
     def take(self) -> list[tuple[tuple[int, ...], list[int]]]:
         found: dict[tuple[int, ...], list[Play]] = {}
@@ -43,16 +57,18 @@ class Turns(Pool):
     def finished(self, number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
         play = self.taken[number][0]
         self.say(play, tokens, logprobs, stopped)
-        if play.asked is not None:
+        if play.open:
             self.waiting.append(play)
 
+    def goes_on(self, row: int) -> bool:
+        return self.taken[row][0].open
+
     def _listen(self) -> None:
-        """In the order in which answers were asked for."""
-        there = [play for play in self.waiting if play.asked is not None and play.asked.done()]
-        self.waiting = [play for play in self.waiting if play not in there]
-        for play in there:
+        self._hear([play for play in self.waiting if play.asked is not None and play.asked.done()])
+
+    def _hear(self, plays: list[Play]) -> None:
+        self.waiting = [play for play in self.waiting if play not in plays]
+        for play in plays:
             self.hear(play)
-            if play.asked is not None:  # its score
-                self.waiting.append(play)
-            elif play.open:
+            if play.open:
                 self.ready.append(play)

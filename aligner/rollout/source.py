@@ -93,6 +93,7 @@ class RolloutSource:
         batch, scores = self._batch(groups)
         if batch.forks is not None:
             metrics |= reduce_metrics(*trajectory_sums(batch.samples), self.ranks)
+            metrics |= reduce_metrics(self.generate.take_sums(), {}, dist.group.WORLD)
             self._check_failures(batch.samples, metrics)
         behind = float(self.weights.version - batch.weight_version)  # 0 without a lag
         metrics |= {"staleness/mean": behind, "staleness/max": behind} | self.requests.stream.metrics()

@@ -50,8 +50,10 @@ class TurnGenerator:
     cfg: EnvironmentConfig
     longest_prompt: int
     scores: bool  # there is a reward to ask the environment for
-    between_steps: bool = False  # turns are admitted when they come, not in rounds: bits then depend on time
+    between_steps: bool = False  # turns are admitted one by one, not in rounds
+    counted: bool = True  # so that no bit depends on when tools answer
     timers: Timers = field(default_factory=Timers)
+    _prompt_tokens: list[int] = field(default_factory=lambda: [0, 0])  # that the engine had kept; in all
 
     def __call__(
         self,
@@ -74,7 +76,14 @@ class TurnGenerator:
 
     def samples(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
         """Of requests that no other rank shares. Collective over the world."""
-        return [self._sample(play, *joined_rows(play)) for play in self._played(requests, sampling)]
+        found = [self._sample(play, *joined_rows(play)) for play in self._played(requests, sampling)]
+        self.take_sums()  # which are of rollouts alone
+        return found
+
+    def take_sums(self) -> Sums:
+        """Since the last call, of this rank's engine; the same names on every rank."""
+        (held, tokens), self._prompt_tokens = self._prompt_tokens, [0, 0]
+        return {"engine/prefix_cache_hit_rate": (float(held), float(tokens))} if self.between_steps else {}
 
     def _played(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Play]:
         with raised_together(DataError):
@@ -100,18 +109,26 @@ class TurnGenerator:
             lambda play: self._hear(play, sampling),
             self._answered,
             self._seed,
+            self.counted,
         )
         with raised_together(EngineError):
             if ready:
                 found = self.engine.serve(turns, turns.asked, turns.finished, sampling)
                 self._fill(turns.taken, found)
+                stats = self.engine.stats
+                self._prompt_tokens[0] += stats.held_tokens
+                self._prompt_tokens[1] += stats.prompt_tokens
+                self._heard(plays, sampling)
 
     def _in_rounds(self, plays: list[Play], sampling: SamplingParams) -> None:
         while int(max_over(torch.tensor(sum(play.open for play in plays)), dist.group.WORLD)):
             self._round([play for play in plays if play.open], sampling)
-            for play in plays:
-                while play.asked is not None:
-                    self._hear(play, sampling)
+            self._heard(plays, sampling)
+
+    def _heard(self, plays: list[Play], sampling: SamplingParams) -> None:
+        for play in plays:
+            while play.asked is not None:
+                self._hear(play, sampling)
 
     def _begun(self, requests: Sequence[Request]) -> list[Play]:
         plays = [

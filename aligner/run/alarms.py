@@ -20,9 +20,9 @@ TEXTS = {
     " optim.lr or batch.epochs, or raise batch.minibatch_samples; a mismatch of engine and trainer looks the same",
     "degenerate": "all groups are degenerate: every sample of a prompt has the same reward, so there is no gradient."
     " The task is too hard or too easy, or the reward function does not tell answers apart",
-    "no_eos": "no response ends in EOS: all are cut by sampling.max_response_tokens={limit}. The limit is too low, or"
+    "no_eos": "no response ends in EOS: all are cut by {cuts}. The limit is too low, or"
     " the model never learned to stop (chat template, stop tokens)",
-    "length": "response/tokens_mean={value:.4g} is at the limit sampling.max_response_tokens={limit}: raise the limit,"
+    "length": "response/tokens_mean={value:.4g} is at the limit {limit}: raise the limit,"
     " or set algorithm.overlong.penalty",
     "equal": "preference/equal_answers={value:.3g}: most pairs have two equal answers, which have no gradient. Look at"
     " how the pairs were made, and at data.max_tokens with data.overlong=truncate",
@@ -38,8 +38,9 @@ TEXTS = {
 class Alarms:
     """`check` once per step, on rank 0, with the step's reduced metrics. A NaN or missing metric raises no alarm."""
 
-    def __init__(self, max_response_tokens: int = 0, critic_warmup_steps: int = 0):
-        self.max_response_tokens, self.critic_warmup_steps = max_response_tokens, critic_warmup_steps
+    def __init__(self, limits: Mapping[str, int] | None = None, critic_warmup_steps: int = 0):
+        """`limits`: what cuts responses, by key; the first one their tokens."""
+        self.limits, self.critic_warmup_steps = limits or {}, critic_warmup_steps
         self._fired: list[str] = []
         self._streaks: dict[str, int] = {}
         self._entropies: list[float] = []  # of the first records
@@ -49,11 +50,12 @@ class Alarms:
     def check(self, metrics: Mapping[str, float | None], step: int) -> list[str]:
         """The alarms that go off now, each at most once in a run (also across resumes, by state_dict)."""
         known = {name: float(v) for name, v in metrics.items() if v is not None and math.isfinite(v)}
-        lines = []
+        limits, lines = [f"{key}={value}" for key, value in self.limits.items()], []
+        texts = {"cuts": " or ".join(limits), "limit": limits[0] if limits else ""}
         for name, values in self._signs(known, step):
             if name not in self._fired:
                 self._fired.append(name)
-                lines.append(f"alarm at step {step}: {TEXTS[name].format(limit=self.max_response_tokens, **values)}")
+                lines.append(f"alarm at step {step}: {TEXTS[name].format(**texts, **values)}")
         return lines
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,10 +100,8 @@ class Alarms:
         sign("degenerate", "reward/degenerate_groups", known.get("reward/degenerate_groups", 0) >= 1)
         no_eos = known.get("response/eos_fraction", 1) <= 0
         sign("no_eos", "response/eos_fraction", no_eos)
-        at_limit = bool(self.max_response_tokens) and (
-            known.get("response/tokens_mean", 0) >= 0.95 * self.max_response_tokens
-        )
-        sign("length", "response/tokens_mean", at_limit)
+        most = next(iter(self.limits.values()), math.inf)
+        sign("length", "response/tokens_mean", known.get("response/tokens_mean", 0) >= 0.95 * most)
         return found + self._hacking(known)
 
     def _hacking(self, known: dict[str, float]) -> list[tuple[str, dict[str, float]]]:

@@ -40,7 +40,7 @@ def test_trajectories_of_one_turn_are_trained_on_as_samples_are(grpo, talker):
     turns = grpo("turns", *more, *own, "environment.weight=0")
     assert stages.same_weights(plain, turns)
     found = {name for _, name, _, _ in stages.differences(plain, turns)}
-    assert all(name.startswith(("stop/", "environment/", "reward/environment")) for name in found)
+    assert all(name.startswith(("stop/", "environment/", "reward/environment", "engine/prefix")) for name in found)
 
 
 def rolled(run):
@@ -80,7 +80,8 @@ def test_a_killed_run_goes_on_with_the_answers_that_it_was_given(grpo, tmp_path,
 
 
 def test_turns_are_admitted_between_decode_steps_and_say_the_same(grpo):
-    """An engine that takes each turn when its tool has answered; in rounds, the same trajectories."""
+    """An engine that takes each turn when its tool has answered, or when it is its turn, and then with the same bits
+    however late tools are; in rounds, the same trajectories."""
     take, running = Turns.take, []
 
     def noted(self):
@@ -88,13 +89,19 @@ def test_turns_are_admitted_between_decode_steps_and_say_the_same(grpo):
         return take(self)
 
     more = [*stages.DICE, "environment.path=tests/assets/environments.py:Clock", "run.steps=1"]
-    rounds = grpo("rounds", *more)
+    with patch("aligner.builders.environments.ServingEngine", int):
+        rounds = grpo("rounds", *more)
+    late, prompt = (grpo(f"{most}", *more, f"+environment.args.most_s={most}") for most in (0.3, 0.0))
+    assert stages.same_weights(late, prompt) and not stages.differences(late, prompt)
     with patch.object(Turns, "take", noted):
         served = grpo("served", *more, "run.deterministic=false")
     assert running[0] == 0 and max(running) > 0  # others were being generated
     same = ("environment/", "stop/", "response/", "reward/")
-    found = [{k: v for k, v in stages.records(run)[0].items() if k.startswith(same)} for run in (rounds, served)]
-    assert found[0] == pytest.approx(found[1]) and found[0]["environment/turns_mean"] > 1.2
+    runs = rounds, prompt, served
+    found = [{k: v for k, v in stages.records(run)[0].items() if k.startswith(same)} for run in runs]
+    assert found[0] == pytest.approx(found[1]) == pytest.approx(found[2]) and found[0]["environment/turns_mean"] > 1.2
+    rates = [stages.records(run)[0].get("engine/prefix_cache_hit_rate") for run in runs]
+    assert rates[0] is None and min(rates[1:]) > 0.2
 
 
 @pytest.mark.slow

@@ -7,6 +7,9 @@ import math
 
 import pytest
 
+from aligner.config.derived import response_limits
+from aligner.config.schema import Config
+from aligner.config.sections.environment import EnvironmentConfig
 from aligner.run.alarms import STREAK, TEXTS, Alarms
 
 HEALTHY = {
@@ -47,7 +50,17 @@ WORDS = {
 
 
 def alarms() -> Alarms:
-    return Alarms(max_response_tokens=64, critic_warmup_steps=2)
+    return Alarms({"sampling.max_response_tokens": 64}, critic_warmup_steps=2)
+
+
+def test_what_cuts_trajectories_is_named():
+    cfg = Config(environment=EnvironmentConfig(tools=["a.py:a"], max_tokens=3000, max_turns=4))
+    ends, length = run(
+        [{"response/eos_fraction": 0.0, "response/tokens_mean": 2900.0}], watch=Alarms(response_limits(cfg))
+    )
+    one = f"sampling.max_response_tokens={cfg.sampling.max_response_tokens}"
+    assert f"all are cut by environment.max_tokens=3000 or environment.max_turns=4 or {one}." in ends
+    assert "response/tokens_mean=2900 is at the limit environment.max_tokens=3000:" in length
 
 
 def run(records, start: int = 1, watch: Alarms | None = None) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,14 +16,22 @@ _SHORT, _SHORT_BF16 = 16, 32
 _PRODUCT_ELEMENTS = 1 << 23  # of the intermediate product; more rows are done in parts
 
 
+class Behind(NamedTuple):
+    """Where the M = P x T tokens of a prefill stand, whose rows' first positions are staged already."""
+
+    rows: Tensor  # int64 [M]
+    positions: Tensor  # int64 [M]
+    seen: Tensor  # bool [P, 1, T, staged positions]: all up to their own
+
+
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """Causal. q [P, T, heads, d], k [P, T, kv_heads, d], v [P, T, kv_heads, e], right-padded -> [P, T, heads * e].
-    `mask` bool [T, T]: what a query sees instead of all keys up to its own.
+    `mask` bool [T, T]: what a query sees instead of all keys up to its own; or [P, 1, T, T'] of other keys.
 
     Right padding needs no mask: a padded key comes after every real query.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    if mask is not None and scores.softcap:
+    if mask is not None and mask.dim() == 2 and scores.softcap:
         mask = mask[None, None]
     return attention(q, k, v, mask, scores).transpose(1, 2).flatten(2)
 

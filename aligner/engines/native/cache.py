@@ -68,6 +68,10 @@ class SlotCache:
             self.memories.stage(prompts)
         return self.staged
 
+    def stage_held(self, prompt: int, slot: int, length: int) -> None:
+        """The first `length` positions of staged prompt `prompt` are those of a slot."""
+        self.staged[:, :, prompt, :, :length].copy_(self.kv[:, :, slot, :, :length])
+
     def admit(self, prompt: int, length: int, first: int, count: int) -> None:
         """Copy the `length` positions of staged prompt `prompt` into slots [first, first + count)."""
         source = self.staged[:, :, prompt : prompt + 1, :, :length]

@@ -4,6 +4,8 @@ step:  decode  logits for every row that is running: slots [0, n)
        admit   waiting prompts are prefilled, each once, and their keys and values copied to their rows' slots
        sample  one token for every row, new and old
        settle  write the tokens down, let finished rows leave, move the last rows into the gaps
+
+In slots that no running row needs lie rows that have ended and may go on (`prefixes.py`).
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ class EngineStats:
 
     steps: int = 0
     prefilled_prompts: int = 0
+    prompt_tokens: int = 0  # of these
+    held_tokens: int = 0  # of those, from rows that were kept: the others were computed
     decoded_rows: int = 0  # rows summed over decode steps: response tokens less one per sample, if none is wasted
 
 
@@ -78,6 +82,8 @@ class NativeEngine:
         if config.cuda_graphs and self.device.type != "cuda":
             raise ConfigError("engine.cuda_graphs", True, f"false on device {self.device.type}")
         self.graphs = DecodeGraphs(self.model, CudaRecorder()) if config.cuda_graphs else None
+        # what a recurrent state has been, and how a token was routed, is not kept
+        self.keeps_rows = memories is None and self.routes is None
         self.stats = EngineStats()
         self.finished: Finished | None = None  # see `TellingEngine`
         self._ledger = UpdateLedger(self.model.shapes)
@@ -196,18 +202,16 @@ class NativeEngine:
         batch = Batch(plan, sampling, self.device, routes)  # its output tensors must not be inference tensors
         with torch.inference_mode():
             budget = self.config.kv_cache_bytes * self.cache.token_bytes // token_bytes
-            self.cache.resize(plan.slots, plan.positions, plan.chunk_tokens, budget, plan.chunk_prompts)
+            self.cache.resize(plan.prefixes.slots, plan.positions, plan.chunk_tokens, budget, plan.chunk_prompts)
             if routes is not None:
                 routes.resize(plan.slots, plan.positions)
             while self._goes_on(plan, batch):
                 before = batch.finished
-                self.step(plan, batch, sampling)
-                if progress and batch.finished != before:
-                    progress(batch.finished, plan.rows)
-                if self.finished is not None and batch.finished != before:
-                    for row, *told in batch.ended():
-                        if (whose := asked[row]) is not None:
-                            self.finished(*whose, *told)
+                moves = self.step(plan, batch, sampling)
+                if batch.finished != before:
+                    if progress:
+                        progress(batch.finished, plan.rows)
+                    self._leave(plan, batch, asked, moves)
         return batch.result(self.weight_version)
 
     def _goes_on(self, plan: Plan, batch: Batch) -> bool:
@@ -216,8 +220,8 @@ class NativeEngine:
             batch.make_room(plan.rows)
         return batch.finished < plan.rows
 
-    def step(self, plan: Plan, batch: Batch, sampling: SamplingParams) -> None:
-        """One token for every running row; see the top of this file."""
+    def step(self, plan: Plan, batch: Batch, sampling: SamplingParams) -> list[tuple[int, int]]:
+        """One token for every running row; see the top of this file. Returns which slots are to move, (from, to)."""
         running, logits = batch.active, []
         if running:
             asked = *batch.inputs(running), self.cache, batch.longest(running)
@@ -227,11 +231,31 @@ class NativeEngine:
         logits += self._admit(plan, batch)  # not before: graphs write to free slots
         batch.sample(logits[0] if len(logits) == 1 else torch.cat(logits), sampling)
         self.stats.steps += 1
-        stopped = self._stop_strings(batch, sampling)
-        for source, target in batch.settle(stopped):
-            self.cache.move(source, target, batch.longest(batch.active))
+        return batch.settle(self._stop_strings(batch, sampling))
+
+    def _leave(
+        self, plan: Plan, batch: Batch, asked: Sequence[tuple[int, int] | None], moves: list[tuple[int, int]]
+    ) -> None:
+        """Tell of rows that have ended. Those that may go on change places with what moves into their slots."""
+        length, gaps = batch.longest(batch.active), dict(moves)
+        for row, slot, *told in batch.ended() if self.finished is not None else ():
+            if (whose := asked[row]) is not None:
+                self.finished(*whose, *told)
+            if self._keeps(plan) and plan.pool.goes_on(row):
+                length = max(length, plan.prefixes.keep(row, told[0], slot))
+                moves += [(gaps[slot], slot)] if slot in gaps else []
+        self._move(moves, length)
+
+    def _keeps(self, plan: Plan) -> bool:
+        return plan.pool is not None and plan.pool.in_turns and self.keeps_rows
+
+    def _move(self, moves: list[tuple[int, int]], length: int) -> None:
+        """The first `length` positions of slots, (from, to) each."""
+        if moves:
+            source, target = torch.tensor(moves, device=self.device).unbind(1)
+            self.cache.move(source, target, length)
             if self.routes is not None:
-                self.routes.move(source, target, batch.longest(batch.active))
+                self.routes.move(source, target, length)
 
     def _admit(self, plan: Plan, batch: Batch) -> list[Tensor]:
         """Give free slots to waiting rows; float32 logits [new rows, V] of their first tokens, in slot order."""
@@ -242,24 +266,40 @@ class NativeEngine:
             taken = []
             while plan.staged and batch.active < plan.slots:
                 prompt, first, count = plan.take(plan.slots - batch.active)
+                self._move(plan.prefixes.make_way(batch.active + count), plan.prefixes.longest)
                 self.cache.admit(prompt.staged_at, prompt.length, batch.active, count)
                 if self.routes is not None:
                     self.routes.admit(prompt.staged_at, prompt.length, batch.active, count)
-                batch.add(prompt, first, count)
+                rows = batch.add(prompt, first, count)
+                if self._keeps(plan):
+                    plan.prefixes.given |= dict.fromkeys(rows, tuple(prompt.tokens))
                 taken += [prompt.staged_at] * count
             logits.append(self._staged_logits[torch.tensor(taken, device=self.device)])
         return logits
 
     def _prefill(self, plan: Plan, chunk: list) -> None:
+        """All of its prompts; or, where they begin with rows that were kept, as many tokens of each as one of them
+        needs, so that none is padded."""
         width = chunk[0].length  # longest first
-        padded = [list(p.tokens) + [self.pad_id] * (width - p.length) for p in chunk]
+        new = max(p.length - (p.held.length if p.held else 0) for p in chunk)
+        held = [max(0, p.length - new) for p in chunk]
+        padded = [[*p.tokens[n:], *[self.pad_id] * (new - p.length + n)] for p, n in zip(chunk, held, strict=True)]
         tokens = torch.tensor(padded, device=self.device)
         routes = None if self.routes is None else self.routes.stage(len(chunk), width)
-        last = torch.tensor([p.length - 1 for p in chunk], device=self.device)
+        last = torch.tensor([p.length - n - 1 for p, n in zip(chunk, held, strict=True)], device=self.device)
         staged = self.cache.stage(len(chunk), width)
-        hidden = self.model.prefill(tokens, staged, routes, self.cache.memories, last + 1)
+        for p, n in zip(chunk, held, strict=True):
+            if n:
+                self.cache.stage_held(p.staged_at, plan.prefixes.slot(p.held.row), n)
+        for p in chunk:
+            if p.held:
+                plan.prefixes.used(p.held)
+        behind = torch.tensor(held, device=self.device) if any(held) else None
+        hidden = self.model.prefill(tokens, staged, routes, self.cache.memories, last + 1, behind)
         self._staged_logits = self.model.logits(hidden[torch.arange(len(chunk), device=self.device), last])
         self.stats.prefilled_prompts += len(chunk)
+        self.stats.prompt_tokens += sum(p.length for p in chunk)
+        self.stats.held_tokens += sum(held)
 
     def _stop_strings(self, batch: Batch, sampling: SamplingParams) -> Tensor | None:
         """bool [active]: the text of the last tokens holds a stop string. Python over rows, so only where asked for.

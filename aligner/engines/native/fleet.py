@@ -21,7 +21,7 @@ from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import Finished, require_finite
-from aligner.engines.native.engine import NativeEngine
+from aligner.engines.native.engine import EngineStats, NativeEngine
 from aligner.engines.native.schedule import Pool
 from aligner.errors import EngineError
 from aligner.ops.packing.balance import balance, row_costs
@@ -239,6 +239,8 @@ class Replicated:
 @runtime_checkable
 class ServingEngine(Protocol):
     """An engine that takes prompts while it generates."""
+
+    stats: EngineStats  # of the last generation
 
     def serve(
         self, pool: Pool, asked: list[tuple[int, int] | None], finished: Finished, sampling: SamplingParams

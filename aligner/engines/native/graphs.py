@@ -82,7 +82,8 @@ class DecodeGraphs:
         n, rows = len(tokens), rounded_rows(len(tokens), slots)
         self._inputs[0, :n].copy_(tokens)
         self._inputs[1, :n].copy_(positions)
-        self._inputs[:, n:rows] = 0  # token 0 at position 0 of a free slot
+        self._inputs[0, n:rows] = 0
+        self._inputs[1, n:rows] = capacity - 1  # of a slot that nobody runs in: no row that goes on reaches so far
         reach = min(capacity, -(-longest // REACH) * REACH)
 
         def step() -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.native.attention import prefill_attention, rotate
+from aligner.engines.native.attention import Behind, prefill_attention, rotate
 from aligner.models.rope import LATENT_EPS, score_scale
 from aligner.ops.kernels.scored_attention import Scores
 
@@ -49,19 +49,25 @@ class LatentHeads:
             found |= {"q_a_proj": self.query_down, "q_a_layernorm": self.query_norm, "q_b_proj": self.query_up}
         return {f"model.layers.{layer}.self_attn.{name}.weight": buffer[layer] for name, buffer in found.items()}
 
-    def prefill(self, layer: int, y: Tensor, rope: Tensor, rows: int, staged: Tensor | None) -> Tensor:
-        """y [rows * T, hidden] of whole rows -> [rows * T, heads * value_dim]; what is kept goes to `staged` [rows, T,
-        width] if given."""
+    def prefill(
+        self, layer: int, y: Tensor, rope: Tensor, rows: int, staged: Tensor | None, behind: Behind | None
+    ) -> Tensor:
+        """y [rows * T, hidden] -> [rows * T, heads * value_dim]; what is kept goes to `staged` [rows, T, width] if
+        given. Of whole rows, or `behind` what is staged already."""
         latent, (plain, rotated) = self.shape, self._queries(layer, y, rope)
         kept = self._kept(layer, y, rope)
-        if staged is not None:
+        if behind is not None:
+            staged[behind.rows, behind.positions] = kept
+            kept = staged.flatten(0, 1)
+        elif staged is not None:
             staged.copy_(kept.view(rows, -1, self.width))
         c, shared = kept.split([latent.kv_rank, latent.rotary_dim], 1)
-        both = F.linear(c, self.up[layer]).view(len(y), self.heads, -1)
+        both = F.linear(c, self.up[layer]).view(len(kept), self.heads, -1)
         key, value = both.split([latent.plain_dim, latent.value_dim], 2)
         key = torch.cat([key, shared[:, None].expand(-1, self.heads, -1)], 2)
         q, k, v = (x.unflatten(0, (rows, -1)) for x in (torch.cat([plain, rotated], 2), key, value))
-        return prefill_attention(q, k, v, None, Scores(self.scale)).flatten(0, 1)
+        seen = None if behind is None else behind.seen
+        return prefill_attention(q, k, v, seen, Scores(self.scale)).flatten(0, 1)
 
     def absorbed(self, layer: int, y: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """y [n, hidden] -> queries of what is kept [n, heads, width], and what to keep [n, width]."""

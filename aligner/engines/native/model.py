@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.families import TRAITS
-from aligner.engines.native.attention import decode_attention, prefill_attention, rotate
+from aligner.engines.native.attention import Behind, decode_attention, prefill_attention, rotate
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.latent import LatentHeads
 from aligner.engines.native.linear import LinearLayers, Memories
@@ -286,16 +286,27 @@ class NativeModel:
         routes: Tensor | None = None,
         memories: Memories | None = None,
         lengths: Tensor | None = None,
+        held: Tensor | None = None,
     ) -> Tensor:
         """tokens int64 [P, T] right-padded -> normalised hidden states [P, T, hidden].
 
         Keys and values go to staged [layer, plane, P, kv_head, T, d] if given, each token's experts to routes [P, T,
         layer, top_k]; what linear layers remember behind the `lengths` int64 [P] of the rows to the staged `memories`.
+        With `held` int64 [P] (not for linear layers) the tokens are those behind so many, which are staged already.
         """
         rows, length = tokens.shape
-        positions = torch.arange(length, device=self.device).repeat(rows)
-        near = self._near(positions[:length], length)
-        rope = self.rotations(positions, length)
+        positions, reach = torch.arange(length, device=self.device).repeat(rows), length
+        behind = None
+        if held is not None:
+            reach = staged.shape[-2]
+            positions += held.repeat_interleave(length)
+            seen = torch.arange(reach, device=self.device) <= positions[:, None]
+            which = torch.arange(rows, device=self.device).repeat_interleave(length)
+            behind = Behind(which, positions, seen.view(rows, 1, length, reach))
+        causal = None if behind is None else behind.seen
+        near = self._near(positions[:length] if causal is None else positions, reach)
+        near = near if causal is None or near is None else near.view_as(causal)
+        rope = self.rotations(positions, reach)
         real = None if lengths is None else positions[:length] < lengths[:, None]
 
         def attend(layer: int, y: Tensor) -> Tensor:
@@ -303,13 +314,17 @@ class NativeModel:
                 return self.linear.prefill(layer, y.view(rows, length, -1), real, memories)
             if self.latent is not None:
                 kept = None if staged is None else staged[layer, 0, :, 0]
-                return self.latent.prefill(layer, y, rope[0], rows, kept)
+                return self.latent.prefill(layer, y, rope[0], rows, kept, behind)
             heads, place = self._heads(layer, y, rope).view(rows, length, -1, self.head_dim), self.attends[layer]
             q, k, v, gates = self._parts(heads)
-            if staged is not None:
+            if behind is not None:
+                for part, new in zip(staged[place], (k, v), strict=True):
+                    part[behind.rows, :, behind.positions] = new.flatten(0, 1)
+                k, v = staged[place].transpose(2, 3)
+            elif staged is not None:
                 staged[place, 0].copy_(k.transpose(1, 2))
                 staged[place, 1].copy_(v.transpose(1, 2))
-            seen = near if self.local[layer] else None
+            seen = near if self.local[layer] and near is not None else causal
             out = prefill_attention(q, k, v, seen, self._scores(place))
             return _gated(out, gates).flatten(0, 1)
 

@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from aligner.config.sections.engine import EngineConfig
+from aligner.engines.native.prefixes import Prefix, Prefixes
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.sampler import sample
 from aligner.errors import ConfigError
@@ -30,6 +32,7 @@ class Waiting:
     first_row: int  # its first row of the output
     started: int = 0  # samples that have had a slot
     staged_at: int = 0  # where its keys and values wait
+    held: Prefix | None = None  # of a row that was kept
 
     @property
     def length(self) -> int:
@@ -39,6 +42,8 @@ class Waiting:
 @dataclass
 class Pool(ABC):
     """Where further prompts come from while a generation runs; see `fleet.Queues`."""
+
+    in_turns = False  # prompts may begin with what rows before them were given and have said: those are kept
 
     longest: int  # of its prompts, in tokens
     prompts: int  # about as many will be taken
@@ -52,16 +57,21 @@ class Pool(ABC):
     def take(self) -> list[tuple[Sequence[int], Sequence[int]]] | None:
         """Prompts with the seeds of their samples; None if there will never be more."""
 
+    def goes_on(self, row: int) -> bool:
+        """Whether a row that has just ended, by its number among those taken, may be the beginning of a prompt."""
+        return self.in_turns
+
 
 @dataclass
 class Plan:
     rows: int  # samples in all
-    slots: int
+    slots: int  # of rows that run
     row_tokens: int  # of a prompt and its response at most
     positions: int  # of a slot: the last token is never fed back
     chunk_tokens: int
     waiting: deque[Waiting]  # longest first: a chunk has little padding, and long rows do not come last
     staged: deque[Waiting]
+    prefixes: Prefixes  # in slots of the cache that no row runs in
     pool: Pool | None = None
     chunk_prompts: int = 1 << 62  # at most in a chunk, beside its tokens
 
@@ -86,10 +96,17 @@ class Plan:
         return bool(free and (self.staged or self.waiting)) and (active == 0 or free * 8 >= self.slots)
 
     def next_chunk(self) -> list[Waiting]:
-        """The next prompts to prefill together; they become the staged ones."""
+        """The next prompts to prefill together, either all with a prefix that was kept or all without one; they become
+        the staged ones."""
         width = self.waiting[0].length
         most = min(len(self.waiting), self.chunk_prompts, max(1, self.chunk_tokens // width))
-        chunk = [self.waiting.popleft() for _ in range(most)]
+        chunk, others = [], []
+        while self.waiting and len(chunk) < most:
+            prompt = self.waiting.popleft()
+            prompt.held = self.prefixes.find(prompt.tokens)
+            like = not chunk or (prompt.held is None) == (chunk[0].held is None)
+            (chunk if like else others).append(prompt)
+        self.waiting.extendleft(reversed(others))
         for i, prompt in enumerate(chunk):
             prompt.staged_at = i
         self.staged.extend(chunk)
@@ -136,11 +153,13 @@ def plan_generation(
     row, positions = positions + 1, min(-(-positions // unit) * unit, budget - longest - 2 * more)
     each = longest + more  # of a prompt, padded
     chunk = max(each, min(_PREFILL_TOKENS * each // longest, budget // 4, budget - positions - more, each * count))
-    slots = max(1, min(config.max_batch, expected, (budget - chunk) // (positions + more)))
+    room = max(1, min(expected, (budget - chunk) // (positions + more)))
+    slots = min(config.max_batch, room)
+    prefixes = Prefixes(room if pool is not None and pool.in_turns and not more else slots)
     if not more:
-        return Plan(rows, slots, row, positions, chunk, waiting, deque(), pool)
+        return Plan(rows, slots, row, positions, chunk, waiting, deque(), prefixes, pool)
     prompts = chunk // each
-    return Plan(rows, slots, row, positions, prompts * longest, waiting, deque(), pool, prompts)
+    return Plan(rows, slots, row, positions, prompts * longest, waiting, deque(), prefixes, pool, prompts)
 
 
 def _queue(prompts: TokenLists, seeds: SeedLists, first_row: int = 0) -> tuple[deque[Waiting], int]:
@@ -151,6 +170,14 @@ def _queue(prompts: TokenLists, seeds: SeedLists, first_row: int = 0) -> tuple[d
         waiting.append(Waiting(tokens, [signed64(int(s)) for s in own], first_row + rows))
         rows += len(own)
     return deque(sorted((w for w in waiting if w.seeds), key=lambda w: -w.length)), rows
+
+
+class Ended(NamedTuple):
+    row: int
+    slot: int  # where it lies if it changes places with what moves into its slot
+    tokens: list[int]
+    logprobs: list[float]  # of these
+    stopped: bool  # by itself
 
 
 class Batch:
@@ -171,11 +198,13 @@ class Batch:
         self._reasons = torch.full_like(self._lengths, LENGTH)
         self._broken = torch.zeros(0, dtype=torch.bool, device=device)  # of the active rows: the last logits are NaN
         self._ended = self._lengths[:0]  # rows that left in the last `settle`
+        self._ended_at: list[int] = []  # their slots, if what moves there changes places with them
         self._routes = routes
         self._routing: list[tuple[Tensor, Tensor]] = []  # (rows that have ended, theirs), on the CPU
 
-    def add(self, prompt: Waiting, first: int, count: int) -> None:
-        """Samples [first, first + count) of the prompt take the next slots; their first token is sampled next."""
+    def add(self, prompt: Waiting, first: int, count: int) -> range:
+        """Samples [first, first + count) of the prompt take the next slots; their first token is sampled next. Returns
+        their rows."""
         new = slice(self.active, self.active + count)
         row = prompt.first_row + first
         seeds = prompt.seeds[first : first + count]
@@ -184,6 +213,7 @@ class Batch:
         self.state[COUNT, new] = 0
         self._positions[new] = prompt.length - 1
         self.active += count
+        return range(row, row + count)
 
     def make_room(self, rows: int) -> None:
         """Output for `rows` samples in all."""
@@ -225,8 +255,8 @@ class Batch:
         for tokens, count in zip(self._tokens[rows].tolist(), counts, strict=True):
             yield tokens[max(0, count - width) : count]
 
-    def settle(self, stopped: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-        """Finished rows leave; the last active rows move into their slots. Returns [(from, to)], or [] if none moves.
+    def settle(self, stopped: Tensor | None) -> list[tuple[int, int]]:
+        """Finished rows leave; the last active rows move into their slots. Returns these (from, to).
 
         Copying the flags to the host is the step's one synchronisation with the device: how many rows remain decides
         the shapes of the next step, and whether there is one.
@@ -243,7 +273,7 @@ class Batch:
         flags = done.cpu()
         left = self.active - int(flags.sum())
         if left == self.active:
-            self._ended = self._ended[:0]
+            self._ended, self._ended_at = self._ended[:0], []
             return []
         slots = flags.nonzero().squeeze(1)
         self._ended = state[ROW, slots.to(state.device)]  # `done` as index would synchronise again
@@ -253,20 +283,22 @@ class Batch:
         gaps = flags[:left].nonzero().squeeze(1)
         movers = (~flags[left:]).nonzero().squeeze(1) + left
         self.active = left
-        if not len(gaps):
-            return []
-        self._positions[gaps] = self._positions[movers]
-        gaps, movers = gaps.to(self.state.device), movers.to(self.state.device)
-        self.state[:, gaps] = self.state[:, movers]
-        return [(movers, gaps)]
+        moves = list(zip(movers.tolist(), gaps.tolist(), strict=True))
+        self._ended_at = [source for source, _ in moves] + slots[len(moves) :].tolist()
+        if moves:
+            self._positions[gaps] = self._positions[movers]
+            gaps, movers = gaps.to(self.state.device), movers.to(self.state.device)
+            self.state[:, gaps] = self.state[:, movers]
+        return moves
 
-    def ended(self) -> Iterator[tuple[int, list[int], list[float], bool]]:
-        """(row, tokens, logprobs, whether it stopped by itself) of the rows that left in the last `settle`, on the
-        host."""
-        columns = self._ended, self._tokens, self._logprobs, self._lengths, self._reasons
-        rows, *told = (column.tolist() for column in (columns[0], *(c[self._ended] for c in columns[1:])))
-        for row, tokens, logprobs, length, reason in zip(rows, *told, strict=True):
-            yield row, tokens[:length], logprobs[:length], reason == STOP
+    def ended(self) -> Iterator[Ended]:
+        """The rows that left in the last `settle`, on the host."""
+        columns = self._tokens, self._logprobs, self._lengths, self._reasons
+        told = (column[self._ended].tolist() for column in columns)
+        for row, slot, tokens, logprobs, length, reason in zip(
+            self._ended.tolist(), self._ended_at, *told, strict=True
+        ):
+            yield Ended(row, slot, tokens[:length], logprobs[:length], reason == STOP)
 
     def result(self, version: int) -> Generations:
         """CPU tensors, rows cut to the longest response."""

@@ -1,0 +1,107 @@
+"""Rows that have ended and may go on: their keys and values stay in free slots of the cache as long as no row that runs
+needs these, and a prompt that begins with them is prefilled from there on.
+
+Found by content, a block of tokens at a time. What is kept and what is forgotten depends on slots alone, the oldest
+first: never on time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+BLOCK = 16  # tokens
+
+
+class Prefix(NamedTuple):
+    """The first `length` tokens of a prompt are those of `row`."""
+
+    row: int
+    length: int
+
+
+class Held(NamedTuple):
+    tokens: tuple[int, ...]  # that were fed
+    slot: int
+
+
+@dataclass
+class Prefixes:
+    slots: int
+    given: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the prompts of running rows
+    _rows: dict[int, Held] = field(default_factory=dict)  # the oldest first
+    _blocks: dict[int, list[int]] = field(default_factory=dict)  # hash of the first blocks -> rows that have them
+
+    def slot(self, row: int) -> int:
+        return self._rows[row].slot
+
+    @property
+    def longest(self) -> int:
+        return max((len(held.tokens) for held in self._rows.values()), default=0)
+
+    def keep(self, row: int, said: Sequence[int], slot: int) -> int:
+        """What the row was given and has `said` lies in this slot, but for its last token, which was never fed. Returns
+        how many tokens these are."""
+        held = Held((*self.given.pop(row), *said[:-1]), slot)
+        self._rows[row] = held
+        for block in _blocks(held.tokens):
+            self._blocks.setdefault(block, []).append(row)
+        return len(held.tokens)
+
+    def find(self, tokens: Sequence[int]) -> Prefix | None:
+        """The longest, which leaves at least a token, if it is at least half of the prompt: otherwise it would save
+        little, and chunks of prompts with and without one have other shapes."""
+        if not self._rows:
+            return None
+        prompt, length, rows = tuple(tokens[:-1]), 0, []
+        for block in _blocks(prompt):
+            if block not in self._blocks:
+                break
+            length, rows = length + BLOCK, self._blocks[block]
+        found = [Prefix(row, _common(self._rows[row].tokens, prompt, length)) for row in rows]
+        best = max(found, key=lambda prefix: prefix.length, default=Prefix(0, 0))
+        return best if 2 * best.length >= len(tokens) else None
+
+    def used(self, prefix: Prefix) -> None:
+        """A row that another one goes on with is not needed any more."""
+        if prefix.row in self._rows and len(self._rows[prefix.row].tokens) == prefix.length:
+            self._forget(prefix.row)
+
+    def make_way(self, stop: int) -> list[tuple[int, int]]:
+        """Rows run in slots [0, stop) from now on: what is kept there leaves for others, (from, to) each; where there
+        are none the oldest are forgotten."""
+        while len(self._rows) > self.slots - stop:
+            self._forget(next(iter(self._rows)))
+        free = set(range(stop, self.slots)) - {held.slot for held in self._rows.values()}
+        moves = []
+        for row, held in self._rows.items():
+            if held.slot < stop:
+                target = min(free)
+                free.remove(target)
+                moves.append((held.slot, target))
+                self._rows[row] = held._replace(slot=target)
+        return moves
+
+    def _forget(self, row: int) -> None:
+        for block in _blocks(self._rows.pop(row).tokens):
+            self._blocks[block].remove(row)
+            if not self._blocks[block]:
+                del self._blocks[block]
+
+
+def _blocks(tokens: tuple[int, ...]) -> list[int]:
+    """Of each whole block a hash of it and of all before it."""
+    found = [0]
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        found.append(hash((found[-1], tokens[start : start + BLOCK])))
+    return found[1:]
+
+
+def _common(held: tuple[int, ...], prompt: tuple[int, ...], length: int) -> int:
+    """How many of the first tokens are the same, where hashes say that `length` are."""
+    if held[:length] != prompt[:length]:
+        return 0
+    while length < min(len(held), len(prompt)) and held[length] == prompt[length]:
+        length += 1
+    return length

@@ -1,0 +1,86 @@
+"""When trajectories go on: between the steps of an engine that is played here, with tools that answer in any order."""
+
+import random
+import threading
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from aligner.rollout.serving import Turns
+
+SLOTS, TURNS = 4, 3
+
+
+class Engine:
+    """Each turn takes as many steps as its play and number say; at most SLOTS plays at a time."""
+
+    def __init__(self, plays, counted, answer):
+        self.answer, self.told, self.steps = answer, [], 0
+        self.turns = Turns(1, plays, plays, [], self.hear, self.say, lambda play: play.number, counted)
+        for number in range(plays):
+            given = SimpleNamespace(tokens=(number,))
+            self.turns.ready.append(SimpleNamespace(number=number, turns=[], open=True, asked=None, given=given))
+
+    def say(self, play, tokens, logprobs, stopped):
+        play.turns.append(tokens)
+        play.open = len(play.turns) < TURNS
+        play.asked = Future()
+        self.answer(play)
+
+    def hear(self, play):
+        play.asked = play.asked.result()
+
+    def __call__(self):
+        waiting, running = [], {}
+        while True:
+            while self.turns.wants(len(waiting) + len(running), SLOTS):
+                row = len(self.turns.taken)
+                taken = self.turns.take()
+                waiting += range(row, row + sum(len(seeds) for _, seeds in taken))
+            while waiting and len(running) < SLOTS:
+                row = waiting.pop(0)
+                play, turn = self.turns.taken[row]
+                running[row] = 1 + (7 * play.number + 3 * turn) % 5
+                self.told.append((self.steps, play.number, turn))
+            if not running:
+                return self.told
+            self.steps += 1
+            running = {row: left - 1 for row, left in running.items()}
+            for row in [row for row, left in running.items() if not left]:
+                del running[row]
+                self.turns.finished(row, 0, [0], [0.0], True)
+                assert self.turns.goes_on(row) == self.turns.taken[row][0].open
+
+
+def late(play):
+    threading.Timer(0.02 * random.random(), play.asked.set_result, (None,)).start()
+
+
+@pytest.mark.parametrize("plays", [1, 3, 4, 11])
+def test_who_goes_on_when_does_not_depend_on_when_tools_answer(plays):
+    told = [Engine(plays, True, answer)() for answer in (late, late, lambda play: play.asked.set_result(None))]
+    assert told[0] == told[1] == told[2]
+    assert sorted(entry[1:] for entry in told[0]) == [(i, k) for i in range(plays) for k in range(TURNS)]
+
+
+def test_nobody_waits_for_a_late_tool_while_others_are_there():
+    """One tool that answers when all others have ended: counted, when half of the plays have come to wait for it."""
+
+    def answer(play):
+        if (play.number, len(play.turns)) != (0, 1):
+            play.asked.set_result(None)
+
+    engine = Engine(6, False, answer)
+    threading.Thread(target=engine, daemon=True).start()
+    until = time.monotonic() + 20
+    while len(engine.told) < 5 * TURNS + 1 and time.monotonic() < until:
+        time.sleep(0.005)
+    assert {entry[1] for entry in engine.told} == set(range(6)) and len(engine.told) == 5 * TURNS + 1
+    engine.turns.taken[0][0].asked.set_result(None)
+    engine = Engine(6, True, answer)
+    threading.Thread(target=engine, daemon=True).start()
+    time.sleep(0.1)
+    assert len(engine.turns.waiting) > 1 and len(engine.told) < 5 * TURNS + 1
+    engine.turns.taken[0][0].asked.set_result(None)
