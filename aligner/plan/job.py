@@ -196,7 +196,8 @@ class Job:
         engine, shape = self.engine, self.policy.shape
         assert engine is not None
         token = kv_bytes(shape, engine.element, engine.tensor) + self.routing
-        rows, prompts = self.rows.count / self.replicas, self.rows.prompts / self.replicas
+        rows = self.rows.count / self.replicas
+        prompts = rows if self.turns else self.rows.prompts / self.replicas  # trajectories go on with others
         positions = self.rows.longest - 1
         budget, longest = engine.kv_bytes // token, self.rows.prompt_longest + self.turns
         more = ceil(row_bytes(shape) / engine.tensor / token)  # in positions

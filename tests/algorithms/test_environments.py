@@ -99,7 +99,7 @@ def test_turns_are_admitted_between_decode_steps_and_say_the_same(grpo):
     same = ("environment/", "stop/", "response/", "reward/")
     runs = rounds, prompt, served
     found = [{k: v for k, v in stages.records(run)[0].items() if k.startswith(same)} for run in runs]
-    assert found[0] == pytest.approx(found[1]) == pytest.approx(found[2]) and found[0]["environment/turns_mean"] > 1.2
+    assert all(found[0] == pytest.approx(other) for other in found[1:]) and found[0]["environment/turns_mean"] > 1.2
     rates = [stages.records(run)[0].get("engine/prefix_cache_hit_rate") for run in runs]
     assert rates[0] is None and min(rates[1:]) > 0.2
 

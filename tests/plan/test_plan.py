@@ -144,6 +144,24 @@ def test_the_kv_cache_is_cut_as_the_engine_cuts_it():
         assert slots == plan.slots and held == (plan.slots * plan.positions + plan.chunk_tokens) * token <= budget
 
 
+@pytest.mark.parametrize("budget, most", [(1 << 30, 512), (1 << 36, 24)])
+def test_what_is_kept_of_trajectories_is_planned(budget, most):
+    from aligner.config.sections.engine import EngineConfig
+    from aligner.engines.native.schedule import plan_generation
+    from aligner.plan.shapes import kv_bytes
+    from aligner.rollout.serving import Turns
+    from aligner.types import SamplingParams
+
+    model = shape("qwen3_0.6b")
+    job = grpo(model, Grid(data=8), Engine(kv_bytes=float(budget), max_batch=most), turns=2048 - 300)
+    pool = Turns(256 + 2048 - 300, 128, 128, [], None, None, None, True)
+    config, token = EngineConfig(kv_cache_bytes=budget, max_batch=most), kv_bytes(model, 2)
+    plan = plan_generation([], [], SamplingParams(300), config, token, pool)
+    slots, held = job.slots()
+    assert slots == plan.slots and held == (plan.prefixes.slots * plan.positions + plan.chunk_tokens) * token <= budget
+    assert plan.prefixes.slots == 128 if budget > 1 << 30 else plan.slots
+
+
 def test_what_nobody_reads_costs_nothing():
     """As many tokens of which fewer are responses: fewer logits, and less of the last layer where it is narrowed."""
     model = shape("llama3_8b")
