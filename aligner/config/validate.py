@@ -231,8 +231,9 @@ def _environment(cfg: Config) -> None:
     if not env.on:
         return
     where = ("environment.path", env.path) if env.path else ("environment.tools", env.tools)
-    if cfg.stage.name != "grpo":
-        raise ConfigError(*where, f"empty for stage {cfg.stage.name}: grpo has trajectories")
+    if "environment" not in STAGES[cfg.stage.name].reads:
+        able = " and ".join(sorted(name for name, stage in STAGES.items() if "environment" in stage.reads))
+        raise ConfigError(*where, f"empty for stage {cfg.stage.name}: {able} have trajectories")
     least = cfg.sampling.max_response_tokens
     if env.max_tokens < least:
         expected = f"at least sampling.max_response_tokens={least}: a first answer has to fit"

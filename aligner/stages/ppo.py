@@ -20,6 +20,7 @@ from aligner.builders.job import Job
 from aligner.builders.models import make_critic, make_policy, make_reference, make_reward_model, optimizer_steps
 from aligner.builders.rollouts import make_rollouts
 from aligner.builders.runs import finish, make_run, saved_first
+from aligner.config.derived import response_limit
 from aligner.config.schema import Config
 from aligner.ops.rl.aggregate import aggregate, denominator
 from aligner.ops.rl.value_loss import clipped_value_loss
@@ -59,7 +60,7 @@ def ppo(
     cfg: Config,
 ) -> None:
     group, samples = policy.model.layout.pgs.dp, cfg.batch.prompts * cfg.batch.group
-    limit = cfg.sampling.max_response_tokens
+    limit = response_limit(cfg)
     checks = FirstStepChecks(cfg.debug.first_step_checks)
     balancer = Balancer(policy.model.cfg, group, cfg.batch.balance)
     for step in run.steps():
@@ -111,7 +112,7 @@ def pretrain(run: Run, rollout: RolloutBatch, critic: Critic, cfg: Config, balan
     deal = partial(minibatches, rollout, cfg.batch, derive(cfg.seed, "pretrain"), balancer=balancer)
     for minibatch in islice((m for epoch in count() for m in deal(epoch)), cfg.critic.pretrain_steps):
         with run.timers("update"):
-            squared = value_loss(minibatch, 0.0, group, cfg.algorithm.aggregation, cfg.sampling.max_response_tokens)
+            squared = value_loss(minibatch, 0.0, group, cfg.algorithm.aggregation, response_limit(cfg))
             stats.append(critic.update(minibatch, squared))
     with run.timers("logprobs"):
         rollout.values = critic.values(rollout, rollout.response_mask)

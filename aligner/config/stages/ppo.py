@@ -37,4 +37,10 @@ def _trunk(cfg: Config) -> None:
         raise ConfigError("critic.init", cfg.critic.init, expected)
 
 
-STAGE = Stage(reads=(*ROLLOUTS, "critic"), rollouts=True, beside=beside, debug=("first_step_checks",), check=check)
+STAGE = Stage(
+    reads=(*ROLLOUTS, "critic", "environment"),
+    rollouts=True,
+    beside=beside,
+    debug=("first_step_checks",),
+    check=check,
+)
