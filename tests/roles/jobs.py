@@ -136,15 +136,16 @@ def nll_at_one(cfg: ModelConfig) -> float:
     return float(-(logprobs * rows.loss_mask).sum() / rows.loss_mask.sum())
 
 
-def critic_update(cfg: ModelConfig, parallel: ParallelConfig) -> dict:
+def critic_update(cfg: ModelConfig, parallel: ParallelConfig, forked: bool = False) -> dict:
     model = build(cfg, parallel, ADAM, Head("score"))
-    full = batch(cfg)
+    full = in_forks(batch(cfg)) if forked else batch(cfg)
     critic = Critic(model, BatchConfig(micro_batch_samples=2), bias=0.3, scale=2.0)
     full.values = critic.values(full)
     mine = shares(model, full)
 
     def loss(values, b):
         mask = b.loss_mask
+        assert b.forks is None or len(b.row_keys) == len(b.tokens) <= 2  # rows as they are
         value = ((values - 1.0).square() * mask).sum() / full.loss_mask.sum()
         return LossOutput(value, {}, {"gap": ((values - b.values).abs() * mask).max().detach()})
 

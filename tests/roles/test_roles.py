@@ -107,6 +107,8 @@ def test_parts_of_a_trajectory_do_not_see_each_other_and_the_loss_sees_all_of_it
         assert not got["rows"][0::2, 4].any()  # nothing is before it
     for got in ranks.run("tests.roles.jobs:policy_update", world, cfg=MODELS["qwen2"], parallel=parallel, forked=True):
         assert got["moved"] and got["stats"]["gap"] <= 1e-5
+    for got in ranks.run("tests.roles.jobs:critic_update", world, cfg=LLAMA, parallel=parallel, forked=True):
+        assert got["stats"][0]["gap"] <= 1e-5 and got["stats"][-1]["critic/loss"] < got["stats"][0]["critic/loss"]
 
 
 @pytest.mark.parametrize("world, parallel", ALL)
