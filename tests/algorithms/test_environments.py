@@ -41,7 +41,8 @@ def test_trajectories_of_one_turn_are_trained_on_as_samples_are(train, talker, s
     prompts = [{"prompt": [{"role": "user", "content": f"say {c}"}]} for c in "abcdefgh"]
     alone = stages.write_jsonl(talker / "alone.jsonl", [row | {"tools": [stages.ROLL]} for row in prompts])
     more = ["run.steps=2", "algorithm.aggregation=seq_mean_token_mean"]
-    more += ["algorithm.policy_loss=gspo"] if stage == "grpo" else ["critic.warmup_steps=0"]
+    score = "reward.functions=[{path: tests/assets/tiny_rewards.py:vowels}]"
+    more += ["algorithm.policy_loss=gspo"] if stage == "grpo" else ["critic.warmup_steps=0", score]
     more += ["sampling.temperature=3", "mismatch.correction=tis_sequence", "sampling.top_p=0.9"]
     plain = train(stage, "plain", *more, f"data.train={alone}")
     own = ["environment.path=tests/assets/environments.py:Dice", "environment.max_tokens=6", "environment.calls=llama3"]

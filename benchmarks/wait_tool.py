@@ -1,0 +1,14 @@
+"""What the model of `benchmarks.turns` calls."""
+
+import asyncio
+
+
+async def wait(seconds: float) -> str:
+    """
+    Waits.
+
+    Args:
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+    return "done"
