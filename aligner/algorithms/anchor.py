@@ -20,12 +20,12 @@ class Anchor:
     now: int = 0  # and of the update
 
     def __call__(self, batch: TrainBatch, logprobs: Tensor) -> TrainBatch:
-        """The micro-batch with `old_logprobs`, from the update's own `logprobs` [B, T]; with proxy also with the
-        weights of `mismatch.correction`, which need them."""
+        """The micro-batch with `old_logprobs`, from the update's own `logprobs` [B, T], and with the weights of
+        `mismatch.correction`, which need them."""
         if self.way == "engine":
             return replace(batch, old_logprobs=batch.rollout_logprobs)
-        if self.way != "proxy":  # this is the only update: they are the logprobs before it
-            return replace(batch, old_logprobs=logprobs)
-        old = interpolated_logprobs(logprobs, batch.rollout_logprobs, batch.versions, self.before, self.now)
-        weights = token_weights(old - batch.rollout_logprobs, batch.loss_mask, self.mismatch)
+        old = logprobs  # with auto this is the only update: they are the logprobs before it
+        if self.way == "proxy":
+            old = interpolated_logprobs(old, batch.rollout_logprobs, batch.versions, self.before, self.now)
+        weights = token_weights(old - batch.rollout_logprobs, batch.response_mask, self.mismatch)
         return replace(batch, old_logprobs=old, token_weights=weights)

@@ -14,6 +14,7 @@ from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.ops.rl.aggregate import aggregate, denominator
 from aligner.ops.rl.covariance import choose_random, choose_top, covariance, token_keys
 from aligner.ops.rl.kl import kl_estimate
+from aligner.ops.rl.mismatch import weight_sums
 from aligner.ops.rl.policy_loss import POLICY_LOSSES
 from aligner.roles.policy import TokenOutputs
 from aligner.rollout.statistics import trainer_sums
@@ -47,6 +48,8 @@ def policy_loss(
         if batch.old_logprobs is None:
             means, maxima = trainer_sums(batch, out.logprobs.detach())
             batch = anchor(batch, out.logprobs.detach())
+            if batch.token_weights is not None:
+                means |= weight_sums(batch.response_mask, batch.token_weights)
         term = POLICY_LOSSES[cfg.policy_loss](out.logprobs, batch, cfg)
         # engine against trainer: weighs tokens, and the denominators do not know it
         weighed = term.per_token if batch.token_weights is None else term.per_token * batch.token_weights

@@ -72,9 +72,8 @@ def old_logprobs_in_update(cfg: Config) -> bool:
 def asks_old_logprobs(cfg: Config) -> str:
     """The key that needs the policy's logprobs before the update, empty if none does."""
     a, methods = cfg.algorithm, set(cfg.mismatch.methods) - {"none"}
-    weighed_late = a.old_logprobs == "proxy" and methods <= set(WEIGHING)
     asked = {
-        "mismatch.correction": methods and not weighed_late,
+        "mismatch.correction": not methods <= set(WEIGHING),  # the update can weigh tokens, and reject none
         "mismatch.stop_above": cfg.mismatch.stop_above > 0,
         "algorithm.kl.placement": a.kl.coef > 0 and a.kl.placement == "reward",
         "algorithm.policy_loss": a.policy_loss in ("clip_cov", "kl_cov"),

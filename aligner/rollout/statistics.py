@@ -12,7 +12,7 @@ from torch import Tensor
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.ops.rl.advantages import count_degenerate
 from aligner.ops.rl.kl import reference_kl_sums
-from aligner.ops.rl.mismatch import correction_sums, cut_sums, finish_mismatch, mismatch_sums
+from aligner.ops.rl.mismatch import cut_sums, finish_mismatch, mismatch_sums, weight_sums
 from aligner.ops.rl.value_loss import explained_variance, explained_variance_sums
 from aligner.rewards.composite import Scores, finish_metrics
 from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
@@ -67,7 +67,8 @@ def rollout_metrics(
         means, maxima = trainer_sums(rollout, rollout.old_logprobs)
     if rollout.sampled_logprobs is not None:
         means |= cut_sums(rollout.rollout_logprobs, rollout.sampled_logprobs, rollout.response_mask)
-    means |= correction_sums(rollout.response_mask, rollout.token_weights, rollout.rejected)
+    means |= weight_sums(rollout.response_mask, rollout.token_weights)
+    means["mismatch/rejected_fraction"] = (0.0 if rollout.rejected is None else rollout.rejected.sum(), count)
     means |= scores.metric_sums()
     if len(rollout.lengths) > groups:  # with one sample for each prompt nothing is compared, so nothing degenerate
         means["reward/degenerate_groups"] = (degenerate, groups)

@@ -19,9 +19,7 @@ def correct_mismatch(rollout: RolloutBatch, config: MismatchConfig) -> None:
     """Apply `mismatch.correction`: set `token_weights` (TIS, IcePop), or `rejected` and make those samples invalid
     (geometric mask, veto). After the logprobs and before token rewards and advantages: a rejected sample may be part
     of no baseline, std, loss or denominator."""
-    if (
-        config.methods == ["none"] or rollout.old_logprobs is None
-    ):  # with algorithm.old_logprobs=proxy the update weighs
+    if config.methods == ["none"] or rollout.old_logprobs is None:  # without them the update weighs
         return
     log_ratio, mask = rollout.old_logprobs - rollout.rollout_logprobs, rollout.response_mask
     rollout.token_weights = token_weights(log_ratio, mask, config)

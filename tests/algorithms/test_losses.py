@@ -258,7 +258,7 @@ def test_anchors_are_the_loop(way, loss, correction, cap, size):
         for t in at:
             r, a = (exact[i, t] - old[t]).exp(), batch.advantages[i, t].double()
             x = -a * exact[i, t] if loss == "reinforce" else torch.max(-a * r, -a * r.clamp(0.95, 1.1))
-            if way == "proxy" and correction != "none":  # the others get theirs with the rollout, or none
+            if way != "engine" and correction != "none":  # which is the ratio's own
                 x = x * min(float(ratios[t]) if correction == "tis_token" else product, cap)
             terms.append(x)
     (sum(terms) / len(terms)).backward()

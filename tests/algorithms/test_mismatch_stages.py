@@ -111,7 +111,7 @@ def told(monkeypatch, grpo, *more) -> tuple:
 
 
 def test_weights_reach_the_minibatch(grpo, monkeypatch):
-    more = injected(monkeypatch, "rope base")
+    more = [*injected(monkeypatch, "rope base"), "algorithm.old_logprobs=recompute"]
     rollout, minibatch, record = told(monkeypatch, grpo, *more, "mismatch.correction=icepop", "mismatch.high=1.02")
     r = torch.exp(rollout.old_logprobs - rollout.rollout_logprobs)
     on = rollout.response_mask.bool()

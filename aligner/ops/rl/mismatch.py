@@ -75,19 +75,15 @@ def worst_token(a: Tensor, b: Tensor, mask: Tensor) -> tuple[float, int, int]:
     return float(gap[row, column]), row, column
 
 
-def correction_sums(
-    mask: Tensor, weights: Tensor | None, rejected: Tensor | None
-) -> dict[str, tuple[Tensor | float, Tensor | float]]:
-    """Means of what a correction did: `weight_mean` over response tokens, `weight_zero_fraction` (tokens left out),
-    `rejected_fraction` (samples made invalid). mask and weights [B, T], rejected bool [B]; None: not corrected so."""
+def weight_sums(mask: Tensor, weights: Tensor | None) -> dict[str, tuple[Tensor, Tensor]]:
+    """`weight_mean` over response tokens and `weight_zero_fraction` (tokens left out) of a correction's weights, None:
+    all 1. Both [B, T]."""
     on = mask.bool()
-    n, rows = on.sum().double(), float(len(mask))
-    total = n if weights is None else torch.where(on, weights.double(), 0.0).sum()
-    zeros = 0.0 if weights is None else (on & (weights == 0)).sum().double()
+    weights = torch.ones_like(mask) if weights is None else weights
+    kept = torch.where(on, weights.double(), 0.0)
     return {
-        "mismatch/weight_mean": (total, n),
-        "mismatch/weight_zero_fraction": (zeros, n),
-        "mismatch/rejected_fraction": (0.0 if rejected is None else rejected.double().sum(), rows),
+        "mismatch/weight_mean": (kept.sum(), on.sum().double()),
+        "mismatch/weight_zero_fraction": ((on & (weights == 0)).sum().double(), on.sum().double()),
     }
 
 
