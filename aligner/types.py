@@ -130,6 +130,7 @@ class Sample:
     finished: bool  # ended by a stop token or string, not by the limit; a trajectory: by itself, not by a budget
     weight_version: int = 0
     trajectory: Trajectory | None = None  # None: of one turn
+    seed: int | None = None  # of its request, which no other sample of the run has; None: it is of no rollout
 
 
 @dataclass

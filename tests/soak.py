@@ -15,6 +15,7 @@ process, which has everything imported, so a kill costs seconds. Prints kills, r
 from __future__ import annotations
 
 import argparse
+import atexit
 import collections
 import hashlib
 import json
@@ -33,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # before torch
-    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", NO_PROXY="127.0.0.1")
+    os.environ.update(SCORE_KEY="of-the-score", JUDGE_KEY="of-the-judge")
 
 import torch
 
@@ -42,6 +44,8 @@ import aligner.builders.runs
 import aligner.run.candidates
 import aligner.run.checkpoints
 import aligner.run.retention
+from aligner.answers import FOLDER as ANSWERS
+from aligner.answers import AnswerLog
 from aligner.cluster.env import RankEnv
 from aligner.cluster.lock import RunLock
 from aligner.config.freeze import freeze
@@ -50,8 +54,6 @@ from aligner.config.schema import Config
 from aligner.config.validate import validate
 from aligner.data.stream import IndexStream
 from aligner.engines.child.process import Channel
-from aligner.environments.log import FOLDER as ANSWERS
-from aligner.environments.log import AnswerLog
 from aligner.megatron.checkpoint import ModelSave
 from aligner.megatron.train import ShardedModel
 from aligner.refit.transfer import Refit
@@ -64,9 +66,11 @@ from aligner.run.metrics import MetricsLogger
 from aligner.run.retention import Retention
 from tests import stages
 from tests.ranks import _free_port
+from tests.servers import Server, fickle, scored_by
 
 TOTAL = 6
-STAGES = ("sft", "rm", "dpo", "kto", "distill", "online_dpo", "sample", "grpo", "ppo", "turns")
+STAGES = ("sft", "rm", "dpo", "kto", "distill", "online_dpo", "sample", "grpo", "ppo", "turns", "outside")
+ASKING = ("turns", "outside")  # whom nobody answers the same again
 LAYOUTS: dict[str, tuple[int, list[str]]] = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"])}
 LAYOUTS["tp2-lora"] = (2, ["parallel.tensor=2", "model.lora.rank=2", "model.lora.dora=true"])
 LAYOUTS |= {f"lag{lag}": (2, ["engine.ranks=1", f"engine.lag={lag}"]) for lag in (1, 2)}
@@ -89,7 +93,7 @@ POINTS: dict[str, tuple[object, str]] = {
     "a bucket of a refit": (Refit, "_ask"),
     "generation": (Generator, "__call__"),
     "scoring": (Scorer, "__call__"),
-    "an answer of an environment": (AnswerLog, "write"),
+    "an answer from outside": (AnswerLog, "write"),
     "a stored rollout": (pending, "write_recording"),
     "a rollout in flight": (ahead, "_write"),
     "samples in their file": (Sampled, "append"),
@@ -234,6 +238,14 @@ def attempt(cfg: Config, world: int, log: Path, kill: Kill | None, late: bool = 
     return done, time.monotonic() - started
 
 
+def _started(reply: Callable) -> Server:
+    """In a process of its own: this one forks, and shall have no threads."""
+    server = Server(reply)
+    atexit.register(os.kill, fork(server.server.serve_forever, Path(os.devnull)), signal.SIGKILL)
+    server.server.socket.close()
+    return server
+
+
 class Soak:
     def __init__(self, folder: Path, seed: int, names: list[str], layouts: list[str]):
         self.folder, self.random, self.names, self.layouts = folder, random.Random(seed), names, layouts
@@ -244,6 +256,7 @@ class Soak:
         self.mismatches: list[str] = []
         self.kinds: collections.Counter = collections.Counter()
         self._run(lambda: stages.make_data(self.data))
+        self.server = _started(fickle) if "outside" in names else None
         if "turns" in names:
             self._run(lambda: stages.make_dice(self.folder / "dice"))
         if names != ["sft"]:
@@ -263,12 +276,16 @@ class Soak:
         world, where = LAYOUTS[layout]
         if stage == "turns":
             return self._turns(world, run, *where, f"checkpoint.async_save={str(async_save).lower()}")
+        outside, stage = stage == "outside", "grpo" if stage == "outside" else stage
         more = [*COMMON, *where, f"checkpoint.async_save={str(async_save).lower()}"]
         if stage != "sft" and layout != VLLM:  # whose kernels know no heads as narrow
             more.append(f"model.init={self.folder / 'start_sft'}")
         if stage in ("grpo", "ppo"):
             more += ["reward.normalize=true", "batch.epochs=2", "batch.minibatch_samples=8", "eval.prompts=4"]
             more += [ADAPTIVE % ("loss" if stage == "grpo" else "reward")]
+        if outside:
+            assert self.server is not None
+            more += [*scored_by(self.server.base_url), "run.eval_every=0", "eval.generate=false"]
         if stage == "ppo":
             more.append(f"reward.model={self.folder / 'start_rm'}")
             more += ["critic.trunk=policy"] if layout.endswith("lora") else []
@@ -299,10 +316,10 @@ class Soak:
         freeze(cfg, cfg.run.dir)
         return cfg
 
-    def _reread(self, layout: str, run: Path) -> Path:
+    def _reread(self, stage: str, layout: str, run: Path) -> Path:
         """An uninterrupted run that is given the answers which this one was given."""
         again = run.with_name(f"{run.name}-again")
-        cfg = self.config("turns", layout, again)
+        cfg = self.config(stage, layout, again)
         shutil.copytree(run / ANSWERS, again / ANSWERS)
         if not attempt(cfg, LAYOUTS[layout][0], self.folder / "log", None)[0]:
             raise RuntimeError(f"the run with the answers of {run} failed:\n{self.tail(self.folder / 'log')}")
@@ -324,7 +341,7 @@ class Soak:
             return Kill(0, 0.0, CHILD, self.random.randint(1, 40), self.random.random() < 0.5, child=True)
         if self.random.random() < 0.5:
             return Kill(rank, after_s=self.random.uniform(0.05, seconds))
-        online = stage in ("online_dpo", "sample", "grpo", "ppo", "turns")
+        online = stage in ("online_dpo", "sample", "grpo", "ppo", *ASKING)
         rollout_points = (
             "a refit",
             "a bucket of a refit",
@@ -336,8 +353,9 @@ class Soak:
         points = [p for p in POINTS if online or p not in rollout_points]
         points = [p for p in points if p != CHILD or layout == VLLM]
         points = [p for p in points if stage not in ("rm", "sample") or p != "an evaluation"]
-        points = [p for p in points if (p == "an answer of an environment") <= (stage == "turns")]
-        points = [p for p in points if stage != "turns" or p not in ("generation", "an evaluation")]
+        points = [p for p in points if (p == "an answer from outside") <= (stage in ASKING)]
+        points = [p for p in points if stage not in ASKING or p != "an evaluation"]
+        points = [p for p in points if stage != "turns" or p != "generation"]
         points = [p for p in points if stage == "sample" or p not in ("samples in their file", "files of samples")]
         return Kill(
             None if rank == 1 else rank,
@@ -372,8 +390,8 @@ class Soak:
             self.late += late
             ended, _ = attempt(cfg, world, log, None, late)
         self.resumes += tries - 1
-        if ended and stage == "turns":
-            whole = self._reread(layout, run)
+        if ended and stage in ASKING:
+            whole = self._reread(stage, layout, run)
         wrong = differences(run, whole) if ended else [f"it did not end:\n{self.tail(log)}"]
         saved = " async_save" if async_save else ""
         print(f"{stage}, {layout}{saved}: killed {'; '.join(told) or 'never'}: {wrong or 'ok'}", flush=True)

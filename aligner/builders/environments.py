@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from aligner.builders.job import Job
 from aligner.data.dialogue import Dialogue
 from aligner.engines.base import RolloutEngine
 from aligner.engines.native.fleet import ServingEngine
-from aligner.environments.log import FOLDER, AnswerLog
 from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
 from aligner.errors import ConfigError
@@ -29,16 +26,14 @@ def find_tools(job: Job) -> None:
 
 def make_turns(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> TurnGenerator:
     """After `find_tools`."""
-    cfg, log = job.cfg, AnswerLog(Path(job.cfg.run.dir) / FOLDER, job.env.rank)
-    if cfg.run.resume != "auto" and job.env.rank == 0:
-        log.clear()
+    cfg = job.cfg
     assert job.dialogue is not None
     return TurnGenerator(
         engine,
         job.tokenizer,
         sampling,
         job.layout.peers,
-        Pool(cfg.environment, job.tools, log),
+        Pool(cfg.environment, job.tools, job.answers),
         job.dialogue,
         cfg.environment,
         cfg.data.max_prompt_tokens,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from aligner.answers import FOLDER, AnswerLog
 from aligner.cluster.env import RankEnv
 from aligner.cluster.seal import job_secret
 from aligner.cluster.threads import use as use_threads
@@ -64,11 +65,13 @@ class Job:
     tools: list[dict[str, Any]] = field(default_factory=list)  # schemas that prompts tell the model
     dialogue: Dialogue | None = None  # with them
     environment_scores: bool = False
+    answers: AnswerLog = field(init=False)  # of tools, environments, judges and servers
     contents: dict[str, str] = field(default_factory=dict)  # key of a path -> hash of what this run finds there
 
     def __post_init__(self) -> None:
         cfg, env = self.cfg, self.env
         self.watchdog = Watchdog(cfg.cluster.watchdog, Path(cfg.run.dir), env.rank, env.world_size)
+        self.answers = AnswerLog(Path(cfg.run.dir) / FOLDER, env.rank)
 
     @property
     def tokenizer(self) -> Any:

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from aligner.builders.engines import native_engine
-from aligner.builders.job import Job
+from aligner.builders.job import Job, digest
 from aligner.config.sections.judge import JudgeConfig
 from aligner.config.sections.model.lora import LoraConfig
 from aligner.config.validate_model import validate_shares
 from aligner.engines.native.load import fill
 from aligner.errors import ConfigError, DataError
 from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.endpoint import EndpointJudge
 from aligner.rewards.environment import EnvironmentReward
 from aligner.rewards.functions import load_function
 from aligner.rewards.judge import Judge
@@ -42,10 +43,26 @@ def make_rewards(job: Job, model: RewardModel | ProcessRewardModel | None) -> Re
         found.append((EnvironmentReward(), job.cfg.environment.weight))
     asks: dict[str, EngineReplies] = {}
     for judge in job.cfg.reward.judges:
+        if judge.question_file:
+            job.contents[f"reward.judges.{judge.name}.question_file"] = digest(judge.text)
+        if judge.endpoint.base_url:
+            found.append((_over_http(judge), judge.weight))
+            continue
         if judge.model not in asks:
             asks[judge.model] = _frozen(job, judge) if judge.model else _own_replies(job)
         found.append((Judge(judge, asks[judge.model]), judge.weight))
-    return RewardPipeline(found, job.cfg.reward, reduce=partial(_sum_over_data_ranks, job))
+    if job.cfg.run.resume != "auto" and job.env.rank == 0:
+        job.answers.clear()
+    outside = job.cfg.environment.on or any(hasattr(reward, "keep_answers") for reward, _ in found)
+    answers = job.answers if outside else None
+    return RewardPipeline(found, job.cfg.reward, partial(_sum_over_data_ranks, job), answers)
+
+
+def _over_http(judge: JudgeConfig) -> EndpointJudge:
+    try:
+        return EndpointJudge(judge)
+    except ConfigError as error:
+        raise ConfigError(f"reward.judges.{judge.name}.endpoint.{error.key}", error.value, error.expected) from None
 
 
 def _own_replies(job: Job) -> EngineReplies:

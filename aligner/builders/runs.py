@@ -64,7 +64,7 @@ def make_run(
     for role, judge in job.judges.items():
         memories[role] = FrozenMemory(job.device, judge.model.views.values, cfg.memory.pin)
     here = None if isinstance(job.engine, RemoteEngine) else job.engine
-    asked = any(not judge.model for judge in cfg.reward.judges)
+    asked = any(judge.own for judge in cfg.reward.judges)
     run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.kv_cache_bytes, asked)
     run.timers.around = run.memory.phase
     return run

@@ -132,8 +132,7 @@ def rollout_key(cfg: Config) -> str:
         del data["engine"]["lag"]
     if not cfg.data.sources:
         del data["data"]["sources"]
-    for judge in data["reward"]["judges"]:
-        del judge["model"]  # whose content counts, as that of all paths
+    data["reward"]["judges"] = [judge.definition() for judge in cfg.reward.judges]
     for section, names in _NOT_OF_ROLLOUTS_IN.items():
         for name in names:
             del data[section][name]

@@ -108,7 +108,7 @@ KINDS: dict[str, Kind] = {
 }
 # sections and keys that not every stage reads: those that do name them (config/stages)
 OWN = ("environment", "critic", "algorithm.reward_loss", "algorithm.preference", "algorithm.kto", "algorithm.distill")
-PATHS = {SourceConfig: "path", JudgeConfig: "model"}  # of elements of lists: data and models may move
+PATHS = {SourceConfig: "path"}  # of elements of lists: data may move
 OPTIONAL = (*ROLLOUTS, *SEQUENCES, *OWN)
 
 
@@ -158,6 +158,8 @@ def _plain(value: Any) -> Any:
     """An element of a list, without its path where only the content counts."""
     if not is_dataclass(value):
         return value
+    if isinstance(value, JudgeConfig):
+        return value.definition()
     return {key: v for key, v in asdict(value).items() if key != PATHS.get(type(value))}
 
 

@@ -64,7 +64,8 @@ def _paths(cfg: Config) -> None:
     }
     for section, data in (("data", cfg.data), ("ptx.data", cfg.ptx.data)):
         optional |= {f"{section}.sources.{source.label}.path": source.path for source in data.sources}
-    optional |= {f"reward.judges.{judge.name}.model": judge.model for judge in cfg.reward.judges}
+    for name in ("model", "question_file"):
+        optional |= {f"reward.judges.{judge.name}.{name}": getattr(judge, name) for judge in cfg.reward.judges}
     for key, path in optional.items():
         if path:
             exists(key, path)
@@ -151,7 +152,7 @@ def _lag(cfg: Config) -> None:
     if cfg.algorithm.advantage == "remax":
         expected = f"another {with_lag}: greedy answers are generated after the samples"
         raise ConfigError("algorithm.advantage", "remax", expected)
-    if any(not judge.model for judge in cfg.reward.judges):
+    if any(judge.own for judge in cfg.reward.judges):
         expected = f"with models of their own {with_lag}: the engine generates while samples are scored"
         raise ConfigError("reward.judges", [judge.name for judge in cfg.reward.judges], expected)
     if not cfg.checkpoint.rollouts:
@@ -217,13 +218,19 @@ def _rewards(cfg: Config) -> None:
     if asked and not (cfg.reward.functions or cfg.reward.model or cfg.reward.judges or cfg.environment.path):
         expected = f"at least one function, or reward.model, for stage {cfg.stage.name}"
         raise ConfigError("reward.functions", [], expected, "Example: reward.functions=[{path: math}]")
-    own = any(not judge.model for judge in cfg.reward.judges)
+    own = any(judge.own for judge in cfg.reward.judges)
     if own and cfg.engine.name != "native" and not cfg.debug.train_only:
-        expected = "native with reward.judges without a model of their own: others are built for the data's prompts"
+        expected = "native with reward.judges without model and endpoint: others are built for the data's prompts"
         raise ConfigError("engine.name", cfg.engine.name, expected)
     if cfg.batch.group < 2 and any(judge.kind == "pairwise" for judge in cfg.reward.judges):
         expected = "at least 2 with a pairwise judge, which compares the samples of a prompt"
         raise ConfigError("batch.group", cfg.batch.group, expected)
+    for judge in cfg.reward.judges:
+        assert judge.text  # which may be a file's, and wrong
+        deadline_s, limit_s = judge.endpoint.deadline_s, cfg.reward.timeout_s
+        if judge.endpoint.base_url and deadline_s >= limit_s:
+            key = f"reward.judges.{judge.name}.endpoint.deadline_s"
+            raise ConfigError(key, deadline_s, f"less than reward.timeout_s={limit_s:g}, which ends the run")
 
 
 def _environment(cfg: Config) -> None:
@@ -240,7 +247,7 @@ def _environment(cfg: Config) -> None:
         raise ConfigError("environment.max_tokens", env.max_tokens, expected)
     single = {
         "reward.model": (cfg.reward.model, ""),
-        "reward.judges": (cfg.reward.judges, []),
+        "reward.judges": ([judge.name for judge in cfg.reward.judges if not judge.endpoint.base_url], []),
         "mismatch.replay_routing": (cfg.mismatch.replay_routing, False),
         "engine.lag": (cfg.engine.lag, 0),
     }

@@ -21,8 +21,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from aligner.answers import Answer, AnswerLog
 from aligner.config.sections.environment import EnvironmentConfig
-from aligner.environments.log import Answer, AnswerLog
 
 GRACE_S = 5.0  # beyond environment.timeout_s, which a worker keeps by itself unless something holds its interpreter
 CAUSES = ("raised", "hung", "died")  # of a failure: by the code, out of time, the process ended

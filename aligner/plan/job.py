@@ -336,7 +336,9 @@ def _judges(cfg: Config, shape: ModelConfig, rows: Rows, engine: Engine) -> tupl
     found = []
     native = replace(engine, ranks=0, padded=True, launches=not cfg.engine.cuda_graphs, factors=False)
     for judge in cfg.reward.judges:
-        group, pairwise, text = cfg.batch.group, judge.kind == "pairwise", ceil(len(judge.question) / CHARACTERS)
+        if judge.endpoint.base_url:
+            continue
+        group, pairwise, text = cfg.batch.group, judge.kind == "pairwise", ceil(len(judge.text) / CHARACTERS)
         pairs = min(group * (judge.opponents or group), group * (group - 1) // 2)
         count, answers = (2 * cfg.batch.prompts * pairs, 2) if pairwise else (rows.count, 1)
         asked = Rows(

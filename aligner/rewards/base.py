@@ -16,6 +16,7 @@ Optional attributes of a reward object change how `RewardPipeline` runs it:
                  invalid, whatever other functions say. More of these than reward.max_invalid_fraction end the run,
                  with the words of its method `failure`
     take_counts  a method: name -> (numerator, denominator) since the last call, for the metric reward/<reward>/<name>
+    keep_answers  a method: (log, name) -> None; the log of outside answers, which is to be read before anyone is asked
     checks_rows  True: its method `unreadable` is called with prompts before training; {place: why} of the rows that it
                  cannot score
 """

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 
+from aligner.answers import AnswerLog
 from aligner.config.sections.rewards import RewardConfig
 from aligner.errors import ConfigError, RewardError
 from aligner.rewards.base import Reward, scores_of
@@ -95,14 +96,24 @@ def _late_score(reward: Reward) -> float | None:
 
 
 class RewardPipeline:
-    """Scores the samples of this rank. `reduce` sums a list of floats over data-parallel ranks (normalisation)."""
+    """Scores the samples of this rank. `reduce` sums a list of floats over data-parallel ranks (normalisation).
+    `answers`: of rewards that ask outside, and of environments."""
 
-    def __init__(self, rewards: Sequence[tuple[Reward, float]], config: RewardConfig, reduce: Reduce | None = None):
+    def __init__(
+        self,
+        rewards: Sequence[tuple[Reward, float]],
+        config: RewardConfig,
+        reduce: Reduce | None = None,
+        answers: AnswerLog | None = None,
+    ):
         names = [reward.name for reward, _ in rewards]
         for i, name in enumerate(names):
             if name in names[:i]:
                 raise ConfigError(f"reward.functions[{i}].name", name, "a name that no other reward function has")
-        self.rewards, self.config, self.reduce = list(rewards), config, reduce
+        self.rewards, self.config, self.reduce, self.answers = list(rewards), config, reduce, answers
+        for reward, _ in rewards:
+            if answers is not None and hasattr(reward, "keep_answers"):
+                reward.keep_answers(answers, reward.name)
         self.normalizer = RunningNormalizer()
         self._late = {r.name: [0.0, 0.0] for r in self.rewards_of_threads if _late_score(r) is not None}
         self._pool = DaemonPool(config.workers)
@@ -145,6 +156,16 @@ class RewardPipeline:
                 since = time.monotonic()
                 say(f"checking that rows can be scored: {100 * number // len(jobs)} %")
         return found
+
+    def begin(self, step: int) -> None:
+        """What is scored from now on is of this rollout."""
+        if self.answers is not None:
+            self.answers.begin(step)
+
+    def forget_failures(self) -> None:
+        """The rollout is given up because of them."""
+        if self.answers is not None:
+            self.answers.forget_failures()
 
     def functions(self, samples: Sequence[Sample], early: Mapping[int, Early] | None = None) -> dict[str, Component]:
         """The components of all functions, without models: what one rank can score of its own share. `early`: what

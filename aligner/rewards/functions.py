@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aligner.config.sections.rewards import RewardFunctionConfig
-from aligner.errors import AlignerError, ConfigError, RewardError, RewardPathError
+from aligner.errors import AlignerError, ConfigError, RewardError, RewardPathError, UnknownKeyError
 from aligner.rewards.base import Reward, check_scores, describe
 from aligner.types import Prompt, Sample
 from aligner.user_code import load
@@ -56,6 +56,8 @@ class FunctionReward:
         self.failure: Callable[[], str] = getattr(function, "failure", lambda: "no score in time")
         if hasattr(function, "take_counts"):
             self.take_counts = function.take_counts
+        if hasattr(function, "keep_answers"):
+            self.keep_answers = function.keep_answers
         self._parameters = inspect.signature(function).parameters
         self._columns = "completions" in self._parameters
         self._check_args()
@@ -149,5 +151,7 @@ def _made(kind: type, args: dict[str, Any], key: str) -> Callable:
         raise RewardPathError(f"{key}.args={args!r}: {expected}") from cause
     try:
         return kind(**args)
+    except UnknownKeyError as error:
+        raise RewardPathError(f"{key}.args: {error}") from error
     except ConfigError as error:
         raise RewardPathError(f"{key}.args.{error}") from error

@@ -69,6 +69,8 @@ class Generator:
     ) -> Groups:
         group = len(requests[0].seeds) if requests else 1
         samples = make_samples(self.tokenizer, [request.prompt for request in requests], generations, group)
+        for sample, seed in zip(samples, (seed for request in requests for seed in request.seeds), strict=True):
+            sample.seed = seed
         return Groups([request.slot for request in requests], generations, samples, begun=begun or {})
 
     def _joined(self, generations: Generations) -> Generations:
@@ -86,7 +88,8 @@ class Generator:
         def finished(number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
             (text,) = decode_responses(self.tokenizer, torch.tensor([tokens]), [len(tokens)])
             request = requests[number]
-            sample = Sample(request.prompt, index, text, tuple(tokens), stopped, self.engine.weight_version)
+            version, seed = self.engine.weight_version, request.seeds[index]
+            sample = Sample(request.prompt, index, text, tuple(tokens), stopped, version, seed=seed)
             begun[number * len(request.seeds) + index] = score(sample)
 
         self.engine.finished = finished

@@ -6,9 +6,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from aligner.answers import Answer
 from aligner.data.dialogue import Given
 from aligner.data.tool_calls import Call
-from aligner.environments.log import Answer
 from aligner.environments.pool import Session
 from aligner.ops.packing.turns import Row, Turn, rows_of
 from aligner.types import Prompt, Stop

@@ -12,6 +12,7 @@ from aligner.data.templates import encode_prompts
 from aligner.data.tokenizer import decode_responses, stop_token_ids
 from aligner.engines.base import RolloutEngine
 from aligner.errors import EngineError
+from aligner.rewards.judge import Question, Reply
 from aligner.rollout.sharing import raised_together, share
 from aligner.types import SamplingParams
 
@@ -27,11 +28,11 @@ class EngineReplies:
     longest: int  # row of question and reply, in tokens
     own: bool = False  # the engine is asked by nobody else: it sleeps between questions
 
-    def __call__(self, questions: Sequence[str], tokens: int) -> list[str | None]:
+    def __call__(self, questions: Sequence[Question], tokens: int) -> list[Reply]:
         """A question is a user's turn where the tokenizer has a chat template. None for one that is too long."""
         mine = questions[share(len(questions), self.peers.size(), self.peers.rank())]
         chat = self.tokenizer.chat_template is not None
-        prompts = [[{"role": "user", "content": text}] if chat else text for text in mine]
+        prompts = [[{"role": "user", "content": one.text}] if chat else one.text for one in mine]
         rows = encode_prompts(self.tokenizer, prompts, ["reward.judges"] * len(mine))
         fits = [i for i, row in enumerate(rows) if 0 < len(row) <= self.longest - tokens]
         sampling = SamplingParams(tokens, 0.0, stop_token_ids=stop_token_ids(self.tokenizer))
@@ -42,11 +43,11 @@ class EngineReplies:
             found = engine.generate([tuple(rows[i]) for i in fits], [[0]] * len(fits), sampling)
         if self.own:
             engine.sleep()
-        replies: list[str | None] = [None] * len(mine)
+        replies: list[Reply] = [None] * len(mine)
         for i, text in zip(fits, decode_responses(self.tokenizer, found.tokens, found.lengths), strict=True):
             replies[i] = text
         if self.peers.size() == 1:
             return replies
-        parts: list[list[str | None]] = [[] for _ in range(self.peers.size())]
+        parts: list[list[Reply]] = [[] for _ in range(self.peers.size())]
         dist.all_gather_object(parts, replies, group=self.peers)
         return [reply for part in parts for reply in part]

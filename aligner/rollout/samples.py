@@ -51,6 +51,7 @@ class Samples:
         if not self._placed:
             self.weights()  # a restart shall not show in the metrics: the refit's are not told
         self._placed, rewards = True, self.score.rewards
+        rewards.begin(step)
         early = rewards.score_early if rewards.scores_early else None
         groups = self.score(self.generate(self._requests(step), score=early))
         scores = self.score.combined(groups, update=False)

@@ -58,6 +58,7 @@ class Scorer:
         limit = self.rewards.config.max_invalid_fraction
         if failed > max(1, limit * scored):
             cause = next(cause for _, cause, _ in found if cause)
+            self.rewards.forget_failures()
             expected = f"expected at most reward.max_invalid_fraction={limit:g} of them"
             raise RewardError(f"{failed} of {scored} samples of a rollout could not be scored: {expected}. {cause}")
 

@@ -78,6 +78,7 @@ class RolloutSource:
     ahead: Ahead | None = None
 
     def next(self, step: int) -> Rollout:
+        self.score.rewards.begin(step)
         if self.ahead is not None:
             self.ahead.land()
         metrics = self.weights()
@@ -101,12 +102,12 @@ class RolloutSource:
             metrics |= reduce_metrics(late, {}, dist.group.WORLD)
         return Rollout(batch, metrics, scores)
 
-    @staticmethod
-    def _check_failures(samples: list[Sample], metrics: ScalarMetrics) -> None:
+    def _check_failures(self, samples: list[Sample], metrics: ScalarMetrics) -> None:
         """Raises EnvironmentFailedError on every rank."""
         if metrics[f"stop/{Stop.FAILED}"] == 1.0:
             first = samples[0].trajectory
             assert first is not None
+            self.score.rewards.forget_failures()
             raise EnvironmentFailedError(
                 f"environment: all trajectories of a rollout failed, each asked {first.retried + 1} times "
                 f"(environment.retries); the first one {first.failure}"
@@ -138,7 +139,7 @@ class RolloutSource:
     def _greedy_rewards(self, groups: Groups) -> Tensor:
         """float32 [N]: the shaped reward of each prompt's greedy response, NaN where it has no score (ReMax)."""
         greedy = replace(self.generate.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        requests = [Request(slot, prompt, [0]) for slot, prompt in zip(groups.slots, groups.prompts, strict=True)]
+        requests = [Request(slot, prompt, [slot]) for slot, prompt in zip(groups.slots, groups.prompts, strict=True)]
         found = self.score(self.generate(requests, greedy))
         rewards = torch.tensor(self.score.combined(found, update=False).total, dtype=torch.float32)
         ends, limit = found.generations, self.generate.sampling.max_response_tokens

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from aligner.answers import Answer
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.data.dialogue import Dialogue, Given
 from aligner.data.tool_calls import read_calls
 from aligner.engines.base import RolloutEngine, TellingEngine
 from aligner.engines.native.fleet import ServingEngine
-from aligner.environments.log import Answer
 from aligner.environments.pool import CAUSES, Pool, Session
 from aligner.errors import DataError, EngineError
 from aligner.ops.packing.turns import Row, Turn, rows_of
@@ -292,6 +292,7 @@ class TurnGenerator:
             play.stop in OPEN_ENDS,
             self.engine.weight_version,
             trajectory,
+            play.seed,
         )
 
     def _generations(self, plays: list[Play], rows: list[tuple[Row, list[int]]]) -> Generations:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from aligner.environments.log import AnswerLog
+from aligner.answers import AnswerLog
 from aligner.rollout.serving import Turns
 from aligner.tools.calculator import make_data
 from tests import stages
@@ -78,12 +78,12 @@ def test_a_killed_run_goes_on_with_the_answers_that_it_was_given(grpo, tmp_path,
             grpo("killed", *more)
     killed = grpo("killed", *more)
     assert min(rolled(killed)) > 1.2  # it does call
-    shutil.copytree(killed / "environment", tmp_path / "again" / "environment")
+    shutil.copytree(killed / "answers", tmp_path / "again" / "answers")
     again = grpo("again", *more)
     assert stages.same_weights(killed, again) and not stages.differences(killed, again)
     other = grpo("other", *more)
     assert stages.differences(killed, other)
-    lines = [line for path in (killed / "environment").iterdir() for line in path.read_text().splitlines() if line]
+    lines = [line for path in (killed / "answers").iterdir() for line in path.read_text().splitlines() if line]
     keys = [tuple(json.loads(line.partition(" ")[2])[:3]) for line in lines if not line.startswith(" ")]
     assert len(keys) == len(set(keys))  # nothing was asked twice
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from aligner.answers import AnswerLog
 from aligner.config.sections.environment import EnvironmentConfig
-from aligner.environments.log import AnswerLog
 from aligner.environments.pool import Pool, Session
 from aligner.environments.tools import load_tools, schemas
 from aligner.errors import EnvironmentCodeError

@@ -4,55 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from aligner.config.sections.rewards import RewardConfig, RewardFunctionConfig
 from aligner.errors import RewardError, RewardPathError
-from aligner.rewards import http
+from aligner.rewards import client
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
 from aligner.rewards.http import Http
 from aligner.types import Prompt, Sample
-
-
-class Server:
-    """`reply(body) -> (status, answer)`; notes what it was asked."""
-
-    def __init__(self):
-        self.reply, self.bodies, self.headers = lambda body: (200, 0.0), [], []
-        noted = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                noted.bodies.append(body)
-                noted.headers.append(dict(self.headers))
-                status, answer = noted.reply(body)
-                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *args):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/get_reward"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+from tests.servers import Server
 
 
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    made = Server()
+    made = Server().start()
     yield made
-    made.server.shutdown()
-    made.server.server_close()
+    made.close()
 
 
 def samples(count: int, **fields) -> list[Sample]:
@@ -103,7 +74,11 @@ def test_what_fails_for_a_while_is_tried_again_as_the_same_request(server):
     ("reply", "cause", "words"),
     [
         (lambda body: (500, b"out of memory"), "status", "HTTP 500 'out of memory'"),
-        (lambda body: (200, b"<html>"), "malformed", "expected 1 finite scores in the format sample, found '<html>'"),
+        (
+            lambda body: (200, b"<html>"),
+            "malformed",
+            "expected as many finite scores as samples in the format sample, found '<html>'",
+        ),
         (lambda body: (200, {"rewards": [1]}), "malformed", "found"),
         (lambda body: (200, b"NaN"), "malformed", "NaN"),
         (lambda body: (200, b"[" * 100_000), "malformed", "[[["),
@@ -133,10 +108,10 @@ def test_what_asking_again_cannot_mend_is_an_error_at_once(server):
 
 
 def test_the_breaker_leaves_a_broken_server_alone_and_tries_again_later(server, monkeypatch):
-    monkeypatch.setattr(http, "REST_S", 0.5)
+    monkeypatch.setattr(client, "REST_S", 0.5)
     server.reply = lambda body: (500, {})
     reward = Http(server.url, format="sample", retries=0, concurrency=1)
-    assert all(map(math.isnan, reward(samples(20)))) and len(server.bodies) == http.BREAKER
+    assert all(map(math.isnan, reward(samples(20)))) and len(server.bodies) == client.BREAKER
     assert reward.take_counts()["breaker"] == (15.0, 20.0) and "5 failures in a row" in reward.failure()
     time.sleep(0.6)
     server.reply = lambda body: (200, 1.0)
@@ -156,8 +131,7 @@ def test_a_key_comes_from_the_environment_and_is_told_to_the_server_alone(server
     reward = Http(server.url, format="sample", key_env="REWARD_KEY", retries=0)
     reward(samples(1))
     assert server.headers[0]["Authorization"] == "Bearer secret-key"
-    told = {name: value for name, value in vars(reward).items() if name != "_client"}
-    assert "secret-key" not in repr(told) + reward.failure() + json.dumps(server.bodies)
+    assert "secret-key" not in reward.failure() + json.dumps(server.bodies)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +143,8 @@ def test_a_key_comes_from_the_environment_and_is_told_to_the_server_alone(server
         ({"url": "http://me:secret@h/x"}, "args.url='h': expected an address without a user"),
         ({"url": "http://h/x", "format": "xml"}, "args.format='xml': expected one of openrlhf, sample, verify"),
         ({"url": "http://h/x", "deadline_s": 0}, "args.deadline_s=0"),
+        ({"url": "http://h/x", "retry": 2}, "args: unknown config key `retry`. Did you mean `retries`?"),
+        ({"url": "http://h/x", "requests_per_minute": "many"}, "args.requests_per_minute='many': expected a number"),
         ({}, "missing a required argument: 'url'"),
     ],
 )

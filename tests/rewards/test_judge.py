@@ -37,8 +37,8 @@ def judge(reply, kind="grade", question=GRADE, **more):
 
     def ask(questions, tokens):
         assert tokens == 32
-        heard.extend(questions)
-        return [reply(question) for question in questions]
+        heard.extend(question.text for question in questions)
+        return [reply(question.text) for question in questions]
 
     return Judge(JudgeConfig(kind=kind, question=question, **more), ask), heard
 
@@ -114,7 +114,7 @@ def test_the_runs_own_engine_replies(tiny_data, tiny_runs, tmp_path, monkeypatch
 
     def listening(self, questions, tokens):
         found = call(self, questions, tokens)
-        text = [{"role": "user", "content": questions[0]}]
+        text = [{"role": "user", "content": questions[0].text}]
         row = self.tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False)
         again = ""
         if found[0] is not None:
@@ -145,8 +145,9 @@ def test_a_judge_with_weights_of_its_own(tiny_data, tiny_runs, tmp_path, monkeyp
     call, heard = EngineReplies.__call__, []
 
     def listening(self, questions, tokens):
-        heard.append((self, dict(zip(questions, call(self, questions, tokens), strict=True))))
-        return list(map(heard[-1][1].get, questions))
+        texts = [question.text for question in questions]
+        heard.append((self, dict(zip(texts, call(self, questions, tokens), strict=True))))
+        return list(map(heard[-1][1].get, texts))
 
     monkeypatch.setattr(EngineReplies, "__call__", listening)
     questions = "kind: pairwise, question: 'say {first}{second}:', max_tokens: 3"

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
+from aligner.answers import AnswerLog
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.config.sections.rewards import RewardConfig
 from aligner.data.dialogue import Dialogue
 from aligner.data.tokenizer import train_tokenizer
 from aligner.data.tool_calls import written
-from aligner.environments.log import AnswerLog
 from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
 from aligner.errors import DataError, EnvironmentFailedError

@@ -4,47 +4,115 @@ from __future__ import annotations
 
 import re
 import string
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 from aligner.config.checks import above, at_least, one_of
+from aligner.config.sections.servers import EndpointConfig
 from aligner.errors import ConfigError
 
 FIELDS = {"grade": ("response",), "pairwise": ("first", "second")}  # that a question must have
 PATTERNS = {"grade": r"(\d+(?:\.\d+)?)", "pairwise": r"\b([AB])\b"}
+MEMBERS = {"grade": "score", "pairwise": "winner"}  # of a JSON object
+LATER = {"parse": "regex", "votes": 1}  # values of an earlier version's judges, which had no such keys
 
 
 @dataclass
 class JudgeConfig:
     name: str = "judge"  # in metrics
     model: str = ""  # folder of the model that is asked, frozen, with its own tokenizer; empty: the run's own engine
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)  # of a model behind OpenAI's API, in their place
     kind: str = "grade"  # grade: each response for itself; pairwise: the responses to a prompt against each other
     # the question: a format string over {prompt}, the row's columns, and {response}, or {first} and {second}
     question: str = ""
+    question_file: str = ""  # a text file with it
     weight: float = 1.0  # in the sum
-    # what of the reply counts, its last match: a number, or A or B; empty: a number (grade), or A or B (pairwise)
+    # what of the reply counts. regex: the last match of pattern; json: a member of the last JSON object in it; yesno:
+    # its last yes or no, a score of 1 or 0
+    parse: str = "regex"
+    # regex: empty is a number (grade), or A or B (pairwise); json: the name of the member, empty: score, or winner
     pattern: str = ""
     scale: float = 10.0  # grade: the number that is a score of 1; scores are held within 0 and 1
     opponents: int = 1  # pairwise: each response is compared with so many that follow it in its group; 0: with all
+    votes: int = 1  # replies to each question, of which the mean counts; of an endpoint
     max_tokens: int = 32  # of a reply
 
     def __post_init__(self) -> None:
         one_of("reward.judges[].kind", self.kind, tuple(FIELDS))
+        one_of("reward.judges[].parse", self.parse, ("regex", "json", *(["yesno"] if self.kind == "grade" else [])))
         above("reward.judges[].scale", self.scale, 0)
-        at_least("reward.judges[].opponents", self.opponents, 0)
-        at_least("reward.judges[].max_tokens", self.max_tokens, 1)
+        for name, low in {"opponents": 0, "votes": 1, "max_tokens": 1}.items():
+            at_least(f"reward.judges[].{name}", getattr(self, name), low)
         try:
-            fields = {name for _, name, _, _ in string.Formatter().parse(self.question) if name is not None}
             groups = re.compile(self.regex).groups
-        except (ValueError, re.error) as error:
-            key = "pattern" if isinstance(error, re.error) else "question"
-            expected = "a regular expression" if key == "pattern" else "a format string: {{ and }} for braces"
-            raise ConfigError(f"reward.judges[].{key}", getattr(self, key), expected, f"{error}.") from None
-        if not fields.issuperset(FIELDS[self.kind]):
-            expected = f"a text with {' and '.join(f'{{{name}}}' for name in FIELDS[self.kind])} for kind {self.kind}"
-            raise ConfigError("reward.judges[].question", self.question, expected)
+        except re.error as error:
+            raise ConfigError("reward.judges[].pattern", self.pattern, "a regular expression", f"{error}.") from None
         if groups != 1:
             raise ConfigError("reward.judges[].pattern", self.pattern, "one group in parentheses: what counts")
+        self._check_endpoint()
+        if self.question and self.question_file:
+            raise ConfigError("reward.judges[].question_file", self.question_file, "empty beside question")
+        if not self.question_file:
+            self.check_question("question", self.question)
+
+    def _check_endpoint(self) -> None:
+        endpoint, key = self.endpoint, "reward.judges[].endpoint"
+        endpoint.check(f"{key}.")
+        at_least(f"{key}.temperature", endpoint.temperature, 0)
+        if endpoint.base_url and not endpoint.model:
+            raise ConfigError(f"{key}.model", "", f"the model's name at {endpoint.base_url}")
+        if endpoint.base_url and self.model:
+            raise ConfigError("reward.judges[].model", self.model, f"empty beside {key}.base_url")
+        if self.votes > 1 and not endpoint.temperature:
+            expected = f"1 without {key}.temperature: replies to a question would be equal"
+            raise ConfigError("reward.judges[].votes", self.votes, expected)
+
+    def check_question(self, name: str, text: str) -> None:
+        """Raises ConfigError."""
+        key, shown = f"reward.judges[].{name}", getattr(self, name)
+        try:
+            fields = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
+        except ValueError as error:
+            raise ConfigError(key, shown, "a format string: {{ and }} for braces", f"{error}.") from None
+        if not fields.issuperset(FIELDS[self.kind]):
+            expected = f"a text with {' and '.join(f'{{{name}}}' for name in FIELDS[self.kind])} for kind {self.kind}"
+            raise ConfigError(key, shown, expected)
 
     @property
     def regex(self) -> str:
-        return self.pattern or PATTERNS[self.kind]
+        if self.parse == "yesno":
+            return r"(?i)\b(yes|no)\b"
+        return (self.pattern if self.parse == "regex" else "") or PATTERNS[self.kind]
+
+    @property
+    def member(self) -> str:
+        return self.pattern or MEMBERS[self.kind]
+
+    @property
+    def text(self) -> str:
+        """The question. Raises ConfigError where its file cannot be read."""
+        if not self.question_file:
+            return self.question
+        key = "reward.judges[].question_file"
+        try:
+            text = Path(self.question_file).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(key, self.question_file, "a text file that can be read", f"{error}.") from None
+        self.check_question("question_file", text)
+        return text
+
+    @property
+    def own(self) -> bool:
+        """Whether the run's own engine replies."""
+        return not (self.model or self.endpoint.base_url)
+
+    def definition(self) -> dict[str, Any]:
+        """What scores depend on. Of files only the content counts, of an endpoint not where it is; an earlier
+        version's judge has the definition that it had."""
+        found = asdict(self)
+        for name in ("model", "endpoint", "question_file", *(n for n, was in LATER.items() if found[n] == was)):
+            del found[name]
+        if self.endpoint.base_url:
+            found["endpoint"] = {"model": self.endpoint.model, "temperature": self.endpoint.temperature}
+        return found

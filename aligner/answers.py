@@ -1,0 +1,94 @@
+"""Every answer from outside (tools, environments, judges, servers), in the run folder: read first when a rollout is
+made again.
+
+<run.dir>/answers/step-00000013-rank-00000.jsonl, appended to: a line is a checksum, a blank, and JSON [key, number of
+the question, hash of the question, answer]. The key has the seed of the sample's request, which no other sample of the
+run has. A line cut off by a kill is none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from aligner.errors import WriteError
+from aligner.files import write_whole
+
+FOLDER = "answers"  # in the run folder
+Answer = dict[str, Any]  # with the entry "failed", the cause, where there was none
+
+
+class AnswerLog:
+    def __init__(self, folder: Path, rank: int):
+        self.folder, self.rank = folder, rank
+        self._step = 0
+        self._known: dict[tuple[str, int, str], Answer] = {}
+        self._file: TextIO | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, step: int) -> None:
+        """Questions are of this rollout from now on; what any rank has asked in it before is known. Raises OSError."""
+        if step == self._step:
+            return
+        self.close()
+        self._step, self._known = step, {}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self._files():
+            for _, (key, number, asked, answer) in _lines(path):
+                self._known.setdefault((key, number, asked), answer)
+        path = self.folder / f"step-{step:08d}-rank-{self.rank:05d}.jsonl"
+        torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("a", encoding="utf-8")
+        self._file.write("\n" if torn else "")
+
+    def find(self, key: str, number: int, question: Mapping[str, Any]) -> Answer | None:
+        return self._known.get((key, number, _digest(json.dumps(question))))
+
+    def write(self, key: str, number: int, question: Mapping[str, Any], answer: Answer) -> None:
+        """By any thread."""
+        assert self._file is not None, "begin() first"
+        text = json.dumps([key, number, _digest(json.dumps(question)), answer])
+        try:
+            with self._lock:
+                self._file.write(f"{_digest(text)} {text}\n")
+                self._file.flush()
+        except OSError as error:
+            raise WriteError(f"{self._file.name}: answers from outside cannot be kept: {error}. Free space") from None
+
+    def forget_failures(self) -> None:
+        """Of this rollout, which is given up because of them: the next start shall ask again. No rank asks any more."""
+        self.close()
+        if self.rank == 0:
+            for path in self._files():
+                sound = [line for line, (*_, answer) in _lines(path) if "failed" not in answer]
+                write_whole(path, "".join(f"{line}\n" for line in sound))
+        self._step = 0
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def clear(self) -> None:
+        """For a run that does not continue what was logged here."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob(f"step-{self._step:08d}-rank-*.jsonl"))
+
+
+def _lines(path: Path) -> Iterator[tuple[str, list[Any]]]:
+    """Those that are whole, each with what it says."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        digest, _, text = line.partition(" ")
+        if digest == _digest(text):
+            yield line, json.loads(text)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,217 @@
+"""Servers that are asked about samples: side by side, within limits, again where that may help, and never twice for
+what is in the log of answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import httpx
+
+from aligner.answers import Answer, AnswerLog
+from aligner.config.sections.servers import LimitsConfig
+from aligner.errors import ConfigError, RewardError
+from aligner.types import Sample
+
+# of requests that failed at last
+CAUSES = ("unreachable", "timeout", "status", "refused", "malformed", "breaker")
+AGAIN, NOT_THIS = (408, 429), (400, 413, 422)  # HTTP states beside 5xx; those that speak of one request
+FINAL = ("refused", "malformed", "breaker")  # not tried again
+BREAKER, REST_S = 5, 30.0  # after so many failures in a row the server is left alone for so long
+BYTES = 4  # of a request that are taken for a token
+_jitter = random.Random()  # of its own: nothing that a run computes sees it
+
+
+class Failed(Exception):
+    """A question did not get an answer; `cause` is one of CAUSES."""
+
+    def __init__(self, cause: str, text: str, wait_s: float = 0.0):
+        self.cause, self.wait_s = cause, wait_s
+        super().__init__(text)
+
+
+class Item(NamedTuple):
+    """A question: its place in the log of answers (no key: none), and what is asked, as JSON has it."""
+
+    key: str
+    number: int
+    part: dict[str, Any]
+
+
+def item_key(*samples: Sample) -> str:
+    """Of a question about them; empty where they are not of a rollout."""
+    seeds = [sample.seed for sample in samples]
+    return "" if None in seeds else "/".join(map(str, seeds))
+
+
+class Form(Protocol):
+    """How questions become a request, and its reply answers."""
+
+    size: int  # questions of a request, at most
+    expected: str  # of a reply, in messages
+    reply_tokens: int  # that a reply may have
+
+    def body(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]: ...
+
+    def read(self, reply: Any, count: int) -> list[Any]:
+        """`count` answers. Raises ValueError, TypeError or LookupError where the reply has not got them."""
+        ...
+
+
+class Client:
+    """Of equal servers, asked in turn."""
+
+    def __init__(self, urls: Sequence[str], limits: LimitsConfig, form: Form):
+        for url in urls or [""]:
+            _check(url)
+        self._key = _key(limits.key_env)
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self.urls, self.limits, self.form = list(urls), limits, form
+        self.log: AnswerLog | None = None
+        self.name = ""  # of the reward, in the log's keys
+        self.failure = ""  # the last one
+        self._client = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=limits.concurrency))
+        self._lock = threading.Lock()
+        self._row, self._open_until, self._free_at = 0, 0.0, 0.0  # failures in a row; the breaker; the rates
+        self._counts = Counter[str]()
+
+    def ask(self, items: Sequence[Item]) -> list[Any]:
+        """The answer to each, or a `Failed`. Raises RewardError for what asking again, or others, cannot mend."""
+        until = time.monotonic() + self.limits.deadline_s
+        found = [self._found(item) for item in items]
+        open_ = [i for i, answer in enumerate(found) if answer is None]
+        parts = [open_[start : start + self.form.size] for start in range(0, len(open_), self.form.size)]
+        with ThreadPoolExecutor(self.limits.concurrency) as pool:
+            asked = pool.map(lambda i: self._request(i, [items[k] for k in parts[i]], until), range(len(parts)))
+            for part, answers in zip(parts, asked, strict=True):
+                for place, answer in zip(part, answers, strict=True):
+                    found[place] = answer
+        return [self._told(answer) for answer in found]
+
+    def take_counts(self) -> dict[str, tuple[float, float]]:
+        """Of questions since the last call: how many failed for each cause, and how many tries came on top."""
+        counts, self._counts = self._counts, Counter()
+        return {name: (float(counts[name]), float(counts["asked"])) for name in (*CAUSES, "retries")}
+
+    def _found(self, item: Item) -> Answer | None:
+        if self.log is None or not item.key:
+            return None
+        return self.log.find(f"{self.name}/{item.key}", item.number, item.part)
+
+    def _told(self, answer: Answer | None) -> Any:
+        """Counted alike where it is read from the log."""
+        assert answer is not None
+        self._counts.update({"asked": 1, "retries": answer["retried"]})
+        if "failed" not in answer:
+            return answer["value"]
+        self._counts[answer["failed"]] += 1
+        self.failure = f"{answer['failed']}: {answer['text']}"
+        return Failed(answer["failed"], answer["text"])
+
+    def _request(self, number: int, items: Sequence[Item], until: float) -> list[Answer]:
+        first = number % len(self.urls)
+        answers = self._answers(items, self.urls[first:] + self.urls[:first], until)
+        for item, answer in zip(items, answers, strict=True):
+            if self.log is not None and item.key:
+                self.log.write(f"{self.name}/{item.key}", item.number, item.part, answer)
+        return answers
+
+    def _answers(self, items: Sequence[Item], urls: list[str], until: float) -> list[Answer]:
+        """`urls`: where the first try, the second, ... go, over and over."""
+        body = json.dumps(self.form.body([item.part for item in items])).encode()
+        same = hashlib.sha256(body + repr([item[:2] for item in items]).encode()).hexdigest()
+        headers = {"Content-Type": "application/json", "Idempotency-Key": same}
+        for number in range(self.limits.retries + 1):
+            try:
+                self._wait_turn(body, until)
+                values = self._tried(urls[number % len(urls)], body, headers, until, len(items))
+                return [{"value": value, "retried": number} for value in values]
+            except Failed as failed:
+                last = failed.cause in FINAL or number == self.limits.retries or time.monotonic() >= until
+                if last:
+                    return [{"failed": failed.cause, "text": str(failed), "retried": number}] * len(items)
+                pause_s = max(failed.wait_s, 0.2 * 2**number * _jitter.uniform(0.5, 1.5))  # not all ranks at once
+            time.sleep(max(0.0, min(pause_s, until - time.monotonic())))
+        raise AssertionError(self.limits.retries)
+
+    def _wait_turn(self, body: bytes, until: float) -> None:
+        """Until the rates leave room. Raises Failed where that is too late, or the breaker is open."""
+        now = time.monotonic()
+        if now < self._open_until:
+            raise Failed("breaker", f"not asked, after {BREAKER} failures in a row: {self.failure}")
+        tokens, limits = len(body) / BYTES + self.form.reply_tokens, self.limits
+        rates = (1, limits.requests_per_minute), (tokens, limits.tokens_per_minute)
+        seconds = max((60 * used / rate for used, rate in rates if rate), default=0.0)
+        with self._lock:
+            start = max(now, self._free_at)
+            if start >= until:
+                raise Failed("timeout", f"not asked within deadline_s={self.limits.deadline_s:g}")
+            self._free_at = start + seconds
+        time.sleep(max(0.0, start - now))
+
+    def _tried(self, url: str, body: bytes, headers: dict[str, str], until: float, count: int) -> list[Any]:
+        """One try. The breaker: after its rest one more failure opens it again, an answer closes it."""
+        try:
+            values = self._post(url, body, headers, until, count)
+        except Failed as failed:
+            with self._lock:
+                self.failure = f"{failed.cause}: {failed}"
+                self._row += failed.cause != "refused"
+                if self._row >= BREAKER:
+                    self._row, self._open_until = BREAKER - 1, time.monotonic() + REST_S
+            raise
+        with self._lock:
+            self._row = 0
+        return values
+
+    def _post(self, url: str, body: bytes, headers: dict[str, str], until: float, count: int) -> list[Any]:
+        timeout_s = max(0.001, min(self.limits.timeout_s, until - time.monotonic()))
+        try:
+            reply = self._client.post(url, content=body, headers=headers, timeout=timeout_s)
+        except httpx.TimeoutException as error:
+            raise Failed("timeout", f"{url}: no answer within {timeout_s:.3g} s ({type(error).__name__})") from error
+        except httpx.TransportError as error:
+            raise Failed("unreachable", f"{url}: {type(error).__name__}: {error}") from error
+        content = reply.content.replace(self._key.encode(), b"***") if self._key else reply.content
+        status, said = reply.status_code, repr(content.decode(errors="replace")[:200])
+        if status in AGAIN or status >= 500:
+            wait = reply.headers.get("Retry-After", "")
+            raise Failed("status", f"{url}: HTTP {status} {said}", float(wait) if wait.isdecimal() else 0.0)
+        if status in NOT_THIS:
+            raise Failed("refused", f"{url}: HTTP {status} {said}")
+        if status != 200:
+            raise RewardError(f"{url}: expected HTTP 200, found {status} {said}")
+        try:
+            return self.form.read(json.loads(content), count)
+        except (ValueError, RecursionError, TypeError, LookupError):
+            raise Failed("malformed", f"{url}: expected {self.form.expected}, found {said}") from None
+
+
+def _key(name: str) -> str:
+    """Raises ConfigError, which does not show it."""
+    if not name:
+        return ""
+    key = os.environ.get(name, "").strip()
+    if not key or not (key.isascii() and key.isprintable()):
+        expected = "the name of a variable of the environment, which has a key of printable ASCII characters"
+        raise ConfigError("key_env", name, expected)
+    return key
+
+
+def _check(url: str) -> None:
+    try:
+        parts = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise ConfigError("url", url, "http://host:port/path", f"{error}.") from None
+    if parts.scheme not in ("http", "https") or not parts.host:
+        raise ConfigError("url", url, "http://host:port/path")
+    if parts.userinfo:  # not shown
+        raise ConfigError("url", parts.host, "an address without a user: a key's place is key_env")
