@@ -111,12 +111,13 @@ class Trajectory:
     messages: tuple[dict[str, Any], ...]  # behind the prompt: the model's, and what its calls gave
     stop: Stop
     turns: int  # answers
-    reward: float | None = None  # the environment's
+    reward: float | None = None  # the environment's, of all turns
     failure: str = ""  # of tools or environment: cause and text. Its sample is invalid
     seconds: float = 0.0  # that they took
     retried: int = 0  # questions to them that were asked again
     wrong: int = 0  # calls whose result was an error
     rows: int = 1  # parts; each but the first was rendered anew
+    turn_rewards: tuple[float, ...] = ()  # after each turn that called tools
 
 
 @dataclass

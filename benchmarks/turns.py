@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from aligner.answers import AnswerLog
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.fleet import FleetEngine
-from aligner.environments.log import AnswerLog
 from aligner.environments.pool import Pool, Session
 from aligner.environments.tools import load_tools, schemas
 from aligner.rollout.serving import Turns

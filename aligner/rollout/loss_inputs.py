@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from aligner.ops.seeds import derive, scatter
 from aligner.rewards.composite import Scores
 from aligner.rollout.balance import Balancer
 from aligner.run.sample_table import SampleRow
-from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
+from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch, Trajectory
 
 
 @dataclass
@@ -141,7 +143,30 @@ def _sample_row(rollout: RolloutBatch, scores: Scores, i: int) -> SampleRow:
         sample.finished,
         {name: values[i] for name, values in scores.components.items()},
         {name: value for name, value in sample.prompt.fields.items() if name not in ("messages", "tools")},
+        _trajectory(sample.trajectory, rollout, i) if sample.trajectory is not None else None,
     )
+
+
+def _trajectory(found: Trajectory, rollout: RolloutBatch, i: int) -> dict[str, Any]:
+    trained = rollout.loss_mask is None or bool(rollout.loss_mask[i].any())
+    runs = [len(list(run)) for made, run in groupby(rollout.response_mask[i].tolist()) if made]
+    return shown_turns(found, runs if trained else [0] * len(runs))
+
+
+def shown_turns(found: Trajectory, counts: Sequence[int] = ()) -> dict[str, Any]:
+    """What was said and answered behind the prompt; `counts`: of each answer the tokens that are trained on."""
+    tokens, rewards = iter(counts), iter(found.turn_rewards)
+    told: list[dict[str, Any]] = []
+    for message in found.messages:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        texts = [message["content"], *(f"{call['name']}({json.dumps(call['arguments'])})" for call in calls)]
+        told.append({"role": message["role"], "text": "\n".join(filter(None, texts))})
+        if message["role"] == "assistant":
+            told[-1]["tokens"] = next(tokens, None)
+    for one, after in zip(told, [*told[1:], None], strict=True):  # a turn's reward stands behind what its calls gave
+        if "tokens" not in one and (after is None or "tokens" in after):
+            one["reward"] = next(rewards, None)
+    return {"stop": found.stop.value, "failure": found.failure, "reward": found.reward, "turns": told}
 
 
 def average(stats: Sequence[ScalarMetrics]) -> ScalarMetrics:

@@ -281,8 +281,9 @@ class TurnGenerator:
             score = gamma ** max(0, turns - 1) * score + sum(gamma**k * r for k, r in enumerate(play.rewards))
         told, parts = tuple(play.told), forks[-1] + 1 if forks else 0
         assert play.stop is not None
+        rewards = tuple(play.rewards)
         trajectory = Trajectory(
-            told, play.stop, turns, score, play.failure, play.seconds, play.retried, play.wrong, parts
+            told, play.stop, turns, score, play.failure, play.seconds, play.retried, play.wrong, parts, rewards
         )
         return Sample(
             play.prompt,

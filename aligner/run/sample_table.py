@@ -28,9 +28,11 @@ class SampleRow:
     finished: bool  # ended by a stop token, not by the limit
     scores: Mapping[str, float | None] = field(default_factory=dict)  # of each reward function, unweighted
     columns: Mapping[str, Any] = field(default_factory=dict)  # the row's others: the reference answer, for one
+    trajectory: Mapping[str, Any] | None = None  # of several turns: stop, failure, reward, turns with role and text
 
     def record(self) -> dict[str, Any]:
         """For JSON; NaN (an invalid reward) becomes null."""
+        more = {} if self.trajectory is None else {"trajectory": self._told(self.trajectory)}
         return {
             "prompt": self.prompt,
             "response": self.response,
@@ -39,7 +41,13 @@ class SampleRow:
             "finished": self.finished,
             "scores": {name: finite(value) for name, value in self.scores.items()},
             "columns": {name: plain(value) for name, value in self.columns.items()},
+            **more,
         }
+
+    @staticmethod
+    def _told(trajectory: Mapping[str, Any]) -> dict[str, Any]:
+        turns = [turn | {"text": plain(turn["text"], limit=20_000)} for turn in trajectory["turns"]]
+        return {**trajectory, "reward": finite(trajectory["reward"]), "turns": turns}
 
 
 def plain(value: Any, limit: int = 2000) -> Any:

@@ -67,7 +67,11 @@ def read_line() -> str:
 
 
 def main(cfg: Config) -> int:
-    """Read lines from standard input until it ends."""
+    """Read lines from standard input until it ends. Raises ConfigError for a run with tools."""
+    if cfg.environment.on:
+        key, value = ("path", cfg.environment.path) if cfg.environment.path else ("tools", cfg.environment.tools)
+        hint = "To talk without them: environment.path='' environment.tools=[]; to see it play: `aligner eval`."
+        raise ConfigError(f"environment.{key}", value, "empty: chat knows no tools", hint)
     folder = model_folder(cfg)
     s = cfg.sampling
     sampling = SamplingParams(

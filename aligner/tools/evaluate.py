@@ -20,15 +20,20 @@ from aligner.data.dataset import PromptDataset
 from aligner.data.formats import prompt_rows
 from aligner.data.readers import read_rows
 from aligner.data.shipped_templates import use_chat_template
+from aligner.environments.tools import Tools, load_tools, schemas
 from aligner.errors import ConfigError
 from aligner.ops.intervals import METHOD, bootstrap
+from aligner.rewards.base import Reward
 from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.environment import EnvironmentReward
 from aligner.rewards.functions import load_function
 from aligner.rollout.evaluate import judge
+from aligner.rollout.loss_inputs import shown_turns
 from aligner.rollout.references import refuse
 from aligner.run.metrics import rewrite_jsonl
 from aligner.run.sample_table import SampleRow, print_samples
 from aligner.tools.evaluate_rows import measure_rows
+from aligner.tools.evaluate_turns import play
 from aligner.tools.generate import Answerer, is_scorer, model_folder
 from aligner.types import Sample, SamplingParams, ScalarMetrics
 
@@ -60,10 +65,11 @@ def evaluate(cfg: Config) -> ScalarMetrics:
         raise ConfigError("data.eval", "", "a file with held-out rows")
     functions = (cfg.eval.functions or cfg.reward.functions) if cfg.eval.generate else []
     stage = STAGES[cfg.stage.name]
+    tools = load_tools(cfg.environment) if cfg.eval.generate else Tools()
     if is_scorer(folder) or not (stage.rollouts or stage.scores or functions):
         found = Found(*measure_rows(cfg, folder, is_scorer(folder)))
-    elif functions:
-        found = _answers(cfg, folder)
+    elif functions or tools.scores:
+        found = _answers(cfg, folder, tools)
     else:
         kind = f"stage {cfg.stage.name}" + (" with reward.model alone" if stage.rollouts else "")
         expected = f"at least one function that scores an answer ({kind} has none)"
@@ -71,19 +77,26 @@ def evaluate(cfg: Config) -> ScalarMetrics:
     return _tell(cfg, folder, found)
 
 
-def _answers(cfg: Config, folder: Path) -> Found:
-    """Accuracy and mean scores of generated answers."""
+def _answers(cfg: Config, folder: Path, tools: Tools) -> Found:
+    """Accuracy and mean scores of generated answers, or of trajectories."""
     model = Answerer.load(folder, cfg.engine, cfg.model.dtype)
     use_chat_template(model.tokenizer, cfg.data)
-    rows = prompt_rows(read_rows(cfg.data.eval, "data.eval"), cfg.data)
+    told = schemas(tools) if cfg.environment.on else None
+    rows = prompt_rows(read_rows(cfg.data.eval, "data.eval"), cfg.data, tools=told)
     dataset = PromptDataset(rows, model.tokenizer, cfg.data, "data.eval")
     count = min(cfg.eval.prompts, len(dataset)) if cfg.eval.prompts else len(dataset)
     limit = cfg.eval.max_response_tokens or cfg.sampling.max_response_tokens
     sampling = SamplingParams(limit, cfg.eval.temperature, stop=tuple(cfg.sampling.stop))
     functions, prompts = cfg.eval.functions or cfg.reward.functions, [dataset[i] for i in range(count)]
-    rewards = RewardPipeline([(load_function(f, i), f.weight) for i, f in enumerate(functions)], cfg.reward)
+    weighted: list[tuple[Reward, float]] = [(load_function(f, i), f.weight) for i, f in enumerate(functions)]
+    if tools.scores:
+        weighted.append((EnvironmentReward(), cfg.environment.weight))
+    rewards = RewardPipeline(weighted, cfg.reward)
     refuse(rewards.unreadable(dataset, range(count), print), dataset, count)
-    samples = model.answer(prompts, cfg.eval.samples, sampling, cfg.seed)
+    if told is None:
+        samples = model.answer(prompts, cfg.eval.samples, sampling, cfg.seed)
+    else:
+        samples = play(cfg, model, tools, prompts, sampling)
     verdict = judge(samples, rewards, cfg.eval)
     rows = [_row(s, i, verdict.totals[i], verdict.components) for i, s in enumerate(samples)]
     print_samples(0, rows, cfg.logging.samples_shown)
@@ -98,7 +111,8 @@ def _answers(cfg: Config, folder: Path) -> Found:
 def _row(sample: Sample, i: int, total: float, components: dict[str, list[float | None]]) -> SampleRow:
     scores = {name: values[i] for name, values in components.items()}
     columns = {name: value for name, value in sample.prompt.fields.items() if name not in ("messages", "tools")}
-    return SampleRow(sample.prompt.text, sample.response, total, 0.0, sample.finished, scores, columns)
+    told = None if sample.trajectory is None else shown_turns(sample.trajectory)
+    return SampleRow(sample.prompt.text, sample.response, total, 0.0, sample.finished, scores, columns, told)
 
 
 def _per_prompt(

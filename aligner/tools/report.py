@@ -17,11 +17,11 @@ from aligner.files import write_whole
 from aligner.foreign import read_record
 from aligner.tools import svg
 from aligner.tools.report_runs import HEADLINE, Run, duration, flat, is_run, names, number, read_run, run_folders
+from aligner.tools.report_samples import cell, sample_tables, trajectories
 
 GROUPS = ("eval", "reward", "sft", "rm", "dpo", "kto", "distill", "rewards", "logps", "preference", "length")
 GROUPS += ("response", "policy", "kl", "critic", "advantage", "mismatch", "staleness")
 LATE_GROUPS = ("throughput", "refit", "batch", "memory", "time")
-SAMPLE_STEPS = 5  # the last tables shown of each run
 GIB = 2**30
 
 STYLE = """
@@ -38,6 +38,8 @@ svg{width:100%;height:auto;display:block}svg text{font-size:11px;fill:var(--fg)}
 td,th{border:1px solid var(--line);padding:.25rem .5rem;text-align:left;vertical-align:top}
 td.text{white-space:pre-wrap;overflow-wrap:anywhere;min-width:9rem;max-width:34rem;font-family:monospace}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.8rem}
+.turn{margin:.4rem 0;padding:.3rem .6rem;border-left:4px solid var(--line)}.turn.own{border-color:#3a7}
+.turn pre{margin:0}.turn small{opacity:.75}
 .key{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin:0 .3em 0 .8em}.alarm{color:var(--warn)}
 """
 
@@ -116,43 +118,6 @@ def phases(run: Run) -> str:
     return f"<figure><figcaption>{escape(run.name)}: {legend(keys)}</figcaption>{picture}</figure>"
 
 
-def sample_tables(run: Run) -> str:
-    steps = sorted({row["step"] for row in run.samples})[-SAMPLE_STEPS:]
-    return "".join(_sample_table(run, step, step == steps[-1]) for step in reversed(steps))
-
-
-def _sample_table(run: Run, step: float, opened: bool) -> str:
-    rows = [row for row in run.samples if row["step"] == step]
-    scores = list(dict.fromkeys(name for row in rows for name in _mapping(row, "scores")))
-    columns = list(dict.fromkeys(name for row in rows for name in _mapping(row, "columns")))
-    names = ("prompt", "response", "reward", *scores, "advantage", "end", *columns)
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = ""
-    for row in rows:
-        numbers = [row.get("reward"), *(_mapping(row, "scores").get(name) for name in scores), row.get("advantage")]
-        texts = [_mapping(row, "columns").get(name) for name in columns]
-        cells = [f'<td class="text">{escape(str(row.get(name, "")))}</td>' for name in ("prompt", "response")]
-        cells += [f"<td>{cell(value)}</td>" for value in numbers]
-        cells.append(f"<td>{'stop' if row.get('finished') else 'limit'}</td>")
-        cells += [f'<td class="text">{cell(value)}</td>' for value in texts]
-        body += f"<tr>{''.join(cells)}</tr>"
-    return (
-        f"<details{' open' if opened else ''}><summary>{escape(run.name)}, step {cell(step)}</summary>"
-        f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div></details>'
-    )
-
-
-def _mapping(row: dict[str, Any], name: str) -> dict[str, Any]:
-    value = row.get(name)
-    return value if isinstance(value, dict) else {}
-
-
-def cell(value: Any) -> str:
-    if isinstance(value, float):
-        return svg.number(value)
-    return "" if value is None else escape(str(value))
-
-
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows of escaped cells; the first row and the first column are heads."""
     first, *rest = rows
@@ -215,6 +180,8 @@ def render(runs: list[Run], summary: dict[str, Any]) -> str:
         parts.append(f'<h2>seconds of a step, by phase</h2><div class="grid-of-charts">{timing}</div>')
     if tables := "".join(sample_tables(run) for run in runs):
         parts.append(f"<h2>samples</h2>{tables}")
+    if told := "".join(trajectories(run) for run in runs):
+        parts.append(f"<h2>trajectories</h2>{told}")
     for run in runs:
         if run.config:
             parts.append(

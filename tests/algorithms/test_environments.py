@@ -8,8 +8,13 @@ from unittest.mock import patch
 import pytest
 
 from aligner.answers import AnswerLog
+from aligner.config.freeze import load_frozen
+from aligner.config.resolve import compose_over
+from aligner.errors import ConfigError
 from aligner.rollout.serving import Turns
 from aligner.tools.calculator import make_data
+from aligner.tools.chat import main as chat
+from aligner.tools.evaluate import evaluate
 from tests import stages
 from tests.stages import PowerCut
 
@@ -111,6 +116,20 @@ def test_turns_are_admitted_between_decode_steps_and_say_the_same(grpo):
     assert all(found[0] == pytest.approx(other) for other in found[1:]) and found[0]["environment/turns_mean"] > 1.2
     rates = [stages.records(run)[0].get("engine/prefix_cache_hit_rate") for run in runs]
     assert rates[0] is None and min(rates[1:]) > 0
+
+
+def test_eval_plays_the_environment_of_the_run(grpo, talker):
+    """As the run's own evaluation does, and keeps the trajectories; chat refuses a run with tools."""
+    more = [*stages.DICE, "environment.path=tests/assets/environments.py:Clock", "run.steps=1", "eval.prompts=3"]
+    run = grpo("clock", *more, f"data.eval={talker / 'train.jsonl'}", "run.eval_every=1")
+    cfg = compose_over(load_frozen(run), [f"run.dir={run}", "logging.samples_shown=0"])
+    found = evaluate(cfg)
+    assert found["eval/reward"] == pytest.approx(stages.records(run)[-1]["eval/reward"]) and found["eval/reward"] > 0
+    rows = [json.loads(line) for line in (run / "eval_samples.jsonl").read_text().splitlines()]
+    told = [row["trajectory"]["turns"] for row in rows]
+    assert len(told) == 3 and any(turn["role"] == "tool" for turns in told for turn in turns)
+    with pytest.raises(ConfigError, match=r"environment.path=.*Clock.*chat knows no tools.*environment.tools=\[\]"):
+        chat(cfg)
 
 
 @pytest.mark.slow

@@ -108,6 +108,33 @@ class Shy(Guess):
         return None
 
 
+class Counter:
+    """As TRL's `environment_factory` takes one, but for `seed`."""
+
+    def reset(self, seed: int, **kwargs) -> str | None:
+        self.count, self.start = 0, kwargs["start"]
+        return None
+
+    def increment(self, step: int) -> int:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        self.count += step
+        return self.start + self.count
+
+    async def read(self) -> dict:
+        """
+        Reads the counter.
+        """
+        return {"count": self.count}
+
+
 class NoReset:
     def guess(self, number: int) -> str:
         """

@@ -52,6 +52,22 @@ def test_an_environment_has_a_state_of_its_own_for_each_sample(tmp_path):
     assert [pool.ask(s, "score").result(60)["value"] for s in sessions] == [1.0, 1.0, 0.0]
 
 
+def test_an_environment_made_for_trl_needs_a_seed_more(tmp_path):
+    """Public methods are tools, their results become text, reset gets the row's columns and may return nothing."""
+    assert [one["function"]["name"] for one in schemas(load_tools(EnvironmentConfig(path=f"{FILE}:Counter")))] == [
+        "increment",
+        "read",
+    ]
+    pool = make_pool(tmp_path, path=f"{FILE}:Counter")
+    session = Session("1", 2, {"start": 10})
+    assert pool.ask(session, "reset", seed=2, row=session.row).result(60)["value"] == []
+    found = turn(pool, session, call("increment", step=3), call("increment", step=4), call("read"), call("reset"))
+    assert (
+        found["value"]["texts"][:3] == ["13", "17", '{"count": 7}'] and "no tool 'reset'" in found["value"]["texts"][3]
+    )
+    assert found["value"]["reward"] is None and not found["value"]["done"]
+
+
 @pytest.mark.parametrize("kind", ["raised", "hung", "died"])
 def test_what_fails_once_is_asked_again_in_a_new_environment(tmp_path, kind):
     more = {"path": f"{FILE}:Troubled", "timeout_s": 1.0 if kind == "hung" else 30.0}

@@ -249,7 +249,7 @@ def test_a_server_that_breaks_stops_the_run_which_goes_on_when_it_is_mended(tiny
     def reply(body):
         if broken[0] and "messages" in body:
             return 500, f"no room for {KEYS['JUDGE_KEY']}".encode()
-        broken[0] = broken[0] or len(server.bodies) > 150
+        broken[0] = broken[0] or len(server.bodies) > 60
         return (200, 0.5) if "messages" not in body else says(lambda text: "5")(body)
 
     server.reply = reply

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from aligner.answers import AnswerLog
+from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.config.sections.rewards import RewardConfig
 from aligner.data.dialogue import Dialogue
@@ -15,9 +16,10 @@ from aligner.data.tool_calls import written
 from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
 from aligner.errors import DataError, EnvironmentFailedError
-from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.composite import RewardPipeline, Scores
 from aligner.rewards.environment import EnvironmentReward
 from aligner.rollout.collate import collate
+from aligner.rollout.loss_inputs import sample_rows
 from aligner.rollout.requests import Request
 from aligner.rollout.score import Scorer
 from aligner.rollout.source import RolloutSource
@@ -105,6 +107,27 @@ def test_a_row_is_what_the_engine_saw_and_only_answers_count(play, tokenizer):
     assert not batch.forks.any()
 
 
+def test_what_is_shown_of_a_trajectory(play, tokenizer):
+    """Each answer with its tokens, those that count; what tools gave, with the reward of the turn."""
+    answers = iter([call("guess", number=0), call("guess", number=1), "well"])
+    groups, _ = play(lambda text, seed: next(answers), path=f"{FILE}:Guess", args={"top": 2}, max_turns=3)
+    batch = collate(groups.samples, groups.generations, torch.tensor([0]), tokenizer.pad_token_id)
+    component = [groups.samples[0].trajectory.reward]
+    scores = Scores(component, component, {"environment": component}, [True], [False])
+    (row,) = sample_rows(batch, scores, 1)
+    told = row.record()["trajectory"]
+    assert [turn["role"] for turn in told["turns"]] == ["assistant", "tool"] * (len(told["turns"]) // 2)
+    own = [turn for turn in told["turns"] if "tokens" in turn]
+    assert own[0]["text"] == 'guess({"number": 0})' and told["stop"] == "done"
+    assert [turn["tokens"] for turn in own] == [len(tokenizer.encode(call("guess", number=0))) + 1] * len(own)
+    assert sum(turn["tokens"] for turn in own) == int(batch.response_mask.sum())
+    rewards = [turn.get("reward") for turn in told["turns"] if "tokens" not in turn]
+    assert rewards == [0.0] * (len(rewards) - 1) + [0.25] and told["reward"] == 1.0 + sum(rewards)
+    batch.loss_mask = torch.zeros_like(batch.response_mask)
+    (row,) = sample_rows(batch, scores, 1)
+    assert {turn.get("tokens", 0) for turn in row.trajectory["turns"]} == {0}
+
+
 def test_a_part_that_is_rendered_anew_is_a_fork_of_the_same_row(play, tmp_path):
     forgets = TEMPLATE.replace("in messages -", "in messages[-4:] -")
     own = train_tokenizer([], str(tmp_path / "own"), 261, chat_template=forgets)
@@ -178,14 +201,17 @@ def test_a_failing_environment_makes_the_sample_invalid_never_zero(play, tmp_pat
     broken = groups.samples[0]
     assert broken.trajectory.stop == Stop.FAILED and broken.trajectory.failure == "raised: ConnectionError: no network"
     assert broken.trajectory.retried == 1 and broken.trajectory.reward is None
-    pipeline = RewardPipeline([(EnvironmentReward(), 2.0)], RewardConfig())
-    scorer = Scorer(pipeline, world)
+    log = AnswerLog(tmp_path / "run", 0)
+    log.begin(1)
+    scorer = Scorer(RewardPipeline([(EnvironmentReward(), 2.0)], RewardConfig(), answers=log), world)
     scores = scorer.combined(scorer(groups), update=False)
     assert math.isnan(scores.total[0]) and scores.valid == [False, True] and scores.total[1] == 0.0
     sums, _ = trajectory_sums(groups.samples)
     assert sums["environment/failed_raised"] == (1.0, 2.0) and sums["environment/retried"] == (1.0, 2.0)
     with pytest.raises(EnvironmentFailedError, match=r"each asked 2 times \(environment\.retries\).*no network"):
-        RolloutSource._check_failures([broken], {"stop/failed": 1.0})
+        RolloutSource(None, None, None, scorer, AlgorithmConfig())._check_failures([broken], {"stop/failed": 1.0})
+    answers = (tmp_path / "run" / "step-00000001-rank-00000.jsonl").read_text()  # a later start asks again
+    assert "no network" not in answers and len(answers.splitlines()) == 3
     shy, _ = play(lambda text, seed: "no", path=f"{FILE}:Shy", folder="shy")  # no reward is none, not 0
     assert scorer.combined(scorer(shy), update=False).valid == [False]
 

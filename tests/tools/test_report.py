@@ -166,6 +166,34 @@ def test_phases_are_stacked_without_the_nested_ones_and_add_up_to_the_step(tmp_p
     assert "save 20 s" in section
 
 
+def test_trajectories_are_shown_turn_by_turn(tmp_path):
+    """With what is trained on, rewards of turns, and how they ended; damaged ones as far as they go."""
+    folder = make_run(tmp_path / "one")
+    call = {"role": "assistant", "text": f"{EVIL} call", "tokens": 17}
+    result = {"role": "tool", "text": "391", "reward": 0.125}
+    turns = [call, result, {"role": EVIL, "text": "it is 391", "tokens": 9}]
+    told = {"stop": "answer", "failure": "", "reward": 1.0, "turns": turns}
+    row = SampleRow("what is 17 x 23?", "it is 391", 0.5, 0.25, True, {"environment": 1.0}, {}, told)
+    broken = [{"turns": [3, {}, {"tokens": "x", "reward": EVIL}], "stop": EVIL}, {"turns": 3}, {"stop": 1}, 7, []]
+    rows = [{"step": 3, **row.record()}, *({"step": 3, "trajectory": one} for one in broken)]
+    append_jsonl(folder / "samples.jsonl", rows)
+    main([str(folder)])
+    text = (folder / "report.html").read_text()
+    section = section_of(text, "trajectories").partition("</h2>")[2].partition("<details><summary>config")[0]
+    page = Page(section)
+    assert section.count("<details>") == 4 and not {tag for tag, _ in page.tags} & {"script", "img"}
+    assert "reward 0.5, environment 1, advantage 0.25; answer" in page.text
+    own = [re.sub("<[^>]*>", "|", turn) for turn in re.findall(r'<div class="turn own">.*?</div>', section)]
+    assert "17 tokens in the loss" in own[0] and "9 tokens in the loss" in own[1] and f"{EVIL} call" in page.text
+    assert "tool not in the loss, turn reward 0.125" in page.text
+    assert "<h2>trajectories" not in main_page(make_run(tmp_path / "two"))
+
+
+def main_page(folder) -> str:
+    main([str(folder)])
+    return (folder / "report.html").read_text()
+
+
 def write(path, *records) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

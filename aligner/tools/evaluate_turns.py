@@ -1,0 +1,42 @@
+"""The answers that `aligner eval` measures where the run has tools or environments: trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from aligner.answers import FOLDER, AnswerLog
+from aligner.config.schema import Config
+from aligner.data.dialogue import Dialogue
+from aligner.data.tokenizer import stop_token_ids
+from aligner.environments.pool import Pool
+from aligner.environments.tools import Tools, schemas
+from aligner.ops.seeds import request_seed
+from aligner.rollout.requests import Request
+from aligner.rollout.turns import TurnGenerator
+from aligner.tools.generate import Answerer
+from aligner.types import Prompt, Sample, SamplingParams
+
+
+def play(
+    cfg: Config, model: Answerer, tools: Tools, prompts: Sequence[Prompt], sampling: SamplingParams
+) -> list[Sample]:
+    """prompts x eval.samples trajectories, prompt-major. Nothing is logged."""
+    told = schemas(tools)
+    sampling = replace(sampling, stop_token_ids=stop_token_ids(model.tokenizer))
+    generator = TurnGenerator(
+        model.engine,
+        model.tokenizer,
+        sampling,
+        dist.group.WORLD,
+        Pool(cfg.environment, told, AnswerLog(Path(cfg.run.dir) / FOLDER, 0)),
+        Dialogue(model.tokenizer, told, cfg.data.template_arguments, cfg.environment.calls),
+        cfg.environment,
+        cfg.data.max_prompt_tokens,
+        tools.scores,
+    )
+    seeds = [[request_seed(cfg.seed, -1, prompt.id, i) for i in range(cfg.eval.samples)] for prompt in prompts]
+    return generator.samples([Request(i, p, s) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))], sampling)
