@@ -90,9 +90,10 @@ def _engine(device: Device) -> None:
     FleetEngine.generate = NativeEngine.generate  # no rank's requests come to this one
     step = NativeEngine.step
 
-    def stepped(self: Any, *arguments: Any) -> None:
-        step(self, *arguments)
+    def stepped(self: Any, *arguments: Any) -> Any:
+        moves = step(self, *arguments)
         device.record.mark("step of the engine", device.by_line())
+        return moves
 
     def ended(flags: Tensor, inside: dict[str, Any]) -> Tensor:
         batch = inside["self"]
@@ -197,9 +198,11 @@ def _phases(device: Device) -> None:
     from aligner.run.timers import Timers
 
     call, sort = Timers.__call__, PhaseMemory._enter
+    memory: list[PhaseMemory] = []  # of this rank, once there is a phase with a rule
 
     def sorted_out(self: Any, leaf: str, rule: Any) -> None:
         """On a rank that only generates after the timers' phase has begun, on others before."""
+        memory[:] = [self]
         sort(self, leaf, rule)
         if not self._open and device.record.name == leaf:
             device.settle()
@@ -213,9 +216,8 @@ def _phases(device: Device) -> None:
         with call(self, phase):
             device.enter(phase)  # when what it does not use is away (run/phases.py)
             yield
-            memory = getattr(self.around, "__self__", None)
-            if memory is not None:
-                device.record.phase.held = {k: int(v) for k, v in memory.held_bytes().items() if v}
+            for of in memory:
+                device.record.phase.held = {k: int(v) for k, v in of.held_bytes().items() if v}
         device.enter("between")
 
     Timers.__call__, PhaseMemory._enter = timed, sorted_out

@@ -48,7 +48,10 @@ def test_a_plan_has_the_memory_and_the_messages_of_the_code(tmp_path):
                 if phase in phases:
                     assert phases[phase]["peak_bytes"] == pytest.approx(planned, rel=0.1), (name, rank, phase)
             if stage_of(rank, cfg, GPUS) is None:
-                assert {"refit", "generate"} <= set(phases), name
+                weights = phases["generate"]["held"]["engine weights"]
+                assert weights == pytest.approx(phases["build"]["peak_bytes"], rel=0.01), name
+                own = [ranks for key, ranks in record["groups"].items() if not key.startswith("job")]
+                assert own and all(min(ranks) >= GPUS - cfg.engine.ranks for ranks in own), name
                 continue
             heard, wanted = _sent(phases["update"]), _planned(found, rank)
             for kind in KINDS:  # what is smaller are metrics
