@@ -1,11 +1,13 @@
 """Between the ranks that train and those that only generate (`engine.ranks`). The latter are rehearsed after rank 0,
-and do what it ordered. A rank that trains does not hear them: it is answered that all went well, and gets no samples.
+and do what it ordered. A rank that trains does not hear them: it is answered that all went well.
 
 Patches, for good.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -90,27 +92,54 @@ def _answers(collectives: Collectives) -> None:
 
 def _requests(collectives: Collectives) -> None:
     from aligner.engines.native.fleet import Fleet, FleetEngine, Replicated, Request
-    from aligner.types import Generations, SeedLists, TokenLists
+    from aligner.rollout.generate import Generator
+    from aligner.types import STOP, Generations, SeedLists, TokenLists
 
     gather, deliver = Fleet.gather, Fleet.deliver
+    count = 0  # of all ranks' requests, where it is known
+
+    def counted(asks: Any) -> Any:
+        """A rank asks at least one, and there may be fewer requests than ranks."""
+
+        def asked(self: Generator, requests: Sequence, *more: Any) -> Any:
+            nonlocal count
+            count = len(requests) * (dist.get_world_size() // self.peers.size())
+            found = asks(self, requests, *more)
+            count = 0
+            return found
+
+        return asked
 
     def gathered(self: Fleet, prompts: TokenLists, seeds: SeedLists) -> list[Request]:
-        """What rank 0 asks is all that is asked (`program._asked`), evenly by all ranks that train."""
+        """To an engine: what rank 0 asks, by every rank that trains."""
         gather(self, [], [])
         speech = collectives.speech
         assert speech is not None
         if self.rank == 0:
-            speech.speak("requests", (prompts, seeds))
-        elif self.rank >= self.first:
-            prompts, seeds = speech.hear("requests")
-        pairs = enumerate(zip(prompts, seeds, strict=True))
-        return [Request(i * self.first // len(prompts), i, prompt, own) for i, (prompt, own) in pairs]
+            speech.speak("requests", (prompts, seeds, count or len(prompts) * self.first))
+        if self.rank < self.first:
+            return []
+        prompts, seeds, every = speech.hear("requests")
+        pairs = list(zip(prompts, seeds, strict=True))
+        return [Request(i * self.first // every, i, *pairs[i % len(pairs)]) for i in range(every)]
 
-    def delivered(self: Fleet, mine: Any, generations: Generations, wanted: Any, *more: Any) -> Generations:
-        """Nothing comes."""
-        return deliver(self, mine, generations, [], *more)
+    def delivered(self: Fleet, mine: Any, generations: Generations, wanted: list[int], *more: Any) -> Generations:
+        """Nothing comes; to who asks, as many rows of a token."""
+        found, rows = deliver(self, mine, generations, [], *more), sum(wanted)
+        one, zeros = torch.ones(rows, dtype=torch.int64), torch.zeros(rows, 1)
+        full = None if found.full_logprobs is None else zeros
+        return replace(
+            found,
+            tokens=one[:, None],
+            lengths=one,
+            logprobs=zeros,
+            finish_reason=one * STOP,
+            full_logprobs=full,
+            routing=None,
+        )
 
     Fleet.gather, Fleet.deliver = gathered, delivered
+    Generator.__call__, Generator.order = counted(Generator.__call__), counted(Generator.order)
     FleetEngine._part = Replicated._part  # nobody is there to take chunks, or to take them from
 
 

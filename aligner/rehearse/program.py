@@ -130,9 +130,9 @@ def _rollouts() -> None:
     ask = Generator.order
 
     def asked(self: Any, requests: Sequence) -> list:
-        """Of all ranks' requests this replica's share; engines on other ranks are asked all of them."""
+        """Of all ranks' requests the share of this replica; engines on other ranks are asked by every rank."""
         world, engine = dist.get_world_size(), self.engine
-        replicas = 1 if isinstance(engine, RemoteEngine) else world // engine.tensor_parallel
+        replicas = world if isinstance(engine, RemoteEngine) else world // engine.tensor_parallel
         share = math.ceil(len(requests) * (world // self.peers.size()) / replicas)
         return [requests[i % len(requests)] for i in range(share)]
 
