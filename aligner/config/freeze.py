@@ -136,6 +136,8 @@ def rollout_key(cfg: Config) -> str:
     for section, names in _NOT_OF_ROLLOUTS_IN.items():
         for name in names:
             del data[section][name]
+    if not cfg.environment.agent:
+        del data["environment"]["agent"]
     if not cfg.environment.on:
         del data["environment"]
     return _short_hash(data, reward_code(cfg) + environment_code(cfg))
@@ -148,7 +150,8 @@ def reward_code(cfg: Config) -> bytes:
 
 def environment_code(cfg: Config) -> bytes:
     """Likewise of tools and environment."""
-    return _code([*cfg.environment.tools, cfg.environment.path])
+    env = cfg.environment
+    return _code([*env.tools, env.path, *([f"{word}:" for word in env.command[1:]] or [env.agent])])
 
 
 def _code(paths: Sequence[str]) -> bytes:

@@ -215,7 +215,8 @@ def _algorithm(cfg: Config) -> None:
 
 def _rewards(cfg: Config) -> None:
     asked = STAGES[cfg.stage.name].trains and not cfg.debug.train_only
-    if asked and not (cfg.reward.functions or cfg.reward.model or cfg.reward.judges or cfg.environment.path):
+    r, env = cfg.reward, cfg.environment
+    if asked and not (r.functions or r.model or r.judges or env.path or env.agent):
         expected = f"at least one function, or reward.model, for stage {cfg.stage.name}"
         raise ConfigError("reward.functions", [], expected, "Example: reward.functions=[{path: math}]")
     own = any(judge.own for judge in cfg.reward.judges)
@@ -237,7 +238,7 @@ def _environment(cfg: Config) -> None:
     env = cfg.environment
     if not env.on:
         return
-    where = ("environment.path", env.path) if env.path else ("environment.tools", env.tools)
+    where = next((f"environment.{name}", value) for name in ("agent", "path", "tools") if (value := getattr(env, name)))
     if "environment" not in STAGES[cfg.stage.name].reads:
         able = " and ".join(sorted(name for name, stage in STAGES.items() if "environment" in stage.reads))
         raise ConfigError(*where, f"empty for stage {cfg.stage.name}: {able} have trajectories")

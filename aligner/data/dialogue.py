@@ -33,7 +33,8 @@ class Given(NamedTuple):
 
 @dataclass
 class Dialogue:
-    """How conversations of a tokenizer with `tools` are rendered. `calls`: `environment.calls`, settled."""
+    """How conversations of a tokenizer with `tools` are rendered. `calls`: `environment.calls`, settled; empty without
+    tools."""
 
     tokenizer: PreTrainedTokenizerBase
     tools: Tools
@@ -44,7 +45,10 @@ class Dialogue:
     def __post_init__(self) -> None:
         """Raises ConfigError for a template that does not tell the tools, or renders neither calls nor results."""
         if self.tokenizer.chat_template is None:
-            raise self._no("a tokenizer with a chat template with environment.tools or environment.path")
+            raise self._no("a tokenizer with a chat template, which renders conversations")
+        if not self.tools:
+            self.calls = ""
+            return
         names = [tool["function"]["name"] for tool in self.tools]
         if missing := [name for name in names if name not in (self._try([_USER]) or "")]:
             raise self._no(f"a chat template that tells the model its tools: this one leaves out {missing[0]}")
@@ -73,9 +77,10 @@ class Dialogue:
         hint = "Another one: data.chat_template."
         return ConfigError("model.tokenizer", self.tokenizer.name_or_path, expected, hint)
 
-    def said(self, text: str, beside: str, calls: Sequence[Call]) -> dict[str, Any]:
-        """The message of an answer, `text` without its stop token, with these calls and what is said `beside` them."""
-        readable = [call.message(i) for i, call in enumerate(calls) if call.name]
+    def said(self, text: str, beside: str, calls: Sequence[Call], first: int = 0) -> dict[str, Any]:
+        """The message of an answer, `text` without its stop token, with these calls, numbered from `first`, and what is
+        said `beside` them."""
+        readable = [call.message(first + i) for i, call in enumerate(calls) if call.name]
         if self.verbatim or not readable:
             return {"role": "assistant", "content": text}
         return {"role": "assistant", "content": beside, "tool_calls": readable}
@@ -89,6 +94,11 @@ class Dialogue:
     def begin(self, messages: Messages) -> Given:
         text = self._render(messages)
         return Given(text, tuple(self._tokens(text)))
+
+    def try_begin(self, messages: Messages) -> Given | None:
+        """None where the template refuses."""
+        text = self._try(messages)
+        return None if text is None else Given(text, tuple(self._tokens(text)))
 
     def resume(self, messages: Messages, tokens: Sequence[int]) -> Given:
         """Where these tokens are known to stand for the messages, or for their end."""

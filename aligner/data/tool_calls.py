@@ -34,8 +34,8 @@ class Call:
 
 
 def read_calls(text: str, kind: str) -> tuple[str, list[Call]]:
-    """(what the model says beside its calls, the calls), of an answer with its special tokens."""
-    return READERS[kind](text)
+    """(what the model says beside its calls, the calls), of an answer with its special tokens. No `kind`: no calls."""
+    return READERS[kind](text) if kind else (text, [])
 
 
 def written(kind: str, name: str, arguments: dict[str, Any]) -> str:

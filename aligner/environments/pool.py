@@ -180,7 +180,11 @@ async def _end(workers: list[_Worker]) -> None:
     for task in open_:
         task.cancel()
     await asyncio.gather(*open_, return_exceptions=True)
-    for worker in workers:
-        if worker.process is not None:
-            worker.kill()
-            await worker.process.wait()
+    running = [worker for worker in workers if worker.process is not None]
+    for worker in running:
+        worker.process.stdin.close()  # it then ends what it has started
+    with suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.gather(*(worker.process.wait() for worker in running)), 1.0)
+    for worker in running:
+        worker.kill()
+        await worker.process.wait()

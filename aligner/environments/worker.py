@@ -22,7 +22,7 @@ from aligner.config.options import from_plain
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.environments.tools import Tools, load_tools, misfit
 
-THREADS = 256
+THREADS = 1024
 MODELS_FAULT = (ValueError, ArithmeticError)  # of a tool: its text goes to the model; anything else is a failure
 
 
@@ -65,7 +65,7 @@ class Worker:
         texts = [await self._call(found, call["name"], call["arguments"]) for call in request["calls"]]
         reward = await _called(found.turn_reward) if hasattr(found, "turn_reward") else None
         wrong = sum(text.startswith("error: ") for text in texts)
-        return {"texts": texts, "wrong": wrong, "reward": _number(reward), "done": bool(getattr(found, "done", False))}
+        return {"texts": texts, "wrong": wrong, "reward": number(reward), "done": bool(getattr(found, "done", False))}
 
     async def _call(self, found: Any, name: str, arguments: dict[str, Any]) -> str:
         """What is wrong with a call is its result."""
@@ -88,10 +88,21 @@ class Worker:
 
     async def _score(self, request: dict[str, Any]) -> float | None:
         found = self.objects[request["key"]]
-        return _number(await _called(found.get_reward)) if hasattr(found, "get_reward") else 0.0
+        return number(await _called(found.get_reward)) if hasattr(found, "get_reward") else 0.0
 
     async def _forget(self, request: dict[str, Any]) -> None:
         self.objects.pop(request["key"], None)
+
+    async def end(self) -> None:
+        """Nobody will ask any more."""
+
+
+async def _agents(cfg: EnvironmentConfig) -> Worker:
+    from aligner.environments.agents import Agents  # needs the extra `serve`
+
+    found = Agents(cfg)
+    await found.listen()
+    return found
 
 
 async def _called(function: Callable, **arguments: Any) -> Any:
@@ -100,7 +111,7 @@ async def _called(function: Callable, **arguments: Any) -> Any:
     return await asyncio.to_thread(function, **arguments)
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
     if value is None:
         return None
     if not isinstance(value, int | float) or not math.isfinite(value):
@@ -131,7 +142,9 @@ async def main() -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     cfg = from_plain(EnvironmentConfig, json.loads(await lines.readline()), "environment", EnvironmentConfig)
     known = {schema["function"]["name"]: schema["function"] for schema in json.loads(await lines.readline())}
-    await serve(Worker(cfg, load_tools(cfg), known), lines, replies.write)
+    worker: Worker = Worker(cfg, load_tools(cfg), known) if not cfg.agent else await _agents(cfg)
+    await serve(worker, lines, replies.write)
+    await worker.end()
     os._exit(0)  # a thread that hangs shall not keep the process
 
 

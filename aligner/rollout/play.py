@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aligner.answers import Answer
-from aligner.data.dialogue import Given
+from aligner.data.dialogue import Dialogue, Given
 from aligner.data.tool_calls import Call
+from aligner.environments.openai_api import ChatRequest
 from aligner.environments.pool import Session
 from aligner.ops.packing.turns import Row, Turn, rows_of
 from aligner.types import Prompt, Stop
@@ -38,6 +39,11 @@ class Play:
     seconds: float = 0.0
     retried: int = 0
     wrong: int = 0  # calls that told the model an error
+    late: int = 0  # requests of an agent that came before the one before them was answered
+    cut: bool = False  # the last answer to an agent met the token limit
+    request: ChatRequest | None = None  # of an agent, that the engine answers next
+    dialogue: Dialogue | None = None  # with the tools of that
+    echoes: dict[str, dict[str, Any]] = field(default_factory=dict)  # what an agent was told -> as templates get it
 
     @property
     def open(self) -> bool:

@@ -87,7 +87,7 @@ class TurnGenerator:
 
     def _played(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Play]:
         with raised_together(DataError):
-            plays = self._begun(requests)
+            plays = self._begun(requests, sampling)
         if self.between_steps:
             self._serve(plays, sampling)
         else:
@@ -130,21 +130,23 @@ class TurnGenerator:
             while play.asked is not None:
                 self._hear(play, sampling)
 
-    def _begun(self, requests: Sequence[Request]) -> list[Play]:
+    def _begun(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Play]:
         plays = [
             self._play(place, i, request) for place, request in enumerate(requests) for i in range(len(request.seeds))
         ]
         if requests and requests[0].rollout > 0:
             self.pool.log.begin(requests[0].rollout)
         for play in plays:
-            session = play.session
-            play.asked = self.pool.ask(session, "reset", seed=session.seed, row=session.row)
+            self._reset(play, sampling)
         for play in plays:
             assert play.asked is not None
             answer, play.asked = play.asked.result(), None
-            if self._works(play, answer) and answer["value"]:
-                self._open(play, answer["value"])
+            if self._works(play, answer):
+                self._opened(play, answer["value"])
         return plays
+
+    def _reset(self, play: Play, sampling: SamplingParams) -> None:
+        play.asked = self.pool.ask(play.session, "reset", seed=play.session.seed, row=play.session.row)
 
     def _play(self, place: int, index: int, request: Request) -> Play:
         prompt, seed = request.prompt, request.seeds[index]
@@ -155,14 +157,18 @@ class TurnGenerator:
         messages = list(prompt.messages)
         return Play(place, index, seed, prompt, session, self.dialogue.resume(messages, prompt.tokens), messages)
 
-    def _open(self, play: Play, opening: list[dict[str, Any]]) -> None:
-        play.messages += opening
-        play.given = self.dialogue.begin(play.messages)
-        tokens = play.given.tokens
+    def _opened(self, play: Play, opening: list[dict[str, Any]]) -> None:
+        if opening:
+            messages = play.messages + opening
+            self._open(play, messages, self.dialogue.begin(messages), "environment.path: reset made a prompt")
+
+    def _open(self, play: Play, messages: list[dict[str, Any]], given: Given, what: str) -> None:
+        """With another prompt than the row's."""
+        play.messages, play.given, tokens = messages, given, given.tokens
         if len(tokens) > self.longest_prompt:
             expected = f"at most data.max_prompt_tokens={self.longest_prompt}"
-            raise DataError(f"environment.path: reset made a prompt of {len(tokens)} tokens: expected {expected}")
-        play.prompt = replace(play.prompt, tokens=tokens, text=play.given.text, messages=tuple(play.messages))
+            raise DataError(f"{what} of {len(tokens)} tokens: expected {expected}")
+        play.prompt = replace(play.prompt, tokens=tokens, text=given.text, messages=tuple(messages))
 
     def _round(self, plays: list[Play], sampling: SamplingParams) -> None:
         """An answer of each; questions to tools and environments are on their way when it is there."""
@@ -190,9 +196,9 @@ class TurnGenerator:
         """The logprobs of turns, by play and number."""
         both = [found.logprobs] if found.full_logprobs is None else [found.logprobs, found.full_logprobs]
         columns = [column.tolist() for column in both]
-        for (play, number), length, *numbers in zip(rows, found.lengths.tolist(), *columns, strict=True):
+        for (play, number), *numbers in zip(rows, *columns, strict=True):
             turn = play.turns[number]
-            play.turns[number] = Turn(turn.prompt, turn.output, *(column[:length] for column in numbers))
+            play.turns[number] = Turn(turn.prompt, turn.output, *(column[: len(turn.output)] for column in numbers))
 
     @contextmanager
     def _listening(self, together: list[list[Play]]) -> Iterator[None]:
@@ -233,8 +239,10 @@ class TurnGenerator:
             return
         if play.stop is not None:
             play.score = answer["value"]
-            return
-        value = answer["value"]
+        else:
+            self._next(play, answer["value"], sampling)
+
+    def _next(self, play: Play, value: dict[str, Any], sampling: SamplingParams) -> None:
         texts, said = iter(value["texts"]), []
         for number, call in enumerate(play.calls):
             text = next(texts) if call.name else f"error: {call.fault}"
@@ -243,17 +251,18 @@ class TurnGenerator:
         play.messages += said
         play.told += said
         play.rewards.append(value["reward"] or 0.0)
-        self._go_on(play, value["done"], sampling)
-
-    def _go_on(self, play: Play, done: bool, sampling: SamplingParams) -> None:
-        cfg = self.cfg
-        if done:
+        if value["done"]:
             self._end(play, Stop.DONE)
-        elif len(play.turns) >= cfg.max_turns:
+        else:
+            self._go_on(play, self.dialogue, sampling)
+
+    def _go_on(self, play: Play, dialogue: Dialogue, sampling: SamplingParams) -> None:
+        cfg = self.cfg
+        if len(play.turns) >= cfg.max_turns:
             self._end(play, Stop.TURNS)
         elif cfg.max_seconds and play.seconds > cfg.max_seconds:
             self._end(play, Stop.SECONDS)
-        elif (given := self.dialogue.follow(play.given, play.turns[-1].output, play.messages)) is None:
+        elif (given := dialogue.follow(play.given, play.turns[-1].output, play.messages)) is None:
             self._end(play, Stop.TEMPLATE)
         elif self._tokens_behind(play, given) + sampling.max_response_tokens > cfg.max_tokens:
             self._end(play, Stop.TOKENS)
@@ -282,9 +291,8 @@ class TurnGenerator:
         told, parts = tuple(play.told), forks[-1] + 1 if forks else 0
         assert play.stop is not None
         rewards = tuple(play.rewards)
-        trajectory = Trajectory(
-            told, play.stop, turns, score, play.failure, play.seconds, play.retried, play.wrong, parts, rewards
-        )
+        effort = play.seconds, play.retried, play.wrong, parts
+        trajectory = Trajectory(told, play.stop, turns, score, play.failure, *effort, rewards, play.late)
         return Sample(
             play.prompt,
             play.index,
@@ -330,5 +338,6 @@ def trajectory_sums(samples: Sequence[Sample]) -> tuple[Sums, dict[str, float]]:
         "environment/rows_mean": (float(sum(t.rows for t in found)), n),
         "environment/call_errors": (float(sum(t.wrong for t in found)), n),
         "environment/retried": (float(sum(t.retried for t in found)), n),
+        "environment/late": (float(sum(t.late for t in found)), n),
     }
     return sums, {"environment/turns_max": float(max((t.turns for t in found), default=0))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,8 @@ CALL_FORMATS = ("hermes", "llama3", "mistral")
 @dataclass
 class EnvironmentConfig:
     path: str = ""  # module:Class or path.py:Class, an object of which a sample plays with; empty: none
-    args: dict[str, Any] = field(default_factory=dict)  # of the class
+    agent: str = ""  # module:function or path.py:function that asks the model itself, or a command line; empty: none
+    args: dict[str, Any] = field(default_factory=dict)  # of the class, or further ones of the agent's function
     tools: list[str] = field(default_factory=list)  # module:function or path.py:function, that a model may call
     max_turns: int = 8  # answers of a trajectory
     max_tokens: int = 2048  # of a trajectory behind its prompt: answers, what the tools said, what was rendered anew
@@ -35,7 +37,14 @@ class EnvironmentConfig:
         for path in self.tools:
             if self.tools.count(path) > 1:
                 raise ConfigError("environment.tools", path, "each function once")
+        if self.agent and (self.path or self.tools):
+            raise ConfigError("environment.agent", self.agent, "empty with path or tools: an agent brings its own")
 
     @property
     def on(self) -> bool:
-        return bool(self.path or self.tools)
+        return bool(self.path or self.tools or self.agent)
+
+    @property
+    def command(self) -> list[str]:
+        """The words of an agent's command line; none of a function."""
+        return shlex.split(self.agent) if " " in self.agent or ":" not in self.agent else []

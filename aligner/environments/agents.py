@@ -1,0 +1,218 @@
+"""Agents, and the endpoint that they talk to, in a worker process: programs that speak OpenAI's chat API.
+
+async def run(task: Task, base_url: str, sampling: dict) -> float | dict | None        or `def`
+a command line: {"task", "sampling"} on standard input, OPENAI_BASE_URL; the last line of its output is the result
+
+To the trainer an agent is an environment. `reset` begins it, `turn` answers its request; each gives what it does next:
+{"request", "late"} or {"end"}. `score` refuses what else it asks, and gives the result that it then comes to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from aligner.config.sections.environment import EnvironmentConfig
+from aligner.environments.endpoint import Listener, loopback, new_secret, nowhere
+from aligner.environments.openai_api import MODEL, ApiError, ChatRequest, check_model, check_sampling
+from aligner.environments.tools import Tools
+from aligner.environments.worker import Worker, number
+from aligner.errors import EnvironmentCodeError
+from aligner.user_code import load
+
+
+@dataclass(frozen=True)
+class Task:
+    messages: list[dict[str, Any]]  # the row's prompt
+    row: dict[str, Any]  # its other columns
+    seed: int  # the same for a whole group
+
+
+def load_agent(cfg: EnvironmentConfig) -> Callable | None:
+    """None: a command line. Raises EnvironmentCodeError."""
+    if not cfg.command:
+        return load(cfg.agent, "environment.agent", "function", EnvironmentCodeError, " or a command line")
+    if shutil.which(cfg.command[0]) is None:
+        expected = f"a command line of a program: there is no `{cfg.command[0]}`"
+        raise EnvironmentCodeError(f"environment.agent={cfg.agent!r}: expected {expected}")
+    return None
+
+
+@dataclass
+class Talk:
+    """One agent at work."""
+
+    secret: str
+    program: asyncio.Task[Any]
+    sampling: dict[str, Any]
+    requests: asyncio.Queue[tuple[ChatRequest, bool, asyncio.Future]] = field(default_factory=asyncio.Queue)
+    reply: asyncio.Future | None = None  # to what the engine answers now
+    refusal: ApiError | None = None
+
+    async def ask(self, request: ChatRequest) -> dict[str, Any]:
+        """Requests are answered one after the other, as they came. Raises ApiError."""
+        check_model(request, MODEL)
+        check_sampling(request, self.sampling)
+        if self.refusal is not None:
+            raise self.refusal
+        late = self.reply is not None or not self.requests.empty()
+        reply = asyncio.get_running_loop().create_future()
+        self.requests.put_nowait((request, late, reply))
+        return await reply
+
+    async def next(self) -> dict[str, Any]:
+        """Raises what the program raises."""
+        arrival = asyncio.create_task(self.requests.get())
+        try:
+            await asyncio.wait((arrival, self.program), return_when=asyncio.FIRST_COMPLETED)
+            if self.program.done():
+                return {"end": _score(self.program.result()), "value": self.program.result()}
+            request, late, self.reply = arrival.result()
+            return {"request": asdict(request), "late": late}
+        finally:
+            arrival.cancel()
+
+    def answer(self, body: dict[str, Any]) -> None:
+        assert self.reply is not None, "the agent has asked nothing"
+        if not self.reply.done():
+            self.reply.set_result(body)
+        self.reply = None
+
+    def refuse(self, error: ApiError) -> None:
+        """What it has asked, and whatever it will."""
+        self.refusal = error
+        waiting = [] if self.reply is None else [self.reply]
+        while not self.requests.empty():
+            waiting.append(self.requests.get_nowait()[2])
+        for reply in waiting:
+            if not reply.done():
+                reply.set_exception(error)
+
+
+class Agents(Worker):
+    def __init__(self, cfg: EnvironmentConfig):
+        super().__init__(cfg, Tools(), {})
+        self.function = load_agent(cfg)
+        self.talks: dict[str, Talk] = {}  # by secret; `objects` has them by trajectory
+        os.environ.setdefault("OPENAI_API_KEY", "none")  # which clients want to have
+        for name in ("NO_PROXY", "no_proxy"):
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
+
+    async def listen(self) -> None:
+        place = loopback()
+        self.address = f"http://127.0.0.1:{place.getsockname()[1]}"
+        self._serving = asyncio.create_task(Listener(self).serve(sockets=[place]))
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        reply = await super().answer(request)
+        if "cause" in reply:
+            self._drop(request["key"])
+        return reply
+
+    async def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
+        secret, sampling = new_secret(), request["sampling"]
+        task = Task(request["messages"], request["row"], request["seed"])
+        told = {name: sampling[name] for name in ("model", "temperature", "top_p", "max_tokens")}
+        program = asyncio.create_task(self._program(task, f"{self.address}/{secret}/v1", told))
+        talk = self.objects[request["key"]] = self.talks[secret] = Talk(secret, program, sampling)
+        return await talk.next()
+
+    async def _turn(self, request: dict[str, Any]) -> dict[str, Any]:
+        talk = self.objects[request["key"]]
+        talk.answer(request["body"])
+        return await talk.next()
+
+    async def _score(self, request: dict[str, Any]) -> float | None:
+        talk = self.objects[request["key"]]
+        talk.refuse(ApiError(request["why"], code=request["code"]))
+        await asyncio.wait((talk.program,))
+        return _score(talk.program.result()) if talk.program.exception() is None else None
+
+    async def _forget(self, request: dict[str, Any]) -> None:
+        self._drop(request["key"])
+
+    def _drop(self, key: str) -> None:
+        talk = self.objects.pop(key, None)
+        if talk is not None:
+            del self.talks[talk.secret]
+            talk.refuse(nowhere())
+            talk.program.cancel()
+
+    async def end(self) -> None:
+        """Programs end with their worker."""
+        programs = [talk.program for talk in self.talks.values()]
+        for key in list(self.objects):
+            self._drop(key)
+        await asyncio.gather(*programs, return_exceptions=True)
+
+    def model(self, secret: str) -> str:
+        self._talk(secret)
+        return MODEL
+
+    async def complete(self, secret: str, request: ChatRequest) -> dict[str, Any]:
+        return await self._talk(secret).ask(request)
+
+    def _talk(self, secret: str) -> Talk:
+        if secret not in self.talks:
+            raise nowhere()
+        return self.talks[secret]
+
+    async def _program(self, task: Task, base_url: str, sampling: dict[str, Any]) -> Any:
+        if self.function is None:
+            return await _commanded(self.cfg.command, task, base_url, sampling)
+        return await _threaded(self.function, task, base_url, sampling, **self.cfg.args)
+
+
+async def _threaded(function: Callable, *args: Any, **more: Any) -> Any:
+    """An agent that blocks shall block itself alone: a coroutine has a loop of its own."""
+    if not asyncio.iscoroutinefunction(function):
+        return await asyncio.to_thread(function, *args, **more)
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = []
+
+    async def noted() -> Any:
+        begun.append((asyncio.get_running_loop(), asyncio.current_task()))  # type: ignore[arg-type]
+        return await function(*args, **more)
+
+    try:
+        return await asyncio.to_thread(lambda: asyncio.run(noted()))
+    except asyncio.CancelledError:
+        for loop, task in begun:
+            with suppress(RuntimeError):  # it has come to its end
+                loop.call_soon_threadsafe(task.cancel)
+        raise
+
+
+async def _commanded(words: list[str], task: Task, base_url: str, sampling: dict[str, Any]) -> Any:
+    process = await asyncio.create_subprocess_exec(
+        *words,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"},
+        start_new_session=True,
+    )
+    try:
+        out, _ = await process.communicate(json.dumps({"task": asdict(task), "sampling": sampling}).encode())
+    finally:
+        with suppress(ProcessLookupError):  # it, and whatever it has started
+            os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise RuntimeError(f"the program ended with exit code {process.returncode}")
+    lines = out.decode(errors="replace").split("\n")
+    return json.loads(next((line for line in reversed(lines) if line.strip()), ""))
+
+
+def _score(value: Any) -> float | None:
+    """Raises TypeError."""
+    json.dumps(value)  # the log has all of it
+    if isinstance(value, dict):
+        if "reward" not in value:
+            raise TypeError(f"an agent's result {value!r:.200}: expected `reward` in it")
+        value = value["reward"]
+    return number(value)

@@ -1,0 +1,163 @@
+"""Trajectories of agents: what is asked of the model comes from a program, over OpenAI's chat API, request by request.
+
+A request is a turn. Its messages are compared with what the engine has seen and said: an answer that the agent repeats
+stands for the engine's own tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aligner.data.dialogue import Dialogue
+from aligner.data.formats import Tools
+from aligner.data.tool_calls import Call, read_calls
+from aligner.environments.openai_api import MODEL, ChatRequest, Reply, told_sampling
+from aligner.errors import ConfigError
+from aligner.ops.packing.turns import Turn
+from aligner.rollout.play import Play
+from aligner.rollout.turns import TurnGenerator
+from aligner.types import SamplingParams, Stop
+
+BUDGETS = {
+    Stop.TURNS: "environment.max_turns answers were given",
+    Stop.TOKENS: "there is no room for a further answer within environment.max_tokens",
+    Stop.SECONDS: "the agent took environment.max_seconds",
+    Stop.TEMPLATE: "the chat template of model.tokenizer cannot render it",
+}
+
+
+@dataclass
+class Dialogues:
+    """Of a tokenizer, with the tools of each request."""
+
+    make: Callable[[Tools], Dialogue]
+    _known: dict[str, Dialogue] = field(default_factory=dict)
+
+    def of(self, tools: Tools) -> Dialogue:
+        """Raises ConfigError where the template does not render them."""
+        key = json.dumps(tools)
+        if key not in self._known:
+            self._known[key] = self.make(tools)
+        return self._known[key]
+
+
+@dataclass
+class Said:
+    """An answer as its request wants it."""
+
+    tokens: list[int]
+    text: str  # without what ended it
+    beside: str  # the calls
+    calls: list[Call]
+    reason: str
+
+
+def said(tokenizer: Any, request: ChatRequest, calls: str, tokens: list[int], stopped: bool, ends: set[int]) -> Said:
+    """`max_tokens` and `stop` of a request shorten what the engine, which has limits of its own, has said: a sample's
+    beginning is what a sample of that length would be. `ends`: the stop tokens."""
+
+    def decoded(tokens: Sequence[int]) -> str:
+        return tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    kept = tokens[: request.max_tokens]
+    if request.stop:  # with the token that completes it, as the engine's own stop strings
+        ended = lambda n: any(stop in decoded(kept[:n]) for stop in request.stop)  # noqa: E731
+        kept = kept[: 1 + bisect_left(range(1, len(kept) + 1), True, key=ended)]
+    text, whole = decoded(kept), len(kept) == len(tokens)
+    places = [place for stop in request.stop if (place := text.find(stop)) >= 0]
+    if places:
+        text = text[: min(places)]
+    elif kept[-1] in ends:
+        text = decoded(kept[:-1])
+    stopped = bool(places) or (stopped and whole)
+    beside, found = read_calls(text, calls if stopped and request.calls else "")
+    reason = "tool_calls" if any(call.name for call in found) else "stop" if stopped else "length"
+    return Said(kept, text, beside, found, reason)
+
+
+def message_of(found: Said, first: int = 0) -> dict[str, Any]:
+    """As OpenAI has it. Its calls are numbered from `first`. One that cannot be read is text."""
+    calls = [call.message(first + i) for i, call in enumerate(found.calls) if call.name]
+    for call in calls:
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    if not calls:
+        return {"role": "assistant", "content": found.text}
+    return {"role": "assistant", "content": found.beside or None, "tool_calls": calls}
+
+
+@dataclass
+class AgentGenerator(TurnGenerator):
+    dialogues: Dialogues = field(kw_only=True)
+
+    def _reset(self, play: Play, sampling: SamplingParams) -> None:
+        told = told_sampling(sampling) | {"model": MODEL, "max_tokens": sampling.max_response_tokens}
+        session, messages = play.session, play.messages
+        row = {"seed": session.seed, "row": session.row, "messages": messages}
+        play.asked = self.pool.ask(session, "reset", **row, sampling=told)
+
+    def _opened(self, play: Play, value: dict[str, Any]) -> None:
+        if "end" in value:
+            play.stop, play.failure = Stop.FAILED, "raised: the agent came to its end without a request"
+            return
+        messages = self._taken(play, value)
+        if (given := play.dialogue and play.dialogue.try_begin(messages)) is None:
+            self._end(play, Stop.TEMPLATE)
+        else:
+            self._open(play, messages, given, "environment.agent: a first request has a prompt")
+
+    def _next(self, play: Play, value: dict[str, Any], sampling: SamplingParams) -> None:
+        if "end" in value:
+            play.stop, play.score = Stop.LENGTH if play.cut else Stop.DONE, value["end"]
+            return
+        before, play.messages = play.messages, self._taken(play, value)
+        new = play.messages[len(before) :] if play.messages[: len(before)] == before else play.messages
+        play.told += new
+        if play.dialogue is None:
+            self._end(play, Stop.TEMPLATE)
+        else:
+            self._go_on(play, play.dialogue, sampling)
+
+    def _taken(self, play: Play, value: dict[str, Any]) -> list[dict[str, Any]]:
+        """The messages of a request; the model's own are those that its tokens stand for."""
+        play.request = ChatRequest(**value["request"])
+        play.late += value["late"]
+        try:
+            play.dialogue = self.dialogues.of(play.request.tools)
+        except ConfigError:
+            play.dialogue = None
+        return [play.echoes.get(_key(message), message) for message in play.request.messages]
+
+    def _answered(self, play: Play, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
+        request, dialogue = play.request, play.dialogue
+        assert request is not None and dialogue is not None
+        found = said(self.tokenizer, request, dialogue.calls, tokens, stopped, set(self.sampling.stop_token_ids))
+        play.cut = not stopped and len(found.tokens) == len(tokens)
+        logprobs = logprobs[: len(found.tokens)]
+        first = len(play.turns) * 100  # of its calls in the trajectory
+        play.turns.append(Turn(play.given.tokens, found.tokens, logprobs))
+        play.wrong += sum(not call.name for call in found.calls)
+        message = message_of(found, first)
+        play.messages = [*play.messages, dialogue.said(found.text, found.beside, found.calls, first)]
+        play.told.append(message)
+        play.echoes[_key(message)] = play.messages[-1]
+        pieces = [self.tokenizer.decode([token]) for token in found.tokens]
+        reply = Reply(message, found.reason, play.given.tokens, found.tokens, logprobs, pieces)
+        body = reply.body(request, f"chatcmpl-{play.session.key}-{len(play.turns)}")
+        play.asked = self.pool.ask(play.session, "turn", body=body)
+
+    def _end(self, play: Play, stop: Stop) -> None:
+        """By a budget: the agent may still come to a result."""
+        play.stop = stop
+        code = "context_length_exceeded" if stop == Stop.TOKENS else f"budget_of_{stop}"
+        why = f"no further answer in this trajectory: {BUDGETS[stop]}"
+        play.asked = self.pool.ask(play.session, "score", why=why, code=code)
+
+
+def _key(message: dict[str, Any]) -> str:
+    """By what a message of the model's is known again: the names of its calls, which are its own, or its text."""
+    calls = [call["id"] for call in message.get("tool_calls", ())]
+    return json.dumps([message["role"], calls or message["content"]])

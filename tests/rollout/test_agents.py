@@ -1,0 +1,158 @@
+"""Trajectories of real agents with a scripted engine: rows, masks, ends, rewards; what requests ask of an answer."""
+
+import json
+
+import pytest
+import torch
+from aligner.environments.log import AnswerLog
+
+from aligner.config.sections.environment import EnvironmentConfig
+from aligner.data.dialogue import Dialogue
+from aligner.data.tokenizer import train_tokenizer
+from aligner.environments.openai_api import ChatRequest
+from aligner.environments.pool import Pool
+from aligner.errors import DataError
+from aligner.rollout.agents import AgentGenerator, Dialogues, message_of, said
+from aligner.rollout.collate import collate
+from aligner.rollout.requests import Request
+from aligner.rollout.turns import trajectory_sums
+from aligner.types import Prompt, SamplingParams, Stop
+from tests.chat_templates import MISTRAL, QWEN3
+from tests.rollout.test_turns import CUT, Scripted, call, tokenizer
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("openai")
+FILE = "tests/assets/agents.py"
+QUESTION = ({"role": "user", "content": "q"},)
+__all__ = ["tokenizer"]
+
+
+@pytest.fixture
+def play(tokenizer, tmp_path, world):
+    """play(agent, script, row) -> (samples, generations, engine)."""
+
+    def make(agent, script, row=None, seeds=((5,),), folder="run", longest=100, tokenizer=tokenizer, **more):
+        cfg = EnvironmentConfig(**{"agent": f"{FILE}:{agent}", "workers": 1, "max_tokens": 1000} | more)
+        plain = Dialogue(tokenizer, [])
+        dialogues = Dialogues(lambda tools: Dialogue(tokenizer, tools))
+        pool = Pool(cfg, [], AnswerLog(tmp_path / folder, 0))
+        engine = Scripted(tokenizer, script)
+        sampling = SamplingParams(100, stop_token_ids=(tokenizer.eos_token_id,))
+        common = engine, tokenizer, sampling, world, pool, plain, cfg, longest, True
+        generator = AgentGenerator(*common, dialogues=dialogues)
+        given = plain.begin(list(QUESTION))
+        prompt = Prompt(0, given.tokens, given.text, row or {}, QUESTION)
+        groups = generator([Request(i, prompt, list(s), 1) for i, s in enumerate(seeds)])
+        return groups.samples, groups.generations, engine
+
+    return make
+
+
+def twice(text, seed):
+    return call("add", a=1, b=2) if "<tool_call>" not in text else "it is 3"
+
+
+def test_a_row_is_what_the_engine_saw_and_only_answers_count(play, tokenizer):
+    samples, generations, engine = play("calculate", twice, seeds=((5, 6),))
+    batch = collate(samples, generations, torch.tensor([0, 0]), tokenizer.pad_token_id)
+    for i, sample in enumerate(samples):
+        first, last = engine.given[i], engine.given[2 + i]
+        row, n = batch.tokens[i].tolist(), int(batch.lengths[i])
+        assert sample.prompt.tokens == first and tuple(row[: len(last)]) == last
+        assert "add" in sample.prompt.text  # the agent's tools, by the template
+        mine = [t for t, m in zip(row, batch.response_mask[i].tolist(), strict=True) if m]
+        assert tokenizer.decode(mine) == f"{call('add', a=1, b=2)}<eos>it is 3<eos>"
+        assert sample.prompt.tokens + sample.tokens == tuple(row[:n])
+        trajectory = sample.trajectory
+        assert (trajectory.turns, trajectory.stop, trajectory.rows, trajectory.reward) == (2, Stop.DONE, 1, 1.0)
+        assert [m["role"] for m in trajectory.messages] == ["assistant", "tool", "assistant"] and sample.finished
+    assert not batch.forks.any()
+
+
+@pytest.mark.parametrize("template", [QWEN3, MISTRAL])
+def test_the_engines_tokens_stay_whatever_a_client_makes_of_an_answer(play, tmp_path, template):
+    """A client sends calls back as OpenAI has them; the template sees what the model wrote, or its own way of it."""
+    own = train_tokenizer([], str(tmp_path / "own"), 261, chat_template=template)
+    wrote = '<tool_call>\n{"name":  "add", "arguments": {"b": 2,"a": 1}}\n</tool_call>'
+    wrote = wrote if template is QWEN3 else '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}]'
+    answers = iter([wrote, "3"])
+    (sample,), _, engine = play("calculate", lambda *_: next(answers), tokenizer=own, longest=900, max_tokens=2000)
+    assert sample.trajectory.stop == Stop.DONE and sample.trajectory.reward == 1.0
+    if template is QWEN3:
+        assert own.decode(engine.given[1]).count(wrote) == 1 and sample.trajectory.rows == 1
+
+
+def test_other_conversations_of_an_agent_are_parts_of_its_row(play):
+    requests = [{"messages": [{"role": "user", "content": text}]} for text in ("one", "two")]
+    (sample,), generations, _ = play("asks", lambda *_: "well", {"requests": requests})
+    assert sample.trajectory.rows == 2 and sample.trajectory.turns == 2
+    assert generations.forks[0].unique().tolist() == [0, 1]
+    assert sample.prompt.messages == ({"role": "user", "content": "one"},)
+    told = [m["content"] for m in sample.trajectory.messages]
+    assert told == ["well", "two", "well"]
+
+
+@pytest.mark.parametrize(
+    "stop, script, more",
+    [
+        (Stop.TURNS, lambda *_: "so", {"max_turns": 3}),
+        (Stop.TOKENS, lambda *_: "so", {"max_tokens": 120}),
+        (Stop.SECONDS, lambda *_: "so", {"max_seconds": 1e-6}),
+    ],
+)
+def test_a_budget_ends_a_trajectory_and_its_agent_says_what_it_is_worth(play, stop, script, more):
+    (sample,), _, _ = play("stubborn", script, {"verdict": 0.25}, **more)
+    assert sample.trajectory.stop == stop and not sample.finished and sample.trajectory.reward == 0.25
+    sums, _ = trajectory_sums([sample])
+    assert sums[f"stop/{stop}"] == (1.0, 1.0)
+    (dies,), _, _ = play("stubborn", script, {}, folder="dies", **more)
+    assert dies.trajectory.stop == stop and dies.trajectory.reward is None and not dies.trajectory.failure
+
+
+def test_what_failed_is_invalid_and_an_answer_that_was_cut_is_unfinished(play):
+    (silent,), _, _ = play("silent", twice)
+    assert silent.trajectory.stop == Stop.FAILED and "without a request" in silent.trajectory.failure
+    (cut,), _, _ = play("asks", lambda *_: f"and{CUT}", {"requests": [{}]}, folder="cut")
+    assert cut.trajectory.stop == Stop.LENGTH and not cut.finished and cut.trajectory.reward == 1.0
+    (own,), _, _ = play("asks", lambda *_: "one two", {"requests": [{"max_tokens": 3}]}, folder="own")
+    assert own.trajectory.stop == Stop.DONE and own.response == "one" and len(own.tokens) == 3  # as the agent wanted it
+    with pytest.raises(
+        DataError, match=r"environment\.agent: a first request has a prompt of \d+ tokens: .*_tokens=20"
+    ):
+        play("asks", twice, {"requests": [{"messages": [{"role": "user", "content": "x" * 30}]}]}, "s", longest=20)
+
+
+def test_a_rollout_made_again_is_the_same_although_the_agent_is_not(play, tmp_path):
+    rolls = lambda text, seed: call("roll") if text.count("<tool_call>") < 2 else "so"  # noqa: E731
+    seeds = ((5, 6, 7, 8),)
+    first, again, other = (play("dice", rolls, seeds=seeds, folder=f) for f in ("run", "run", "other"))
+    assert again[0] == first[0] != other[0]
+    assert torch.equal(again[1].tokens, first[1].tokens)
+    lines = (tmp_path / "run" / "step-00000001-rank-00000.jsonl").read_text().splitlines()
+    answers = [json.loads(line.partition(" ")[2])[3]["value"] for line in lines]
+    assert len(answers) == 4 * 4 and sum("end" in answer for answer in answers) == 4
+    assert all(a["request"]["messages"][0]["content"] == "q" for a in answers if "request" in a)
+
+
+def test_requests_shorten_an_answer_to_what_they_asked_for(tokenizer):
+    def shortened(text, stopped=True, **more):
+        request = ChatRequest("policy", [dict(QUESTION[0])], **more)
+        tokens = tokenizer.encode(text) + ([tokenizer.eos_token_id] if stopped else [])
+        return said(tokenizer, request, "hermes", tokens, stopped, {tokenizer.eos_token_id})
+
+    whole = shortened("one. two")
+    assert (whole.text, whole.reason, tokenizer.decode(whole.tokens)) == ("one. two", "stop", "one. two<eos>")
+    assert shortened("one. two", stopped=False).reason == "length"
+    at = shortened("one. two. three", stop=[". ", "tw"])
+    assert (at.text, at.reason, tokenizer.decode(at.tokens)) == ("one", "stop", "one. ")
+    most = shortened("one. two", max_tokens=4, stop=["two"])
+    assert (most.text, most.reason, len(most.tokens)) == ("one.", "length", 4)
+    called = shortened("see " + call("add", a=1))
+    assert called.reason == "tool_calls" and message_of(called, 300) == {
+        "role": "assistant",
+        "content": "see",
+        "tool_calls": [{"id": "call00300", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+    }
+    none = shortened(call("add", a=1), calls=False)
+    assert none.reason == "stop" and message_of(none)["content"] == call("add", a=1)
+    assert message_of(shortened("<tool_call>{oops</tool_call>"))["content"] == "<tool_call>{oops</tool_call>"
