@@ -29,12 +29,13 @@ COMMANDS = {
     "sample": "answer prompts, and make files to train on of the answers: run stage=sample",
     "eval": "evaluate a trained model on held-out rows",
     "chat": "talk to a trained model",
+    "serve": "serve a trained model to this machine, by OpenAI's chat API",
     "serve-rm": "serve a trained reward model over HTTP, for reward `http`",
     "report": "write report.html of one or more runs",
     "doctor": "check this machine and a config before a run; `doctor sandbox`: where programs by models run",
     "keys": "list config keys with type, default and meaning",
 }
-METAVARS = {"report": "RUN_DIR | KEY=VALUE", "serve-rm": "RUN_DIR | KEY=VALUE"}
+METAVARS = dict.fromkeys(("report", "serve", "serve-rm"), "RUN_DIR | KEY=VALUE")
 EXAMPLES = """overrides (Hydra syntax) go anywhere after the subcommand:
   stage=grpo model=qwen3_0.6b         choose files of conf/stage, conf/model, ...
   optim.lr=1e-4 batch.group=16        set values
@@ -79,6 +80,11 @@ def parser() -> argparse.ArgumentParser:
         if name == "serve-rm":
             sub.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine alone")
             sub.add_argument("--port", type=int, default=5000, help="0: any that is free; default 5000")
+        if name == "serve":
+            sub.add_argument(
+                "--port", type=int, default=8000, help="on the loopback; 0: any that is free; default 8000"
+            )
+            sub.add_argument("--socket", default="", metavar="PATH", help="a unix socket to listen on instead")
         if name in further:
             further[name](sub)
     return top
@@ -133,13 +139,13 @@ def _say(error: AlignerError, code: int, trace: str | None) -> None:
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """The composed config; or a run's frozen one with overrides on top: --frozen, and run.dir=... of eval, chat and
-    serve-rm."""
+    """The composed config; or a run's frozen one with overrides on top: --frozen, and run.dir=... of eval, chat,
+    serve and serve-rm."""
     from aligner.config.freeze import FILE_NAME, load_frozen
     from aligner.config.resolve import compose, compose_over
 
     frozen = args.frozen
-    if frozen is None and args.command in ("eval", "chat", "serve-rm"):
+    if frozen is None and args.command in ("eval", "chat", "serve", "serve-rm"):
         given = [text.partition("=")[2].strip("'\"") for text in args.overrides if text.startswith("run.dir=")]
         if given and (Path(given[-1]) / FILE_NAME).is_file():
             frozen = given[-1]
@@ -297,12 +303,23 @@ def _chat(args: argparse.Namespace) -> int:
     return chat.main(cfg)
 
 
-def _serve_rm(args: argparse.Namespace) -> int:
+def _serve(args: argparse.Namespace) -> int:
+    cfg = _config_of_folder(args)
+    from aligner.tools import serve
+
+    return serve.main(cfg, args.port, args.socket)
+
+
+def _config_of_folder(args: argparse.Namespace) -> Config:
     folders = _take_folders(args)
     if len(folders) > 1:
         raise ConfigError("RUN", folders[1], "the folder of one run")
     args.overrides += [f"run.dir='{folder}'" for folder in folders]
-    cfg = _config(args)
+    return _config(args)
+
+
+def _serve_rm(args: argparse.Namespace) -> int:
+    cfg = _config_of_folder(args)
     from aligner.tools import serve_rm
 
     return serve_rm.main(cfg, args.host, args.port)
@@ -355,6 +372,7 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "sample": _sample,
     "eval": _eval,
     "chat": _chat,
+    "serve": _serve,
     "serve-rm": _serve_rm,
     "report": _report,
     "doctor": _doctor,

@@ -14,7 +14,7 @@ from aligner.data.shipped_templates import use_chat_template
 from aligner.data.templates import encode_prompts
 from aligner.errors import ConfigError, DataError
 from aligner.run.sample_table import printable
-from aligner.tools.generate import Answerer, model_folder
+from aligner.tools.generate import Answerer, model_folder, sampling_of
 from aligner.types import Prompt, SamplingParams
 
 HELP = "type a message; an empty line or Ctrl-D ends. /new forgets the conversation."
@@ -73,13 +73,9 @@ def main(cfg: Config) -> int:
         hint = "To talk without them: environment.path='' environment.tools=[]; to see it play: `aligner eval`."
         raise ConfigError(f"environment.{key}", value, "empty: chat knows no tools", hint)
     folder = model_folder(cfg)
-    s = cfg.sampling
-    sampling = SamplingParams(
-        s.max_response_tokens, cfg.eval.temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p, stop=tuple(s.stop)
-    )
     model = Answerer.load(folder, cfg.engine, cfg.model.dtype)
     use_chat_template(model.tokenizer, cfg.data)
-    chat = Chat(model, sampling, cfg.seed, cfg.data.template_arguments)
+    chat = Chat(model, sampling_of(cfg), cfg.seed, cfg.data.template_arguments)
     print(f"{folder}: {HELP}", flush=True)
     while True:
         print("> ", end="", flush=True)

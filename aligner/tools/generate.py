@@ -23,12 +23,19 @@ from aligner.types import Prompt, Sample, SamplingParams
 
 
 def model_folder(cfg: Config) -> Path:
-    """The exported model of `run.dir`, or `model.init` where the run has none yet."""
-    candidates = [Path(cfg.run.dir) / "hf", Path(cfg.model.init), Path(cfg.model.init) / "hf"]
+    """The exported model of `run.dir`, or one that lies there, or `model.init` where the run has none yet."""
+    run, init = Path(cfg.run.dir), Path(cfg.model.init)
+    candidates = [run / "hf", run, init, init / "hf"]
     for folder in candidates:
         if (folder / "config.json").is_file():
             return folder
     raise ConfigError("run.dir", cfg.run.dir, "a finished run (its `hf` folder), or model.init=<Hugging Face folder>")
+
+
+def sampling_of(cfg: Config) -> SamplingParams:
+    """As evaluation samples, but cut as `sampling` says."""
+    s, temperature = cfg.sampling, cfg.eval.temperature
+    return SamplingParams(s.max_response_tokens, temperature, s.top_p, s.top_k, s.min_p, stop=tuple(s.stop))
 
 
 def is_scorer(folder: Path) -> bool:

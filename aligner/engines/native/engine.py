@@ -169,6 +169,18 @@ class NativeEngine:
         where logits are not finite."""
         return require_finite(self._generated(prompts, seeds, sampling, progress))
 
+    def serve(
+        self, pool: Pool, asked: list[tuple[int, int] | None], finished: Finished, sampling: SamplingParams
+    ) -> Generations:
+        """Samples of what `pool` gives, in the order in which it is taken, by this rank alone. `finished` is told of
+        each; the pool notes in `asked` as what. Raises what `generate` raises."""
+        assert self.peers.size == 1, "several ranks would have to take the same"
+        self.finished = finished
+        try:
+            return require_finite(self._generated([], [], sampling, pool=pool, asked=asked))
+        finally:
+            self.finished = None
+
     def _generated(
         self,
         prompts: TokenLists,

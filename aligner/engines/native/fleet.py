@@ -259,18 +259,6 @@ class FleetEngine(Replicated, NativeEngine):
     def cfg(self) -> ModelConfig:
         return self.model.cfg
 
-    def serve(
-        self, pool: Pool, asked: list[tuple[int, int] | None], finished: Finished, sampling: SamplingParams
-    ) -> Generations:
-        """Samples of what `pool` gives, in the order in which it is taken, by this rank alone. `finished` is told of
-        each; the pool notes in `asked` as what. Raises what `generate` raises."""
-        assert self.tensor_parallel == 1, "several ranks would have to take the same"
-        self.finished = finished
-        try:
-            return require_finite(self._generated([], [], sampling, pool=pool, asked=asked))
-        finally:
-            self.finished = None
-
     def _part(
         self,
         rank: int,

@@ -1,0 +1,205 @@
+"""`aligner serve RUN`: a trained model behind OpenAI's chat API, on this machine alone.
+
+python -m aligner serve runs/sft --port 8000
+
+One thread generates. Requests are admitted between its steps, in the order in which they came, as long as they have the
+same sampling parameters and no longer prompts than it has room for; else the next one waits until the others are done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import threading
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from aligner.config.schema import Config
+from aligner.config.sections.sampling import SamplingConfig
+from aligner.data.dialogue import Dialogue
+from aligner.data.shipped_templates import use_chat_template
+from aligner.data.tokenizer import stop_token_ids
+from aligner.engines.native.schedule import Pool
+from aligner.environments.openai_api import SAMPLED, ApiError, ChatRequest, Reply, check_model, require_server
+from aligner.errors import AlignerError, ConfigError
+from aligner.rollout.agents import Dialogues, message_of, said
+from aligner.tools.generate import Answerer, model_folder, sampling_of
+from aligner.types import SamplingParams
+
+AT_A_TIME = 32  # requests
+PERIOD = 1024  # requests whose answers the engine holds together
+ROOM = 256  # tokens of a prompt, or the next power of two behind it
+
+Said = tuple[list[int], list[float], bool]  # tokens, their logprobs, whether the model came to its end
+
+
+@dataclass
+class Ask:
+    tokens: tuple[int, ...]
+    seed: int
+    sampling: SamplingParams
+    said: Future[Said] = field(default_factory=Future)
+
+
+class Desk:
+    """Where requests wait for the engine."""
+
+    def __init__(self, model: Answerer):
+        self.model = model
+        self.waiting: deque[Ask] = deque()
+        self.changed = threading.Condition()
+        threading.Thread(target=self._generate, name="engine", daemon=True).start()
+
+    def put(self, ask: Ask) -> None:
+        with self.changed:
+            self.waiting.append(ask)
+            self.changed.notify()
+
+    def _generate(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.waiting)
+                first = self.waiting.popleft()
+            together = Together(self, first)
+            try:
+                self.model.engine.serve(together, together.asked, together.finished, first.sampling)
+            except AlignerError as error:
+                for ask in together.asks:
+                    if not ask.said.done():
+                        ask.said.set_exception(ApiError(str(error), code="engine", status=500))
+
+
+class Together(Pool):
+    """Those that begin with one request, and may be generated with it."""
+
+    def __init__(self, desk: Desk, first: Ask):
+        limit = desk.model.engine.model.cfg.max_position - first.sampling.max_response_tokens
+        room = max(ROOM, 1 << (len(first.tokens) - 1).bit_length())
+        super().__init__(max(len(first.tokens), min(room, limit)), AT_A_TIME, AT_A_TIME)
+        self.desk, self.first = desk, first
+        self.asks: list[Ask] = []
+        self.asked: list[tuple[int, int] | None] = []
+
+    def wants(self, active: int, slots: int) -> bool:
+        return not self.asks or (active < slots and self._next() is not None)
+
+    def take(self) -> list[tuple[tuple[int, ...], list[int]]]:
+        new = [] if self.asks else [self.first]
+        while (ask := self._next()) is not None:
+            self.desk.waiting.popleft()
+            new.append(ask)
+        self.asked += [(len(self.asks) + i, 0) for i in range(len(new))]
+        self.asks += new
+        return [(ask.tokens, [ask.seed]) for ask in new]
+
+    def _next(self) -> Ask | None:
+        """The one that has waited the longest, if it fits. Nobody but the engine's thread takes any away."""
+        ask = self.desk.waiting[0] if self.desk.waiting else None
+        good = ask is not None and ask.sampling == self.first.sampling and len(ask.tokens) <= self.longest
+        return ask if good and len(self.asks) < PERIOD else None
+
+    def finished(self, number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
+        self.asks[number].said.set_result((tokens, logprobs, stopped))
+
+
+@dataclass
+class Served:
+    """See `Backend`."""
+
+    secret: str
+    name: str
+    desk: Desk
+    sampling: SamplingParams
+    dialogues: Dialogues
+    _answers: int = 0
+
+    def model(self, secret: str) -> str:
+        if not hmac.compare_digest(secret.encode(), self.secret.encode()):
+            from aligner.environments.endpoint import nowhere
+
+            raise nowhere()
+        return self.name
+
+    async def complete(self, secret: str, request: ChatRequest) -> dict[str, Any]:
+        check_model(request, self.name)
+        dialogue, tokens = self._prompt(request)
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        ask = Ask(tokens, seed, self._sampling(request, len(tokens)))
+        self.desk.put(ask)
+        words, logprobs, stopped = await asyncio.wrap_future(ask.said)
+        tokenizer = self.desk.model.tokenizer
+        found = said(tokenizer, request, dialogue.calls, words, stopped, set(self.sampling.stop_token_ids))
+        self._answers += 1
+        pieces = [tokenizer.decode([token]) for token in found.tokens]
+        told = logprobs[: len(found.tokens)]
+        reply = Reply(message_of(found), found.reason, tokens, found.tokens, told, pieces)
+        return reply.body(request, f"chatcmpl-{self._answers}")
+
+    def _prompt(self, request: ChatRequest) -> tuple[Dialogue, tuple[int, ...]]:
+        """Raises ApiError."""
+        try:
+            dialogue = self.dialogues.of(request.tools)
+        except ConfigError as error:
+            raise ApiError(str(error), "tools", "unsupported_parameter") from None
+        given = dialogue.try_begin(request.messages)
+        if given is None:
+            roles = ", ".join(message["role"] for message in request.messages)
+            raise ApiError(f"messages: the model's chat template refuses the roles {roles}", "messages")
+        return dialogue, given.tokens
+
+    def _sampling(self, request: ChatRequest, prompt: int) -> SamplingParams:
+        """Raises ApiError."""
+        limit = self.desk.model.engine.model.cfg.max_position
+        room = limit - prompt
+        wanted = request.max_tokens or min(self.sampling.max_response_tokens, room)
+        if room < 1 or wanted > room:
+            told = f"{prompt} tokens of the messages and max_tokens={request.max_tokens}"
+            text = f"{told}: expected at most {limit} in all, which the model reads"
+            raise ApiError(text, "messages", "context_length_exceeded")
+        own = self.sampling
+        cut = {name: getattr(own, name) for name in SAMPLED} | request.sampled
+        try:
+            checked = SamplingConfig(cut["temperature"], cut["top_p"], int(cut["top_k"]), cut["min_p"])
+        except ConfigError as error:
+            raise ApiError(str(error)) from None
+        cut = {name: getattr(checked, name) for name in SAMPLED}
+        return replace(own, max_response_tokens=wanted, stop=(*own.stop, *request.stop), **cut)
+
+
+def open_model(cfg: Config) -> Served:
+    folder = model_folder(cfg)
+    model = Answerer.load(folder, cfg.engine, cfg.model.dtype)
+    use_chat_template(model.tokenizer, cfg.data)
+    make = lambda tools: Dialogue(model.tokenizer, tools, cfg.data.template_arguments, cfg.environment.calls)  # noqa: E731
+    dialogues = Dialogues(make)
+    dialogues.of([])  # a model without a chat template has none
+    sampling = replace(sampling_of(cfg), stop_token_ids=stop_token_ids(model.tokenizer))
+    name = folder.parent.name if folder.name == "hf" else folder.name
+    return Served(secrets.token_urlsafe(32), name, Desk(model), sampling, dialogues)
+
+
+def main(cfg: Config, port: int, socket: str) -> int:
+    """Serves until it is interrupted."""
+    require_server("serve", cfg.run.dir)
+    from aligner.environments.endpoint import Listener, loopback, unix_socket  # needs the extra `serve`
+
+    served = open_model(cfg)
+    try:
+        place = unix_socket(Path(socket)) if socket else loopback(port)
+    except OSError as error:
+        key, value = ("--socket", socket) if socket else ("--port", port)
+        raise ConfigError(key, value, "a place to listen at", str(error)) from error
+    where = "http://localhost" if socket else f"http://127.0.0.1:{place.getsockname()[1]}"
+    print(f"{where}/{served.secret}/v1{f' on {socket}' if socket else ''}: model {served.name!r}", flush=True)
+    try:
+        asyncio.run(Listener(served).serve(sockets=[place]))
+    finally:
+        if socket:
+            with suppress(FileNotFoundError):
+                Path(socket).unlink()
+    return 0

@@ -1,0 +1,119 @@
+"""A trained model behind OpenAI's chat API, asked by its client; on the loopback and on a unix socket."""
+
+import asyncio
+import socket
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from aligner.config.resolve import compose
+from aligner.data.tokenizer import stop_token_ids
+from aligner.errors import ConfigError
+from aligner.tools.generate import model_folder
+from aligner.tools.serve import open_model
+from aligner.types import SamplingParams
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("openai")
+import openai
+
+from aligner.environments.endpoint import Listener, loopback, unix_socket
+
+
+@pytest.fixture(scope="module")
+def served(tiny_runs):
+    return open_model(compose([f"run.dir={tiny_runs['sft']}", "eval.temperature=1", "sampling.max_response_tokens=8"]))
+
+
+@contextmanager
+def listening(served, place: socket.socket):
+    server = Listener(served)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[place])), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+@pytest.fixture
+def client(served):
+    place = loopback()
+    url = f"http://127.0.0.1:{place.getsockname()[1]}/{served.secret}/v1"
+    with listening(served, place), straight() as http:
+        yield openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
+
+
+def straight():
+    """Not by a proxy."""
+    return openai.DefaultHttpxClient(trust_env=False)
+
+
+def ask(client, text, **more):
+    body = {"model": "sft", "messages": [{"role": "user", "content": text}], "extra_body": {"return_token_ids": True}}
+    return client.chat.completions.create(**body | more)
+
+
+def test_an_answer_is_what_the_engine_says_with_the_same_seed(served, client):
+    found = ask(client, "say a:", seed=7, logprobs=True)
+    model = served.desk.model
+    given = served.dialogues.of([]).begin([{"role": "user", "content": "say a:"}])
+    sampling = SamplingParams(8, 1.0, stop_token_ids=stop_token_ids(model.tokenizer))
+    out = model.engine.generate([given.tokens], [[7]], sampling)
+    tokens = out.tokens[0, : int(out.lengths[0])].tolist()
+    choice = found.choices[0]
+    assert found.prompt_token_ids == list(given.tokens) and choice.token_ids == tokens
+    logprobs = [one.logprob for one in choice.logprobs.content]
+    assert logprobs == pytest.approx(out.logprobs[0, : len(tokens)].tolist(), abs=1e-5)
+    assert choice.message.content == model.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_requests_at_a_time_are_answered_each_as_it_asked(client):
+    """Of several lengths, limits and temperatures: together or in turn, as alone."""
+    asked = [
+        {"text": "say " + "abc"[i % 3] * (1 + i % 4), "seed": i, "temperature": i % 2, "max_tokens": 2 + i % 3}
+        for i in range(12)
+    ]
+    alone = [ask(client, **one).choices[0].token_ids for one in asked]
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(lambda one: ask(client, **one).choices[0].token_ids, asked))
+    assert together == alone and len({tuple(tokens) for tokens in alone}) > 4
+    assert all(len(tokens) <= one["max_tokens"] for tokens, one in zip(alone, asked, strict=True))
+
+
+def test_what_the_model_cannot_do_is_refused(client):
+    wrong = [
+        ({"model": "gpt-9"}, "model", "model_not_found"),
+        ({"max_tokens": 60}, "messages", "context_length_exceeded"),
+        ({"text": "x" * 80}, "messages", "context_length_exceeded"),
+        ({"temperature": -1}, None, "invalid_value"),
+        ({"tools": [{"type": "function", "function": {"name": "add"}}]}, "tools", "unsupported_parameter"),
+        ({"messages": [{"role": "tool", "content": "3"}]}, "messages", "invalid_value"),
+    ]
+    for more, param, code in wrong:
+        with pytest.raises(openai.APIStatusError) as refused:
+            ask(client, **{"text": "say a:"} | more)
+        assert (refused.value.body["param"], refused.value.body["code"]) == (param, code)
+    assert [model.id for model in client.models.list()] == ["sft"]
+
+
+def test_a_unix_socket_is_for_its_user_alone(served, tmp_path):
+    path = tmp_path / "model.sock"
+    for _ in range(2):  # one that is left behind is replaced
+        place = unix_socket(path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with listening(served, place), httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+            assert client.get(f"http://localhost/{served.secret}/v1/models").json()["data"][0]["id"] == "sft"
+            assert client.get("http://localhost/guess/v1/models").status_code == 404
+
+
+def test_a_model_is_found_in_a_run_or_in_a_folder(tiny_runs, tmp_path):
+    hf = tiny_runs["sft"] / "hf"
+    assert model_folder(compose([f"run.dir={tiny_runs['sft']}"])) == model_folder(compose([f"run.dir={hf}"])) == hf
+    with pytest.raises(ConfigError, match=r"run\.dir=.*a finished run"):
+        model_folder(compose([f"run.dir={tmp_path}"]))
