@@ -143,6 +143,7 @@ class TurnGenerator:
             answer, play.asked = play.asked.result(), None
             if self._works(play, answer):
                 self._opened(play, answer["value"])
+        self._heard(plays, sampling)  # of those that have ended already
         return plays
 
     def _reset(self, play: Play, sampling: SamplingParams) -> None:
