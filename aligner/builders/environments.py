@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from aligner.builders.job import Job
@@ -10,11 +9,10 @@ from aligner.data.dialogue import Dialogue
 from aligner.data.formats import Tools
 from aligner.engines.base import RolloutEngine
 from aligner.engines.native.fleet import ServingEngine
-from aligner.environments.openai_api import require_server
 from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
 from aligner.errors import ConfigError
-from aligner.rollout.agents import AgentGenerator, Dialogues
+from aligner.rollout.agents import kind_of_generator
 from aligner.rollout.turns import TurnGenerator
 from aligner.types import SamplingParams
 
@@ -22,13 +20,6 @@ from aligner.types import SamplingParams
 def find_tools(job: Job) -> None:
     """What prompts tell the model of, before they are made. Raises EnvironmentCodeError, ConfigError."""
     cfg = job.cfg
-    if cfg.environment.agent:
-        require_server("environment.agent", cfg.environment.agent)
-        from aligner.environments.agents import load_agent  # needs the extra `serve`
-
-        load_agent(cfg.environment)
-        job.environment_scores, job.dialogue = True, _dialogue(job, [])
-        return
     found = load_tools(cfg.environment)
     job.tools, job.environment_scores = schemas(found), found.scores
     if not (found.scores or cfg.reward.functions):
@@ -45,10 +36,7 @@ def make_turns(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> Tur
     """After `find_tools`."""
     cfg = job.cfg
     assert job.dialogue is not None
-    make: Callable[..., TurnGenerator] = TurnGenerator
-    if cfg.environment.agent:
-        make = partial(AgentGenerator, dialogues=Dialogues(partial(_dialogue, job)))
-    return make(
+    return kind_of_generator(cfg.environment, partial(_dialogue, job))(
         engine,
         job.tokenizer,
         sampling,

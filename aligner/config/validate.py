@@ -238,7 +238,7 @@ def _environment(cfg: Config) -> None:
     env = cfg.environment
     if not env.on:
         return
-    where = next((f"environment.{name}", value) for name in ("agent", "path", "tools") if (value := getattr(env, name)))
+    where = env.named
     if "environment" not in STAGES[cfg.stage.name].reads:
         able = " and ".join(sorted(name for name, stage in STAGES.items() if "environment" in stage.reads))
         raise ConfigError(*where, f"empty for stage {cfg.stage.name}: {able} have trajectories")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,10 +21,8 @@ from typing import Any
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.environments.endpoint import Listener, loopback, new_secret, nowhere
 from aligner.environments.openai_api import MODEL, ApiError, ChatRequest, check_model, check_sampling
-from aligner.environments.tools import Tools
+from aligner.environments.tools import Tools, load_agent
 from aligner.environments.worker import Worker, number
-from aligner.errors import EnvironmentCodeError
-from aligner.user_code import load
 
 
 @dataclass(frozen=True)
@@ -33,16 +30,6 @@ class Task:
     messages: list[dict[str, Any]]  # the row's prompt
     row: dict[str, Any]  # its other columns
     seed: int  # the same for a whole group
-
-
-def load_agent(cfg: EnvironmentConfig) -> Callable | None:
-    """None: a command line. Raises EnvironmentCodeError."""
-    if not cfg.command:
-        return load(cfg.agent, "environment.agent", "function", EnvironmentCodeError, " or a command line")
-    if shutil.which(cfg.command[0]) is None:
-        expected = f"a command line of a program: there is no `{cfg.command[0]}`"
-        raise EnvironmentCodeError(f"environment.agent={cfg.agent!r}: expected {expected}")
-    return None
 
 
 @dataclass
@@ -98,7 +85,7 @@ class Talk:
 
 class Agents(Worker):
     def __init__(self, cfg: EnvironmentConfig):
-        super().__init__(cfg, Tools(), {})
+        super().__init__(cfg, Tools(agent=True), {})
         self.function = load_agent(cfg)
         self.talks: dict[str, Talk] = {}  # by secret; `objects` has them by trajectory
         os.environ.setdefault("OPENAI_API_KEY", "none")  # which clients want to have

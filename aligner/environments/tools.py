@@ -11,12 +11,14 @@ class Wordle:
 from __future__ import annotations
 
 import inspect
+import shutil
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from aligner.config.sections.environment import EnvironmentConfig
+from aligner.environments.openai_api import require_server
 from aligner.errors import EnvironmentCodeError
 from aligner.user_code import load
 
@@ -27,6 +29,7 @@ HOOKS = ("reset", "turn_reward", "get_reward")  # public methods of a class that
 class Tools:
     functions: dict[str, Callable] = field(default_factory=dict)
     kind: type | None = None  # of the environment
+    agent: bool = False  # that asks the model by itself
 
     @property
     def methods(self) -> dict[str, Callable]:
@@ -36,11 +39,25 @@ class Tools:
     @property
     def scores(self) -> bool:
         """Whether there is a reward to ask for."""
-        return any(hasattr(self.kind, name) for name in HOOKS[1:])
+        return self.agent or any(hasattr(self.kind, name) for name in HOOKS[1:])
+
+
+def load_agent(cfg: EnvironmentConfig) -> Callable | None:
+    """None: a command line. Raises EnvironmentCodeError."""
+    if not cfg.command:
+        return load(cfg.agent, "environment.agent", "function", EnvironmentCodeError, " or a command line")
+    if shutil.which(cfg.command[0]) is None:
+        expected = f"a command line of a program: there is no `{cfg.command[0]}`"
+        raise EnvironmentCodeError(f"environment.agent={cfg.agent!r}: expected {expected}")
+    return None
 
 
 def load_tools(cfg: EnvironmentConfig) -> Tools:
     """Raises EnvironmentCodeError for what cannot be imported, two tools of one name, or a class without `reset`."""
+    if cfg.agent:
+        require_server("environment.agent", cfg.agent)
+        load_agent(cfg)
+        return Tools(agent=True)
     functions: dict[str, Callable] = {}
     for i, path in enumerate(cfg.tools):
         key = f"environment.tools[{i}]"

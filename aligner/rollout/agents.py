@@ -10,8 +10,10 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from aligner.config.sections.environment import EnvironmentConfig
 from aligner.data.dialogue import Dialogue
 from aligner.data.formats import Tools
 from aligner.data.tool_calls import Call, read_calls
@@ -155,6 +157,10 @@ class AgentGenerator(TurnGenerator):
         code = "context_length_exceeded" if stop == Stop.TOKENS else f"budget_of_{stop}"
         why = f"no further answer in this trajectory: {BUDGETS[stop]}"
         play.asked = self.pool.ask(play.session, "score", why=why, code=code)
+
+
+def kind_of_generator(cfg: EnvironmentConfig, make: Callable[[Tools], Dialogue]) -> Callable[..., TurnGenerator]:
+    return partial(AgentGenerator, dialogues=Dialogues(make)) if cfg.agent else TurnGenerator
 
 
 def _key(message: dict[str, Any]) -> str:

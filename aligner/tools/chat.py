@@ -69,9 +69,10 @@ def read_line() -> str:
 def main(cfg: Config) -> int:
     """Read lines from standard input until it ends. Raises ConfigError for a run with tools."""
     if cfg.environment.on:
-        key, value = ("path", cfg.environment.path) if cfg.environment.path else ("tools", cfg.environment.tools)
-        hint = "To talk without them: environment.path='' environment.tools=[]; to see it play: `aligner eval`."
-        raise ConfigError(f"environment.{key}", value, "empty: chat knows no tools", hint)
+        key, value = cfg.environment.named
+        off = "environment.path='' environment.tools=[] environment.agent=''"
+        hint = f"To talk without them: {off}; to see it play: `aligner eval`."
+        raise ConfigError(key, value, "empty: chat knows no tools", hint)
     folder = model_folder(cfg)
     model = Answerer.load(folder, cfg.engine, cfg.model.dtype)
     use_chat_template(model.tokenizer, cfg.data)

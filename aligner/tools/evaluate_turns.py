@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from aligner.answers import FOLDER, AnswerLog
 from aligner.config.schema import Config
-from aligner.data.dialogue import Dialogue
 from aligner.data.tokenizer import stop_token_ids
 from aligner.environments.pool import Pool
 from aligner.environments.tools import Tools, schemas
 from aligner.ops.seeds import request_seed
+from aligner.rollout.agents import kind_of_generator
 from aligner.rollout.requests import Request
-from aligner.rollout.turns import TurnGenerator
-from aligner.tools.generate import Answerer
+from aligner.tools.generate import Answerer, dialogue_of
 from aligner.types import Prompt, Sample, SamplingParams
 
 
@@ -27,13 +27,14 @@ def play(
     """prompts x eval.samples trajectories, prompt-major. Nothing is logged."""
     told = schemas(tools)
     sampling = replace(sampling, stop_token_ids=stop_token_ids(model.tokenizer))
-    generator = TurnGenerator(
+    dialogue = partial(dialogue_of, cfg, model.tokenizer)
+    generator = kind_of_generator(cfg.environment, dialogue)(
         model.engine,
         model.tokenizer,
         sampling,
         dist.group.WORLD,
         Pool(cfg.environment, told, AnswerLog(Path(cfg.run.dir) / FOLDER, 0)),
-        Dialogue(model.tokenizer, told, cfg.data.template_arguments, cfg.environment.calls),
+        dialogue(told),
         cfg.environment,
         cfg.data.max_prompt_tokens,
         tools.scores,

@@ -11,6 +11,8 @@ import torch
 
 from aligner.config.schema import Config
 from aligner.config.sections.engine import EngineConfig
+from aligner.data.dialogue import Dialogue
+from aligner.data.formats import Tools
 from aligner.data.tokenizer import load_tokenizer, stop_token_ids
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.load import engine_from_folder
@@ -36,6 +38,10 @@ def sampling_of(cfg: Config) -> SamplingParams:
     """As evaluation samples, but cut as `sampling` says."""
     s, temperature = cfg.sampling, cfg.eval.temperature
     return SamplingParams(s.max_response_tokens, temperature, s.top_p, s.top_k, s.min_p, stop=tuple(s.stop))
+
+
+def dialogue_of(cfg: Config, tokenizer: Any, tools: Tools) -> Dialogue:
+    return Dialogue(tokenizer, tools, cfg.data.template_arguments, cfg.environment.calls)
 
 
 def is_scorer(folder: Path) -> bool:

@@ -16,6 +16,7 @@ from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from aligner.engines.native.schedule import Pool
 from aligner.environments.openai_api import SAMPLED, ApiError, ChatRequest, Reply, check_model, require_server
 from aligner.errors import AlignerError, ConfigError
 from aligner.rollout.agents import Dialogues, message_of, said
-from aligner.tools.generate import Answerer, model_folder, sampling_of
+from aligner.tools.generate import Answerer, dialogue_of, model_folder, sampling_of
 from aligner.types import SamplingParams
 
 AT_A_TIME = 32  # requests
@@ -175,8 +176,7 @@ def open_model(cfg: Config) -> Served:
     folder = model_folder(cfg)
     model = Answerer.load(folder, cfg.engine, cfg.model.dtype)
     use_chat_template(model.tokenizer, cfg.data)
-    make = lambda tools: Dialogue(model.tokenizer, tools, cfg.data.template_arguments, cfg.environment.calls)  # noqa: E731
-    dialogues = Dialogues(make)
+    dialogues = Dialogues(partial(dialogue_of, cfg, model.tokenizer))
     dialogues.of([])  # a model without a chat template has none
     sampling = replace(sampling_of(cfg), stop_token_ids=stop_token_ids(model.tokenizer))
     name = folder.parent.name if folder.name == "hf" else folder.name

@@ -4,8 +4,13 @@ import shutil
 from unittest.mock import patch
 
 import pytest
-from aligner.environments.log import AnswerLog
 
+from aligner.answers import FOLDER, AnswerLog
+from aligner.config.freeze import load_frozen
+from aligner.config.resolve import compose_over
+from aligner.errors import ConfigError
+from aligner.tools.chat import main as chat
+from aligner.tools.evaluate import evaluate
 from tests import stages
 from tests.stages import PowerCut
 
@@ -36,7 +41,7 @@ def turns(run):
 
 def test_a_killed_run_goes_on_with_what_its_agents_did(grpo, tmp_path):
     more = [f"{AGENT}dice", "run.steps=3", "checkpoint.every=2", "checkpoint.rollouts=false"]
-    write, left = AnswerLog.write, [60]  # of about 20 in a rollout
+    write, left = AnswerLog.write, [40]  # of 16 or more in a rollout
 
     def cut(self, *answer):
         left[0] -= 1
@@ -47,8 +52,8 @@ def test_a_killed_run_goes_on_with_what_its_agents_did(grpo, tmp_path):
     with pytest.raises(PowerCut), patch.object(AnswerLog, "write", cut):
         grpo("killed", *more)
     killed = grpo("killed", *more)
-    assert min(turns(killed)) > 1.2  # it does call
-    shutil.copytree(killed / "environment", tmp_path / "again" / "environment")
+    assert max(turns(killed)) > 1.2  # it does call
+    shutil.copytree(killed / FOLDER, tmp_path / "again" / FOLDER)
     again = grpo("again", *more)
     assert stages.same_weights(killed, again) and not stages.differences(killed, again)
     assert stages.differences(killed, grpo("other", *more))
@@ -56,7 +61,20 @@ def test_a_killed_run_goes_on_with_what_its_agents_did(grpo, tmp_path):
 
 def test_requests_are_admitted_between_decode_steps_and_say_the_same(grpo):
     more = [f"{AGENT}seeded", "run.steps=1"]
-    rounds, served = grpo("rounds", *more), grpo("served", *more, "run.deterministic=false")
+    with patch("aligner.builders.environments.ServingEngine", int):
+        rounds = grpo("rounds", *more)
+    served = grpo("served", *more, "run.deterministic=false")
     same = ("environment/", "stop/", "response/", "reward/")
     found = [{k: v for k, v in stages.records(run)[0].items() if k.startswith(same)} for run in (rounds, served)]
     assert found[0] == pytest.approx(found[1]) and found[0]["environment/turns_mean"] > 1.2
+
+
+def test_eval_asks_the_agent_of_the_run(grpo, talker):
+    """As the run's own evaluation does."""
+    more = [f"{AGENT}seeded", "run.steps=1", "eval.prompts=3", "run.eval_every=1"]
+    run = grpo("seeded", *more, f"data.eval={talker / 'train.jsonl'}")
+    cfg = compose_over(load_frozen(run), [f"run.dir={run}", "logging.samples_shown=0"])
+    found = evaluate(cfg)
+    assert found["eval/reward"] == pytest.approx(stages.records(run)[-1]["eval/reward"]) and found["eval/reward"] > 0
+    with pytest.raises(ConfigError, match=r"environment.agent=.*seeded.*chat knows no tools.*environment.agent=''"):
+        chat(cfg)

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from aligner.environments.log import AnswerLog
 
+from aligner.answers import AnswerLog
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.environments.openai_api import MODEL, ChatRequest, Reply, told_sampling
 from aligner.environments.pool import Pool, Session
+from aligner.environments.tools import load_agent
 from aligner.errors import ConfigError, EnvironmentCodeError
 from aligner.types import SamplingParams
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 pytest.importorskip("openai")
-from aligner.environments.agents import load_agent
 
 FILE = "tests/assets/agents.py"
 QUESTION = [{"role": "user", "content": "q"}]

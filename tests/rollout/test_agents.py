@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from aligner.environments.log import AnswerLog
 
+from aligner.answers import AnswerLog
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.data.dialogue import Dialogue
 from aligner.data.tokenizer import train_tokenizer

@@ -45,6 +45,12 @@ class EnvironmentConfig:
         return bool(self.path or self.tools or self.agent)
 
     @property
+    def named(self) -> tuple[str, Any]:
+        """The key that switches this on, and its value."""
+        names = ("agent", "path", "tools")
+        return next((f"environment.{name}", value) for name in names if (value := getattr(self, name)))
+
+    @property
     def command(self) -> list[str]:
         """The words of an agent's command line; none of a function."""
         return shlex.split(self.agent) if " " in self.agent or ":" not in self.agent else []
