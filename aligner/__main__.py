@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aligner.errors import NO_RESTART, AlignerError, ConfigError
+from aligner.loading import for_good
 
 if TYPE_CHECKING:
     from aligner.config.schema import Config
@@ -141,8 +142,9 @@ def _say(error: AlignerError, code: int, trace: str | None) -> None:
 def _config(args: argparse.Namespace) -> Config:
     """The composed config; or a run's frozen one with overrides on top: --frozen, and run.dir=... of eval, chat,
     serve and serve-rm."""
-    from aligner.config.freeze import FILE_NAME, load_frozen
-    from aligner.config.resolve import compose, compose_over
+    with for_good():
+        from aligner.config.freeze import FILE_NAME, load_frozen
+        from aligner.config.resolve import compose, compose_over
 
     frozen = args.frozen
     if frozen is None and args.command in ("eval", "chat", "serve", "serve-rm"):
@@ -204,8 +206,9 @@ def _run(args: argparse.Namespace) -> int:
         if env.rank == 0:
             print(batch_arithmetic(cfg, env.world_size), flush=True)
             _frozen_path(args, cfg)
-        from aligner.build import run_stage
-        from aligner.run.starts import last_start_ns, left_by_exit, stopped_by_hand
+        with for_good():
+            from aligner.build import run_stage
+            from aligner.run.starts import last_start_ns, left_by_exit, stopped_by_hand
 
         before = last_start_ns(cfg.run.dir)
         try:
@@ -247,8 +250,9 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 def _submit(args: argparse.Namespace) -> int:
-    from aligner.cluster import submit
-    from aligner.rehearse.command import check
+    with for_good():
+        from aligner.cluster import submit
+        from aligner.rehearse.command import check
 
     return submit.main(args, check)
 
@@ -277,7 +281,8 @@ def _convert(args: argparse.Namespace) -> int:
     if args.overrides:
         raise ConfigError("FOLDER", args.overrides[0], "nothing behind the two folders but options")
     if not args.ranks:
-        from aligner.tools import convert
+        with for_good():
+            from aligner.tools import convert
 
         return convert.main(args, rank_env())
     from aligner.cluster.convert_options import again
@@ -291,21 +296,24 @@ def _eval(args: argparse.Namespace) -> int:
     from aligner.cluster.env import rank_env
 
     env, cfg = rank_env(), _config(args)
-    from aligner.tools import evaluate
+    with for_good():
+        from aligner.tools import evaluate
 
     return evaluate.main(cfg, env)
 
 
 def _chat(args: argparse.Namespace) -> int:
     cfg = _config(args)
-    from aligner.tools import chat
+    with for_good():
+        from aligner.tools import chat
 
     return chat.main(cfg)
 
 
 def _serve(args: argparse.Namespace) -> int:
     cfg = _config_of_folder(args)
-    from aligner.tools import serve
+    with for_good():
+        from aligner.tools import serve
 
     return serve.main(cfg, args.port, args.socket)
 
@@ -320,7 +328,8 @@ def _config_of_folder(args: argparse.Namespace) -> Config:
 
 def _serve_rm(args: argparse.Namespace) -> int:
     cfg = _config_of_folder(args)
-    from aligner.tools import serve_rm
+    with for_good():
+        from aligner.tools import serve_rm
 
     return serve_rm.main(cfg, args.host, args.port)
 

@@ -1,10 +1,18 @@
 """Fixtures of all tests."""
 
+import gc
 from collections import defaultdict
 
 import pytest
 
 from tests.ranks import Ranks
+
+gc.disable()  # until all tests are imported, which stay (see aligner/loading.py): a quarter of the collection's time
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -27,6 +27,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from aligner.loading import for_good
+
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 5.0  # after the first failure: time for the other ranks to tell theirs
 COLLECTIVE_TIMEOUT_S = 120.0
@@ -176,13 +178,12 @@ def _serve(pipe: Connection) -> None:
 
 
 def _main(numbers: list[int]) -> None:
-    import torch
+    with for_good():  # else the collection after each job, and that at the end of each run, would look at all modules
+        import torch
 
-    import tests.run.jobs  # noqa: F401 (whole stages: nearly all of the package)
+        import tests.run.jobs  # noqa: F401 (whole stages: nearly all of the package)
 
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # the collection after each job, and that at the end of each run, would look at all modules
     for mine in numbers:
         if os.fork() == 0:
             for other in numbers:

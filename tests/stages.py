@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ import torch
 
 from aligner.config.schema import Config
 from aligner.data.tokenizer import byte_tokenizer
+from aligner.loading import for_good
 from aligner.run.metrics import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,12 +172,10 @@ def overrides(stage: str, data: Path, run_dir: Path, *more: str) -> list[str]:
 def _settle() -> None:
     """A run ends with a full collection of garbage, which takes as long as all else of a toy run: it need not look at
     the modules."""
-    import transformers  # noqa: F401
+    with for_good():
+        import transformers  # noqa: F401
 
-    import aligner.build  # noqa: F401
-
-    gc.collect()
-    gc.freeze()
+        import aligner.build  # noqa: F401
 
 
 def run(arguments: list[str]) -> Path:

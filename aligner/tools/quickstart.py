@@ -25,6 +25,7 @@ from aligner.cluster.launch import run_one
 from aligner.config.resolve import compose, quoted
 from aligner.config.schema import Config
 from aligner.errors import AlignerError, ConfigError
+from aligner.loading import for_good
 from aligner.run.marker_files import STOPPED
 from aligner.run.memory import peak_rss_bytes
 from aligner.run.metrics import read_jsonl
@@ -161,9 +162,10 @@ def make_data(root: Path, seed: int) -> None:
 
 
 def write_pairs(root: Path, cfg: Config) -> None:
-    from aligner.data.reasoning_gym import write_jsonl
-    from aligner.tools.generate import Answerer
-    from aligner.tools.pairs import make_pairs
+    with for_good():
+        from aligner.data.reasoning_gym import write_jsonl
+        from aligner.tools.generate import Answerer
+        from aligner.tools.pairs import make_pairs
 
     model = Answerer.load(root / "sft" / "hf", cfg.engine, cfg.model.dtype)
     for name in ("train", "test"):
@@ -173,7 +175,8 @@ def write_pairs(root: Path, cfg: Config) -> None:
 
 
 def accuracies(configs: list[Config]) -> list[float]:
-    from aligner.tools.evaluate import evaluate
+    with for_good():
+        from aligner.tools.evaluate import evaluate
 
     return [evaluate(cfg)["eval/accuracy"] for cfg in configs]
 
