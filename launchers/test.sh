@@ -60,6 +60,9 @@ if [[ -z "${PYTEST_DEBUG_TEMPROOT:-}" && "$(df -m --output=avail /dev/shm 2>/dev
     export PYTEST_DEBUG_TEMPROOT=/dev/shm
 fi
 
+# the tests start hundreds of processes, each of which would compile the whole package again
+unset PYTHONDONTWRITEBYTECODE
+
 ruff check .
 ruff format --check .
 python -m pytest --durations=15 -rs ${arguments[@]+"${arguments[@]}"}
