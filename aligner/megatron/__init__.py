@@ -8,6 +8,8 @@ import logging
 import sys
 import warnings
 
+import torch
+
 for _message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
@@ -28,8 +30,6 @@ def _import_without_extras() -> None:
     """The first import of Megatron, on a CPU without two things that took most of a process's start: it decorates its
     fused functions with torch.compile, which imports the compiler at once though none of them is called here, and it
     imports wandb for a timer that is not used."""
-    import torch
-
     if torch.cuda.is_available():
         return
     compiler, torch.compile = torch.compile, lambda function, *args, **kwargs: function
@@ -42,6 +42,17 @@ def _import_without_extras() -> None:
         torch.compile = compiler
         if hidden:
             del sys.modules["wandb"]
+    _keep_compiler_out()
+
+
+def _keep_compiler_out() -> None:
+    """torch's optimizers import the compiler in order to be left alone by it, another second; on a CPU they are used as
+    they were before they were wrapped for that."""
+    from torch.optim import Adam, Optimizer
+
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        setattr(Optimizer, name, getattr(Optimizer, name).__wrapped__)
+    Adam.step = torch.no_grad()(Adam.step.__wrapped__)  # AdamW's too
 
 
 _import_without_extras()

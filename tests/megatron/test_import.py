@@ -12,8 +12,23 @@ assert "torch._dynamo" not in sys.modules and "wandb" not in sys.modules, "slow 
 assert torch.compile is before
 import wandb
 """
+TRAINS = """
+import sys, torch
+import aligner.build
+weight = torch.nn.Parameter(torch.ones(3))
+for _ in range(2):
+    adam = torch.optim.AdamW([weight], lr=0.5, fused=True)
+    (weight * torch.arange(3.0)).sum().backward()
+    adam.step()
+    adam.zero_grad()
+    adam.load_state_dict(adam.state_dict())
+assert "torch._dynamo" not in sys.modules, "slow to start"
+assert weight.requires_grad and weight.grad is None and torch.is_grad_enabled()
+torch.testing.assert_close(weight.data, torch.tensor([0.99, 0, 0]), atol=0.02, rtol=0)
+"""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the fused functions are compiled")
-def test_the_first_import_is_light_and_leaves_nothing_behind():
-    subprocess.run([sys.executable, "-c", CHILD], check=True)
+@pytest.mark.parametrize("code", [CHILD, TRAINS], ids=["import", "train"])
+def test_the_first_import_is_light_and_leaves_nothing_behind(code):
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,6 +16,7 @@ REASONS = {
     "megatron/core/tensor_parallel/layers.py": ["get_global_memory_buffer().get_tensor"],
     "torch/distributed/distributed_c10d.py": ["_pickler(f).dump(obj)", "_unpickler(io.BytesIO(buf)).load()"],
     "megatron/core/jit.py": ["torch.compile"],
+    "torch/optim/optimizer.py": ["@torch._disable_dynamo", "import torch._dynamo"],
     "megatron/core/timers.py": ["import wandb"],
     "megatron/core/transformer/dot_product_attention.py": ["packed_seq_params is None"],
     "megatron/core/transformer/moe/token_dispatcher.py": ["torch.cuda.Stream"],
