@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from aligner.errors import AlignerError
+from aligner.loading import for_good
 
 
 def _orphaned(parent: int) -> bool:
@@ -105,4 +106,6 @@ def _answer(connection: Connection, kind: str, value: Any) -> None:
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])), pkgutil.resolve_name(sys.argv[2]))
+    with for_good():
+        worker = pkgutil.resolve_name(sys.argv[2])
+    serve(Connection(int(sys.argv[1])), worker)

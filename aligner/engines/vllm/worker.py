@@ -6,6 +6,7 @@ The engine's core runs in this process; its workers too, or, with several ranks,
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from aligner.engines.child.serve import Abort
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, BaseWorker, Progress, Row, Settings
 from aligner.engines.vllm.sampling import sampling_arguments
 from aligner.errors import ConfigError, EngineError
+from aligner.loading import for_good
 from aligner.types import SamplingParams
 
 _TAGS = {KV_CACHE: "kv_cache", WEIGHTS: "weights"}
@@ -45,6 +47,8 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
     }
 
 
+@cache
+@for_good()
 def import_vllm() -> Any:
     """Raises ConfigError where it is missing or another version than the one that this was written with."""
     try:
@@ -55,6 +59,7 @@ def import_vllm() -> Any:
     if not same_minor(vllm.__version__):
         found = f"Installed is {vllm.__version__}; launchers/engine_env.sh vllm makes an environment with it."
         raise ConfigError("engine.name", "vllm", f"vLLM {VERSION}", found)
+    vllm.LLM  # noqa: B018 (imported, with nearly all of the package, when it is asked for)
     return vllm
 
 
