@@ -101,10 +101,10 @@ def _requests(collectives: Collectives) -> None:
     def counted(asks: Any) -> Any:
         """A rank asks at least one, and there may be fewer requests than ranks."""
 
-        def asked(self: Generator, requests: Sequence, *more: Any) -> Any:
+        def asked(self: Generator, requests: Sequence, *more: Any, **named: Any) -> Any:
             nonlocal count
             count = len(requests) * (dist.get_world_size() // self.peers.size())
-            found = asks(self, requests, *more)
+            found = asks(self, requests, *more, **named)
             count = 0
             return found
 
