@@ -38,6 +38,7 @@ EXTRAS = {
     "bitsandbytes": ["bitsandbytes>=0.45"],
     "mpi": ["mpi4py>=4.0"],
     "gymnasium": ["gymnasium>=1.0"],
+    "verifiers": ["verifiers>=0.2,<0.3"],
     "dev": [
         "pytest>=8.3",
         "pytest-timeout>=2.3",

@@ -178,6 +178,8 @@ class Client:
             reply = self._client.post(url, content=body, headers=headers, timeout=timeout_s)
         except httpx.TimeoutException as error:
             raise Failed("timeout", f"{url}: no answer within {timeout_s:.3g} s ({type(error).__name__})") from error
+        except httpx.DecodingError as error:
+            raise Failed("malformed", f"{url}: a reply that cannot be unpacked: {error}") from error
         except httpx.TransportError as error:
             raise Failed("unreachable", f"{url}: {type(error).__name__}: {error}") from error
         content = reply.content.replace(self._key.encode(), b"***") if self._key else reply.content

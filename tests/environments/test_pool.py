@@ -115,6 +115,7 @@ def test_answers_are_read_before_anyone_is_asked(tmp_path):
         ({"tools": [f"{FILE}:mute"]}, r"the tool `mute`: expected .* a docstring"),
         ({"tools": [f"{FILE}:add", "./tests/assets/environments.py:add"]}, r"environment\.tools\[1\].*another name"),
         ({"tools": [f"{FILE}:subtract"]}, r"environment\.tools\[0\].*expected a function `subtract`.*add, divide"),
+        ({"tools": [f"{FILE}:guess"], "path": f"{FILE}:Guess"}, r"environment\.path=.*`guess` is both"),
         ({"path": f"{FILE}:NoReset"}, r"environment\.path=.*method reset\(self, seed, \*\*row\)"),
         ({"path": f"{FILE}:Guess", "tools": ["tests/assets/guess.py:guess"]}, r"environment\.tools\[0\].*no file"),
         ({"path": "Guess"}, r"environment\.path='Guess': expected module:Class, path\.py:Class"),
