@@ -49,9 +49,14 @@ class Rehearsal:
     @cached_property
     def planned(self) -> dict[int, dict[str, float]]:
         """Rank -> phase -> bytes by `plan`."""
-        stages = {rank: stage_of(rank, self.cfg, self.gpus) for rank in self.records}
-        phases = {r: engine_phases(self.job) if s is None else stage_phases(self.job, s) for r, s in stages.items()}
-        return {rank: {name: sum(items.values()) for name, items in of.items()} for rank, of in phases.items()}
+        return {rank: self._planned(stage_of(rank, self.cfg, self.gpus)) for rank in self.records}
+
+    def _planned(self, stage: int | None) -> dict[str, float]:
+        phases = engine_phases(self.job) if stage is None else stage_phases(self.job, stage)
+        found = {name: sum(items.values()) for name, items in phases.items()}
+        if stage is None:  # judges ask it to generate
+            found["generate"] = max(found["generate"], found.pop("score", 0.0))
+        return found
 
     @cached_property
     def faults(self) -> list[str]:
