@@ -8,10 +8,12 @@ import torch
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.fleet import FleetEngine
+from aligner.engines.native.graphs import DecodeGraphs
 from aligner.engines.native.prefixes import BLOCK, Prefixes
 from aligner.engines.native.schedule import Pool
 from aligner.types import SamplingParams
 from tests.engines.contract import LLAMA, fill, reference
+from tests.engines.graph_recorder import CpuRecorder
 from tests.tiny import MORE
 
 TALKS, TURNS, SAID = 8, 4, 12
@@ -97,6 +99,18 @@ def test_what_runs_takes_the_place_of_what_is_kept_and_a_rerun_has_the_same_bits
     assert engine.stats == stats and all(torch.equal(found[key][1], again[key][1]) for key in found)
     wide = served(fill(make_engine(LLAMA), reference(LLAMA)))
     assert {key: tokens for key, (tokens, _) in wide.items()} == {key: tokens for key, (tokens, _) in found.items()}
+
+
+def test_graphs_do_not_write_to_what_is_kept():
+    """They decode more rows than run, in the slots behind them."""
+    engine = fill(make_engine(LLAMA, max_batch=3), reference(LLAMA))
+    wanted = served(engine)
+    engine.graphs = DecodeGraphs(engine.model, CpuRecorder())
+    found = served(engine)
+    assert engine.stats.held_tokens > 0 and engine.graphs._record.replayed
+    for key, (tokens, logprobs) in wanted.items():
+        assert found[key][0] == tokens
+        torch.testing.assert_close(found[key][1], logprobs, rtol=0, atol=3e-5)
 
 
 def test_new_weights_find_nothing_kept():
