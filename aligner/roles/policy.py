@@ -69,7 +69,8 @@ class Policy:
         with may be computed once."""
         if rows.forks is not None:
             parts = forks_apart(rows, torch.ones(rows.tokens.shape) if mask is None else mask)
-            return parts.whole.join(self.logprobs(parts, parts.loss_mask, unit))
+            # parts, unlike the rows of a unit, begin with different tokens
+            return parts.whole.join(self.logprobs(parts, parts.loss_mask))
         wanted = None if mask is None else predicting(mask)
         routing = rows.routing if self.replays else None
         read = lambda hidden, b: self._outputs(hidden, b, update=False).logprobs  # noqa: E731

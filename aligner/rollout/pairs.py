@@ -26,7 +26,11 @@ def best_and_worst(rollout: RolloutBatch, group: int) -> TrainBatch:
     pair = known.any(1) & (margin > 0)
     per_row = [margin.repeat_interleave(2), of, torch.ones_like(of), pair.to(of.dtype).repeat_interleave(2)]
     taken, labels = rollout.select(rows), torch.stack(per_row, 1)
-    return TrainBatch(taken.tokens, taken.lengths, taken.response_mask, labels=labels, routing=taken.routing).trim()
+    forks = taken.forks if taken.forks is not None and taken.forks.any() else None
+    found = TrainBatch(
+        taken.tokens, taken.lengths, taken.response_mask, labels=labels, routing=taken.routing, forks=forks
+    )
+    return found.trim()
 
 
 def share_of_pairs(batch: TrainBatch, group: dist.ProcessGroup) -> ScalarMetrics:

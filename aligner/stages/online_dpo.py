@@ -12,6 +12,7 @@ from aligner.builders.job import Job
 from aligner.builders.models import make_preference_models, make_reward_model
 from aligner.builders.rollouts import make_rollouts
 from aligner.builders.runs import finish, make_run, saved_first
+from aligner.config.derived import response_limit
 from aligner.config.schema import Config
 from aligner.roles.policy import Policy, Reference
 from aligner.rollout.loss_inputs import sample_rows, set_token_rewards, total_tokens
@@ -34,7 +35,7 @@ def main(job: Job) -> None:
 
 def online_dpo(run: Run, rollouts: Rollouts, policy: Policy, reference: Reference | None, cfg: Config) -> None:
     group, samples = policy.model.layout.pgs.dp, cfg.batch.prompts * cfg.batch.group
-    preference, limit = cfg.algorithm.preference, cfg.sampling.max_response_tokens
+    preference, limit = cfg.algorithm.preference, response_limit(cfg)
     # pairs do not ask how they came about: the losses are of the models themselves, as in dpo
     policy, reference = replace(policy, temperature=1.0), reference and replace(reference, temperature=1.0)
     checks = FirstStepChecks(cfg.debug.first_step_checks and preference.reference != "none")

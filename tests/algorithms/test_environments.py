@@ -40,15 +40,15 @@ def grpo(train):
     return partial(train, "grpo")
 
 
-@pytest.mark.parametrize("stage", ["grpo", "ppo"])
+@pytest.mark.parametrize("stage", ["grpo", "ppo", "online_dpo"])
 def test_trajectories_of_one_turn_are_trained_on_as_samples_are(train, talker, stage):
     """No answer calls a tool when the rows of both runs tell the model of it; all else is the same."""
     prompts = [{"prompt": [{"role": "user", "content": f"say {c}"}]} for c in "abcdefgh"]
     alone = stages.write_jsonl(talker / "alone.jsonl", [row | {"tools": [stages.ROLL]} for row in prompts])
-    more = ["run.steps=2", "algorithm.aggregation=seq_mean_token_mean"]
+    policy = ["algorithm.aggregation=seq_mean_token_mean", "mismatch.correction=tis_sequence"]
     score = "reward.functions=[{path: tests/assets/tiny_rewards.py:vowels}]"
-    more += ["algorithm.policy_loss=gspo"] if stage == "grpo" else ["critic.warmup_steps=0", score]
-    more += ["sampling.temperature=3", "mismatch.correction=tis_sequence", "sampling.top_p=0.9"]
+    learns = {"grpo": [*policy, "algorithm.policy_loss=gspo"], "ppo": [*policy, "critic.warmup_steps=0", score]}
+    more = ["run.steps=2", "sampling.temperature=3", "sampling.top_p=0.9", *learns.get(stage, [])]
     plain = train(stage, "plain", *more, f"data.train={alone}")
     own = ["environment.path=tests/assets/environments.py:Dice", "environment.max_tokens=6", "environment.calls=llama3"]
     turns = train(stage, "turns", *more, *own, "environment.weight=0")

@@ -114,7 +114,7 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("sample", ["reward.functions=[]", "stage.sample.reward_above=0"], 1, "stage.sample.reward_above"),
         ("sample", ["reward.functions=[]", "stage.sample.best=2"], 1, "stage.sample.best"),
         ("sample", ["parallel.tensor=2"], 3, "world size"),
-        ("online_dpo", ["environment.path=a.py:B"], 1, "environment.path"),
+        ("sample", ["environment.path=a.py:B"], 1, "environment.path"),
         ("grpo", ["environment.path=a.py:B", "reward.model=."], 1, "reward.model"),
         ("grpo", ["environment.path=a.py:B", "reward.judges=[{question: '{response}'}]"], 1, "reward.judges"),
         ("grpo", ["environment.tools=['a.py:b']", "mismatch.replay_routing=true"], 1, "mismatch.replay_routing"),

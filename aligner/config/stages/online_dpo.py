@@ -39,6 +39,7 @@ STAGE = Stage(
         "sampling",
         "engine",
         "reward",
+        "environment",
         "mismatch.replay_routing",
         "algorithm.preference",
         "algorithm.overlong",
