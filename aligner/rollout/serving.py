@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 
@@ -61,7 +61,13 @@ class Turns(Pool):
             self.waiting.append(play)
 
     def goes_on(self, row: int) -> bool:
-        return self.taken[row][0].open
+        play, turn = self.taken[row]
+        return play.open and turn == len(play.turns) - 1
+
+    def least(self, rows: Sequence[int]) -> int:
+        """One that does not go on any more; else by counts the last, for those before it go on before it."""
+        past = [row for row in rows if not self.goes_on(row)]
+        return past[0] if past else rows[-1 if self.counted else 0]
 
     def _listen(self) -> None:
         self._hear([play for play in self.waiting if play.asked is not None and play.asked.done()])

@@ -53,7 +53,8 @@ class Talks(Pool):
             self.ready.append((talk, turn + 1))
 
     def goes_on(self, row):
-        return self.taken[row][1] + 1 < TURNS
+        talk, turn = self.taken[row]
+        return turn + 1 < TURNS and (talk, turn + 1) not in self.taken
 
 
 def make_engine(cfg, **config):
@@ -148,9 +149,9 @@ def test_the_longest_prefix_is_found_and_slots_are_never_shared():
                 del rows[found.row]
         stop = draw.randrange(3, 9)
         while len(rows) > 9 - stop:
-            del rows[next(iter(rows))]  # the oldest
+            del rows[next(reversed(rows))]
         before = {other: prefixes.slot(other) for other in rows}
-        moves = dict(prefixes.make_way(stop))
+        moves = dict(prefixes.make_way(stop, lambda kept: kept[-1]))
         after = {other: prefixes.slot(other) for other in rows}
         assert all(moves.get(before[other], before[other]) == slot for other, slot in after.items())
         taken = set(after.values())

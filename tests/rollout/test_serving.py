@@ -84,3 +84,16 @@ def test_nobody_waits_for_a_late_tool_while_others_are_there():
     time.sleep(0.1)
     assert len(engine.turns.waiting) > 1 and len(engine.told) < 5 * TURNS + 1
     engine.turns.taken[0][0].asked.set_result(None)
+
+
+@pytest.mark.parametrize("counted, last", [(True, 3), (False, 0)])
+def test_what_is_needed_least_is_forgotten_first(counted, last):
+    """Of rows that have ended in this order: one that has gone on since is not needed at all."""
+    turns = Engine(4, counted, lambda play: None).turns
+    assert len(turns.take()) == 4
+    for row in range(4):
+        turns.finished(row, 0, [0], [0.0], True)
+    assert turns.least([0, 1, 2, 3]) == last and turns.least([2]) == 2
+    turns.taken.append((turns.taken[2][0], 1))
+    turns.finished(4, 0, [0], [0.0], True)
+    assert not turns.goes_on(2) and turns.goes_on(4) and turns.least([0, 1, 2, 3, 4]) == 2

@@ -278,7 +278,9 @@ class NativeEngine:
             taken = []
             while plan.staged and batch.active < plan.slots:
                 prompt, first, count = plan.take(plan.slots - batch.active)
-                self._move(plan.prefixes.make_way(batch.active + count), plan.prefixes.longest)
+                if self._keeps(plan):
+                    moves = plan.prefixes.make_way(batch.active + count, plan.pool.least)
+                    self._move(moves, plan.prefixes.longest)
                 self.cache.admit(prompt.staged_at, prompt.length, batch.active, count)
                 if self.routes is not None:
                     self.routes.admit(prompt.staged_at, prompt.length, batch.active, count)

@@ -1,13 +1,12 @@
 """Rows that have ended and may go on: their keys and values stay in free slots of the cache as long as no row that runs
 needs these, and a prompt that begins with them is prefilled from there on.
 
-Found by content, a block of tokens at a time. What is kept and what is forgotten depends on slots alone, the oldest
-first: never on time.
+Found by content, a block of tokens at a time. Where there is no room for all, the pool says which one is forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -68,11 +67,11 @@ class Prefixes:
         if prefix.row in self._rows and len(self._rows[prefix.row].tokens) == prefix.length:
             self._forget(prefix.row)
 
-    def make_way(self, stop: int) -> list[tuple[int, int]]:
-        """Rows run in slots [0, stop) from now on: what is kept there leaves for others, (from, to) each; where there
-        are none the oldest are forgotten."""
+    def make_way(self, stop: int, least: Callable[[Sequence[int]], int]) -> list[tuple[int, int]]:
+        """Rows run in slots [0, stop) from now on: what is kept there leaves for others, (from, to) each. Where there
+        are none it is forgotten what is `least` needed of rows, the one that ended first before the others."""
         while len(self._rows) > self.slots - stop:
-            self._forget(next(iter(self._rows)))
+            self._forget(least(list(self._rows)))
         free = set(range(stop, self.slots)) - {held.slot for held in self._rows.values()}
         moves = []
         for row, held in self._rows.items():

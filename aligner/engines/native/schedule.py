@@ -58,8 +58,12 @@ class Pool(ABC):
         """Prompts with the seeds of their samples; None if there will never be more."""
 
     def goes_on(self, row: int) -> bool:
-        """Whether a row that has just ended, by its number among those taken, may be the beginning of a prompt."""
+        """Whether a row that has ended, by its number among those taken, may be the beginning of a prompt."""
         return self.in_turns
+
+    def least(self, rows: Sequence[int]) -> int:
+        """Which of these, in the order in which they ended, is forgotten where there is no room for all."""
+        return rows[0]
 
 
 @dataclass
