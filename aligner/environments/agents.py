@@ -42,15 +42,20 @@ class Talk:
     requests: asyncio.Queue[tuple[ChatRequest, bool, asyncio.Future]] = field(default_factory=asyncio.Queue)
     reply: asyncio.Future | None = None  # to what the engine answers now
     refusal: ApiError | None = None
+    last: tuple[ChatRequest, asyncio.Future] | None = None  # that was asked, and its reply
 
     async def ask(self, request: ChatRequest) -> dict[str, Any]:
-        """Requests are answered one after the other, as they came. Raises ApiError."""
+        """Requests are answered one after the other, as they came; one that is asked again has the answer of the first.
+        Raises ApiError."""
         check_model(request, MODEL)
         check_sampling(request, self.sampling)
+        if request.again and self.last is not None and self.last[0] == request:
+            return await self.last[1]
         if self.refusal is not None:
             raise self.refusal
         late = self.reply is not None or not self.requests.empty()
         reply = asyncio.get_running_loop().create_future()
+        self.last = request, reply
         self.requests.put_nowait((request, late, reply))
         return await reply
 

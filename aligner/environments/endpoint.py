@@ -53,6 +53,7 @@ def make_app(backend: Backend) -> Starlette:
         secret = request.path_params["secret"]
         backend.model(secret)
         asked = read_request(await _body(request))
+        asked.again = request.headers.get("x-stainless-retry-count", "0") != "0"  # of OpenAI's clients
         body = await backend.complete(secret, asked) | {"created": int(time.time())}
         if not asked.stream:
             return JSONResponse(body)

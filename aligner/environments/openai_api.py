@@ -53,6 +53,7 @@ class ChatRequest:
     include_usage: bool = False
     logprobs: bool = False
     return_token_ids: bool = False
+    again: bool = field(default=False, compare=False)  # its client has asked before, and given up waiting
 
 
 def read_request(body: Any) -> ChatRequest:

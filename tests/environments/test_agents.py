@@ -208,6 +208,13 @@ def test_requests_at_a_time_are_answered_one_after_the_other(pool):
     assert late == [False, True, True]
 
 
+def test_a_client_that_gives_up_and_asks_again_has_asked_once(pool):
+    talking = pool("impatient")
+    session, event = begin(talking)
+    time.sleep(2.5)
+    assert reply(talking, session, event, "four")["value"]["end"] == 4.0
+
+
 def test_a_command_line_is_an_agent_and_leaves_no_process(pool):
     talking = pool(f"python {FILE}")
     session, event = begin(talking)

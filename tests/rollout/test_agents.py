@@ -32,7 +32,9 @@ def play(tokenizer, tmp_path, world):
     """play(agent, script, row) -> (samples, generations, engine)."""
 
     def make(agent, script, row=None, seeds=((5,),), folder="run", longest=100, tokenizer=tokenizer, **more):
-        cfg = EnvironmentConfig(**{"agent": f"{FILE}:{agent}", "workers": 1, "max_tokens": 1000} | more)
+        cfg = EnvironmentConfig(
+            **{"agent": agent if ".py" in agent else f"{FILE}:{agent}", "workers": 1, "max_tokens": 1000} | more
+        )
         plain = Dialogue(tokenizer, [])
         dialogues = Dialogues(lambda tools: Dialogue(tokenizer, tools))
         pool = Pool(cfg, [], AnswerLog(tmp_path / folder, 0))
@@ -156,3 +158,21 @@ def test_requests_shorten_an_answer_to_what_they_asked_for(tokenizer):
     none = shortened(call("add", a=1), calls=False)
     assert none.reason == "stop" and message_of(none)["content"] == call("add", a=1)
     assert message_of(shortened("<tool_call>{oops</tool_call>"))["content"] == "<tool_call>{oops</tool_call>"
+
+
+def scripted(*answers):
+    left = iter(answers)
+    return lambda text, seed: next(left)
+
+
+def test_agents_of_a_framework_run_unchanged(play):
+    """smolagents sends code back as the model wrote it, calls as text of its own: the row has a further part."""
+    pytest.importorskip("smolagents")
+    more = {"longest": 20_000, "max_tokens": 20_000}
+    code = scripted("Thought: add.\n<code>\nx = add(a=1, b=2)\n</code>", "<code>\nfinal_answer(x)\n</code>")
+    tools = scripted(call("add", a=1, b=2), call("final_answer", answer="3"))
+    for agent, script, rows in (("codes", code, 1), ("calls", tools, 2)):
+        (sample,), _, _ = play(f"tests/assets/framework_agents.py:{agent}", script, folder=agent, **more)
+        trajectory = sample.trajectory
+        assert (trajectory.stop, trajectory.turns, trajectory.reward) == (Stop.DONE, 2, 1.0), trajectory.failure
+        assert trajectory.rows == rows
