@@ -89,6 +89,7 @@ class Generations(TensorBatch):
     routing: Tensor | None = None  # uint8 or int16 [N, P + R, layers, top_k]: ops/packing/routing.py; of prompts too
     made: Tensor | None = None  # bool [N, R] tokens that the policy generated; None: all
     forks: Tensor | None = None  # int64 [N, R] number of the trajectory's part that a token is in; None: the prompt's
+    versions: Tensor | None = None  # int64 [N, R] of the weights of each token; None: weight_version
 
 
 class Stop(StrEnum):

@@ -1,6 +1,6 @@
 """Kill runs at random moments, resume them to their end, and compare with the uninterrupted run bit by bit.
 
-    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,dpo,...] [--layouts one,dp2,tp2,tp2-lora,lag1,lag2,vllm]
+    python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,dpo,...] [--layouts one,dp2,tp2,tp2-lora,lag1,...,vllm]
 
 Each case is a random stage on one rank, two data-parallel or two tensor ranks (also with adapters), grpo and ppo also
 on a trainer's rank and an engine's that is ahead of it (engine.lag), and if asked for (`--layouts vllm`) with vLLM,
@@ -57,7 +57,7 @@ from aligner.engines.child.process import Channel
 from aligner.megatron.checkpoint import ModelSave
 from aligner.megatron.train import ShardedModel
 from aligner.refit.transfer import Refit
-from aligner.rollout import ahead, pending
+from aligner.rollout import ahead, clock, pending
 from aligner.rollout.generate import Generator
 from aligner.rollout.sampled import Sampled
 from aligner.rollout.score import Scorer
@@ -76,6 +76,7 @@ LAYOUTS["tp2-lora"] = (2, ["parallel.tensor=2", "model.lora.rank=2", "model.lora
 LAYOUTS |= {f"lag{lag}": (2, ["engine.ranks=1", f"engine.lag={lag}"]) for lag in (1, 2)}
 VLLM = "vllm"  # needs an environment of its own, and seconds to start
 LAYOUTS[VLLM] = (1, ["engine=vllm", "engine.kv_cache_bytes=16777216", "model.init=random", "model.head_dim=32"])
+LAYOUTS["lag-windows"] = (2, [*LAYOUTS["lag1"][1], "engine.window=3", "sampling.max_response_tokens=10"])
 COMMON = [f"run.steps={TOTAL}", "checkpoint.every=2", "run.eval_every=3", "logging.progress=false"]
 COMMON += ["optim.schedule=cosine", "optim.warmup_steps=2", "batch.micro_batch_samples=4"]
 ADAPTIVE = "algorithm.kl={coef: 0.1, placement: %s, controller: {kind: adaptive, target: 0.01, horizon: 100}}"
@@ -96,6 +97,7 @@ POINTS: dict[str, tuple[object, str]] = {
     "an answer from outside": (AnswerLog, "write"),
     "a stored rollout": (pending, "write_recording"),
     "a rollout in flight": (ahead, "_write"),
+    "a window": (clock, "write_bank"),
     "samples in their file": (Sampled, "append"),
     "files of samples": (Sampled, "finish"),
     "a minibatch": (ShardedModel, "step"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from aligner.roles.policy import Policy
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.ahead import Ahead
+from aligner.rollout.bank import Whole
+from aligner.rollout.clock import Clock
 from aligner.rollout.evaluate import Evaluator
 from aligner.rollout.generate import Generator
 from aligner.rollout.own import OwnAnswers
@@ -74,7 +77,10 @@ def make_rollouts(
         layout.pgs.dp,
     )
     state = {"data": stream, "rewards": rewards, "sentinel": verifier}
-    if cfg.engine.lag:
+    if cfg.engine.window:
+        source.ahead = clock = _clock(job, source.requests, source.generate, policy.model)
+        state |= {"clock": clock}
+    elif cfg.engine.lag:
         source.ahead = ahead = _ahead(job, source.requests, source.generate, policy.model)
         state |= {"data": ahead.data, "ahead": ahead}
     found = source if cfg.engine.lag else _stored(job, source, state, policy.model)
@@ -127,11 +133,26 @@ def _ahead(job: Job, requests: Requests, generate: Generator, model: ShardedMode
     return ahead
 
 
-def _parts(job: Job) -> Parts:
+def _clock(job: Job, requests: Requests, generate: Generator, model: ShardedModel) -> Clock:
+    cfg, parts = job.cfg, _parts(job, Whole)
+    everyone = replace(requests, mine=range(requests.slots))
+    version = lambda: model.step_count  # noqa: E731
+    counts = cfg.engine.lag, cfg.engine.window, cfg.run.steps
+    clock = Clock(*counts, everyone, requests.mine, generate, parts, version)
+
+    def forget(step: int) -> None:
+        clock.forget(step, [number for number, _ in complete_checkpoints(Path(cfg.run.dir) / "checkpoints")])
+
+    job.on_save.append(clock.secure)
+    job.on_commit.append(forget)
+    return clock
+
+
+def _parts[Kind: Parts](job: Job, kind: type[Kind] = Parts) -> Kind:
     """Where rollouts are stored until checkpoints make them useless; empty where this start continues nothing."""
     cfg = job.cfg
     key = digest((rollout_key(cfg), sorted(job.contents.items()), job.initial.content))
-    parts = Parts(Path(cfg.run.dir) / PENDING, key, job.layout, cfg.batch.prompts)
+    parts = kind(Path(cfg.run.dir) / PENDING, key, job.layout, cfg.batch.prompts)
     if cfg.run.resume != "auto":
         parts.clear()
     return parts

@@ -128,8 +128,9 @@ def rollout_key(cfg: Config) -> str:
     data["run"] = {"steps": cfg.run.steps}
     if not cfg.mismatch.replay_routing:  # what was stored before there was this key goes on
         del data["mismatch"]["replay_routing"]
-    if not cfg.engine.lag:
-        del data["engine"]["lag"]
+    for name in ("lag", "window"):
+        if not getattr(cfg.engine, name):
+            del data["engine"][name]
     if not cfg.data.sources:
         del data["data"]["sources"]
     data["reward"]["judges"] = [judge.definition() for judge in cfg.reward.judges]

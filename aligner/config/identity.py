@@ -75,6 +75,7 @@ KINDS: dict[str, Kind] = {
     "algorithm.distill.pipeline": T,
     "engine": T,
     "engine.lag": D,
+    "engine.window": D,
     "refit": H,
     "memory": H,
     "mismatch": D,

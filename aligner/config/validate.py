@@ -46,6 +46,7 @@ def validate_engines(cfg: Config, world_size: int) -> None:
     """The part that asks where engines stand, and whether they may work while the trainer does."""
     _engine_ranks(cfg, world_size)
     _lag(cfg)
+    _window(cfg)
 
 
 def _paths(cfg: Config) -> None:
@@ -138,6 +139,9 @@ def _lag(cfg: Config) -> None:
     """Where the engines may generate while the trainer trains, and what then may not be asked for."""
     lag, stage = cfg.engine.lag, STAGES[cfg.stage.name]
     if not lag:
+        if cfg.engine.window:
+            expected = "0 without engine.lag: samples that go on with newer weights are of older ones"
+            raise ConfigError("engine.window", cfg.engine.window, expected)
         return
     with_lag = f"with engine.lag={lag}"
     if not cfg.engine.ranks:
@@ -161,6 +165,16 @@ def _lag(cfg: Config) -> None:
     if not cfg.algorithm.ratio_to_engine and not set(cfg.mismatch.methods) & set(WEIGHING):
         expected = f"auto or one with a weight {with_lag} ({', '.join(WEIGHING)}): samples are of older weights"
         raise ConfigError("mismatch.correction", cfg.mismatch.correction, expected)
+
+
+def _window(cfg: Config) -> None:
+    """Who can pause a sample: the native engine, which does not know the experts of tokens that it reads again."""
+    if cfg.engine.window and cfg.engine.name != "native":
+        expected = f"native with engine.window={cfg.engine.window}: it counts decode steps"
+        raise ConfigError("engine.name", cfg.engine.name, expected)
+    if cfg.engine.window and cfg.mismatch.replay_routing:
+        expected = f"false with engine.window={cfg.engine.window}: a paused sample's tokens are routed by newer weights"
+        raise ConfigError("mismatch.replay_routing", True, expected)
 
 
 def _replay(cfg: Config) -> None:

@@ -88,9 +88,16 @@ class TellingEngine(Protocol):
 class OrderedEngine(Protocol):
     """An engine that generates while its caller does something else."""
 
-    def order(self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams) -> Callable[[], Generations]:
+    def order(
+        self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, begun: Sequence[int] | None = None
+    ) -> Callable[[], Generations]:
         """Begin to `generate`; what is returned waits, and returns or raises what that does, each time. Any other call
-        of the engine waits for the samples first: they have the weights of now."""
+        of the engine waits for the samples first: they have the weights of now.
+
+        With `begun`, where every rank gives one, for `engine.window` decode steps: of each prompt so many tokens are
+        the response already, of its one sample. Prompts come in their order; samples that have not ended come back as
+        they stand, of length 0 where they did not run. Logprobs are 0 of tokens that were there.
+        """
         ...
 
 

@@ -110,7 +110,7 @@ def _requests(collectives: Collectives) -> None:
 
         return asked
 
-    def gathered(self: Fleet, prompts: TokenLists, seeds: SeedLists) -> list[Request]:
+    def gathered(self: Fleet, prompts: TokenLists, seeds: SeedLists, begun: Any = None) -> list[Request]:
         """To an engine: what rank 0 asks, by every rank that trains."""
         gather(self, [], [])
         speech = collectives.speech

@@ -43,7 +43,7 @@ def prepared(cfg: Config, folder: Path) -> Config:
         model=replace(shape, init=init, tokenizer=str(tokenizer), lora=replace(cfg.model.lora, init="")),
         data=_data(cfg, cfg.data, folder / "rows.jsonl"),
         ptx=replace(cfg.ptx, data=_data(cfg, cfg.ptx.data, folder / "ptx.jsonl")) if cfg.ptx.coef else cfg.ptx,
-        engine=cfg.engine if cfg.engine.name == "native" else replace(cfg.engine, name="native"),
+        engine=replace(cfg.engine, name="native", window=0),  # windows are as their lag
         run=replace(
             cfg.run, steps=STEPS, resume="never", eval_every=0, samples_every=0, stop=StopConfig(), export=False
         ),

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from safetensors import safe_open
@@ -35,7 +35,7 @@ from aligner.rollout.groups import Groups
 from aligner.rollout.parts import Manifest, Parts
 from aligner.rollout.requests import Request, Requests
 from aligner.run.checkpoints import SaveError
-from aligner.types import Generations
+from aligner.types import Generations, ScalarMetrics
 
 
 @dataclass
@@ -77,6 +77,7 @@ class Ahead:
     generate: Generator
     parts: Parts
     version: Callable[[], int]  # of the policy's weights
+    metrics: ClassVar[ScalarMetrics] = {}
     _flights: dict[int, Flight] = field(default_factory=dict, init=False)  # by step
     _named: dict[int, int] = field(default_factory=dict, init=False)  # step -> version, by the checkpoint resumed from
 

@@ -91,4 +91,5 @@ def collate(samples: list[Sample], generations: Generations, slots: Tensor, pad_
         sampled_logprobs=None if full is None else placed(sampled),
         routing=None if generations.routing is None else widened(generations.routing, total),
         forks=None if forks is None else placed(forks).long(),
+        versions=None if generations.versions is None else placed(generations.versions).long(),
     )

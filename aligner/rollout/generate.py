@@ -55,8 +55,10 @@ class Generator:
         """Have the engines begin, which are an `OrderedEngine`; what is returned is for `answered`. Collective."""
         assert isinstance(self.engine, OrderedEngine)
         mine = requests[share(len(requests), self.peers.size(), self.peers.rank())]
+        prompts = [(*r.prompt.tokens, *(r.begun or ())) for r in mine]
+        begun = [len(r.begun) for r in mine if r.begun is not None]
         with raised_together(EngineError):
-            return self.engine.order([r.prompt.tokens for r in mine], [r.seeds for r in mine], self.sampling)
+            return self.engine.order(prompts, [r.seeds for r in mine], self.sampling, begun or None)
 
     def answered(self, answer: Callable[[], Generations]) -> Generations:
         """Of all requests that were ordered together. Raises EngineError on every rank. Collective."""

@@ -43,6 +43,11 @@ class Parts:
         """Slots of this rank."""
         return range(self.slots)[share(self.slots, self.layout.data, self.layout.dp_rank)]
 
+    @property
+    def part(self) -> tuple[int, int]:
+        """Of a rollout's parts the number of this rank's, and how many there are."""
+        return self.layout.dp_rank, self.layout.data
+
     def of(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
@@ -51,7 +56,7 @@ class Parts:
 
     def write(self, step: int, version: int, write: Callable[[Path], None], told: dict[str, Any]) -> None:
         """This data-parallel rank's part, which `write` makes; `told` is described with it. Raises OSError."""
-        rank, ranks, mine = self.layout.dp_rank, self.layout.data, self.mine
+        (rank, ranks), mine = self.part, self.mine
         place = self.of(step) / f"part-{rank:05d}-of-{ranks:05d}.safetensors"
         write(place)
         fsync_file(place)

@@ -21,12 +21,13 @@ from aligner.refit.transfer import Refit
 from aligner.refit.verify import Verifier
 from aligner.rewards.composite import Scores
 from aligner.rollout.ahead import Ahead
+from aligner.rollout.clock import Clock
 from aligner.rollout.collate import collate
 from aligner.rollout.generate import Generator
 from aligner.rollout.groups import Groups, Refill, join_groups
 from aligner.rollout.requests import Request, Requests
 from aligner.rollout.score import Scorer
-from aligner.rollout.statistics import reduce_metrics
+from aligner.rollout.statistics import reduce_metrics, staleness_metrics
 from aligner.rollout.turns import TurnGenerator, trajectory_sums
 from aligner.run.timers import Timers
 from aligner.types import STOP, RolloutBatch, Sample, ScalarMetrics, Stop
@@ -75,7 +76,7 @@ class RolloutSource:
     score: Scorer
     algorithm: AlgorithmConfig
     ranks: dist.ProcessGroup | None = None  # data-parallel
-    ahead: Ahead | None = None
+    ahead: Ahead | Clock | None = None
 
     def next(self, step: int) -> Rollout:
         self.score.rewards.begin(step)
@@ -96,8 +97,9 @@ class RolloutSource:
             metrics |= reduce_metrics(*trajectory_sums(batch.samples), self.ranks)
             metrics |= reduce_metrics(self.generate.take_sums(), {}, dist.group.WORLD)
             self._check_failures(batch.samples, metrics)
-        behind = float(self.weights.version - batch.weight_version)  # 0 without a lag
-        metrics |= {"staleness/mean": behind, "staleness/max": behind} | self.requests.stream.metrics()
+        metrics |= staleness_metrics(batch, self.weights.version, self.ranks) | self.requests.stream.metrics()
+        if self.ahead is not None:
+            metrics |= self.ahead.metrics
         if late := self.score.rewards.take_late():
             metrics |= reduce_metrics(late, {}, dist.group.WORLD)
         return Rollout(batch, metrics, scores)

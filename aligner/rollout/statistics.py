@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.sections.algorithm import AlgorithmConfig
+from aligner.ops.reduce import of_each_rank
 from aligner.ops.rl.advantages import count_degenerate
 from aligner.ops.rl.kl import reference_kl_sums
 from aligner.ops.rl.mismatch import cut_sums, finish_mismatch, mismatch_sums, weight_sums
@@ -92,6 +93,27 @@ def trainer_sums(batch: RolloutBatch | TrainBatch, old_logprobs: Tensor) -> tupl
     if batch.ref_logprobs is not None:
         means |= reference_kl_sums(old_logprobs, batch.ref_logprobs, batch.loss_mask)
     return means, maxima
+
+
+def staleness_metrics(rollout: RolloutBatch, version: int, group: dist.ProcessGroup | None) -> ScalarMetrics:
+    """staleness/{mean,max}: optimizer steps between the weights that made a response token and the policy's, `version`.
+    Where tokens of a sample have several: also `staleness/oldest_mean`, the mean over samples of their oldest token's,
+    and `staleness/q1_mean` ... `q4_mean`, the mean over the tokens of each quarter of the samples, the shortest
+    first: what finishes first is short, and what is long is old."""
+    if rollout.versions is None:
+        behind = float(version - rollout.weight_version)
+        return {"staleness/mean": behind, "staleness/max": behind}
+    on = rollout.response_mask.bool()
+    age = torch.where(on, version - rollout.versions, 0).double()
+    tokens, total, oldest = on.sum(1).double(), age.sum(1), age.amax(1)
+    lengths = torch.cat(of_each_rank(tokens, group))
+    first = (0 if group is None else group.rank()) * len(tokens)
+    rank = lengths.argsort(stable=True).argsort()[first : first + len(tokens)]
+    means = {"staleness/mean": (total.sum(), tokens.sum()), "staleness/oldest_mean": (oldest.sum(), len(oldest))}
+    for quarter in range(4):
+        chosen = rank * 4 // len(lengths) == quarter
+        means[f"staleness/q{quarter + 1}_mean"] = total[chosen].sum(), tokens[chosen].sum()
+    return reduce_metrics(means, {"staleness/max": float(oldest.max())}, group)
 
 
 def value_metrics(rollout: RolloutBatch, group: dist.ProcessGroup) -> ScalarMetrics:

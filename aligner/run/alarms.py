@@ -30,6 +30,10 @@ TEXTS = {
     " data.shuffle=true, raise batch.sequences, or look for more answers of the other label",
     "unmatched": "kto/unmatched={value:.3g}: the samples of several minibatches in a row answer one prompt each, so"
     " nothing is mismatched and z0 is 0. Set data.shuffle=true or raise batch.sequences, or set algorithm.kto.kl=none",
+    "window_small": "window/waited_for={value:.3g}: each step waits for windows after the one that ran beside the last:"
+    " engine.window={window:.0f} is too small. About {fits:.0f} fits",
+    "window_large": "no sample pauses: all that are in flight end before their window does, and engines stand idle. At"
+    " most the longest response, {fits:.0f}, fits engine.window={window:.0f}, or a larger engine.lag",
     "hacking": "reward/mean rose from {reward_then:.3g} to {reward:.3g} while eval/accuracy fell from {best:.3g} to"
     " {value:.3g}: the policy may exploit the reward. Raise algorithm.kl.coef, or mend the reward",
 }
@@ -102,6 +106,13 @@ class Alarms:
         sign("no_eos", "response/eos_fraction", no_eos)
         most = next(iter(self.limits.values()), math.inf)
         sign("length", "response/tokens_mean", known.get("response/tokens_mean", 0) >= 0.95 * most)
+        window, waited = known.get("window/steps", 0.0), known.get("window/waited_for", 0.0)
+        fits = {"window": window, "fits": window * (1 + waited)}
+        sign("window_small", "window/waited_for", waited > 0, STREAK, **fits)
+        paused = known.get("window/samples_paused", 1)
+        idle = paused == 0 and window > known.get("response/tokens_max", math.inf)
+        fits["fits"] = known.get("response/tokens_max", 0.0)
+        sign("window_large", "window/samples_paused", idle, STREAK, **fits)
         return found + self._hacking(known)
 
     def _hacking(self, known: dict[str, float]) -> list[tuple[str, dict[str, float]]]:

@@ -36,7 +36,7 @@ from aligner.run.changes import AnotherRunError, check_identity, compare, note, 
 from aligner.run.retention import Retention
 
 # states that checkpoints lack which are of earlier versions, or of runs without a stream or a lag
-DISPENSABLE = ("sentinel", "ptx", "ahead")
+DISPENSABLE = ("sentinel", "ptx", "ahead", "clock")
 
 
 class Stateful(Protocol):

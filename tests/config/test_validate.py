@@ -63,6 +63,15 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("sft", ["engine.ranks=1"], 2, "engine.ranks"),
         ("grpo", ["engine.lag=1"], 2, "engine.lag"),
         ("grpo", ["engine.ranks=1", "engine.lag=1", "environment.tools=[a:b]"], 2, "engine.lag"),
+        ("grpo", ["engine.ranks=1", "engine.window=8"], 2, "engine.window"),
+        ("grpo", ["engine.ranks=1", "engine.lag=1", "engine.window=-1"], 2, "engine.window"),
+        ("grpo", ["engine.ranks=1", "engine.lag=1", "engine.window=8", "engine.name=vllm"], 2, "engine.name"),
+        (
+            "grpo",
+            ["engine.ranks=1", "engine.lag=1", "engine.window=8", "mismatch.replay_routing=true"],
+            2,
+            "mismatch.replay_routing",
+        ),
         ("sft", ["engine.lag=1"], 2, "engine.lag"),
         ("online_dpo", ["engine.ranks=1", "engine.lag=1"], 2, "engine.lag"),
         ("grpo", ["engine.ranks=1", "engine.lag=1", "debug.rollout_only=true"], 2, "engine.lag"),
@@ -190,6 +199,7 @@ def test_exactly_full_context_is_allowed(make):
     validate(make("grpo", "engine.ranks=1", "engine.lag=1", "algorithm.policy_loss=dppo"), 2)
     validate(make("grpo", "engine.ranks=1", "engine.lag=2", "algorithm.old_logprobs=engine"), 2)
     validate(make("grpo", "engine.ranks=1", "engine.lag=2", "algorithm.old_logprobs=proxy"), 2)
+    validate(make("grpo", "engine.ranks=1", "engine.lag=1", "engine.window=64"), 2)
     validate(make("ppo", "critic.init=.", "reward.model=''", "reward.functions=[{path:math}]"), 1)
     trunk = ["critic.trunk=policy", "model.lora.rank=2"]
     validate(make("ppo", *trunk, "reward.model=''", "reward.functions=[{path:math}]"), 1)

@@ -34,6 +34,8 @@ BAD = {
     "degenerate": {"reward/degenerate_groups": 1.0},
     "no_eos": {"response/eos_fraction": 0.0},
     "length": {"response/tokens_mean": 64.0},
+    "window_small": {"window/steps": 100.0, "window/waited_for": 3.0},
+    "window_large": {"window/steps": 100.0, "window/samples_paused": 0.0, "response/tokens_max": 40.0},
 }
 WORDS = {
     "entropy": "entropy collapsed to 0.1 nats from 2",
@@ -46,6 +48,8 @@ WORDS = {
     "degenerate": "all groups are degenerate",
     "no_eos": "no response ends in EOS",
     "length": "sampling.max_response_tokens=64",
+    "window_small": "engine.window=100 is too small. About 400 fits",
+    "window_large": "the longest response, 40, fits engine.window=100",
 }
 
 
@@ -88,7 +92,7 @@ def test_fires_once_with_the_cause_in_one_line(name):
     assert "\n" not in lines[0]
 
 
-@pytest.mark.parametrize("name", ["entropy", "explained_variance"])
+@pytest.mark.parametrize("name", ["entropy", "explained_variance", "window_small", "window_large"])
 def test_noisy_signs_must_last(name):
     bad = {**HEALTHY, **BAD[name]}
     assert run([HEALTHY] * 5 + ([bad] * (STREAK - 1) + [HEALTHY]) * 5) == []

@@ -23,6 +23,8 @@ class EngineConfig:
     ranks: int = 0  # so many last ranks of the job only generate; 0: engines stand on the trainer's ranks
     # with `ranks`: rollout k has the weights after step k - 1 - lag, and is generated while earlier ones are trained on
     lag: int = 0
+    # with `lag`: decode steps after which samples pause, and go on with newer weights; 0: they have one version
+    window: int = 0
     kv_cache_bytes: int = 1 << 30  # of a rank
     max_batch: int = 512  # rows decoded together
     dtype: str = "auto"  # auto: the trainer's compute dtype
@@ -46,6 +48,7 @@ class EngineConfig:
         at_least("engine.tensor_parallel", self.tensor_parallel, 1)
         at_least("engine.ranks", self.ranks, 0)
         at_least("engine.lag", self.lag, 0)
+        at_least("engine.window", self.window, 0)
         if self.tensor_parallel != 1 and self.name == "trtllm":
             raise ConfigError("engine.tensor_parallel", self.tensor_parallel, ONE_RANK)
         if self.cuda_graphs and (self.name != "native" or self.tensor_parallel != 1):

@@ -189,10 +189,16 @@ class NativeEngine:
         progress: Progress | None = None,
         pool: Pool | None = None,
         asked: Sequence[tuple[int, int] | None] | None = None,
+        begun: Sequence[int] | None = None,
     ) -> Generations:
         """`generate`; samples of prompts that come from `pool` follow, in the order in which they are taken. `asked`:
         which (prompt, sample) a row is to `finished`, None if it is of another rank. A sample ends with the token whose
-        logits are not finite, with logprob NaN."""
+        logits are not finite, with logprob NaN.
+
+        `begun` makes it a window of `engine.window` decode steps: of each prompt's tokens so many are the response
+        already, of its one sample. Prompts get slots in their order. What has not ended then is told as it stands,
+        with length 0 if it had no slot; logprobs are 0 of tokens that were there.
+        """
         self._ledger.require()
         assert not self._asleep, "generate() on a sleeping engine: wake() it first"
         if sampling.stop and self._decode is None:
@@ -200,7 +206,7 @@ class NativeEngine:
         unit = 1 if self.graphs is None else REACH  # graphs are of one shape of the cache
         routes, token_bytes = self.routes, self.cache.token_bytes
         token_bytes += 0 if routes is None else routes.token_bytes
-        sizes = token_bytes, pool, unit, self.cache.row_bytes
+        sizes = token_bytes, pool, unit, self.cache.row_bytes, begun
         plan = plan_generation(prompts, seeds, sampling, self.config, *sizes)
         if plan.row_tokens > self.model.cfg.max_position:
             raise ConfigError(
@@ -217,7 +223,7 @@ class NativeEngine:
             self.cache.resize(plan.prefixes.slots, plan.positions, plan.chunk_tokens, budget, plan.chunk_prompts)
             if routes is not None:
                 routes.resize(plan.slots, plan.positions)
-            while self._goes_on(plan, batch):
+            while self._goes_on(plan, batch) and (begun is None or self.stats.steps < self.config.window):
                 before = batch.finished
                 moves = self.step(plan, batch, sampling)
                 if batch.finished != before:
@@ -294,7 +300,7 @@ class NativeEngine:
     def _prefill(self, plan: Plan, chunk: list) -> None:
         """All of its prompts; or, where they begin with rows that were kept, as many tokens of each as one of them
         needs, so that none is padded."""
-        width = chunk[0].length  # longest first
+        width = max(p.length for p in chunk)
         new = max(p.length - (p.held.length if p.held else 0) for p in chunk)
         held = [max(0, p.length - new) for p in chunk]
         padded = [[*p.tokens[n:], *[self.pad_id] * (new - p.length + n)] for p, n in zip(chunk, held, strict=True)]

@@ -39,6 +39,7 @@ class Request(NamedTuple):
     number: int  # in that rank's list
     prompt: Sequence[int]
     seeds: Sequence[int]
+    begun: int | None = None  # in a window (`engine.window`): so many tokens of `prompt` are of the response
 
 
 def expected_costs(requests: Sequence[Request], limit: int, model: ModelConfig) -> list[float]:
@@ -149,11 +150,12 @@ class Fleet:
         """The replica that a rank's requests go to if that is even enough."""
         return rank * self.replicas // self.first if self.first else rank // self.width
 
-    def gather(self, prompts: TokenLists, seeds: SeedLists) -> list[Request]:
+    def gather(self, prompts: TokenLists, seeds: SeedLists, begun: Sequence[int] | None = None) -> list[Request]:
         """All ranks' requests on every rank. Collective, as `deliver` is."""
-        own: list[tuple] = [(list(p), list(s)) for p, s in zip(prompts, seeds, strict=True)]
+        counts = [None] * len(prompts) if begun is None else begun
+        own: list[tuple] = [(list(p), list(s), b) for p, s, b in zip(prompts, seeds, counts, strict=True)]
         everyone = gathered(own, self.group)
-        return [Request(home, i, p, s) for home, found in enumerate(everyone) for i, (p, s) in enumerate(found)]
+        return [Request(home, i, *one) for home, found in enumerate(everyone) for i, one in enumerate(found)]
 
     def deliver(
         self, mine: list[Request], generations: Generations, wanted: list[int], cut: bool, moved: bool = True
@@ -233,7 +235,8 @@ class Replicated:
         """What this replica took of the requests, its samples, and whether it may be of another's part."""
         mine = [requests[i] for i in parts[dist.get_rank() // self.tensor_parallel]]
         prompts, seeds = [r.prompt for r in mine], [r.seeds for r in mine]
-        return mine, self._generated(prompts, seeds, sampling, progress, asked=_asked(mine, rank)), False
+        begun = [r.begun for r in mine] if windowed(requests) else None
+        return mine, self._generated(prompts, seeds, sampling, progress, asked=_asked(mine, rank), begun=begun), False
 
 
 @runtime_checkable
@@ -269,7 +272,7 @@ class FleetEngine(Replicated, NativeEngine):
         progress: Progress | None,
     ) -> tuple[list[Request], Generations, bool]:
         self.stolen = 0
-        if not self.steal or len(parts) == 1:
+        if not self.steal or len(parts) == 1 or windowed(requests):  # a window's samples do not hang on the clock
             return super()._part(rank, requests, costs, parts, sampling, progress)
         # from the common queues: what this replica took, in the order in which it took it
         chunks = []
@@ -300,6 +303,10 @@ class FleetEngine(Replicated, NativeEngine):
 def _asked(requests: Sequence[Request], rank: int) -> list[tuple[int, int] | None]:
     """(number of the request, sample) of each of their rows that `rank` asked for, None of the others."""
     return [(r.number, i) if r.home == rank else None for r in requests for i in range(len(r.seeds))]
+
+
+def windowed(requests: Sequence[Request]) -> bool:
+    return bool(requests) and requests[0].begun is not None
 
 
 def _chunks(queue: list[Request], rows: int) -> list[list[Request]]:

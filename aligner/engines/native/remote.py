@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -68,11 +68,13 @@ class RemoteEngine:
         """See `RolloutEngine.generate`; raises what it raises on any rank, on every rank. Without `progress`."""
         return self.order(prompts, seeds, sampling)()
 
-    def order(self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams) -> Callable[[], Generations]:
+    def order(
+        self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, begun: Sequence[int] | None = None
+    ) -> Callable[[], Generations]:
         """See `OrderedEngine.order`."""
         self._order("generate", sampling)
         with self.bridge.contact():
-            self.fleet.gather(prompts, seeds)
+            self.fleet.gather(prompts, seeds, begun)
         # once: after an error they answer with it again
         self._flight = flight = cache(partial(self._delivered, [len(s) for s in seeds], sampling.truncates))
         return lambda: require_finite(flight())

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ class Waiting:
     started: int = 0  # samples that have had a slot
     staged_at: int = 0  # where its keys and values wait
     held: Prefix | None = None  # of a row that was kept
+    begun: int = 0  # so many of its tokens are the response of its one sample already
 
     @property
     def length(self) -> int:
@@ -73,7 +75,7 @@ class Plan:
     row_tokens: int  # of a prompt and its response at most
     positions: int  # of a slot: the last token is never fed back
     chunk_tokens: int
-    waiting: deque[Waiting]  # longest first: a chunk has little padding, and long rows do not come last
+    waiting: deque[Waiting]  # longest first (less padding, and long rows do not come last); in a window as they came
     staged: deque[Waiting]
     prefixes: Prefixes  # in slots of the cache that no row runs in
     pool: Pool | None = None
@@ -102,8 +104,12 @@ class Plan:
     def next_chunk(self) -> list[Waiting]:
         """The next prompts to prefill together, either all with a prefix that was kept or all without one; they become
         the staged ones."""
-        width = self.waiting[0].length
-        most = min(len(self.waiting), self.chunk_prompts, max(1, self.chunk_tokens // width))
+        width = most = 0
+        for prompt in islice(self.waiting, self.chunk_prompts):
+            width = max(width, prompt.length)
+            if most and (most + 1) * width > self.chunk_tokens:
+                break
+            most += 1
         chunk, others = [], []
         while self.waiting and len(chunk) < most:
             prompt = self.waiting.popleft()
@@ -135,16 +141,20 @@ def plan_generation(
     pool: Pool | None = None,
     unit: int = 1,
     row_bytes: int = 0,
+    begun: Sequence[int] | None = None,
 ) -> Plan:
     """Slots and prefill size within `engine.kv_cache_bytes`. `token_bytes`: keys and values of one position;
     `row_bytes`: of a row, in a slot or waiting for one, whatever its length. A slot's positions are a multiple of
-    `unit` if the budget allows it."""
+    `unit` if the budget allows it. `begun`: see `NativeEngine._generated`."""
     assert len(prompts) == len(seeds), f"{len(prompts)} prompts, but seeds for {len(seeds)}"
-    waiting, rows = _queue(prompts, seeds)
-    longest, expected, count = waiting[0].length if waiting else 1, rows, len(waiting)
+    waiting, rows = _queue(prompts, seeds, begun=begun)
+    longest, expected, count = max((w.length for w in waiting), default=1), rows, len(waiting)
     if pool is not None:
         longest, expected, count = max(longest, pool.longest), max(rows, pool.rows), max(count, pool.prompts)
     positions = longest + sampling.max_response_tokens - 1
+    if begun is not None:
+        most = [w.length + min(config.window, sampling.max_response_tokens - w.begun) for w in waiting]
+        positions = max(most, default=2) - 1
     budget, more = config.kv_cache_bytes // token_bytes, -(-row_bytes // token_bytes)  # in positions
     if positions + longest + 2 * more > budget:
         least = (positions + longest + 2 * more) * token_bytes
@@ -166,13 +176,20 @@ def plan_generation(
     return Plan(rows, slots, row, positions, prompts * longest, waiting, deque(), prefixes, pool, prompts)
 
 
-def _queue(prompts: TokenLists, seeds: SeedLists, first_row: int = 0) -> tuple[deque[Waiting], int]:
-    """(prompts that have samples, longest first; the number of their samples)."""
+def _queue(
+    prompts: TokenLists, seeds: SeedLists, first_row: int = 0, begun: Sequence[int] | None = None
+) -> tuple[deque[Waiting], int]:
+    """(prompts that have samples, longest first, or as they came with `begun`; the number of their samples)."""
     waiting, rows = [], 0
     for tokens, own in zip(prompts, seeds, strict=True):
         assert len(tokens), f"prompt {len(waiting)} is empty"
         waiting.append(Waiting(tokens, [signed64(int(s)) for s in own], first_row + rows))
         rows += len(own)
+    if begun is not None:
+        for prompt, count in zip(waiting, begun, strict=True):
+            assert not count or len(prompt.seeds) == 1, f"{len(prompt.seeds)} samples with the same {count} tokens"
+            prompt.begun = count
+        return deque(w for w in waiting if w.seeds), rows
     return deque(sorted((w for w in waiting if w.seeds), key=lambda w: -w.length)), rows
 
 
@@ -214,7 +231,10 @@ class Batch:
         seeds = prompt.seeds[first : first + count]
         column = torch.tensor([range(row, row + count), seeds, [prompt.length - 1] * count])
         self.state[:COUNT, new] = column.to(self.state.device, non_blocking=True)
-        self.state[COUNT, new] = 0
+        self.state[COUNT, new] = prompt.begun
+        if prompt.begun:
+            there = torch.tensor(prompt.tokens[-prompt.begun :], device=self.state.device)
+            self._tokens[row, : prompt.begun] = there
         self._positions[new] = prompt.length - 1
         self.active += count
         return range(row, row + count)
