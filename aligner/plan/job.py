@@ -63,6 +63,7 @@ class Engine:
     resident: bool = True  # the weights stay in memory while others work, and the cache if it does not sleep
     ranks: int = 0  # beside those that train, that only generate; 0: engines stand on the ranks that train
     lag: int = 0  # > 0: they generate while the others train
+    window: int = 0  # decode steps after which samples pause; 0: they do not
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,7 @@ def job_of(
             factors=cfg.refit.adapters == "factors",
             ranks=e.ranks,
             lag=e.lag,
+            window=e.window,
         )
         if (e.ranks or gpus) % engine.tensor:
             expected = f"a divisor of the {e.ranks or gpus} GPUs that generate"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aligner.config.schema import Config
@@ -13,6 +15,7 @@ from aligner.plan.job import Job, job_of
 from aligner.plan.memory import Memory, plan_memory, refuse
 from aligner.plan.shapes import parameters
 from aligner.plan.times import Machine, Phase, plan_times, pretrain_phase, update_mfu
+from aligner.plan.windows import Windows, window_of
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Prediction:
     memory: Memory
     phases: dict[str, Phase]
     pretrain_s: float  # once, in the first step
+    windows: Callable[[], tuple[float, Windows]]  # see `window_of`
 
     @property
     def host(self) -> dict[str, float]:
@@ -100,11 +104,21 @@ class Prediction:
             "",
             f"step {self.step_s:.1f} s{at_once}, {self.tokens_per_gpu_s:.0f} tokens/s/GPU, update at "
             f"{100 * self.mfu:.0f} % of the peak (operations made)",
+            *([self._windows_text()] if job.engine and job.engine.lag else []),
             *([f"critic.pretrain_steps {self.pretrain_s:.1f} s, once"] if self.pretrain_s else []),
             f"memory {memory.peak_bytes / GIB:.1f} of {memory.limit_bytes / GIB:.1f} GiB in {memory.peak}",
             f"host memory {self._host_text()}",
         ]
         return "\n".join(lines)
+
+    def _windows_text(self) -> str:
+        each, found = self.windows()
+        step_s = each * found.step + self.phases["refit"].seconds
+        return (
+            f"engine.window={found.window}: step about {step_s:.1f} s, engines {100 * found.engines:.0f} % and trainer "
+            f"{100 * found.trainer:.0f} % of it at work; tokens {found.mean:.1f} steps old, a sample's first "
+            f"{found.oldest:.1f}"
+        )
 
     def _host_text(self) -> str:
         per_gpu, gpus = sum(self.host.values()), min(self.job.gpus_per_node, self.job.grid.gpus)
@@ -118,7 +132,8 @@ class Prediction:
 def predict(job: Job, device: Device, assumed: Assumptions = Assumptions()) -> Prediction:  # noqa: B008 (frozen)
     times = plan_times(job, device, assumed)
     pretrain = pretrain_phase(job, Machine(device, assumed, job.gpus_per_node)) if job.pretrain_steps else Phase()
-    return Prediction(job, device, plan_memory(job, device, assumed), times, pretrain.seconds)
+    windows = partial(window_of, job, Machine(device, assumed, job.gpus_per_node), times)
+    return Prediction(job, device, plan_memory(job, device, assumed), times, pretrain.seconds, windows)
 
 
 def check(cfg: Config, gpus: int, gpu: str, gpus_per_node: int, key: str) -> None:

@@ -389,6 +389,26 @@ def test_with_a_lag_a_step_takes_the_longer_of_both_sides(cache):
     assert "the longer of generate and the rest" in at_once.text()
 
 
+def test_windows_are_planned_by_their_clock():
+    """The window that is proposed is as long as what the trainer does meanwhile; a larger lag keeps both sides at work,
+    and makes older tokens."""
+    line = [*APART, "engine.ranks=2", "engine.kv_cache_bytes=40_000_000_000"]
+
+    def planned(*more):
+        return predict(job_of(compose([*line, *more]), 10), H100).windows()
+
+    each, one = planned("engine.lag=1")
+    phases = predict(job_of(compose(line), 10), H100).phases
+    rest = sum(phase.seconds for name, phase in phases.items() if name not in ("refit", "generate"))
+    assert one.window * each == pytest.approx(rest, rel=0.01)
+    _, three = planned("engine.lag=3")
+    assert three.mean > one.mean > 0 and three.step <= 1.02 * one.step
+    _, given = planned("engine.lag=1", f"engine.window={one.window}")
+    assert given == one
+    text = predict(job_of(compose([*line, "engine.lag=1", "engine.window=64"]), 10), H100).text()
+    assert "engine.window=64: step about" in text
+
+
 def test_judges_without_a_model_are_asked_where_the_engine_is(tmp_path):
     own = BETTER.replace("N", "1").replace("llama", str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 56}')
