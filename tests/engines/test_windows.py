@@ -5,6 +5,7 @@ import torch
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native import NativeEngine
+from aligner.errors import ConfigError
 from aligner.types import STOP, SamplingParams
 from tests.engines.contract import LLAMA, MODELS, PROMPTS, fill, reference, responses
 from tests.tiny import MORE
@@ -70,6 +71,16 @@ def test_slots_go_to_the_oldest():
     _, _, windows = by_windows(engine, prompts, [[1], [2], [3]], SamplingParams(10))
     ran = [[(i, before) for i, before, _ in found] for found in windows]
     assert ran == [[(0, 0), (1, 0)], [(0, 4), (1, 4)], [(0, 8), (1, 8), (2, 0)], [(2, 2)], [(2, 6)]]
+
+
+def test_a_cache_that_could_not_read_a_row_again_is_refused_in_its_first_window():
+    """Of a prompt of 4 tokens and up to 10 more, all but the last are fed: 13 positions, and 13 to read them."""
+    one = make_engine(LLAMA, 2).cache.token_bytes
+    with pytest.raises(ConfigError, match=r"engine\.kv_cache_bytes=\d+: expected at least " + str(26 * one)):
+        make_engine(LLAMA, 2, kv_cache_bytes=25 * one)._generated([[5, 6, 7, 8]], [[1]], SamplingParams(10), begun=[0])
+    engine = make_engine(LLAMA, 2, kv_cache_bytes=26 * one)
+    (tokens,), *_ = by_windows(engine, [[5, 6, 7, 8]], [[1]], SamplingParams(10))
+    assert tokens == responses(make_engine(LLAMA, 2).generate([[5, 6, 7, 8]], [[1]], SamplingParams(10)))[0]
 
 
 def test_a_stop_string_may_lie_across_windows_and_cut_logprobs_come_along():

@@ -22,6 +22,10 @@ HEALTHY = {
     "response/tokens_mean": 20.0,
     "reward/mean": 0.5,
     "eval/accuracy": 0.5,
+    "window/steps": 100.0,
+    "window/waited_for": 0.0,
+    "window/samples_paused": 7.0,
+    "response/tokens_max": 40.0,
 }
 BAD = {
     "entropy": {"policy/entropy": 0.1},
@@ -34,8 +38,8 @@ BAD = {
     "degenerate": {"reward/degenerate_groups": 1.0},
     "no_eos": {"response/eos_fraction": 0.0},
     "length": {"response/tokens_mean": 64.0},
-    "window_small": {"window/steps": 100.0, "window/waited_for": 3.0},
-    "window_large": {"window/steps": 100.0, "window/samples_paused": 0.0, "response/tokens_max": 40.0},
+    "window_small": {"window/waited_for": 3.0},
+    "window_large": {"window/samples_paused": 0.0},
 }
 WORDS = {
     "entropy": "entropy collapsed to 0.1 nats from 2",

@@ -152,12 +152,15 @@ def plan_generation(
     if pool is not None:
         longest, expected, count = max(longest, pool.longest), max(rows, pool.rows), max(count, pool.prompts)
     positions = longest + sampling.max_response_tokens - 1
+    needed = positions + longest
     if begun is not None:
         most = [w.length + min(config.window, sampling.max_response_tokens - w.begun) for w in waiting]
         positions = max(most, default=2) - 1
+        # a row that is read again when it lacks a token only: told before there is one
+        needed = 2 * (max((w.length - w.begun for w in waiting), default=1) + sampling.max_response_tokens - 1)
     budget, more = config.kv_cache_bytes // token_bytes, -(-row_bytes // token_bytes)  # in positions
-    if positions + longest + 2 * more > budget:
-        least = (positions + longest + 2 * more) * token_bytes
+    if needed + 2 * more > budget:
+        least = (needed + 2 * more) * token_bytes
         raise ConfigError(
             "engine.kv_cache_bytes",
             config.kv_cache_bytes,
