@@ -190,7 +190,7 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 
 @dataclass
 class Reply:
-    """What the model has said: `message` as OpenAI has it; `reason`: stop, length or tool_calls."""
+    """What the model has said: `message` as chat templates have it; `reason`: stop, length or tool_calls."""
 
     message: dict[str, Any]
     reason: str
@@ -201,7 +201,7 @@ class Reply:
 
     def body(self, request: ChatRequest, name: str) -> dict[str, Any]:
         """Of the HTTP answer, but for the time."""
-        choice: dict[str, Any] = {"index": 0, "message": self.message, "finish_reason": self.reason}
+        choice: dict[str, Any] = {"index": 0, "message": self._message(), "finish_reason": self.reason}
         choice["logprobs"] = {"content": self._logprobs()} if request.logprobs else None
         sizes = len(self.prompt), len(self.tokens)
         usage = {"prompt_tokens": sizes[0], "completion_tokens": sizes[1], "total_tokens": sum(sizes)}
@@ -210,6 +210,16 @@ class Reply:
             choice["token_ids"] = list(self.tokens)
             found["prompt_token_ids"] = list(self.prompt)
         return found
+
+    def _message(self) -> dict[str, Any]:
+        """Arguments of calls are a text, and no text beside them is null."""
+        if "tool_calls" not in self.message:
+            return self.message
+        functions = [call["function"] for call in self.message["tool_calls"]]
+        functions = [function | {"arguments": json.dumps(function["arguments"])} for function in functions]
+        calls = zip(self.message["tool_calls"], functions, strict=True)
+        told = [call | {"function": function} for call, function in calls]
+        return self.message | {"content": self.message["content"] or None, "tool_calls": told}
 
     def _logprobs(self) -> list[dict[str, Any]]:
         return [

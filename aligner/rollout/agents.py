@@ -82,13 +82,11 @@ def said(tokenizer: Any, request: ChatRequest, calls: str, tokens: list[int], st
 
 
 def message_of(found: Said, first: int = 0) -> dict[str, Any]:
-    """As OpenAI has it. Its calls are numbered from `first`. One that cannot be read is text."""
+    """As templates and rewards have it. Its calls are numbered from `first`. One that cannot be read is text."""
     calls = [call.message(first + i) for i, call in enumerate(found.calls) if call.name]
-    for call in calls:
-        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     if not calls:
         return {"role": "assistant", "content": found.text}
-    return {"role": "assistant", "content": found.beside or None, "tool_calls": calls}
+    return {"role": "assistant", "content": found.beside, "tool_calls": calls}
 
 
 @dataclass
@@ -116,8 +114,8 @@ class AgentGenerator(TurnGenerator):
             play.stop, play.score = Stop.LENGTH if play.cut else Stop.DONE, value["end"]
             return
         before, play.messages = play.messages, self._taken(play, value)
-        new = play.messages[len(before) :] if play.messages[: len(before)] == before else play.messages
-        play.told += new
+        same = [one == other for one, other in zip(before, play.messages, strict=False)]
+        play.told += play.messages[same.index(False) if False in same else len(same) :]
         if play.dialogue is None:
             self._end(play, Stop.TEMPLATE)
         else:

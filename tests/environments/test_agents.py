@@ -151,8 +151,8 @@ def test_templates_get_roles_texts_and_arguments_as_they_know_them(pool):
 def test_an_agent_plays_and_its_answers_are_in_the_log(pool):
     def play(talking):
         session, event = begin(talking)
-        call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
-        second = reply(talking, session, event, None, "tool_calls", tool_calls=[call])
+        call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+        second = reply(talking, session, event, "", "tool_calls", tool_calls=[call])
         return session, [event, second, reply(talking, session, second, "it is 3")]
 
     live, events = play(pool("calculate"))
@@ -242,11 +242,12 @@ def test_a_stream_is_the_same_answer(pool, tmp_path):
     log.begin(1)
     talking = Pool(cfg, [], log)
     session, event = begin(talking)
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}}}
     found = reply(talking, session, event, "so", "tool_calls", tool_calls=[call])["value"]["value"]
     deltas = [choice for chunk in found["chunks"] for choice in chunk["choices"]]
+    told = call | {"function": {"name": "add", "arguments": "{}"}}
     assert deltas[0]["delta"] == {"role": "assistant"}
-    assert deltas[1]["delta"] == {"content": "so", "tool_calls": [{"index": 0, **call}]}
+    assert deltas[1]["delta"] == {"content": "so", "tool_calls": [{"index": 0, **told}]}
     assert deltas[1]["token_ids"] == [3, 4] and found["chunks"][0]["prompt_token_ids"] == [1, 2]
     assert deltas[2]["finish_reason"] == "tool_calls" and found["chunks"][-1]["usage"]["total_tokens"] == 4
     assert found["models"] == [MODEL]

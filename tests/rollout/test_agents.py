@@ -153,7 +153,7 @@ def test_requests_shorten_an_answer_to_what_they_asked_for(tokenizer):
     assert called.reason == "tool_calls" and message_of(called, 300) == {
         "role": "assistant",
         "content": "see",
-        "tool_calls": [{"id": "call00300", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+        "tool_calls": [{"id": "call00300", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
     }
     none = shortened(call("add", a=1), calls=False)
     assert none.reason == "stop" and message_of(none)["content"] == call("add", a=1)
