@@ -26,6 +26,7 @@ EXTRAS = {  # module -> extra, what it is for
     "tensorrt_llm": ("trtllm", "TensorRT-LLM generation on GPUs"),
     "modelopt": ("modelopt", "quantization"),
     "mpi4py": ("mpi", "ranks placed by MPI"),
+    "uvicorn": ("serve", "agents, and `aligner serve`"),
 }
 # in another interpreter: the version of what has the module `vllm` there, which is not imported
 FIND_VLLM = """from importlib.metadata import *
