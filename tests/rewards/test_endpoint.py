@@ -221,6 +221,19 @@ def test_a_question_in_a_file(tiny_data, tmp_path, server):
         stages.stage("grpo", tiny_data, tmp_path / "run", f"reward.judges=[{{question_file: {path}}}]")
 
 
+def test_what_makes_a_judge_another_one():
+    """Not where it is, nor how it is asked; without an endpoint its definition is that of earlier versions."""
+    plain = JudgeConfig(question="{response}").definition()
+    assert list(plain) == ["name", "kind", "question", "weight", "pattern", "scale", "opponents", "max_tokens"]
+
+    def at(**endpoint):
+        known = EndpointConfig(**{"base_url": "http://a/v1", "model": "m", "temperature": 1.0} | endpoint)
+        return JudgeConfig(question="{response}", votes=2, endpoint=known).definition()
+
+    assert at() == at(base_url="http://b/v1", key_env="KEY", retries=9, requests_per_minute=5.0) != plain
+    assert at() != at(model="n") and at() != at(temperature=0.5)
+
+
 SMALL = ["run.steps=3", "batch.prompts=4", "checkpoint.every=1", "checkpoint.rollouts=false"]
 
 
