@@ -143,10 +143,11 @@ class Client:
         raise AssertionError(self.limits.retries)
 
     def _wait_turn(self, body: bytes, until: float) -> None:
-        """Until the rates leave room. Raises Failed where that is too late, or the breaker is open."""
-        now = time.monotonic()
-        if now < self._open_until:
-            raise Failed("breaker", f"not asked, after {BREAKER} failures in a row: {self.failure}")
+        """Until the breaker is closed and the rates leave room. Raises Failed where that is too late."""
+        while (now := time.monotonic()) < self._open_until:
+            if self._open_until >= until:
+                raise Failed("breaker", f"not asked, after {BREAKER} failures in a row: {self.failure}")
+            time.sleep(self._open_until - now)
         tokens, limits = len(body) / BYTES + self.form.reply_tokens, self.limits
         rates = (1, limits.requests_per_minute), (tokens, limits.tokens_per_minute)
         seconds = max((60 * used / rate for used, rate in rates if rate), default=0.0)

@@ -107,15 +107,20 @@ def test_what_asking_again_cannot_mend_is_an_error_at_once(server):
     assert len(server.bodies) == 1
 
 
-def test_the_breaker_leaves_a_broken_server_alone_and_tries_again_later(server, monkeypatch):
-    monkeypatch.setattr(client, "REST_S", 0.5)
+def test_the_breaker_leaves_a_broken_server_alone(server):
+    """For longer than there is time."""
     server.reply = lambda body: (500, {})
-    reward = Http(server.url, format="sample", retries=0, concurrency=1)
+    reward = Http(server.url, format="sample", retries=0, concurrency=1, deadline_s=client.REST_S)
     assert all(map(math.isnan, reward(samples(20)))) and len(server.bodies) == client.BREAKER
     assert reward.take_counts()["breaker"] == (15.0, 20.0) and "5 failures in a row" in reward.failure()
-    time.sleep(0.6)
-    server.reply = lambda body: (200, 1.0)
-    assert reward(samples(3)) == [1.0] * 3
+
+
+def test_a_server_that_stumbles_costs_time_and_no_samples(server, monkeypatch):
+    monkeypatch.setattr(client, "REST_S", 0.5)
+    server.reply = lambda body: (503, {}) if len(server.bodies) <= 7 else (200, 1.0)
+    begun = time.monotonic()
+    assert Http(server.url, format="sample", concurrency=4)(samples(20)) == [1.0] * 20
+    assert time.monotonic() - begun > 0.5
 
 
 def test_a_deadline_ends_all_tries(server):
