@@ -74,6 +74,8 @@ class Clock:
         with self.generate.timers("generate"):
             while len(self._bank.ready()) < size:
                 self._order()
+                flying = len(self._bank.numbers)
+                assert flying >= size, f"{flying} groups in flight, {self._rollouts} of {self.steps} rollouts came in"
                 self._land()
             waited, bank = self._window - before, self._bank
             self.metrics = {

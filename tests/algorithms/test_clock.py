@@ -54,19 +54,17 @@ def test_samples_are_those_of_the_slow_clock(ranks, tiny_data, tmp_path, whole, 
     assert stages.same_weights(run, tmp_path / "turns")
 
 
-@pytest.mark.parametrize("cut", [3, 4])
-def test_a_run_that_was_cut_off_goes_on_bit_by_bit(ranks, tiny_data, tmp_path, whole, cut):
-    """The power goes off in step `cut`; the checkpoint is of step 2. No window that landed is generated again."""
+def test_a_run_that_was_cut_off_goes_on_bit_by_bit(ranks, tiny_data, tmp_path, whole):
+    """The power goes off in step 4; the checkpoint is of step 2. No window that landed is generated again."""
     arguments = settings(tiny_data, tmp_path / "run")
-    (off, *_), (_, first, _) = ranks.run(JOB, world=2, arguments=arguments, cut=cut)
+    (off, *_), (_, first, _) = ranks.run(JOB, world=2, arguments=arguments, cut=4)
     assert off and stages.checkpoints(tmp_path / "run") == [2]
     state = json.loads((tmp_path / "run/checkpoints/step-00000002/state.json").read_text())["state"]["clock"]
     windows = sorted(int(p.name[5:]) for p in (tmp_path / "run/pending_rollouts").glob("step-*"))
     assert windows[0] == state["window"] and state["windows"]["2"] == windows[0] and state["groups"]
     (*_, out), (_, again, _) = ranks.run(JOB, world=2, arguments=arguments)
     assert "WARNING" not in out
-    evaluations = 1 + (cut > 3)  # the last one; that of step 3 has a record already if step 4 began
-    assert first + again - whole[1] <= 2 * evaluations
+    assert again < whole[1] and first + again - whole[1] <= 2, "evaluations come again"
     assert stages.differences(whole[0], tmp_path / "run") == [] and stages.same_weights(whole[0], tmp_path / "run")
 
 
