@@ -130,7 +130,7 @@ def _requests(collectives: Collectives) -> None:
         full = None if found.full_logprobs is None else zeros
         return replace(
             found,
-            tokens=one[:, None],
+            tokens=one[:, None].clone(),  # rollouts in flight are stored
             lengths=one,
             logprobs=zeros,
             finish_reason=one * STOP,
