@@ -254,7 +254,7 @@ def _environment(cfg: Config) -> None:
         return
     where = env.named
     if "environment" not in STAGES[cfg.stage.name].reads:
-        able = " and ".join(sorted(name for name, stage in STAGES.items() if "environment" in stage.reads))
+        able = ", ".join(sorted(name for name, stage in STAGES.items() if "environment" in stage.reads))
         raise ConfigError(*where, f"empty for stage {cfg.stage.name}: {able} have trajectories")
     least = cfg.sampling.max_response_tokens
     if env.max_tokens < least:
