@@ -4,6 +4,10 @@ When a process has more OpenMP threads than cores, libgomp has them sleep after 
 the next one, and waking takes longer than a small operation. Any thread in which torch computes becomes such a team of
 its own: gloo's, when they copy gathered parameters, or a reward function's. `reserve` keeps these to one core each,
 `use` gives the main thread its cores.
+
+A thread of a team waits for the others by spinning. Where other programs have their cores, that takes the core from the
+one it waits for: libgomp's six milliseconds or so are longer than the others' turns. `SPINS` are some fifty
+microseconds, long enough for the next operation to find the team awake.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import os
 import sys
 
 VARIABLE = "OMP_NUM_THREADS"
+SPINS = "3000"  # measured: benchmarks/RESULTS.md
 
 _given: int | None = None  # what the environment said before `reserve`
 _reserved = False
@@ -26,6 +31,8 @@ def reserve() -> None:
     first = os.environ.get(VARIABLE, "").split(",")[0].strip()
     _given = int(first) if first.isdecimal() and int(first) else None
     os.environ[VARIABLE], _reserved = "1", True
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 def use(threads: int, local_ranks: int) -> None:

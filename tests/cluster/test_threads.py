@@ -52,6 +52,33 @@ def test_torch_alone_gives_every_thread_a_team():
     assert (main, other) == (3, 3) and teams >= 2
 
 
+SPINS = """
+import os, time
+from aligner.cluster import threads
+threads.reserve()
+import torch
+threads.use(2, 1)
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # two threads take turns, as beside another program
+x, start = torch.ones(1 << 17), time.process_time()
+for _ in range(60):
+    x.mul_(1.0)
+print(time.process_time() - start)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="libgomp spins less where it finds one core")
+def test_waiting_takes_no_core_from_whom_it_waits_for():
+    environment = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    ours, libgomps = (
+        float(subprocess.run([sys.executable, "-c", SPINS], env=given, capture_output=True, text=True).stdout)
+        for given in (
+            environment | {"PYTHONPATH": ROOT},
+            environment | {"PYTHONPATH": ROOT, "GOMP_SPINCOUNT": "300000"},
+        )
+    )
+    assert ours * 3 < libgomps, (ours, libgomps)
+
+
 @pytest.mark.slow
 def test_the_environment_and_then_the_cores_decide():
     cores = len(os.sched_getaffinity(0))
