@@ -3,9 +3,11 @@
 import json
 import math
 import shutil
+from itertools import repeat
 
 import pytest
 
+from aligner.plan.windows import clocked
 from tests import stages
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
@@ -52,6 +54,19 @@ def test_samples_are_those_of_the_slow_clock(ranks, tiny_data, tmp_path, whole, 
     last = steps(run)[-1]
     assert last["staleness/max"] > last["staleness/mean"] > 0 and last["window/groups_in_flight"] == 8
     assert stages.same_weights(run, tmp_path / "turns")
+
+
+def test_the_plan_foresees_it(whole):
+    """Nearly all samples are as long as they may be. Two steps are a period, of one window and of three."""
+    planned = clocked(repeat(10), (8, 4), LAG, 512, WINDOW, float(WINDOW))
+    both = steps(whole[0])[2:4]
+
+    def mean(name: str) -> float:
+        return sum(record[name] for record in both) / 2
+
+    assert planned.step == WINDOW * (1 + mean("window/waited_for"))
+    assert planned.oldest == mean("staleness/oldest_mean") / 2  # of two optimizer steps each
+    assert planned.mean == pytest.approx(mean("staleness/mean") / 2, rel=0.05)
 
 
 def test_a_run_that_was_cut_off_goes_on_bit_by_bit(ranks, tiny_data, tmp_path, whole):
