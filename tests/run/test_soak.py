@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -20,6 +21,15 @@ def test_a_few_kills(tmp_path):
     done = subprocess.run(command, cwd=stages.ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^3 kills, \d+ resumes \(0 with a late view\), 0 mismatches", done.stdout, re.M), done.stdout
+
+
+def test_the_process_of_an_engine_is_killed_where_there_is_one():
+    soaking = soak.Soak.__new__(soak.Soak)
+    soaking.random = random.Random(0)
+    of_ranks, with_vllm = ([soaking.draw("grpo", layout, 1.0) for _ in range(300)] for layout in ("one", soak.VLLM))
+    assert not any(kill.child or kill.point == soak.CHILD for kill in of_ranks)
+    assert 60 < sum(kill.child for kill in with_vllm) < 180
+    assert {kill.point for kill in with_vllm if not kill.child} > {"", "a refit", "a stored rollout"}
 
 
 def fake_run(folder: Path, weights: bytes = b"w", optimizer: bytes = b"o", cursor: int = 1, loss: float = 1.0) -> Path:
