@@ -14,9 +14,11 @@ import torch
 
 import aligner.engines.child.engine as child
 from aligner.config.sections.engine import EngineConfig
-from aligner.config.sections.vllm import VllmConfig
+from aligner.config.sections.model.rope import RopeScalingConfig
+from aligner.config.sections.vllm import FAMILIES, VllmConfig
 from aligner.engines.child.buckets import MemoryFile
 from aligner.engines.vllm.engine import VllmEngine
+from tests import tiny
 from tests.engines import contract
 
 PYTHON = Path(__file__).parents[3] / VllmConfig().python
@@ -27,7 +29,9 @@ needs_vllm = pytest.mark.skipif(not PYTHON.exists() and os.environ.get("ALIGNER_
 CREATE = MemoryFile.create
 
 # its kernels on a CPU know no heads narrower than 32, its Qwen 2 none but the hidden size's share
-MODELS = {name: replace(cfg, hidden_size=128, head_dim=32) for name, cfg in contract.MODELS.items()}
+FURTHER = {name: replace(tiny.MORE[name], vocab_size=53) for name in FAMILIES if name in tiny.MORE}
+FURTHER["phi3"] = replace(FURTHER["phi3"], rope_scaling=RopeScalingConfig())  # its factors are of a narrower head
+MODELS = {name: replace(cfg, hidden_size=128, head_dim=32) for name, cfg in (contract.MODELS | FURTHER).items()}
 LLAMA = MODELS["llama"]
 
 

@@ -10,6 +10,7 @@ import torch
 
 import aligner.engines.child.engine as child
 from aligner.config.resolve import compose
+from aligner.config.sections.model.attention import AttentionConfig
 from aligner.config.sections.vllm import VllmConfig
 from aligner.config.validate_model import check_nodes, validate_model
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS
@@ -68,8 +69,11 @@ def test_models_that_it_does_not_serve():
     cfg = compose(["stage=grpo", "engine=vllm"])
     model = replace(LLAMA, max_position=4096)
     validate_model(cfg, model)
-    with pytest.raises(ConfigError, match=r"model.family='gemma2': expected one of llama.*engine=native serves it"):
-        validate_model(cfg, replace(model, family="gemma2"))
+    with pytest.raises(ConfigError, match=r"model.family='glm': expected one of llama.*engine=native serves it"):
+        validate_model(cfg, replace(model, family="glm", qkv_bias=True))
+    some = AttentionConfig(window=6, global_layers=[0])
+    with pytest.raises(ConfigError, match=r"model.attention.window=6: expected 0, or all layers local.*qwen3"):
+        validate_model(cfg, replace(model, family="qwen3", qk_norm=True, attention=some))
     with pytest.raises(ConfigError, match=r"model.head_dim=64: expected hidden_size / num_heads = 32"):
         validate_model(cfg, replace(model, family="qwen2", qkv_bias=True, head_dim=64))
 
