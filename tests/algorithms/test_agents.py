@@ -59,6 +59,15 @@ def test_a_killed_run_goes_on_with_what_its_agents_did(grpo, tmp_path):
     assert stages.differences(killed, grpo("other", *more))
 
 
+def test_an_agent_that_does_what_an_environment_does_is_trained_on_to_the_same_bits(grpo):
+    """But for the words in which they end, and the sentinel's rows, which are the data's."""
+    environment = grpo("environment", "environment.path=tests/assets/environments.py:Clock", "run.steps=2")
+    agent = grpo("agent", f"{AGENT}seeded", "run.steps=2")
+    assert stages.same_weights(environment, agent) and max(turns(agent)) > 1.2
+    found = {name for _, name, _, _ in stages.differences(environment, agent)}
+    assert all(name.startswith(("stop/", "refit/sentinel_")) for name in found)
+
+
 def test_requests_are_admitted_between_decode_steps_and_say_the_same(grpo):
     more = [f"{AGENT}seeded", "run.steps=1"]
     with patch("aligner.builders.environments.ServingEngine", int):

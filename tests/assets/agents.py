@@ -58,16 +58,16 @@ def dice(task, base_url, sampling):
 
 
 def seeded(task, base_url, sampling):
-    """As `dice`, of the group's seed."""
+    """What the environment Clock is, of the group's seed."""
     chance, client, messages = random.Random(task.seed), talk(base_url), list(task.messages)
     for _ in range(3):
         message = client.chat.completions.create(messages=messages, tools=[ROLL], **sampling).choices[0].message
         messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls or ():
+            time.sleep(chance.choice([0, 0.02, 0.1]))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(chance.randint(1, 6))})
         if not message.tool_calls:
             break
-        time.sleep(chance.choice([0, 0.02, 0.1]))
-        for call in message.tool_calls:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(chance.randint(1, 6))})
     return chance.random()
 
 
