@@ -144,5 +144,5 @@ class Dialogue:
 
         try:
             return self._render(messages)
-        except jinja2.TemplateError:
+        except (jinja2.TemplateError, TypeError):  # the latter of tools that are no schemas
             return None

@@ -65,7 +65,7 @@ class Talk:
         try:
             await asyncio.wait((arrival, self.program), return_when=asyncio.FIRST_COMPLETED)
             if self.program.done():
-                return {"end": _score(self.program.result()), "value": self.program.result()}
+                return {"end": reward_of(self.program.result()), "value": self.program.result()}
             request, late, self.reply = arrival.result()
             return {"request": asdict(request), "late": late}
         finally:
@@ -125,7 +125,7 @@ class Agents(Worker):
         talk = self.objects[request["key"]]
         talk.refuse(ApiError(request["why"], code=request["code"]))
         await asyncio.wait((talk.program,))
-        return _score(talk.program.result()) if talk.program.exception() is None else None
+        return reward_of(talk.program.result()) if talk.program.exception() is None else None
 
     async def _forget(self, request: dict[str, Any]) -> None:
         self._drop(request["key"])
@@ -200,7 +200,7 @@ async def _commanded(words: list[str], task: Task, base_url: str, sampling: dict
     return json.loads(next((line for line in reversed(lines) if line.strip()), ""))
 
 
-def _score(value: Any) -> float | None:
+def reward_of(value: Any) -> float | None:
     """Raises TypeError."""
     json.dumps(value)  # the log has all of it
     if isinstance(value, dict):

@@ -144,6 +144,9 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
         expected = "system, developer, user, assistant or tool"
         raise ApiError(f"{where}.role={found.get('role')!r:.40}: expected {expected}", f"{where}.role")
     found["role"] = "system" if found["role"] == "developer" else found["role"]
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if not isinstance(found.get(name, ""), str):
+            raise ApiError(f"{where}.{name}={found[name]!r:.80}: expected a text", f"{where}.{name}")
     found["content"] = _text(found.get("content", ""), f"{where}.content")
     if "tool_calls" in found:
         calls = found["tool_calls"]

@@ -138,7 +138,8 @@ class Served:
         self._answers += 1
         pieces = [tokenizer.decode([token]) for token in found.tokens]
         told = logprobs[: len(found.tokens)]
-        reply = Reply(message_of(found), found.reason, tokens, found.tokens, told, pieces)
+        message = message_of(found, self._answers * 100 % 100_000)  # ids of calls are not those of the answer before
+        reply = Reply(message, found.reason, tokens, found.tokens, told, pieces)
         return reply.body(request, f"chatcmpl-{self._answers}")
 
     def _prompt(self, request: ChatRequest) -> tuple[Dialogue, tuple[int, ...]]:

@@ -87,6 +87,7 @@ REFUSED = [
     ({"messages": []}, 400, "messages", "expected a list of messages"),
     ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages[0].role", "expected system, developer"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content", "list of texts"),
+    ({"messages": [{"role": "tool", "content": "3", "tool_call_id": 3}]}, 400, "messages[0].tool_call_id", "a text"),
     ({"tools": [{"name": "add"}]}, 400, "tools[0]", "expected a function with a name"),
 ]
 
