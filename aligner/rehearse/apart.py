@@ -127,7 +127,7 @@ def _requests(collectives: Collectives) -> None:
         """Nothing comes; to who asks, as many rows of a token."""
         found, rows = deliver(self, mine, generations, [], *more), sum(wanted)
         one, zeros = torch.ones(rows, dtype=torch.int64), torch.zeros(rows, 1)
-        full = None if found.full_logprobs is None else zeros
+        full = None if found.full_logprobs is None else zeros.clone()
         return replace(
             found,
             tokens=one[:, None].clone(),  # rollouts in flight are stored
