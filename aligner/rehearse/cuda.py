@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from aligner.errors import AlignerError
-from aligner.rehearse import attention
+from aligner.rehearse import attention, kernels
 from aligner.rehearse.device import CUDA, Device, on_device
 
 TESTED = "2.13.0"
@@ -37,6 +37,7 @@ def install(device: Device, kind: str) -> None:
     _graphs(device)
     _tensors(device)
     attention.install(device)
+    kernels.install()
 
 
 def _no_contexts() -> None:

@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from aligner.rehearse import kernels
+from aligner.rehearse.kernels import CUDA
 from aligner.rehearse.record import Record, place
 
 aten = torch.ops.aten
-CUDA = torch.device("cuda", 0)
 BLOCK = 512  # bytes: what CUDA's allocator rounds to
 LARGE = 1 << 28  # bytes: a host tensor above this has no storage either (offloaded weights, checkpoints)
 FACTORIES = {
@@ -62,7 +63,10 @@ class Device(TorchDispatchMode):
         self.capturing = False  # a CUDA graph
         self.answers: dict[tuple[str, str], Answer] = {}
         self.collective: Callable[..., Any] | None = None  # runs torch.distributed's operations
-        self._decomposes: dict[Any, bool] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # nothing is compiled; else each operation goes through its wrapper
+        return False
 
     def __enter__(self) -> Device:
         self.fake.__enter__()
@@ -154,14 +158,11 @@ class Device(TorchDispatchMode):
         cuda = any(on_device(t) for t in tensors)
         device = kwargs.get("device")
         target = torch.device(device).type if device is not None else ""
-        if torch.is_inference_mode_enabled() and func.namespace == "aten":
-            if func not in self._decomposes:
-                self._decomposes[func] = func._can_decompose()
-            if self._decomposes[func]:
-                with _Again(self):
-                    found = func.decompose(*args, **kwargs)
-                if found is not NotImplemented:
-                    return found
+        if torch.is_inference_mode_enabled() and kernels.is_composite(func):
+            with _Again(self):
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
         if func.namespace == "c10d":
             assert self.collective is not None
             return self.collective(func, args, kwargs, cuda)
@@ -178,7 +179,8 @@ class Device(TorchDispatchMode):
             raise RuntimeError("a tensor on the CPU is indexed by one on cuda")
         out = self._of_values(op, func, args, kwargs) if cuda else NotImplemented
         if out is NotImplemented:
-            out = func(*args, **kwargs)
+            alone = not device and all(on_device(t) for t in tensors) and kernels.plain(func)
+            out = kernels.run(self.fake, func, args, kwargs) if alone else func(*args, **kwargs)
         return self._done(func, args, kwargs, out)
 
     def _done(self, func: Any, args: tuple, kwargs: dict, out: Any) -> Any:

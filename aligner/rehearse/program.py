@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from aligner.ops import agree
-from aligner.rehearse.device import Device
+from aligner.rehearse.device import Device, on_device
 from aligner.types import STOP, Generations, Sample
 
 DECODED = 5  # steps of the engine after which rows are told to have ended: every further one repeats the last
@@ -40,7 +41,7 @@ def install(device: Device, names: Callable[[Any], None]) -> None:
     _engine(device)
     _experts(device)
     _rollouts()
-    _saves()
+    _checkpoints(device)
     _phases(device)
     from aligner.builders import job as job_module
     from aligner.builders import teachers
@@ -174,22 +175,47 @@ def _rollouts() -> None:
     Generator.__call__, Generator.order, Generator.groups, Scorer.__call__ = generate, order, groups, score
 
 
-def _saves() -> None:
-    """What this rank would write, to host memory, a tensor at a time: it may be more than this machine has. Files are
-    the CPU's business."""
-    from aligner.megatron.checkpoint import own_state
+def _checkpoints(device: Device) -> None:
+    """What this rank would write goes to host memory, a tensor at a time: it may be more than this machine has. What it
+    would read comes from there, before the first step, as if there were a checkpoint. Files are the CPU's business."""
+    from megatron.core.dist_checkpointing import mapping, state_dict_utils
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
+
+    from aligner.megatron import checkpoint
     from aligner.run.checkpoints import Checkpoints
 
     def save(self: Any, step: int, *arguments: Any) -> None:
         for model in self.models.values():
-            tensors = [getattr(item, "data", item) for item in tree_leaves(own_state(model))]
-            for tensor in tensors:
-                if isinstance(tensor, Tensor):
-                    tensor.to("cpu", non_blocking=True)
+            tensors = [getattr(item, "data", item) for item in tree_leaves(checkpoint.own_state(model))]
+            for tensor in filter(on_device, tensors):
+                host(tensor).copy_(tensor, non_blocking=True)
             torch.cuda.synchronize()
         self.last_saved = step
 
-    Checkpoints.save = save
+    def host(like: Tensor) -> Tensor:
+        with _disable_current_modes(), device.fake:
+            return torch.empty(like.shape, dtype=like.dtype)
+
+    def restore(self: Any, resume: str) -> int:
+        device.enter("load")
+        for name, model in self.models.items():
+            checkpoint.load_model(model, self.folder / name)
+        device.enter("between")
+        return 0
+
+    def load(state: dict[str, Any], folder: str, strict: Any = None) -> dict[str, Any]:
+        """As `dist_checkpointing.load`."""
+        sharded, found, factories = state_dict_utils.load_preprocess(state)
+
+        def read(item: Any) -> Any:
+            return item.data.detach().copy_(host(item.data)) if isinstance(item, mapping.ShardedTensor) else item
+
+        merge(found, dict_list_map_inplace(read, sharded))
+        return mapping.apply_factory_merges(found, factories)
+
+    Checkpoints.save, Checkpoints.restore = save, restore
+    checkpoint._verified = lambda folder: set()
+    checkpoint.dist_checkpointing.load = load
 
 
 def _phases(device: Device) -> None:

@@ -4,6 +4,7 @@ CASES`, a JSON file."""
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ import torch
 
 from aligner.cluster.env import RankEnv
 from aligner.config.freeze import load_frozen
+from aligner.config.stages import STAGES
 from aligner.data.tokenizer import byte_tokenizer
 from aligner.files import write_whole
 from aligner.plan.devices import find_device
@@ -44,9 +46,12 @@ def main(path: str) -> None:
     collectives = Collectives(device, record)
     program.install(device, collectives.name)
     apart.install(collectives)
-    import_module("aligner.build")  # once, for all that is forked
+    for module in ("aligner.build", *(f"aligner.stages.{name}" for name in STAGES)):
+        import_module(module)  # once, for all that is forked
     for folder in {case["tokenizer"] for case in asked["cases"]}:
         byte_tokenizer(folder)
+    gc.collect()
+    gc.freeze()  # what is there by now is not looked through again in each process, and its pages stay shared
     running: dict[int, dict[str, Any]] = {}
     waiting = list(asked["cases"])
     for case in waiting:

@@ -1,0 +1,65 @@
+"""What an operation on the device gives, by torch's kernels for tensors without storage.
+
+FakeTensorMode takes rules in Python, which also hold for shapes that are not known, and a cache of what they gave. Here
+all shapes are known: the kernels in C++, which CUDA's share their checks and shapes with, take a quarter of that time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, _meta_registrations
+from torch._decomp import global_decomposition_table
+from torch._subclasses.fake_impls import op_implementations_checks
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+CUDA = torch.device("cuda", 0)
+# FakeTensorMode has rules of its own for these, for shapes that are not known and for devices that differ
+PLAIN = {aten.view.default, aten._unsafe_view.default, aten.select.int, aten.slice.Tensor, aten.copy_.default}
+_kept: list[torch.library.Library] = []  # their kernels go with them
+
+
+def install() -> None:
+    """Rules in Python stay where there is no kernel."""
+    rules = _meta_registrations._meta_lib_dont_use_me_use_register_meta
+    names = set(rules._op_impls)
+    rules._destroy()
+    lacking = torch.library.Library("aten", "IMPL", "Meta")
+    _kept.append(lacking)
+    tables = [global_decomposition_table[kind] for kind in ("pre_autograd", "post_autograd", "meta")]
+    for op, rule in (tables[0] | tables[1] | tables[2]).items():
+        name = op.name()
+        if f"{name.replace('::', '/')}/Meta" in names and not has_kernel(name, "Meta"):
+            lacking.impl(op, rule)
+
+
+def has_kernel(name: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+@functools.cache
+def plain(func: Any) -> bool:
+    """Whether the kernel says all of it where every tensor is on the device."""
+    if func not in PLAIN and any(applies(func) for applies, _ in op_implementations_checks):
+        return False
+    return func.namespace == "aten" and torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "Meta")
+
+
+@functools.cache
+def is_composite(func: Any) -> bool:
+    """Whether CUDA runs an operation as the ones that it is made of."""
+    return func.namespace == "aten" and not has_kernel(func.name(), "CUDA") and func._can_decompose()
+
+
+def run(mode: FakeTensorMode, func: Any, args: tuple, kwargs: dict) -> Any:
+    with in_kernel_invocation_manager(mode):
+        out = func(*args, **kwargs)
+
+    def on_device(t: Tensor) -> Tensor:
+        return t if isinstance(t, FakeTensor) else FakeTensor(mode, t, CUDA)
+
+    return on_device(out) if isinstance(out, Tensor) else tree_map_only(Tensor, on_device, out)
