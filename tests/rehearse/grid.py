@@ -1,5 +1,5 @@
 """Stages x families x layouts, rehearsed at full width and reduced depth: `python -m tests.rehearse.grid [N]` runs
-every N-th case. Each case is a pair of a family and a layout, with the next stage in turn."""
+every N-th case. Every pair of a stage, a family and a layout is in some case."""
 
 import sys
 import tempfile
@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 from aligner.config.resolve import compose
+from aligner.config.stages import STAGES
 from aligner.plan.devices import find_device
 from aligner.rehearse.command import cases_of, run
 from aligner.rehearse.report import Rehearsal
@@ -15,18 +16,15 @@ SMALL = [
     *("data.max_prompt_tokens=48", "data.max_tokens=128", "sampling.max_response_tokens=64", "batch.sequences=8"),
     *("batch.prompts=8", "batch.group=4", "batch.minibatch_samples=0", "batch.epochs=1", "batch.micro_batch_samples=4"),
 ]
-STAGES = ("sft", "rm", "dpo", "kto", "distill", "grpo", "ppo", "online_dpo")
-FAMILIES = (
-    *("llama3_8b", "qwen2.5_7b", "qwen3_1.7b", "gemma2_2b", "olmo2_1b", "phi4_mini", "smollm3_3b"),
-    *("qwen3_30b_a3b", "gpt_oss_20b", "deepseek_v3", "qwen3_next_80b_a3b"),
-)
-EXPERTS = FAMILIES[7:]
-DEPTH = {
-    "smollm3_3b": ["model.num_layers=4", "model.attention.nope_layers=[1,3]"],
-    "qwen3_next_80b_a3b": ["model.num_layers=8", "model.moe.num_experts=32"],  # both kinds of layers on each stage
-    "deepseek_v3": ["model.num_layers=4", "model.moe.num_experts=16"],
-    "gpt_oss_20b": ["model.num_layers=4", "model.moe.num_experts=8"],
+FAMILIES = {  # model: its shape; where there are two kinds of layers, both
+    **dict.fromkeys(("llama3_8b", "qwen2.5_7b", "qwen3_1.7b", "gemma2_2b", "olmo2_1b", "phi4_mini"), []),
+    "smollm3_3b": ["model.attention.nope_layers=[1]"],
+    "qwen3_30b_a3b": ["model.moe.num_experts=16"],
+    "gpt_oss_20b": ["model.moe.num_experts=8"],
+    "deepseek_v3": ["model.moe.num_experts=16", "model.moe.dense_layers=[0]"],
+    "qwen3_next_80b_a3b": ["model.moe.num_experts=16", "model.linear.attention_every=2"],
 }
+EXPERTS = tuple(FAMILIES)[7:]
 LAYOUTS = {
     "data": [],
     "tensor": ["parallel.tensor=2"],
@@ -38,23 +36,29 @@ LAYOUTS = {
     "engine": ["parallel.tensor=2", "engine.tensor_parallel=2", "memory.offload=[weights,optimizer,gradients]"],
 }
 MORE = {"expert": ["parallel.expert=4"], "expert+tensor": ["parallel.expert=2", "parallel.tensor=2"]}
+Case = tuple[str, str, str]
 
 
-def cases() -> list[tuple[str, str, str]]:
-    pairs = [
-        (family, layout)
-        for family, layout in product(FAMILIES, {**LAYOUTS, **MORE})
-        if layout in LAYOUTS or family in EXPERTS
-    ]
-    return [(STAGES[i % len(STAGES)], family, layout) for i, (family, layout) in enumerate(pairs)]
+def cases() -> list[Case]:
+    """Pairs of a family and a layout with the next stage in turn; then the pairs with a stage that this leaves out."""
+    stages, layouts = sorted(STAGES), {**LAYOUTS, **MORE}
+    pairs = [(f, name) for f, name in product(FAMILIES, layouts) if name in LAYOUTS or f in EXPERTS]
+    found = [(stages[i % len(stages)], *pair) for i, pair in enumerate(pairs)]
+    for stage, layout in product(stages, layouts):
+        if not any(case[::2] == (stage, layout) for case in found):
+            found.append((stage, EXPERTS[len(found) % len(EXPERTS)], layout))
+    for stage, family in product(stages, FAMILIES):
+        if not any(case[:2] == (stage, family) for case in found):
+            found.append((stage, family, list(LAYOUTS)[len(found) % len(LAYOUTS)]))
+    return found
 
 
 def overrides(stage: str, family: str, layout: str) -> list[str]:
-    shape = DEPTH.get(family, ["model.num_layers=4"])
+    shape = ["model.num_layers=2", *FAMILIES[family]]
     return [f"stage={stage}", f"model={family}", *shape, *{**LAYOUTS, **MORE}[layout], *SMALL]
 
 
-def rehearsed(chosen: list[tuple[str, str, str]], folder: Path, gpus: int = 8) -> dict[tuple[str, str, str], Rehearsal]:
+def rehearsed(chosen: list[Case], folder: Path, gpus: int = 8) -> dict[Case, Rehearsal]:
     found, jobs = {}, {}
     for number, case in enumerate(chosen):
         jobs[case] = cases_of(compose(overrides(*case)), gpus, "stages", folder / str(number))
