@@ -10,13 +10,14 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -145,8 +146,14 @@ class Device(TorchDispatchMode):
                     with unset_fake_temporarily():
                         return answer(source, frame.f_locals).to(dtype)
             frame = frame.f_back
-        with unset_fake_temporarily():
-            return torch.zeros(tuple(source.shape), dtype=dtype)
+        with unset_fake_temporarily():  # numpy's zeros take no memory before they are read
+            zeros = torch.from_numpy(np.zeros((max(1, source.numel()), dtype.itemsize), np.uint8)).view(dtype)
+            return zeros[: source.numel(), 0].view(source.shape)
+
+    def on_host(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor on the CPU without storage."""
+        with _disable_current_modes(), self.fake:
+            return torch.empty(tuple(shape), dtype=dtype)
 
     # ---- every operation
 

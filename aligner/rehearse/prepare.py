@@ -13,12 +13,13 @@ from aligner.config.sections.checkpoint import CheckpointConfig
 from aligner.config.sections.data import DataConfig
 from aligner.config.sections.debug import DebugConfig
 from aligner.config.sections.environment import EnvironmentConfig
+from aligner.config.sections.judge import FIELDS, JudgeConfig
 from aligner.config.sections.logging import LoggingConfig
 from aligner.config.sections.rewards import RewardFunctionConfig
 from aligner.config.sections.run import StopConfig
 from aligner.config.sections.watchdog import WatchdogConfig
 from aligner.errors import ConfigError
-from aligner.plan.job import shape_at
+from aligner.plan.job import CHARACTERS, shape_at
 
 ROWS, STEPS = 16, 2
 REWARD = "aligner.rehearse.program:reward"
@@ -44,17 +45,19 @@ def prepared(cfg: Config, folder: Path) -> Config:
         data=_data(cfg, cfg.data, folder / "rows.jsonl"),
         ptx=replace(cfg.ptx, data=_data(cfg, cfg.ptx.data, folder / "ptx.jsonl")) if cfg.ptx.coef else cfg.ptx,
         engine=replace(cfg.engine, name="native", window=0),  # windows are as their lag
-        run=replace(
-            cfg.run, steps=STEPS, resume="never", eval_every=0, samples_every=0, stop=StopConfig(), export=False
+        run=replace(cfg.run, steps=STEPS, resume="never", eval_every=0, samples_every=0, stop=StopConfig()),
+        eval=replace(cfg.eval, functions=[]),
+        checkpoint=CheckpointConfig(
+            every=min(STEPS, cfg.checkpoint.every), rollouts=cfg.engine.lag > 0, async_save=cfg.checkpoint.async_save
         ),
-        checkpoint=CheckpointConfig(rollouts=cfg.engine.lag > 0, async_save=cfg.checkpoint.async_save),
         logging=LoggingConfig(progress=False),
         debug=DebugConfig(),
         sampling=replace(cfg.sampling, max_response_tokens=response_limit(cfg)),
         environment=EnvironmentConfig(),
         cluster=replace(cfg.cluster, watchdog=WatchdogConfig(**dict.fromkeys(vars(WatchdogConfig()), 0))),
     )
-    found.reward = replace(cfg.reward, functions=[RewardFunctionConfig(REWARD)], judges=[], workers=1)
+    judges = [replace(judge, model=judge.model and there(judge.model), **_asked(judge)) for judge in cfg.reward.judges]
+    found.reward = replace(cfg.reward, functions=[RewardFunctionConfig(REWARD)], judges=judges, workers=1)
     found.critic = replace(cfg.critic, warmup_steps=0, pretrain_steps=min(1, cfg.critic.pretrain_steps))
     if cfg.reward.model or (cfg.stage.name == "ppo" and not cfg.critic.init):
         found.reward.model = there(cfg.reward.model)
@@ -65,6 +68,12 @@ def prepared(cfg: Config, folder: Path) -> Config:
     single = there(distill.teacher) if cfg.stage.name == "distill" and not teachers else ""
     found.algorithm = replace(cfg.algorithm, distill=replace(distill, teacher=single, teachers=teachers, store=""))
     return found
+
+
+def _asked(judge: JudgeConfig) -> dict[str, str]:
+    """A question about columns that rehearsed rows have, as long as `plan` takes the judge's own to be."""
+    fields = "".join(f"{{{name}}}" for name in ("prompt", *FIELDS[judge.kind]))
+    return {"question": "?" * (len(judge.question) // CHARACTERS) + fields}
 
 
 def _data(cfg: Config, data: DataConfig, path: Path) -> DataConfig:
@@ -86,6 +95,7 @@ def _data(cfg: Config, data: DataConfig, path: Path) -> DataConfig:
     return replace(
         DataConfig(),
         train=str(path),
+        eval=data.eval and str(path),
         format="text" if data.format == "text" else "auto",
         max_prompt_tokens=prompt,
         max_tokens=most,

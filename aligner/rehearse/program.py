@@ -7,14 +7,14 @@ Patches, for good. `agree` and `model_init` have to come before the modules that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from aligner.ops import agree
@@ -59,6 +59,8 @@ def install(device: Device, names: Callable[[Any], None]) -> None:
 def _models(device: Device) -> None:
     """Before the builders import what finds them."""
     from aligner.data.tokenizer import load_tokenizer
+    from aligner.engines.native import load
+    from aligner.models.families import expected_hf_shapes
     from aligner.plan.job import shape_at
     from aligner.roles import model_init
 
@@ -66,11 +68,7 @@ def _models(device: Device) -> None:
         has_scores, extra = False, {}
 
         def source(self, head: Any) -> Any:
-            def weights(spec: Any) -> Tensor:
-                with device.fake:
-                    return torch.empty(spec.shape)
-
-            return weights
+            return lambda spec: device.on_host(spec.shape)
 
     tokenizer: list[str] = []  # the policy's, and so of all
 
@@ -79,9 +77,17 @@ def _models(device: Device) -> None:
             tokenizer[:] = [cfg.tokenizer]
         found = Initial(shape_at(cfg, init), load_tokenizer(tokenizer[0], announce=False), seed=seed)
         found.has_scores = key in ("reward.model", "critic.init")
+        found.folder = Path(init) if key.startswith("reward.judges") else None
         return found
 
-    model_init.resolve = resolve
+    def fill(engine: Any, folder: Path) -> None:
+        """A judge's."""
+        engine.begin_update(0)
+        shapes = expected_hf_shapes(engine.model.cfg)
+        engine.update_weights((name, device.on_host(shape)) for name, shape in shapes.items())
+        engine.finish_update()
+
+    model_init.resolve, load.fill = resolve, fill
 
 
 def _engine(device: Device) -> None:
@@ -176,25 +182,24 @@ def _rollouts() -> None:
 
 
 def _checkpoints(device: Device) -> None:
-    """What this rank would write goes to host memory, a tensor at a time: it may be more than this machine has. What it
-    would read comes from there, before the first step, as if there were a checkpoint. Files are the CPU's business."""
+    """What this rank would write, also of an export, goes to host memory, a tensor at a time: it may be more than this
+    machine has. What it would read comes from there, before the first step, as if there were a checkpoint. Files are
+    the CPU's business."""
     from megatron.core.dist_checkpointing import mapping, state_dict_utils
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
 
     from aligner.megatron import checkpoint
+    from aligner.models.shards import HfTensor
+    from aligner.refit import export, transfer
     from aligner.run.checkpoints import Checkpoints
 
     def save(self: Any, step: int, *arguments: Any) -> None:
         for model in self.models.values():
             tensors = [getattr(item, "data", item) for item in tree_leaves(checkpoint.own_state(model))]
             for tensor in filter(on_device, tensors):
-                host(tensor).copy_(tensor, non_blocking=True)
+                device.on_host(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
             torch.cuda.synchronize()
         self.last_saved = step
-
-    def host(like: Tensor) -> Tensor:
-        with _disable_current_modes(), device.fake:
-            return torch.empty(like.shape, dtype=like.dtype)
 
     def restore(self: Any, resume: str) -> int:
         device.enter("load")
@@ -208,12 +213,31 @@ def _checkpoints(device: Device) -> None:
         sharded, found, factories = state_dict_utils.load_preprocess(state)
 
         def read(item: Any) -> Any:
-            return item.data.detach().copy_(host(item.data)) if isinstance(item, mapping.ShardedTensor) else item
+            if not isinstance(item, mapping.ShardedTensor):
+                return item
+            return item.data.detach().copy_(device.on_host(item.data.shape, item.data.dtype))
 
         merge(found, dict_list_map_inplace(read, sharded))
         return mapping.apply_factory_merges(found, factories)
 
+    def write_hf(folder: Path, tensors: Iterable[tuple[str, Tensor]], config: Any, extra: Any = None) -> None:
+        for _ in tensors:
+            pass
+
+    def stage_names(self: Any) -> list[list[str]]:
+        """What other stages would tell of themselves."""
+        own = told(self)
+        found: list[list[str]] = [[] for _ in own]
+        for spec in self.table():
+            for stage in transfer.trainer_grid(self.model).stages(HfTensor(spec.canonical, spec.shape, spec, 0)):
+                found[stage].append(spec.canonical)
+        here = self.model.layout.pp_rank
+        found[here] = own[here]
+        return found
+
+    told, transfer.WeightStream._stage_names = transfer.WeightStream._stage_names, stage_names
     Checkpoints.save, Checkpoints.restore = save, restore
+    export.write_hf, export.joined = write_hf, lambda tensors, parts: tensors
     checkpoint._verified = lambda folder: set()
     checkpoint.dist_checkpointing.load = load
 

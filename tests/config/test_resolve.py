@@ -57,7 +57,8 @@ def assert_contains(whole, part, where):
 
 
 def test_the_critic_of_ppo_follows_the_layout_of_the_policy():
-    cfg = compose(["stage=ppo", "parallel.tensor=2", "parallel.sequence=true"])
+    layout = ["parallel.tensor=2", "parallel.sequence=true", "parallel.context=2", "parallel.context_mode=alltoall"]
+    cfg = compose(["stage=ppo", *layout])
     assert cfg.critic.parallel == cfg.parallel
 
 

@@ -17,7 +17,7 @@ SMALL = [
     *("batch.prompts=8", "batch.group=4", "batch.minibatch_samples=0", "batch.epochs=1", "batch.micro_batch_samples=4"),
 ]
 FAMILIES = {  # model: its shape; where there are two kinds of layers, both
-    **dict.fromkeys(("llama3_8b", "qwen2.5_7b", "qwen3_1.7b", "gemma2_2b", "olmo2_1b", "phi4_mini"), []),
+    **{name: [] for name in ("llama3_8b", "qwen2.5_7b", "qwen3_1.7b", "gemma2_2b", "olmo2_1b", "phi4_mini")},
     "smollm3_3b": ["model.attention.nope_layers=[1]"],
     "qwen3_30b_a3b": ["model.moe.num_experts=16"],
     "gpt_oss_20b": ["model.moe.num_experts=8"],

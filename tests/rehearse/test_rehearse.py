@@ -12,12 +12,12 @@ TINY = ["model=tiny", "model.vocab_size=320", "parallel.pipeline=2"]
 @pytest.mark.slow
 def test_a_pipeline_without_faults(tmp_path, capsys):
     out = tmp_path / "found.json"
-    assert main(["rehearse", "--gpus", "4", "--json", str(out), "stage=dpo", *TINY]) == 0
+    assert main(["rehearse", "--gpus", "4", "--json", str(out), "stage=dpo", "data.eval=x.jsonl", *TINY]) == 0
     found = json.loads(out.read_text())
     assert found["faults"] == [] and sorted(found["ranks"]) == ["0", "2"]
     first, last = (found["ranks"][rank]["phases"] for rank in ("0", "2"))
     for phases in (first, last):
-        assert {"build", "logprobs", "update", "save"} <= set(phases)
+        assert {"build", "load", "logprobs", "update", "eval", "save", "export"} <= set(phases)
         held = phases["update"]["held"]
         assert held["policy gradients"] == pytest.approx(2 * held["policy weights"], rel=0.01)  # float32 of bfloat16
         assert held["policy optimizer"] == pytest.approx(3 * held["policy weights"], rel=0.01)  # 12 bytes over 2 ranks
@@ -28,6 +28,22 @@ def test_a_pipeline_without_faults(tmp_path, capsys):
     )
     assert sent == received > 0
     assert "no fault" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_judges_answers_to_held_out_prompts_and_an_export(tmp_path, capsys):
+    """Of the run's own engine and of one with frozen weights; stages tell each other what each exports."""
+    out = tmp_path / "found.json"
+    own, other = "{name: own, question: '{prompt} {response}'}", "{name: b, model: x, question: '{prompt} {response}'}"
+    small = ["batch.prompts=4", "batch.group=2", "sampling.max_response_tokens=16", "data.eval=x.jsonl"]
+    overrides = ["stage=grpo", f"reward.judges=[{own}, {other}]", *small, *TINY]
+    assert main(["rehearse", "--gpus", "2", "--json", str(out), *overrides]) == 0, capsys.readouterr().out
+    for rank in json.loads(out.read_text())["ranks"].values():
+        score, update = rank["phases"]["score"], rank["phases"]["update"]
+        # the engine wakes for questions; the judge's own weights are as many as the policy's on both stages
+        assert score["held"]["judge.0 weights"] == rank["phases"]["generate"]["held"]["engine weights"]
+        assert score["flops"] > 0 and rank["phases"]["eval"]["flops"] > 0 and rank["phases"]["export"]["kernels"] > 0
+        assert score["peak_bytes"] > update["held"]["judge.0 weights"]
 
 
 def test_a_layout_that_does_not_divide_is_refused(capsys):
