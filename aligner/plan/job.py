@@ -369,6 +369,7 @@ _KEYS = {
 }
 
 
+_SOFTCAP = "final_logit_softcapping"
 _LATENT_KEYS = {
     "kv_rank": "kv_lora_rank",
     "query_rank": "q_lora_rank",
@@ -405,10 +406,13 @@ def shape_at(like: ModelConfig, init: str) -> ModelConfig:
     traits = TRAITS[kind]
     biased = bool(data.get("attention_bias", traits.qkv_bias)) if "qkv_bias" in traits.varies else traits.qkv_bias
     flags = {"qk_norm": traits.qk_norm, "qkv_bias": biased, "mlp_bias": bool(data.get("mlp_bias"))}
-    # windows, scales and rotation change neither weights nor, here, what is computed; Gemma 3's config needs a window
+    # windows, other scales and rotation change neither weights nor what is counted; Gemma 3's config needs a window
     needed = "attention.local_rope_base" in traits.varies
     attention = AttentionConfig(window=raw.integer("sliding_window", 0) or 4096) if needed else AttentionConfig()
-    plain = {"attention": attention, "scales": ScalesConfig(), "rope_scaling": RopeScalingConfig()}
+    scales = ScalesConfig()
+    if "scales.logits_softcap" in traits.varies:
+        scales.logits_softcap = raw.number(_SOFTCAP, 0.0 if _SOFTCAP in data else 30.0)
+    plain = {"attention": attention, "scales": scales, "rope_scaling": RopeScalingConfig()}
     sizes = {"tie_embeddings": traits.tied} | sizes
     sizes.setdefault("num_kv_heads", sizes.get("num_heads", like.num_heads))
     sizes.setdefault("head_dim", 0)

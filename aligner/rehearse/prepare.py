@@ -56,7 +56,11 @@ def prepared(cfg: Config, folder: Path) -> Config:
         environment=EnvironmentConfig(),
         cluster=replace(cfg.cluster, watchdog=WatchdogConfig(**dict.fromkeys(vars(WatchdogConfig()), 0))),
     )
-    judges = [replace(judge, model=judge.model and there(judge.model), **_asked(judge)) for judge in cfg.reward.judges]
+    judges = [
+        replace(judge, model=judge.model and there(judge.model), question=_question(judge), question_file="")
+        for judge in cfg.reward.judges
+        if not judge.endpoint.base_url
+    ]
     found.reward = replace(cfg.reward, functions=[RewardFunctionConfig(REWARD)], judges=judges, workers=1)
     found.critic = replace(cfg.critic, warmup_steps=0, pretrain_steps=min(1, cfg.critic.pretrain_steps))
     if cfg.reward.model or (cfg.stage.name == "ppo" and not cfg.critic.init):
@@ -70,10 +74,10 @@ def prepared(cfg: Config, folder: Path) -> Config:
     return found
 
 
-def _asked(judge: JudgeConfig) -> dict[str, str]:
-    """A question about columns that rehearsed rows have, as long as `plan` takes the judge's own to be."""
+def _question(judge: JudgeConfig) -> str:
+    """About columns that rehearsed rows have, as long as `plan` takes the judge's own to be."""
     fields = "".join(f"{{{name}}}" for name in ("prompt", *FIELDS[judge.kind]))
-    return {"question": "?" * (len(judge.question) // CHARACTERS) + fields}
+    return "?" * (len(judge.text) // CHARACTERS) + fields
 
 
 def _data(cfg: Config, data: DataConfig, path: Path) -> DataConfig:

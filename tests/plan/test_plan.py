@@ -440,6 +440,8 @@ def test_shapes_come_from_the_folder_that_weights_come_from(tmp_path):
         (folder / "config.json").write_text(json.dumps(raw))
         found = shape_at(compose([]).model, str(tmp_path / name))
         assert parameters(found) == parameters(wanted)
+        assert found.scales.logits_softcap == wanted.scales.logits_softcap  # more memory for each logit
+    assert any(model.scales.logits_softcap for model in tiny.values())
     assert shape_at(wanted, str(tmp_path / "none")) == wanted
 
 
