@@ -6,9 +6,11 @@ the large ones of each phase.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from aligner.config.sections.engine import message_bytes
+from aligner.config.stages import STAGES
 from aligner.errors import AlignerError
 from aligner.plan.activations import activation_bytes, backward_bytes
 from aligner.plan.adapters import (
@@ -31,6 +33,8 @@ from aligner.plan.shapes import (
 )
 
 COMPARED = 7  # numbers of a logit of a student and its teacher, as `WIDE` in `roles/teacher.py`, which imports torch
+SENTINEL_ROWS, SENTINEL_TOKENS = 8, 64  # as in `builders/engines.py`, which imports torch
+SCORED_LOGITS = 1 << 25  # as in `engines/native/engine.py`
 SAMPLED_LOGITS = 1 << 26  # float64 cumulative sums of the native sampler at a time
 
 # item -> (what it is, keys that make it smaller)
@@ -49,6 +53,7 @@ ITEMS = {
     "prefill": ("prefill", "engine.tensor_parallel"),
     "sampling": ("logits being sampled", "engine.max_batch"),
     "buckets": ("tensors on their way to the engine", "refit.bucket_bytes"),
+    "sentinel": ("logits that prove a refit", "parallel.tensor, batch.logits_bytes"),
     "merging": ("a matrix that adapters are merged with", "parallel.tensor, parallel.expert"),
     "forward": ("one layer's forward pass", "batch.logprob_tokens, parallel.tensor, parallel.context"),
 }
@@ -122,11 +127,13 @@ def logit_bytes(job: Job, part: Part, trains: bool) -> int:
 
 
 def logits_bytes(job: Job, part: Part, tokens: float, trains: bool = False) -> float:
-    """Of a part of at most `batch.logits_bytes`; `tokens` that are read."""
+    """Of a part of at most `batch.logits_bytes`; `tokens` that are read. Without gradient a logit is there as it was
+    made, as float32 and as its exponential."""
     if part.head != "lm":
         return 0.0
     each = logit_bytes(job, part, trains)
-    return min(each * tokens * part.shape.vocab_size / job.grid.tensor, job.logits_bytes)
+    most = min(each * tokens * part.shape.vocab_size / job.grid.tensor, job.logits_bytes)
+    return most if trains else most * (8 + job.element * (job.element < 4)) / each
 
 
 def head_bytes(job: Job, part: Part, tokens: float) -> float:
@@ -152,18 +159,18 @@ def _embedding_bytes(job: Job, part: Part) -> float:
     return float(gradient * (3 if both else 1))
 
 
-def _forward_bytes(job: Job, part: Part) -> float:
+def _forward_bytes(job: Job, part: Part, tokens: float) -> float:
     """A layer without gradient: the stream and its norm, what attention and the MLP are given and give, and the widest
     product with its factors; of experts input and output of each pair."""
     m, grid = part.shape, job.grid
     wide = 3 * widest_mlp(m) / grid.tensor + 2 * m.moe.top_k * m.hidden_size * bool(m.moe.num_experts)
     stream = (1 + 4 / (grid.tensor if grid.sequence else 1)) * m.hidden_size
-    return job.element * _forward_tokens(job) * (stream + wide)
+    return job.element * tokens * (stream + wide)
 
 
-def _forward_tokens(job: Job) -> float:
-    tokens = max(job.logprob_tokens, job.rows.longest) / job.grid.context
-    return min(tokens, job.rows.count / job.grid.data * job.rows.longest / job.grid.context)
+def _forward_tokens(job: Job, rows: float) -> float:
+    """Of one pass over so many rows."""
+    return min(max(job.logprob_tokens, job.rows.longest), rows * job.rows.longest) / job.grid.context
 
 
 def _models(job: Job, stage: int, reads: tuple[str, ...] = (), trains: bool = False) -> dict[str, float]:
@@ -211,9 +218,10 @@ def _building(job: Job, stage: int) -> dict[str, float]:
         weights += model_bytes(job, part, stage)
         if part.trained:
             count = trained_parameters(part, job.grid, stage)
-            gradients += gradient_bytes(count)
-            beside = part.distributed * weight_bytes(count, job.element)
-            found.append((weights + beside, gradients, optimizer, engine))
+            for own in (replace(count, experts=0), Count(experts=count.experts)):  # buffers, one after the other
+                gradients += gradient_bytes(own)
+                beside = part.distributed * weight_bytes(own, job.element)
+                found.append((weights + beside, gradients, optimizer, engine))
             optimizer += 4 * optimizer_share(count, job.grid, part.distributed) * (job.element < 4)
     for head in _heads(job):  # the teacher's shard, the student's parts of it, and these together
         found.append((weights + 3 * head, gradients, optimizer, engine))
@@ -286,7 +294,8 @@ def engine_phases(job: Job) -> dict[str, dict[str, float]]:
     """Of a rank that only generates."""
     kept, needed = _engine_items(job)
     found = {"build": {"engine weights": kept["engine weights"]}, "generate": kept | needed}
-    found["refit"] = _stays(job, kept) | {"buckets": refit_buffers(job, None)}
+    moved = max({"buckets": refit_buffers(job, None)}, _proof(job, False, True), key=lambda items: sum(items.values()))
+    found["refit"] = _stays(job, kept) | moved
     asked = [kept | needed for kept, needed in (_engine_items(job.asked_by(j)) for j in job.judges if not j.model)]
     if asked:
         found["score"] = max(asked, key=lambda items: sum(items.values()))
@@ -312,20 +321,17 @@ def stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
         moved = {"buckets": refit_buffers(job, stage)}
         if merging := merging_bytes(job.policy, job.grid, stage, job.element):
             moved["merging"] = merging
+        moved = max(moved, _proof(job, last, not job.engine.ranks), key=lambda items: sum(items.values()))
         found["refit"] = _models(job, stage, ("policy",)) | stays | moved
-    asked = [_asked(job, stage, judge, stays) for judge in job.judges if not judge.engine.ranks]
-    if asked:
-        found["score"] = max(asked, key=lambda items: sum(items.values()))
-    if job.rollout or job.asked:
-        tokens = _forward_tokens(job)
-        most = most_read(job, tokens, job.rows.count / job.grid.data)
-        made = last and not job.compares  # else hidden states are kept, of which the update makes logits
-        logits = max((logits_bytes(job, part, most) for part in job.parts), default=0.0) if made else 0.0
-        logits += job.element * tokens * job.policy.shape.hidden_size  # the last hidden states, which they are made of
-        forward = max(_forward_bytes(job, part) for part in job.parts)
-        read = _models(job, stage, ("policy", "critic", "reference", "teacher", "teachers"))
-        work = {"forward": forward} if forward > logits else {"logits": logits}
-        found["logprobs"] = read | stays | work
+    scores = [_asked(job, stage, judge, stays) for judge in job.judges if not judge.engine.ranks]
+    if models := [part for part in job.parts if part.name == "reward"]:
+        scores.append(_read(job, stage, models, ("reward",), job.rows.count / job.grid.data) | stays)
+    if scores:
+        found["score"] = max(scores, key=lambda items: sum(items.values()))
+    if job.asked:
+        asked = job.learned if STAGES[job.stage].pairs else job.rows.count
+        there = ("policy", "critic", "reference", "teacher", "teachers")
+        found["logprobs"] = _read(job, stage, job.asked, there, asked / job.grid.data) | stays
     trained = [part for part in job.parts if part.trained]
     if trained:
         _, tokens = job.micro_batches(worst=True)
@@ -344,6 +350,28 @@ def stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
         found["update"] = max(updates, key=lambda items: sum(items.values()))
         found["save"] = base  # from where it lies to host memory (plan/host.py), without a copy on the device
     return found
+
+
+def _read(job: Job, stage: int, parts: Sequence[Part], there: tuple[str, ...], rows: float) -> dict[str, float]:
+    """While these models read a rank's rows, without gradient, with the weights of `there`: one layer's pass or, if
+    that is more, logits and the last hidden states that they are made of."""
+    tokens = _forward_tokens(job, rows)
+    made = stage == job.grid.pipeline - 1 and not job.compares  # else the update makes logits of kept hidden states
+    logits = max(logits_bytes(job, part, most_read(job, tokens, rows)) for part in parts) if made else 0.0
+    logits += job.element * tokens * job.policy.shape.hidden_size
+    forward = max(_forward_bytes(job, part, tokens) for part in parts)
+    work = {"forward": forward} if forward > logits else {"logits": logits}
+    return _models(job, stage, there) | work
+
+
+def _proof(job: Job, trainer: bool, engine: bool) -> dict[str, float]:
+    """Of a refit: logits of its rows, by the trainer's last stage and by the engine (float32, and what is made of it),
+    one after the other."""
+    m = job.policy.shape
+    tokens = SENTINEL_ROWS * min(SENTINEL_TOKENS, job.rows.prompt_longest)
+    by_engine = 8.0 * min(tokens * m.vocab_size, SCORED_LOGITS)
+    by_trainer = logits_bytes(job, job.policy, tokens / job.grid.context)
+    return {"sentinel": max(engine * by_engine, trainer * by_trainer)}
 
 
 def _asked(job: Job, stage: int, judge: Judge, stays: dict[str, float]) -> dict[str, float]:
