@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
@@ -152,6 +153,7 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
                 state["ema"] = model.ema.shards(state["model"])
         if not with_head:
             state["model"].pop("output_layer.weight", None)  # only the last pipeline stage has it
+        state["model"] = _parts(state["model"])
         loaded = dist_checkpointing.load(state, str(folder), strict=StrictHandling.ASSUME_OK_UNEXPECTED)
     except (OSError, RuntimeError, ValueError, KeyError, dist_checkpointing.core.CheckpointingException) as error:
         raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error
@@ -165,6 +167,15 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
             model.ema.restart()
     elif model.optimizer is not None:
         model.optimizer.reload_model_params()
+
+
+def _parts(state: dict[str, Any]) -> dict[str, Any]:
+    """Of gate and up, which Megatron reads one by one and puts together again, the views that are read into: else a
+    copy of all of them would stand beside the weights."""
+    found = {name: item for name, item in state.items() if not isinstance(item, ShardedTensorFactory)}
+    for name in state.keys() - found.keys():
+        found |= {f"{name}/{i}": part for i, part in enumerate(nested_values(state[name].build()))}
+    return found
 
 
 def merge_adapters(model: ShardedModel, folder: Path, lora: LoraConfig, with_head: bool) -> None:

@@ -213,7 +213,7 @@ def _building(job: Job, stage: int) -> dict[str, float]:
     found = []
     for part in sorted(job.parts, key=lambda part: part.name != "reward"):
         made = part.trained or not part.shared
-        dense = made * weight_bytes(held_parameters(part, job.grid, stage), job.element)
+        dense = made * (weight_bytes(held_parameters(part, job.grid, stage), job.element) + _replaced(job, part, stage))
         found.append((weights + dense, gradients, optimizer, engine))
         weights += model_bytes(job, part, stage)
         if part.trained:
@@ -230,6 +230,14 @@ def _building(job: Job, stage: int) -> dict[str, float]:
         engine = _engine_items(job)[0]["engine weights"]
     found.append((weights, gradients, optimizer, engine))
     return dict(zip(("weights", "gradients", "optimizer", "engine weights"), max(found, key=sum), strict=True))
+
+
+def _replaced(job: Job, part: Part, stage: int) -> int:
+    """The vocabulary's matrix whose place a score head takes: the embedding's own is none."""
+    own = part.shape.tie_embeddings and job.grid.pipeline == 1
+    if part.head != "score" or stage < job.grid.pipeline - 1 or own:
+        return 0
+    return job.element * -(-part.shape.vocab_size // job.grid.tensor) * part.shape.hidden_size
 
 
 def _engine_items(job: Job) -> tuple[dict[str, float], dict[str, float]]:
