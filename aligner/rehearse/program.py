@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from aligner.ops import agree
 from aligner.rehearse.device import Device, on_device
@@ -189,9 +189,6 @@ def _checkpoints(device: Device) -> None:
     """What this rank would write, also of an export, goes to host memory, a tensor at a time: it may be more than this
     machine has. What it would read comes from there, before the first step, as if there were a checkpoint. Files are
     the CPU's business."""
-    from megatron.core.dist_checkpointing import mapping, state_dict_utils
-    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
-
     from aligner.megatron import checkpoint
     from aligner.models.shards import HfTensor
     from aligner.refit import export, transfer
@@ -213,16 +210,14 @@ def _checkpoints(device: Device) -> None:
         return 0
 
     def load(state: dict[str, Any], folder: str, strict: Any = None) -> dict[str, Any]:
-        """As `dist_checkpointing.load`."""
-        sharded, found, factories = state_dict_utils.load_preprocess(state)
+        """As Megatron's."""
+        sharded, found, factories = megatron.load_preprocess(state)
+        megatron.merge(found, tree_map(read, sharded))
+        return megatron.apply_factory_merges(found, factories)
 
-        def read(item: Any) -> Any:
-            if not isinstance(item, mapping.ShardedTensor):
-                return item
-            return item.data.detach().copy_(device.on_host(item.data.shape, item.data.dtype))
-
-        merge(found, dict_list_map_inplace(read, sharded))
-        return mapping.apply_factory_merges(found, factories)
+    def read(item: Any) -> Any:
+        data = getattr(item, "data", None)
+        return data.detach().copy_(device.on_host(data.shape, data.dtype)) if on_device(data) else item
 
     def write_hf(folder: Path, tensors: Iterable[tuple[str, Tensor]], config: Any, extra: Any = None) -> None:
         for _ in tensors:
@@ -239,6 +234,7 @@ def _checkpoints(device: Device) -> None:
         found[here] = own[here]
         return found
 
+    megatron = checkpoint.dist_checkpointing.serialization
     told, transfer.WeightStream._stage_names = transfer.WeightStream._stage_names, stage_names
     Checkpoints.save, Checkpoints.restore = save, restore
     export.write_hf, export.joined = write_hf, lambda tensors, parts: tensors
