@@ -247,8 +247,9 @@ class ChildEngine:
         sampling: SamplingParams,
         progress: Progress | None = None,
         asked: Any = None,
+        begun: None = None,
     ) -> Generations:
-        """`generate` of this engine, whoever asked."""
+        """`generate` of this engine, whoever asked. Windows of decode steps (`begun`) are the native engine's."""
         self._ledger.require()
         assert not self._asleep, "generate() on a sleeping engine: wake() it first"
         assert len(prompts) == len(seeds), f"{len(prompts)} prompts, but seeds for {len(seeds)}"

@@ -13,11 +13,12 @@ from aligner.config.resolve import compose
 from aligner.config.sections.model.attention import AttentionConfig
 from aligner.config.sections.vllm import VllmConfig
 from aligner.config.validate_model import check_nodes, validate_model
+from aligner.engines.base import UpdateLedger
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS
 from aligner.engines.vllm.engine import VllmEngine
 from aligner.engines.vllm.sampling import sampling_arguments
 from aligner.engines.vllm.worker import Worker, import_vllm
-from aligner.errors import ConfigError, LayoutError
+from aligner.errors import ConfigError, LayoutError, RefitError
 from aligner.types import SamplingParams
 from tests.engines.vllm.setup import LLAMA, PYTHON, make_engine, needs_vllm
 
@@ -96,6 +97,15 @@ def test_the_child_sees_the_devices_of_its_ranks(monkeypatch, seen, rank, width,
     else:
         engine._process(torch.device("cuda", rank), "")
         assert found["CUDA_VISIBLE_DEVICES"] == given and found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_one_of_several_replicas_is_asked_as_a_native_one_is(monkeypatch):
+    """It has no weights yet, and says so."""
+    engine = VllmEngine.__new__(VllmEngine)
+    engine.tensor_parallel, engine._ledger = 1, UpdateLedger({})
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    with pytest.raises(RefitError, match="no complete weights"):
+        engine._part(0, [], [], [[]], SamplingParams(1), None)
 
 
 class Recorder:
