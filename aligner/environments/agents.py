@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from aligner.config.sections.environment import EnvironmentConfig
-from aligner.environments.endpoint import Listener, loopback, new_secret, nowhere
-from aligner.environments.openai_api import MODEL, ApiError, ChatRequest, check_model, check_sampling
+from aligner.environments.endpoint import Listener, loopback, new_secret
+from aligner.environments.openai_api import MODEL, ApiError, ChatRequest, check_model, check_sampling, nowhere
 from aligner.environments.tools import Tools, load_agent
 from aligner.environments.worker import Worker, number
 

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from aligner.environments.openai_api import ApiError, ChatRequest, chunks, read_request
+from aligner.environments.openai_api import ApiError, ChatRequest, chunks, nowhere, read_request
 from aligner.errors import DataError
 from aligner.foreign import parse_json
 
@@ -41,11 +41,6 @@ class Backend(Protocol):
 
 def new_secret() -> str:
     return secrets.token_urlsafe(32)
-
-
-def nowhere() -> ApiError:
-    """The same for a wrong path and a wrong secret."""
-    return ApiError("there is nothing at this path", code="not_found", status=404)
 
 
 def make_app(backend: Backend) -> Starlette:

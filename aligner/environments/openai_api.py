@@ -37,6 +37,11 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def nowhere() -> ApiError:
+    """The same for a wrong path and a wrong secret."""
+    return ApiError("there is nothing at this path", code="not_found", status=404)
+
+
 @dataclass
 class ChatRequest:
     """`messages` and `tools` as chat templates have them. None: not asked for."""

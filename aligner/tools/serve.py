@@ -26,7 +26,7 @@ from aligner.data.dialogue import Dialogue
 from aligner.data.shipped_templates import use_chat_template
 from aligner.data.tokenizer import stop_token_ids
 from aligner.engines.native.schedule import Pool
-from aligner.environments.openai_api import SAMPLED, ApiError, ChatRequest, Reply, check_model, require_server
+from aligner.environments.openai_api import SAMPLED, ApiError, ChatRequest, Reply, check_model, nowhere, require_server
 from aligner.errors import AlignerError, ConfigError
 from aligner.rollout.agents import Dialogues, message_of, said
 from aligner.tools.generate import Answerer, dialogue_of, model_folder, sampling_of
@@ -121,8 +121,6 @@ class Served:
 
     def model(self, secret: str) -> str:
         if not hmac.compare_digest(secret.encode(), self.secret.encode()):
-            from aligner.environments.endpoint import nowhere
-
             raise nowhere()
         return self.name
 
