@@ -141,6 +141,7 @@ class RolloutSource:
     def _greedy_rewards(self, groups: Groups) -> Tensor:
         """float32 [N]: the shaped reward of each prompt's greedy response, NaN where it has no score (ReMax)."""
         greedy = replace(self.generate.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        # a seed of its own is its key in the log of answers
         requests = [Request(slot, prompt, [slot]) for slot, prompt in zip(groups.slots, groups.prompts, strict=True)]
         found = self.score(self.generate(requests, greedy))
         rewards = torch.tensor(self.score.combined(found, update=False).total, dtype=torch.float32)

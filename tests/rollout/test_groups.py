@@ -219,7 +219,7 @@ def test_remax_generates_and_scores_one_greedy_response_for_each_prompt(world):
     assert [tuple(p) for p in prompts] == [s.prompt.tokens for s in rollout.samples[::GROUP]]
     assert all(len(s) == 1 for s in seeds) and len(rollout.lengths) == PROMPTS * GROUP  # it does not train
     for i, sample in enumerate(rollout.samples):
-        tokens = answer(sample.prompt.tokens, 0)
+        tokens = answer(sample.prompt.tokens, int(rollout.group[i]))  # a seed that no other request of it has
         want = 2.0 * (tokens[-1] == 2) - 0.25 * (len(tokens) == LIMIT) + min(0.0, (2 - len(tokens)) / 2)
         found = float(rollout.greedy_rewards[i])
         assert found != found if len(sample.prompt.tokens) == 1 else found == want

@@ -215,7 +215,8 @@ def requests(ranks: int, tensor: int, monkeypatch) -> list[tuple]:
     from aligner.data.stream import IndexStream
 
     def alone(parts, mine, group):
-        parts[:] = [mine if i == group.rank() else mine.select(torch.arange(0)) for i in range(len(parts))]
+        shares = [range(8 // ranks)[share(8 // ranks, len(parts), i)] for i in range(len(parts))]
+        parts[:] = [mine if i == group.rank() else make_generations(2 * len(of)) for i, of in enumerate(shares)]
 
     monkeypatch.setattr(dist, "all_gather_object", alone)
     found = []
