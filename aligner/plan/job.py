@@ -40,6 +40,7 @@ class Part:
     distributed: bool = True  # optimizer state over data-parallel ranks
     averaged: bool = False  # `ema` beside it
     shared: bool = False  # its frozen weights are the policy's: those of a reference, or of a critic on its trunk
+    grid: Grid | None = None  # a teacher's, if it is not the job's
 
     @property
     def role(self) -> str:
@@ -275,7 +276,7 @@ def job_of(
             raise ConfigError("engine.tensor_parallel", engine.tensor, expected)
     return Job(
         stage=cfg.stage.name,
-        parts=_parts(cfg, shape),
+        parts=_parts(cfg, shape, gpus - cfg.engine.ranks),
         grid=grid_of(cfg, gpus - cfg.engine.ranks),
         rows=rows,
         engine=engine,
@@ -304,7 +305,7 @@ def job_of(
     )
 
 
-def _parts(cfg: Config, shape: ModelConfig) -> tuple[Part, ...]:
+def _parts(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Part, ...]:
     stage = STAGES[cfg.stage.name]
     trains = stage.trains and not cfg.debug.rollout_only
     beside = stage.beside(cfg) if trains else ()
@@ -319,7 +320,9 @@ def _parts(cfg: Config, shape: ModelConfig) -> tuple[Part, ...]:
         parts.append(Part("reference", shape, shared=shares_weights(cfg)))
     if "teacher" in beside:
         models = cfg.algorithm.distill.models()
-        parts += [Part(name, shape_at(shape, path)) for name, path in models.items()]
+        layout = cfg.algorithm.distill.layout(cfg.parallel)
+        grid = None if layout == cfg.parallel else grid_of(replace(cfg, parallel=layout), gpus)
+        parts += [Part(name, shape_at(shape, path), grid=grid) for name, path in models.items()]
     if stage.rollouts and cfg.reward.model and not cfg.debug.train_only:
         parts.append(Part("reward", scorer, "score"))
     if "critic" in beside:

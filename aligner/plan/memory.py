@@ -95,8 +95,15 @@ def model_bytes(job: Job, part: Part, stage: int) -> float:
     """Of the weights that one rank holds of a model, adapters and all."""
     if part.shared:
         return weight_bytes(trained_parameters(part, job.grid, stage), job.element) if part.trained else 0.0
-    held = weight_bytes(held_parameters(part, job.grid, stage), job.element)
-    return held - saved_bytes(part, job.grid, stage, job.element)
+    return _whole_bytes(job, part, stage) - saved_bytes(part, job.grid, stage, job.element)
+
+
+def _whole_bytes(job: Job, part: Part, stage: int) -> float:
+    """Before matrices are held in fewer bits; on a grid of its own, of the stage that has most."""
+    if part.grid is None:
+        return weight_bytes(held_parameters(part, job.grid, stage), job.element)
+    stages = range(part.grid.pipeline)
+    return max(weight_bytes(held_parameters(part, part.grid, one), job.element) for one in stages)
 
 
 def gradient_bytes(count: Count) -> float:
@@ -162,7 +169,7 @@ def _embedding_bytes(job: Job, part: Part) -> float:
 def _forward_bytes(job: Job, part: Part, tokens: float) -> float:
     """A layer without gradient: the stream and its norm, what attention and the MLP are given and give, and the widest
     product with its factors; of experts input and output of each pair."""
-    m, grid = part.shape, job.grid
+    m, grid = part.shape, part.grid or job.grid
     wide = 3 * widest_mlp(m) / grid.tensor + 2 * m.moe.top_k * m.hidden_size * bool(m.moe.num_experts)
     stream = (1 + 4 / (grid.tensor if grid.sequence else 1)) * m.hidden_size
     return job.element * tokens * (stream + wide)
@@ -213,7 +220,7 @@ def _building(job: Job, stage: int) -> dict[str, float]:
     found = []
     for part in sorted(job.parts, key=lambda part: part.name != "reward"):
         made = part.trained or not part.shared
-        dense = made * (weight_bytes(held_parameters(part, job.grid, stage), job.element) + _replaced(job, part, stage))
+        dense = made * (_whole_bytes(job, part, stage) + _replaced(job, part, stage))
         found.append((weights + dense, gradients, optimizer, engine))
         weights += model_bytes(job, part, stage)
         if part.trained:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, exp
 
 from aligner.config.sections.model.config import ModelConfig
@@ -139,13 +139,12 @@ def _pipeline(phase: Phase, job: Job, part: Part, machine: Machine, count: int, 
 def forward_phase(job: Job, parts: Iterable[Part], machine: Machine, share: float = 1.0) -> Phase:
     """Passes without gradient over this share of the rows: logprobs, values, scores of reward models."""
     phase = Phase()
-    once = share * job.rows.tokens / job.grid.data
-    if not job.packing:
-        once *= job.rows.longest / job.rows.mean
+    once = share * job.rows.tokens * (1 if job.packing else job.rows.longest / job.rows.mean)
     for part in parts:
-        tokens = once if job.rollout else once * job.passes[part.role]
+        on = job if part.grid is None else replace(job, grid=part.grid)
+        tokens = (once if job.rollout else once * job.passes[part.role]) / on.grid.data
         count = max(1, ceil(tokens / job.logprob_tokens))
-        _pipeline(phase, job, part, machine, count, tokens / count, backward=False)
+        _pipeline(phase, on, part, machine, count, tokens / count, backward=False)
     return phase
 
 

@@ -320,6 +320,11 @@ def test_the_job_of_a_config():
     assert weights[1] == 2 * weights[0]  # of four models, of two
     times = [plan_times(job, H100, Assumptions())["logprobs"].parts["products"] for job in (kd, three)]
     assert times[1] == pytest.approx(times[0], rel=1e-6)  # each over a third of the rows
+    cut = job_of(compose([*distill, "algorithm.distill.teacher=/nowhere", "algorithm.distill.tensor=2"]), 8)
+    held = [plan_memory(job, H100, Assumptions()).phases["logprobs"]["weights"] for job in (kd, cut)]
+    assert held[1] == pytest.approx(0.75 * held[0], rel=1e-3)  # half a teacher beside a whole student
+    seconds = [plan_times(job, H100, Assumptions())["logprobs"].parts["products"] for job in (kd, cut)]
+    assert seconds[1] == pytest.approx(seconds[0], rel=1e-6)  # of twice as many rows half the columns
     assert kd.engine is None and job_of(compose([*distill, "algorithm.distill.on_policy=0.5"]), 8).engine is not None
     with pytest.raises(ConfigError, match="--prompt-tokens=999"):
         job_of(compose(ppo), 16, prompt_tokens=999)
