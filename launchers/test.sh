@@ -65,4 +65,4 @@ unset PYTHONDONTWRITEBYTECODE
 
 ruff check .
 ruff format --check .
-python -m pytest --durations=15 -rs ${arguments[@]+"${arguments[@]}"}
+python -m pytest --durations=40 -rs ${arguments[@]+"${arguments[@]}"}

@@ -2,10 +2,13 @@
 
 import gc
 from collections import defaultdict
+from itertools import chain
 
 import pytest
 
 from tests.ranks import Ranks
+
+FILES_SHOWN = 40
 
 gc.disable()  # until all tests are imported, which stay (see aligner/loading.py): a quarter of the collection's time
 
@@ -31,6 +34,19 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker("slow")
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.path.name != "test_quickstart.py")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Where the time of a run with workers went: the files with most seconds, by the side of pytest's slowest tests."""
+    if not config.getoption("numprocesses", None):
+        return
+    seconds = defaultdict(float)
+    for report in chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section(f"slowest files of {len(seconds)}, {sum(seconds.values()):.0f} s in all")
+    for file in sorted(seconds, key=seconds.__getitem__, reverse=True)[:FILES_SHOWN]:
+        terminalreporter.write_line(f"{seconds[file]:.2f}s {file}")
 
 
 @pytest.fixture
