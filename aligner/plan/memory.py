@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from aligner.config.sections.engine import message_bytes
 from aligner.config.stages import STAGES
@@ -252,7 +253,7 @@ def _engine_items(job: Job) -> tuple[dict[str, float], dict[str, float]]:
     engine, m = job.engine, job.policy.shape
     assert engine is not None
     slots, cache = job.slots()
-    tokens = min(PREFILL_TOKENS, job.rows.prompts * job.rows.prompt_longest)
+    tokens = min(PREFILL_TOKENS, ceil(job.rows.prompts / job.replicas) * job.rows.prompt_longest)
     wide = (m.num_heads + 2 * m.num_kv_heads) * m.kv_channels + 3 * widest_mlp(m)
     logits = slots * m.vocab_size
     weights = engine.element * parameters(m) / engine.tensor
