@@ -69,7 +69,7 @@ def test_the_plan_has_no_memory_for_a_shared_reference():
                     *more,
                 ]
             )
-            found = {part.name: part.shared for part in _parts(cfg, cfg.model)}
+            found = {part.name: part.shared for part in _parts(cfg, cfg.model, 1)}
             assert found["reference"] == bool(more), stage
 
 
