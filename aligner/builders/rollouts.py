@@ -121,31 +121,31 @@ def _stored(job: Job, source: RolloutSource, state: dict[str, Stateful], model: 
 
 def _ahead(job: Job, requests: Requests, generate: Generator, model: ShardedModel) -> Ahead:
     """Of the stream of `requests` a checkpoint keeps what `data` of this says."""
-    cfg, parts = job.cfg, _parts(job)
-    ahead = Ahead(cfg.engine.lag, cfg.run.steps, requests, generate, parts, lambda: model.step_count)
-
-    def forget(step: int) -> None:
-        kept = [number for number, _ in complete_checkpoints(Path(cfg.run.dir) / "checkpoints")]
-        parts.drop(step, {number + i for number in kept for i in range(1, ahead.lag + 1)})
-
-    job.on_save.append(ahead.secure)
-    job.on_commit.append(forget)
-    return ahead
+    engine, parts = job.cfg.engine, _parts(job)
+    ahead = Ahead(engine.lag, job.cfg.run.steps, requests, generate, parts, lambda: model.step_count)
+    return _kept(job, ahead)
 
 
 def _clock(job: Job, requests: Requests, generate: Generator, model: ShardedModel) -> Clock:
-    cfg, parts = job.cfg, _parts(job, Whole)
+    engine, parts = job.cfg.engine, _parts(job, Whole)
     everyone = replace(requests, mine=range(requests.slots))
     version = lambda: model.step_count  # noqa: E731
-    counts = cfg.engine.lag, cfg.engine.window, cfg.run.steps
-    clock = Clock(*counts, everyone, requests.mine, generate, parts, version)
+    counts = engine.lag, engine.window, job.cfg.run.steps
+    return _kept(job, Clock(*counts, everyone, requests.mine, generate, parts, version))
+
+
+def _kept[Kind: (Ahead, Clock)](job: Job, ahead: Kind) -> Kind:
+    """What a checkpoint needs of it is there, and what none needs is deleted."""
 
     def forget(step: int) -> None:
-        clock.forget(step, [number for number, _ in complete_checkpoints(Path(cfg.run.dir) / "checkpoints")])
+        folder = Path(job.cfg.run.dir) / "checkpoints"
+        ahead.forget(step, [number for number, _ in complete_checkpoints(folder)])
 
-    job.on_save.append(clock.secure)
+    job.on_save.append(ahead.secure)
     job.on_commit.append(forget)
-    return clock
+    if not job.cfg.checkpoint.every:  # none is on its way before the end: all that was stored would stay until then
+        ahead.passed = forget
+    return ahead
 
 
 def _parts[Kind: Parts](job: Job, kind: type[Kind] = Parts) -> Kind:

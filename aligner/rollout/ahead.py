@@ -77,6 +77,7 @@ class Ahead:
     generate: Generator
     parts: Parts
     version: Callable[[], int]  # of the policy's weights
+    passed: Callable[[int], None] = lambda step: None  # told of each step that the next one follows
     metrics: ClassVar[ScalarMetrics] = {}
     _flights: dict[int, Flight] = field(default_factory=dict, init=False)  # by step
     _named: dict[int, int] = field(default_factory=dict, init=False)  # step -> version, by the checkpoint resumed from
@@ -87,6 +88,7 @@ class Ahead:
     def __call__(self, step: int) -> Groups:
         """The rollout of `step`, unscored; with the weights that the engines have now the one that is due is ordered:
         at the start of a run all up to it. `land` comes before."""
+        self.passed(step - 1)
         with self.generate.timers("generate"):
             for number in range(step, min(step + self.lag, self.steps) + 1):
                 if number not in self._flights:
@@ -114,6 +116,10 @@ class Ahead:
         first = first_cause(next((flight.unstored for flight in flights.values() if flight.unstored), ""))
         if first is not None:
             raise SaveError(f"cannot store rollouts in {self.parts.folder}, which a checkpoint needs: {first[1]}")
+
+    def forget(self, step: int, kept: list[int]) -> None:
+        """None before `step` is resumed from, but for the checkpoints of the steps `kept`."""
+        self.parts.drop(step, {number + i for number in kept for i in range(1, self.lag + 1)})
 
     def state_dict(self) -> dict[str, Any]:
         flying = {number: flight.version for number, flight in self._flights.items()}

@@ -52,6 +52,7 @@ class Clock:
     generate: Generator
     parts: Whole
     version: Callable[[], int]  # of the policy's weights
+    passed: Callable[[int], None] = lambda step: None  # told of each step that the next one follows
     metrics: ScalarMetrics = field(default_factory=dict, init=False)  # of the last step
     _window: int = field(default=0, init=False)  # the last one that was ordered
     _flown: int = field(default=0, init=False)  # the version of its weights
@@ -70,6 +71,7 @@ class Clock:
     def __call__(self, step: int) -> Groups:
         """The rollout of `step`, unscored. `land` comes before, and the weights."""
         size, before = self.requests.slots, self._window
+        self.passed(step - 1)
         self._rollouts = max(self._rollouts, step - 1)
         with self.generate.timers("generate"):
             while len(self._bank.ready()) < size:
@@ -108,7 +110,7 @@ class Clock:
             raise SaveError(f"cannot store samples in {self.parts.folder}, which a checkpoint needs: {first[1]}")
 
     def forget(self, step: int, kept: list[int]) -> None:
-        """The checkpoint of `step` is complete, beside those `kept`."""
+        """None before `step` is resumed from, but for the checkpoints of the steps `kept`."""
         self._windows = {number: window for number, window in self._windows.items() if number in kept or number >= step}
         if step in self._windows:
             self.parts.drop(self._windows[step], set(self._windows.values()))
@@ -202,7 +204,7 @@ class Clock:
     def _take(self, places: list[int]) -> Groups:
         """This rank's slots of the groups at `places`, which leave the bank."""
         taken = self._bank.take(places)
-        self._bank = self._bank.take([p for p in range(len(self._bank.numbers)) if p not in set(places)])
+        self._bank = self._bank.take(sorted(set(range(len(self._bank.numbers))) - set(places)))
         groups = [replace(self._groups.pop(number), slot=slot) for slot, number in enumerate(taken.numbers)]
         left = {number // self.requests.slots + 1 for number in self._groups}
         self._prompts = {rollout: rows for rollout, rows in self._prompts.items() if rollout in left}

@@ -113,13 +113,22 @@ def test_another_layout_goes_on_with_what_is_in_flight(ranks, tiny_data, tmp_pat
 
 def test_a_reward_that_fails_costs_no_step(ranks, tiny_data, tmp_path, whole):
     """In step 4, while rollout 5 is generated: step 3 is saved with what was in flight behind it."""
-    arguments = settings(tiny_data, tmp_path / "run", "engine.lag=1", "checkpoint.every=2")
+    arguments = settings(tiny_data, tmp_path / "run", "engine.lag=1", "checkpoint.every=0")
     told = ranks.run("tests.algorithms.ahead_jobs:reward_fails", world=2, arguments=arguments, step=4)
     assert told == ["RewardError: no answer from the service", "1"]
-    assert stages.checkpoints(tmp_path / "run") == [2, 3]
+    assert stages.checkpoints(tmp_path / "run") == [3]
     ranks.run(JOB, world=2, arguments=arguments)
     assert stages.differences(whole(1), tmp_path / "run") == []
     assert stages.same_weights(whole(1), tmp_path / "run")
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_without_checkpoints_what_was_trained_on_is_deleted(ranks, tiny_data, tmp_path, window):
+    """A save at the end keeps nothing of long ago; of step 3 the rollout is still there, in case that it fails."""
+    more = ["engine.lag=1", f"engine.window={window}", "checkpoint.every=0", "run.eval_every=0"]
+    (off, *_), _ = ranks.run(JOB, world=2, arguments=settings(tiny_data, tmp_path / "run", *more), cut=3)
+    stored = sorted(int(path.name[5:]) for path in (tmp_path / "run" / "pending_rollouts").glob("step-*"))
+    assert off and stored == [3]
 
 
 def test_an_engine_that_fails_ends_the_run_with_its_cause(ranks, tiny_data, tmp_path):
