@@ -16,6 +16,7 @@ from aligner.ops.packing.routing import no_routing
 from aligner.rollout.record import FOLDER, Header, Origin, read_header, read_recording
 from aligner.rollout.sharing import share
 from aligner.rollout.source import Rollout
+from aligner.rollout.statistics import staleness_metrics
 from aligner.run.timers import Timers
 
 
@@ -116,5 +117,5 @@ class RecordedSource:
                 recording.rollout.routing = None
             else:
                 _check_experts(self.files[step - 1], recording.rollout.routing, self.routed)
-        behind = float(self.version() - recording.rollout.weight_version)
-        return Rollout(recording.rollout, {"staleness/mean": behind, "staleness/max": behind}, recording.scores)
+        metrics = staleness_metrics(recording.rollout, self.version(), self.layout.pgs.dp)
+        return Rollout(recording.rollout, metrics, recording.scores)

@@ -176,10 +176,17 @@ def test_where_recordings_are_found(tmp_path):
     assert find_recordings(str(one)) == [one]
     with pytest.raises(ConfigError, match=r"debug\.train_only"):
         find_recordings(str(tmp_path / "nothing"))
-    layout = SimpleNamespace(data=2, dp_rank=1)
+    layout = SimpleNamespace(data=2, dp_rank=1, pgs=SimpleNamespace(dp=None))
     with pytest.raises(ConfigError, match=r"run\.steps=4: expected at most the 3 recorded rollouts"):
         RecordedSource.open(str(tmp_path), 4, ORIGIN, layout, lambda: 0, print)
     source = RecordedSource.open(str(tmp_path), 3, ORIGIN, layout, lambda: 6, print)
     rollout, metrics, scores = source.next(3)
     assert_same((rollout, scores), make(range(2, 4), seed=10))
     assert metrics == {"staleness/mean": 1.0, "staleness/max": 1.0}
+    paused, scores = make()
+    paused.versions = torch.full_like(paused.tokens, 5)
+    paused.versions[paused.finished] = 4  # whole rows
+    write(one, paused, scores, ORIGIN, 2)
+    age = (6 - paused.versions)[6:][paused.response_mask[6:].bool()].double()
+    metrics = source.next(2)[1]
+    assert metrics["staleness/max"] == 2 and metrics["staleness/mean"] == float(age.mean()) < 2
