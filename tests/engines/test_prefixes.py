@@ -10,7 +10,7 @@ from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.native.graphs import DecodeGraphs
 from aligner.engines.native.prefixes import BLOCK, Prefixes
-from aligner.engines.native.schedule import Pool
+from aligner.engines.native.schedule import Batch, Pool, plan_generation
 from aligner.types import SamplingParams
 from tests.engines.contract import LLAMA, fill, reference
 from tests.engines.graph_recorder import CpuRecorder
@@ -161,3 +161,14 @@ def test_the_longest_prefix_is_found_and_slots_are_never_shared():
             prefixes.given[row] = given
             assert prefixes.keep(row, (1, 2), free[0]) == len(given) + 1
             rows[row] = (*given, 1)
+
+
+def test_rows_that_come_one_by_one_are_not_copied_each_time():
+    sampling = SamplingParams(SAID)
+    batch = Batch(plan_generation([], [], sampling, EngineConfig(), 1), sampling, torch.device("cpu"))
+    outputs = []  # kept, so that no two lie at one address
+    for rows in range(1, 1001):
+        batch.make_room(rows)
+        outputs.append(batch._tokens)
+    assert len({tokens.data_ptr() for tokens in outputs}) < 20
+    assert len(batch.result(0).tokens) == len(batch.result(0).lengths) == 1000

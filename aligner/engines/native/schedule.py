@@ -210,6 +210,7 @@ class Batch:
     def __init__(self, plan: Plan, sampling: SamplingParams, device: torch.device, routes: Routes | None = None):
         shape = (plan.rows, sampling.max_response_tokens)
         self.active = self.finished = 0
+        self._rows = plan.rows  # of the output; there may be room for more
         self.state = torch.zeros(5, plan.slots, dtype=torch.int64, device=device)
         # the position of every row's next token is known without asking the device
         self._positions = torch.zeros(plan.slots, dtype=torch.int64)
@@ -243,10 +244,11 @@ class Batch:
         return range(row, row + count)
 
     def make_room(self, rows: int) -> None:
-        """Output for `rows` samples in all."""
-        more = rows - len(self._lengths)
-        if more <= 0:
+        """Output for `rows` samples in all; and for half as many again, where they come one by one."""
+        self._rows = rows
+        if rows <= len(self._lengths):
             return
+        more = rows + rows // 2 - len(self._lengths)
 
         def longer(t: Tensor, value: int = 0) -> Tensor:
             return torch.cat([t, t.new_full((more, *t.shape[1:]), value)])
@@ -329,14 +331,18 @@ class Batch:
 
     def result(self, version: int) -> Generations:
         """CPU tensors, rows cut to the longest response."""
-        width = int(self._lengths.max()) if len(self._lengths) else 0
-        full = None if self._full is None else self._full[:, :width].cpu().contiguous()
+        rows = self._rows
+        width = int(self._lengths[:rows].max()) if rows else 0
+
+        def cut(columns: Tensor) -> Tensor:
+            return columns[:rows, :width].cpu().contiguous()
+
         return Generations(
-            tokens=self._tokens[:, :width].cpu().contiguous(),
-            lengths=self._lengths.cpu(),
-            logprobs=self._logprobs[:, :width].cpu().contiguous(),
-            finish_reason=self._reasons.cpu(),
+            tokens=cut(self._tokens),
+            lengths=self._lengths[:rows].cpu(),
+            logprobs=cut(self._logprobs),
+            finish_reason=self._reasons[:rows].cpu(),
             weight_version=version,
-            full_logprobs=full,
-            routing=None if self._routes is None else self._routes.joined(self._routing, len(self._lengths)),
+            full_logprobs=None if self._full is None else cut(self._full),
+            routing=None if self._routes is None else self._routes.joined(self._routing, rows),
         )
