@@ -144,14 +144,20 @@ def _requests(collectives: Collectives) -> None:
 
 
 def _refit() -> None:
-    from aligner.refit import serve
+    from aligner.refit import serve, transfer
+    from aligner.refit.exchange import Exchange
 
-    fail_together = serve.fail_together
+    fail_together, note = transfer.fail_together, Exchange._note
+    errors: list[Exception] = []
 
-    def told(cause: str, group: dist.ProcessGroup) -> None:
-        """What went wrong here is not left to the ranks that train, who do not hear of it."""
+    def noted(self: Exchange, error: Exception) -> None:
+        errors.append(error)
+        note(self, error)
+
+    def told(cause: str, group: dist.ProcessGroup | None = None) -> None:
+        """What went wrong here is not left to other ranks, who do not hear of it, and has its source line."""
         if cause:
-            raise AlignerError(cause)
+            raise AlignerError(cause) from next(iter(errors), None)
         fail_together(cause, group)
 
-    serve.fail_together = told
+    Exchange._note, serve.fail_together, transfer.fail_together = noted, told, told

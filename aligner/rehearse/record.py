@@ -48,7 +48,9 @@ def stack(depth: int = 1, limit: int = 6) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Where in our source it came up: the innermost frame of ours."""
+    """Where in our source it, or what it was raised from, came up: the innermost frame of ours."""
+    if error.__cause__ is not None and (first := place_of(error.__cause__)) != "?":
+        return first
     found, trace = "?", error.__traceback__
     while trace is not None:
         name = _name(trace.tb_frame.f_code.co_filename)

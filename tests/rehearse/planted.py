@@ -121,6 +121,9 @@ def refused():
     NativeEngine.place = planted
 
 
+refused_beside = refused
+
+
 def rehearse(case, device, collectives):
     globals()[case["plant"]]()
     _rehearse(case, device, collectives)

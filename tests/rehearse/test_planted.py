@@ -13,10 +13,11 @@ SMALL = [
 ]
 PIPELINE = ["stage=sft", "parallel.pipeline=2", *SMALL]
 APART = ["stage=grpo", "model.num_layers=1", "engine.ranks=2", *SMALL]
+BESIDE = ["stage=grpo", *SMALL]
 PLANTS = {
     **dict.fromkeys(("cpu_tensor", "item", "wrong_shape", "float64", "per_token", "skipped"), PIPELINE),
     **dict.fromkeys(("skipped_send", "cpu_engine", "refused"), APART),
-    "grows": ["stage=grpo", *SMALL],
+    **dict.fromkeys(("grows", "refused_beside"), BESIDE),
     "nothing": PIPELINE,
 }
 
@@ -96,7 +97,12 @@ def test_an_engine_on_a_rank_of_its_own_with_a_tensor_on_the_cpu(found):
 def test_an_engine_on_a_rank_of_its_own_that_refuses_weights(found):
     """The rank that generates leaves it to the others to raise, which are not there."""
     (fault,) = found["refused"].faults
-    assert "rank 2, phase refit" in fault and "this engine's rank holds" in fault
+    assert "rank 2, phase refit, aligner/engines/" in fault and "this engine's rank holds" in fault
+
+
+def test_an_engine_beside_the_trainer_that_refuses_weights(found):
+    fault = found["refused_beside"].faults[0]
+    assert "rank 0, phase refit, aligner/engines/" in fault and "this engine's rank holds" in fault
 
 
 def test_a_tensor_for_each_token(found):
