@@ -13,7 +13,8 @@ FILES_SHOWN = 40
 gc.disable()  # until all tests are imported, which stay (see aligner/loading.py): a quarter of the collection's time
 
 
-def pytest_collection_finish():
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():  # of a worker, and of the process that hands out files, which collects nothing
     gc.freeze()
     gc.enable()
 
