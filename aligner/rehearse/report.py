@@ -97,7 +97,7 @@ class Rehearsal:
     def path(self) -> str:
         there = [name for name in ("transformer_engine", "apex") if importlib.util.find_spec(name)]
         if there:
-            return f"{' and '.join(there)}: their modules ran as far as tensors without storage carry"
+            return f"With {' and '.join(there)}, whose own kernels fail on tensors without storage"
         return "TransformerEngine and Apex are not installed: Megatron's local path was rehearsed"
 
     def data(self) -> dict[str, Any]:
