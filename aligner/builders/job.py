@@ -39,6 +39,7 @@ from aligner.run.timers import Timers
 from aligner.run.watchdog import Watchdog
 
 CHILD_ENGINES = {engine.name: engine for engine in (VllmEngine, TrtllmEngine, TrtllmBuiltEngine)}
+LAST_WORDS_S = 60.0  # that it may take to end a child that is late, and to say so
 
 
 @dataclass
@@ -94,12 +95,18 @@ def start(cfg: Config, env: RankEnv) -> Job:
         check_nodes(cfg, env.world_size, env.local_world_size)
     use_threads(cfg.cluster.threads, env.local_world_size)
     secret = lambda: job_secret(Path(cfg.run.dir))  # noqa: E731
-    device = init_distributed(env, cfg.cluster.backend, cfg.cluster.timeout_s, secret)
+    device = init_distributed(env, cfg.cluster.backend, _timeout_s(cfg), secret)
     try:
         return _joined(cfg, env, device)
     except BaseException:
         leave_distributed()
         raise
+
+
+def _timeout_s(cfg: Config) -> float:
+    """Of collectives: in one, ranks wait for what another rank's child does, or for word that it is too late."""
+    child = cfg.engine.child
+    return cfg.cluster.timeout_s if child is None else max(cfg.cluster.timeout_s, child.longest_s + LAST_WORDS_S)
 
 
 def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:

@@ -89,7 +89,7 @@ def init_distributed(
         # Else gloo connects all ranks of every group as it is made: a rank of 1,024 is in a dozen, with 1,400 sockets
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         _raise_file_limit()
-        timeout = datetime.timedelta(seconds=timeout_s)
+        timeout = _timeout[0] = datetime.timedelta(seconds=timeout_s)
         store: dist.Store = dist.HashStore()
         if env.world_size > 1:
             assert secret is not None, "ranks that have no secret cannot know each other"
@@ -122,7 +122,7 @@ def split_world(last: int) -> tuple[dist.ProcessGroup, dist.Store, Seal]:
     """
     everyone, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
     first = everyone.size() - last
-    worlds = [dist.new_group(list(range(first))), dist.new_group(list(range(first, everyone.size())))]
+    worlds = [_new_group(list(range(first))), _new_group(list(range(first, everyone.size())))]
     dist.distributed_c10d._update_default_pg(worlds[everyone.rank() >= first])
     return everyone, store, _session[0]
 
@@ -135,6 +135,7 @@ def leave_distributed() -> None:
     parallel_state.destroy_global_memory_buffer()
 
 
+_timeout: list[datetime.timedelta | None] = [None]  # of the collectives of this start
 _session = [Seal(b"")]  # of this start; a single rank has none to talk to
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of the world under ()
 
@@ -149,8 +150,13 @@ def _group(ranks: list[int]) -> dist.ProcessGroup:
         return dist.group.WORLD
     key = tuple(ranks)
     if key not in _groups:
-        _groups[key] = dist.new_group(ranks)
+        _groups[key] = _new_group(ranks)
     return _groups[key]
+
+
+def _new_group(ranks: list[int]) -> dist.ProcessGroup:
+    """Its collectives wait as long as the world's: by itself torch gives each further group half an hour."""
+    return dist.new_group(ranks, timeout=_timeout[0])
 
 
 def neighbours(size: int) -> dist.ProcessGroup | None:

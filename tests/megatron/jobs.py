@@ -177,7 +177,8 @@ def layout_ranks(parallel: ParallelConfig) -> dict:
 
 
 def sockets_of_layout(parallel: ParallelConfig) -> dict:
-    """Sizes of the new groups of a layout; sockets opened with them, and once each has done what CPU tensors do."""
+    """Sizes and time-outs of the new groups of a layout; sockets opened with them, and once each has done what CPU
+    tensors do."""
     known = _groups_of(groups.build_layout(ONE))  # and those of the job before are gone
     dist.barrier()
     time.sleep(1.0)  # a peer may still be connecting
@@ -189,7 +190,9 @@ def sockets_of_layout(parallel: ParallelConfig) -> dict:
     for group in new:
         dist.all_gather_object([None] * group.size(), 0, group=group)
         dist.broadcast_object_list([0], group_src=0, group=group)
-    return {"sizes": [g.size() for g in new], "made": made - before, "used": _open_sockets() - before}
+    limits = {g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in new}
+    sizes = [g.size() for g in new]
+    return {"sizes": sizes, "limits": limits, "made": made - before, "used": _open_sockets() - before}
 
 
 def _groups_of(layout: groups.Layout) -> set[dist.ProcessGroup]:

@@ -11,6 +11,7 @@ from aligner.cluster.env import RankEnv
 from aligner.cluster.seal import VARIABLE
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron import groups
+from tests.ranks import COLLECTIVE_TIMEOUT_S
 
 pytestmark = pytest.mark.multirank
 
@@ -46,10 +47,10 @@ def test_a_world_that_does_not_divide_is_refused(ranks):
     assert all("parallel" in text and "world size 4" in text for text in told)
 
 
-def test_groups_connect_when_they_speak(ranks):
+def test_groups_connect_when_they_speak_and_wait_as_long_as_the_world(ranks):
     """A socket to listen for each group, not one for each other rank in it."""
     for told in ranks.run("tests.megatron.jobs:sockets_of_layout", world=4, parallel=ParallelConfig(tensor=2)):
-        assert told["sizes"] == [2, 2]
+        assert told["sizes"] == [2, 2] and told["limits"] == {COLLECTIVE_TIMEOUT_S}
         assert told["made"] == 2 and told["used"] == 2 + 2
 
 

@@ -28,3 +28,8 @@ class ChildConfig:
         if self.sleep_weights and not self.sleep:
             raise ConfigError(f"{self.section}.sleep_weights", True, f"false with {self.section}.sleep=false")
         at_least(f"{self.section}.max_seq_len", self.max_seq_len, 0)
+
+    @property
+    def longest_s(self) -> float:
+        """That one call may take."""
+        return max(self.start_timeout_s, self.call_timeout_s, self.generate_timeout_s)

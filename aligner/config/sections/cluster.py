@@ -11,7 +11,7 @@ from aligner.config.sections.watchdog import WatchdogConfig
 @dataclass
 class ClusterConfig:
     backend: str = "auto"  # auto, gloo, nccl
-    timeout_s: float = 1800.0  # of collectives
+    timeout_s: float = 1800.0  # of collectives; longer where a child of an engine may take longer (docs/resume.md)
     threads: int = 0  # of a rank's main thread; 0: OMP_NUM_THREADS, else cores / local ranks
     signal: str = "USR1"  # besides TERM: save at the next step boundary and stop
     time_limit_s: float = (
