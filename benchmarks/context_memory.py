@@ -46,7 +46,7 @@ class Saved:
 
 
 def saved_bytes(cfg: ModelConfig, tokens: int, context: int, mode: str, element: int) -> Saved:
-    """By the calculator's formula, `aligner.plan.memory.layer_activations`."""
+    """By the calculator's formula, `aligner.plan.activations.layer_activations`."""
     grid = Grid(context=context, over_heads=mode == "alltoall")
     own, gathered = layer_activations(Part("policy", cfg), grid, sparse=False)
     return Saved(cfg.num_layers * own * tokens / context * element, cfg.num_layers * gathered * tokens * element)

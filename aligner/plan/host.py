@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from aligner.plan.adapters import trained_parameters
 from aligner.plan.job import Job, Part
-from aligner.plan.memory import judge_bytes, model_bytes, optimizer_bytes, weight_bytes
 from aligner.plan.shapes import Count, Grid
+from aligner.plan.sizes import judge_bytes, model_bytes, optimizer_bytes, weight_bytes
 
 
 def checkpoint_bytes(count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False) -> float:

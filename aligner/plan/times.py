@@ -21,7 +21,6 @@ from aligner.plan.adapters import (
 from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import Job, Part
 from aligner.plan.linear import row_bytes
-from aligner.plan.memory import logit_bytes, optimizer_share
 from aligner.plan.reads import reads
 from aligner.plan.shapes import (
     Grid,
@@ -33,6 +32,7 @@ from aligner.plan.shapes import (
     layer_operations,
     parameters,
 )
+from aligner.plan.sizes import logit_bytes, optimizer_share
 from aligner.plan.traffic import Call, apart_bytes, axis_size, axis_span, pass_calls, refit_calls, step_calls
 
 DECODE_PARTS = 64  # of a generation, each at its own number of rows and length

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from aligner.config.schema import ParallelConfig
-from aligner.plan.memory import optimizer_bytes
 from aligner.plan.shapes import Grid, rank_parameters
+from aligner.plan.sizes import optimizer_bytes
 from tests.tiny import ADAM, LLAMA, MOE
 
 ONE, PLAIN = ParallelConfig(), replace(ADAM, distributed=False)

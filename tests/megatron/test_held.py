@@ -15,8 +15,8 @@ from aligner.models.families import family_table
 from aligner.ops.kernels.frozen import held_bytes
 from aligner.plan.adapters import held_parameters, saved_bytes
 from aligner.plan.job import Part
-from aligner.plan.memory import weight_bytes
 from aligner.plan.shapes import Grid
+from aligner.plan.sizes import weight_bytes
 from tests.tiny import MODELS, MOE, MORE
 
 pytestmark = pytest.mark.multirank

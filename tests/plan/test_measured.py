@@ -15,13 +15,13 @@ from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.models.adapters import factor_tensors
 from aligner.models.shards import hf_tensors
-from aligner.plan import memory, reads
+from aligner.plan import reads, sizes
 from aligner.plan.activations import activation_bytes
 from aligner.plan.adapters import held_parameters, kept_bytes, trained_parameters
 from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import Engine, Job, Part, Rows
-from aligner.plan.memory import gradient_bytes, optimizer_bytes, refit_buffers, weight_bytes
 from aligner.plan.shapes import Grid
+from aligner.plan.sizes import gradient_bytes, optimizer_bytes, refit_buffers, weight_bytes
 from aligner.plan.times import Machine, micro_batch_seconds
 from aligner.plan.traffic import apart_bytes, factor_calls, gathered_calls, part_calls, pass_calls, step_calls
 from aligner.refit.exchange import Exchange
@@ -373,7 +373,7 @@ def test_the_limits_of_leaving_out_are_those_of_the_trainer():
 def test_the_logits_of_a_student_are_counted_as_the_trainer_counts_them():
     from aligner.roles import teacher
 
-    assert memory.COMPARED == teacher.WIDE
+    assert sizes.COMPARED == teacher.WIDE
 
 
 def test_optimizer_config_default_is_distributed():

@@ -17,9 +17,10 @@ from aligner.plan.activations import activation_bytes
 from aligner.plan.devices import DEVICES, GIB, Assumptions
 from aligner.plan.host import host_items
 from aligner.plan.job import Engine, Job, Part, Rows, job_of, shape_at
-from aligner.plan.memory import MemoryPlanError, logit_bytes, plan_memory, refuse
+from aligner.plan.memory import MemoryPlanError, plan_memory, refuse
 from aligner.plan.prediction import predict
 from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, parameters, routing_bytes
+from aligner.plan.sizes import logit_bytes
 from aligner.plan.times import Machine, decode_step, generate_phase, plan_times, survival, update_mfu, update_phase
 from aligner.plan.traffic import Call, gathered_calls, pass_calls, refit_calls, step_calls
 from aligner.rewards.judge import Judge

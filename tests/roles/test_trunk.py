@@ -9,8 +9,8 @@ from aligner.config.schema import ParallelConfig
 from aligner.config.sections.model.lora import LoraConfig
 from aligner.plan.adapters import trained_parameters
 from aligner.plan.job import Part
-from aligner.plan.memory import weight_bytes
 from aligner.plan.shapes import Grid
+from aligner.plan.sizes import weight_bytes
 from aligner.run.phases import RULES
 from tests.tiny import MODELS, MOE
 
