@@ -114,7 +114,7 @@ class Dialogue:
         if text.startswith(given.text):
             rest = text[len(given.text) :]
             while len(output) - kept < min(TAIL, len(output)):
-                said = self._decode(output[:kept])
+                said = self.decode(output[:kept])
                 if rest.startswith(said):
                     held = (*given.tokens, *output[:kept])
                     return Given(text, (*held, *self._behind(held[-1], rest[len(said) :])))
@@ -124,7 +124,7 @@ class Dialogue:
     def _behind(self, last: int, text: str) -> list[int]:
         """The tokens of a text that stands behind this one, which some tokenizers begin otherwise than a new text."""
         if last in self.tokenizer.all_special_ids:
-            found = self._tokens(self._decode([last]) + text)
+            found = self._tokens(self.decode([last]) + text)
             if found[:1] == [last]:
                 return found[1:]
         return self._tokens(text)
@@ -132,7 +132,7 @@ class Dialogue:
     def _tokens(self, text: str) -> list[int]:
         return list(encode_plain(self.tokenizer, [text])[0])
 
-    def _decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _render(self, messages: Messages) -> str:

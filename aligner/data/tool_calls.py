@@ -92,6 +92,7 @@ def _read(value: Any) -> Call:
             return Call(fault='a call is a JSON object with "name"')
         arguments = value.get("arguments", value.get("parameters", {}))
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        json.dumps([value["name"], arguments], ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError) as cause:
         return Call(fault=f"this call is not valid JSON ({cause})")
     if not isinstance(arguments, dict):

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from aligner.config.sections.environment import EnvironmentConfig
-from aligner.environments.endpoint import Listener, loopback, new_secret
+from aligner.environments.endpoint import Listener, Say, loopback, new_secret
 from aligner.environments.openai_api import MODEL, ApiError, ChatRequest, check_model, check_sampling, nowhere
 from aligner.environments.tools import Tools, load_agent
 from aligner.environments.worker import Worker, number
@@ -148,7 +148,8 @@ class Agents(Worker):
         self._talk(secret)
         return MODEL
 
-    async def complete(self, secret: str, request: ChatRequest) -> dict[str, Any]:
+    async def complete(self, secret: str, request: ChatRequest, say: Say) -> dict[str, Any]:
+        """Whole: what an agent was told is in the log of answers."""
         return await self._talk(secret).ask(request)
 
     def _talk(self, secret: str) -> Talk:

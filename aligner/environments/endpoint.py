@@ -5,12 +5,13 @@ POST /<secret>/v1/chat/completions, GET /<secret>/v1/models. Whatever else is as
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,11 +23,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from aligner.environments.openai_api import ApiError, ChatRequest, chunks, nowhere, read_request
+from aligner.environments.openai_api import ApiError, ChatRequest, chunk, chunks, nowhere, read_request
 from aligner.errors import DataError
 from aligner.foreign import parse_json
 
 MAX_BYTES = 64 << 20  # of a request
+
+
+Say = Callable[[str, str], None]  # (id of the answer, more of its text)
 
 
 class Backend(Protocol):
@@ -34,8 +38,9 @@ class Backend(Protocol):
         """The name of the model behind a path. Raises ApiError where there is none."""
         ...
 
-    async def complete(self, secret: str, request: ChatRequest) -> dict[str, Any]:
-        """`Reply.body` of an answer. Raises ApiError."""
+    async def complete(self, secret: str, request: ChatRequest, say: Say) -> dict[str, Any]:
+        """`Reply.body` of an answer. `say` may be told its text as it comes: as far as a stream needs no more, else
+        nothing. Raises ApiError."""
         ...
 
 
@@ -49,10 +54,15 @@ def make_app(backend: Backend) -> Starlette:
         backend.model(secret)
         asked = read_request(await _body(request))
         asked.again = request.headers.get("x-stainless-retry-count", "0") != "0"  # of OpenAI's clients
-        body = await backend.complete(secret, asked) | {"created": int(time.time())}
+        parts: asyncio.Queue[tuple[str, str] | None] = asyncio.Queue()
+        answer = asyncio.create_task(backend.complete(secret, asked, lambda *part: parts.put_nowait(part)))
         if not asked.stream:
-            return JSONResponse(body)
-        return StreamingResponse(_events(body, asked.include_usage), media_type="text/event-stream")
+            return JSONResponse(await answer | {"created": int(time.time())})
+        answer.add_done_callback(lambda _: parts.put_nowait(None))
+        first = await parts.get()
+        if first is None:
+            answer.result()  # what it raises is told by the state, which a stream sends before its first text
+        return StreamingResponse(_events(asked, first, parts, answer), media_type="text/event-stream")
 
     async def models(request: Request) -> Response:
         name = backend.model(request.path_params["secret"])
@@ -82,10 +92,28 @@ async def _body(request: Request) -> Any:
         raise ApiError(str(error), code="invalid_json") from None
 
 
-async def _events(body: dict[str, Any], include_usage: bool) -> AsyncIterator[str]:
-    for chunk in chunks(body, include_usage):
-        yield f"data: {json.dumps(chunk)}\n\n"
+async def _events(
+    asked: ChatRequest, part: tuple[str, str] | None, parts: asyncio.Queue, answer: asyncio.Task
+) -> AsyncIterator[str]:
+    """`part`: the first, of which `parts` are the others; None is the last."""
+    created, told = int(time.time()), ""
+    while part is not None:
+        name, text = part
+        delta = {"content": text} if told else {"role": "assistant", "content": text}
+        yield _event(chunk({"id": name, "created": created, "model": asked.model}, delta))
+        told, part = told + text, await parts.get()
+    try:
+        body = answer.result() | {"created": created}
+    except ApiError as error:
+        yield _event(error.body)
+        return
+    for each in chunks(body, told, asked.include_usage):
+        yield _event(each)
     yield "data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"
 
 
 def loopback(port: int = 0) -> socket.socket:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, DataError
+from aligner.foreign import parse_json
 from aligner.types import SamplingParams
 
 MODEL = "policy"  # the name of the model that is trained
@@ -90,7 +91,7 @@ def read_request(body: Any) -> ChatRequest:
         limits[0] or limits[1],
         stop,
         _kind(given, "seed", int, "an integer"),
-        {name: float(_kind(given, name, int | float, "a number")) for name in SAMPLED if name in given},
+        {name: _number(given, name) for name in SAMPLED if name in given},
         *(given.get("stream", False), bool(options.get("include_usage"))),
         *(given.get("logprobs", False), given.get("return_token_ids", False)),
     )
@@ -130,6 +131,14 @@ def _count(given: dict[str, Any], name: str) -> int | None:
     if value is not None and value < 1:
         raise ApiError(f"{name}={value}: expected a number of tokens >= 1", name)
     return value
+
+
+def _number(given: dict[str, Any], name: str) -> float:
+    kind, expected = (int, "an integer") if name == "top_k" else (int | float, "a number")
+    value = _kind(given, name, kind, f"{expected} up to 1e9")
+    if abs(value) > 1e9:
+        raise ApiError(f"{name}={value!r:.80}: expected {expected} up to 1e9", name)
+    return float(value)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -179,8 +188,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise ApiError(f"{where}={call!r:.80}: expected a function's name and arguments", where)
     arguments = function.get("arguments", {})
     try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
+        arguments = parse_json(arguments, where, DataError) if isinstance(arguments, str) else arguments
+    except DataError:
         raise ApiError(f"{where}.function.arguments={arguments!r:.80}: expected JSON", where) from None
     function = {"name": function["name"], "arguments": arguments}
     return {"id": str(call.get("id", "")), "type": "function", "function": function}
@@ -236,21 +245,32 @@ class Reply:
         ]
 
 
-def chunks(body: dict[str, Any], include_usage: bool) -> Iterator[dict[str, Any]]:
-    """An answer as a stream has it: who speaks, what is said, why it ended; and what it took, if that is asked for."""
+def chunk(body: dict[str, Any], delta: dict[str, Any], ended: str | None = None, **more: Any) -> dict[str, Any]:
+    """Of an answer's stream; of `body` it has id, time and model."""
+    return _common(body) | {"choices": [{"index": 0, "delta": delta, "finish_reason": ended, **more}]}
+
+
+def _common(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+
+
+def chunks(body: dict[str, Any], told: str, include_usage: bool) -> Iterator[dict[str, Any]]:
+    """The rest of an answer whose text was `told` so far: who speaks, what is said, why it ended; and what it took, if
+    that is asked for."""
     (choice,) = body["choices"]
-    common = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     said = {name: value for name, value in choice["message"].items() if name != "role"}
     if "tool_calls" in said:
         said["tool_calls"] = [{"index": i, **call} for i, call in enumerate(said["tool_calls"])]
     more = {name: choice[name] for name in ("logprobs", "token_ids") if name in choice}
     first = {name: body[name] for name in ("prompt_token_ids",) if name in body}
-    ended = choice["finish_reason"]
-    yield common | {"choices": [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]} | first
-    yield common | {"choices": [{"index": 0, "delta": said, "finish_reason": None, **more}]}
-    yield common | {"choices": [{"index": 0, "delta": {}, "finish_reason": ended}]}
+    if told:
+        said["content"] = said["content"][len(told) :]
+    else:
+        yield chunk(body, {"role": "assistant"}) | first
+    yield chunk(body, said, **more)
+    yield chunk(body, {}, choice["finish_reason"])
     if include_usage:
-        yield common | {"choices": [], "usage": body["usage"]}
+        yield _common(body) | {"choices": [], "usage": body["usage"]}
 
 
 def require_server(key: str, value: object) -> None:

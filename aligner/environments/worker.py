@@ -123,7 +123,7 @@ async def serve(worker: Worker, lines: asyncio.StreamReader, out: Callable[[str]
     tasks: set[asyncio.Task] = set()
 
     async def one(request: dict[str, Any]) -> None:
-        out(json.dumps(await worker.answer(request)) + "\n")
+        out(json.dumps(await worker.answer(request), ensure_ascii=False) + "\n")
 
     while line := await lines.readline():
         task = asyncio.create_task(one(json.loads(line)))
@@ -134,7 +134,8 @@ async def serve(worker: Worker, lines: asyncio.StreamReader, out: Callable[[str]
 async def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent's: a batch system sends them to all processes
         signal.signal(number, signal.SIG_IGN)
-    replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    # no tokenizer takes half a surrogate pair, as in names of files that are no UTF-8
+    replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
     os.dup2(2, 1)  # what tools print shall not be taken for an answer
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(THREADS))

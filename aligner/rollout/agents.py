@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from aligner.config.sections.environment import EnvironmentConfig
@@ -24,6 +24,7 @@ from aligner.rollout.play import Play
 from aligner.rollout.turns import TurnGenerator
 from aligner.types import SamplingParams, Stop
 
+KEPT = 256  # lists of tools
 BUDGETS = {
     Stop.TURNS: "environment.max_turns answers were given",
     Stop.TOKENS: "there is no room for a further answer within environment.max_tokens",
@@ -32,19 +33,15 @@ BUDGETS = {
 }
 
 
-@dataclass
 class Dialogues:
-    """Of a tokenizer, with the tools of each request."""
+    """Of a tokenizer, with the tools of each request; the last `KEPT` are known again."""
 
-    make: Callable[[Tools], Dialogue]
-    _known: dict[str, Dialogue] = field(default_factory=dict)
+    def __init__(self, make: Callable[[Tools], Dialogue]):
+        self._made = lru_cache(KEPT)(lambda tools: make(json.loads(tools)))
 
     def of(self, tools: Tools) -> Dialogue:
         """Raises ConfigError where the template does not render them."""
-        key = json.dumps(tools)
-        if key not in self._known:
-            self._known[key] = self.make(tools)
-        return self._known[key]
+        return self._made(json.dumps(tools))
 
 
 @dataclass
@@ -58,14 +55,10 @@ class Said:
     reason: str
 
 
-def said(tokenizer: Any, request: ChatRequest, calls: str, tokens: list[int], stopped: bool, ends: set[int]) -> Said:
+def said(dialogue: Dialogue, request: ChatRequest, tokens: list[int], stopped: bool, ends: set[int]) -> Said:
     """`max_tokens` and `stop` of a request shorten what the engine, which has limits of its own, has said: a sample's
     beginning is what a sample of that length would be. `ends`: the stop tokens."""
-
-    def decoded(tokens: Sequence[int]) -> str:
-        return tokenizer.decode(list(tokens), skip_special_tokens=False)
-
-    kept = tokens[: request.max_tokens]
+    decoded, kept = dialogue.decode, tokens[: request.max_tokens]
     if request.stop:  # with the token that completes it, as the engine's own stop strings
         ended = lambda n: any(stop in decoded(kept[:n]) for stop in request.stop)  # noqa: E731
         kept = kept[: 1 + bisect_left(range(1, len(kept) + 1), True, key=ended)]
@@ -76,7 +69,7 @@ def said(tokenizer: Any, request: ChatRequest, calls: str, tokens: list[int], st
     elif kept[-1] in ends:
         text = decoded(kept[:-1])
     stopped = bool(places) or (stopped and whole)
-    beside, found = read_calls(text, calls if stopped and request.calls else "")
+    beside, found = read_calls(text, dialogue.calls if stopped and request.calls else "")
     reason = "tool_calls" if any(call.name for call in found) else "stop" if stopped else "length"
     return Said(kept, text, beside, found, reason)
 
@@ -134,7 +127,7 @@ class AgentGenerator(TurnGenerator):
     def _answered(self, play: Play, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
         request, dialogue = play.request, play.dialogue
         assert request is not None and dialogue is not None
-        found = said(self.tokenizer, request, dialogue.calls, tokens, stopped, set(self.sampling.stop_token_ids))
+        found = said(dialogue, request, tokens, stopped, set(self.sampling.stop_token_ids))
         play.cut = not stopped and len(found.tokens) == len(tokens)
         logprobs = logprobs[: len(found.tokens)]
         first = len(play.turns) * 100  # of its calls in the trajectory

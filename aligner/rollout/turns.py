@@ -216,7 +216,7 @@ class TurnGenerator:
         """Take an answer, and ask for what it calls, or for the score of a trajectory that it ends."""
         play.turns.append(Turn(play.given.tokens, tokens, logprobs))
         ends = stopped and tokens[-1] in self.sampling.stop_token_ids
-        text = self.tokenizer.decode(tokens[:-1] if ends else tokens, skip_special_tokens=False)
+        text = self.dialogue.decode(tokens[:-1] if ends else tokens)
         beside, play.calls = read_calls(text, self.dialogue.calls) if stopped else (text, [])
         play.messages.append(self.dialogue.said(text, beside, play.calls))
         message = {"role": "assistant", "content": beside}

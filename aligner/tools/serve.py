@@ -13,12 +13,13 @@ import hmac
 import secrets
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aligner.config.schema import Config
 from aligner.config.sections.sampling import SamplingConfig
@@ -31,6 +32,9 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.rollout.agents import Dialogues, message_of, said
 from aligner.tools.generate import Answerer, dialogue_of, model_folder, sampling_of
 from aligner.types import SamplingParams
+
+if TYPE_CHECKING:
+    from aligner.environments.endpoint import Say
 
 AT_A_TIME = 32  # requests
 PERIOD = 1024  # requests whose answers the engine holds together
@@ -45,6 +49,7 @@ class Ask:
     seed: int
     sampling: SamplingParams
     said: Future[Said] = field(default_factory=Future)
+    hear: Callable[[int], None] | None = None  # each token but the last, as it comes
 
 
 class Desk:
@@ -69,8 +74,8 @@ class Desk:
             together = Together(self, first)
             try:
                 self.model.engine.serve(together, together.asked, together.finished, first.sampling)
-            except AlignerError as error:
-                for ask in together.asks:
+            except (AlignerError, RuntimeError) as error:  # the latter of torch, which may be out of memory
+                for ask in together.asks or [first]:
                     if not ask.said.done():
                         ask.said.set_exception(ApiError(str(error), code="engine", status=500))
 
@@ -94,6 +99,8 @@ class Together(Pool):
         while (ask := self._next()) is not None:
             self.desk.waiting.popleft()
             new.append(ask)
+        for ask in new:
+            ask.said.set_running_or_notify_cancel()  # a client that leaves now takes nothing back
         self.asked += [(len(self.asks) + i, 0) for i in range(len(new))]
         self.asks += new
         return [(ask.tokens, [ask.seed]) for ask in new]
@@ -104,8 +111,40 @@ class Together(Pool):
         good = ask is not None and ask.sampling == self.first.sampling and len(ask.tokens) <= self.longest
         return ask if good and len(self.asks) < PERIOD else None
 
+    def heard(self, said: Callable[[], tuple[list[int], list[int]]]) -> None:
+        if any(ask.hear is not None and not ask.said.done() for ask in self.asks):
+            for row, token in zip(*said(), strict=True):
+                if (hear := self.asks[row].hear) is not None:
+                    hear(token)
+
     def finished(self, number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
-        self.asks[number].said.set_result((tokens, logprobs, stopped))
+        if not (answer := self.asks[number].said).cancelled():
+            answer.set_result((tokens, logprobs, stopped))
+
+
+@dataclass
+class Written:
+    """The text of tokens as they come, as far as none that follow change it: whole characters, and not the last `held`,
+    with which a stop string may begin."""
+
+    decode: Callable[[Sequence[int]], str]
+    held: int
+    _tokens: list[int] = field(default_factory=list)
+    _places: tuple[int, int] = 0, 0  # only behind the first is decoded; before the second it was
+    _text: str = ""
+    _told: int = 0
+
+    def more(self, token: int) -> str:
+        """What may be told now."""
+        self._tokens.append(token)
+        first, place = self._places
+        before, now = self.decode(self._tokens[first:place]), self.decode(self._tokens[first:])
+        if now.endswith("\ufffd"):  # bytes of a character
+            return ""
+        self._text += now[len(before) :]
+        self._places = place, len(self._tokens)
+        told, self._told = self._told, max(self._told, len(self._text) - self.held)
+        return self._text[told : self._told]
 
 
 @dataclass
@@ -124,21 +163,25 @@ class Served:
             raise nowhere()
         return self.name
 
-    async def complete(self, secret: str, request: ChatRequest) -> dict[str, Any]:
+    async def complete(self, secret: str, request: ChatRequest, say: Say) -> dict[str, Any]:
         check_model(request, self.name)
         dialogue, tokens = self._prompt(request)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         ask = Ask(tokens, seed, self._sampling(request, len(tokens)))
+        self._answers += 1
+        number, name = self._answers, f"chatcmpl-{self._answers}"
+        calls = dialogue.calls and request.calls  # which text is a call shows at its end
+        if request.stream and not (calls or request.logprobs or request.return_token_ids):
+            ask.hear = _writer(dialogue, request, partial(say, name))
         self.desk.put(ask)
         words, logprobs, stopped = await asyncio.wrap_future(ask.said)
         tokenizer = self.desk.model.tokenizer
-        found = said(tokenizer, request, dialogue.calls, words, stopped, set(self.sampling.stop_token_ids))
-        self._answers += 1
+        found = said(dialogue, request, words, stopped, set(self.sampling.stop_token_ids))
         pieces = [tokenizer.decode([token]) for token in found.tokens]
         told = logprobs[: len(found.tokens)]
-        message = message_of(found, self._answers * 100 % 100_000)  # ids of calls are not those of the answer before
+        message = message_of(found, number * 100 % 100_000)  # ids of calls are not those of the answer before
         reply = Reply(message, found.reason, tokens, found.tokens, told, pieces)
-        return reply.body(request, f"chatcmpl-{self._answers}")
+        return reply.body(request, name)
 
     def _prompt(self, request: ChatRequest) -> tuple[Dialogue, tuple[int, ...]]:
         """Raises ApiError."""
@@ -169,6 +212,21 @@ class Served:
             raise ApiError(str(error)) from None
         cut = {name: getattr(checked, name) for name in SAMPLED}
         return replace(own, max_response_tokens=wanted, stop=(*own.stop, *request.stop), **cut)
+
+
+def _writer(dialogue: Dialogue, request: ChatRequest, say: Callable[[str], None]) -> Callable[[int], None]:
+    """Takes tokens by any thread, and says their text in this loop."""
+    loop, written = asyncio.get_running_loop(), Written(dialogue.decode, max(map(len, request.stop), default=1) - 1)
+
+    def tell(token: int) -> None:
+        if text := written.more(token):
+            say(text)
+
+    def hear(token: int) -> None:
+        with suppress(RuntimeError):  # the loop has ended, with all who listened
+            loop.call_soon_threadsafe(tell, token)
+
+    return hear
 
 
 def open_model(cfg: Config) -> Served:

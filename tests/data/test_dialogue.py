@@ -161,6 +161,7 @@ def test_calls_of_a_format(kind, text, beside, names):
         ("hermes", "<tool_call>{oops</tool_call>"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": 7}</tool_call>'),
+        ("hermes", r'<tool_call>{"name": "f", "arguments": {"a": "\ud800"}}</tool_call>'),
         ("llama3", '{"name": "f", "parameters": '),
         ("mistral", "[TOOL_CALLS]f[ARGS]{oops"),
         ("mistral", "[TOOL_CALLS][7]"),

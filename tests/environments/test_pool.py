@@ -85,6 +85,16 @@ def test_what_fails_once_is_asked_again_in_a_new_environment(tmp_path, kind):
     assert found["failed"] == kind and found["retried"] == 1 and "value" not in found
 
 
+def test_what_is_no_unicode_is_replaced(tmp_path):
+    """As names of files are that are no UTF-8: no tokenizer takes them."""
+    source = 'class Folder:\n    def reset(self): pass\n\n    def names(self) -> str:\n        """Lists."""\n'
+    (tmp_path / "folder.py").write_text(source + '        return "é\\udcff"\n')
+    pool = make_pool(tmp_path, path=f"{tmp_path}/folder.py:Folder")
+    session = Session("1", 2, {})
+    pool.ask(session, "reset", seed=2, row={}).result(60)
+    assert turn(pool, session, call("names"))["value"]["texts"] == ["é?"]
+
+
 def test_answers_are_read_before_anyone_is_asked(tmp_path):
     def play(pool, *numbers):
         session = Session("9", 2, {})

@@ -137,10 +137,13 @@ def test_a_rollout_made_again_is_the_same_although_the_agent_is_not(play, tmp_pa
 
 
 def test_requests_shorten_an_answer_to_what_they_asked_for(tokenizer):
+    dialogue = Dialogue(tokenizer, [])
+    dialogue.calls = "hermes"
+
     def shortened(text, stopped=True, **more):
         request = ChatRequest("policy", [dict(QUESTION[0])], **more)
         tokens = tokenizer.encode(text) + ([tokenizer.eos_token_id] if stopped else [])
-        return said(tokenizer, request, "hermes", tokens, stopped, {tokenizer.eos_token_id})
+        return said(dialogue, request, tokens, stopped, {tokenizer.eos_token_id})
 
     whole = shortened("one. two")
     assert (whole.text, whole.reason, tokenizer.decode(whole.tokens)) == ("one. two", "stop", "one. two<eos>")

@@ -6,15 +6,17 @@ import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
 import pytest
+import torch
 
 from aligner.config.resolve import compose
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import ConfigError
 from aligner.tools.generate import model_folder
-from aligner.tools.serve import open_model
+from aligner.tools.serve import Written, open_model
 from aligner.types import SamplingParams
 
 pytest.importorskip("uvicorn")
@@ -22,6 +24,9 @@ pytest.importorskip("openai")
 import openai
 
 from aligner.environments.endpoint import Listener, loopback, unix_socket
+
+HALF = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+HALF_AT = "messages[0].tool_calls[0]"
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +91,63 @@ def test_requests_at_a_time_are_answered_each_as_it_asked(client):
     assert all(len(tokens) <= one["max_tokens"] for tokens, one in zip(alone, asked, strict=True))
 
 
+def test_a_stream_comes_as_the_model_speaks(served, client, monkeypatch):
+    """The engine's third step waits for a client that has heard the first; and the whole is what is told at once."""
+    more = {"seed": 7, "temperature": 5, "extra_body": {}}
+    whole = ask(client, "say a:", **more).choices[0]
+    assert len(whole.message.content) > 3
+    heard, steps, step = threading.Event(), [], served.desk.model.engine.step
+
+    def waits(*args):
+        steps.append(len(steps) < 3 or heard.wait(20))
+        return step(*args)
+
+    monkeypatch.setattr(served.desk.model.engine, "step", waits)
+    chunks = []
+    for part in ask(client, "say a:", stream=True, stream_options={"include_usage": True}, **more):
+        chunks.append(part)
+        heard.set()
+    assert all(steps) and len(steps) > 3
+    told = [part.choices[0] for part in chunks[:-1]]
+    assert "".join(choice.delta.content or "" for choice in told) == whole.message.content
+    assert [choice.delta.role for choice in told] == ["assistant", *[None] * (len(told) - 1)]
+    assert told[-1].finish_reason == whole.finish_reason and {choice.finish_reason for choice in told[:-1]} == {None}
+    assert chunks[-1].usage.completion_tokens == len(steps) and len({part.id for part in chunks}) == 1
+
+
+def test_a_stream_tells_no_part_of_a_character_or_of_a_stop_string(served, client):
+    tokenizer = served.desk.model.tokenizer
+    tokens = tokenizer.encode("né €x. o", add_special_tokens=False)
+    written = Written(served.dialogues.of([]).decode, held=2)
+    told = [written.more(token) for token in tokens]
+    assert "".join(told) == "né €x." and not any("\ufffd" in text for text in told)
+    content = ask(client, "say a:", seed=7, temperature=5, extra_body={}).choices[0].message.content
+    stop = content[2:5]
+    parts = ask(client, "say a:", seed=7, temperature=5, extra_body={}, stop=[stop], stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == content[: content.find(stop)]
+
+
+def test_a_request_that_the_engine_has_no_room_for_is_told_so(served, client, monkeypatch):
+    engine = served.desk.model.engine
+    small = replace(engine.config, kv_cache_bytes=1)
+    for name, value in {"config": small, "step": lambda *args: torch.ones(2) + torch.ones(3)}.items():
+        for stream in (False, True):
+            with monkeypatch.context() as changed, pytest.raises(openai.InternalServerError) as refused:
+                changed.setattr(engine, name, value)
+                ask(client, "say a:", timeout=20, stream=stream)
+            assert refused.value.body["code"] == "engine"
+    assert ask(client, "say a:").choices
+
+
 def test_what_the_model_cannot_do_is_refused(client):
     wrong = [
         ({"model": "gpt-9"}, "model", "model_not_found"),
         ({"max_tokens": 60}, "messages", "context_length_exceeded"),
         ({"text": "x" * 80}, "messages", "context_length_exceeded"),
         ({"temperature": -1}, None, "invalid_value"),
+        ({"temperature": 10**400}, "temperature", "invalid_value"),
+        ({"extra_body": {"top_k": 2.5}}, "top_k", "invalid_value"),
+        ({"messages": [{"role": "assistant", "tool_calls": [HALF]}]}, HALF_AT, "invalid_value"),
         ({"tools": [{"type": "function", "function": {"name": "add"}}]}, "tools", "unsupported_parameter"),
         ({"messages": [{"role": "tool", "content": "3"}]}, "messages", "invalid_value"),
     ]

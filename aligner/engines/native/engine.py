@@ -226,6 +226,8 @@ class NativeEngine:
             while self._goes_on(plan, batch) and (begun is None or self.stats.steps < self.config.window):
                 before = batch.finished
                 moves = self.step(plan, batch, sampling)
+                if plan.pool is not None:
+                    plan.pool.heard(batch.said)
                 if batch.finished != before:
                     if progress:
                         progress(batch.finished, plan.rows)

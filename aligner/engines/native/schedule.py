@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -66,6 +66,9 @@ class Pool(ABC):
     def least(self, rows: Sequence[int]) -> int:
         """Which of these, in the order in which they ended, is forgotten where there is no room for all."""
         return rows[0]
+
+    def heard(self, said: Callable[[], tuple[list[int], list[int]]]) -> None:  # noqa: B027 (most need not hear)
+        """After each step. `said`: the rows that go on, and the token of each, copied from the device."""
 
 
 @dataclass
@@ -283,6 +286,11 @@ class Batch:
         rows, counts = self.state[ROW, : self.active], self.state[COUNT, : self.active].tolist()
         for tokens, count in zip(self._tokens[rows].tolist(), counts, strict=True):
             yield tokens[max(0, count - width) : count]
+
+    def said(self) -> tuple[list[int], list[int]]:
+        """The active rows and their last tokens, on the host."""
+        rows, tokens = self.state[[ROW, TOKEN], : self.active].tolist()
+        return rows, tokens
 
     def settle(self, stopped: Tensor | None) -> list[tuple[int, int]]:
         """Finished rows leave; the last active rows move into their slots. Returns these (from, to).
