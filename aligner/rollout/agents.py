@@ -33,6 +33,14 @@ BUDGETS = {
 }
 
 
+@dataclass(eq=False)
+class AgentPlay(Play):
+    cut: bool = False  # the last answer met the token limit
+    request: ChatRequest | None = None  # that the engine answers next
+    dialogue: Dialogue | None = None  # with the tools of that; None where the template does not render them
+    echoes: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the agent was told -> as templates get it
+
+
 class Dialogues:
     """Of a tokenizer, with the tools of each request; the last `KEPT` are known again."""
 
@@ -86,13 +94,15 @@ def message_of(found: Said, first: int = 0) -> dict[str, Any]:
 class AgentGenerator(TurnGenerator):
     dialogues: Dialogues = field(kw_only=True)
 
-    def _reset(self, play: Play, sampling: SamplingParams) -> None:
+    kind = AgentPlay
+
+    def _reset(self, play: AgentPlay, sampling: SamplingParams) -> None:
         told = told_sampling(sampling) | {"model": MODEL, "max_tokens": sampling.max_response_tokens}
         session, messages = play.session, play.messages
         row = {"seed": session.seed, "row": session.row, "messages": messages}
         play.asked = self.pool.ask(session, "reset", **row, sampling=told)
 
-    def _opened(self, play: Play, value: dict[str, Any]) -> None:
+    def _opened(self, play: AgentPlay, value: dict[str, Any]) -> None:
         if "end" in value:
             play.stop, play.failure = Stop.FAILED, "raised: the agent came to its end without a request"
             return
@@ -102,7 +112,7 @@ class AgentGenerator(TurnGenerator):
         else:
             self._open(play, messages, given, "environment.agent: a first request has a prompt")
 
-    def _next(self, play: Play, value: dict[str, Any], sampling: SamplingParams) -> None:
+    def _next(self, play: AgentPlay, value: dict[str, Any], sampling: SamplingParams) -> None:
         if "end" in value:
             play.stop, play.score = Stop.LENGTH if play.cut else Stop.DONE, value["end"]
             return
@@ -114,7 +124,7 @@ class AgentGenerator(TurnGenerator):
         else:
             self._go_on(play, play.dialogue, sampling)
 
-    def _taken(self, play: Play, value: dict[str, Any]) -> list[dict[str, Any]]:
+    def _taken(self, play: AgentPlay, value: dict[str, Any]) -> list[dict[str, Any]]:
         """The messages of a request; the model's own are those that its tokens stand for."""
         play.request = ChatRequest(**value["request"])
         play.late += value["late"]
@@ -124,7 +134,7 @@ class AgentGenerator(TurnGenerator):
             play.dialogue = None
         return [play.echoes.get(_key(message), message) for message in play.request.messages]
 
-    def _answered(self, play: Play, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
+    def _answered(self, play: AgentPlay, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
         request, dialogue = play.request, play.dialogue
         assert request is not None and dialogue is not None
         found = said(dialogue, request, tokens, stopped, set(self.sampling.stop_token_ids))
@@ -142,7 +152,7 @@ class AgentGenerator(TurnGenerator):
         body = reply.body(request, f"chatcmpl-{play.session.key}-{len(play.turns)}")
         play.asked = self.pool.ask(play.session, "turn", body=body)
 
-    def _end(self, play: Play, stop: Stop) -> None:
+    def _end(self, play: AgentPlay, stop: Stop) -> None:
         """By a budget: the agent may still come to a result."""
         play.stop = stop
         code = "context_length_exceeded" if stop == Stop.TOKENS else f"budget_of_{stop}"

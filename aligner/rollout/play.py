@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from aligner.answers import Answer
-from aligner.data.dialogue import Dialogue, Given
+from aligner.data.dialogue import Given
 from aligner.data.tool_calls import Call
-from aligner.environments.openai_api import ChatRequest
 from aligner.environments.pool import Session
 from aligner.ops.packing.turns import Row, Turn, rows_of
 from aligner.types import Prompt, Stop
@@ -40,14 +40,18 @@ class Play:
     retried: int = 0
     wrong: int = 0  # calls that told the model an error
     late: int = 0  # requests of an agent that came before the one before them was answered
-    cut: bool = False  # the last answer to an agent met the token limit
-    request: ChatRequest | None = None  # of an agent, that the engine answers next
-    dialogue: Dialogue | None = None  # with the tools of that
-    echoes: dict[str, dict[str, Any]] = field(default_factory=dict)  # what an agent was told -> as templates get it
 
     @property
     def open(self) -> bool:
         return self.stop is None
+
+
+def by_prompt(plays: Iterable[Play]) -> list[list[Play]]:
+    """Those of a request that the engine is given the same next, which it reads once."""
+    found: dict[tuple[int, tuple[int, ...]], list[Play]] = {}
+    for play in plays:
+        found.setdefault((play.place, play.given.tokens), []).append(play)
+    return list(found.values())
 
 
 def joined_rows(play: Play) -> tuple[Row, list[int]]:

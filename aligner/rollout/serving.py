@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 
 from aligner.engines.native.schedule import Pool
-from aligner.rollout.play import Play
+from aligner.rollout.play import Play, by_prompt
 
 
 @dataclass
@@ -46,13 +46,11 @@ class Turns(Pool):
         return busy < slots and busy < len(self.waiting)
 
     def take(self) -> list[tuple[tuple[int, ...], list[int]]]:
-        found: dict[tuple[int, ...], list[Play]] = {}
-        for play in self.ready:  # a prompt that samples share is read once
-            found.setdefault(play.given.tokens, []).append(play)
-        plays, self.ready = [play for same in found.values() for play in same], []
+        found, self.ready = by_prompt(self.ready), []
+        plays = [play for same in found for play in same]
         self.asked += [(len(self.taken) + i, 0) for i in range(len(plays))]
         self.taken += [(play, len(play.turns)) for play in plays]
-        return [(tokens, [self.seed(play) for play in same]) for tokens, same in found.items()]
+        return [(same[0].given.tokens, [self.seed(play) for play in same]) for same in found]
 
     def finished(self, number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
         play = self.taken[number][0]

@@ -29,7 +29,7 @@ from aligner.ops.seeds import derive
 from aligner.rewards.composite import Early
 from aligner.rollout.collate import join_generations
 from aligner.rollout.groups import Groups
-from aligner.rollout.play import OPEN_ENDS, Play, joined_rows
+from aligner.rollout.play import OPEN_ENDS, Play, by_prompt, joined_rows
 from aligner.rollout.requests import Request
 from aligner.rollout.serving import Turns
 from aligner.rollout.sharing import raised_together, share
@@ -54,6 +54,8 @@ class TurnGenerator:
     counted: bool = True  # so that no bit depends on when tools answer
     timers: Timers = field(default_factory=Timers)
     _prompt_tokens: list[int] = field(default_factory=lambda: [0, 0])  # that the engine had kept; in all
+
+    kind = Play
 
     def __call__(
         self,
@@ -156,7 +158,7 @@ class TurnGenerator:
         row = {name: value for name, value in prompt.fields.items() if name not in ("messages", "tools")}
         session = Session(str(seed), group, row, logged=request.rollout > 0)
         messages = list(prompt.messages)
-        return Play(place, index, seed, prompt, session, self.dialogue.resume(messages, prompt.tokens), messages)
+        return self.kind(place, index, seed, prompt, session, self.dialogue.resume(messages, prompt.tokens), messages)
 
     def _opened(self, play: Play, opening: list[dict[str, Any]]) -> None:
         if opening:
@@ -173,10 +175,7 @@ class TurnGenerator:
 
     def _round(self, plays: list[Play], sampling: SamplingParams) -> None:
         """An answer of each; questions to tools and environments are on their way when it is there."""
-        prompts: dict[tuple[int, tuple[int, ...]], list[Play]] = {}
-        for play in plays:  # a prompt that samples share is read once
-            prompts.setdefault((play.place, play.given.tokens), []).append(play)
-        together = list(prompts.values())
+        together = by_prompt(plays)
         seeds = [[self._seed(play) for play in p] for p in together]
         rows = [(play, len(play.turns)) for p in together for play in p]
         with raised_together(EngineError), self._listening(together):

@@ -20,8 +20,8 @@ class Engine:
         self.answer, self.told, self.steps = answer, [], 0
         self.turns = Turns(1, plays, plays, [], self.hear, self.say, lambda play: play.number, counted)
         for number in range(plays):
-            given = SimpleNamespace(tokens=(number,))
-            self.turns.ready.append(SimpleNamespace(number=number, turns=[], open=True, asked=None, given=given))
+            given, state = SimpleNamespace(tokens=(number,)), {"place": 0, "open": True, "asked": None}
+            self.turns.ready.append(SimpleNamespace(number=number, turns=[], given=given, **state))
 
     def say(self, play, tokens, logprobs, stopped):
         play.turns.append(tokens)
