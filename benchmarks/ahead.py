@@ -1,10 +1,11 @@
 """GRPO's step while the engine generates the next rollout (engine.lag) over the step in which both take turns.
 
-    python -m benchmarks.ahead [--pairs 3] [--lags 1,2] [--folder DIR] [--json FILE]
+    python -m benchmarks.ahead [--pairs 3] [--lags 1,2] [--windows 40] [--folder DIR] [--json FILE]
 
-One trainer's rank and one engine's, one thread each, a small random model whose answers have long-tailed lengths; runs
-take turns. Told are medians of a run's steps after the first two, and the median ratio to the synchronous run of the
-same round, beside the least that is possible there: the longer of generation and training over their sum.
+One trainer's rank and one engine's, one thread each, a small random model whose answers have long-tailed lengths (any
+of five digits ends one); runs take turns: lag 0, each lag, and lag 1 with windows of so many decode steps
+(engine.window). Told are medians of a run's steps after the first two, and the median ratio to the synchronous run of
+the same round, beside the least that is possible there: the longer of generation and training over their sum.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from pathlib import Path
 WARM = 2  # steps: an engine starts its first rollouts, and memory is got
 SETTINGS = ["experiment=quickstart_grpo", "model=tiny", "model.init=random", "engine.ranks=1", "data.max_tokens=192"]
 SETTINGS += ["sampling.max_response_tokens=160", "batch.prompts=16", "batch.micro_batch_samples=64"]
+SETTINGS += ["sampling.stop=['0','1','2','3','4']"]
 SETTINGS += ["run.resume=never", "run.eval_every=0", "run.samples_every=0", "run.export=false", "checkpoint.every=0"]
 
 
-def measure(folder: Path, name: str, lag: int, steps: int) -> dict[str, float]:
+def measure(folder: Path, name: str, steps: int, lag: int, window: int = 0) -> dict[str, float]:
     """Median seconds of a step, of its generation (as the trainer saw it) and of all else."""
     from aligner.run.metrics import read_jsonl
 
@@ -33,7 +35,8 @@ def measure(folder: Path, name: str, lag: int, steps: int) -> dict[str, float]:
         f"data.eval={root}/data/valid.jsonl",
         f"model.tokenizer={root}/tokenizer",
     ]
-    settings = [*SETTINGS, *data, f"run.dir={run}", f"run.steps={steps}", f"engine.lag={lag}"]
+    clock = [f"engine.lag={lag}", f"engine.window={window}"]
+    settings = [*SETTINGS, *data, *clock, f"run.dir={run}", f"run.steps={steps}"]
     command = [sys.executable, "-m", "aligner", "launch", "--ranks", "2", *settings]
     log = folder / f"{name}.log"
     with log.open("w") as out:
@@ -44,7 +47,11 @@ def measure(folder: Path, name: str, lag: int, steps: int) -> dict[str, float]:
     step = statistics.median(row["time/step_s"] for row in rows)
     waited = statistics.median(row["time/generate_s"] + row.get("time/wait_s", 0.0) for row in rows)
     tokens = statistics.median(row["response/tokens_mean"] for row in rows)
-    return {"lag": lag, "step_s": step, "generate_s": waited, "train_s": step - waited, "tokens": tokens}
+    return {"step_s": step, "generate_s": waited, "train_s": step - waited, "tokens": tokens}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
 
 
 def main(arguments: list[str]) -> int:
@@ -53,7 +60,8 @@ def main(arguments: list[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ahead", description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--lags", default="1", help="beside 0")
+    parser.add_argument("--lags", type=numbers, default=[1], help="beside 0")
+    parser.add_argument("--windows", type=numbers, default=[], help="decode steps, with lag 1")
     parser.add_argument("--steps", type=int, default=10, help="of a run")
     parser.add_argument("--folder", type=Path, help="where runs and their logs stay; a temporary one if empty")
     parser.add_argument("--json", type=Path)
@@ -61,19 +69,25 @@ def main(arguments: list[str]) -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="ahead-"))
     print(f"runs and logs: {folder}", flush=True)
     make_data(folder / "task", seed=0)
-    lags, rounds = [int(lag) for lag in options.lags.split(",")], []
-    print(f"{'round':>5}{'lag':>5}{'step s':>9}{'generate s':>12}{'train s':>9}{'ratio':>8}{'least':>8}", flush=True)
+    cases = {"lag 0": (0, 0)} | {f"lag {lag}": (lag, 0) for lag in options.lags}
+    cases |= {f"window {window}": (1, window) for window in options.windows}
+    rounds = []
+    print(
+        f"{'round':>5}  {'case':<12}{'step s':>9}{'generate s':>12}{'train s':>9}{'ratio':>8}{'least':>8}", flush=True
+    )
     for number in range(options.pairs):
-        together = measure(folder, f"{number}-lag0", 0, options.steps)
-        least = max(together["generate_s"], together["train_s"]) / together["step_s"]
-        for row in [together] + [measure(folder, f"{number}-lag{lag}", lag, options.steps) for lag in lags]:
-            row |= {"round": number, "ratio": row["step_s"] / together["step_s"], "least": least}
+        together = None
+        for case, clock in cases.items():
+            row = measure(folder, f"{number}-{case.replace(' ', '-')}", options.steps, *clock)
+            together = together or row
+            least = max(together["generate_s"], together["train_s"]) / together["step_s"]
+            row |= {"round": number, "case": case, "ratio": row["step_s"] / together["step_s"], "least": least}
             shown = f"{row['step_s']:9.2f}{row['generate_s']:12.2f}{row['train_s']:9.2f}{row['ratio']:8.2f}{least:8.2f}"
-            print(f"{number:5}{row['lag']:5}{shown}", flush=True)
+            print(f"{number:5}  {case:<12}{shown}", flush=True)
             rounds.append(row)
-    for lag in lags:
-        ratio = statistics.median(row["ratio"] for row in rounds if row["lag"] == lag)
-        print(f"lag {lag}: {ratio:.2f} of the synchronous step (median of {options.pairs})")
+    for case in list(cases)[1:]:
+        ratio = statistics.median(row["ratio"] for row in rounds if row["case"] == case)
+        print(f"{case}: {ratio:.2f} of the synchronous step (median of {options.pairs})")
     write_json(options.json, {"rounds": rounds})
     return 0
 
