@@ -24,6 +24,7 @@ from typing import Any
 from aligner.answers import Answer, AnswerLog
 from aligner.config.sections.environment import EnvironmentConfig
 
+START_S = 600.0  # of a worker: its imports on a busy machine, which are not of its first answer's time
 GRACE_S = 5.0  # beyond environment.timeout_s, which a worker keeps by itself unless something holds its interpreter
 CAUSES = ("raised", "hung", "died")  # of a failure: by the code, out of time, the process ended
 _numbers = itertools.count()
@@ -126,17 +127,19 @@ class _Worker:
             self._send(asdict(self.cfg))
             self._send(self.schemas)
             self._reading = asyncio.create_task(self._read(self.process))
+            await self.ask({"op": "ready"}, START_S)
 
-    async def ask(self, question: dict[str, Any]) -> Any:
-        """Raises Failed."""
+    async def ask(self, question: dict[str, Any], limit_s: float | None = None) -> Any:
+        """Raises Failed. Without `limit_s` within environment.timeout_s."""
+        limit = self.cfg.timeout_s if limit_s is None else limit_s
         number, found = next(_numbers), asyncio.get_running_loop().create_future()
         self._open[number] = found
         try:
             self._send(question | {"id": number})
-            reply = await asyncio.wait_for(found, self.cfg.timeout_s + GRACE_S)
+            reply = await asyncio.wait_for(found, limit + GRACE_S)
         except TimeoutError:
             self.kill()
-            raise Failed("hung", f"no answer in {self.cfg.timeout_s:g} s, and its process was killed") from None
+            raise Failed("hung", f"no answer in {limit:g} s, and its process was killed") from None
         finally:
             self._open.pop(number, None)
         if "cause" in reply:

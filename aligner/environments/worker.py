@@ -40,6 +40,9 @@ class Worker:
         except BaseException as cause:  # the user's code may raise anything; told, counted and tried again
             return {"id": request["id"], "cause": "raised", "text": f"{type(cause).__name__}: {cause}"}
 
+    async def _ready(self, request: dict[str, Any]) -> None:
+        """It has read what it needs."""
+
     async def _reset(self, request: dict[str, Any]) -> list[dict[str, str]]:
         """The messages that it opens with."""
         if self.tools.kind is None:

@@ -41,6 +41,16 @@ def test_functions_and_what_is_wrong_with_a_call(tmp_path):
     assert found["wrong"] == 4
 
 
+def test_a_start_is_not_of_the_first_answers_time(tmp_path, monkeypatch):
+    """Imports may take long on a busy machine."""
+    monkeypatch.setattr("aligner.environments.pool.GRACE_S", 0.5)
+    (tmp_path / "slow.py").write_text(
+        'import time\n\ntime.sleep(1.5)\n\n\ndef one() -> int:\n    """One."""\n    return 1\n'
+    )
+    pool = make_pool(tmp_path, tools=[f"{tmp_path}/slow.py:one"], timeout_s=0.5, retries=0)
+    assert pool.ask(Session("1", 7, {}), "reset", seed=7, row={}).result(60)["value"] == []
+
+
 def test_an_environment_has_a_state_of_its_own_for_each_sample(tmp_path):
     pool = make_pool(tmp_path, path=f"{FILE}:Guess", args={"top": 3})
     sessions = [Session(str(i), seed, {}) for i, seed in enumerate((4, 4, 5))]
