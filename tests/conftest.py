@@ -7,6 +7,7 @@ from itertools import chain
 import pytest
 
 from tests.ranks import Ranks
+from tests.servers import Server
 
 FILES_SHOWN = 40
 
@@ -48,6 +49,15 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.section(f"slowest files of {len(seconds)}, {sum(seconds.values()):.0f} s in all")
     for file in sorted(seconds, key=seconds.__getitem__, reverse=True)[:FILES_SHOWN]:
         terminalreporter.write_line(f"{seconds[file]:.2f}s {file}")
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """An HTTP server of the test's own (tests.servers.Server)."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    made = Server().start()
+    yield made
+    made.close()
 
 
 @pytest.fixture

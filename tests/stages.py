@@ -206,6 +206,23 @@ class PowerCut(Exception):
 
 
 @contextmanager
+def power_cut_at_answer(number: int) -> Iterator[None]:
+    """Within, the `number`-th write to the log of outside answers raises PowerCut."""
+    from aligner.answers import AnswerLog
+
+    write, left = AnswerLog.write, [number]
+
+    def cut(self, *answer):
+        left[0] -= 1
+        if not left[0]:
+            raise PowerCut
+        return write(self, *answer)
+
+    with patch.object(AnswerLog, "write", cut):
+        yield
+
+
+@contextmanager
 def power_cut_in_update(step: int) -> Iterator[None]:
     """Within, the first update of `step` raises PowerCut."""
     from aligner.roles.policy import Policy

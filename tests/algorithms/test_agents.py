@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from aligner.answers import FOLDER, AnswerLog
+from aligner.answers import FOLDER
 from aligner.config.freeze import load_frozen
 from aligner.config.resolve import compose_over
 from aligner.errors import ConfigError
@@ -41,15 +41,7 @@ def turns(run):
 
 def test_a_killed_run_goes_on_with_what_its_agents_did(grpo, tmp_path):
     more = [f"{AGENT}dice", "run.steps=3", "checkpoint.every=2", "checkpoint.rollouts=false"]
-    write, left = AnswerLog.write, [40]  # of 16 or more in a rollout
-
-    def cut(self, *answer):
-        left[0] -= 1
-        if not left[0]:
-            raise PowerCut
-        return write(self, *answer)
-
-    with pytest.raises(PowerCut), patch.object(AnswerLog, "write", cut):
+    with pytest.raises(PowerCut), stages.power_cut_at_answer(40):  # of 16 or more in a rollout
         grpo("killed", *more)
     killed = grpo("killed", *more)
     assert max(turns(killed)) > 1.2  # it does call

@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import pytest
 
-from aligner.answers import AnswerLog
 from aligner.config.freeze import load_frozen
 from aligner.config.resolve import compose_over
 from aligner.errors import ConfigError
@@ -71,15 +70,7 @@ def test_a_killed_run_goes_on_with_the_answers_that_it_was_given(grpo, tmp_path,
         with pytest.raises(PowerCut), stages.power_cut_in_update(3):
             grpo("killed", *more)
     else:
-        write, left = AnswerLog.write, [150]
-
-        def cut(self, *answer):
-            left[0] -= 1
-            if not left[0]:
-                raise PowerCut
-            return write(self, *answer)
-
-        with pytest.raises(PowerCut), patch.object(AnswerLog, "write", cut):
+        with pytest.raises(PowerCut), stages.power_cut_at_answer(150):
             grpo("killed", *more)
     killed = grpo("killed", *more)
     assert min(rolled(killed)) > 1.2  # it does call

@@ -9,18 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from aligner.errors import MissingExtraError
-from tests.servers import Server
 
 LEGS = {"gym": "leg_counting", "num_train_examples": 3, "num_eval_examples": 1}
 PATH = "verifiers.envs.integrations.reasoninggym_env:ReasoningGymEnv"
-
-
-@pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    made = Server().start()
-    yield made
-    made.close()
 
 
 def completion(text):

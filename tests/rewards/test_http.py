@@ -15,15 +15,6 @@ from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
 from aligner.rewards.http import Http
 from aligner.types import Prompt, Sample
-from tests.servers import Server
-
-
-@pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    made = Server().start()
-    yield made
-    made.close()
 
 
 def samples(count: int, **fields) -> list[Sample]:
