@@ -1,5 +1,6 @@
 """Agents in worker processes, and the endpoint that they talk to, with OpenAI's own client."""
 
+import asyncio
 import os
 import time
 from dataclasses import replace
@@ -9,6 +10,7 @@ import pytest
 
 from aligner.answers import AnswerLog
 from aligner.config.sections.environment import EnvironmentConfig
+from aligner.environments.agents import Talk
 from aligner.environments.openai_api import MODEL, ChatRequest, Reply, told_sampling
 from aligner.environments.pool import Pool, Session
 from aligner.environments.tools import load_agent
@@ -200,13 +202,30 @@ def test_beyond_a_budget_requests_are_refused_and_the_result_still_counts(pool):
 def test_requests_at_a_time_are_answered_one_after_the_other(pool):
     talking = pool("together")
     session, event = begin(talking)
-    asked, late = [], []
+    asked = []
     for text in ("a", "b", "c"):
         asked.append(event["value"]["request"]["messages"][0]["content"])
-        late.append(event["value"]["late"])
         event = reply(talking, session, event, text)
     assert sorted(asked) == ["q0", "q1", "q2"] and event["value"]["end"] == 3.0
-    assert late == [False, True, True]
+
+
+def test_a_request_that_comes_while_another_waits_is_late():
+    async def play():
+        talk = Talk("secret", asyncio.create_task(asyncio.sleep(600)), SAMPLING)
+        late, waiting = [], []
+        for asked in ("ab", "c", "", "d"):
+            if late:
+                talk.answer({})
+            for text in asked:
+                request = ChatRequest(MODEL, [{"role": "user", "content": text}])
+                waiting.append(asyncio.create_task(talk.ask(request)))
+            await asyncio.sleep(0)  # they ask
+            late.append((await talk.next())["late"])
+        for task in (talk.program, *waiting):
+            task.cancel()
+        return late
+
+    assert asyncio.run(play()) == [False, True, True, False]
 
 
 def test_a_client_that_gives_up_and_asks_again_has_asked_once(pool):

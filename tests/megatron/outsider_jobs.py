@@ -95,6 +95,7 @@ def orders(mark: str) -> dict[str, Any]:
         return {"answers": said}
     other = outsider()
     bridge.store.set("here", b"")
+    bridge.store.get("here")  # a set is not answered: now it is there, for others too
     (prefix,) = (key.removesuffix("here") for key in other.list_keys() if key.endswith("here"))  # he can see all keys
     key = prefix + bridge_module._key(1)
     other.set(key, pickle.dumps(("first", Touch(mark))))  # as it was before orders were signed
