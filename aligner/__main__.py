@@ -33,6 +33,7 @@ COMMANDS = {
     "serve": "serve a trained model to this machine, by OpenAI's chat API",
     "serve-rm": "serve a trained reward model over HTTP, for reward `http`",
     "report": "write report.html of one or more runs",
+    "board": "show runs in the browser, on this machine alone",
     "doctor": "check this machine and a config before a run; `doctor sandbox`: where programs by models run",
     "keys": "list config keys with type, default and meaning",
 }
@@ -62,6 +63,13 @@ def parser() -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         if name in ("import", "export"):
             convert_options.add_parser(subs, name, text)
+            continue
+        if name == "board":
+            sub = subs.add_parser(name, help=text, description=text)
+            sub.add_argument(
+                "overrides", nargs="*", metavar="FOLDER", help="of runs, or of folders of runs; none: runs"
+            )
+            sub.add_argument("--port", type=int, default=8080, help="0: any that is free; default 8080")
             continue
         if name == "keys":
             sub = subs.add_parser(name, help=text, description=text)
@@ -344,6 +352,12 @@ def _report(args: argparse.Namespace) -> int:
     return report.main(folders)
 
 
+def _board(args: argparse.Namespace) -> int:
+    from aligner.tools import board
+
+    return board.main(args.overrides or ["runs"], args.port)
+
+
 def _take_folders(args: argparse.Namespace) -> list[str]:
     """What stands among the overrides without being one."""
     folders = [text for text in args.overrides if "=" not in text or Path(text).is_dir()]
@@ -384,6 +398,7 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "serve": _serve,
     "serve-rm": _serve_rm,
     "report": _report,
+    "board": _board,
     "doctor": _doctor,
     "keys": _keys,
 }

@@ -20,6 +20,7 @@ LEVELS = [
     {"algorithms"},
     {"builders"},
     {"stages"},
+    {"board"},
     {"build", "tools"},
     {"rehearse"},
     {"__main__"},

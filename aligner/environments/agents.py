@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from aligner.config.sections.environment import EnvironmentConfig
-from aligner.environments.endpoint import Listener, Say, loopback, new_secret
+from aligner.environments.endpoint import Listener, Say, loopback, make_app, new_secret
 from aligner.environments.openai_api import MODEL, ApiError, ChatRequest, check_model, check_sampling, nowhere
 from aligner.environments.tools import Tools, load_agent
 from aligner.environments.worker import Worker, number
@@ -100,7 +100,7 @@ class Agents(Worker):
     async def listen(self) -> None:
         place = loopback()
         self.address = f"http://127.0.0.1:{place.getsockname()[1]}"
-        self._serving = asyncio.create_task(Listener(self).serve(sockets=[place]))
+        self._serving = asyncio.create_task(Listener(make_app(self)).serve(sockets=[place]))
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         reply = await super().answer(request)

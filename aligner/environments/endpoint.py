@@ -138,8 +138,8 @@ def unix_socket(path: Path) -> socket.socket:
 class Listener(uvicorn.Server):
     """Leaves signals to its process, and tells nobody of requests: their paths are secret."""
 
-    def __init__(self, backend: Backend):
-        super().__init__(uvicorn.Config(make_app(backend), log_config=None, access_log=False, lifespan="off"))
+    def __init__(self, app: Starlette):
+        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -243,7 +243,7 @@ def open_model(cfg: Config) -> Served:
 def main(cfg: Config, port: int, socket: str) -> int:
     """Serves until it is interrupted."""
     require_server("serve", cfg.run.dir)
-    from aligner.environments.endpoint import Listener, loopback, unix_socket  # needs the extra `serve`
+    from aligner.environments.endpoint import Listener, loopback, make_app, unix_socket  # needs the extra `serve`
 
     served = open_model(cfg)
     try:
@@ -254,7 +254,7 @@ def main(cfg: Config, port: int, socket: str) -> int:
     where = "http://localhost" if socket else f"http://127.0.0.1:{place.getsockname()[1]}"
     print(f"{where}/{served.secret}/v1{f' on {socket}' if socket else ''}: model {served.name!r}", flush=True)
     try:
-        asyncio.run(Listener(served).serve(sockets=[place]))
+        asyncio.run(Listener(make_app(served)).serve(sockets=[place]))
     finally:
         if socket:
             with suppress(FileNotFoundError):

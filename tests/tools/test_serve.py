@@ -23,7 +23,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
 import openai
 
-from aligner.environments.endpoint import Listener, loopback, unix_socket
+from aligner.environments.endpoint import Listener, loopback, make_app, unix_socket
 
 HALF = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
 HALF_AT = "messages[0].tool_calls[0]"
@@ -36,7 +36,7 @@ def served(tiny_runs):
 
 @contextmanager
 def listening(served, place: socket.socket):
-    server = Listener(served)
+    server = Listener(make_app(served))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[place])), daemon=True)
     thread.start()
     try:

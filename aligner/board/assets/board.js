@@ -1,0 +1,130 @@
+// The frame: tabs, what pages share, and the way to the server or to the answers that a report has inside.
+
+import { el } from "board/dom.js";
+
+const inlined = JSON.parse(document.getElementById("inlined").textContent);
+const main = document.querySelector("main");
+const problem = el("p", {class: "problem", role: "alert", hidden: true});
+const panels = new Map(); // tab -> its element
+const REPORT = inlined.answers !== null;
+
+async function request(name, args, signal) {
+  const reply = await fetch(`api/${name}`, {
+    method: "POST",
+    headers: {"content-type": "application/json"},
+    body: JSON.stringify(args),
+    signal,
+  });
+  if (!reply.ok) throw new Error((await reply.json()).error);
+  return reply;
+}
+
+export const api = {
+  report: REPORT,
+
+  // What an endpoint says. In a report: what it said to the report's question, of which a page takes its part.
+  async ask(name, args = {}) {
+    if (REPORT) return inlined.answers[name];
+    return (await request(name, args)).json();
+  },
+
+  // The same of an endpoint that streams, part by part.
+  async *stream(name, args = {}, signal = undefined) {
+    const reply = await request(name, args, signal);
+    const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let text = ""; ;) {
+      const {value, done} = await reader.read();
+      const lines = (text += value ?? "").split("\n");
+      text = lines.pop();
+      for (const line of lines) {
+        const part = JSON.parse(line);
+        if (part.error !== undefined) throw new Error(part.error);
+        yield part;
+      }
+      if (done) return;
+    }
+  },
+
+  // Does `work` now, and again every `seconds` while the page is looked at; in a report once. What it throws is told.
+  // Returns a function that does it at once.
+  every(seconds, element, work) {
+    let busy = false, waiting = false;
+    const once = async () => {
+      if (busy) {
+        waiting = true;
+        return;
+      }
+      busy = true;
+      try {
+        await work();
+        problem.hidden = true;
+      } catch (error) {
+        api.fail(error);
+      }
+      busy = false;
+      if (waiting) {
+        waiting = false;
+        await once();
+      }
+    };
+    once();
+    if (!REPORT) setInterval(() => !document.hidden && element.offsetParent !== null && once(), seconds * 1000);
+    return once;
+  },
+
+  fail(error) {
+    problem.textContent = error instanceof TypeError ? `the board does not answer (${error.message})` : error.message;
+    problem.hidden = false;
+  },
+
+  // Where the reader is: #tab?key=value&..., so that a place can be bookmarked.
+  place() {
+    const [tab, text] = location.hash.slice(1).split("?");
+    return {tab: inlined.tabs.includes(tab) ? tab : inlined.tabs[0], args: new URLSearchParams(text ?? "")};
+  },
+
+  go(tab, args = {}) {
+    const text = new URLSearchParams(args).toString();
+    location.hash = text ? `${tab}?${text}` : tab;
+  },
+
+  // Runs chosen in the table, which all pages show: a Set of names. `choose` tells those who listen.
+  chosen: new Set(),
+  choose(names) {
+    api.chosen = new Set(names);
+    document.dispatchEvent(new Event("chosen"));
+  },
+};
+
+async function panel(tab) {
+  if (!panels.has(tab)) {
+    const made = el("section", {id: `page-${tab}`, "aria-label": tab});
+    panels.set(tab, made);
+    main.append(made);
+    const page = await import(`board/${tab}.js`);
+    await page.mount(made, api);
+  }
+  return panels.get(tab);
+}
+
+async function show() {
+  const {tab} = api.place();
+  for (const link of document.querySelectorAll("nav a"))
+    if (link.hash === `#${tab}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  for (const [name, made] of panels) made.hidden = name !== tab;
+  await panel(tab);
+}
+
+// A report is one long page, which prints; the board shows a tab at a time.
+export async function start() {
+  main.before(problem);
+  const nav = document.querySelector("nav");
+  nav.append(...inlined.tabs.map((tab) => el("a", {href: REPORT ? `#page-${tab}` : `#${tab}`}, tab)));
+  if (REPORT) for (const tab of inlined.tabs) await panel(tab);
+  else {
+    addEventListener("hashchange", () => show().catch(api.fail));
+    await show().catch(api.fail);
+  }
+  document.documentElement.dataset.ready = "true"; // for tests
+}

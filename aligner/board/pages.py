@@ -1,0 +1,30 @@
+"""The tabs of the board: what each may ask, and what a report holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aligner.board import runs
+from aligner.board.runs import Board
+from aligner.foreign import Record
+
+Answer = Callable[[Board, Record], Any]  # what JSON can say, or an iterator of that, which is streamed line by line
+
+
+@dataclass(frozen=True)
+class Page:
+    """A tab: assets/NAME.js, and the endpoints that it asks. `report`: what a report asks of them, by their names; the
+    answers are inlined. A page without has no place in reports."""
+
+    endpoints: Mapping[str, Answer] = field(default_factory=dict)
+    report: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+PAGES = {
+    "runs": Page({"runs": runs.table}, {"runs": {}}),
+    "curves": Page(),
+    "samples": Page(),
+    "compose": Page(),
+}

@@ -1,0 +1,32 @@
+"""`aligner board [FOLDER...]`: runs in the browser, on this machine alone."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from aligner.board.pages import PAGES, Page
+from aligner.board.runs import Board
+from aligner.environments.openai_api import require_server
+from aligner.errors import ConfigError
+
+ALL = {**PAGES, "chat": Page()}  # of which only the last needs models
+
+
+def main(folders: Sequence[str], port: int) -> int:
+    """Serves until it is interrupted. Raises ConfigError for a folder that is not there and a port that is taken."""
+    require_server("board", " ".join(folders))
+    from aligner.board.server import make_app  # needs the extra `serve`
+    from aligner.environments.endpoint import Listener, loopback
+
+    board = Board([Path(folder) for folder in folders])
+    try:
+        place = loopback(port)
+    except OSError as error:
+        raise ConfigError("--port", port, "a free port (0: any that is)", str(error)) from error
+    token = secrets.token_urlsafe(32)
+    print(f"http://127.0.0.1:{place.getsockname()[1]}/{token}/", flush=True)
+    asyncio.run(Listener(make_app(board, ALL, token)).serve(sockets=[place]))
+    return 0
