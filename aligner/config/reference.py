@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin
 
 from aligner.config.options import all_keys, hints, nearest
 from aligner.config.schema import Config
-from aligner.errors import UnknownKeyError
+from aligner.errors import ConfigError, UnknownKeyError
 
 HEAD = """# All keys
 
@@ -33,6 +33,7 @@ class Key:
     kind: str
     default: str
     meaning: str
+    choices: tuple[str, ...] = ()  # of a text, or of the elements of a list of such; none: any
 
 
 def keys(root: type = Config, prefix: str = "") -> Iterator[Key]:
@@ -44,7 +45,7 @@ def keys(root: type = Config, prefix: str = "") -> Iterator[Key]:
         if is_dataclass(kind):
             yield from keys(kind, f"{name}.")
             continue
-        yield Key(name, _kind(kind), _default(field), meaning)
+        yield Key(name, _kind(kind), _default(field), meaning, _choices(root, field.name))
         if get_origin(kind) is list and is_dataclass(get_args(kind)[0]):
             yield from keys(get_args(kind)[0], f"{name}[].")
 
@@ -88,6 +89,20 @@ def _default(field: dataclasses.Field) -> str:
     if value is MISSING:
         return ""
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value).replace("\n", "\\n")
+
+
+@functools.cache
+def _choices(cls: type, field: str) -> tuple[str, ...]:
+    """What the section's own check names as expected where it refuses a text that nothing is called."""
+    kind = hints(cls)[field]
+    if kind not in (str, list[str]):
+        return ()
+    try:
+        cls(**{field: "?" if kind is str else ["?"]})
+    except ConfigError as error:
+        listed = error.expected.removeprefix("one of ")
+        return tuple(listed.split(", ")) if listed != error.expected else ()
+    return ()
 
 
 @functools.cache

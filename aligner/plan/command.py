@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from aligner.config.schema import Config
+from aligner.config.sections.model.config import ModelConfig
 from aligner.config.validate import validate_engines, validate_layout
 from aligner.errors import ConfigError
-from aligner.plan.devices import GIB, find_device
-from aligner.plan.job import job_of, shape_at
+from aligner.plan.devices import GIB, Device, find_device
+from aligner.plan.job import Job, job_of, shape_at
 from aligner.plan.memory import MemoryPlanError, refuse
 from aligner.plan.prediction import Prediction, predict
 from aligner.plan.sweep import sweep
@@ -19,6 +21,40 @@ from aligner.plan.sweep import sweep
 
 def main(args: argparse.Namespace, cfg: Config) -> int:
     """Raises ConfigError for what does not divide, MemoryPlanError for what does not fit."""
+    if args.sweep:
+        found = _swept(args, cfg)
+        print(json.dumps([p.data() for p in found[: args.top]], indent=1) if args.json else _table(found, args.top))
+        return 0
+    prediction = predicted(args, cfg)
+    print(json.dumps(prediction.data(), indent=1) if args.json else prediction.text(), flush=True)
+    refuse(prediction.job, prediction.device, prediction.memory)
+    return 0
+
+
+def predicted(args: argparse.Namespace, cfg: Config) -> Prediction:
+    """Of this layout, whether it fits or not. Raises ConfigError."""
+    device, shape, job_for = _asked(args, cfg)
+    validate_layout(replace(cfg, model=replace(shape, init="random")), args.gpus)
+    return predict(job_for(cfg), device)
+
+
+def _swept(args: argparse.Namespace, cfg: Config) -> list[Prediction]:
+    """Of every layout that fits."""
+    device, shape, job_for = _asked(args, cfg)
+    found, nearest = sweep(cfg, shape, args.gpus, device, min(args.gpus_per_node, args.gpus), job_for)
+    if not found and nearest is not None:
+        raise MemoryPlanError(
+            f"no layout of {args.gpus} GPUs fits: the smallest needs {nearest.peak_bytes / GIB:.1f} GiB in phase "
+            f"{nearest.peak}, of {nearest.limit_bytes / GIB:.1f} that a program can use of {device.name}. "
+            "More GPUs, smaller micro-batches (batch.micro_batch_samples), or less for the engine "
+            "(engine.kv_cache_bytes)"
+        )
+    if not found:
+        raise ConfigError("--gpus", args.gpus, "a number that some layout divides, with batch.prompts and the heads")
+    return found
+
+
+def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, Callable[[Config], Job]]:
     if args.gpus < 1 or args.gpus_per_node < 1:
         raise ConfigError("--gpus", min(args.gpus, args.gpus_per_node), "a number >= 1")
     validate_engines(cfg, args.gpus)
@@ -26,35 +62,15 @@ def main(args: argparse.Namespace, cfg: Config) -> int:
     if not shape.vocab_size:
         expected = "the size of the vocabulary, which a plan cannot take from a tokenizer"
         raise ConfigError("model.vocab_size", 0, expected, "Or choose a model: model=llama3_8b.")
-    per_node = min(args.gpus_per_node, args.gpus)
     job_for = partial(
         job_of,
         gpus=args.gpus,
-        gpus_per_node=per_node,
+        gpus_per_node=min(args.gpus_per_node, args.gpus),
         prompt_tokens=args.prompt_tokens,
         response_tokens=args.response_tokens,
         engine_tensor=args.engine_tensor_parallel,
     )
-    if args.sweep:
-        found, nearest = sweep(cfg, shape, args.gpus, device, per_node, job_for)
-        if not found and nearest is not None:
-            raise MemoryPlanError(
-                f"no layout of {args.gpus} GPUs fits: the smallest needs {nearest.peak_bytes / GIB:.1f} GiB in phase "
-                f"{nearest.peak}, of {nearest.limit_bytes / GIB:.1f} that a program can use of {device.name}. "
-                "More GPUs, smaller micro-batches (batch.micro_batch_samples), or less for the engine "
-                "(engine.kv_cache_bytes)"
-            )
-        if not found:
-            raise ConfigError(
-                "--gpus", args.gpus, "a number that some layout divides, with batch.prompts and the heads"
-            )
-        print(json.dumps([p.data() for p in found[: args.top]], indent=1) if args.json else _table(found, args.top))
-        return 0
-    validate_layout(replace(cfg, model=replace(shape, init="random")), args.gpus)
-    prediction = predict(job_for(cfg), device)
-    print(json.dumps(prediction.data(), indent=1) if args.json else prediction.text(), flush=True)
-    refuse(prediction.job, device, prediction.memory)
-    return 0
+    return device, shape, job_for
 
 
 def _table(found: list[Prediction], top: int) -> str:

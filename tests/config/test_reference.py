@@ -10,6 +10,7 @@ from aligner.config.reference import keys, listing, page
 from aligner.errors import UnknownKeyError
 
 PAGE = Path(__file__).parents[2] / "docs/keys.md"
+STAGES = Path(__file__).parents[2] / "conf/stage"
 
 
 def test_the_page_is_what_the_schema_says():
@@ -48,6 +49,15 @@ def test_comments_defaults_and_names():
         ("many", "list of sections", "[]", "some"),
         ("many[].size", "integer", "3", "of it"),
     ]
+
+
+def test_choices_are_those_that_a_check_takes():
+    found = {key.name: key.choices for key in keys()}
+    assert found["optim.schedule"] == ("constant", "linear", "cosine")
+    assert found["critic.optim.schedule"] == found["optim.schedule"] and "veto" in found["mismatch.correction"]
+    assert found["run.dir"] == found["optim.lr"] == found["run.steps"] == ()
+    texts = [name for name, choices in found.items() if choices and "[]" not in name and key_type(name) is str]
+    assert len(texts) > 40 and set(found["stage.name"]) == {path.stem for path in STAGES.glob("*.yaml")}
 
 
 def test_a_section_is_listed_alone():
