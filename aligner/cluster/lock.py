@@ -50,15 +50,34 @@ def _lives(pid: int, started: int) -> bool:
     return _started(pid) == started
 
 
+def _place() -> str:
+    """Numbers of processes mean the same only within one boot and one namespace."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+
+
+def user_here(folder: Path) -> int | None:
+    """The process on this machine that uses a run folder; None: nobody does, or only elsewhere."""
+    owner = _read(folder / NAME)
+    here = owner.get("place") == _place() and _lives(owner["pid"], owner["started"])
+    return owner["pid"] if here else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What the file says; empty if there is none, or none that is whole."""
+    try:
+        return read_record(path, AlignerError).fields
+    except AlignerError:
+        return {}
+
+
 def _myself() -> dict[str, Any]:
-    """`place`: numbers of processes mean the same only within one boot and one namespace. `attempt`: which start of the
-    job this is, by Slurm and by the batch script; of one start, two steps may run at a time."""
-    place = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    """`attempt`: which start of the job this is, by Slurm and by the batch script; of one start, two steps may run at a
+    time."""
     return {
         "id": uuid.uuid4().hex,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "place": place,
+        "place": _place(),
         "started": _started(os.getpid()),
         "job": os.environ.get("SLURM_JOB_ID", ""),
         "attempt": [os.environ.get(name, "") for name in ("SLURM_RESTART_COUNT", "ALIGNER_LOGS")],
@@ -98,7 +117,7 @@ class RunLock:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        if self._owner().get("id") == self.mine["id"]:
+        if _read(self.path).get("id") == self.mine["id"]:
             self.path.unlink(missing_ok=True)
 
     def _make(self, aside: Path) -> bool:
@@ -115,16 +134,9 @@ class RunLock:
                 return False
         return True
 
-    def _owner(self) -> dict[str, Any]:
-        """What the file says; empty if there is none, or none that is whole."""
-        try:
-            return read_record(self.path, AlignerError).fields
-        except AlignerError:
-            return {}
-
     def _follow(self, aside: Path) -> None:
         """Wait until the owner is gone for good, and take the file away. Raises ConfigError if it lives."""
-        owner, first, told = self._owner(), self._touched(), False
+        owner, first, told = _read(self.path), self._touched(), False
         while (why := self._gone(owner, aside)) is None:
             if first is None or self._touched() is None:
                 return  # it has just ended
@@ -166,7 +178,7 @@ class RunLock:
             time.sleep(0.05)
             return
         try:
-            if self._owner() == owner:
+            if _read(self.path) == owner:
                 self.path.unlink(missing_ok=True)
                 print(f"{self.path} was of {_named(owner)}, {why}: taking it over", file=sys.stderr, flush=True)
         finally:
