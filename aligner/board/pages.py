@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from aligner.board import runs
+from aligner.board import compose, jobs, runs, samples
 from aligner.board.runs import Board
 from aligner.foreign import Record
 
@@ -25,6 +25,11 @@ class Page:
 PAGES = {
     "runs": Page({"runs": runs.table}, {"runs": {}}),
     "curves": Page(),
-    "samples": Page(),
-    "compose": Page(),
+    "samples": Page(
+        {"samples": samples.samples, "sample_tokens": samples.sample_tokens}, {"samples": {"report": True}}
+    ),
+    "compose": Page(
+        {"form": compose.form, "check": compose.check, "jobs": jobs.jobs, "start": jobs.start, "stop": jobs.stop}
+        | {"dry_run": jobs.dry_run, "submit": jobs.submit}
+    ),
 }

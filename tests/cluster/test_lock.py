@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from aligner.cluster import lock
-from aligner.cluster.lock import NAME, RunLock
+from aligner.cluster.lock import NAME, RunLock, user_here
 from aligner.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -51,11 +51,13 @@ def test_a_second_process_is_refused_in_one_line(holder, tmp_path):
     assert f"no other process uses; process {holder.pid} on {host} does since" in str(told.value)
     assert "\n" not in str(told.value) and owner(tmp_path)["pid"] == holder.pid
     assert [p.name for p in tmp_path.iterdir()] == [NAME]
+    assert user_here(tmp_path) == holder.pid
 
 
 def test_one_that_was_killed_is_followed_at_once_and_told(holder, tmp_path, capfd):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
+    assert user_here(tmp_path) is None
     began = time.monotonic()
     with RunLock(tmp_path):
         assert owner(tmp_path)["pid"] == os.getpid() and time.monotonic() - began < 1
@@ -66,6 +68,7 @@ def test_one_that_was_killed_is_followed_at_once_and_told(holder, tmp_path, capf
 def test_a_number_that_another_process_has_by_now_is_no_owner(tmp_path):
     mine = lock._myself()
     write(tmp_path, **mine | {"pid": os.getppid(), "started": mine["started"] + 1})
+    assert user_here(tmp_path) is None
     with RunLock(tmp_path):
         assert owner(tmp_path)["pid"] == os.getpid()
 
@@ -74,6 +77,7 @@ def test_on_another_host_the_file_must_be_touched(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(lock, "STALE_S", 2.0)
     monkeypatch.setattr(lock, "POLL_S", 0.1)
     write(tmp_path, age_s=60)
+    assert user_here(tmp_path) is None
     with RunLock(tmp_path):
         assert "silent for 60 s: taking it over" in capfd.readouterr().err
     write(tmp_path)

@@ -1,5 +1,140 @@
-import { el } from "board/dom.js";
+// What the model wrote: rows of samples.jsonl, or groups of a recorded rollout with a number behind every token.
 
-export function mount(element, api) {
-  element.append(el("p", {}, "samples"));
+import { el, number, table } from "board/dom.js";
+import { tokens } from "board/tokens.js";
+
+const NAMES = {
+  advantage: "advantage", difference: "logprob, trainer - engine", kl: "KL to the reference (k1)", entropy: "entropy",
+  value: "value", return: "return", reward: "token reward", weight: "weight in the loss", logprob: "logprob (engine)",
+};
+
+export async function mount(element, api) {
+  const place = api.report ? new URLSearchParams() : api.place().args;
+  const asked = {run: place.get("run") ?? "", step: place.get("step") ?? "", page: 0};
+  const run = el("select", {onchange: () => ask({run: run.value, step: ""})});
+  const step = el("select", {onchange: () => ask({step: step.value})});
+  const text = el("input", {type: "search", size: 14, oninput: () => later({text: text.value})});
+  const low = el("input", {type: "number", step: "any", oninput: () => later({low: bound(low)})});
+  const high = el("input", {type: "number", step: "any", oninput: () => later({high: bound(high)})});
+  const order = el("select", {onchange: () => ask({order: order.value})},
+    [["newest", "in order"], ["best", "best reward first"], ["worst", "worst reward first"]].map(([value, name]) => el("option", {value}, name)));
+  const colour = el("select", {onchange: () => paint()});
+  const back = el("button", {type: "button", onclick: () => ask({page: asked.page - 1})}, "back");
+  const next = el("button", {type: "button", onclick: () => ask({page: asked.page + 1})}, "more");
+  const body = el("div", {});
+  const colouring = el("label", {}, "colour", colour);
+  const paints = []; // of each sample on the page
+  let timer = 0, asking = 0;
+
+  if (!api.report) {
+    element.append(el("div", {class: "controls"}, el("label", {}, "run", run), el("label", {}, "step", step),
+      el("label", {}, "prompt has", text), el("label", {}, "reward from", low), el("label", {}, "to", high),
+      el("label", {}, "order", order), back, next));
+  }
+  element.append(el("div", {class: "controls"}, colouring), body);
+
+  const bound = (input) => (input.value === "" ? null : Number(input.value));
+  function ask(change) {
+    Object.assign(asked, {page: 0}, change);
+    return load().catch(api.fail);
+  }
+  function later(change) {
+    clearTimeout(timer);
+    timer = setTimeout(() => ask(change), 300);
+  }
+
+  async function load() {
+    const mine = ++asking;
+    const answer = await api.ask("samples", asked);
+    if (mine !== asking) return; // another question has come since
+    paints.length = 0;
+    body.replaceChildren(...answer.views.map((view) => shown(view, answer.hint)));
+    if (!answer.views.length) body.append(el("p", {}, "No run has samples yet. ", el("span", {class: "dim"}, answer.hint)));
+    if (!api.report) controls(answer);
+    choices();
+    paint();
+  }
+
+  function controls({runs, views: [view]}) {
+    fill(run, runs.map((name) => [name, name]), view?.run);
+    const steps = [...new Set([...(view?.recorded ?? []), ...(view?.steps ?? [])])].sort((a, b) => b - a);
+    fill(step, [["table", "all of samples.jsonl"], ...steps.map((n) => [String(n), view.recorded.includes(n) ? `${n}, with tokens` : n])], view?.step);
+    back.disabled = asked.page === 0;
+    next.disabled = !view?.more;
+  }
+
+  function fill(select, options, value) {
+    select.replaceChildren(...options.map(([name, label]) => el("option", {value: name}, String(label))));
+    if (value !== undefined) select.value = value;
+  }
+
+  // What there are numbers for; what was chosen stays.
+  function choices() {
+    const found = Object.keys(NAMES).filter((name) => paints.some(({numbers}) => name in numbers));
+    const before = colour.value;
+    fill(colour, [...found.map((name) => [name, NAMES[name]]), ["", "none"]], found.includes(before) ? before : (found[0] ?? ""));
+    colouring.hidden = !found.length;
+  }
+
+  function paint() {
+    const values = paints.flatMap(({numbers}) => numbers[colour.value] ?? []).map((value) => Math.abs(value ?? 0));
+    const most = values.reduce((a, b) => Math.max(a, b), 0);
+    for (const one of paints) one.paint(colour.value, most);
+  }
+
+  function shown(view, hint) {
+    const head = el("h2", {}, view.groups.length ? `${view.run}, step ${view.step}` : view.run);
+    if (view.groups.length) return el("div", {}, head, view.groups.map((group) => groupOf(view, group)));
+    const none = view.rows.length ? null : el("p", {}, "No sample is like that.");
+    const more = view.recorded.length ? null : el("p", {class: "dim"}, `No numbers of tokens: ${hint}.`);
+    return el("div", {}, head, more, none, view.rows.map(row));
+  }
+
+  function groupOf(view, group) {
+    return el("section", {class: "group", "aria-label": `prompt ${group.id}`},
+      el("details", {open: true}, el("summary", {}, `prompt ${group.id}, ${group.samples.length} samples`), el("pre", {class: "prompt"}, group.prompt)),
+      el("div", {class: "samples"}, group.samples.map((sample) => sampleOf(view, sample))));
+  }
+
+  function sampleOf(view, sample) {
+    const made = el("div", {});
+    const show = (found) => {
+      const one = tokens(found, NAMES);
+      paints.push(one);
+      made.replaceChildren(one.element);
+    };
+    if (sample.tokens) show(sample.tokens);
+    else {
+      made.append(el("pre", {}, sample.response));
+      if (!api.report) made.append(el("button", {type: "button", onclick: () => api.ask("sample_tokens", {run: view.run, step: Number(view.step), row: sample.row})
+        .then((found) => { show(found); choices(); paint(); }).catch(api.fail)}, "show tokens"));
+    }
+    return el("article", {class: "sample"}, facts(sample.reward, sample), made);
+  }
+
+  function facts(reward, sample, more = []) {
+    const scores = Object.entries(sample.scores);
+    const words = [`reward ${number(reward) || "none"}`, ...(scores.length > 1 ? scores.map(([name, value]) => `${name} ${number(value) || "none"}`) : []),
+      ...more, sample.end || (sample.finished ? "" : "cut by the limit"), sample.valid === false ? "invalid" : ""];
+    return el("p", {class: "facts"}, words.filter(Boolean).join(", "));
+  }
+
+  function row(sample) {
+    const turns = sample.turns.map((turn) => turnOf(turn.role, turn.text, "tokens" in turn ? `${turn.tokens} tokens in the loss` : "not in the loss", "tokens" in turn));
+    const columns = Object.entries(sample.columns);
+    return el("article", {class: "sample"},
+      facts(sample.reward, sample, [`step ${sample.step}`, `advantage ${number(sample.advantage)}`]),
+      turnOf("prompt", sample.prompt, "", false), turns.length ? turns : turnOf("response", sample.response, "", true),
+      columns.length ? el("details", {}, el("summary", {}, "columns of its row"), table(["column", "value"], columns.map(([name, value]) => [name, String(value ?? "")]))) : null);
+  }
+
+  function turnOf(role, text, note, own) {
+    return el("div", {class: own ? "turn own" : "turn"}, el("small", {}, `${role ?? ""} ${note}`), el("pre", {}, String(text ?? "")));
+  }
+
+  if (!api.report) addEventListener("hashchange", () => {
+    const {tab, args} = api.place();
+    if (tab === "samples" && args.has("run")) ask({run: args.get("run"), step: args.get("step") ?? ""});
+  });
+  await load();
 }

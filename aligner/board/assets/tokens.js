@@ -1,0 +1,45 @@
+// Tokens of one text, coloured by a number of each; all numbers of one are read by pointing at it, or with the arrow keys.
+
+import { el, number } from "board/dom.js";
+
+const SHARE = 45; // percent of the colour at the largest number: the text stays readable
+
+// {texts, ids, made, numbers: name -> values, cut} -> {element, numbers, paint(name, largest)}. `names`: what to call them.
+export function tokens({texts, ids, made, numbers, cut}, names) {
+  const spans = texts.map((text, i) => el("span", {class: made[i] ? "token" : "token given", "data-i": i}, text));
+  const told = el("p", {class: "told", "aria-live": "polite"}, "\u00a0");
+  const box = el("pre", {class: "tokens", tabindex: 0, role: "group", "aria-label": "tokens: arrow keys tell the numbers of each"},
+    spans, cut ? el("span", {class: "dim"}, " ... (longer than what is shown)") : null);
+  let at = -1;
+
+  function tell(i) {
+    if (!(i in spans)) return;
+    spans[at]?.classList.remove("at");
+    at = i;
+    spans[at].classList.add("at");
+    const found = Object.entries(numbers).filter(([, values]) => values[i] !== null);
+    const words = found.map(([name, values]) => `${names[name] ?? name} ${number(values[i])}`);
+    told.textContent = [`${JSON.stringify(texts[i])}${ids ? ` (${ids[i]})` : ""}`, ...(made[i] ? words : ["not of the policy"])].join(" \u00b7 ");
+  }
+  box.addEventListener("pointerover", (event) => event.target.dataset.i && tell(Number(event.target.dataset.i)));
+  box.addEventListener("click", (event) => event.target.dataset.i && tell(Number(event.target.dataset.i)));
+  box.addEventListener("keydown", (event) => {
+    const step = {ArrowRight: 1, ArrowLeft: -1}[event.key];
+    if (!step) return;
+    event.preventDefault();
+    tell(Math.min(spans.length - 1, Math.max(0, at + step)));
+  });
+
+  return {
+    element: el("div", {}, box, told),
+    numbers,
+    paint(name, largest) {
+      const values = numbers[name];
+      spans.forEach((span, i) => {
+        const value = values?.[i] ?? 0;
+        const share = largest > 0 ? Math.round((SHARE * Math.abs(value)) / largest) : 0;
+        span.style.background = share ? `color-mix(in srgb, var(${value > 0 ? "--more" : "--less"}) ${share}%, transparent)` : "";
+      });
+    },
+  };
+}

@@ -1,0 +1,159 @@
+"""Runs that the board starts: processes of the user's own command line, which outlive it, and a stop for any run here.
+
+A stop is what docs/resume.md says: SIGTERM, upon which the run saves at its next step boundary. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aligner.board.compose import Wish, composed
+from aligner.board.runs import Board
+from aligner.cluster.lock import user_here
+from aligner.config.validate import validate
+from aligner.errors import AlignerError, ConfigError, DataError
+from aligner.foreign import Record
+
+LOG = "logs/board.log"  # in the run folder
+TAIL_BYTES = 4000
+DRY_S = 120
+
+
+@dataclass
+class Jobs:
+    """Calls come from several threads."""
+
+    started: dict[Path, subprocess.Popen] = field(default_factory=dict)  # by run folder
+    _dry: dict[str, list[str]] = field(default_factory=dict)  # what `dry` has shown
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self, wish: Wish) -> dict[str, Any]:
+        """`launch` in the background, its output in the run's folder. Raises AlignerError for what it would refuse."""
+        if wish.command != "launch":
+            raise ConfigError("command", wish.command, "launch: a job for Slurm is submitted")
+        cfg = composed(wish)
+        validate(cfg, wish.world_size())
+        folder = Path(cfg.run.dir).expanduser().resolve()
+        with self._lock:
+            if self._pid(folder) is not None:
+                raise ConfigError("run.dir", str(folder), "a folder that no other process uses")
+            log = folder / LOG
+            try:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                with log.open("wb") as output:
+                    self.started[folder] = subprocess.Popen(
+                        _aligner(wish.argv()),
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,  # a Ctrl-C at the board, or its end, is not the run's
+                    )
+            except OSError as error:
+                raise ConfigError(
+                    "run.dir", str(folder), "a folder that can be written", f"{error.strerror}."
+                ) from None
+        return self.told(folder)
+
+    def dry(self, wish: Wish) -> dict[str, str]:
+        """What `submit` would write and call; `key` is for `submit`."""
+        if wish.command != "submit":
+            raise ConfigError("command", wish.command, "submit: a run on this machine is started")
+        shown = _output(wish.argv("--dry-run"))
+        key = secrets.token_urlsafe(16)
+        self._dry = {key: wish.argv()}
+        return {"text": shown, "key": key}
+
+    def submit(self, key: str) -> dict[str, str]:
+        """What `dry` has shown last, once. Raises AlignerError for anything else, and where sbatch does."""
+        argv = self._dry.pop(key, None)
+        if argv is None:
+            raise AlignerError("submit: expected what a dry run has shown; look at it again")
+        return {"text": _output(argv)}
+
+    def stop(self, folder: Path) -> dict[str, Any]:
+        """Raises AlignerError if the run is not on this machine."""
+        pid = self._pid(folder)
+        if pid is None:
+            told = "expected a run that goes on on this machine. A job of Slurm's: scancel JOB"
+            raise AlignerError(f"stop {str(folder)!r}: {told}")
+        os.kill(pid, signal.SIGTERM)
+        return self.told(folder)
+
+    def told(self, folder: Path) -> dict[str, Any]:
+        """`code`: how a run that was started here ended; None while it goes on, or if it was started elsewhere."""
+        ours, log = self.started.get(folder), folder / LOG
+        return {
+            "folder": str(folder),
+            "pid": self._pid(folder),
+            "code": ours.poll() if ours else None,
+            "log": _tail(log) if log.is_file() else "",
+        }
+
+    def _pid(self, folder: Path) -> int | None:
+        """Of one that has just been started no lock tells yet."""
+        ours = self.started.get(folder)
+        return ours.pid if ours and ours.poll() is None else user_here(folder)
+
+
+def _aligner(argv: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "aligner", *argv]
+
+
+def _output(argv: Sequence[str]) -> str:
+    """What the command prints. Raises AlignerError with its words if it fails."""
+    try:
+        done = subprocess.run(
+            _aligner(argv), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=DRY_S
+        )
+    except subprocess.TimeoutExpired:
+        raise AlignerError(f"{shlex.join(argv)}: no end after {DRY_S} s") from None
+    if done.returncode:
+        raise AlignerError(done.stderr.strip().removeprefix("error: ") or f"exit code {done.returncode}")
+    return done.stdout + done.stderr
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+# --- endpoints
+
+JOBS = Jobs()  # of this process
+
+
+def start(board: Board, asked: Record) -> Any:
+    return JOBS.start(Wish.read(asked))
+
+
+def dry_run(board: Board, asked: Record) -> Any:
+    return JOBS.dry(Wish.read(asked))
+
+
+def submit(board: Board, asked: Record) -> Any:
+    return JOBS.submit(asked.text("key"))
+
+
+def stop(board: Board, asked: Record) -> Any:
+    folder = asked.text("folder")
+    if folder not in [job["folder"] for job in jobs(board, asked)["jobs"]]:
+        raise DataError(f"folder={folder!r}: expected that of a run that goes on on this machine")
+    return JOBS.stop(Path(folder))
+
+
+def jobs(board: Board, asked: Record) -> Any:
+    """Those that were started here, and whatever else of the board's runs goes on on this machine."""
+    told = {folder: JOBS.told(folder) for folder in list(JOBS.started)}
+    others = (folder for run in board.runs().values() if (folder := run.folder.resolve()) not in told)
+    return {"jobs": [*told.values(), *(JOBS.told(folder) for folder in others if user_here(folder) is not None)]}

@@ -1,0 +1,43 @@
+"""What the page of samples asks for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from aligner.config.checks import one_of
+from aligner.foreign import Record
+
+ORDERS = ("newest", "best", "worst")  # the last two by reward
+
+
+@dataclass(frozen=True)
+class Query:
+    text: str = ""  # in the prompt, whatever its case
+    low: float = -math.inf  # of the reward
+    high: float = math.inf
+    order: str = "newest"
+    page: int = 0
+
+    @classmethod
+    def read(cls, asked: Record) -> Query:
+        """Raises AlignerError."""
+        order = asked.text("order", "newest")
+        one_of("order", order, ORDERS)
+        bounds = asked.number("low", -math.inf), asked.number("high", math.inf)
+        return cls(asked.text("text", "").casefold(), *bounds, order, asked.integer("page", 0))
+
+    def takes(self, prompt: Any) -> bool:
+        return self.text in str(prompt).casefold()
+
+    def within(self, reward: float | None) -> bool:
+        """One without a reward is within no bounds."""
+        bounded = self.low > -math.inf or self.high < math.inf
+        return not bounded if reward is None else self.low <= reward <= self.high
+
+
+def rounded(value: Any) -> float | None:
+    """Digits that a reader has use for; None for what is no finite number."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(f"{value:.5g}") if good else None

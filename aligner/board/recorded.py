@@ -1,0 +1,203 @@
+"""Recorded rollouts (rollout/record.py writes them) as the board shows them: groups of samples, numbers of each token.
+
+Of a file only what is shown is read: small columns, and the rows of a page. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from safetensors import SafetensorError, safe_open
+
+from aligner.board.query import Query, rounded
+from aligner.config.options import from_plain
+from aligner.errors import AlignerError, DataError
+from aligner.foreign import parse_json, record
+from aligner.run.sample_table import plain
+
+FOLDER = "rollouts"  # in the run folder
+FORMAT, VERSION = "aligner-rollout", 1
+GROUPS = 2  # of a page
+PAGE_TOKENS = 16384  # of a page: further samples have theirs when they are asked for
+SAMPLE_TOKENS = 4096  # an answer has no more of one sample
+# of each token -> how they come from the columns of a recording
+NUMBERS = {
+    "advantage": ("trained/advantages",),
+    "difference": ("trained/old_logprobs", "rollout_logprobs"),  # trainer - engine
+    "kl": ("trained/old_logprobs", "trained/ref_logprobs"),  # k1: policy - reference
+    "entropy": ("trained/entropy",),
+    "value": ("trained/values",),
+    "return": ("trained/returns",),
+    "reward": ("trained/token_rewards",),
+    "weight": ("trained/token_weights",),
+    "logprob": ("rollout_logprobs",),
+}
+
+
+def steps(folder: Path) -> list[int]:
+    """Those of a run whose rollouts are there."""
+    names = (path.stem.removeprefix("step-") for path in (folder / FOLDER).glob("step-*.safetensors"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+@dataclass(frozen=True)
+class Header:
+    slots: list[int]
+    prompts: list[dict[str, Any]]
+    responses: list[str]
+
+
+@dataclass(frozen=True)
+class Recording:
+    path: Path
+    header: Header
+    small: dict[str, np.ndarray]  # what is one number a sample
+    decode: Callable[[Sequence[int]], list[str]]  # ids -> the text of each
+
+    @classmethod
+    def of(cls, folder: Path, step: int) -> Recording:
+        """Of a run folder. Raises DataError for what is no recording, or damaged."""
+        path = folder / FOLDER / f"step-{step:08d}.safetensors"
+        try:
+            found = path.stat()
+            header, small = _small(path, found.st_mtime_ns, found.st_size)
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from None
+        return cls(path, header, small, _decoder(folder))
+
+    def page(self, query: Query) -> tuple[list[dict[str, Any]], bool]:
+        """Groups of samples, with their tokens as far as PAGE_TOKENS go, and whether there are more behind them."""
+        rewards, group = self.small["scores/total"], self.small["group"]
+        prompts = dict(zip(self.header.slots, self.header.prompts, strict=True))
+        rows = {slot: np.flatnonzero(group == slot).tolist() for slot in prompts}
+        slots = [slot for slot, prompt in prompts.items() if query.takes(prompt.get("text", ""))]
+        slots = [slot for slot in slots if any(query.within(rounded(float(rewards[row]))) for row in rows[slot])]
+        if query.order != "newest":
+            slots.sort(key=lambda slot: float(np.nansum(rewards[rows[slot]])), reverse=query.order == "best")
+        first, left = query.page * GROUPS, PAGE_TOKENS
+        found = []
+        for slot in slots[first : first + GROUPS]:
+            prompt, samples = prompts[slot], []
+            for row in rows[slot]:
+                left -= min(int(self.small["lengths"][row]), SAMPLE_TOKENS)
+                samples.append(self._sample(row) | {"tokens": self.tokens(row) if left >= 0 else None})
+            found.append(
+                {"slot": slot, "id": prompt.get("id"), "prompt": str(prompt.get("text", "")), "samples": samples}
+            )
+        return found, len(slots) > first + GROUPS
+
+    def _sample(self, row: int) -> dict[str, Any]:
+        components = {name: column for name, column in self.small.items() if name.startswith("scores/components/")}
+        return {
+            "row": row,
+            "index": int(self.small["sample_index"][row]),
+            "response": plain(self.header.responses[row]),
+            "reward": rounded(float(self.small["scores/total"][row])),
+            "finished": bool(self.small["finished"][row]),
+            "valid": bool(self.small["valid"][row]),
+            "scores": {name.rpartition("/")[2]: rounded(float(column[row])) for name, column in components.items()},
+        }
+
+    def tokens(self, row: int) -> dict[str, Any]:
+        """Of one sample, from the first token that the policy made: `texts`, `ids`, `made` (by the policy, not given to
+        it), and by name the `numbers` that the recording has, null for given tokens. Raises DataError."""
+        if not 0 <= row < len(self.header.responses):
+            raise DataError(f"{self.path}: row {row}: expected one from 0 to {len(self.header.responses) - 1}")
+        try:
+            with safe_open(str(self.path), "np") as file:
+                whole = int(self.small["lengths"][row])
+                columns = {
+                    name: file.get_slice(name)[row : row + 1][0, :whole]
+                    for name in {"tokens", "response_mask", *(part for parts in NUMBERS.values() for part in parts)}
+                    if name in file.keys()  # noqa: SIM118 (no mapping)
+                }
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(self.path, error) from None
+        made = columns["response_mask"] > 0
+        first = int(made.argmax()) if made.any() else whole
+        seen = slice(first, first + SAMPLE_TOKENS)
+        before = max(0, first - 1)
+        ids = columns["tokens"][before : seen.stop].tolist()
+        return {
+            "texts": self.decode(ids)[first - before :],
+            "ids": ids[first - before :],
+            "made": made[seen].tolist(),
+            "numbers": {
+                name: _values([columns[part][seen] for part in parts], made[seen])
+                for name, parts in NUMBERS.items()
+                if columns.keys() >= set(parts)
+            },
+            "cut": whole > seen.stop,
+        }
+
+
+def _values(columns: Sequence[np.ndarray], made: np.ndarray) -> list[float | None]:
+    """The first, or what it is more than the second."""
+    found = columns[0] - columns[1] if len(columns) > 1 else columns[0]
+    return [rounded(float(value)) if own else None for value, own in zip(found, made, strict=True)]
+
+
+@functools.lru_cache(8)
+def _small(path: Path, mtime_ns: int, size: int) -> tuple[Header, dict[str, np.ndarray]]:
+    """Time and size tell a file from one that has taken its place. Raises DataError, and as safetensors does."""
+    where = f"{path}: header"
+    with safe_open(str(path), "np") as file:
+        text = (file.metadata() or {}).get("header", "{}")
+        flat = [name for name in file.keys() if len(file.get_slice(name).get_shape()) == 1]  # noqa: SIM118
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+        small = {name: file.get_tensor(name) for name in flat}
+    told = record(parse_json(text, where, DataError), where, DataError)
+    if (told.fields.get("format"), told.fields.get("version")) != (FORMAT, VERSION):
+        raise DataError(f"{path}: expected a recorded rollout (debug.record) of format {FORMAT} {VERSION}")
+    told.need("slots", "prompts", "responses")
+    try:
+        header = from_plain(Header, {name: told.fields[name] for name in ("slots", "prompts", "responses")}, "header")
+    except AlignerError as error:
+        raise DataError(f"{path}: {error}") from None
+    rows, one = len(header.responses), ("scores/total", "group", "lengths", "finished", "valid", "sample_index")
+    wrong = [name for name in one if shapes.get(name) != [rows]]
+    wrong += [name for name in ("tokens", "response_mask") if shapes.get(name, [])[:1] != [rows]]
+    if wrong or len(header.slots) != len(header.prompts):
+        raise DataError(f"{path}: expected {wrong or ['slots']} of {rows} samples")
+    return header, small
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path}: cannot be read as a recorded rollout ({error})")
+
+
+# --- tokens as text
+
+
+def _decoder(folder: Path) -> Callable[[Sequence[int]], list[str]]:
+    """By the tokenizer of a run; where there is none, the ids stand for the texts."""
+    places = [folder / "hf", folder / "source"]
+    with suppress(OSError, yaml.YAMLError, TypeError, KeyError, AttributeError):  # whatever config.yaml is
+        model = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["model"]
+        named, init = (Path(str(model.get(key) or "-")).expanduser() for key in ("tokenizer", "init"))
+        places = [named, *places, init, init / "hf"]
+    file = next((path for place in places if (path := place / "tokenizer.json").is_file()), None)
+    if file is None:
+        return lambda ids: [f"[{token}]" for token in ids]
+    return functools.partial(_decoded, _tokenizer(file, file.stat().st_mtime_ns))
+
+
+@functools.lru_cache(4)
+def _tokenizer(file: Path, mtime_ns: int) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(file))
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Each behind the token before it, as some decoders drop the blank of a first one."""
+    before = tokenizer.decode_batch([ids[max(0, i - 1) : i] for i in range(len(ids))], skip_special_tokens=False)
+    both = tokenizer.decode_batch([ids[max(0, i - 1) : i + 1] for i in range(len(ids))], skip_special_tokens=False)
+    return [text[len(first) :] for text, first in zip(both, before, strict=True)]

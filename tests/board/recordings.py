@@ -1,0 +1,60 @@
+"""Recorded rollouts and samples of runs that nobody has trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>&amp;</pre>"
+
+
+def run_folder(folder: Path, rows: int = 0) -> Path:
+    """With rows of samples.jsonl: step i has reward i % 5 and prompt `question i % 3`."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("stage: {name: grpo}\nmodel: {tokenizer: '', init: random}\n")
+    if rows:
+        write_rows(folder, range(rows))
+    return folder
+
+
+def write_rows(folder: Path, steps) -> None:
+    with (folder / "samples.jsonl").open("a") as file:
+        for i in steps:
+            row = {"step": i, "prompt": f"question {i % 3}", "response": f"{HOSTILE} {i}", "reward": i % 5}
+            file.write(
+                json.dumps(row | {"advantage": 0.5, "finished": True, "scores": {"a": 1.0}, "columns": {}}) + "\n"
+            )
+
+
+def record(folder: Path, step: int, prompts: int = 3, group: int = 2, *, trained: bool = True) -> dict[str, np.ndarray]:
+    """Rows of 3 prompt tokens and 4 behind them, of which the third is given: bytes of `abc`, `<x> `. Returns the
+    columns."""
+    n = prompts * group
+    draw = np.random.default_rng(step)
+    tokens = np.tile(np.frombuffer(b"abc<x> ", np.uint8).astype(np.int32), (n, 1))
+    mask = np.tile(np.array([0, 0, 0, 1, 1, 0, 1], np.float32), (n, 1))
+    columns = {
+        "tokens": tokens,
+        "response_mask": mask,
+        "lengths": np.full(n, 7),
+        "group": np.repeat(np.arange(prompts), group),
+        "sample_index": np.tile(np.arange(group), prompts),
+        "finished": np.ones(n, bool),
+        "scores/total": np.arange(n, dtype=np.float64),
+        "scores/components/math": np.where(np.arange(n) == 1, np.nan, 1.0),
+        "valid": np.ones(n, bool),
+        "rollout_logprobs": draw.normal(size=(n, 7)).astype(np.float32),
+    }
+    if trained:
+        for name in ("old_logprobs", "ref_logprobs", "advantages"):
+            columns[f"trained/{name}"] = draw.normal(size=(n, 7)).astype(np.float32)
+    header = {"format": "aligner-rollout", "version": 1, "step": step, "weight_version": step, "origin": {}}
+    header |= {"slots": list(range(prompts)), "responses": [f"{HOSTILE} {i}" for i in range(n)]}
+    header["prompts"] = [{"id": 10 + i, "text": f"question {i} {HOSTILE}"} for i in range(prompts)]
+    (folder / "rollouts").mkdir(exist_ok=True)
+    path = folder / "rollouts" / f"step-{step:08d}.safetensors"
+    save_file(columns, str(path), {"header": json.dumps(header)})
+    return columns

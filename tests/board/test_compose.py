@@ -1,0 +1,124 @@
+"""The form of a run: what it says is what the command line says."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aligner import __main__ as command_line
+from aligner.board.compose import Wish, check, composed, form, shown
+from aligner.board.jobs import Jobs
+from aligner.board.runs import Board
+from aligner.config.freeze import to_yaml
+from aligner.config.options import GROUPS
+from aligner.config.resolve import compose
+from aligner.errors import AlignerError, ConfigError, DataError
+from aligner.foreign import Record
+from tests.board.recordings import run_folder
+
+GRPO = {"stage": "grpo", "model": "qwen3_0.6b"}
+
+
+def ask(answer=check, **asked):
+    return answer(Board([]), Record(asked, "test", DataError))
+
+
+def test_the_form_has_every_group_and_key():
+    found = ask(form)
+    assert tuple(found["groups"]) == GROUPS and "quickstart_grpo" in found["groups"]["experiment"]
+    lr = next(key for key in found["keys"] if key["name"] == "optim.schedule")
+    assert lr["choices"] == ("constant", "linear", "cosine") and lr["meaning"]
+    assert "h100" in found["devices"] and "generic" in found["sites"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "key"),
+    [
+        ({"values": {"optim.lr": "fast"}}, "optim.lr"),
+        ({"values": {"optim.lrr": "1"}}, "optim.lrr"),
+        ({"values": {"optim.betas": "[0.9"}}, "override"),
+        ({"groups": {"stage": "gpro"}}, "stage"),
+        ({"values": {"data.train": "a (b) = c"}}, "data.train"),
+        ({"values": {"run.dir": ""}}, "run.dir"),
+        ({"ranks": 0, "values": {"data.train": "."}}, "--ranks"),
+        ({"groups": GRPO, "ranks": 3, "values": {"data.train": ".", "reward.functions": "[{path: math}]"}}, None),
+    ],
+)
+def test_what_is_wrong_is_told_as_the_command_line_does(wish, key, capsys, tmp_path, monkeypatch):
+    found = ask(**wish)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(found["command"])
+    assert words[:3] == ["python", "-m", "aligner"] and command_line.main(words[3:]) == 2
+    assert capsys.readouterr().err == found["error"]["text"] + "\n"
+    assert key in (None, found["error"]["key"])
+
+
+def test_values_are_those_of_the_command(tmp_path):
+    """Overrides of the form, YAML and the groups' own values, against what the same words compose to."""
+    wish = {"groups": GRPO, "values": {"optim.lr": "3e-5", "run.dir": str(tmp_path), "data.train": "."}}
+    found = ask(**wish, gpus=16)
+    words = shlex.split(found["command"])
+    assert words[3:9] == ["launch", "--ranks", "1", "stage=grpo", "model=qwen3_0.6b", "optim.lr=3e-5"]
+    assert yaml.safe_load(found["yaml"]) == yaml.safe_load(to_yaml(compose(words[6:])))
+    assert (found["base"]["optim.lr"], found["base"]["batch.group"]) == ("0.0001", "8")
+    assert "critic.trunk" in found["unread"] and "sampling.temperature" not in found["unread"]
+    assert found["plan"]["table"].startswith("grpo on 16 x h100") and not found["plan"]["error"]
+    assert "plan --gpus 16" in found["plan"]["command"]
+
+
+def test_a_plan_that_does_not_fit_is_shown_and_refused():
+    found = ask(groups=GRPO | {"model": "llama3_70b"}, values={"data.train": "."}, gpus=1)
+    assert "phase" in found["plan"]["table"] and "error: the job does not fit" in found["plan"]["error"]
+
+
+def test_what_the_form_shows_means_the_same_when_typed():
+    base = ask(groups={"experiment": "quickstart_grpo"})["base"]
+    values = {key: text for key, text in base.items() if not key.startswith("stage.")}
+    again = composed(Wish({"experiment": "quickstart_grpo"}, values))
+    assert again == composed(Wish({"experiment": "quickstart_grpo"}))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12).filter(str.strip))
+def test_any_text_reaches_the_config_as_it_was_typed(text):
+    found = composed(Wish(values={"model.tokenizer": text, "data.columns": shown({"prompt": text})}))
+    assert (found.model.tokenizer, found.data.columns) == (text, {"prompt": text})
+
+
+def test_a_dry_run_comes_before_a_submit(tmp_path, monkeypatch):
+    jobs, wish = (
+        Jobs(),
+        Wish({"stage": "sft"}, {"data.train": ".", "run.dir": str(tmp_path / "run")}, "submit", nodes=2),
+    )
+    shown = jobs.dry(wish)
+    assert "#SBATCH --nodes=2" in shown["text"] and "# sbatch --parsable" in shown["text"]
+    assert not (tmp_path / "run").exists()
+    calls = []
+    monkeypatch.setattr(
+        subprocess, "run", lambda argv, **_: calls.append(argv) or subprocess.CompletedProcess(argv, 0, "job 7", "")
+    )
+    with pytest.raises(AlignerError, match="what a dry run has shown"):
+        jobs.submit("guessed")
+    assert jobs.submit(shown["key"]) == {"text": "job 7"} and calls[0][3:] == wish.argv()
+    with pytest.raises(AlignerError, match="what a dry run has shown"):
+        jobs.submit(shown["key"])
+
+
+def test_nothing_starts_or_stops_that_may_not(tmp_path):
+    jobs = Jobs()
+    with pytest.raises(ConfigError, match=r"data\.train=''"):
+        jobs.start(Wish({"stage": "sft"}, {"run.dir": str(tmp_path / "run")}))
+    with pytest.raises(ConfigError, match="command='submit'"):
+        jobs.start(Wish(command="submit"))
+    with pytest.raises(ConfigError, match="command='launch'"):
+        jobs.dry(Wish())
+    with pytest.raises(AlignerError, match="expected a run that goes on on this machine"):
+        jobs.stop(run_folder(tmp_path / "still"))
+    assert not jobs.started and not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="command='rm'"):
+        ask(command="rm")
