@@ -41,7 +41,7 @@ class AnswerLog:
         for path in self._files():
             for _, (key, number, asked, answer) in _lines(path):
                 self._known.setdefault((key, number, asked), answer)
-        path = self.folder / f"step-{step:08d}-rank-{self.rank:05d}.jsonl"
+        path = self.folder / f"{_name(step)}-rank-{self.rank:05d}.jsonl"
         torn = path.exists() and not path.read_bytes().endswith(b"\n")
         self._file = path.open("a", encoding="utf-8")
         self._file.write("\n" if torn else "")
@@ -61,10 +61,11 @@ class AnswerLog:
             raise WriteError(f"{self._file.name}: answers from outside cannot be kept: {error}. Free space") from None
 
     def forget_failures(self) -> None:
-        """Of this rollout, which is given up because of them: the next start shall ask again. No rank asks any more."""
+        """Of this rollout, which is given up because of them, and of later ones, where engines are ahead: the next
+        start shall ask again. What they still write is lost."""
         self.close()
         if self.rank == 0:
-            for path in self._files():
+            for path in (one for one in self.folder.glob("step-*.jsonl") if one.name >= _name(self._step)):
                 sound = [line for line, (*_, answer) in _lines(path) if "failed" not in answer]
                 write_whole(path, "".join(f"{line}\n" for line in sound))
         self._step = 0
@@ -79,7 +80,11 @@ class AnswerLog:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _files(self) -> list[Path]:
-        return sorted(self.folder.glob(f"step-{self._step:08d}-rank-*.jsonl"))
+        return sorted(self.folder.glob(f"{_name(self._step)}-rank-*.jsonl"))
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _lines(path: Path) -> Iterator[tuple[str, list[Any]]]:

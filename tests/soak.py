@@ -2,9 +2,9 @@
 
     python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,dpo,...] [--layouts one,dp2,tp2,tp2-lora,lag1,...,vllm]
 
-Each case is a random stage on one rank, two data-parallel or two tensor ranks (also with adapters), grpo and ppo also
-on a trainer's rank and an engine's that is ahead of it (engine.lag), and if asked for (`--layouts vllm`) with vLLM,
-whose process is then killed too (SIGKILL at any call of it); with or without checkpoint.async_save, killed
+Each case is a random stage on one rank, two data-parallel or two tensor ranks (also with adapters), grpo, ppo and turns
+also on a trainer's rank and an engine's that is ahead of it (engine.lag), and if asked for (`--layouts vllm`) with
+vLLM, whose process is then killed too (SIGKILL at any call of it); with or without checkpoint.async_save, killed
 (SIGKILL of one rank or of all) up to four times: half of the kills at a random time, half at a point that a random time
 would seldom hit: within a save, a commit, a refit, between two minibatches, at the end of an epoch. One of several
 ranks may first see the run folder as it was some time ago, as on a network file system. Ranks are forked from this
@@ -96,7 +96,7 @@ POINTS: dict[str, tuple[object, str]] = {
     "scoring": (Scorer, "__call__"),
     "an answer from outside": (AnswerLog, "write"),
     "a stored rollout": (pending, "write_recording"),
-    "a rollout in flight": (ahead, "_write"),
+    "a rollout in flight": (ahead, "write_landed"),
     "a window": (clock, "write_bank"),
     "samples in their file": (Sampled, "append"),
     "files of samples": (Sampled, "finish"),
@@ -404,7 +404,8 @@ class Soak:
             shutil.rmtree(run.with_name(f"{run.name}-again"), ignore_errors=True)
 
     def _layout(self, stage: str) -> str:
-        able = [name for name in self.layouts if stage in ("grpo", "ppo") or not name.startswith(("lag", VLLM))]
+        special = ("lag-", VLLM) if stage == "turns" else ("lag", VLLM)
+        able = [name for name in self.layouts if stage in ("grpo", "ppo") or not name.startswith(special)]
         weights = [2 if LAYOUTS[name][0] == 1 else 1 for name in able]  # several ranks take longer
         return self.random.choices(able, weights)[0]
 

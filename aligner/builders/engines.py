@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from aligner.builders.data import make_prompts, make_sampling
+from aligner.builders.environments import find_tools, make_turns
 from aligner.builders.job import CHILD_ENGINES, Job
 from aligner.config.derived import evaluation_functions
 from aligner.config.quantization import describe, quantized
@@ -115,7 +116,12 @@ def serve(job: Job) -> int:
     memory.rank = bridge.rank
     job.timers.on_phase = job.watchdog.phase
     check_memory = lambda: memory.check(memory.take(alone=True))  # noqa: E731
-    well = Server(bridge, engine, plan, cfg.refit, job.timers, memory.phase, check_memory)()
+    play = None
+    if cfg.environment.on:
+        find_tools(job)
+        limit = cfg.sampling.max_response_tokens
+        play = make_turns(job, engine, make_sampling(job, cfg.sampling.temperature, limit)).part
+    well = Server(bridge, engine, plan, cfg.refit, job.timers, memory.phase, check_memory, play)()
     bridge.leave(well)
     return 0 if well else 1
 

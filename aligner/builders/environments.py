@@ -40,7 +40,7 @@ def make_turns(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> Tur
         engine,
         job.tokenizer,
         sampling,
-        job.layout.peers,
+        job.layout and job.layout.peers,
         Pool(cfg.environment, job.tools, job.answers),
         job.dialogue,
         cfg.environment,

@@ -264,7 +264,7 @@ def _environment(cfg: Config) -> None:
         "reward.model": (cfg.reward.model, ""),
         "reward.judges": ([judge.name for judge in cfg.reward.judges if not judge.endpoint.base_url], []),
         "mismatch.replay_routing": (cfg.mismatch.replay_routing, False),
-        "engine.lag": (cfg.engine.lag, 0),
+        "engine.window": (cfg.engine.window, 0),
     }
     for key, (value, off) in single.items():
         if value != off:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -45,6 +48,16 @@ def gathered[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     if size > 1:
         dist.all_gather_object(found, value, group=group)
     return found
+
+
+def dealt[T](parts: Sequence[T], group: dist.ProcessGroup) -> list[T]:
+    """`parts[r]` of each rank to rank r; what came, by sending rank."""
+    sent = [pickle.dumps(part) for part in parts]
+    sizes = torch.tensor([len(data) for data in sent])
+    received = [int(each[group.rank()]) for each in of_each_rank(sizes, group)]
+    whole, out = bytearray(b"".join(sent)), torch.empty(sum(received), dtype=torch.uint8)
+    dist.all_to_all_single(out, torch.frombuffer(whole, dtype=torch.uint8), received, sizes.tolist(), group=group)
+    return [pickle.loads(part.numpy().tobytes()) for part in out.split(received)]
 
 
 def first_cause(cause: str, group: dist.ProcessGroup | None = None) -> tuple[int, str] | None:

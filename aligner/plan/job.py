@@ -208,7 +208,8 @@ class Job:
         chunk = max(each, min(most, budget // 4, budget - positions - more, each * ceil(prompts)))
         room = int(max(1, min(ceil(rows), (budget - chunk) // (positions + more))))
         slots = min(engine.max_batch, room)
-        keeps = self.turns and engine.tensor == 1 and not engine.ranks and not more  # rows between their turns
+        between_steps = engine.tensor == 1 and bool(engine.lag or not engine.ranks)  # turns are taken, not in rounds
+        keeps = self.turns and between_steps and not more  # rows between their turns
         held = (room if keeps else slots) * (positions + more) + chunk
         return slots, engine.kv_bytes if engine.reserved else held * token
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,19 +12,21 @@ from torch import Tensor
 from aligner.config.sections.engine import RefitConfig
 from aligner.config.sections.watchdog import IDLE
 from aligner.engines.bridge import DISMISS, Bridge
-from aligner.engines.native.fleet import Fleet, FleetEngine, Request
+from aligner.engines.native.fleet import Fleet, FleetEngine
 from aligner.errors import AlignerError, RefitError
+from aligner.ops.reduce import dealt, gathered
 from aligner.refit.exchange import Exchange
 from aligner.refit.factors import FactorExchange
 from aligner.refit.transfer import any_rank, fail_together, telling_the_others
-from aligner.types import Generations, SamplingParams
+from aligner.types import SamplingParams
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class Server:
     """`phase`, `memory`: what each order and the work in it run in, named as the trainer's phases. `settle` is called
-    after each generation. What is raised by the engine, `memory` or `settle` is the trainer's ranks' to raise."""
+    after each generation. `play` makes trajectories: of the requests of each rank of the job this one's part, for each
+    of them. What is raised by the engine, `play`, `memory` or `settle` is the trainer's ranks' to raise."""
 
     def __init__(
         self,
@@ -34,11 +37,12 @@ class Server:
         phase: Phase,
         memory: Phase,
         settle: Callable[[], None],
+        play: Callable[[list[list[Any]]], list[Any]] | None = None,
     ):
         self.bridge, self.engine, self.plan, self.config = bridge, engine, plan, config
-        self.phase, self.memory, self.settle = phase, memory, settle
+        self.phase, self.memory, self.settle, self.play = phase, memory, settle, play
         self.fleet = Fleet(engine.tensor_parallel, bridge.trainers, bridge.group)
-        self._done: tuple[list[Request], Generations, bool] | AlignerError  # what came of the last generation
+        self._done: Callable[[], object] | AlignerError  # gives the trainer's ranks what was generated last
 
     def __call__(self) -> bool:
         """Serve until the dismissal; whether the trainer's ranks ended well. Raises EngineError when they are lost."""
@@ -48,6 +52,7 @@ class Server:
             "logprobs": self._logprobs,
             "checksums": self._checksums,
             "generate": self._generate,
+            "play": self._play,
             "deliver": self._deliver,
         }
         while True:
@@ -114,14 +119,30 @@ class Server:
         with self.phase("generate"):
             with self.bridge.contact():
                 requests = self.fleet.gather([], [])
-            try:
-                with self.memory("generate"):
-                    self._done = self.engine.work(self.fleet, requests, sampling)
-                self.settle()
-            except AlignerError as error:
-                self._done = error
 
-    def _deliver(self, cut: bool) -> None:
+            def work() -> Callable[[], object]:
+                mine, generations, _ = self.engine.work(self.fleet, requests, sampling)
+                return partial(self.fleet.deliver, mine, generations, [], sampling.truncates)
+
+            self._work(work)
+
+    def _play(self) -> None:
+        with self.phase("generate"):
+            with self.bridge.contact():
+                requests = gathered([], self.bridge.group)
+            assert self.play is not None
+            play = self.play
+            self._work(lambda: partial(dealt, play(requests), self.bridge.group))
+
+    def _work(self, work: Callable[[], Callable[[], object]]) -> None:
+        try:
+            with self.memory("generate"):
+                self._done = work()
+            self.settle()
+        except AlignerError as error:
+            self._done = error
+
+    def _deliver(self) -> None:
         done = self._done
 
         def told() -> None:
@@ -129,10 +150,9 @@ class Server:
                 raise done
 
         with self.phase("generate"):
-            if self.bridge.answer(told, self._version):
-                mine, generations, _ = done
+            if self.bridge.answer(told, self._version) and not isinstance(done, AlignerError):
                 with self.bridge.contact():
-                    self.fleet.deliver(mine, generations, [], cut)
+                    done()
 
     def _version(self) -> int:
         return self.engine.weight_version

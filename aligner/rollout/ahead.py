@@ -6,7 +6,7 @@
 So rollout k has the weights after step k - 1 - lag, and those before the first step where there is no such step. Seeds
 and the order of prompts are those without a lag.
 
-What lands is stored (`rollout/parts.py`: a part has the engines' columns). A checkpoint of step k waits for rollouts
+What lands is stored (`rollout/parts.py`, `rollout/landed.py`). A checkpoint of step k waits for rollouts
 k + 1 ... k + lag, names them with the versions of their weights, which are gone, and keeps the data's place behind
 rollout k: after a restart their prompts are taken again, and what was stored for them is found. Rollouts ordered since
 are found likewise, so they are not generated twice.
@@ -18,24 +18,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from safetensors import safe_open
 
 from aligner.config.sections.watchdog import WAIT
 from aligner.data.stream import Stream
-from aligner.models.safetensors_io import save_whole
 from aligner.ops.agree import by_rank_0
 from aligner.ops.reduce import first_cause
-from aligner.rollout.collate import join_generations
 from aligner.rollout.generate import Generator
-from aligner.rollout.groups import Groups
+from aligner.rollout.groups import Groups, join_groups
+from aligner.rollout.landed import read_landed, write_landed
 from aligner.rollout.parts import Manifest, Parts
 from aligner.rollout.requests import Request, Requests
+from aligner.rollout.turns import TurnGenerator
 from aligner.run.checkpoints import SaveError
-from aligner.types import Generations, ScalarMetrics
+from aligner.types import ScalarMetrics
 
 
 @dataclass
@@ -45,8 +43,8 @@ class Flight:
     version: int  # of the weights that generate it
     requests: list[Request]
     behind: dict[str, Any]  # state of the data's stream after its prompts
-    answer: Callable[[], Generations] | None = None  # of the engines, which are waited for
-    generations: Generations | None = None  # once it has landed
+    answer: Callable[[], Any] | None = None  # of the engines, which are waited for
+    groups: Groups | None = None  # once it has landed
     unstored: str = ""  # why it is not stored
 
 
@@ -74,7 +72,7 @@ class Ahead:
     lag: int
     steps: int  # of the run: none is generated for later ones
     requests: Requests
-    generate: Generator
+    generate: Generator | TurnGenerator
     parts: Parts
     version: Callable[[], int]  # of the policy's weights
     passed: Callable[[int], None] = lambda step: None  # told of each step that the next one follows
@@ -96,8 +94,8 @@ class Ahead:
             flight = self._flights.pop(step)
             self._land(step, flight)
             self.data.state = flight.behind
-            assert flight.generations is not None
-            return self.generate.groups(flight.requests, flight.generations)
+            assert flight.groups is not None
+            return flight.groups
 
     def land(self) -> None:
         """Wait for the engines. Raises EngineError on every rank."""
@@ -121,6 +119,13 @@ class Ahead:
         """None before `step` is resumed from, but for the checkpoints of the steps `kept`."""
         self.parts.drop(step, {number + i for number in kept for i in range(1, self.lag + 1)})
 
+    def give_up(self, step: int) -> None:
+        """The rollout of `step`, and what is stored of later ones, of a run that ends: a next start makes them anew."""
+        if dist.get_rank() == 0:
+            for number in self.parts.steps():
+                if number >= step:
+                    self.parts.delete(number)
+
     def state_dict(self) -> dict[str, Any]:
         flying = {number: flight.version for number, flight in self._flights.items()}
         return {"in flight": {str(number): version for number, version in (self._named | flying).items()}}
@@ -135,8 +140,8 @@ class Ahead:
         requests, current = self.requests.take(range(self.requests.slots)), self.version()
         version = self._named.pop(number, current)
         flight = Flight(version, requests, self.requests.stream.state_dict())
-        flight.generations = self._stored(number, version)
-        if flight.generations is None:
+        flight.groups = self._stored(number, version, requests)
+        if flight.groups is None:
             if version != current and dist.get_rank() == 0:
                 print(
                     f"WARNING: rollout {number} was in flight at the checkpoint, and is not in {self.parts.folder} as "
@@ -148,40 +153,30 @@ class Ahead:
         self._flights[number] = flight
 
     def _land(self, number: int, flight: Flight) -> None:
-        if flight.generations is None:
+        if flight.groups is None:
             assert flight.answer is not None
-            flight.generations = self.generate.answered(flight.answer)
+            flight.groups = self.generate.landed(flight.requests, flight.answer)
             self._store(number, flight)
             if flight.unstored:
                 print(f"warning: rollout {number} is not stored: {flight.unstored}", file=sys.stderr, flush=True)
 
     def _store(self, number: int, flight: Flight) -> None:
         """This data-parallel rank's part."""
+        assert flight.groups is not None
         if self.parts.layout.peers.rank():
             return
         try:
             with self.generate.timers("store"):
-                self.parts.write(number, flight.version, partial(_write, flight.generations), {})
+                self.parts.write(number, flight.version, partial(write_landed, flight.groups), {})
             flight.unstored = ""
         except OSError as error:
             flight.unstored = str(error)
 
-    def _stored(self, number: int, version: int) -> Generations | None:
+    def _stored(self, number: int, version: int, requests: list[Request]) -> Groups | None:
         """What was stored by this run with these weights, on every rank; None if nothing was, or it is damaged."""
         manifest: Manifest | None = by_rank_0(lambda: self.parts.whole(number))
         if manifest is None or manifest[0]["weight_version"] != version:
             return None
-        found = self.parts.read(number, manifest, partial(_read, version, self.requests.group))
-        return None if found is None else join_generations(found)
-
-
-def _write(generations: Generations, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_whole(path, generations.tensors(), {})
-
-
-def _read(version: int, group: int, path: Path, held: range, wanted: range) -> Generations:
-    """Rows of the slots `wanted` from a file of those `held`, `group` to each."""
-    rows = slice((wanted.start - held.start) * group, (wanted.stop - held.start) * group)
-    with safe_open(path, "pt") as file:
-        return Generations(weight_version=version, **{name: file.get_tensor(name)[rows] for name in file.keys()})  # noqa: SIM118
+        by_slot = {request.slot: request for request in requests}
+        found = self.parts.read(number, manifest, partial(read_landed, version, by_slot))
+        return None if found is None else join_groups(found)

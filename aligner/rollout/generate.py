@@ -60,8 +60,12 @@ class Generator:
         with raised_together(EngineError):
             return self.engine.order(prompts, [r.seeds for r in mine], self.sampling, begun or None)
 
-    def answered(self, answer: Callable[[], Generations]) -> Generations:
+    def landed(self, requests: Sequence[Request], answer: Callable[[], Generations]) -> Groups:
         """Of all requests that were ordered together. Raises EngineError on every rank. Collective."""
+        return self.groups(requests, self.answered(answer))
+
+    def answered(self, answer: Callable[[], Generations]) -> Generations:
+        """As `landed`, before it is text."""
         with raised_together(EngineError):
             generations = answer()
         return self._joined(generations)

@@ -54,14 +54,16 @@ class Groups:
 
 
 def join_groups(parts: Sequence[Groups]) -> Groups:
-    """All groups, in the order of their slots."""
-    whole = Groups(
+    return Groups(
         [slot for part in parts for slot in part.slots],
         join_generations([part.generations for part in parts]),
         [sample for part in parts for sample in part.samples],
         {name: [v for part in parts for v in part.components[name]] for name in parts[0].components},
     )
-    return whole.take(sorted(range(len(whole.slots)), key=whole.slots.__getitem__))
+
+
+def by_slot(groups: Groups) -> Groups:
+    return groups.take(sorted(range(len(groups.slots)), key=groups.slots.__getitem__))
 
 
 @dataclass

@@ -24,7 +24,7 @@ from aligner.rollout.ahead import Ahead
 from aligner.rollout.clock import Clock
 from aligner.rollout.collate import collate
 from aligner.rollout.generate import Generator
-from aligner.rollout.groups import Groups, Refill, join_groups
+from aligner.rollout.groups import Groups, Refill, by_slot, join_groups
 from aligner.rollout.requests import Request, Requests
 from aligner.rollout.score import Scorer
 from aligner.rollout.statistics import reduce_metrics, staleness_metrics
@@ -96,7 +96,7 @@ class RolloutSource:
         if batch.forks is not None:
             metrics |= reduce_metrics(*trajectory_sums(batch.samples), self.ranks)
             metrics |= reduce_metrics(self.generate.take_sums(), {}, dist.group.WORLD)
-            self._check_failures(batch.samples, metrics)
+            self._check_failures(step, batch.samples, metrics)
         metrics |= staleness_metrics(batch, self.weights.version, self.ranks) | self.requests.stream.metrics()
         if self.ahead is not None:
             metrics |= self.ahead.metrics
@@ -104,12 +104,14 @@ class RolloutSource:
             metrics |= reduce_metrics(late, {}, dist.group.WORLD)
         return Rollout(batch, metrics, scores)
 
-    def _check_failures(self, samples: list[Sample], metrics: ScalarMetrics) -> None:
+    def _check_failures(self, step: int, samples: list[Sample], metrics: ScalarMetrics) -> None:
         """Raises EnvironmentFailedError on every rank."""
         if metrics[f"stop/{Stop.FAILED}"] == 1.0:
             first = samples[0].trajectory
             assert first is not None
             self.score.rewards.forget_failures()
+            if isinstance(self.ahead, Ahead):
+                self.ahead.give_up(step)
             raise EnvironmentFailedError(
                 f"environment: all trajectories of a rollout failed, each asked {first.retried + 1} times "
                 f"(environment.retries); the first one {first.failure}"
@@ -127,7 +129,7 @@ class RolloutSource:
             groups = self._scored(requests.take(refill.wanted()))
             # the running statistics of reward.normalize see what is kept, once
             kept.append(refill.keep(groups, self.score.combined(groups, update=False)))
-        return join_groups(kept), refill.metrics()
+        return by_slot(join_groups(kept)), refill.metrics()
 
     def _batch(self, groups: Groups) -> tuple[RolloutBatch, Scores]:
         slots = torch.tensor(groups.slots).repeat_interleave(groups.size)

@@ -21,14 +21,14 @@ from aligner.data.dialogue import Dialogue, Given
 from aligner.data.tool_calls import read_calls
 from aligner.engines.base import RolloutEngine, TellingEngine
 from aligner.engines.native.fleet import ServingEngine
+from aligner.engines.native.remote import RemoteEngine
 from aligner.environments.pool import CAUSES, Pool, Session
 from aligner.errors import DataError, EngineError
 from aligner.ops.packing.turns import Row, Turn, rows_of
 from aligner.ops.reduce import gathered, max_over
 from aligner.ops.seeds import derive
 from aligner.rewards.composite import Early
-from aligner.rollout.collate import join_generations
-from aligner.rollout.groups import Groups
+from aligner.rollout.groups import Groups, join_groups
 from aligner.rollout.play import OPEN_ENDS, Play, by_prompt, joined_rows
 from aligner.rollout.requests import Request
 from aligner.rollout.serving import Turns
@@ -44,7 +44,7 @@ class TurnGenerator:
     engine: RolloutEngine
     tokenizer: Any
     sampling: SamplingParams
-    peers: dist.ProcessGroup  # ranks with the same samples
+    peers: dist.ProcessGroup | None  # ranks with the same samples; None on one that only generates
     pool: Pool
     dialogue: Dialogue
     cfg: EnvironmentConfig
@@ -64,23 +64,47 @@ class TurnGenerator:
         score: Callable[[Sample], Early] | None = None,
     ) -> Groups:
         """As `Generator`; nothing is scored before all trajectories have ended."""
-        mine = requests[share(len(requests), self.peers.size(), self.peers.rank())]
         with self.timers("generate"):
-            plays = self._played(mine, sampling or self.sampling)
-            rows = [joined_rows(play) for play in plays]
-            generations = self._generations(plays, rows)
-            samples = [self._sample(play, *row) for play, row in zip(plays, rows, strict=True)]
-            if self.peers.size() > 1:
-                parts = gathered((generations, samples), self.peers)
-                generations = join_generations([part for part, _ in parts])
-                samples = [sample for _, part in parts for sample in part]
-        return Groups([request.slot for request in requests], generations, samples)
+            return self._together(self._alone(self._mine(requests), sampling or self.sampling))
 
     def samples(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
         """Of requests that no other rank shares. Collective over the world."""
-        found = [self._sample(play, *joined_rows(play)) for play in self._played(requests, sampling)]
+        found = self._alone(requests, sampling).samples
         self.take_sums()  # which are of rollouts alone
         return found
+
+    def order(self, requests: Sequence[Request]) -> Callable[[], list[Groups]]:
+        """Have ranks that only generate begin, by `part`; what is returned is for `landed`. Collective."""
+        assert isinstance(self.engine, RemoteEngine)
+        with raised_together(EngineError):
+            return self.engine.play(self._mine(requests))
+
+    def landed(self, requests: Sequence[Request], answer: Callable[[], list[Groups]]) -> Groups:
+        """As `Generator.landed`."""
+        with raised_together(EngineError):
+            parts = answer()
+        return self._together(join_groups(parts))
+
+    def part(self, asked: Sequence[Sequence[Request]]) -> list[Groups]:
+        """Of the requests of each rank of the job what this one makes of its share, for each of them. Collective over
+        the world, of ranks that only generate."""
+        everything = [(home, request) for home, own in enumerate(asked) for request in own]
+        mine = everything[share(len(everything), dist.get_world_size(), dist.get_rank())]
+        made = self._alone([request for _, request in mine], self.sampling)
+        return [made.take([i for i, (home, _) in enumerate(mine) if home == rank]) for rank in range(len(asked))]
+
+    def _mine(self, requests: Sequence[Request]) -> Sequence[Request]:
+        return requests[share(len(requests), self.peers.size(), self.peers.rank())]
+
+    def _together(self, mine: Groups) -> Groups:
+        """All peers' parts."""
+        return mine if self.peers.size() == 1 else join_groups(gathered(mine, self.peers))
+
+    def _alone(self, requests: Sequence[Request], sampling: SamplingParams) -> Groups:
+        plays = self._played(requests, sampling)
+        rows = [joined_rows(play) for play in plays]
+        samples = [self._sample(play, *row) for play, row in zip(plays, rows, strict=True)]
+        return Groups([request.slot for request in requests], self._generations(plays, rows), samples)
 
     def take_sums(self) -> Sums:
         """Since the last call, of this rank's engine; the same names on every rank."""

@@ -191,3 +191,16 @@ class Clock:
 
     def get_reward(self) -> float:
         return self.random.random()
+
+
+class Absent(Clock):
+    """Fails as long as the file `away` is there."""
+
+    def __init__(self, away: str):
+        super().__init__(0.0)
+        self.away = pathlib.Path(away)
+
+    def reset(self, seed: int, **row):
+        if self.away.exists():
+            raise ConnectionError("nobody is there")
+        super().reset(seed)

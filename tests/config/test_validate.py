@@ -62,7 +62,7 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("grpo", ["engine.ranks=1", "debug.record_answers=true"], 2, "debug.record_answers"),
         ("sft", ["engine.ranks=1"], 2, "engine.ranks"),
         ("grpo", ["engine.lag=1"], 2, "engine.lag"),
-        ("grpo", ["engine.ranks=1", "engine.lag=1", "environment.tools=[a:b]"], 2, "engine.lag"),
+        ("grpo", ["engine.ranks=1", "engine.lag=1", "engine.window=8", "environment.tools=[a:b]"], 2, "engine.window"),
         ("grpo", ["engine.ranks=1", "engine.window=8"], 2, "engine.window"),
         ("grpo", ["engine.ranks=1", "engine.lag=1", "engine.window=-1"], 2, "engine.window"),
         ("grpo", ["engine.ranks=1", "engine.lag=1", "engine.window=8", "engine.name=vllm"], 2, "engine.name"),

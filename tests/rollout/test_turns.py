@@ -209,7 +209,7 @@ def test_a_failing_environment_makes_the_sample_invalid_never_zero(play, tmp_pat
     sums, _ = trajectory_sums(groups.samples)
     assert sums["environment/failed_raised"] == (1.0, 2.0) and sums["environment/retried"] == (1.0, 2.0)
     with pytest.raises(EnvironmentFailedError, match=r"each asked 2 times \(environment\.retries\).*no network"):
-        RolloutSource(None, None, None, scorer, AlgorithmConfig())._check_failures([broken], {"stop/failed": 1.0})
+        RolloutSource(None, None, None, scorer, AlgorithmConfig())._check_failures(1, [broken], {"stop/failed": 1.0})
     answers = (tmp_path / "run" / "step-00000001-rank-00000.jsonl").read_text()  # a later start asks again
     assert "no network" not in answers and len(answers.splitlines()) == 3
     shy, _ = play(lambda text, seed: "no", path=f"{FILE}:Shy", folder="shy")  # no reward is none, not 0

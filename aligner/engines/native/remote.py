@@ -15,6 +15,7 @@ from aligner.engines.bridge import Answer, Bridge
 from aligner.engines.native.fleet import Fleet, nothing
 from aligner.errors import RefitError
 from aligner.ops.packing.routing import no_routing
+from aligner.ops.reduce import dealt, gathered
 from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 
@@ -29,7 +30,7 @@ class RemoteEngine:
         self._routing = None if reports_routing is None else no_routing(reports_routing)
         self.fleet = Fleet(tensor_parallel, bridge.trainers, bridge.group)
         self.weight_version = -1
-        self._flight: Callable[[], Generations] | None = None  # what they generate
+        self._flight: Callable[[], Any] | None = None  # what they generate
 
     def _order(self, name: str, *arguments: Any) -> None:
         """After what they generate, if they do."""
@@ -79,13 +80,31 @@ class RemoteEngine:
         self._flight = flight = cache(partial(self._delivered, [len(s) for s in seeds], sampling.truncates))
         return lambda: require_finite(flight())
 
+    def play(self, requests: Sequence[Any]) -> Callable[[], list[Any]]:
+        """As `order`, of what the engines' ranks make of all ranks' requests by `Server.play`: each one's part of it
+        for this rank."""
+        self._order("play")
+        with self.bridge.contact():
+            gathered(list(requests), self.bridge.group)
+        self._flight = flight = cache(self._played)
+        return flight
+
     def _delivered(self, wanted: list[int], cut: bool) -> Generations:
-        self._flight = None
-        self.bridge.order("deliver", cut)
-        self._answers()
+        self._deliver()
         with self.bridge.contact():
             mine = nothing(cut, self.weight_version, self._routing)
             return self.fleet.deliver([], mine, wanted, cut)
+
+    def _played(self) -> list[Any]:
+        self._deliver()
+        with self.bridge.contact():
+            return dealt([None] * self.bridge.group.size(), self.bridge.group)[self.bridge.trainers :]
+
+    def _deliver(self) -> None:
+        """Have them give what came of their last order; raises what they raised."""
+        self._flight = None
+        self.bridge.order("deliver")
+        self._answers()
 
     def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
         """See `RolloutEngine.logprobs`: of the first replica, and of the same rows on every rank."""
