@@ -137,7 +137,8 @@ aligner_check_restarts() {
 # Where, in a job of several nodes, a node is unfit, name it and go on without it if there is a spare one.
 aligner_check_health() {
     local mode="${ALIGNER_HEALTH:-auto}" bad node
-    [[ "$mode" == 1 || ( "$mode" == auto && "${SLURM_NNODES:-1}" -gt 1 ) ]] || return 0
+    local nodes=$((${SLURM_NNODES:-1} + ${ALIGNER_ENGINE_NODES:-0}))
+    [[ "$mode" == 1 || ( "$mode" == auto && "$nodes" -gt 1 ) ]] || return 0
     bad="$(aligner_health)"
     for node in $bad; do
         ALIGNER_BAD_NODES+=("$node")
@@ -147,21 +148,30 @@ aligner_check_health() {
 
 aligner_health() {
     local python="${ALIGNER_PYTHON:-python3}" folder="$ALIGNER_LOGS/health"
+    local nodes="${SLURM_NNODES:-1}" engines="${ALIGNER_ENGINE_NODES:-0}"
+    local check=(--ntasks-per-node=1 --mpi=none --overlap "$python" -m aligner.cluster.health --check "$folder")
+    local start=(srun "--nodes=$nodes" "--ntasks=$nodes" "${check[@]}")
+    ((engines == 0)) || start+=(: --het-group=1 "--nodes=$engines" "--ntasks=$engines" "${check[@]}")
     mkdir -p "$folder"
     date +%s >"$folder/token"
-    timeout 120 srun --nodes="${SLURM_NNODES:-1}" --ntasks="${SLURM_NNODES:-1}" --ntasks-per-node=1 --mpi=none --overlap \
-        "$python" -m aligner.cluster.health --check "$folder" >/dev/null 2>"$folder/srun.log" || true
+    timeout 120 "${start[@]}" >/dev/null 2>"$folder/srun.log" || true
     # shellcheck disable=SC2046  # one word per node
-    "$python" -m aligner.cluster.health --collect "$folder" $(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    "$python" -m aligner.cluster.health --collect "$folder" $(aligner_hosts)
 }
 
-# The nodes to use, one per line.
+# All nodes of the job, one per line; those of a heterogeneous job's second component, which has no spare ones, last.
+aligner_hosts() {
+    scontrol show hostnames "$SLURM_JOB_NODELIST"
+    [[ -z "${SLURM_JOB_NODELIST_HET_GROUP_1:-}" ]] || scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1"
+}
+
+# The nodes to use, one per line, without those of the second component.
 aligner_nodes() {
-    local node left=()
-    for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+    local node left=() needed=$((ALIGNER_NODES + ${ALIGNER_ENGINE_NODES:-0}))
+    for node in $(aligner_hosts); do
         [[ " ${ALIGNER_BAD_NODES[*]-} " == *" $node "* ]] || left+=("$node")
     done
-    ((${#left[@]} >= ALIGNER_NODES)) || aligner_die "$ALIGNER_NODES nodes are needed, ${#left[@]} are fit" \
+    ((${#left[@]} >= needed)) || aligner_die "$needed nodes are needed, ${#left[@]} are fit" \
         "(bad: ${ALIGNER_BAD_NODES[*]-}). Submit again with --exclude=$(IFS=, && echo "${ALIGNER_BAD_NODES[*]-}")"
     printf '%s\n' "${left[@]:0:ALIGNER_NODES}"
 }
@@ -224,27 +234,51 @@ aligner_start_slurm() {
     ((${#nodes[@]} == ALIGNER_NODES)) || exit 1
     aligner_rendezvous "${nodes[0]}"
     aligner_deadline
-    export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
+    export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK_HET_GROUP_0:-1}}"
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$SRUN_CPUS_PER_TASK}"
     command=("${ALIGNER_RANK_PYTHON:-$ALIGNER_PYTHON}" -m aligner run --frozen "$1")
-    # shellcheck disable=SC2153  # set by the lines of cluster/render.py
-    local start=(srun --kill-on-bad-exit=1 --wait=60 "--nodes=$ALIGNER_NODES" "--ntasks=$ALIGNER_RANKS"
-        "--ntasks-per-node=$ALIGNER_RANKS_PER_NODE" ${ALIGNER_SRUN[@]+"${ALIGNER_SRUN[@]}"})
-    ((ALIGNER_NODES == ${SLURM_NNODES:-1})) || start+=("--nodelist=$(IFS=, && echo "${nodes[*]}")")
-    ((ALIGNER_RESTARTS == 0)) || start+=(--overlap --mem=0) # Slurm still counts the dead step's cores and memory
-    if [[ "$ALIGNER_MPI" == mpirun ]]; then
-        aligner_mpirun "${nodes[@]}"
-        start=("${ALIGNER_MPIRUN[@]}")
-    fi
+    local options=(--kill-on-bad-exit=1 --wait=60) # of both components, where there are two
+    ((ALIGNER_RESTARTS == 0)) || options+=(--overlap --mem=0) # Slurm still counts the dead step's cores and memory
     if [[ "${ALIGNER_CONTAINER[0]:-}" == apptainer ]]; then
         command=("${ALIGNER_CONTAINER[@]}" "${command[@]}")
     else
-        start+=(${ALIGNER_CONTAINER[@]+"${ALIGNER_CONTAINER[@]}"})
+        options+=(${ALIGNER_CONTAINER[@]+"${ALIGNER_CONTAINER[@]}"})
+    fi
+    command=("$ALIGNER_ROOT/launchers/rank.sh" "${command[@]}")
+    # shellcheck disable=SC2153  # set by the lines of cluster/render.py
+    local start=(srun "--nodes=$ALIGNER_NODES" "--ntasks=$((ALIGNER_NODES * ALIGNER_RANKS_PER_NODE))"
+        "--ntasks-per-node=$ALIGNER_RANKS_PER_NODE" ${ALIGNER_SRUN[@]+"${ALIGNER_SRUN[@]}"})
+    ((ALIGNER_NODES == ${SLURM_NNODES:-1})) || start+=("--nodelist=$(IFS=, && echo "${nodes[*]}")")
+    if [[ "$ALIGNER_MPI" == mpirun ]]; then
+        aligner_mpirun "${nodes[@]}"
+        start=("${ALIGNER_MPIRUN[@]}" "${command[@]}")
+    elif ((${ALIGNER_ENGINE_NODES:-0})); then
+        aligner_engines
+        options+=(${ALIGNER_HET[@]+"${ALIGNER_HET[@]}"})
+        start+=("${options[@]}" "${command[@]}" : "${ALIGNER_ENGINES[@]}" "${options[@]}" "${command[@]}")
+    else
+        start+=("${options[@]}" "${command[@]}")
     fi
     # what ranks prove to each other that they are of this start; mpirun may not take it along: then they share a file
     local secret="${ALIGNER_SECRET:-}"
     [[ -n "$secret" || "$ALIGNER_MPI" == mpirun ]] || secret="$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')"
-    ALIGNER_SECRET="$secret" "${start[@]}" "$ALIGNER_ROOT/launchers/rank.sh" "${command[@]}" 2> >(tee "$ALIGNER_LOGS/srun.log" >&2) &
+    ALIGNER_SECRET="$secret" "${start[@]}" 2> >(tee "$ALIGNER_LOGS/srun.log" >&2) &
+}
+
+# What srun is told of a heterogeneous job's second component: both are one step, whose ranks are counted through.
+aligner_engines() {
+    local tasks=$((ALIGNER_ENGINE_NODES * ALIGNER_ENGINE_RANKS_PER_NODE)) version
+    # SRUN_CPUS_PER_TASK is of the first component
+    ALIGNER_ENGINES=(--het-group=1 "--nodes=$ALIGNER_ENGINE_NODES" "--ntasks=$tasks"
+        "--ntasks-per-node=$ALIGNER_ENGINE_RANKS_PER_NODE" "--cpus-per-task=${SLURM_CPUS_PER_TASK_HET_GROUP_1:-1}"
+        ${ALIGNER_ENGINE_SRUN[@]+"${ALIGNER_ENGINE_SRUN[@]}"})
+    ALIGNER_HET=()
+    version="$(srun --version)"
+    if [[ "$ALIGNER_MPI" == pmix && "$(printf '24.11\n%s\n' "${version##* }" | sort -V | head -n 1)" != 24.11 ]]; then
+        aligner_say "no MPI: srun's PMIx before Slurm 24.11 may wait for ever at the end of a heterogeneous step"
+        export ALIGNER_MPI=none
+        ALIGNER_HET=(--mpi=none)
+    fi
 }
 
 aligner_mpirun() {
@@ -272,7 +306,7 @@ aligner_rendezvous() {
 aligner_deadline() {
     [[ -z "${SLURM_JOB_END_TIME:-}" ]] || return 0
     local end
-    end="$(squeue -h -j "$SLURM_JOB_ID" -o %e 2>/dev/null)" || return 0
+    end="$(squeue -h -j "$SLURM_JOB_ID" -o %e 2>/dev/null | sort | head -n 1)" || return 0 # a line for each component
     [[ "$end" == [0-9]* ]] || return 0
     SLURM_JOB_END_TIME="$(date -d "$end" +%s)"
     export SLURM_JOB_END_TIME
@@ -328,7 +362,7 @@ aligner_requeue() {
         aligner_error "requeued $ALIGNER_ATTEMPT times, the limit is $ALIGNER_MAX_REQUEUES (--max-requeues)"
         return 1
     fi
-    state="$(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null)" || state=unknown
+    state="$(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null | sort -u | paste -sd +)" || state=unknown # of all components
     if [[ "$state" != RUNNING ]]; then # cancelled or preempted: not ours to decide
         aligner_say "the job is $state: leaving it to Slurm"
         return 0
@@ -396,15 +430,19 @@ aligner_triage() {
 
 # What srun says of a failed node; where it says nothing, the nodes that do not answer.
 aligner_dead_nodes() {
-    local node said
+    local node said engines=" " part=()
     said="$(sed -n 's/.*Node failure on \([^ ]*\).*/\1/p' "$ALIGNER_LOGS/srun.log" | sort -u | tr '\n' ' ')"
     if [[ -n "$said" ]]; then
         echo "$said"
         return 0
     fi
-    for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+    [[ -z "${SLURM_JOB_NODELIST_HET_GROUP_1:-}" ]] \
+        || engines=" $(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1" | tr '\n' ' ')"
+    for node in $(aligner_hosts); do
         [[ " ${ALIGNER_BAD_NODES[*]-} " != *" $node "* ]] || continue
-        (timeout 30 srun --overlap --mem=0 --mpi=none --nodes=1 --ntasks=1 "--nodelist=$node" true >/dev/null 2>&1 || echo "$node") &
+        [[ "$engines" != *" $node "* ]] || part=(--het-group=1)
+        (timeout 30 srun ${part[@]+"${part[@]}"} --overlap --mem=0 --mpi=none --nodes=1 --ntasks=1 "--nodelist=$node" true \
+            >/dev/null 2>&1 || echo "$node") &
     done | tr '\n' ' '
     wait
 }

@@ -128,6 +128,9 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 def _local_world(source: _Source, environ: Mapping[str, str], world: int) -> int:
     if source.launcher == "slurm":
+        if "SLURM_HET_SIZE" in environ and environ.get("SLURM_GTIDS"):
+            # of two components: counts are in the order of nodes' names, SLURM_NODEID in that of components
+            return len(environ["SLURM_GTIDS"].split(","))
         name = next((name for name in SLURM_COUNTS if environ.get(name)), SLURM_COUNTS[-1])
         counts, node = _expand_counts(environ.get(name) or str(world)), _number(environ, "SLURM_NODEID", default=0)
         if node >= len(counts):
@@ -159,7 +162,9 @@ def first_host(nodelist: str) -> str:
 
 
 def _master_addr(environ: Mapping[str, str]) -> str:
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    # in a heterogeneous job rank 0 is in the first component, whatever its nodes' names
+    names = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    nodes = next((environ[name] for name in names if environ.get(name)), "")
     return environ.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1")
 
 

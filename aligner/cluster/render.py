@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aligner.cluster.site import Site
+from aligner.config.derived import nodes_told
 
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", re.ASCII)
 
@@ -26,10 +27,18 @@ class JobSpec:
     spare: int = 0  # nodes more than `nodes`, to take the place of bad ones
     max_requeues: int = 20
     config: str = "config.yaml"  # in each run folder; what all starts of this job read
+    apart: int = 0  # of all ranks the last ones, which only generate
+    engine_nodes: int = 0  # beside `nodes`, with all of `apart`: the second component of a heterogeneous job
+    engine_ranks_per_node: int = 0
 
     @property
     def ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
+        return self.nodes * self.ranks_per_node + self.engine_nodes * self.engine_ranks_per_node
+
+    @property
+    def told(self) -> str:
+        """What its nodes are for; empty where there is nothing to tell."""
+        return nodes_told(self.ranks - self.apart, self.apart, self.ranks_per_node, self.engine_nodes)
 
 
 def expandable(text: str) -> str:
@@ -71,6 +80,9 @@ def job_lines(site_name: str, site: Site, job: JobSpec) -> str:
         "ALIGNER_RENDEZVOUS": site.rendezvous,
         "ALIGNER_MAX_REQUEUES": str(job.max_requeues),
     }
+    if job.engine_nodes:
+        single["ALIGNER_ENGINE_NODES"] = str(job.engine_nodes)
+        single["ALIGNER_ENGINE_RANKS_PER_NODE"] = str(job.engine_ranks_per_node)
     lines += [f"export {name}={shlex.quote(value)}" for name, value in single.items()]
     if site.scratch:
         lines.append(f"export ALIGNER_SCRATCH={expandable(site.scratch)}")
@@ -80,6 +92,8 @@ def job_lines(site_name: str, site: Site, job: JobSpec) -> str:
     lines.append(f"ALIGNER_CONFIG={shlex.quote(job.config)}")
     lines.append(_array("ALIGNER_UPSTREAM", job.upstream))
     lines.append(_array("ALIGNER_SRUN", srun_flags(site), expandable))
+    if job.engine_nodes:
+        lines.append(_array("ALIGNER_ENGINE_SRUN", srun_flags(site.of_engines()), expandable))
     lines.append(_array("ALIGNER_CONTAINER", container_words(site, job), expandable))
     return "\n".join(lines) + "\n"
 
@@ -139,10 +153,13 @@ def sbatch_flags(site: Site, job: JobSpec) -> list[str]:
 
 def batch_script(site_name: str, site: Site, job: JobSpec) -> str:
     """The whole script that `aligner submit` hands to sbatch. It starts `launchers/body.sh`, as the launchers do."""
-    flags = "\n".join(f"#SBATCH {flag}" for flag in sbatch_flags(site, job))
+    flags = sbatch_flags(site, job)
+    if job.engine_nodes:
+        engines = replace(job, nodes=job.engine_nodes, ranks_per_node=job.engine_ranks_per_node)
+        flags += ["hetjob", *sbatch_flags(site.of_engines(), engines)]
     parts = [
         "#!/usr/bin/env bash",
-        flags,
+        *(f"#SBATCH {flag}" for flag in flags),
         "# shellcheck disable=SC2034  # body.sh reads these",
         "set -euo pipefail",
         "",

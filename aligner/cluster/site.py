@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -46,6 +46,24 @@ class Binding:
 
 
 @dataclass
+class Engines:
+    """What `submit --engine-nodes` asks for on the nodes of ranks that only generate; empty or 0: as on the others."""
+
+    partition: str = ""
+    constraint: str = ""
+    memory: str = ""
+    gpus_per_node: int = 0
+    gpu: str = ""
+    ranks_per_node: int = 0  # 0: one per GPU, if gpus_per_node is told here
+    cpus_per_rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.gpu:
+            find_device(self.gpu, "engines.gpu")
+        _none_below_0(self, "engines.", "gpus_per_node", "ranks_per_node", "cpus_per_rank")
+
+
+@dataclass
 class Site:
     description: str = ""
     cluster_name: str = ""  # ClusterName in slurm.conf, by which a job knows where it is
@@ -67,6 +85,7 @@ class Site:
     signal: str = "USR1"  # what tells a run to save and stop
     signal_s: int = 300  # seconds before the time limit at which it comes
     sbatch: list[str] = field(default_factory=list)  # further flags
+    engines: Engines = field(default_factory=Engines)
     # how ranks start
     mpi: str = "none"  # none (ranks from Slurm's variables), pmix, pmi2, mpirun
     srun: list[str] = field(default_factory=list)  # further flags
@@ -90,9 +109,7 @@ class Site:
             find_device(self.gpu, "gpu")
         if self.rehearse and not self.gpu:
             raise ConfigError("rehearse", True, "false without `gpu`, the device to rehearse on")
-        for key in ("gpus_per_node", "ranks_per_node", "cpus_per_rank", "signal_s"):
-            if getattr(self, key) < 0:
-                raise ConfigError(key, getattr(self, key), "a number >= 0")
+        _none_below_0(self, "", "gpus_per_node", "ranks_per_node", "cpus_per_rank", "signal_s")
         for name in [*self.env, *self.unset]:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise ConfigError("env", name, "the name of an environment variable")
@@ -103,6 +120,16 @@ class Site:
     def ranks(self) -> int:
         """Ranks on each node."""
         return self.ranks_per_node or self.gpus_per_node or 1
+
+    def of_engines(self) -> Site:
+        """As it is on the nodes of `submit --engine-nodes`."""
+        return replace(self, **{key: value for key, value in vars(self.engines).items() if value})
+
+
+def _none_below_0(section: object, prefix: str, *keys: str) -> None:
+    for key in keys:
+        if getattr(section, key) < 0:
+            raise ConfigError(prefix + key, getattr(section, key), "a number >= 0")
 
 
 def load_site(name: str) -> Site:

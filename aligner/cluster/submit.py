@@ -42,9 +42,10 @@ def main(args: argparse.Namespace, rehearse: Callable[[Config, int, str], None])
     size = job_size(args, site, os.environ if args.shell else {})
     configs = composed(args)
     for cfg in configs:
+        _check_engines(cfg, size)
         validate(_with_upstream_there(cfg, args.upstream), size.ranks)
         if site.gpu:
-            check(cfg, size.ranks, site.gpu, size.per_node, "gpu")
+            check(cfg, size.ranks, size.per_node, _gpus(site, size))
     if args.rehearse and not site.gpu:
         raise ConfigError("--rehearse", True, f"a site whose file says which `gpu` it has; {name} does not")
     for cfg in configs if args.rehearse or site.rehearse else ():
@@ -52,13 +53,15 @@ def main(args: argparse.Namespace, rehearse: Callable[[Config, int, str], None])
     runs = tuple(str(Path(cfg.run.dir).expanduser().absolute()) for cfg in configs)
     upstream = tuple(str(Path(folder).expanduser().absolute()) for folder in args.upstream)
     limits = (args.spare, args.max_requeues)
-    job = JobSpec(configs[0].stage.name, ROOT, runs, size.nodes, size.per_node, upstream, *limits, job_file(configs))
+    apart = (configs[0].engine.ranks, size.engine_nodes, size.engine_per_node)
+    counts = (size.nodes, size.per_node)
+    job = JobSpec(configs[0].stage.name, ROOT, runs, *counts, upstream, *limits, job_file(configs), *apart)
     if not args.dry_run:
         for cfg in configs:
             with RunLock(Path(cfg.run.dir)) if args.shell else nullcontext():  # the run begins now
                 _freeze(cfg, job.config)
     if args.shell:
-        print(batch_arithmetic(configs[0], size.ranks), file=sys.stderr)
+        print("\n".join(filter(None, (batch_arithmetic(configs[0], size.ranks), job.told))), file=sys.stderr)
         print(job_lines(name, site, job), end="")
         return 0
     return _submit(args, batch_script(name, site, job), job, site)
@@ -68,17 +71,53 @@ def main(args: argparse.Namespace, rehearse: Callable[[Config, int, str], None])
 class Size:
     nodes: int
     per_node: int
+    engine_nodes: int = 0  # beside them: a heterogeneous job
+    engine_per_node: int = 0
+
+    @property
+    def engine_ranks(self) -> int:
+        return self.engine_nodes * self.engine_per_node
 
     @property
     def ranks(self) -> int:
-        return self.nodes * self.per_node
+        return self.nodes * self.per_node + self.engine_ranks
 
 
 def job_size(args: argparse.Namespace, site: Site, environ: Mapping[str, str]) -> Size:
     """Nodes and ranks per node: as asked for; in a job (`environ` has SLURM_JOB_ID) what Slurm gave; the site's."""
-    for key in ("nodes", "ranks_per_node", "ranks", "spare", "max_requeues", "at_once"):
+    for key in ("nodes", "engine_nodes", "ranks_per_node", "ranks", "spare", "max_requeues", "at_once"):
         if getattr(args, key) < 0:
             raise ConfigError(f"--{key.replace('_', '-')}", getattr(args, key), "a number >= 0")
+    size = _first_component(args, site, environ)
+    nodes, per_node = _second_component(args, site, environ, size.per_node)
+    return replace(size, engine_nodes=nodes, engine_per_node=per_node)
+
+
+def _second_component(args: argparse.Namespace, site: Site, environ: Mapping[str, str], beside: int) -> tuple[int, int]:
+    """Nodes with engines alone, and ranks on each; as many as `beside` them, where nobody says. Raises ConfigError for
+    what Slurm does not have for heterogeneous jobs."""
+    nodes = args.engine_nodes
+    if args.shell:
+        nodes = int(environ.get("SLURM_JOB_NUM_NODES_HET_GROUP_1", "0"))
+        if args.engine_nodes not in (0, nodes) or int(environ.get("SLURM_HET_SIZE", "2")) != 2:
+            expected = f"{nodes}: the nodes of the job's second component, of two in a heterogeneous job"
+            raise ConfigError("--engine-nodes", args.engine_nodes, expected)
+    if not nodes:
+        return 0, 0
+    for key, value, wrong, expected in (
+        ("--spare", args.spare, args.spare > 0, "0 with --engine-nodes: spare nodes are of one kind"),
+        ("--multirun", True, args.multirun, "one run with --engine-nodes: Slurm has no arrays of heterogeneous jobs"),
+        ("mpi", site.mpi, site.mpi == "mpirun", "pmix, pmi2 or none with --engine-nodes: only srun starts both kinds"),
+    ):
+        if wrong:
+            raise ConfigError(key, value, expected)
+    per_node = environ.get("SLURM_NTASKS_PER_NODE_HET_GROUP_1", "")
+    own = site.engines.ranks_per_node or site.engines.gpus_per_node or beside
+    return nodes, int(per_node) if per_node.isdecimal() else own
+
+
+def _first_component(args: argparse.Namespace, site: Site, environ: Mapping[str, str]) -> Size:
+    """But for `--engine-nodes` that is all of the job."""
     if "SLURM_JOB_ID" not in environ:
         if args.shell:
             return Size(1, args.ranks or args.ranks_per_node or _local_ranks(site))
@@ -87,7 +126,8 @@ def job_size(args: argparse.Namespace, site: Site, environ: Mapping[str, str]) -
     nodes = args.nodes or given - args.spare
     if not 1 <= nodes <= given - args.spare:
         raise ConfigError("--nodes", nodes, f"from 1 to {given - args.spare}: the job has {given} nodes")
-    tasks, per_node = environ.get("SLURM_NTASKS", ""), environ.get("SLURM_NTASKS_PER_NODE", "")
+    tasks = environ.get("SLURM_NTASKS", "")
+    per_node = environ.get("SLURM_NTASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE_HET_GROUP_0", ""))
     if args.ranks_per_node:
         return Size(nodes, args.ranks_per_node)
     if per_node.isdecimal():
@@ -97,6 +137,18 @@ def job_size(args: argparse.Namespace, site: Site, environ: Mapping[str, str]) -
             raise ConfigError("--ntasks", int(tasks), f"a multiple of the job's {given} nodes")
         return Size(nodes, int(tasks) // given)
     return Size(nodes, site.ranks)
+
+
+def _check_engines(cfg: Config, size: Size) -> None:
+    """Engines' nodes are theirs alone; child processes reach the devices of their own node."""
+    if size.engine_nodes and cfg.engine.ranks != size.engine_ranks:
+        expected = f"{size.engine_ranks}: --engine-nodes {size.engine_nodes} of {size.engine_per_node} ranks each"
+        raise ConfigError("engine.ranks", cfg.engine.ranks, expected)
+
+
+def _gpus(site: Site, size: Size) -> dict[str, str]:
+    """Key that names a GPU -> its name: first of ranks that train, then, where it is another, of those of engines."""
+    return {"gpu": site.gpu} | ({"engines.gpu": site.engines.gpu} if size.engine_nodes and site.engines.gpu else {})
 
 
 def _local_ranks(site: Site) -> int:
@@ -158,6 +210,8 @@ def _submit(args: argparse.Namespace, script: str, job: JobSpec, site: Site) -> 
     if args.dry_run:
         print(script, end="")
         print(f"# {shlex.join(command)}")
+        if job.told:
+            print(f"# {job.told}")
         for text in site.quirks:
             print(f"# note: {text}")
         return 0
@@ -174,7 +228,8 @@ def _submit(args: argparse.Namespace, script: str, job: JobSpec, site: Site) -> 
         print(done.stderr.strip())
         return 0
     number = done.stdout.strip().split(";")[0]
-    print(number if args.parsable else f"job {number}: {job.stage}, {job.ranks} ranks, {home}")
+    ranks = ", ".join(filter(None, (f"{job.ranks} ranks", job.told)))
+    print(number if args.parsable else f"job {number}: {job.stage}, {ranks}, {home}")
     return 0
 
 

@@ -8,6 +8,7 @@ import argparse
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--site", metavar="NAME|FILE", help="of slurm/sites (default: $ALIGNER_SITE, else generic)")
     sub.add_argument("--nodes", type=int, default=0, metavar="N", help="nodes (default 1)")
+    sub.add_argument("--engine-nodes", type=int, default=0, metavar="N", help="further nodes, for engine.ranks alone")
     sub.add_argument("--ranks-per-node", type=int, default=0, metavar="N", help="default: the site's, one per GPU")
     sub.add_argument("--ranks", type=int, default=0, metavar="N", help="without a scheduler: processes to start")
     sub.add_argument("--spare", type=int, default=0, metavar="N", help="further nodes that take the place of bad ones")

@@ -94,20 +94,30 @@ def last_words(text: str) -> str:
 
 
 def killed(folder: Path) -> tuple[str, str, str] | None:
-    """(node, tasks, how) of the first task that a signal ended, unless another had failed by itself before."""
+    """(node, ranks, how) of the first task that a signal ended, unless another had failed by itself before."""
     for line in _read(folder / "srun.log").splitlines():
         if EXITED.search(line):
             return None
         match = DEATH.search(line)
         if match:
-            return match[1], match[2], match[3]
+            return match[1], _ranks(folder, match[1], match[2]), match[3]
     return None
 
 
 def _exited(folder: Path) -> tuple[str, int] | None:
     """(node, rank) of the first that ended with an exit code, by srun."""
     match = EXITED.search(_read(folder / "srun.log"))
-    return (match[1], int(re.split(r"[,-]", match[2])[0])) if match else None
+    return (match[1], int(re.split(r"[,-]", _ranks(folder, match[1], match[2]))[0])) if match else None
+
+
+def _ranks(folder: Path, node: str, tasks: str) -> str:
+    """Ranks of srun's tasks on a node: it counts those of each component of a heterogeneous job from 0. A component's
+    nodes have as many each, in blocks."""
+    there = [_rank(log) for log in sorted(folder.glob("rank-*.log")) if f" on {node}, pid" in _read(log)]
+    first = int(re.split(r"[,-]", tasks)[0])
+    block = there and there[-1] - there[0] == len(there) - 1
+    shift = there[first % len(there)] - first if block else 0
+    return re.sub(r"\d+", lambda number: str(int(number[0]) + shift), tasks)
 
 
 def explain(folder: Path) -> tuple[str, bool]:
@@ -124,15 +134,15 @@ def explain(folder: Path) -> tuple[str, bool]:
         return "\n".join([head, log, *(f"  | {line}" for line in tail)]), True  # the cause is the last line
     death = killed(folder)
     if death:
-        node, tasks, how = death
+        node, ranks, how = death
         hint = " (out of memory on that node, or somebody's kill)" if "Killed" in how else ""
-        return f"rank {tasks} on {node}: {how}{hint}; log: {folder / 'srun.log'}", False  # or the node died
+        return f"rank {ranks} on {node}: {how}{hint}; log: {folder / 'srun.log'}", False  # or the node died
     exited = _exited(folder)
     if exited and not found:  # it ended by itself, without a traceback: its last lines are all there is
-        node, task = exited
-        log = folder / f"rank-{task:04d}.log"
+        node, rank = exited
+        log = folder / f"rank-{rank:04d}.log"
         tail = _read(log).strip().splitlines()[-15:]
-        return "\n".join([f"rank {task} on {node} ended first", f"log: {log}", *(f"  | {line}" for line in tail)]), True
+        return "\n".join([f"rank {rank} on {node} ended first", f"log: {log}", *(f"  | {line}" for line in tail)]), True
     if found:
         first = found[0]
         last = first.text.strip().splitlines()[-1]

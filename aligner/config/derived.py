@@ -12,6 +12,20 @@ def data_parallel(cfg: Config, world_size: int) -> int:
     return (world_size - cfg.engine.ranks) // cfg.parallel.model_size
 
 
+def nodes_told(trainers: int, engines: int, per_node: int, engine_nodes: int = 0) -> str:
+    """What the nodes of so many ranks are for. The `engines` are the last of them, or have nodes of their own; empty
+    without any, and on one node."""
+    train, rest = divmod(trainers, per_node)
+    both = bool(rest) and not engine_nodes
+    only = engine_nodes or -(-(trainers + engines) // per_node) - train - both
+    if not engines or train + both + only == 1:
+        return ""
+    counts = {"training": train, "engines": only, "both": int(both)}
+    told = [f"{number} for {what}" for what, number in counts.items() if number]
+    reason = f" (engine.ranks={engines} is no multiple of {per_node})" if both else ""
+    return f"nodes: {', '.join(told)}{reason}"
+
+
 def minibatch_samples(cfg: Config) -> int:
     """Samples of one optimizer step over all ranks; batch.minibatch_samples=0 means the whole rollout."""
     return cfg.batch.minibatch_samples or cfg.batch.prompts * cfg.batch.group

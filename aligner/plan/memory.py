@@ -56,6 +56,9 @@ ITEMS = {
 }
 
 
+Phases = dict[str, dict[str, float]]  # of a rank: phase -> item -> bytes
+
+
 class MemoryPlanError(AlignerError):
     """A configuration that cannot fit; names the largest items and the keys to change."""
 
@@ -137,16 +140,27 @@ def _building(job: Job, stage: int) -> dict[str, float]:
 
 def plan_memory(job: Job, device: Device, assumed: Assumptions) -> Memory:
     """Each phase on the pipeline stage, or the rank that only generates, that needs most in it."""
-    limit = device.memory_bytes * assumed.usable
-    phases: dict[str, dict[str, float]] = {}
-    every = [stage_phases(job, stage) for stage in range(job.grid.pipeline)]
-    if job.engine is not None and job.engine.ranks:
-        every.append(engine_phases(job))
-    for one in every:
+    return most_of(training(job) + generating(job), device, assumed)
+
+
+def training(job: Job) -> list[Phases]:
+    """Of a rank of each pipeline stage."""
+    return [stage_phases(job, stage) for stage in range(job.grid.pipeline)]
+
+
+def generating(job: Job) -> list[Phases]:
+    """Of a rank that only generates, where there are such."""
+    return [engine_phases(job)] if job.engine is not None and job.engine.ranks else []
+
+
+def most_of(ranks: list[Phases], device: Device, assumed: Assumptions) -> Memory:
+    """Each phase on that rank which needs most in it."""
+    phases: Phases = {}
+    for one in ranks:
         for phase, items in one.items():
             if phase not in phases or sum(items.values()) > sum(phases[phase].values()):
                 phases[phase] = items
-    return Memory(phases, assumed.context_bytes, limit)
+    return Memory(phases, assumed.context_bytes, device.memory_bytes * assumed.usable)
 
 
 def engine_phases(job: Job) -> dict[str, dict[str, float]]:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from aligner.config.derived import nodes_told
 from aligner.config.schema import Config
 from aligner.config.validate_model import validate_on_gpu
 from aligner.plan.devices import GIB, Assumptions, Device, find_device
 from aligner.plan.host import host_items
 from aligner.plan.job import Job, job_of
-from aligner.plan.memory import Memory, plan_memory, refuse
+from aligner.plan.memory import Memory, generating, most_of, plan_memory, refuse, training
 from aligner.plan.shapes import parameters
 from aligner.plan.times import Machine, Phase, plan_times, pretrain_phase, update_mfu
 from aligner.plan.windows import Windows, window_of
@@ -78,7 +79,9 @@ class Prediction:
         job, rows, memory = self.job, self.job.rows, self.memory
         names = ", ".join(f"{p.name} {parameters(p.shape, p.head, p.outputs) / 1e9:.3g}B" for p in job.parts)
         count, tokens = job.micro_batches()
-        apart = f", {job.gpus - job.grid.gpus} that only generate" if job.gpus > job.grid.gpus else ""
+        engines = job.gpus - job.grid.gpus
+        nodes = nodes_told(job.grid.gpus, engines, job.gpus_per_node)
+        apart = f", {engines} that only generate{nodes and f' ({nodes})'}" if engines else ""
         at_once = " (the refit, and the longer of generate and the rest)" if job.engine and job.engine.lag else ""
         layout = f"{job.grid}{', recompute' * job.recompute}{apart}"
         lines = [
@@ -136,10 +139,12 @@ def predict(job: Job, device: Device, assumed: Assumptions = Assumptions()) -> P
     return Prediction(job, device, plan_memory(job, device, assumed), times, pretrain.seconds, windows)
 
 
-def check(cfg: Config, gpus: int, gpu: str, gpus_per_node: int, key: str) -> None:
-    """ConfigError for what no GPU computes, MemoryPlanError if the config cannot fit so many GPUs of the device `gpu`,
-    whose name `key` gave."""
-    device = find_device(gpu, key)
+def check(cfg: Config, gpus: int, gpus_per_node: int, kinds: dict[str, str]) -> None:
+    """ConfigError for what no GPU computes, MemoryPlanError if the config cannot fit so many. `kinds`: the device by
+    the key that names it, of all of them, or first of those that train, then of those that only generate."""
+    devices = [find_device(name, key) for key, name in kinds.items()]
     job = job_of(cfg, gpus, gpus_per_node=gpus_per_node)
     validate_on_gpu(cfg, job.policy.shape)
-    refuse(job, device, plan_memory(job, device, Assumptions()))
+    sides = (training(job), generating(job)) if len(devices) > 1 else (training(job) + generating(job),)
+    for device, phases in zip(devices, sides, strict=True):
+        refuse(job, device, most_of(phases, device, Assumptions()))

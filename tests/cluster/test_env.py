@@ -63,6 +63,16 @@ def test_slurm_finds_the_first_host_and_one_port_per_step():
     assert rank_env(uneven).local_world_size == 5
 
 
+def test_in_a_heterogeneous_step_lists_are_in_the_order_of_names_and_ranks_in_that_of_components():
+    """As Slurm 22.05 told a task of two on n4, the first component, beside n1 and n2 with one each."""
+    step = SLURM | {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "0"}
+    step |= {"SLURM_HET_SIZE": "2", "SLURM_GTIDS": "0,1", "SLURM_STEP_TASKS_PER_NODE": "1(x2),2"}
+    step |= {"SLURM_STEP_NODELIST": "n[1-2,4]", "SLURM_JOB_NODELIST_HET_GROUP_0": "n4"}
+    env = rank_env(step)
+    assert (env.rank, env.local_rank, env.world_size, env.local_world_size) == (1, 1, 4, 2)
+    assert env.master_addr == "n4" and not env.one_host
+
+
 def test_a_batch_script_is_no_rank():
     script = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
     assert rank_env(script).world_size == 1

@@ -1,5 +1,6 @@
 """`aligner submit`: what is composed, frozen, written and given to sbatch, with a stand-in for sbatch."""
 
+import argparse
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from aligner.__main__ import main
-from aligner.cluster.site import Site
-from aligner.cluster.submit import clean_environment, job_size, time_limit_s
+from aligner.cluster.site import Engines, Site
+from aligner.cluster.submit import Size, clean_environment, job_size, time_limit_s
 from aligner.config.freeze import load_frozen
 from aligner.errors import ConfigError
 from aligner.rehearse import command
@@ -109,9 +110,11 @@ def test_a_job_does_not_inherit_the_one_it_is_submitted_from():
     assert clean_environment(outside | {"SLURM_JOB_ID": "1"}) == {"SLURM_CONF": "c", "HOME": "h"}
 
 
-def size(environ=None, site=None, **options):
+def options(**given):
     defaults = {
         "nodes": 0,
+        "engine_nodes": 0,
+        "multirun": False,
         "ranks_per_node": 0,
         "ranks": 0,
         "spare": 0,
@@ -119,9 +122,11 @@ def size(environ=None, site=None, **options):
         "at_once": 0,
         "shell": False,
     }
-    import argparse
+    return argparse.Namespace(**(defaults | given))
 
-    found = job_size(argparse.Namespace(**(defaults | options)), site or Site(), environ or {})
+
+def size(environ=None, site=None, **given):
+    found = job_size(options(**given), site or Site(), environ or {})
     return found.nodes, found.per_node
 
 
@@ -138,6 +143,62 @@ def test_the_number_of_ranks_comes_from_whoever_knows():
         size(job | {"SLURM_NTASKS": "4"}, shell=True)
     with pytest.raises(ConfigError, match="from 1 to 3"):
         size(job, shell=True, nodes=4)
+
+
+GRPO = ["stage=grpo", "reward.functions=[{path: math}]"]
+
+
+def test_engines_on_nodes_of_another_kind_are_a_heterogeneous_job(sbatch, tmp_path, capsys):
+    kinds = "partition: big\ncpus_per_rank: 14\ngpus_per_node: 8\ntime: '60'\n"
+    (tmp_path / "two.yaml").write_text(
+        f"description: x\n{kinds}engines: {{partition: small, gpus_per_node: 4, cpus_per_rank: 6}}\n"
+    )
+    words = ["--site", "two.yaml", "--nodes", "2", "--engine-nodes", "3", "engine.ranks=12", "run.dir=runs/a", *GRPO]
+    assert submit(*words) == 0
+    told = "28 ranks, nodes: 2 for training, 3 for engines, "
+    assert told in capsys.readouterr().out and "--array" not in " ".join(sbatch())
+    script = Path("runs/a/job.sbatch").read_text()
+    first, second = (part.split("# shellcheck")[0] for part in script.split("#SBATCH hetjob\n"))
+    for part, asked in (
+        (first, ("partition=big", "nodes=2", "ntasks-per-node=8", "cpus-per-task=14", "gpus-per-node=8")),
+        (second, ("partition=small", "nodes=3", "ntasks-per-node=4", "cpus-per-task=6", "gpus-per-node=4")),
+    ):
+        assert all(f"#SBATCH --{flag}\n" in part for flag in asked)
+    assert "export ALIGNER_RANKS=28\n" in script and "export ALIGNER_ENGINE_NODES=3\n" in script
+    assert "ALIGNER_ENGINE_SRUN=(--mpi=none --cpus-per-task=6)" in script
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["engine.ranks=3"], "engine.ranks=3: expected 4: --engine-nodes 2 of 2 ranks each"),
+        ([], "engine.ranks=0: expected 4: --engine-nodes 2 of 2 ranks each"),
+        (["engine.ranks=4", "--spare", "1"], "--spare=1: expected 0 with --engine-nodes"),
+        (["engine.ranks=4", "-m", "seed=0,1"], "Slurm has no arrays of heterogeneous jobs"),
+        (["engine.ranks=4", "--site", "mpirun.yaml"], "mpi='mpirun': expected pmix, pmi2 or none with --engine-nodes"),
+        (["engine.ranks=4", "--shell"], "--engine-nodes=2: expected 0: the nodes of the job's second component"),
+        (["--engine-nodes=-1"], "--engine-nodes=-1: expected a number >= 0"),
+    ],
+)
+def test_what_engines_on_nodes_of_their_own_cannot_have_is_refused(sbatch, words, message, capsys):
+    Path("mpirun.yaml").write_text("description: x\nmpi: mpirun\n")
+    assert submit("--nodes", "2", "--ranks-per-node", "2", "--engine-nodes", "2", *GRPO, *words) == 2
+    assert message in capsys.readouterr().err and sbatch() is None and not Path("runs").exists()
+
+
+def test_a_heterogeneous_jobs_numbers_come_from_its_components():
+    job = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_HET_SIZE": "2", "SLURM_NTASKS": "8"}
+    job |= {"SLURM_NTASKS_PER_NODE_HET_GROUP_0": "4", "SLURM_JOB_NUM_NODES_HET_GROUP_1": "3"}
+
+    def found(environ, site=None, **more):
+        return job_size(options(shell=True, **more), site or Site(), environ)
+
+    assert found(job | {"SLURM_NTASKS_PER_NODE_HET_GROUP_1": "2"}) == Size(2, 4, 3, 2)
+    assert found(job) == Size(2, 4, 3, 4)
+    assert found(job, Site(engines=Engines(gpus_per_node=6)), engine_nodes=3) == Size(2, 4, 3, 6)
+    for wrong in (job | {"SLURM_HET_SIZE": "3"}, {"SLURM_JOB_ID": "1"}):
+        with pytest.raises(ConfigError, match="--engine-nodes=3: expected"):
+            found(wrong, engine_nodes=3)
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,22 @@ def test_a_task_that_srun_killed_afterwards_is_not_the_cause(tmp_path):
     assert cause and text.startswith("rank 0 on n0 ended first") and "| MPI says: wrong library" in text
 
 
+def test_srun_counts_the_tasks_of_each_component_of_a_heterogeneous_job_by_itself(tmp_path):
+    for rank, node in enumerate(("n0", "n1", "n1", "n2", "n2")):  # n0 trains, the others generate
+        log(tmp_path, rank, f"the words of {rank}", node=node)
+    said = tmp_path / "srun.log"
+    said.write_text("srun: error: n2: task 3: Exited with exit code 1\n")
+    text, cause = triage.explain(tmp_path)
+    assert cause and text.startswith("rank 4 on n2 ended first") and "| the words of 4" in text
+    said.write_text("srun: error: n1: tasks 0-1: Killed\n")
+    assert triage.explain(tmp_path)[0].startswith("rank 1-2 on n1: Killed")
+    for rank, node in enumerate(("n0", "n1", "n0", "n1")):  # one component, its ranks dealt out in turns
+        log(tmp_path, rank, f"the words of {rank}", node=node)
+    (tmp_path / "rank-0004.log").unlink()
+    said.write_text("srun: error: n1: task 1: Exited with exit code 1\n")
+    assert triage.explain(tmp_path)[0].startswith("rank 1 on n1 ended first")
+
+
 def test_a_crash_without_python(tmp_path):
     log(tmp_path, 4, "Fatal Python error: Segmentation fault\n\nThread 0x1:")
     assert "Segmentation fault" in triage.explain(tmp_path)[0]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.derived import batch_arithmetic
+from aligner.config.derived import batch_arithmetic, nodes_told
 from aligner.config.resolve import compose
 from aligner.config.validate import validate
 from aligner.errors import ConfigError, LayoutError
@@ -206,6 +206,22 @@ def test_exactly_full_context_is_allowed(make):
     validate(
         make("grpo", "batch.minibatch_samples=64", "batch.micro_batch_samples=24", "batch.micro_batch_tokens=99"), 1
     )
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "per_node", "apart", "told"),
+    [
+        (12, 4, 4, 0, "nodes: 3 for training, 1 for engines"),
+        (10, 6, 4, 0, "nodes: 2 for training, 1 for engines, 1 for both (engine.ranks=6 is no multiple of 4)"),
+        (5, 2, 4, 0, "nodes: 1 for training, 1 for both (engine.ranks=2 is no multiple of 4)"),
+        (1, 1, 4, 0, ""),
+        (8, 0, 4, 0, ""),
+        (8, 2, 4, 1, "nodes: 2 for training, 1 for engines"),
+        (2, 8, 2, 4, "nodes: 1 for training, 4 for engines"),
+    ],
+)
+def test_what_nodes_are_for_is_told(trainers, engines, per_node, apart, told):
+    assert nodes_told(trainers, engines, per_node, apart) == told
 
 
 def test_arithmetic_is_printed_with_numbers(make):

@@ -27,7 +27,7 @@ while ((step < ${STEPS:-3})); do
     sleep "${STEP_S:-0.1}"
     step=$((step + 1))
     [[ "$rank" != 0 || -n "${STUCK:-}" ]] || echo "{\"step\": $step}" >"$run/progress.json"
-    if [[ -n "${FAIL_ON:-}" && "${SLURMD_NODENAME:-}" == "$FAIL_ON" ]]; then
+    if [[ -n "${FAIL_ON:-}" && ("${SLURMD_NODENAME:-}" == "$FAIL_ON" || "rank$rank" == "$FAIL_ON") ]]; then
         echo "{\"time_s\": 1, \"text\": \"error: as asked\", \"exit_code\": ${CODE:-1}}" >"$ALIGNER_FAILURE_FILE"
         exit "${CODE:-1}"
     fi

@@ -367,6 +367,31 @@ def test_each_start_of_ranks_by_srun_has_a_secret_of_its_own(slurm, place):
     assert rest == [given, "", given]
 
 
+@pytest.mark.parametrize(("version", "mpi"), [("22.05.8", "none"), ("24.05.1", "none"), ("24.11.0", "pmix")])
+def test_both_components_of_a_heterogeneous_job_are_one_step(slurm, place, monkeypatch, version, mpi):
+    """By `sbatch ... : ... launchers/grpo.sbatch`. Before Slurm 24.11 srun may not end with PMIx in two components."""
+    (place / "fake/srun").write_text(
+        f'#!/usr/bin/env bash\n[[ "$1" != --version ]] || {{ echo "slurm-wlm {version}"; exit 0; }}\n'
+        f'printf "%s\\n" "$@" >{place}/words\nprintf %s "$ALIGNER_MPI" >{place}/mpi\ntouch runs/grpo/DONE\n'
+    )
+    numbers = {"SIZE": "2", "JOB_NUM_NODES_1": "1", "NTASKS_PER_NODE_0": "1", "NTASKS_PER_NODE_1": "2"}
+    numbers |= {"JOB_NODELIST_1": "node2", "CPUS_PER_TASK_0": "3", "CPUS_PER_TASK_1": "5"}
+    for name, value in numbers.items():
+        head, _, group = name.rpartition("_")
+        monkeypatch.setenv(f"SLURM_{head}_HET_GROUP_{group}" if head else "SLURM_HET_SIZE", value)
+    (place / "pmix.yaml").write_text("description: x\nmpi: pmix\n")
+    words = ["--site", str(place / "pmix.yaml"), "data.train=train.jsonl", "reward.functions=[{path: math}]"]
+    code, said = launch("grpo", *words, "engine.ranks=2", ALIGNER_HEALTH="0")
+    assert code == 0 and "nodes: 1 for training, 1 for engines" in said
+    first, _, second = (place / "words").read_text().partition("\n:\n")
+    assert "--nodes=1\n--ntasks=1\n--ntasks-per-node=1\n" in first and "--het-group" not in first
+    assert "--het-group=1\n--nodes=1\n--ntasks=2\n--ntasks-per-node=2\n--cpus-per-task=5\n" in second
+    assert first.count("aligner\nrun\n") == second.count("aligner\nrun\n") == 1
+    for part in (first, second):
+        assert [word for word in part.split("\n") if word.startswith("--mpi")][-1] == f"--mpi={mpi}"
+    assert (place / "mpi").read_text() == mpi and ("no MPI: srun's PMIx" in said) == (mpi == "none")
+
+
 def test_stopped_without_progress_is_not_requeued(slurm, place):
     code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=stopping(place), STUCK="1")
     assert code == 1 and "no progress" in said and asked(slurm) == []

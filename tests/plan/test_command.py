@@ -91,6 +91,26 @@ def test_submit_refuses_what_the_sites_gpus_cannot_hold(tmp_path, monkeypatch, c
     assert main([*job, *experts, "--site", "generic", "--nodes", "4"]) == 0
 
 
+def test_engines_on_other_gpus_are_held_to_theirs(tmp_path, monkeypatch, capsys):
+    """Weights and a cache of 100 GB: on the trainer's h200 they would fit, and its update would not on an a100."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    job = ["submit", "--dry-run", "--site", "site.yaml", "--engine-nodes", "1", "data.train=train.jsonl", *EIGHT]
+    job += ["reward.functions=[{path: math}]", "model.recompute=full", "batch.micro_batch_tokens=65536"]
+    job += ["engine.ranks=8", "engine.max_batch=128", "sampling.max_response_tokens=8192"]
+    for trainer, engine, cache, code in (
+        ("h200", "h200", 100_000_000_000, 0),
+        ("h200", "a100", 100_000_000_000, 1),
+        ("h200", "a100", 10_000_000_000, 0),
+        ("a100", "h200", 100_000_000_000, 1),
+    ):
+        site = f"description: x\ngpus_per_node: 8\ngpu: {trainer}\nengines: {{gpu: {engine}}}\n"
+        (tmp_path / "site.yaml").write_text(site)
+        assert main([*job, f"engine.kv_cache_bytes={cache}"]) == code, (trainer, engine, cache)
+        said = capsys.readouterr().err
+        assert ("of a100" in said) == bool(code), said
+
+
 def test_a_site_names_a_device_of_the_table(tmp_path):
     path = tmp_path / "site.yaml"
     path.write_text("description: x\ngpu: h900\n")

@@ -376,7 +376,7 @@ def test_engines_on_ranks_of_their_own_are_planned_as_a_job_beside():
         assert found.memory.phases[phase] == {name: size for name, size in items.items() if name not in trainers}
     assert found.step_s == pytest.approx(sum(phase.seconds for phase in found.phases.values()))
     assert found.tokens_per_gpu_s == pytest.approx(apart.rows.tokens / found.step_s / 16)
-    assert "grpo on 16 x h100, tp2 dp4, 8 that only generate" in found.text()
+    assert "tp2 dp4, 8 that only generate (nodes: 1 for training, 1 for engines): policy" in found.text()
     # a cache that stays is an engine's alone
     awake = predict(job_of(compose([*APART, "engine.ranks=8", "memory.sleep=never"]), 16), H100).memory.phases
     assert "kv cache" not in awake["update"]
