@@ -32,6 +32,7 @@ from aligner.megatron.model import check_kernels, resolve_dtype
 from aligner.megatron.train import ShardedModel
 from aligner.ops.seeds import derive
 from aligner.roles.model_init import InitialModel, resolve
+from aligner.run.chain import Seen
 from aligner.run.checkpoints import Stateful
 from aligner.run.starts import Start
 from aligner.run.stop import Boundary
@@ -60,8 +61,10 @@ class Job:
     judges: dict[str, FleetEngine] = field(default_factory=dict)  # with weights of their own, by role
     start: Start = field(default_factory=lambda: Start("", 1, {}))  # rank 0 has a real one
     state: dict[str, Stateful] = field(default_factory=dict)  # that checkpoints keep beside the stage's own
+    on_step: list[Callable[[int], None]] = field(default_factory=list)  # called with the step that is done
     on_save: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of one to be written
     on_commit: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of a whole checkpoint
+    seen: Seen = field(default_factory=Seen)  # of this step
     frozen: list[str] = field(default_factory=list)  # of each model with adapters: what its other weights are
     tools: list[dict[str, Any]] = field(default_factory=list)  # schemas that prompts tell the model
     dialogue: Dialogue | None = None  # with them
@@ -73,6 +76,7 @@ class Job:
         cfg, env = self.cfg, self.env
         self.watchdog = Watchdog(cfg.cluster.watchdog, Path(cfg.run.dir), env.rank, env.world_size)
         self.answers = AnswerLog(Path(cfg.run.dir) / FOLDER, env.rank)
+        self.seen.counts = self.layout is not None and self.layout.peers.rank() == 0
 
     @property
     def tokenizer(self) -> Any:

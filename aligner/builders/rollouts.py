@@ -55,7 +55,7 @@ def make_rollouts(
         seen = same_view(cfg.debug.train_only, lambda: {p.name: file_fingerprint(p) for p in source.files})
         source.timers = job.timers
         job.contents["debug.train_only"] = seen[source.files[0].name]
-        return source, {}, None
+        return _recorded(job, source), {}, None
     if cfg.environment.on:
         find_tools(job)
     rewards = make_rewards(job, reward_model)
@@ -84,11 +84,15 @@ def make_rollouts(
         source.ahead = ahead = _ahead(job, source.requests, source.generate, policy.model)
         state |= {"data": ahead.data, "ahead": ahead}
     found = source if cfg.engine.lag else _stored(job, source, state, policy.model)
-    recorded = cfg.debug.record or (cfg.run.steps if cfg.debug.rollout_only else 0)
-    if recorded:
-        folder = Path(cfg.run.dir) / FOLDER
-        found = Recorder(found, folder, recorded, _origin(job), job.layout, job.tokenizer.pad_token_id)
-    return found, state, make_evaluator(job, refit, reward_model, turns)
+    return _recorded(job, found), state, make_evaluator(job, refit, reward_model, turns)
+
+
+def _recorded(job: Job, source: Rollouts) -> Recorder:
+    cfg, folder = job.cfg, Path(job.cfg.run.dir) / FOLDER
+    count = cfg.debug.record or (cfg.run.steps if cfg.debug.rollout_only else 0)
+    recorder = Recorder(source, job.seen, folder, count, _origin(job), job.layout, job.tokenizer.pad_token_id)
+    job.on_step.append(recorder.keep)
+    return recorder
 
 
 def make_own_answers(

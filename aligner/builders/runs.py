@@ -31,10 +31,12 @@ from aligner.ops.agree import same_view
 from aligner.refit.export import EXTRA_FILE, export_hf
 from aligner.roles.model_init import shape_of
 from aligner.run.alarms import Alarms
+from aligner.run.chain import Chain, code
 from aligner.run.checkpoints import Checkpoints, Stateful
 from aligner.run.loop import Evaluate, Run
 from aligner.run.metrics import MetricsLogger
 from aligner.run.phases import PhaseMemory
+from aligner.run.starts import versions
 
 
 def make_run(
@@ -58,6 +60,8 @@ def make_run(
     logger = MetricsLogger(run_dir, cfg.logging, dataclasses.asdict(cfg), job.env.rank)
     run = Run(cfg, job.env.rank, checkpoints, logger, alarms, job.boundary, evaluate)
     run.accepted = job.start.accepted
+    run.chain, run.facts = Chain(run_dir, job.env.rank, models, job.seen), _facts(job, checkpoints)
+    run.on_step += job.on_step
     run.timers = job.timers
     run.timers.on_phase = job.watchdog.phase
     memories: dict[str, FrozenMemory] = {r: ModelMemory(model, cfg.memory.pin) for r, model in job.models.items()}
@@ -68,6 +72,15 @@ def make_run(
     run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.kv_cache_bytes, asked)
     run.timers.around = run.memory.phase
     return run
+
+
+def _facts(job: Job, checkpoints: Checkpoints) -> dict[str, Any]:
+    """What the numbers of this run are made of; rank 0's."""
+    if job.env.rank:
+        return {}
+    ranks = {"ranks": job.env.world_size, "device": job.device.type}
+    made = {"identity": checkpoints.identity, "config": checkpoints.definition}
+    return made | {"code": code(), "versions": versions(), **ranks}
 
 
 def _identity(job: Job) -> dict[str, Any]:

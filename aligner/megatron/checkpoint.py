@@ -38,7 +38,7 @@ MAIN = "param"  # the files' name for float32 copies of bfloat16 weights
 PLAIN_MAIN = "fp32_param"  # in files of earlier versions, if the optimizer was not distributed
 
 
-def _weights(model: ShardedModel) -> dict[str, Any]:
+def weight_state(model: ShardedModel) -> dict[str, Any]:
     """Tensors by name. Not the `_extra_state` of modules: TransformerEngine unpickles its own, which only float8
     needs, and other modules, that read the same checkpoint, have none. Of a model with adapters what is trained."""
     if model.adapted is not None:
@@ -57,7 +57,7 @@ def _trained(model: ShardedModel) -> dict[str, Any]:
 
 def own_state(model: ShardedModel) -> dict[str, Any]:
     """What this rank writes of a model and its optimizer."""
-    state: dict[str, Any] = {"model": _weights(model), "step_count": model.step_count}
+    state: dict[str, Any] = {"model": weight_state(model), "step_count": model.step_count}
     if model.optimizer is not None:
         give_state(model.optimizer)  # a policy that waits for its critic to warm up has not stepped yet
         state["shards"] = optimizer_shards(state["model"], model.optimizer, MAIN)
@@ -141,7 +141,7 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
     Raises CheckpointError naming the folder.
     """
     with_optimizer = with_optimizer and model.optimizer is not None
-    state: dict[str, Any] = {"model": _weights(model), "step_count": 0}
+    state: dict[str, Any] = {"model": weight_state(model), "step_count": 0}
     names = _verified(folder)
     try:
         if with_optimizer:

@@ -42,21 +42,21 @@ def canonical_name(name: str, first_layer: int) -> str:
     return name
 
 
-def _first_layer(model: GPTModel) -> int:
+def first_layer(model: GPTModel) -> int:
     layers = model.decoder.layers
     return layers[0].layer_number - 1 if len(layers) else 0
 
 
 def local_modules(model: GPTModel) -> dict[str, torch.nn.Module]:
     """canonical name -> this rank's module that has parameters of its own."""
-    first = _first_layer(model)
+    first = first_layer(model)
     own = ((name, module) for name, module in model.named_modules() if list(module.parameters(recurse=False)))
     return {canonical_name(f"{name}.", first).removesuffix("."): module for name, module in own}
 
 
 def local_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
     """canonical name -> this rank's parameter (its tensor-parallel shard), without those of adapters."""
-    first = _first_layer(model)
+    first = first_layer(model)
     named = {canonical_name(name, first): p for name, p in model.named_parameters() if "adapters." not in name}
     if model.share_embeddings_and_output_weights and not model.pre_process and OUTPUT in named:
         named[EMBEDDING] = named.pop(OUTPUT)  # the last stage's copy of the tied embedding

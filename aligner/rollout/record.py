@@ -1,17 +1,19 @@
 """Recorded rollouts: one safetensors file for a whole rollout, whatever the layout that generated it.
 
-Tensors: the fields of `RolloutBatch` that were set when the rollout came, and its `Scores` under `scores/`; rows are
-group-major, tokens int32. Metadata: one entry `header`, JSON: `format`, `version`, and the fields of `Header`; the same
-rollout gives the same bytes. Not recorded: the prompts' other columns (`Prompt.fields`), which nothing reads after
-the scores.
+Tensors: the fields of `RolloutBatch` that were set when the rollout came, its `Scores` under `scores/`, and what the
+step found beside them (logprobs of the trainer, advantages, ...) under `trained/`; rows are group-major, tokens int32.
+Metadata: one entry `header`, JSON: `format`, `version`, and the fields of `Header`; the same step gives the same bytes.
+Not recorded: the prompts' other columns (`Prompt.fields`), which nothing reads after the scores.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,12 @@ from aligner.ops.reduce import first_cause
 from aligner.rewards.composite import Scores
 from aligner.rollout.collate import joined
 from aligner.rollout.source import Rollout, Rollouts
+from aligner.run.chain import Seen
 from aligner.types import Prompt, RolloutBatch, Sample
 
 FORMAT, VERSION = "aligner-rollout", 1
 FOLDER = "rollouts"  # in the run folder
+TRAINED = "trained/"
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,11 @@ def file_name(step: int) -> str:
 # --- one file
 
 
-def write_recording(path: Path, rollout: RolloutBatch, scores: Scores, origin: Origin, step: int) -> None:
-    """Write a whole rollout; the file is there complete or not at all. Raises OSError."""
+def write_recording(
+    path: Path, rollout: RolloutBatch, scores: Scores, origin: Origin, step: int, trained: Collection[str] = ()
+) -> None:
+    """Write a whole rollout, of whose fields the step has found those named `trained`; the file is there complete or
+    not at all. Raises OSError."""
     order = torch.argsort(rollout.group, stable=True)
     samples = [rollout.samples[i] for i in order.tolist()]
     rollout = rollout.select(order)
@@ -86,7 +93,8 @@ def write_recording(path: Path, rollout: RolloutBatch, scores: Scores, origin: O
         [{"id": prompt.id, "text": prompt.text} for prompt in prompts.values()],
         [sample.response for sample in samples],
     )
-    tensors = {name: t.to(torch.int32) if name == "tokens" else t for name, t in rollout.tensors().items()}
+    tensors = {f"{TRAINED * (name in trained)}{name}": t for name, t in rollout.tensors().items()}
+    tensors["tokens"] = tensors["tokens"].to(torch.int32)
     tensors["sample_index"] = torch.tensor([sample.index for sample in samples])
     tensors |= {f"scores/{name}": t[order] for name, t in _score_tensors(scores).items()}
     text = json.dumps({"format": FORMAT, "version": VERSION} | dataclasses.asdict(header), allow_nan=False)
@@ -247,27 +255,49 @@ def join_scores(parts: list[Scores]) -> Scores:
 
 @dataclass
 class Recorder:
-    """A source of rollouts that also writes the first `count` of them (`debug.record`)."""
+    """A source whose rollouts the chain of hashes sees; the last `count` are kept as files (`debug.record`)."""
 
     source: Rollouts
+    seen: Seen
     folder: Path
     count: int
     origin: Origin
     layout: Layout
     pad_id: int
+    _came: tuple[RolloutBatch, RolloutBatch, Scores] | None = field(default=None, init=False)
 
     def next(self, step: int) -> Rollout:
-        """What the source gives. Raises AlignerError on every rank if the file cannot be written."""
+        """What the source gives."""
         found = self.source.next(step)
-        if step <= self.count:
-            whole, cause = gather_rollout(found.batch, found.scores, self.layout, self.pad_id), ""
-            path = self.folder / file_name(step)
-            if whole is not None:
-                try:
-                    write_recording(path, *whole, self.origin, step)
-                except OSError as error:
-                    cause = f"cannot write {path} (debug.record): {error}. Free space or change run.dir"
-            first = first_cause(cause)
-            if first is not None:
-                raise AlignerError(first[1])
+        self.seen.rollout(found.batch)
+        if self.count:  # of what came the step changes these (debug.shuffle_rewards, mismatch.correction)
+            came = dataclasses.replace(
+                found.batch, rewards=found.batch.rewards.clone(), valid=found.batch.valid.clone()
+            )
+            self._came = came, found.batch, copy.deepcopy(found.scores)
         return found
+
+    def keep(self, step: int) -> None:
+        """The step is done. Raises AlignerError on every rank if the file cannot be written."""
+        if self._came is None:
+            return
+        (came, done, scores), self._came, cause = self._came, None, ""
+        trained = done.tensors().keys() - came.tensors().keys()
+        batch = dataclasses.replace(done, rewards=came.rewards, valid=came.valid)
+        whole, path = gather_rollout(batch, scores, self.layout, self.pad_id), self.folder / file_name(step)
+        if whole is not None:
+            try:
+                write_recording(path, *whole, self.origin, step, trained)
+                _delete_but(self.folder, range(step - self.count + 1, step + 1))
+            except OSError as error:
+                cause = f"cannot write {path} (debug.record): {error}. Free space or change run.dir"
+        first = first_cause(cause)
+        if first is not None:
+            raise AlignerError(first[1])
+
+
+def _delete_but(folder: Path, steps: range) -> None:
+    """Later ones, too: of a start that this one has taken back."""
+    for path in folder.glob("step-*.safetensors"):
+        if int(path.stem.removeprefix("step-")) not in steps:
+            path.unlink()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from aligner.config.schema import Config
 from aligner.errors import AlignerError
 from aligner.run.alarms import FILE as ALARMS
 from aligner.run.alarms import Alarms
+from aligner.run.chain import Chain
 from aligner.run.changes import AnotherRunError
 from aligner.run.checkpoints import Checkpoints
 from aligner.run.marker_files import DONE, PROGRESS, STOPPED
@@ -52,6 +53,9 @@ class Run:
         self.timers = Timers()
         self.accepted: Callable[[], None] = lambda: None  # told once the folder is this run's
         self.memory: PhaseMemory | None = None
+        self.chain: Chain | None = None
+        self.facts: Mapping[str, Any] = {}  # what computes, for it
+        self.on_step: list[Callable[[int], None]] = []  # called on every rank with the step that is done
         self.last_eval: ScalarMetrics = {}
         self.stopped: str | None = None  # why the stage ended before run.steps
         self.step = 0
@@ -87,6 +91,9 @@ class Run:
             self._tell_lost(saved)
             if self.step:
                 print(f"resumed at step {self.step} of {self.config.steps}", flush=True)
+        if self.chain is not None:
+            with self.timers("record"):
+                self.chain.begin(self.step, self.facts)
         total = self.config.steps
         with ProgressBar(total, self.step, self.stage, self.rank, self.logging.progress) as self._bar:
             if self.step == 0 and self.config.eval_every and self.evaluate:
@@ -143,6 +150,8 @@ class Run:
 
     def finish_batch(self, step: int, metrics: ScalarMetrics, batch: TrainBatch, ranks: int) -> None:
         """Close a step on this rank's rows, of which each of so many data-parallel ranks has about as many tokens."""
+        if self.chain is not None:
+            self.chain.seen.rows(batch)
         self.finish(step, metrics, tokens=float(batch.lengths.sum()) * ranks, rows=len(batch.lengths) * ranks)
 
     def finish(
@@ -151,6 +160,11 @@ class Run:
         """Close a step: evaluate, save, log. `tokens` and `rows` (samples) of this step over all ranks give the
         throughput."""
         self.step, self._before = step, self._states()
+        with self.timers("record"):
+            if self.chain is not None:
+                self.chain.close(step, metrics)
+            for tell in self.on_step:
+                tell(step)
         if self.config.eval_every and step % self.config.eval_every == 0 and self.evaluate:
             metrics = metrics | self._evaluate()
             self._check_stop(metrics)

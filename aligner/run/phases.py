@@ -52,6 +52,7 @@ RULES = {
     "update": Rule(weights=TRAINED, gradients=True, optimizer=True, within=("",)),
     "eval": Rule(weights=("policy",), within=("",)),
     "save": Rule(weights=TRAINED, optimizer=True, keeps=True, within=("",)),
+    "record": Rule(weights=TRAINED, keeps=True, engine="", within=("",)),
     "export": Rule(weights=("policy",), within=("",)),
     "export_ema": Rule(weights=("policy",), optimizer=True, within=("",)),
 }

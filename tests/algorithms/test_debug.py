@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from aligner.errors import AlignerError, ConfigError, DataError
-from aligner.rollout.record import FOLDER, read_recording
+from aligner.rollout.record import FOLDER, TRAINED, read_recording
 from tests import stages
 
 NOT_SAVED = ["run.export=false", "checkpoint.final=false"]
@@ -128,6 +129,22 @@ def test_a_checkpoint_of_a_replay_is_no_start_for_generating(tiny_data, tiny_run
         stages.stage(*generating, "run.accept_changes=true")
 
 
+def test_the_last_rollouts_are_kept_with_what_was_learned_of_them(tiny_data, tiny_runs, tmp_path):
+    """As they came: the control experiment gives their rewards to others later."""
+    more = [f"model.init={tiny_runs['sft']}", "run.steps=3", "algorithm.kl.coef=0.1", "debug.shuffle_rewards=true"]
+    more += ["mismatch.correction=tis_token+veto"]
+    original = stages.stage("grpo", tiny_data, tmp_path / "original", *more, "debug.record=2", *NOT_SAVED)
+    files = sorted((original / FOLDER).iterdir())
+    assert [path.name for path in files] == ["step-00000002.safetensors", "step-00000003.safetensors"]
+    found = load_file(files[-1])
+    names = ("old_logprobs", "ref_logprobs", "token_rewards", "advantages", "loss_mask", "token_weights")
+    assert {TRAINED + name for name in (*names, "rejected")} == {name for name in found if name.startswith(TRAINED)}
+    assert all(found[TRAINED + name].shape == found["tokens"].shape for name in names)
+    assert found["rewards"].equal(found["scores/total"].float()) and found["valid"].equal(found["scores/valid"])
+    plain = stages.stage("grpo", tiny_data, tmp_path / "plain", *more, *NOT_SAVED)
+    assert (plain / "steps.jsonl").read_bytes() == (original / "steps.jsonl").read_bytes()
+
+
 @pytest.mark.parametrize("stage", ["grpo", "ppo"])
 def test_rollouts_only(tiny_data, tiny_runs, tmp_path, monkeypatch, stage):
     from aligner.builders.models import make_model
@@ -141,13 +158,15 @@ def test_rollouts_only(tiny_data, tiny_runs, tmp_path, monkeypatch, stage):
     more = [f"model.init={tiny_runs['sft']}", "run.steps=2", "run.samples_every=1", "logging.samples_shown=2"]
     more += ["algorithm.kl.coef=0.1"]
     more += [f"reward.model={tiny_runs['rm']}"] if stage == "ppo" else []
-    trained = stages.stage(stage, tiny_data, tmp_path / "trained", *more, "debug.record=1", *NOT_SAVED)
+    trained = stages.stage(stage, tiny_data, tmp_path / "trained", *more, "debug.record=2", *NOT_SAVED)
     monkeypatch.setattr("aligner.builders.models.make_model", spy)
     run = stages.stage(stage, tiny_data, tmp_path / "run", *more, "debug.rollout_only=true")
     assert built == [None] * (2 if stage == "ppo" else 1)  # the policy and what scores, without optimizers
     assert sorted(p.name for p in (run / FOLDER).iterdir()) == [f"step-0000000{i}.safetensors" for i in (1, 2)]
-    first = "step-00000001.safetensors"
-    assert (run / FOLDER / first).read_bytes() == (trained / FOLDER / first).read_bytes()
+    there, here = (load_file(folder / FOLDER / "step-00000001.safetensors") for folder in (trained, run))
+    came = {name for name in there if not name.startswith(TRAINED)}
+    assert came == {name for name in here if not name.startswith(TRAINED)}
+    assert all(there[name].equal(here[name]) for name in came)
     assert not (run / "hf").exists() and not (run / "checkpoints").exists()
     records = stages.records(run)
     assert [r["step"] for r in records] == [1, 2] and all(r["refit/version"] == 0 for r in records)

@@ -15,6 +15,7 @@ import torch
 
 from aligner.config.sections.checkpoint import CheckpointConfig
 from aligner.errors import CheckpointError, RewardError
+from aligner.run.chain import FILE
 from tests import stages
 from tests.stages import PowerCut
 
@@ -104,6 +105,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tiny_data, tiny_runs, straight, 
     assert [r["step"] for r in stages.records(run)] == list(range(1, TOTAL + 1))
     assert stages.differences(run, straight(stage)) == []
     assert stages.same_weights(run, straight(stage))
+    assert (run / FILE).read_bytes() == (straight(stage) / FILE).read_bytes()
     assert (run / "hf_ema").exists() == (stage in ("sft", "grpo"))
     assert (run / "DONE").exists()
 

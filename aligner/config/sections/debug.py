@@ -12,7 +12,7 @@ from aligner.errors import ConfigError
 class DebugConfig:
     skip_refit: bool = False  # test hook: the engine keeps its old weights and the next refit must notice
     shuffle_rewards: bool = False  # control experiment: permute rewards within each group
-    record: int = 0  # write the first n rollouts to <run.dir>/rollouts (rollout_only and 0: all of them)
+    record: int = 0  # keep the last n rollouts in <run.dir>/rollouts, with what was learned (rollout_only and 0: all)
     record_answers: bool = False  # write every answer of the engine to <run.dir>/answers
     rollout_only: bool = False  # generate, score, measure, record; no optimizer, no update
     train_only: str = ""  # a recorded rollout, or a folder of them, to train on instead of an engine's

@@ -1,0 +1,174 @@
+"""steps.jsonl: what each step saw and left, as hashes that know nothing of the layout, each record bound to the one
+before.
+
+A record of a start says what computes: config and contents, code, versions, ranks, names of tensors; and the weights
+that the steps behind it begin with. It is there where something of this is new, so a run that was killed and resumed
+leaves the file that it would have left anyway. A record of a step has the weights after it, the batch (rows of a
+supervised stage; prompts, tokens, logprobs and rewards of a rollout as it came), losses and gradient norms. `chain` is
+a hash of the record and of the `chain` before it: runs that agree in it agree in all before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import aligner
+from aligner.errors import DataError
+from aligner.files import file_hash
+from aligner.foreign import record
+from aligner.megatron.train import ShardedModel
+from aligner.megatron.weight_hashes import WeightHashes
+from aligner.ops.kernels.hashes import row_hashes
+from aligner.ops.reduce import gathered, sum_halves
+from aligner.run.metrics import append_jsonl, finite, read_jsonl, rewrite_jsonl, truncate_jsonl
+from aligner.types import RolloutBatch, TrainBatch
+
+FILE, VERSION = "steps.jsonl", 1
+PARTS = ("rows", "prompts", "tokens", "logprobs", "rewards")  # of a batch, in the order in which they come about
+NUMBERS = ("loss", "grad_norm")  # the last word of the metrics that are kept
+DIGITS = 8  # hexadecimal, of each tensor's hash
+Record = dict[str, Any]
+
+
+@dataclass
+class Seen:
+    """What this rank's batches of a step were. `counts`: no other rank has the same rows."""
+
+    counts: bool = True
+    sums: dict[str, int] = field(default_factory=dict)
+
+    def rows(self, batch: TrainBatch) -> None:
+        each = [column for column in (batch.lengths, batch.labels, batch.told_by) if column is not None]
+        self._add("rows", row_hashes([batch.tokens, batch.loss_mask], _inside(batch), each))
+
+    def rollout(self, batch: RolloutBatch) -> None:
+        """As it came. What tools answered between turns counts as tokens: it stands behind the model's first one."""
+        inside, who = _inside(batch), [batch.group, torch.tensor([sample.index for sample in batch.samples])]
+        answer = (batch.response_mask.cumsum(1) > 0) & inside
+        self._add("prompts", row_hashes([batch.tokens], inside & ~answer, who))
+        self._add("tokens", row_hashes([batch.tokens, batch.response_mask], answer, who))
+        self._add("logprobs", row_hashes([batch.rollout_logprobs], answer, who))
+        self._add("rewards", row_hashes([], answer, [batch.rewards, batch.valid, *who]))
+
+    def _add(self, part: str, value: int) -> None:
+        self.sums[part] = self.sums.get(part, 0) + value * self.counts
+
+    def take(self) -> dict[str, int]:
+        taken, self.sums = self.sums, {}
+        return taken
+
+
+def _inside(batch: RolloutBatch | TrainBatch) -> torch.Tensor:
+    return torch.arange(batch.tokens.shape[1]) < batch.lengths.cpu()[:, None]
+
+
+class Chain:
+    """Writes the file, on rank 0. All methods are collective over the world."""
+
+    def __init__(self, run_dir: Path, rank: int, models: Mapping[str, ShardedModel], seen: Seen):
+        self.path, self.rank, self.seen = run_dir / FILE, rank, seen
+        self.weights = {name: WeightHashes(model) for name, model in models.items()}
+        own = [f"{name}/{tensor}" for name, hashes in self.weights.items() for tensor in hashes.names]
+        self.tensors = sorted({name for names in gathered(own) for name in names}, key=_place)
+        self._last = ""
+
+    def begin(self, step: int, facts: Mapping[str, Any]) -> None:
+        """`step` was the last whole one: what is written of later ones is dropped. Who resumes with other weights than
+        it left is told so."""
+        weights, _ = self._sums()
+        if self.rank:
+            return
+        truncate_jsonl(self.path, step)
+        kept = read_jsonl(self.path)
+        while kept and "start" in kept[-1]:  # no step came behind it
+            kept.pop()
+        rewrite_jsonl(self.path, kept)
+        before, last = start_of(kept), kept[-1] if kept else {}
+        self._last = last.get("chain", "")
+        start = json.loads(json.dumps({"version": VERSION, **facts, "tensors": self.tensors}))
+        same = (last.get("step"), last.get("weights")) == (step, weights)
+        if kept and not same and before["tensors"] == self.tensors:
+            told = f"the weights of step {step} are not those that the run left there, by {self.path}"
+            print(f"WARNING: {told}", file=sys.stderr, flush=True)
+        if before != start or not same:
+            self._write({"step": step, "start": start, "weights": weights})
+
+    def close(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """The step is done, with these metrics."""
+        weights, batch = self._sums()
+        numbers = {name: finite(value) for name, value in metrics.items() if name.rpartition("/")[2] in NUMBERS}
+        if not self.rank:
+            self._write({"step": step, "batch": batch, "numbers": numbers, "weights": weights})
+
+    def _sums(self) -> tuple[str, dict[str, str]]:
+        """Over all ranks: the hashes of the tensors one after the other, and those of what was seen."""
+        own = {f"{name}/{tensor}": x for name, hashes in self.weights.items() for tensor, x in hashes().items()}
+        seen, device = self.seen.take(), next(iter(own.values())).device if own else torch.device("cpu")
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        sums = torch.stack([zero, *(own.get(name, zero) for name in self.tensors)])[1:]
+        parts = [(value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF) for value in (seen.get(part, 0) for part in PARTS)]
+        parts += [(int(part in seen), 0) for part in PARTS]
+        halves = [torch.stack([sums & 0xFFFFFFFF, (sums >> 32) & 0xFFFFFFFF], 1), torch.tensor(parts, device=device)]
+        found = sum_halves(torch.cat(halves))
+        values, there = found[-2 * len(PARTS) : -len(PARTS)], found[-len(PARTS) :]
+        batch = {part: f"{value:016x}" for part, value, ranks in zip(PARTS, values, there, strict=True) if ranks}
+        return "".join(f"{value >> 32:0{DIGITS}x}" for value in found[: len(self.tensors)]), batch
+
+    def _write(self, content: Record) -> None:
+        self._last = _link(self._last, content)
+        append_jsonl(self.path, [content | {"chain": self._last}])
+
+
+def _place(name: str) -> tuple:
+    """Tensors in the order in which a token meets them."""
+    model, _, tensor = name.partition("/")
+    parts = ("embedding.", "decoder.layers.", "decoder.", "")
+    numbered = [(int(word), "") if word.isdigit() else (-1, word) for word in tensor.split(".")]
+    return model != "policy", model, next(i for i, part in enumerate(parts) if tensor.startswith(part)), numbered
+
+
+def _link(last: str, content: Record) -> str:
+    return hashlib.blake2b(f"{last}{json.dumps(content, sort_keys=True)}".encode(), digest_size=8).hexdigest()
+
+
+def start_of(records: Sequence[Record]) -> Record:
+    """What the last of these records was computed by; empty where there is none."""
+    return next((found["start"] for found in reversed(records) if "start" in found), {})
+
+
+def read_chain(run_dir: Path) -> list[Record]:
+    """Raises DataError for a folder without one, one of a later version, or one that something has changed."""
+    path, last = Path(run_dir) / FILE, ""
+    if not path.is_file():
+        raise DataError(f"{path}: expected what each step of a run left; runs of earlier versions have none")
+    found = read_jsonl(path)
+    for content in found:
+        where = record(content, str(path), DataError)
+        step, chain = where.integer("step"), where.text("chain")
+        if "start" in content and (version := where.record("start").integer("version")) != VERSION:
+            raise DataError(
+                f"{path}: format version {version}: expected {VERSION}. Read it with the version that wrote it"
+            )
+        if chain != (last := _link(last, {name: value for name, value in content.items() if name != "chain"})):
+            raise DataError(
+                f"{path}: the record of step {step} is not the one that followed: it was changed, or one is lost"
+            )
+    if not found or "start" not in found[0]:
+        raise DataError(f"{path}: expected a record of a start before those of steps")
+    return found
+
+
+@cache
+def code() -> dict[str, str]:
+    """File of this package -> 8 hexadecimal digits of its hash."""
+    root = Path(aligner.__file__).parent
+    return {str(path.relative_to(root)): file_hash(path)[:8] for path in sorted(root.rglob("*.py"))}

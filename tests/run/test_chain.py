@@ -1,0 +1,117 @@
+"""steps.jsonl: hashes that know nothing of the layout, bound to one another. (That resumed runs leave the same file is
+in test_resume.py.)"""
+
+import json
+import shutil
+from itertools import pairwise
+
+import pytest
+
+from aligner.errors import DataError
+from aligner.run.chain import DIGITS, FILE, read_chain, start_of
+from tests import stages
+
+BARE = ["run.steps=2", "run.export=false", "checkpoint.every=1"]
+
+
+@pytest.fixture(scope="module")
+def made(tiny_data, tmp_path_factory):
+    return stages.stage("sft", tiny_data, tmp_path_factory.mktemp("chain") / "run", *BARE)
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "run")
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / FILE).read_text().splitlines()]
+
+
+def test_each_step_leaves_its_hashes(run):
+    start, *steps = read_chain(run)
+    names = start["start"]["tensors"]
+    assert (
+        names[0] == "policy/embedding.word_embeddings.weight" and names[-1] == "policy/decoder.final_layernorm.weight"
+    )
+    assert [found["step"] for found in (start, *steps)] == [0, 1, 2]
+    hashes = [[f["weights"][i : i + DIGITS] for i in range(0, len(f["weights"]), DIGITS)] for f in (start, *steps)]
+    assert all(len(row) == len(names) == len(set(row)) for row in hashes[1:])  # norms start alike
+    assert all(a != b for before, after in pairwise(hashes) for a, b in zip(before, after, strict=True))
+    assert steps[0]["batch"].keys() == {"rows"} and steps[0]["batch"] != steps[1]["batch"]
+    told = [
+        {name: record[name] for name in found["numbers"]}
+        for found, record in zip(steps, stages.records(run), strict=True)
+    ]
+    assert [found["numbers"] for found in steps] == told and {"policy/loss", "policy/grad_norm"} <= told[0].keys()
+    assert start["start"]["config"]["seed"] == 0 and "run/chain.py" in start["start"]["code"]
+
+
+def alter(run, number, **change):
+    found = lines(run)
+    found[number] |= change
+    stages.write_jsonl(run / FILE, found)
+
+
+def test_a_chain_that_was_changed_is_refused(run, tmp_path):
+    original = (run / FILE).read_text()
+    alter(run, 1, weights="0" * 8)
+    with pytest.raises(DataError, match=r"steps.jsonl: the record of step 1 is not the one that followed"):
+        read_chain(run)
+    (run / FILE).write_text("".join(line for i, line in enumerate(original.splitlines(True)) if i != 1))
+    with pytest.raises(DataError, match=r"the record of step 2 is not the one that followed: .* one is lost"):
+        read_chain(run)
+    (run / FILE).write_text(original)
+    alter(run, 0, start={"version": 2})
+    with pytest.raises(DataError, match=r"format version 2: expected 1. Read it with the version that wrote it"):
+        read_chain(run)
+    with pytest.raises(DataError, match=r"expected what each step of a run left; runs of earlier versions have none"):
+        read_chain(tmp_path)
+    (run / FILE).write_text(original + '{"step": 3, "wei')  # a kill while it was written
+    assert read_chain(run)[-1]["step"] == 2
+
+
+def test_a_start_is_noted_where_something_is_new(run, tiny_data, capsys):
+    before = lines(run)
+    stages.stage("sft", tiny_data, run, *BARE, "run.steps=3", "optim.lr=1e-3")
+    found = read_chain(run)
+    assert found[:3] == before and [f["step"] for f in found[3:]] == [2, 3]
+    assert "start" in found[3] and start_of(found)["config"]["optim.lr"] == 1e-3
+    assert "WARNING" not in capsys.readouterr().err
+
+
+def test_weights_that_are_not_what_the_step_left_are_told(run, tiny_data, capsys):
+    shutil.rmtree(run / "checkpoints" / "step-00000002")
+    shutil.copytree(run / "checkpoints" / "step-00000001" / "policy", run / "p")
+    found = lines(run)
+    stages.stage("sft", tiny_data, run, *BARE)
+    assert lines(run) == found and "are not those" not in capsys.readouterr().err
+    found[1]["weights"] = found[2]["weights"]
+    stages.write_jsonl(run / FILE, found)
+    shutil.rmtree(run / "checkpoints" / "step-00000002")
+    stages.stage("sft", tiny_data, run, *BARE)
+    assert "WARNING: the weights of step 1 are not those that the run left there" in capsys.readouterr().err
+    assert ["start" in f for f in lines(run)] == [True, False, True, False]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    "stage, layouts",
+    [
+        ("sft", {1: [[]], 2: [["parallel.tensor=2"], ["parallel.pipeline=2"], ["optim.distributed=true"]]}),
+        ("grpo", {1: [["model=tiny_moe"]], 2: [["model=tiny_moe", "parallel.expert=2"]]}),
+    ],
+)
+def test_the_layout_does_not_show(tiny_data, tmp_path, ranks, stage, layouts):
+    """Of weights before the first step, of its rows, of prompts and rewards."""
+    found = []
+    for world, more in layouts.items():
+        for own in more:
+            folder = tmp_path / f"{len(found)}"
+            bare = ["run.steps=1", "run.export=false", "checkpoint.final=false"]
+            arguments = stages.overrides(stage, tiny_data, folder, *bare, *own)
+            ranks.run("tests.run.jobs:run_stage", world=world, arguments=arguments)
+            start, step = read_chain(folder)
+            exact = {name: value for name, value in step["batch"].items() if name != "logprobs"}
+            found.append((start["start"]["tensors"], start["weights"], exact))
+    assert all(other == found[0] for other in found[1:])
