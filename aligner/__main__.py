@@ -240,6 +240,7 @@ def _launch(args: argparse.Namespace) -> int:
         return _multirun(args)
     from aligner.cluster.launch import launch
     from aligner.cluster.lock import RunLock
+    from aligner.cluster.mpi import check_transport
     from aligner.config.validate import validate
     from aligner.run.marker_files import DONE, STOPPED
     from aligner.run.starts import COMMAND, command_line, stopped_by_hand
@@ -249,6 +250,7 @@ def _launch(args: argparse.Namespace) -> int:
         raise ConfigError("--ranks", args.ranks, "a number >= 1")
     os.environ[COMMAND] = command_line(sys.argv[1:])
     validate(cfg, args.ranks)  # before processes start, so that the message comes once
+    check_transport(cfg.refit.transport, args.ranks, False)
     run_dir = Path(cfg.run.dir)
     proof = [run_dir / name for name in (DONE, STOPPED)]
     with RunLock(run_dir):

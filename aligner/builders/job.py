@@ -13,6 +13,7 @@ import torch
 
 from aligner.answers import FOLDER, AnswerLog
 from aligner.cluster.env import RankEnv
+from aligner.cluster.mpi import check_transport, communicator
 from aligner.cluster.seal import job_secret
 from aligner.cluster.threads import use as use_threads
 from aligner.config.schema import Config
@@ -97,6 +98,7 @@ def start(cfg: Config, env: RankEnv) -> Job:
     if cfg.engine.name in CHILD_ENGINES:
         CHILD_ENGINES[cfg.engine.name].require(cfg.engine)
         check_nodes(cfg, env.world_size, env.local_world_size)
+    check_transport(cfg.refit.transport, env.world_size, communicator() is not None)
     use_threads(cfg.cluster.threads, env.local_world_size)
     secret = lambda: job_secret(Path(cfg.run.dir))  # noqa: E731
     device = init_distributed(env, cfg.cluster.backend, _timeout_s(cfg), secret)

@@ -45,6 +45,7 @@ def validate_layout(cfg: Config, world_size: int) -> None:
 def validate_engines(cfg: Config, world_size: int) -> None:
     """The part that asks where engines stand, and whether they may work while the trainer does."""
     _engine_ranks(cfg, world_size)
+    _wire(cfg)
     _lag(cfg)
     _window(cfg)
 
@@ -133,6 +134,23 @@ def _engine_ranks(cfg: Config, world_size: int) -> None:
         raise ConfigError("engine.quantization", cfg.engine.quantization, expected)
     if cfg.debug.record_answers:
         raise ConfigError("debug.record_answers", True, f"false with {among}")
+
+
+def _wire(cfg: Config) -> None:
+    """How weights travel is asked where they go by the plan, of tensors that stay where they are."""
+    reason = ""
+    if cfg.refit.adapters == "factors":
+        reason = "refit.adapters=factors: frozen weights travel once, and factors are small"
+    elif cfg.engine.name != "native":
+        reason = f"engine.name={cfg.engine.name}: it is of the native engine alone"
+    elif cfg.engine.quantization != "none":
+        reason = f"engine.quantization={cfg.engine.quantization}, which is of whole tensors"
+    elif cfg.debug.record_answers:
+        reason = "debug.record_answers, whose engine is given whole weights"
+    if reason and cfg.refit.skip_unchanged:
+        raise ConfigError("refit.skip_unchanged", True, f"false with {reason}")
+    if reason and cfg.refit.transport != "messages":
+        raise ConfigError("refit.transport", cfg.refit.transport, f"messages with {reason}")
 
 
 def _lag(cfg: Config) -> None:

@@ -3,7 +3,7 @@
 Two messages to send and two to receive are on the way at most, in buffers that are given back at the end: while one is
 on the wire the next is packed and the one before unpacked. A rank that fails goes on until its peers have what they
 wait for (and the commit then fails everywhere); a rank that is gone or stuck is waited for no longer than the time
-limit.
+limit. With `refit.transport=mpi_window` receivers read it out of the sender's memory (`pull.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from torch import Tensor
 from aligner.engines.base import PlacingEngine
 from aligner.errors import RefitError
 from aligner.models.shards import aligned, copy_elements
+from aligner.refit.changes import WHOLE, Changes, Head
 from aligner.refit.plan import Message, Part, Plan
+from aligner.refit.pull import Pull
+
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass
 class Exchange:
-    """This rank's part of `plan`, a list of steps found once. `wire` is the dtype of what travels."""
+    """This rank's part of `plan`, a list of steps found once. `wire` is the dtype of what travels; with `changes` only
+    numbers that changed do, with `pull` by another way."""
 
     plan: Plan
     rank: int
@@ -32,11 +37,14 @@ class Exchange:
     wire: torch.dtype
     timeout_s: float
     group: dist.ProcessGroup | None = None
+    changes: Changes | None = None
+    pull: Pull | None = None
     lasting: bool = field(default=True, init=False)  # parameters stay where they are from one run to the next
     cause: str = field(default="", init=False)  # what went wrong here first
+    wire_bytes: int = field(default=0, init=False)  # that came from other ranks in the last run
 
     def __post_init__(self) -> None:
-        self._steps = list(self.plan.steps(self.rank))
+        self.steps = list(self.plan.steps(self.rank))
         self._views: dict[
             Part, tuple[tuple[int, int], Tensor, Tensor]
         ] = {}  # of local parts: addresses, target, source
@@ -47,8 +55,8 @@ class Exchange:
 
     @property
     def received_bytes(self) -> int:
-        """Of one run, from other ranks."""
-        return sum(message.bytes for _, message in self._steps if message is not None)
+        """Of one run, written into this rank's engine by other ranks."""
+        return sum(message.bytes for _, message in self.steps if message is not None)
 
     @property
     def copied_bytes(self) -> int:
@@ -57,7 +65,7 @@ class Exchange:
 
     @property
     def largest_share_bytes(self) -> int:
-        """Of one run, the most that any rank receives."""
+        """Of one run, the most that others write into a rank's engine."""
         return self.plan.largest_share_bytes()
 
     @property
@@ -67,7 +75,7 @@ class Exchange:
 
     def _largest_bytes(self, side: int) -> int:
         """Of a message to send (side 0) or to receive (1)."""
-        return max((step[side].bytes for step in self._steps if step[side] is not None), default=0)
+        return max((step[side].bytes for step in self.steps if step[side] is not None), default=0)
 
     def __call__(self, parameters: Mapping[str, Tensor], engine: PlacingEngine | None, cause: str = "") -> None:
         """`parameters`: canonical name -> this rank's shard, empty on a rank without the trainer. With a `cause` its
@@ -76,15 +84,24 @@ class Exchange:
         Failures of this rank's trainer or engine are kept in `cause`: raising here would leave the others waiting.
         Raises RefitError if the others cannot be reached.
         """
-        self.cause = cause
+        self.cause, self.wire_bytes = cause, 0
+        if self.changes is not None:
+            self.changes.begin()
         for part in self.plan.local.get(self.rank, ()):
             assert engine is not None, f"rank {self.rank} is to fill an engine that it does not have"
             self._copy(part, parameters, engine)
-        if self._steps:
-            self._travel(parameters, engine)
+        try:
+            if self.pull is not None:
+                self.pull(self, parameters, engine)
+            elif self.steps:
+                self._travel(parameters, engine)
+        except (RuntimeError, TimeoutError) as error:  # of torch.distributed or MPI: a peer is gone or too late
+            raise RefitError(self.cause or self._lost(error)) from error
 
     def commit(self) -> None:
-        """A run has succeeded on every rank, which the next one need not know."""
+        """A run has succeeded on every rank."""
+        if self.changes is not None:
+            self.changes.commit()
 
     def source(self, part: Part, parameters: Mapping[str, Tensor]) -> Tensor:
         """A part of a Hugging Face tensor as a view into this rank's shard."""
@@ -124,72 +141,117 @@ class Exchange:
         except (RefitError, RuntimeError) as error:
             self._note(error)
 
-    def _place(self, part: Part, engine: PlacingEngine, block: Tensor) -> None:
+    # ---- what travels
+
+    def pack(
+        self, number: int, message: Message, buffer: Tensor, parameters: Mapping[str, Tensor]
+    ) -> tuple[Head, Tensor]:
+        """What to send, as bytes; `buffer` has room for the whole message. `number`: of the message on this rank."""
+        words = buffer[: message.bytes // self.wire.itemsize]
+        whole = Head(words.nbytes), words.view(torch.uint8)
+        if self.cause:
+            return whole
+        try:
+            blocks = words.split([self._numel(part) for part in message.parts])
+            for part, block in zip(message.parts, blocks, strict=True):
+                copy_elements(block, self._as_words(part, self.source(part, parameters)))
+            return whole if self.changes is None else self.changes.pack(number, words)
+        except RuntimeError as error:
+            self._note(error)
+            return whole
+
+    def unpack(self, message: Message, head: Head, data: Tensor, engine: PlacingEngine | None) -> None:
+        """Write what came into the engine."""
+        assert engine is not None, f"rank {self.rank} has no engine for what it receives"
+        self.wire_bytes += head.bytes
         if self.cause:
             return
         try:
-            view = engine.place(self.plan.tensors[part.tensor].name, part.start, part.stop)
-            if view is not None:
-                copy_elements(self._as_words(part, view), block)
+            views = [self._view(part, engine) for part in message.parts]
+            sizes = [self._numel(part) for part in message.parts]
+            if head.changed == WHOLE:
+                words = data.view(self.wire)
+            else:
+                assert self.changes is not None, "what changed came to a rank without refit.skip_unchanged"
+                words = self._held(views, sizes)
+                self.changes.unpack(head, data, words)
+            for view, block in zip(views, words.split(sizes), strict=True):
+                if view is not None:
+                    copy_elements(view, block)
         except (RefitError, RuntimeError) as error:
             self._note(error)
+
+    def _view(self, part: Part, engine: PlacingEngine) -> Tensor | None:
+        view = engine.place(self.plan.tensors[part.tensor].name, part.start, part.stop)
+        return None if view is None else self._as_words(part, view)
+
+    def _held(self, views: list[Tensor | None], sizes: list[int]) -> Tensor:
+        """A message as it would be of what the engine holds."""
+        words = torch.empty(sum(sizes), dtype=self.wire, device=self.device)
+        for view, block in zip(views, words.split(sizes), strict=True):
+            if view is not None:
+                copy_elements(block, view)
+        return words
 
     # ---- the wire
 
     def _travel(self, parameters: Mapping[str, Tensor], engine: PlacingEngine | None) -> None:
         sending, receiving = map(self._buffers, (0, 1))
-        before: tuple[list[dist.Work], Message | None, Tensor] | None = None
-        try:
-            for turn, (send, receive) in enumerate(self._steps):
-                out, into = sending[turn % 2], receiving[turn % 2]
-                operations = []
-                if receive is not None:
-                    operations.append(dist.P2POp(dist.irecv, self._bytes(into, receive), receive.source, self.group))
-                if send is not None:
-                    self._pack(send, out, parameters)
-                    operations.append(dist.P2POp(dist.isend, self._bytes(out, send), send.target, self.group))
-                works = dist.batch_isend_irecv(operations)
-                if before is not None:
-                    self._arrive(*before, engine)
-                before = works, receive, into
+        sent = [NOTHING, NOTHING]  # kept while it travels
+        before: tuple[list[dist.Work], Message | None, Head, Tensor] | None = None
+        for turn, (send, receive) in enumerate(self.steps):
+            head, here = Head(0), turn % 2
+            if send is not None:
+                head, sent[here] = self.pack(turn, send, sending[here], parameters)
+            coming = self._announced(send, head, receive)
+            into = receiving[here].view(torch.uint8)[: coming.bytes]
+            works = self._post(send, sent[here], receive, into)
             if before is not None:
                 self._arrive(*before, engine)
-        except RuntimeError as error:  # of torch.distributed: a peer is gone or too late
-            told = str(error).splitlines()[0]
-            peers = {m.target for m, _ in self._steps if m} | {m.source for _, m in self._steps if m}
-            one_of = ", ".join(map(str, sorted(peers)))
-            lost = f"a rank (one of {one_of}) has ended, or does not answer within refit.timeout_s={self.timeout_s:g}"
-            raise RefitError(self.cause or f"weights did not arrive: {lost} ({told})") from error
+            before = works, receive, coming, into
+        if before is not None:
+            self._arrive(*before, engine)
+
+    def _announced(self, send: Message | None, head: Head, receive: Message | None) -> Head:
+        """The head of what comes."""
+        if self.changes is None:
+            return Head(0 if receive is None else receive.bytes)
+        told = torch.zeros(len(head), dtype=torch.int64, device=self.device)
+        self._wait(self._post(send, torch.tensor(head, device=self.device), receive, told))
+        return Head(*told.tolist())
+
+    def _post(self, send: Message | None, data: Tensor, receive: Message | None, into: Tensor) -> list[dist.Work]:
+        operations = []
+        if receive is not None and len(into):
+            operations.append(dist.P2POp(dist.irecv, into, receive.source, self.group))
+        if send is not None and len(data):
+            operations.append(dist.P2POp(dist.isend, data, send.target, self.group))
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def _wait(self, works: list[dist.Work]) -> None:
+        limit = datetime.timedelta(seconds=self.timeout_s)
+        for work in works:
+            work.wait(limit)
+
+    def _arrive(
+        self,
+        works: list[dist.Work],
+        message: Message | None,
+        head: Head,
+        data: Tensor,
+        engine: PlacingEngine | None,
+    ) -> None:
+        self._wait(works)
+        if message is not None:
+            self.unpack(message, head, data, engine)
 
     def _buffers(self, side: int) -> list[Tensor]:
         numel = -(-self._largest_bytes(side) // self.wire.itemsize)
         return [torch.empty(numel, dtype=self.wire, device=self.device) for _ in range(2)]
 
-    def _bytes(self, buffer: Tensor, message: Message) -> Tensor:
-        return buffer[: message.bytes // self.wire.itemsize].view(torch.uint8)
-
-    def _pack(self, message: Message, buffer: Tensor, parameters: Mapping[str, Tensor]) -> None:
-        at = 0
-        for part in message.parts:
-            size = self._numel(part)
-            if not self.cause:
-                try:
-                    copy_elements(buffer[at : at + size], self._as_words(part, self.source(part, parameters)))
-                except RuntimeError as error:
-                    self._note(error)
-            at += size
-
-    def _arrive(
-        self, works: list[dist.Work], message: Message | None, buffer: Tensor, engine: PlacingEngine | None
-    ) -> None:
-        limit = datetime.timedelta(seconds=self.timeout_s)
-        for work in works:
-            work.wait(limit)
-        if message is None:
-            return
-        assert engine is not None, f"rank {self.rank} has no engine for what it receives"
-        at = 0
-        for part in message.parts:
-            size = self._numel(part)
-            self._place(part, engine, buffer[at : at + size])
-            at += size
+    def _lost(self, error: Exception) -> str:
+        told = str(error).splitlines()[0]
+        peers = {m.target for m, _ in self.steps if m} | {m.source for _, m in self.steps if m}
+        one_of = ", ".join(map(str, sorted(peers)))
+        lost = f"a rank (one of {one_of}) has ended, or does not answer within refit.timeout_s={self.timeout_s:g}"
+        return f"weights did not arrive: {lost} ({told})"

@@ -173,6 +173,10 @@ class FactorExchange:
         return sum(exchange.received_bytes for exchange in self._ran)
 
     @property
+    def wire_bytes(self) -> int:
+        return sum(exchange.wire_bytes for exchange in self._ran)
+
+    @property
     def copied_bytes(self) -> int:
         return sum(exchange.copied_bytes for exchange in self._ran)
 

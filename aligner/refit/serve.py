@@ -17,7 +17,7 @@ from aligner.errors import AlignerError, RefitError
 from aligner.ops.reduce import dealt, gathered
 from aligner.refit.exchange import Exchange
 from aligner.refit.factors import FactorExchange
-from aligner.refit.transfer import any_rank, fail_together, telling_the_others
+from aligner.refit.transfer import any_rank, fail_together, largest, telling_the_others
 from aligner.types import SamplingParams
 
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -76,11 +76,12 @@ class Server:
             with telling_the_others(self.bridge):
                 if not hold:
                     cause = self._load(version)
-                failed = any_rank(bool(cause), self.exchange.device, self.config.timeout_s, group)
+                told = [bool(cause), 0 if hold else self.exchange.wire_bytes]
+                failed, _ = largest(told, self.exchange.device, self.config.timeout_s, group)
             if failed:
                 with suppress(RefitError):
                     fail_together(cause, group)
-            else:
+            elif not hold:
                 self.exchange.commit()
 
     def _load(self, version: int) -> str:

@@ -30,9 +30,11 @@ from aligner.models.params import ParamSpec, to_hf
 from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.ops.reduce import first_cause, gathered, sum_halves
+from aligner.refit.changes import Changes
 from aligner.refit.exchange import Exchange
 from aligner.refit.factors import FactorExchange
 from aligner.refit.plan import EngineGrid, TrainerGrid, buckets, plan_refit
+from aligner.refit.pull import Pull
 from aligner.types import ScalarMetrics
 
 ALIGNMENT = 4  # bytes: tensors of several dtypes share a buffer
@@ -154,16 +156,17 @@ class Refit:
             seconds = time.perf_counter() - start
             if seconds > self.config.timeout_s and not self._cause:
                 self._cause = f"it took {seconds:.1f} s, more than refit.timeout_s={self.config.timeout_s:g}"
-            failed = any_rank(bool(self._cause), self.model.device, self.config.timeout_s, group)
+            told = [bool(self._cause), wired]
+            failed, most = largest(told, self.model.device, self.config.timeout_s, group)
         if failed:
             fail_together(self._cause, group)
         self._held = self.model.step_count
-        if self.exchange is not None:
+        if self.exchange is not None and not current and not self._hold:
             self.exchange.commit()
         return {
             "refit/seconds": seconds,
             "refit/bytes": float(moved),
-            "refit/wire_bytes": float(wired),
+            "refit/wire_bytes": float(wired if self._bridge is None else most),
             "refit/gb_per_s": moved / seconds / 1e9,
             "refit/version": float(self.model.step_count),
         }
@@ -175,7 +178,7 @@ class Refit:
 
     def _transfer(self) -> tuple[int, int]:
         """Bytes that were written into this rank's engine (if it has none: the fullest rank's with one), and how many
-        of them came from other ranks."""
+        came to this rank from others."""
         version, self._held = self.model.step_count, -1
         self._hold = self.skip and self.engine.weight_version >= 0
         if isinstance(self.engine, RemoteEngine):
@@ -200,8 +203,8 @@ class Refit:
         exchange(self.model.split_weights() if factored else parameters, engine, self._cause)
         self._cause = exchange.cause
         if engine is None:
-            return (exchange.largest_share_bytes,) * 2
-        return exchange.copied_bytes + exchange.received_bytes, exchange.received_bytes
+            return exchange.largest_share_bytes, 0
+        return exchange.copied_bytes + exchange.received_bytes, exchange.wire_bytes
 
     def _trainer_checksums(
         self, exchange: Exchange | FactorExchange, parameters: Mapping[str, Tensor]
@@ -260,7 +263,11 @@ def planned(
 
     def part(engines: EngineGrid, tensors: tuple[HfTensor, ...], wire: torch.dtype) -> Exchange:
         plan = plan_refit(trainer, engines, tensors, wire.itemsize, config.bucket_bytes)
-        return Exchange(plan, rank, device, wire, config.timeout_s, group)
+        changes = Changes() if config.skip_unchanged else None
+        exchange = Exchange(plan, rank, device, wire, config.timeout_s, group, changes)
+        if config.transport == "mpi_window" and plan.rounds:
+            exchange.pull = Pull(exchange)
+        return exchange
 
     if bridge is not None:
         with bridge.contact():
@@ -274,14 +281,21 @@ def planned(
 
 def any_rank(flag: bool, device: torch.device, timeout_s: float, group: dist.ProcessGroup | None = None) -> bool:
     """Whether `flag` is true on any rank. Raises RefitError if one does not answer in time. Collective."""
+    return bool(largest([flag], device, timeout_s, group)[0])
+
+
+def largest(
+    values: list[int], device: torch.device, timeout_s: float, group: dist.ProcessGroup | None = None
+) -> list[int]:
+    """Of each the largest of any rank. Raises RefitError if one does not answer in time. Collective."""
     if dist.get_world_size(group) == 1:
-        return flag
-    told, limit = torch.tensor(int(flag), device=device), datetime.timedelta(seconds=timeout_s)
+        return values
+    told, limit = torch.tensor(values, dtype=torch.int64, device=device), datetime.timedelta(seconds=timeout_s)
     try:
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(limit)
     except RuntimeError as error:  # of torch.distributed
         raise RefitError(f"not all ranks answered within {timeout_s:g} s: {str(error).splitlines()[0]}") from error
-    return bool(told)
+    return told.tolist()
 
 
 @contextmanager

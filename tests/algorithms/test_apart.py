@@ -35,6 +35,16 @@ def test_one_trainer_and_one_engine_are_one_rank(ranks, tiny_data, tmp_path):
     assert stages.same_weights(together, apart)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_did_not_change_need_not_travel(ranks, tiny_data, tmp_path, dtype):
+    more = [f"model.dtype={dtype}", "refit.verify=checksum", "optim.lr=1e-6"]
+    together = train(ranks, tiny_data, tmp_path / "together", 1, *more)
+    apart = train(ranks, tiny_data, tmp_path / "apart", 2, "engine.ranks=1", *more, "refit.skip_unchanged=true")
+    assert stages.differences(together, apart) == [] and stages.same_weights(together, apart)
+    first, *others = [record["refit/wire_bytes"] / record["refit/bytes"] for record in stages.records(apart)]
+    assert first == 1 and max(others) < (0.1 if dtype == "bfloat16" else 1.01)
+
+
 @pytest.mark.parametrize(
     "layout, engines, width",
     [("tensor", 1, 1), ("pipeline", 2, 2), ("", 2, 1)],

@@ -24,9 +24,11 @@ from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.models.params import split_tp
 from aligner.models.shards import hf_tensors
+from aligner.refit.changes import Changes
 from aligner.refit.exchange import Exchange
 from aligner.refit.export import export_hf
 from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
+from aligner.refit.pull import Pull
 from aligner.refit.transfer import Refit, WeightStream, fail_together
 from aligner.refit.verify import Verifier
 from aligner.roles.batching import micro_batches
@@ -196,16 +198,22 @@ def shards(cfg: ModelConfig, trainer: TrainerGrid, rank: int) -> dict[str, torch
     }
 
 
+def engines_of(cfg: ModelConfig, engines: EngineGrid, dtype: torch.dtype, count: int) -> list[NativeEngine | None]:
+    """So many alike on this rank, None where there is to be none."""
+    rank, replicas = dist.get_rank(), len(engines.ranks) // engines.tensor
+    groups = [dist.new_group(list(engines.ranks[i * engines.tensor :][: engines.tensor])) for i in range(replicas)]
+    if rank not in engines.ranks:
+        return [None] * count
+    group = groups[engines.ranks.index(rank) // engines.tensor]
+    return [NativeEngine(cfg, EngineConfig(), device="cpu", dtype=dtype, pad_id=0, group=group) for _ in range(count)]
+
+
 def placed(
     cfg: ModelConfig, trainer: TrainerGrid, engines: EngineGrid, bucket_bytes: int, dtype=torch.float32, rounds: int = 1
 ) -> dict | None:
     """Run a plan between any ranks of the world; checksums of this rank's engine, None where there is none."""
-    rank, replicas = dist.get_rank(), len(engines.ranks) // engines.tensor
-    groups_ = [dist.new_group(list(engines.ranks[i * engines.tensor :][: engines.tensor])) for i in range(replicas)]
-    engine = None
-    if rank in engines.ranks:
-        group = groups_[engines.ranks.index(rank) // engines.tensor]
-        engine = NativeEngine(cfg, EngineConfig(), device="cpu", dtype=dtype, pad_id=0, group=group)
+    rank = dist.get_rank()
+    (engine,) = engines_of(cfg, engines, dtype, 1)
     plan = plan_refit(trainer, engines, hf_tensors(cfg), dtype.itemsize, bucket_bytes)
     exchange = Exchange(plan, rank, torch.device("cpu"), dtype, 30.0)
     held, made = shards(cfg, trainer, rank), []
@@ -224,9 +232,46 @@ def placed(
         assert not exchange.cause
         if engine is not None:
             engine.finish_update()
-    moved = {"copied": exchange.copied_bytes, "received": exchange.received_bytes, "buffers": exchange.buffer_bytes}
+    moved = {"copied": exchange.copied_bytes, "received": exchange.wire_bytes, "buffers": exchange.buffer_bytes}
     moved |= {"made": sum(size for size, _ in made), "kept": sum(size for size, buffer in made if buffer() is not None)}
     return None if engine is None else moved | {"checksums": engine.checksums(), "version": engine.weight_version}
+
+
+# share of the numbers that change before each run, and whether one rank's engine refuses it
+FOLLOWED = [(1.0, False), (0.0, False), (0.02, False), (1.0, False), (0.02, False), (0.02, True), (0.02, False)]
+
+
+def followed(
+    cfg: ModelConfig, trainer: TrainerGrid, engines: EngineGrid, dtype: torch.dtype, transport: str = "messages"
+) -> list[dict]:
+    """Runs with `refit.skip_unchanged`: on ranks with an engine whether it holds what an engine holds that gets whole
+    messages, and the bytes that came."""
+    rank, held, told = dist.get_rank(), shards(cfg, trainer, dist.get_rank()), []
+    held = {name: t.clone() for name, t in held.items()}
+    plan = plan_refit(trainer, engines, hf_tensors(cfg), dtype.itemsize, 5000)
+    plain, lean = (
+        Exchange(plan, rank, torch.device("cpu"), dtype, 30.0, changes=changes) for changes in (None, Changes())
+    )
+    if transport == "mpi_window":
+        lean.pull = Pull(lean)
+    both = engines_of(cfg, engines, dtype, 2)
+    for version, (share, refused) in enumerate(FOLLOWED):
+        for name, t in held.items():
+            chance = torch.Generator().manual_seed(version * 1000 + len(name))
+            t[torch.rand(t.shape, generator=chance) < share] *= -1.5
+        for exchange, engine in zip((plain, lean), both, strict=True):
+            if engine is not None:
+                engine.begin_update(version)
+            exchange(held, engine)
+            assert not exchange.cause
+            if engine is not None:
+                engine.finish_update()
+        if not refused:
+            lean.commit()
+        if rank in engines.ranks:
+            same = both[0].checksums() == both[1].checksums()
+            told.append({"same": same, "wire": lean.wire_bytes, "whole": plain.wire_bytes})
+    return told
 
 
 class Losing(NativeEngine):

@@ -92,7 +92,7 @@ def skipped_send():
     def planted(self, *arguments):
         travel(self, *arguments)
         if self.rank == 0:
-            self._steps = []
+            self.steps = []
 
     Exchange._travel = planted
 
