@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from aligner.board import compose, jobs, runs, samples
+from aligner.board import compose, jobs, samples, told
 from aligner.board.runs import Board
 from aligner.foreign import Record
 
@@ -23,8 +23,11 @@ class Page:
 
 
 PAGES = {
-    "runs": Page({"runs": runs.table}, {"runs": {}}),
-    "curves": Page(),
+    "runs": Page({"runs": told.table, "details": told.details}, {"runs": {}, "details": {}}),
+    "curves": Page(
+        {"metrics": told.metrics, "curves": told.curves, "phases": told.phases},
+        {"metrics": {}, "curves": {}, "phases": {}},
+    ),
     "samples": Page(
         {"samples": samples.samples, "sample_tokens": samples.sample_tokens}, {"samples": {"report": True}}
     ),

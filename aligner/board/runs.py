@@ -2,41 +2,161 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from aligner.errors import ConfigError, DataError
-from aligner.foreign import Record
+import yaml
+
+from aligner.board.series import SO_FAR, STEP_S, Series, number
+from aligner.cluster import watch
+from aligner.cluster.lock import BEAT_S
+from aligner.cluster.lock import NAME as LOCK
+from aligner.errors import AlignerError, ConfigError, DataError
+from aligner.foreign import Record, read_record
+from aligner.run.alarms import FILE as ALARMS
+from aligner.run.metrics import read_jsonl
+from aligner.run.starts import FILE as STARTS
 
 MARKS = ("metrics.jsonl", "config.yaml")  # what makes a folder a run
 DEPTH = 4  # of folders within those given: runs/chain/stage, and a sweep of them
+BUDGET = 4 << 20  # bytes of metrics that one request reads: about a sixth of a second
+FROM = ("model.init", "reward.model", "critic.init", "algorithm.distill.teacher")  # keys that may name another run
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Run:
-    """A run folder."""
+    """A run folder. `name`: on the board."""
 
-    def __init__(self, folder: Path, name: str):
-        self.folder, self.name = folder, name
+    def __init__(self, folder: Path):
+        self.folder, self.name = folder, ""
+        self.series = Series(folder / "metrics.jsonl")
+        self.lock = threading.Lock()  # of the series
+        self._files: dict[str, tuple[Any, Any]] = {}
+        self._damage: dict[str, str] = {}
+
+    @property
+    def damage(self) -> list[str]:
+        """What is wrong with its files, a line each."""
+        return [text for text in (*self._damage.values(), self.series.damage, self._newer()) if text]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The config by dotted key, whatever keys it has: those of a newer version, too."""
+        return self._read("config.yaml", _settings, {})
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        return self._read(STARTS, read_jsonl, [])
+
+    @property
+    def alarms(self) -> list[dict[str, Any]]:
+        return self._read(ALARMS, read_jsonl, [])
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return self._read("summary.json", lambda path: read_record(path, AlignerError, nan=True).fields, {})
+
+    @property
+    def config(self) -> str:
+        with suppress(OSError):
+            return (self.folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+        return ""
+
+    def _read(self, name: str, read: Callable[[Path], Any], empty: Any) -> Any:
+        """What is read of a file, again when it has changed; `empty` where there is none, or none that can be read."""
+        path = self.folder / name
+        try:
+            found = path.stat()
+        except OSError:
+            return empty
+        state = found.st_ino, found.st_size, found.st_mtime_ns
+        if self._files.get(name, (None,))[0] != state:
+            self._damage.pop(name, None)
+            try:
+                self._files[name] = state, read(path)
+            except (OSError, AlignerError, yaml.YAMLError, RecursionError) as cause:
+                text = " ".join(str(cause).removeprefix(f"{self.folder}/").split())
+                self._damage[name] = text if text.startswith(name) else f"{name}: {text}"
+                self._files[name] = state, empty
+        return self._files[name][1]
+
+    def _newer(self) -> str:
+        versions = mapping(self.start.get("versions"))
+        theirs, ours = str(versions.get("aligner", "")), metadata.version("aligner")
+        newer = _version(theirs) > _version(ours)
+        return f"written by aligner {theirs}: this one is {ours} and may not know all of it" if newer else ""
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """What the latest one recorded."""
+        return next((record for record in reversed(self.starts) if "started" in record), {})
+
+    @property
+    def result(self) -> str:
+        """How its last start ended."""
+        return str(self.starts[-1].get("result", "no end recorded: running, or killed")) if self.starts else ""
+
+    def state(self, jobs: dict[str, str]) -> str:
+        """By the queue, its own files, and the lock, which whoever uses the folder keeps fresh."""
+        found = watch.state_of(self.folder, jobs)
+        if found not in ("ended", "not started"):
+            return found
+        with suppress(OSError):
+            if time.time() - (self.folder / LOCK).stat().st_mtime < 4 * BEAT_S:
+                return "running"
+        return "ended" if self.starts or self.series.size else found
+
+    def seconds(self) -> float | None:
+        """From each start to its end, or to its last record of metrics where no end was recorded; None: not known."""
+        total, known = 0.0, False
+        walls = self.series.points("wall_time")[1]
+        walls = walls[~(walls != walls)]
+        begins = [i for i, record in enumerate(self.starts) if "started" in record]
+        for at, upto in zip(begins, [*begins[1:], len(self.starts)], strict=False):
+            begun = _epoch(self.starts[at]["started"])
+            following = _epoch(self.starts[upto]["started"]) if upto < len(self.starts) else math.inf
+            ends = [_epoch(record["ended"]) for record in self.starts[at:upto] if "ended" in record]
+            end = ends[0] if ends else max(walls[(begun <= walls) & (walls < following)], default=begun)
+            total, known = total + float(end) - begun, True
+        if known:
+            return number(total)
+        return float(walls[-1] - walls[0]) if len(walls) > 1 else None
+
+    def goodput(self, running: bool) -> float | None:
+        """Seconds of steps that count, of all that were allocated or that it ran; None: not known."""
+        now = time.time()
+        tries = watch.attempts(self.folder, running, now)
+        whole = watch.allocated_s(tries, now) if tries else self.seconds()
+        steps = self.series.newest(SO_FAR + STEP_S)
+        return min(1.0, steps / whole) if steps and whole and self.series.part == 1 else None
 
 
 class Board:
     """The runs below the folders given."""
 
-    def __init__(self, folders: Sequence[Path]):
+    def __init__(self, folders: Sequence[Path], budget: int = BUDGET):
         """Raises ConfigError for a folder that is none."""
         for folder in folders:
             if not folder.is_dir():
                 raise ConfigError("FOLDER", str(folder), "a run folder, or a folder of runs")
-        self.folders = list(folders)
+        self.folders, self.budget = list(folders), budget
         self._runs: dict[Path, Run] = {}
+        self._jobs: dict[str, str] = {}
+        self._asked_s = -math.inf
 
     def runs(self) -> dict[str, Run]:
         """By name, in natural order of their paths."""
         found = list(dict.fromkeys(run for folder in self.folders for run in within(folder, DEPTH)))
-        known = {path: self._runs.get(path) or Run(path, "") for path in found}
+        known = {path: self._runs.get(path) or Run(path) for path in found}
         for run, name in zip(known.values(), names(found), strict=True):
             run.name = name
         self._runs = known
@@ -49,6 +169,28 @@ class Board:
             raise DataError(f"run={name!r}: expected one of the board's {len(found)} runs")
         return found[name]
 
+    def chosen(self, asked: Record) -> list[Run]:
+        """The runs that a page asks for, all without `runs`. Those that are gone are left out."""
+        known = self.runs()
+        return [known[name] for name in asked.texts("runs", [*known]) if name in known]
+
+    def look(self, runs: Sequence[Run]) -> None:
+        """Read what they have written since, as far as the budget goes."""
+        left = self.budget
+        for run in runs:
+            with run.lock:
+                left = max(0, left - run.series.look(left))
+
+    def jobs(self) -> dict[str, str]:
+        """State of each job in Slurm's queue, at most some seconds old; nobody waits for a dead controller."""
+        if time.monotonic() - self._asked_s > BEAT_S:
+            self._asked_s = time.monotonic()
+            threading.Thread(target=self._ask, daemon=True).start()
+        return self._jobs
+
+    def _ask(self) -> None:
+        self._jobs = watch.queue()
+
 
 def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in MARKS)
@@ -56,10 +198,10 @@ def is_run(folder: Path) -> bool:
 
 def within(folder: Path, depth: int) -> Iterator[Path]:
     """The run folders at most `depth` below; what lies within a run is its own. Links to folders are not followed."""
-    if is_run(folder):
-        yield folder
-        return
     try:
+        if is_run(folder):
+            yield folder
+            return
         inside = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
     except OSError:  # unreadable, or gone since
         return
@@ -81,9 +223,27 @@ def names(folders: Sequence[Path]) -> list[str]:
     return ["/".join(part[-depth:]) for part in parts]
 
 
-# --- endpoints
+def mapping(value: Any) -> dict[str, Any]:
+    """Empty for what is none."""
+    return value if isinstance(value, dict) else {}
 
 
-def table(board: Board, asked: Record) -> Any:
-    """The runs, a row each."""
-    return {"runs": [{"name": run.name, "folder": str(run.folder)} for run in board.runs().values()]}
+def flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        return [(prefix, value)]
+    return [pair for key, inner in value.items() for pair in flat(inner, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    return dict(flat(yaml.load(path.read_bytes(), LOADER) or {}))
+
+
+def _epoch(text: Any) -> float:
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except ValueError:
+        return math.nan
+
+
+def _version(text: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", text)[:3]]

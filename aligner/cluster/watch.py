@@ -62,18 +62,13 @@ def recorded(run: Path) -> list[list[str]]:
 
 def status(run: Path, jobs: dict[str, str], now_s: float) -> Status:
     """`jobs`: state of each job in the queue by its number."""
-    job = last_job(run)
-    state = jobs.get(job or "", "")
-    if (run / "DONE").exists() and state != "RUNNING":
-        state = "DONE"
-    elif not state:
-        state = "stopped" if (run / "STOPPED").exists() else "ended" if job else "not started"
+    state = state_of(run, jobs)
     tries = attempts(run, state == "RUNNING", now_s)
     times = step_times(run)
     step, total = newest_step(run, times), total_steps(run)
     recent = sorted(list(times.values())[-20:])
     step_s = recent[len(recent) // 2] if recent else None
-    allocated = sum((a.end_s or now_s) - a.start_s for a in tries)
+    allocated = allocated_s(tries, now_s)
     used = sum(((a.end_s or now_s) - a.start_s) * a.ranks for a in tries)
     return Status(
         run=str(run),
@@ -86,6 +81,18 @@ def status(run: Path, jobs: dict[str, str], now_s: float) -> Status:
         rank_hours=used / 3600,
         left_s=(total - step) * step_s if step_s is not None and state != "DONE" else None,
     )
+
+
+def state_of(run: Path, jobs: dict[str, str]) -> str:
+    job = last_job(run)
+    state = jobs.get(job or "", "")
+    if (run / "DONE").exists() and state != "RUNNING":
+        return "DONE"
+    return state or ("stopped" if (run / "STOPPED").exists() else "ended" if job else "not started")
+
+
+def allocated_s(tries: list[Attempt], now_s: float) -> float:
+    return sum((a.end_s or now_s) - a.start_s for a in tries)
 
 
 def last_job(run: Path) -> str | None:

@@ -16,6 +16,18 @@ from aligner.errors import AlignerError, ConfigError, MissingExtraError, WriteEr
 from aligner.files import write_whole
 from aligner.foreign import parse_json, record
 
+# what says most of how a run goes, the first that it has first
+HEADLINE = (
+    "eval/accuracy",
+    "eval/loss",
+    "reward/mean",
+    "sft/loss",
+    "rm/loss",
+    "rm/accuracy",
+    "kl/ref_k3",
+    "policy/entropy",
+)
+
 
 def finite(value: Any) -> Any:
     """A number as JSON has it: NaN and infinities become null; tensors and numpy scalars become Python numbers."""

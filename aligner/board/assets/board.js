@@ -6,6 +6,7 @@ const inlined = JSON.parse(document.getElementById("inlined").textContent);
 const main = document.querySelector("main");
 const problem = el("p", {class: "problem", role: "alert", hidden: true});
 const panels = new Map(); // tab -> its element
+const LATEST = 6; // runs that are chosen at first
 const REPORT = inlined.answers !== null;
 
 async function request(name, args, signal) {
@@ -15,7 +16,7 @@ async function request(name, args, signal) {
     body: JSON.stringify(args),
     signal,
   });
-  if (!reply.ok) throw new Error((await reply.json()).error);
+  if (!reply.ok) throw new Error(reply.status === 500 ? "the board failed: see its terminal" : (await reply.json()).error);
   return reply;
 }
 
@@ -45,30 +46,30 @@ export const api = {
     }
   },
 
-  // Does `work` now, and again every `seconds` while the page is looked at; in a report once. What it throws is told.
-  // Returns a function that does it at once.
+  // Does `work` now, and again every `seconds` while `element`, a page, is looked at; in a report once. What it throws is
+  // told; if it returns true, there is more to do at once. Returns a function that does it at once, too.
   every(seconds, element, work) {
     let busy = false, waiting = false;
     const once = async () => {
-      if (busy) {
-        waiting = true;
-        return;
-      }
+      if (!REPORT && (document.hidden || element.hidden)) return;
+      waiting = busy;
+      if (busy) return;
       busy = true;
+      let more = false;
       try {
-        await work();
+        more = await work();
         problem.hidden = true;
       } catch (error) {
         api.fail(error);
       }
       busy = false;
-      if (waiting) {
-        waiting = false;
-        await once();
-      }
+      if (waiting) await once();
+      else if (more) setTimeout(once, 100);
     };
     once();
-    if (!REPORT) setInterval(() => !document.hidden && element.offsetParent !== null && once(), seconds * 1000);
+    element.addEventListener("shown", once);
+    document.addEventListener("visibilitychange", once);
+    if (!REPORT) setInterval(once, seconds * 1000);
     return once;
   },
 
@@ -113,7 +114,14 @@ async function show() {
     if (link.hash === `#${tab}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   for (const [name, made] of panels) made.hidden = name !== tab;
-  await panel(tab);
+  (await panel(tab)).dispatchEvent(new Event("shown"));
+}
+
+// At first all runs of a report, and the latest of a board.
+async function first() {
+  const {runs} = await api.ask("runs");
+  const latest = [...runs].sort((a, b) => (a.started < b.started) - (a.started > b.started)).slice(0, LATEST);
+  api.chosen = new Set(runs.filter((run) => REPORT || latest.includes(run)).map((run) => run.name));
 }
 
 // A report is one long page, which prints; the board shows a tab at a time.
@@ -121,6 +129,7 @@ export async function start() {
   main.before(problem);
   const nav = document.querySelector("nav");
   nav.append(...inlined.tabs.map((tab) => el("a", {href: REPORT ? `#page-${tab}` : `#${tab}`}, tab)));
+  await first().catch(api.fail);
   if (REPORT) for (const tab of inlined.tabs) await panel(tab);
   else {
     addEventListener("hashchange", () => show().catch(api.fail));

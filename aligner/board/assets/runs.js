@@ -1,10 +1,120 @@
-// The table of runs.
+// The table of runs: choose, filter, sort; and what there is to say of those chosen.
 
-import { el, table } from "board/dom.js";
+import { bytes, duration, el, number, shown, table } from "board/dom.js";
+
+const percent = (value) => (typeof value === "number" ? `${(100 * value).toFixed(0)} %` : "");
+
+// name -> [what it is sorted by, what is shown]
+function columns(headline, several) {
+  return {
+    run: [(row) => row.name, (row) => row.name],
+    ...(several ? {chain: [(row) => row.chain, (row) => row.chain]} : {}),
+    stage: [(row) => row.stage, (row) => row.stage],
+    state: [(row) => row.state, (row) => (row.job && /^[A-Z]/.test(row.state) && row.state !== "DONE" ? `${row.state} (job ${row.job})` : row.state)],
+    step: [(row) => row.step, (row) => `${row.step ?? 0}${row.steps ? ` / ${row.steps}` : ""}`],
+    ...Object.fromEntries(headline.map((name) => [name, [(row) => row.last[name], (row) => number(row.last[name])]])),
+    "s/step": [(row) => row.step_s, (row) => number(row.step_s)],
+    "tokens/s": [(row) => row.tokens_per_s, (row) => number(row.tokens_per_s)],
+    goodput: [(row) => row.goodput, (row) => percent(row.goodput)],
+    memory: [(row) => row.peak_bytes, (row) => (row.peak_bytes ? bytes(row.peak_bytes) : "")],
+    left: [(row) => row.left_s, (row) => duration(row.left_s)],
+    alarms: [(row) => row.alarms, (row) => (row.alarms ? el("span", {class: "alarm"}, String(row.alarms)) : "")],
+    from: [(row) => Object.values(row.from).join(), (row) => Object.entries(row.from).map(([key, run]) => `${run} (${key})`).join(", ")],
+    started: [(row) => row.started, (row) => row.started.replace("T", " ").replace(/[+]00:00$/, "")],
+    result: [(row) => row.result, (row) => [row.result, ...row.damage.map((text) => el("div", {class: "problem"}, text))]],
+  };
+}
+
+function compare(a, b) {
+  const empty = (value) => value === null || value === undefined || value === "";
+  if (empty(a) || empty(b)) return empty(a) - empty(b);
+  return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), undefined, {numeric: true});
+}
 
 export function mount(element, api) {
-  api.every(5, element, async () => {
-    const {runs} = await api.ask("runs");
-    element.replaceChildren(table(["run", "folder"], runs.map((run) => [run.name, run.folder])));
+  const filter = el("input", {type: "search", placeholder: "filter, e.g. grpo running", "aria-label": "filter runs", oninput: () => lay()});
+  const body = el("div"), note = el("p", {class: "dim", role: "status"}), below = el("div");
+  let told = {runs: [], headline: [], folders: []}, sorted = "", down = false;
+
+  const all = el("button", {onclick: () => choose(visible().map((row) => row.name))}, "choose all");
+  const none = el("button", {onclick: () => choose([])}, "choose none");
+  if (!api.report) element.append(el("div", {class: "controls"}, filter, all, none));
+  element.append(note, body, below);
+
+  function visible() {
+    const shownColumns = columns(told.headline, true);
+    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const text = (row) => Object.values(shownColumns).map(([value]) => value(row) ?? "").join(" ").toLowerCase();
+    const rows = told.runs.filter((row) => words.every((word) => text(row).includes(word)));
+    const [by] = shownColumns[sorted] ?? [];
+    return by ? rows.sort((a, b) => compare(by(a), by(b)) * (down && compare(by(a), by(b)) && by(a) !== null && by(b) !== null ? -1 : 1)) : rows;
+  }
+
+  function choose(names) {
+    api.choose(names);
+    lay();
+  }
+
+  function sort(name) {
+    down = sorted === name && !down;
+    sorted = name;
+    lay();
+  }
+
+  function lay() {
+    const focus = document.activeElement?.dataset?.key;
+    const several = new Set(told.runs.map((row) => row.chain)).size > 1;
+    const shownColumns = columns(told.headline, several);
+    for (const [name, [, show]] of Object.entries(shownColumns)) // nothing to say in any row
+      if (!["run", "step"].includes(name) && told.runs.every((row) => [show(row)].flat().join("") === "")) delete shownColumns[name];
+    const heads = Object.keys(shownColumns).map((name) => el("button", {"data-key": `sort ${name}`, onclick: () => sort(name)},
+      name, sorted === name ? (down ? " ▾" : " ▴") : ""));
+    const rows = visible().map((row) => [
+      api.report ? row.name : el("label", {class: "choice"}, el("input", {type: "checkbox", checked: api.chosen.has(row.name), "data-key": `choose ${row.name}`,
+        onchange: (event) => {
+          event.target.checked ? api.chosen.add(row.name) : api.chosen.delete(row.name);
+          api.choose(told.runs.map((each) => each.name).filter((name) => api.chosen.has(name)));
+        }}), row.name),
+      ...Object.entries(shownColumns).filter(([name]) => name !== "run").map(([, [, show]]) => show(row)),
+    ]);
+    body.replaceChildren(told.runs.length ? table(api.report ? Object.keys(shownColumns) : heads, rows, {"aria-label": "runs"}) : "");
+    body.querySelectorAll("thead th").forEach((th, i) => {
+      if (Object.keys(shownColumns)[i] === sorted) th.setAttribute("aria-sort", down ? "descending" : "ascending");
+    });
+    if (focus) [...body.querySelectorAll("[data-key]")].find((each) => each.dataset.key === focus)?.focus();
+    const part = told.runs.reduce((sum, row) => sum + row.read, 0) / (told.runs.length || 1);
+    note.textContent = !told.runs.length ? `No runs in ${told.folders.join(", ")} yet.`
+      : part < 1 ? `${told.runs.length} runs; read so far: ${(100 * part).toFixed(0)} %` : api.report ? "" : `${told.runs.length} runs, ${api.chosen.size} chosen`;
+    return part;
+  }
+
+  async function tell() {
+    const runs = [...api.chosen];
+    const {details, differ} = runs.length ? await api.ask("details", {runs}) : {details: {}, differ: {}};
+    const names = runs.filter((name) => details[name]);
+    const open = new Set([...below.querySelectorAll("details[open]")].map((each) => each.dataset.key));
+    const folded = (key, title, inside) => el("details", {"data-key": key, open: open.has(key)}, el("summary", {}, title), inside);
+    const keys = [...new Set(names.flatMap((name) => Object.keys(details[name].facts)))];
+    const fact = (key, value) => (key === "duration" ? duration(value) : typeof value === "number" ? number(value) : value ?? "");
+    const alarms = names.flatMap((name) => details[name].alarms.map(({text}) => el("li", {class: "alarm"}, `${name}: ${text}`)));
+    const parts = [el("h2", {}, "alarms"), alarms.length ? el("ul", {}, alarms) : el("p", {}, "none")];
+    if (keys.length) parts.push(el("h2", {}, "where they come from"), table(["", ...names], keys.map((key) => [key, ...names.map((name) => fact(key, details[name].facts[key]))])));
+    if (names.length > 1) parts.push(el("h2", {}, "config that differs"), Object.keys(differ).length
+      ? table(["", ...names], Object.entries(differ).map(([key, row]) => [key, ...names.map((name) => row[name] ?? "")])) : el("p", {}, "none"));
+    for (const name of names) {
+      const {summary, config} = details[name];
+      if (Object.keys(summary).length) parts.push(folded(`summary ${name}`, `summary of ${name}`, table(["", ""], Object.entries(summary).map(([key, value]) => [key, typeof value === "number" ? shown(key, value) : value]))));
+      if (config) parts.push(folded(`config ${name}`, `config of ${name}`, el("pre", {}, config)));
+    }
+    if (names.length) below.replaceChildren(...parts);
+    else below.replaceChildren();
+  }
+
+  const again = api.every(5, element, async () => {
+    told = await api.ask("runs");
+    const part = lay();
+    await tell();
+    return part < 1;
   });
+  document.addEventListener("chosen", () => again());
 }

@@ -1,0 +1,198 @@
+"""What the pages of runs and curves ask."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from aligner.board.runs import FROM, Board, Run, flat, mapping
+from aligner.board.series import SO_FAR, STEP_S, TOKENS, Points, number, thin
+from aligner.cluster import watch
+from aligner.foreign import Record
+from aligner.run.metrics import HEADLINE, finite
+
+POINTS = 400  # of a curve, unless more are asked for
+MOST = 2000
+BINS = 120  # of the breakdown by phase
+GROUPS = ("eval", "reward", "sft", "rm", "dpo", "kto", "distill", "rewards", "logps", "preference", "length")
+GROUPS += ("response", "policy", "kl", "critic", "advantage", "mismatch", "staleness")
+LATE_GROUPS = ("throughput", "refit", "batch", "memory", "time")
+LATER = ("time/save_s", "time/export_s")  # these come after the step was measured
+
+
+def table(board: Board, asked: Record) -> Any:
+    """A row for each run: how it goes, and the last values of the numbers that matter."""
+    runs = board.chosen(asked)
+    board.look(runs)
+    folders, jobs = {run.folder.resolve(): run.name for run in runs}, board.jobs()
+    rows = [_row(run, jobs, folders) for run in runs]
+    headline = [name for name in HEADLINE if any(name in row["last"] for row in rows)]
+    return {"folders": [str(folder) for folder in board.folders], "headline": headline, "runs": rows}
+
+
+def _row(run: Run, jobs: dict[str, str], folders: dict[Path, str]) -> dict[str, Any]:
+    series, settings, state = run.series, run.settings, run.state(jobs)
+    step, step_s = series.newest("step"), series.newest(STEP_S)
+    total = number(settings.get("run.steps"))
+    running = state in ("running", "RUNNING")
+    peaks = [series.newest(name) for name in series.names() if name.startswith("memory/") and "peak" in name]
+    last = {name: value for name in HEADLINE if (value := series.newest(name)) is not None}
+    return {
+        "name": run.name,
+        "chain": run.folder.resolve().parent.name,
+        "stage": text(settings.get("stage.name")),
+        "from": {key: name for key in FROM if (name := _named(settings.get(key), folders)) not in ("", run.name)},
+        "state": state,
+        "job": watch.last_job(run.folder),
+        "step": step,
+        "steps": total,
+        "left_s": (total - (step or 0)) * step_s if running and total and step_s else None,
+        "step_s": step_s,
+        "goodput": run.goodput(running),
+        "tokens_per_s": series.newest("throughput/tokens_per_s"),
+        "peak_bytes": max((peak for peak in peaks if peak is not None), default=None),
+        "alarms": len(run.alarms),
+        "started": text(run.start.get("started")),
+        "result": run.result,
+        "read": series.part,
+        "last": last,
+        "damage": run.damage,  # after all files were read
+    }
+
+
+def _named(value: Any, folders: dict[Path, str]) -> str:
+    """The run in whose folder a path lies."""
+    if not isinstance(value, str) or not value:
+        return ""
+    path = Path(value).absolute()
+    return next((folders[place] for place in (path, *path.parents[:3]) if place in folders), "")
+
+
+def metrics(board: Board, asked: Record) -> Any:
+    """The metrics that runs have, in the order of the page: the last value of each run, and the only one there ever was
+    where it never changes."""
+    runs = board.chosen(asked)
+    board.look(runs)
+    found: dict[str, list[str]] = {}
+    for name in sorted(set().union(*(run.series.names() for run in runs))):
+        found.setdefault(name.split("/")[0], []).append(name)
+    others = sorted(set(found) - set(GROUPS) - set(LATE_GROUPS))
+    rows = [_metric(n, runs) for group in (*GROUPS, *others, *LATE_GROUPS) if group in found for n in found[group]]
+    return {"metrics": [row for row in rows if row["last"]], "read": {run.name: run.series.part for run in runs}}
+
+
+def _metric(name: str, runs: list[Run]) -> dict[str, Any]:
+    ranges = [values for run in runs if len(values := _finite(run.series.points(name)))]
+    low, high = min((v.min() for v in ranges), default=math.nan), max((v.max() for v in ranges), default=math.nan)
+    last = {run.name: value for run in runs if (value := run.series.newest(name)) is not None}
+    return {"name": name, "still": float(low) if low == high else None, "last": last}
+
+
+def _finite(points: Points) -> np.ndarray:
+    return points[1][~np.isnan(points[1])]
+
+
+def curves(board: Board, asked: Record) -> Any:
+    """Curves of each run by metric, and its clocks: seconds since it began and tokens, by step."""
+    most = min(MOST, asked.integer("points", POINTS, low=2))
+    found, clocks = {}, {}
+    for run in board.chosen(asked):
+        series = run.series
+        wanted = asked.texts("metrics", sorted(series.names()))
+        drawn = {name: _curve(series.points(name), most) for name in wanted}
+        found[run.name] = {name: curve for name, curve in drawn.items() if curve["x"]}
+        steps, walls = series.points("wall_time")
+        begun = float(walls[0]) if len(walls) and not math.isnan(walls[0]) else 0.0
+        passed = _curve((steps, walls - begun), POINTS)
+        clocks[run.name] = {"begun": begun, "wall": passed, "tokens": _curve(series.points(TOKENS), POINTS)}
+    return {"curves": found, "clocks": clocks}
+
+
+def _curve(points: Points, most: int) -> dict[str, list[Any]]:
+    """At most so many points, about; null is a gap."""
+    steps, values = thin(points, 2 * math.ceil(len(points[0]) / most))
+    return {"x": steps.tolist(), "y": [None if math.isnan(v) else float(f"{v:.6g}") for v in values.tolist()]}
+
+
+def phases(board: Board, asked: Record) -> Any:
+    """Where the seconds went: by phase, in all and of a step along the run. Phases with a slash are part of others."""
+    return {"phases": {run.name: told for run in board.chosen(asked) if (told := _phases(run))}}
+
+
+def _phases(run: Run) -> dict[str, Any] | None:
+    series = run.series
+    parts = [n for n in sorted(series.names()) if n.startswith("time/") and n.count("/") == 1 and n != STEP_S]
+    so_far = {name: series.points(SO_FAR + name) for name in (*parts, STEP_S)}
+    known = [points for points in so_far.values() if len(points[0])]
+    if not known:
+        return None
+    first, last = min(p[0][0] for p in known) - 1, max(p[0][-1] for p in known)
+    edges = np.unique(np.linspace(first, last, min(BINS, last - first) + 1).round())
+    within = {name: np.diff(_until(points, edges)) for name, points in so_far.items() if len(points[0])}
+    whole = within.pop(STEP_S, None)
+    seconds = {name: float(points[1][-1]) for name, points in so_far.items() if name in within}
+    if whole is not None:
+        inner = sum((row for name, row in within.items() if name not in LATER), np.zeros(len(whole)))
+        rest = (whole - inner).clip(0)
+        if rest.sum() > 1e-9 * whole.sum():
+            within["time/other_s"], seconds["time/other_s"] = rest, float(rest.sum())
+    layers = {name: [float(f"{v:.4g}") for v in (row / np.diff(edges)).tolist()] for name, row in within.items()}
+    return {"x": edges[1:].tolist(), "layers": layers, "seconds": seconds}
+
+
+def _until(points: Points, edges: np.ndarray) -> np.ndarray:
+    """What was reached at the last point up to each edge."""
+    reached = np.concatenate([[0.0], points[1]])
+    return reached[np.searchsorted(points[0], edges, side="right")]
+
+
+def details(board: Board, asked: Record) -> Any:
+    """Where runs come from, what they warn of, and in which keys of their configs they differ."""
+    runs = board.chosen(asked)
+    settings = {run.name: run.settings for run in runs}
+    keys = dict.fromkeys(key for one in settings.values() for key in one)
+    told = {key: {name: text(one[key]) for name, one in settings.items() if key in one} for key in keys}
+    differ = {key: row for key, row in told.items() if len(row) < len(runs) or len(set(row.values())) > 1}
+    return {"details": {run.name: _details(run) for run in runs}, "differ": differ if len(runs) > 1 else {}}
+
+
+def _details(run: Run) -> dict[str, Any]:
+    return {
+        "facts": {name: value for name, value in _facts(run).items() if value not in (None, "")},
+        "alarms": [{"step": finite(alarm.get("step")), "text": text(alarm.get("text"))} for alarm in run.alarms],
+        "summary": {
+            key: number(value) if number(value) is not None else text(value) for key, value in flat(run.summary)
+        },
+        "config": run.config,
+        "damage": run.damage,  # after all files were read
+    }
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    settings, latest = run.settings, run.start
+    first = next((record for record in run.starts if "started" in record), {})
+    hardware = mapping(latest.get("hardware"))
+    commit = text(latest.get("commit"))[:12] + (" with changes" if latest.get("dirty") else "")
+    return {
+        "folder": str(run.folder),
+        "stage": text(settings.get("stage.name")),
+        "model": text(settings.get("model.family")),
+        "parameters": number(latest.get("parameters")),
+        "seed": text(settings.get("seed")),
+        "duration": run.seconds(),
+        "started": text(first.get("started")),
+        "starts": sum("started" in record for record in run.starts) or None,
+        "ranks": text(latest.get("ranks")),
+        "host": text(latest.get("host")),
+        "hardware": text(hardware.get("gpu") or hardware.get("cpu")),
+        "commit": commit,
+        "versions": ", ".join(f"{name} {version}" for name, version in mapping(latest.get("versions")).items()),
+        "command": text(latest.get("command")),
+    }
+
+
+def text(value: Any) -> str:
+    return "" if value is None else str(value)
