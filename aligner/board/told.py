@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,18 +155,22 @@ def details(board: Board, asked: Record) -> Any:
     runs = board.chosen(asked)
     settings = {run.name: run.settings for run in runs}
     keys = dict.fromkeys(key for one in settings.values() for key in one)
-    told = {key: {name: text(one[key]) for name, one in settings.items() if key in one} for key in keys}
-    differ = {key: row for key, row in told.items() if len(row) < len(runs) or len(set(row.values())) > 1}
-    return {"details": {run.name: _details(run) for run in runs}, "differ": differ if len(runs) > 1 else {}}
+    values = {key: {name: text(one[key]) for name, one in settings.items() if key in one} for key in keys}
+    differ = {key: row for key, row in values.items() if len(row) < len(runs) or len(set(row.values())) > 1}
+    told = {run.name: _details(run) for run in runs}
+    return {"details": told, "differ": differ if len(runs) > 1 else {}, "summary": summary(board.folders)}
+
+
+def summary(folders: Sequence[Path]) -> dict[str, Any]:
+    """What stands in summary.json of folders, by dotted key: results of a chain, such as the quick start's."""
+    found = {key: value for folder in folders for key, value in flat(Run(folder).summary) if key}
+    return {key: text(value) if number(value) is None else value for key, value in found.items()}
 
 
 def _details(run: Run) -> dict[str, Any]:
     return {
         "facts": {name: value for name, value in _facts(run).items() if value not in (None, "")},
         "alarms": [{"step": finite(alarm.get("step")), "text": text(alarm.get("text"))} for alarm in run.alarms],
-        "summary": {
-            key: number(value) if number(value) is not None else text(value) for key, value in flat(run.summary)
-        },
         "config": run.config,
         "damage": run.damage,  # after all files were read
     }

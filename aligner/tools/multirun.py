@@ -13,8 +13,8 @@ from rich.table import Table
 from aligner.cluster.launch import run_one
 from aligner.config.resolve import compose, job_labels, quoted, sweep
 from aligner.errors import ConfigError
+from aligner.run.metrics import HEADLINE, each_jsonl
 from aligner.tools.report import write_after
-from aligner.tools.report_runs import final_metric
 
 
 def main(args: argparse.Namespace) -> int:
@@ -49,3 +49,11 @@ def show_jobs(rows: list[tuple[str, int, float, str]], total: int) -> None:
         result, last = "ok" if code == 0 else f"failed ({code})", final_metric(Path(folder))
         table.add_row(name, result, f"{last[0]} {last[1]:.4g}" if last else "", f"{seconds:.1f}", folder)
     Console(soft_wrap=not sys.stdout.isatty()).print(table, markup=False)
+
+
+def final_metric(folder: Path) -> tuple[str, float] | None:
+    """The number that says most of how a run went, and its last value."""
+    last: dict[str, float] = {}
+    for row in each_jsonl(folder / "metrics.jsonl"):
+        last |= {name: row[name] for name in HEADLINE if isinstance(row.get(name), int | float)}
+    return next(((name, last[name]) for name in HEADLINE if name in last), None)

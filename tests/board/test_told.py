@@ -58,7 +58,10 @@ def test_runs_are_found_in_folders_of_folders_and_named_apart(tmp_path):
 
 def test_no_runs_and_folders_that_are_none(tmp_path):
     assert ask(told.table, tmp_path) == {"folders": [str(tmp_path)], "headline": [], "runs": []}
-    assert ask(told.details, tmp_path) == {"details": {}, "differ": {}} and ask(told.metrics, tmp_path)["metrics"] == []
+    assert (
+        ask(told.details, tmp_path) == {"details": {}, "differ": {}, "summary": {}}
+        and ask(told.metrics, tmp_path)["metrics"] == []
+    )
     with pytest.raises(ConfigError, match=r"nothing'.*a run folder, or a folder of runs"):
         Board([tmp_path / "nothing"])
 
@@ -138,7 +141,6 @@ def test_damaged_folders_are_rows_that_say_so(tmp_path):
     (folder / "config.yaml").write_text("a: [")
     (folder / "starts.jsonl").write_text('{"started": "yesterday", "versions": 3}\nx\n{"started": null}\n')
     (folder / "alarms.jsonl").write_bytes(b"\xff\n{}\n")
-    (folder / "summary.json").write_text("[1")
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "config.yaml").write_bytes(b"\x00\xff")
     write(tmp_path / "odd" / "metrics.jsonl", {"step": 1}, {"step": 2, "rm/loss": [1], "kl/x": "a"})
@@ -150,7 +152,7 @@ def test_damaged_folders_are_rows_that_say_so(tmp_path):
     assert len(found) == 3 and found["broken"]["step"] == 3
     damage = "\n".join(details["broken"]["damage"])
     assert "metrics.jsonl:2" in "".join(found["broken"]["damage"])
-    for name in ("config.yaml", "starts.jsonl:2", "alarms.jsonl", "summary.json"):
+    for name in ("config.yaml", "starts.jsonl:2", "alarms.jsonl"):
         assert name in damage
     assert all("\n" not in text for text in details["broken"]["damage"])
     assert details["half"]["damage"][0].startswith("config.yaml: ") and found["half"]["state"] == "not started"
@@ -181,7 +183,6 @@ def test_facts_and_the_keys_in_which_configs_differ(tmp_path):
     again = {**START, "started": "2026-01-01T11:00:00+00:00", "dirty": False, "command": "aligner run a=1"}
     ends = {"ended": "2026-01-01T10:00:40+00:00", "result": "StopRequested: USR1"}
     write(a / "starts.jsonl", START, ends, again, {"ended": "2026-01-01T12:01:00+00:00", "result": "done"})
-    (a / "summary.json").write_text('{"sft": {"accuracy": 0.375}, "nan": NaN}')
     found = ask(told.details, tmp_path)
     assert found["differ"] == {
         "optim.lr": {"a": "0.5", "b": "0.25"},
@@ -205,7 +206,8 @@ def test_facts_and_the_keys_in_which_configs_differ(tmp_path):
         "ranks": "8",
     }
     assert wanted.items() <= facts.items()
-    assert found["details"]["a"]["summary"] == {"sft.accuracy": 0.375, "nan": "nan"}
+    (tmp_path / "summary.json").write_text('{"sft": {"accuracy": 0.375}, "nan": NaN}')
+    assert ask(told.details, tmp_path)["summary"] == {"sft.accuracy": 0.375, "nan": "nan"}
     assert "lr: 0.5" in found["details"]["a"]["config"]
 
 

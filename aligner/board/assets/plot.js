@@ -117,7 +117,7 @@ export class Chart {
       },
       axes: [
         {...axis, size: 28, ...(options.dates ? {} : {values: (_, ticks) => ticks.map((t) => (t === null ? "" : number(t)))})},
-        {...axis, size: 58, values},
+        {...axis, size: 66, values},
       ],
       series: [{}, ...this.lines()],
       hooks: {

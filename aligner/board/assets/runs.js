@@ -90,7 +90,7 @@ export function mount(element, api) {
 
   async function tell() {
     const runs = [...api.chosen];
-    const {details, differ} = runs.length ? await api.ask("details", {runs}) : {details: {}, differ: {}};
+    const {details, differ, summary} = await api.ask("details", {runs});
     const names = runs.filter((name) => details[name]);
     const open = new Set([...below.querySelectorAll("details[open]")].map((each) => each.dataset.key));
     const folded = (key, title, inside) => el("details", {"data-key": key, open: open.has(key)}, el("summary", {}, title), inside);
@@ -101,11 +101,9 @@ export function mount(element, api) {
     if (keys.length) parts.push(el("h2", {}, "where they come from"), table(["", ...names], keys.map((key) => [key, ...names.map((name) => fact(key, details[name].facts[key]))])));
     if (names.length > 1) parts.push(el("h2", {}, "config that differs"), Object.keys(differ).length
       ? table(["", ...names], Object.entries(differ).map(([key, row]) => [key, ...names.map((name) => row[name] ?? "")])) : el("p", {}, "none"));
-    for (const name of names) {
-      const {summary, config} = details[name];
-      if (Object.keys(summary).length) parts.push(folded(`summary ${name}`, `summary of ${name}`, table(["", ""], Object.entries(summary).map(([key, value]) => [key, typeof value === "number" ? shown(key, value) : value]))));
-      if (config) parts.push(folded(`config ${name}`, `config of ${name}`, el("pre", {}, config)));
-    }
+    if (Object.keys(summary).length) parts.unshift(el("h2", {}, "summary"),
+      table(["", ""], Object.entries(summary).map(([key, value]) => [key, typeof value === "number" ? shown(key, value) : value])));
+    for (const name of names) if (details[name].config) parts.push(folded(`config ${name}`, `config of ${name}`, el("pre", {}, details[name].config)));
     if (names.length) below.replaceChildren(...parts);
     else below.replaceChildren();
   }
