@@ -17,7 +17,7 @@ from aligner.cluster.mpi import check_transport, communicator
 from aligner.cluster.seal import job_secret
 from aligner.cluster.threads import use as use_threads
 from aligner.config.schema import Config
-from aligner.config.validate_model import check_nodes, validate_model, validate_on_gpu
+from aligner.config.validate_model import check_node, validate_model, validate_on_gpu
 from aligner.data.dialogue import Dialogue
 from aligner.data.shipped_templates import use_chat_template
 from aligner.engines.base import RolloutEngine
@@ -97,7 +97,8 @@ def start(cfg: Config, env: RankEnv) -> Job:
     the others when it is done."""
     if cfg.engine.name in CHILD_ENGINES:
         CHILD_ENGINES[cfg.engine.name].require(cfg.engine)
-        check_nodes(cfg, env.world_size, env.local_world_size)
+        first = env.rank - env.local_rank
+        check_node(cfg, range(first, first + env.local_world_size), env.world_size)
     check_transport(cfg.refit.transport, env.world_size, communicator() is not None)
     use_threads(cfg.cluster.threads, env.local_world_size)
     secret = lambda: job_secret(Path(cfg.run.dir))  # noqa: E731

@@ -46,13 +46,13 @@ def validate_on_gpu(cfg: Config, model: ModelConfig) -> None:
             raise LayoutError(_expert_ffn(model), model.expert_ffn, expected, f"Lower {name}.")
 
 
-def check_nodes(cfg: Config, world_size: int, local_world_size: int) -> None:
-    """A child process reaches the devices of its own node: the ranks of a replica must be there."""
+def check_node(cfg: Config, node: range, world_size: int) -> None:
+    """A child process reaches the devices of its own node: all ranks of a replica must be on this one, or none."""
     width = cfg.engine.tensor_parallel
     for first in range(world_size - cfg.engine.ranks if cfg.engine.ranks else 0, world_size, width):
         last = first + width - 1
-        if first // local_world_size != last // local_world_size:
-            expected = f"replicas within a node of {local_world_size} ranks with engine.name={cfg.engine.name}"
+        if (first in node) != (last in node):
+            expected = f"replicas within a node of {len(node)} ranks with engine.name={cfg.engine.name}"
             raise LayoutError("engine.tensor_parallel", width, f"{expected}: ranks {first} to {last} are on two")
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from aligner.__main__ import main
 from aligner.cluster.site import Engines, Site
-from aligner.cluster.submit import Size, clean_environment, job_size, time_limit_s
+from aligner.cluster.size import Size, job_size
+from aligner.cluster.submit import clean_environment, time_limit_s
 from aligner.config.freeze import load_frozen
 from aligner.errors import ConfigError
 from aligner.rehearse import command
@@ -177,6 +178,7 @@ def test_engines_on_nodes_of_another_kind_are_a_heterogeneous_job(sbatch, tmp_pa
         (["engine.ranks=4", "-m", "seed=0,1"], "Slurm has no arrays of heterogeneous jobs"),
         (["engine.ranks=4", "--site", "mpirun.yaml"], "mpi='mpirun': expected pmix, pmi2 or none with --engine-nodes"),
         (["engine.ranks=4", "--shell"], "--engine-nodes=2: expected 0: the nodes of the job's second component"),
+        (["engine.ranks=4", "engine=vllm", "engine.tensor_parallel=4"], "ranks 4 to 7 are on two"),
         (["--engine-nodes=-1"], "--engine-nodes=-1: expected a number >= 0"),
     ],
 )

@@ -3,6 +3,7 @@
 import ast
 import sys
 from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import aligner.engines.child.engine as child
 from aligner.config.resolve import compose
 from aligner.config.sections.model.attention import AttentionConfig
 from aligner.config.sections.vllm import VllmConfig
-from aligner.config.validate_model import check_nodes, validate_model
+from aligner.config.validate_model import check_node, validate_model
 from aligner.engines.base import UpdateLedger
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS
 from aligner.engines.vllm.engine import VllmEngine
@@ -46,18 +47,31 @@ def test_sleep_on_a_cpu():
 
 
 @pytest.mark.parametrize(
-    ("width", "local", "own", "across"),
-    [(2, 4, 0, ""), (4, 8, 0, ""), (2, 3, 0, "2 to 3"), (8, 4, 0, "0 to 7"), (2, 3, 2, ""), (2, 4, 5, "3 to 4")],
+    ("width", "nodes", "own", "across"),
+    [
+        (2, (4, 4), 0, ""),
+        (4, (8, 8), 0, ""),
+        (2, (3, 3), 0, "2 to 3"),
+        (8, (4, 4), 0, "0 to 7"),
+        (2, (3, 3), 2, ""),
+        (2, (4, 4), 5, "3 to 4"),
+        (4, (2, 4), 4, ""),
+        (4, (4, 2, 2), 4, "4 to 7"),
+    ],
 )
-def test_a_replica_stays_within_a_node(width, local, own, across):
-    """Of two nodes."""
+def test_a_replica_stays_within_a_node(width, nodes, own, across):
     cfg = compose(["stage=grpo", "engine=vllm", f"engine.tensor_parallel={width}", f"engine.ranks={own}"])
+    ends = [*accumulate(nodes)]
+    ranks = [range(end - size, end) for end, size in zip(ends, nodes, strict=True)]
     if not across:
-        check_nodes(cfg, 2 * local, local)
+        for node in ranks:
+            check_node(cfg, node, ends[-1])
         return
+    local = nodes[-1]
     text = rf"engine.tensor_parallel={width}: expected replicas within a node of {local} .*: ranks {across} are on two"
     with pytest.raises(LayoutError, match=text):
-        check_nodes(cfg, 2 * local, local)
+        check_node(cfg, ranks[-2], ends[-1])
+        check_node(cfg, ranks[-1], ends[-1])
 
 
 def test_ranks_that_cannot_share_its_heads():
