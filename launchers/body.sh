@@ -235,7 +235,6 @@ aligner_start_slurm() {
     aligner_rendezvous "${nodes[0]}"
     aligner_deadline
     export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK_HET_GROUP_0:-1}}"
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$SRUN_CPUS_PER_TASK}"
     command=("${ALIGNER_RANK_PYTHON:-$ALIGNER_PYTHON}" -m aligner run --frozen "$1")
     local options=(--kill-on-bad-exit=1 --wait=60) # of both components, where there are two
     ((ALIGNER_RESTARTS == 0)) || options+=(--overlap --mem=0) # Slurm still counts the dead step's cores and memory

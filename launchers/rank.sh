@@ -14,5 +14,6 @@ if [[ -n "${ALIGNER_SCRATCH:-}" ]]; then # compilers lock their caches, which sh
     export TRITON_CACHE_DIR="$ALIGNER_SCRATCH/triton" TORCHINDUCTOR_CACHE_DIR="$ALIGNER_SCRATCH/inductor"
     mkdir -p "$TRITON_CACHE_DIR" "$TORCHINDUCTOR_CACHE_DIR"
 fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}" # the two components of a job may differ
 trap '' USR1 USR2 # until Python listens (launchers/body.sh asks again); what was ignored, exec leaves ignored
 exec "$@"

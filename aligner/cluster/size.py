@@ -49,8 +49,10 @@ def _second_component(args: argparse.Namespace, site: Site, environ: Mapping[str
     nodes = args.engine_nodes
     if args.shell:
         nodes = int(environ.get("SLURM_JOB_NUM_NODES_HET_GROUP_1", "0"))
-        if args.engine_nodes not in (0, nodes) or int(environ.get("SLURM_HET_SIZE", "2")) != 2:
-            expected = f"{nodes}: the nodes of the job's second component, of two in a heterogeneous job"
+        if environ.get("SLURM_HET_SIZE", "2") != "2":
+            raise ConfigError("SLURM_HET_SIZE", environ["SLURM_HET_SIZE"], "2: nodes that train, and nodes of engines")
+        if args.engine_nodes not in (0, nodes):
+            expected = f"{nodes}: the nodes of the job's second component"
             raise ConfigError("--engine-nodes", args.engine_nodes, expected)
     if not nodes:
         return 0, 0

@@ -367,21 +367,50 @@ def test_each_start_of_ranks_by_srun_has_a_secret_of_its_own(slurm, place):
     assert rest == [given, "", given]
 
 
+@pytest.fixture
+def het(slurm, monkeypatch):
+    """The job has a second component, of one node for two ranks. Words for a launcher."""
+    numbers = {"JOB_NUM_NODES_HET_GROUP_1": "1", "NTASKS_PER_NODE_HET_GROUP_0": "1", "NTASKS_PER_NODE_HET_GROUP_1": "2"}
+    numbers |= {"JOB_NODELIST_HET_GROUP_1": "node2", "CPUS_PER_TASK_HET_GROUP_1": "5", "HET_SIZE": "2"}
+    for name, value in numbers.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    return ["data.train=train.jsonl", "reward.functions=[{path: math}]", "engine.ranks=2"]
+
+
+def test_the_health_check_asks_the_nodes_of_both_components(slurm, place, het):
+    """That of engines, which no spare node can replace, does not answer."""
+    (place / "fake/scontrol").write_text('#!/usr/bin/env bash\necho "${@: -1}"\n')
+    (place / "fake/srun").write_text(
+        '#!/usr/bin/env bash\nwhile [[ "$1" == -* ]]; do shift; done\nwords=()\n'
+        'for word in "$@"; do [[ "$word" != : ]] || break; words+=("$word"); done\n'
+        'SLURMD_NODENAME=node1 exec "${words[@]}"\n'
+    )
+    code, said = launch("grpo", *het)
+    assert code == 1 and "node node2 is unfit: no report" in said
+    assert "2 nodes are needed, 1 are fit (bad: node2)" in said and not Path("runs/grpo/DONE").exists()
+
+
+def test_a_rank_has_the_threads_of_its_step(tmp_path):
+    own = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK")}
+    command = [str(ROOT / "launchers/rank.sh"), "bash", "-c", "echo threads $OMP_NUM_THREADS"]
+    for number, more in enumerate(
+        ({}, {"SLURM_CPUS_PER_TASK": "5"}, {"OMP_NUM_THREADS": "2", "SLURM_CPUS_PER_TASK": "5"})
+    ):
+        environ = own | {"ALIGNER_LOGS": str(tmp_path), "SLURM_PROCID": str(number)} | more
+        subprocess.run(command, env=environ, check=True)
+    said = [(tmp_path / f"rank-{rank:04d}.log").read_text().split("\n")[1] for rank in range(3)]
+    assert said == ["threads 1", "threads 5", "threads 2"]
+
+
 @pytest.mark.parametrize(("version", "mpi"), [("22.05.8", "none"), ("24.05.1", "none"), ("24.11.0", "pmix")])
-def test_both_components_of_a_heterogeneous_job_are_one_step(slurm, place, monkeypatch, version, mpi):
+def test_both_components_of_a_heterogeneous_job_are_one_step(slurm, place, het, version, mpi):
     """By `sbatch ... : ... launchers/grpo.sbatch`. Before Slurm 24.11 srun may not end with PMIx in two components."""
     (place / "fake/srun").write_text(
         f'#!/usr/bin/env bash\n[[ "$1" != --version ]] || {{ echo "slurm-wlm {version}"; exit 0; }}\n'
         f'printf "%s\\n" "$@" >{place}/words\nprintf %s "$ALIGNER_MPI" >{place}/mpi\ntouch runs/grpo/DONE\n'
     )
-    numbers = {"SIZE": "2", "JOB_NUM_NODES_1": "1", "NTASKS_PER_NODE_0": "1", "NTASKS_PER_NODE_1": "2"}
-    numbers |= {"JOB_NODELIST_1": "node2", "CPUS_PER_TASK_0": "3", "CPUS_PER_TASK_1": "5"}
-    for name, value in numbers.items():
-        head, _, group = name.rpartition("_")
-        monkeypatch.setenv(f"SLURM_{head}_HET_GROUP_{group}" if head else "SLURM_HET_SIZE", value)
     (place / "pmix.yaml").write_text("description: x\nmpi: pmix\n")
-    words = ["--site", str(place / "pmix.yaml"), "data.train=train.jsonl", "reward.functions=[{path: math}]"]
-    code, said = launch("grpo", *words, "engine.ranks=2", ALIGNER_HEALTH="0")
+    code, said = launch("grpo", "--site", str(place / "pmix.yaml"), *het, ALIGNER_HEALTH="0")
     assert code == 0 and "nodes: 1 for training, 1 for engines" in said
     first, _, second = (place / "words").read_text().partition("\n:\n")
     assert "--nodes=1\n--ntasks=1\n--ntasks-per-node=1\n" in first and "--het-group" not in first

@@ -80,10 +80,21 @@ def jobs(cluster, tiny_data, tmp_path_factory):
     sft = stages.overrides("sft", tiny_data, place / "runs/sft", "run.steps=1000000", "run.eval_every=0")
     found.sft = cluster.aligner("submit", "--parsable", *sft, cwd=ROOT, ALIGNER_PYTHON=sys.executable)
     found.stop = submit("stop", STEPS="100000")
-    engines = ["stage=grpo", "reward.functions=[{path: math}]", "engine.ranks=2", "--engine-nodes", "1"]
-    engines += ["--ranks-per-node", "2"]
-    found.het = submit("het", *engines, STEPS="100000")
-    found.broken = submit("broken", *engines, STEPS="100000", FAIL_ON="rank3", CODE="7")
+    engines = ["reward.functions=[{path: math}]", "engine.ranks=2"]
+    apart = ["stage=grpo", "--engine-nodes", "1", "--ranks-per-node", "2"]
+    found.het = submit("het", *apart, *engines, STEPS="100000")
+    two = [
+        "--parsable",
+        "-N1",
+        "--ntasks-per-node=2",
+        ":",
+        "-N1",
+        "--ntasks-per-node=2",
+        ROOT / "launchers/grpo.sbatch",
+    ]
+    fails = {"STEPS": "100000", "FAIL_ON": "rank3", "CODE": "7", "ALIGNER_PYTHON": cluster.stand_in}
+    words = ["data.train=train.jsonl", "run.dir=runs/broken", *engines]
+    found.broken = cluster.run("sbatch", *two, *words, cwd=place, **fails).strip()
     found.cap = submit("cap", "--max-requeues", "1", STOP_AFTER="2", STEPS="100000")
     found.stuck = submit("stuck", STUCK="1", STOP_AFTER="2", STEPS="100000")
     found.array = submit("array", "-m", "seed=3,4,5")
@@ -305,10 +316,12 @@ def test_a_heterogeneous_job_is_one_world_that_stops_and_comes_back_as_a_whole(c
 
 
 def test_a_rank_of_engines_that_fails_ends_both_components_with_its_code(cluster, jobs):
+    """Of a job of two components by sbatch itself."""
     assert cluster.ended(jobs.broken) == "FAILED"
     states = cluster.run("scontrol", "show", "job", "-o", jobs.broken)
     assert states.count("JobState=FAILED") == states.count("ExitCode=7:0") == 2
-    assert "rank 3 on node" in log(jobs.run("broken")) and attempts(jobs.run("broken"))[-1][3] == "failed"
+    assert "rank 3 on node" in (jobs.place / f"aligner-grpo-{jobs.broken}.log").read_text()
+    assert attempts(jobs.run("broken"))[-1][3] == "failed"
 
 
 def test_a_job_that_is_preempted_comes_back_where_it_was(cluster, tmp_path):
