@@ -14,8 +14,10 @@ from aligner.config.validate import validate_engines, validate_layout
 from aligner.errors import ConfigError
 from aligner.plan.devices import GIB, Device, find_device
 from aligner.plan.job import Job, job_of, shape_at
+from aligner.plan.lengths import read_lengths
 from aligner.plan.memory import MemoryPlanError, refuse
-from aligner.plan.prediction import Prediction, predict
+from aligner.plan.prediction import Prediction, predict, shares_text
+from aligner.plan.split import splits
 from aligner.plan.sweep import sweep
 
 
@@ -26,7 +28,12 @@ def main(args: argparse.Namespace, cfg: Config) -> int:
         print(json.dumps([p.data() for p in found[: args.top]], indent=1) if args.json else _table(found, args.top))
         return 0
     prediction = predicted(args, cfg)
-    print(json.dumps(prediction.data(), indent=1) if args.json else prediction.text(), flush=True)
+    found = _splits(args, cfg) if prediction.lag else []
+    if args.json:
+        split = {"split": found[0].lag_data()} if found else {}
+        print(json.dumps(prediction.data() | split, indent=1), flush=True)
+    else:
+        print("\n".join([prediction.text(), *_split_lines(prediction, found)]), flush=True)
     refuse(prediction.job, prediction.device, prediction.memory)
     return 0
 
@@ -54,6 +61,22 @@ def _swept(args: argparse.Namespace, cfg: Config) -> list[Prediction]:
     return found
 
 
+def _splits(args: argparse.Namespace, cfg: Config) -> list[Prediction]:
+    device, shape, job_for = _asked(args, cfg)
+    return splits(cfg, shape, args.gpus, device, job_for)
+
+
+def _split_lines(here: Prediction, found: list[Prediction]) -> list[str]:
+    """What another `engine.ranks` would do; `found`: see `splits`."""
+    if not found:
+        return []
+    of = f"of {len(found)} splits of the {here.job.gpus} GPUs that divide and fit"
+    step_s, *shares = found[0].overlapped
+    if step_s > 0.99 * here.overlapped[0]:
+        return [f"engine.ranks={here.ranks} is the fastest {of}"]
+    return [f"engine.ranks={found[0].ranks} is the fastest {of}: step {step_s:.1f} s, {shares_text(*shares)}"]
+
+
 def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, Callable[[Config], Job]]:
     if args.gpus < 1 or args.gpus_per_node < 1:
         raise ConfigError("--gpus", min(args.gpus, args.gpus_per_node), "a number >= 1")
@@ -68,6 +91,7 @@ def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, 
         gpus_per_node=min(args.gpus_per_node, args.gpus),
         prompt_tokens=args.prompt_tokens,
         response_tokens=args.response_tokens,
+        lengths=read_lengths(args.lengths) if args.lengths else (),
         engine_tensor=args.engine_tensor_parallel,
     )
     return device, shape, job_for

@@ -22,6 +22,7 @@ from aligner.config.sections.model.scales import ScalesConfig
 from aligner.config.stages import STAGES
 from aligner.errors import CheckpointError, ConfigError
 from aligner.foreign import Record, read_record
+from aligner.plan.lengths import Lengths
 from aligner.plan.linear import row_bytes
 from aligner.plan.shapes import Grid, kv_bytes, routing_bytes
 
@@ -81,10 +82,16 @@ class Rows:
     response_longest: int
     seen: float = 0.0  # tokens that a token sees on average; 0: half of a row of mean length
     read_seen: float = 0.0  # likewise a token whose output is read; 0: as of a row of mean length
+    told: tuple[tuple[int, int], ...] = ()  # lengths of responses, see `lengths`
 
     @property
     def mean(self) -> float:
         return self.prompt_mean + self.response_mean
+
+    @property
+    def lengths(self) -> Lengths:
+        """Of responses."""
+        return Lengths(self.response_mean, self.response_longest, self.told)
 
     @property
     def context(self) -> float:
@@ -229,10 +236,11 @@ def job_of(
     gpus_per_node: int = 8,
     prompt_tokens: float = 0,
     response_tokens: float = 0,
+    lengths: tuple[tuple[int, int], ...] = (),
     engine_tensor: int = 0,
 ) -> Job:
     """The job of a config on so many GPUs, in bfloat16 unless the config says float32. Mean lengths that are not given
-    are half of the longest."""
+    are half of the longest; `lengths` of responses have theirs."""
     shape = shape_at(cfg.model, cfg.model.init)
     stage, b = STAGES[cfg.stage.name], cfg.batch
     rollout, pairs = stage.rollouts, stage.rows(cfg)
@@ -240,6 +248,10 @@ def job_of(
     longest, limit = cfg.data.max_prompt_tokens, response_limit(cfg)
     if not rollout:
         limit = max(1, cfg.data.max_tokens - longest)
+    if lengths:
+        response_tokens = sum(length * count for length, count in lengths) / sum(count for _, count in lengths)
+        if lengths[-1][0] > limit:
+            raise ConfigError("--lengths", lengths[-1][0], f"at most the longest, {limit}")
     rows = Rows(
         b.prompts * b.group if rollout else pairs * b.sequences,
         b.prompts if rollout else b.sequences,
@@ -247,6 +259,7 @@ def job_of(
         longest,
         response_tokens or limit / 2,
         limit,
+        told=lengths,
     )
     for key, mean, most in (
         ("--prompt-tokens", rows.prompt_mean, longest),

@@ -14,6 +14,9 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
         "--response-tokens", type=float, default=0, metavar="N", help="mean (default: half of the longest)"
     )
     sub.add_argument(
+        "--lengths", default="", metavar="FILE", help="of responses: a length a line, perhaps with how many have it"
+    )
+    sub.add_argument(
         "--engine-tensor-parallel", type=int, default=0, metavar="N", help="instead of engine.tensor_parallel: what if"
     )
     sub.add_argument("--sweep", action="store_true", help="all layouts that fit, the fastest first")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from aligner.config.derived import nodes_told
@@ -26,7 +25,7 @@ class Prediction:
     memory: Memory
     phases: dict[str, Phase]
     pretrain_s: float  # once, in the first step
-    windows: Callable[[], tuple[float, Windows]]  # see `window_of`
+    machine: Machine
 
     @property
     def host(self) -> dict[str, float]:
@@ -36,11 +35,46 @@ class Prediction:
     @property
     def step_s(self) -> float:
         """With a lag the refit, and the longer of what engines and trainer then do at once."""
-        seconds = {name: phase.seconds for name, phase in self.phases.items()}
-        if self.job.engine is None or not self.job.engine.lag:
-            return sum(seconds.values())
-        refit, generate = seconds.pop("refit"), seconds.pop("generate")
-        return refit + max(generate, sum(seconds.values()))
+        if not self.lag:
+            return sum(phase.seconds for phase in self.phases.values())
+        return self.phases["refit"].seconds + max(self._sides)
+
+    @property
+    def lag(self) -> int:
+        return self.job.engine.lag if self.job.engine else 0
+
+    @property
+    def ranks(self) -> int:
+        """That only generate."""
+        return self.job.engine.ranks if self.job.engine else 0
+
+    @property
+    def _sides(self) -> tuple[float, float]:
+        """Seconds of the engines, and of the trainer, beside the refit."""
+        rest = (phase.seconds for name, phase in self.phases.items() if name not in ("refit", "generate"))
+        return self.phases["generate"].seconds, sum(rest)
+
+    @property
+    def at_work(self) -> tuple[float, float]:
+        """Shares of a step with a lag in which the engines, and the trainer, do not wait."""
+        engines, trainer = self._sides
+        return 1 - max(0.0, trainer - engines) / self.step_s, 1 - max(0.0, engines - trainer) / self.step_s
+
+    @cached_property
+    def windows(self) -> tuple[float, Windows] | None:
+        """With a lag: seconds of a step of training, and what windows do; None where they add nothing."""
+        found = window_of(self.job, self.machine, self.phases)
+        return found and (found[0] * found[1].step + self.phases["refit"].seconds, found[1])
+
+    @property
+    def overlapped(self) -> tuple[float, float, float]:
+        """With a lag: seconds of a step, and the shares of it in which engines and trainer work; by the windows of the
+        config, if it has them."""
+        assert self.job.engine is not None
+        if self.job.engine.window and self.windows:
+            step_s, found = self.windows
+            return step_s, found.engines, found.trainer
+        return self.step_s, *self.at_work
 
     @property
     def tokens_per_gpu_s(self) -> float:
@@ -73,16 +107,19 @@ class Prediction:
                 name: {"seconds": phase.seconds, "parts": phase.parts, "wire_bytes": phase.wire_bytes}
                 for name, phase in self.phases.items()
             },
-        }
+        } | ({"lag": self.lag_data()} if self.lag else {})
+
+    def lag_data(self) -> dict[str, Any]:
+        found = {"ranks": self.ranks, "step_s": self.step_s, "engines": self.at_work[0], "trainer": self.at_work[1]}
+        return found | {"windows": {"step_s": self.windows[0]} | asdict(self.windows[1]) if self.windows else None}
 
     def text(self) -> str:
         job, rows, memory = self.job, self.job.rows, self.memory
         names = ", ".join(f"{p.name} {parameters(p.shape, p.head, p.outputs) / 1e9:.3g}B" for p in job.parts)
         count, tokens = job.micro_batches()
-        engines = job.gpus - job.grid.gpus
-        nodes = nodes_told(job.grid.gpus, engines, job.gpus_per_node)
-        apart = f", {engines} that only generate{nodes and f' ({nodes})'}" if engines else ""
-        at_once = " (the refit, and the longer of generate and the rest)" if job.engine and job.engine.lag else ""
+        nodes = nodes_told(job.grid.gpus, self.ranks, job.gpus_per_node)
+        apart = f", {self.ranks} that only generate{nodes and f' ({nodes})'}" if self.ranks else ""
+        at_once = " (the refit, and the longer of generate and the rest)" if self.lag else ""
         layout = f"{job.grid}{', recompute' * job.recompute}{apart}"
         lines = [
             f"{job.stage} on {job.gpus} x {self.device.name}, {layout}: {names}",
@@ -107,21 +144,30 @@ class Prediction:
             "",
             f"step {self.step_s:.1f} s{at_once}, {self.tokens_per_gpu_s:.0f} tokens/s/GPU, update at "
             f"{100 * self.mfu:.0f} % of the peak (operations made)",
-            *([self._windows_text()] if job.engine and job.engine.lag else []),
+            *(self._lag_lines() if self.lag else []),
             *([f"critic.pretrain_steps {self.pretrain_s:.1f} s, once"] if self.pretrain_s else []),
-            f"memory {memory.peak_bytes / GIB:.1f} of {memory.limit_bytes / GIB:.1f} GiB in {memory.peak}",
+            f"memory {memory.peak_bytes / GIB:.1f} of {memory.limit_bytes / GIB:.1f} GiB in {memory.peak}"
+            f"{self._apart_text()}",
             f"host memory {self._host_text()}",
         ]
         return "\n".join(lines)
 
-    def _windows_text(self) -> str:
-        each, found = self.windows()
-        step_s = each * found.step + self.phases["refit"].seconds
-        return (
-            f"engine.window={found.window}: step about {step_s:.1f} s, engines {100 * found.engines:.0f} % and trainer "
-            f"{100 * found.trainer:.0f} % of it at work; tokens {found.mean:.1f} steps old, a sample's first "
-            f"{found.oldest:.1f}"
-        )
+    def _lag_lines(self) -> list[str]:
+        whole = f"engine.window=0: {shares_text(*self.at_work)}; tokens {self.lag} step{'s' * (self.lag > 1)} old"
+        if self.windows is None:
+            return [f"{whole}; windows would add nothing, for the engines wait for the trainer"]
+        step_s, found = self.windows
+        return [
+            whole,
+            f"engine.window={found.window}: step about {step_s:.1f} s, {shares_text(found.engines, found.trainer)}; "
+            f"tokens {found.mean:.1f} steps old, a sample's first {found.oldest:.1f}",
+        ]
+
+    def _apart_text(self) -> str:
+        if not self.ranks:
+            return ""
+        needed = most_of(generating(self.job), self.device, self.machine.assumed).peak_bytes
+        return f", {needed / GIB:.1f} on ranks that only generate"
 
     def _host_text(self) -> str:
         per_gpu, gpus = sum(self.host.values()), min(self.job.gpus_per_node, self.job.grid.gpus)
@@ -132,11 +178,15 @@ class Prediction:
         )
 
 
+def shares_text(engines: float, trainer: float) -> str:
+    return f"engines {100 * engines:.0f} % and trainer {100 * trainer:.0f} % of it at work"
+
+
 def predict(job: Job, device: Device, assumed: Assumptions = Assumptions()) -> Prediction:  # noqa: B008 (frozen)
+    machine = Machine(device, assumed, job.gpus_per_node)
+    pretrain = pretrain_phase(job, machine) if job.pretrain_steps else Phase()
     times = plan_times(job, device, assumed)
-    pretrain = pretrain_phase(job, Machine(device, assumed, job.gpus_per_node)) if job.pretrain_steps else Phase()
-    windows = partial(window_of, job, Machine(device, assumed, job.gpus_per_node), times)
-    return Prediction(job, device, plan_memory(job, device, assumed), times, pretrain.seconds, windows)
+    return Prediction(job, device, plan_memory(job, device, assumed), times, pretrain.seconds, machine)
 
 
 def check(cfg: Config, gpus: int, gpus_per_node: int, kinds: dict[str, str]) -> None:

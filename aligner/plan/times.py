@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from math import ceil, exp
+from math import ceil
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.plan.adapters import (
@@ -207,18 +207,6 @@ def refit_phase(job: Job, machine: Machine) -> Phase:
     return phase
 
 
-def survival(mean: float, longest: float) -> float:
-    """The decay length of response lengths: exponential, cut at `longest`, with this mean. Infinite if all are as long
-    as can be."""
-    if mean >= 0.999 * longest:
-        return float("inf")
-    low, high = 1e-3 * mean, 1e4 * longest
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if middle * (1 - exp(-longest / middle)) < mean else (low, middle)
-    return high
-
-
 def decode_step(job: Job, machine: Machine, rows: float, context: float) -> tuple[float, float]:
     """(seconds of one decode step of an engine with `rows` rows at `context` tokens, of it collectives): the larger of
     bytes (weights once, each row's cache) over bandwidth and operations over rate, or the host's time to launch."""
@@ -242,16 +230,15 @@ def decode_step(job: Job, machine: Machine, rows: float, context: float) -> tupl
 def generate_phase(job: Job, machine: Machine) -> Phase:
     """Prefill of each prompt once, then decode steps until the last row has ended.
 
-    Rows that run at time t after their start: rows x exp(-t / tau). With `refill` waiting rows take free places, so the
-    engine decodes `slots` rows until none waits, and then thins out; without, batch after batch thins out."""
+    Rows that run at time t after their start are those that are longer. With `refill` waiting rows take free places, so
+    the engine decodes `slots` rows until none waits, and then thins out; without, batch after batch thins out."""
     phase, engine, rows = Phase(), job.engine, job.rows
     assert engine is not None
     m, prompts = job.policy.shape, rows.prompts / job.replicas
     products = m.num_layers * machine.layer_seconds(m, prompts * rows.prompt_mean, rows.prompt_mean / 2)
     phase.parts["prefill"] += products / engine.tensor
     mine, slots = rows.count / job.replicas, job.slots()[0]
-    slots = min(slots, mine)
-    tau = survival(rows.response_mean, rows.response_longest)
+    slots, lengths = min(slots, mine), rows.lengths
 
     def run(active: float, steps: float, t: float) -> None:
         reach = rows.prompt_longest + t if engine.padded else rows.prompt_mean + t
@@ -268,7 +255,9 @@ def generate_phase(job: Job, machine: Machine) -> Phase:
     width = rows.response_longest / DECODE_PARTS
     for i in range(DECODE_PARTS):
         t = (i + 0.5) * width
-        alive = exp(-t / tau)
+        alive = lengths.alive(t)
+        if not alive:
+            break
         anyone = 1 - (1 - alive) ** slots  # that one of the rows still runs
         run(slots * alive / anyone, waves * anyone * width, t)
     return phase

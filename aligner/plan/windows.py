@@ -5,11 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import isinf
-from random import Random
 
 from aligner.plan.job import Job
-from aligner.plan.times import Machine, Phase, decode_step, survival
+from aligner.plan.times import Machine, Phase, decode_step
 
 STEPS, WARM_UP = 24, 8  # of training, and those that do not count
 ROWS = 1024  # of a rollout at most: larger ones are made smaller, and the slots with them
@@ -23,6 +21,7 @@ class Windows:
     trainer: float  # share of the time in which the trainer does not wait
     oldest: float  # steps of training that a sample's first token is behind, mean over samples
     mean: float  # and all tokens
+    waits: float  # windows that a step waits for beside the one that runs with the last
 
 
 @dataclass
@@ -83,6 +82,7 @@ def clocked(
     less = max(1.0, prompts * group / ROWS)
     prompts, clock = max(1, round(prompts / less)), _Clock(max(1, round(slots / less)), window)
     time = waited = 0.0
+    waits = 0
     rows: list[tuple[int, _Row]] = []  # with the step that takes them
 
     def admit() -> None:
@@ -91,11 +91,11 @@ def clocked(
 
     for step in range(STEPS):
         if step == WARM_UP:
-            time, waited, clock.busy, rows = 0.0, 0.0, 0, []
+            time, waited, waits, clock.busy, rows = 0.0, 0.0, 0, 0, []
         while not (taken := clock.take(prompts)):
             admit()
             idle = clock.turn(step)
-            time, waited = time + idle, waited + idle
+            time, waited, waits = time + idle, waited + idle, waits + 1
         rows += [(step, row) for one in taken for row in one.rows]
         admit()
         beside = clock.turn(step)
@@ -108,24 +108,21 @@ def clocked(
         1 - waited / time,
         sum(step - row.first for step, row in rows) / len(rows),
         sum(step * row.tokens - row.versions for step, row in rows) / tokens,
+        waits / (STEPS - WARM_UP),
     )
 
 
-def window_of(job: Job, machine: Machine, phases: Mapping[str, Phase]) -> tuple[float, Windows]:
+def window_of(job: Job, machine: Machine, phases: Mapping[str, Phase]) -> tuple[float, Windows] | None:
     """(seconds of a decode step with all slots, what windows do): of `engine.window`, or else of one that lasts as long
-    as a step without refit and generation. Lengths are exponential, as of `survival`."""
+    as a step without refit and generation. None where that is the longer part: nobody waits for a long response."""
     engine, rows = job.engine, job.rows
     assert engine is not None
     slots = job.slots()[0]
     each, _ = decode_step(job, machine, slots, rows.prompt_mean + rows.response_mean / 2)
-    rest = sum(phase.seconds for name, phase in phases.items() if name not in ("refit", "generate")) / each
-    decay, draw = survival(rows.response_mean, rows.response_longest), Random(0)
-
-    def lengths() -> Iterator[int]:
-        while True:
-            length = rows.response_longest if isinf(decay) else draw.expovariate(1 / decay)
-            yield max(1, min(rows.response_longest, round(length)))
-
+    rest_s = sum(phase.seconds for name, phase in phases.items() if name not in ("refit", "generate"))
+    if not engine.window and rest_s >= phases["generate"].seconds:
+        return None
+    rest = rest_s / each
     rollout = rows.prompts, max(1, rows.count // rows.prompts)
     window = engine.window or max(1, round(rest))
-    return each, clocked(lengths(), rollout, engine.lag, round(slots * job.replicas), window, rest)
+    return each, clocked(rows.lengths.drawn(), rollout, engine.lag, round(slots * job.replicas), window, rest)

@@ -55,6 +55,31 @@ def test_bad_input_exits_2(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+def test_the_split_that_is_proposed_is_the_fastest_that_runs(capsys, tmp_path):
+    """Of all numbers of ranks that only generate; with lengths as a file tells them."""
+    (tmp_path / "lengths").write_text("64 1\n16 30\n")
+    line = ["plan", "--json", "--lengths", str(tmp_path / "lengths"), *EIGHT, "engine.lag=1"]
+    found = {}
+    for ranks in range(1, 8):
+        if main([*line, *TIGHT, f"engine.ranks={ranks}"]) == 0:
+            found[ranks] = json.loads(capsys.readouterr().out)
+    steps = {ranks: data["step_s"] for ranks, data in found.items()}
+    assert len(steps) > 1 and all(data["tokens"]["response_mean"] == 544 / 31 for data in found.values())
+    best = min(steps, key=steps.__getitem__)
+    assert all(data["split"] == found[best]["lag"] for data in found.values())
+    for ranks, told in ((max(steps, key=steps.__getitem__), f"engine.ranks={best} is the fastest of {len(steps)}"),):
+        capsys.readouterr()
+        main([*[word for word in line if word != "--json"], *TIGHT, f"engine.ranks={ranks}"])
+        assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "12 x", "0", "5 0", "1 2 3", "65"])
+def test_lengths_that_are_none_are_refused(capsys, tmp_path, text):
+    (tmp_path / "lengths").write_text(text)
+    assert main(["plan", "--lengths", str(tmp_path / "lengths"), *EIGHT]) == 2
+    assert "--lengths=" in capsys.readouterr().err
+
+
 def test_a_sweep_lists_what_fits_fastest_first(capsys):
     assert main(["plan", "--sweep", "--json", "--top", "5", *EIGHT, "batch.micro_batch_tokens=8192"]) == 0
     found = json.loads(capsys.readouterr().out)

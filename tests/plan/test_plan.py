@@ -3,7 +3,9 @@
 import functools
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,12 @@ from aligner.plan.activations import activation_bytes
 from aligner.plan.devices import DEVICES, GIB, Assumptions
 from aligner.plan.host import host_items
 from aligner.plan.job import Engine, Job, Part, Rows, job_of, shape_at
-from aligner.plan.memory import MemoryPlanError, plan_memory, refuse
+from aligner.plan.lengths import Lengths, read_lengths
+from aligner.plan.memory import MemoryPlanError, engine_phases, plan_memory, refuse
 from aligner.plan.prediction import predict
 from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, parameters, routing_bytes
 from aligner.plan.sizes import logit_bytes
-from aligner.plan.times import Machine, decode_step, generate_phase, plan_times, survival, update_mfu, update_phase
+from aligner.plan.times import Machine, decode_step, generate_phase, plan_times, update_mfu, update_phase
 from aligner.plan.traffic import Call, gathered_calls, pass_calls, refit_calls, step_calls
 from aligner.rewards.judge import Judge
 from aligner.types import Prompt, Sample
@@ -228,12 +231,19 @@ def test_decode_is_bound_by_bytes_then_by_operations():
 
 @pytest.mark.parametrize(("mean", "longest"), [(100, 1000), (500, 1000), (900, 1000), (1000, 1000)])
 def test_lengths_have_the_mean_that_was_asked_for(mean, longest):
-    import math
-
-    tau = survival(mean, longest)
-    n = 10000
-    found = sum(math.exp(-(i + 0.5) * longest / n / tau) for i in range(n)) * longest / n
+    lengths, n = Lengths(mean, longest), 10000
+    found = sum(lengths.alive((i + 0.5) * longest / n) for i in range(n)) * longest / n
     assert found == pytest.approx(mean, rel=0.01)
+    assert sum(islice(lengths.drawn(), n)) / n == pytest.approx(mean, rel=0.05)
+
+
+def test_lengths_of_a_file_are_drawn_as_often_as_they_are_there(tmp_path):
+    (tmp_path / "lengths").write_text("7\n3 2\n3\n")
+    told = read_lengths(str(tmp_path / "lengths"))
+    lengths = Lengths(4, 9, told)
+    assert told == ((3, 3), (7, 1))
+    assert [lengths.alive(t) for t in (0, 2.9, 3, 6, 7)] == [1, 1, 0.25, 0.25, 0]
+    assert Counter(islice(lengths.drawn(), 4000))[7] == pytest.approx(1000, rel=0.1)
 
 
 def test_refilled_batches_beat_batches_that_wait_for_their_longest():
@@ -399,20 +409,39 @@ def test_windows_are_planned_by_their_clock():
     """The window that is proposed is as long as what the trainer does meanwhile; a larger lag keeps both sides at work,
     and makes older tokens."""
     line = [*APART, "engine.ranks=2", "engine.kv_cache_bytes=40_000_000_000"]
+    line.append("sampling.max_response_tokens=1024")
 
     def planned(*more):
-        return predict(job_of(compose([*line, *more]), 10), H100).windows()
+        return predict(job_of(compose([*line, "engine.lag=1", *more]), 10), H100)
 
-    each, one = planned("engine.lag=1")
-    phases = predict(job_of(compose(line), 10), H100).phases
-    rest = sum(phase.seconds for name, phase in phases.items() if name not in ("refit", "generate"))
-    assert one.window * each == pytest.approx(rest, rel=0.01)
-    _, three = planned("engine.lag=3")
-    assert three.mean > one.mean > 0 and three.step <= 1.02 * one.step
-    _, given = planned("engine.lag=1", f"engine.window={one.window}")
-    assert given == one
-    text = predict(job_of(compose([*line, "engine.lag=1", "engine.window=64"]), 10), H100).text()
-    assert "engine.window=64: step about" in text
+    one = planned()
+    step_s, found = one.windows
+    refit, generate, *rest = (phase.seconds for phase in one.phases.values())
+    assert list(one.phases)[:2] == ["refit", "generate"] and sum(rest) < generate
+    assert found.window * (step_s - refit) / found.step == pytest.approx(sum(rest), rel=0.01)
+    assert one.at_work == pytest.approx((1, 1 - (generate - sum(rest)) / one.step_s))
+    _, three = planned("engine.lag=3").windows
+    assert three.mean > found.mean > 0 and three.step <= 1.02 * found.step
+    given = planned(f"engine.window={found.window}")
+    assert given.windows == one.windows and given.overlapped == (step_s, found.engines, found.trainer)
+    assert "engine.window=64: step about" in planned("engine.window=64").text()
+
+
+def test_no_window_is_proposed_to_a_trainer_that_is_the_slower_side():
+    """Nobody waits for a long response there."""
+    line = [*APART, "engine.ranks=2", "engine.kv_cache_bytes=40_000_000_000", "engine.lag=1"]
+    found = predict(job_of(compose(line), 10), H100)
+    engines, trainer = found.at_work
+    assert found.windows is None and trainer == 1 > engines and "windows would add nothing" in found.text()
+    assert found.overlapped == (found.step_s, engines, trainer)
+
+
+def test_memory_of_ranks_that_only_generate_is_told():
+    """With a cache that fills them, beside trainers that hold less."""
+    line = [*APART, "engine.ranks=2", "engine.kv_cache_bytes=40_000_000_000", "parallel.pipeline=4"]
+    found = predict(job_of(compose(line), 10), H100)
+    needed = max(sum(items.values()) for items in engine_phases(found.job).values()) + found.memory.context_bytes
+    assert f", {needed / GIB:.1f} on ranks that only generate" in found.text() and needed > 16 * GIB
 
 
 def test_judges_without_a_model_are_asked_where_the_engine_is(tmp_path):
