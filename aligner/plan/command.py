@@ -71,10 +71,11 @@ def _split_lines(here: Prediction, found: list[Prediction]) -> list[str]:
     if not found:
         return []
     of = f"of {len(found)} splits of the {here.job.gpus} GPUs that divide and fit"
-    step_s, *shares = found[0].overlapped
+    step_s, window, *shares = found[0].overlapped
     if step_s > 0.99 * here.overlapped[0]:
         return [f"engine.ranks={here.ranks} is the fastest {of}"]
-    return [f"engine.ranks={found[0].ranks} is the fastest {of}: step {step_s:.1f} s, {shares_text(*shares)}"]
+    keys = f"engine.ranks={found[0].ranks}, with engine.window={window},"
+    return [f"{keys} is the fastest {of}: step {step_s:.1f} s, {shares_text(*shares)}"]
 
 
 def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, Callable[[Config], Job]]:

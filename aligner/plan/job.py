@@ -68,6 +68,7 @@ class Engine:
     ranks: int = 0  # beside those that train, that only generate; 0: engines stand on the ranks that train
     lag: int = 0  # > 0: they generate while the others train
     window: int = 0  # decode steps after which samples pause; 0: they do not
+    pauses: bool = True  # it can have such windows
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class Job:
         engine, shape = self.engine, self.policy.shape
         assert engine is not None
         token = kv_bytes(shape, engine.element, engine.tensor) + self.routing
-        rows = self.rows.count / self.replicas
+        rows = self.rows.count / self.replicas * (1 + engine.lag if engine.window else 1)  # in flight
         prompts = rows if self.turns else self.rows.prompts / self.replicas  # trajectories go on with others
         positions = self.rows.longest - 1
         budget, longest = engine.kv_bytes // token, self.rows.prompt_longest + self.turns
@@ -288,6 +289,7 @@ def job_of(
             ranks=e.ranks,
             lag=e.lag,
             window=e.window,
+            pauses=native and not cfg.environment.on and not cfg.mismatch.replay_routing,
         )
         if (e.ranks or gpus) % engine.tensor:
             expected = f"a divisor of the {e.ranks or gpus} GPUs that generate"

@@ -67,14 +67,14 @@ class Prediction:
         return found and (found[0] * found[1].step + self.phases["refit"].seconds, found[1])
 
     @property
-    def overlapped(self) -> tuple[float, float, float]:
-        """With a lag: seconds of a step, and the shares of it in which engines and trainer work; by the windows of the
-        config, if it has them."""
+    def overlapped(self) -> tuple[float, int, float, float]:
+        """With a lag: seconds of a step, its `engine.window`, and the shares in which engines and trainer work. Windows
+        that the config does not have count where they are faster."""
         assert self.job.engine is not None
-        if self.job.engine.window and self.windows:
+        if self.windows and (self.job.engine.window or self.windows[0] < self.step_s):
             step_s, found = self.windows
-            return step_s, found.engines, found.trainer
-        return self.step_s, *self.at_work
+            return step_s, found.window, found.engines, found.trainer
+        return self.step_s, 0, *self.at_work
 
     @property
     def tokens_per_gpu_s(self) -> float:
@@ -155,7 +155,8 @@ class Prediction:
     def _lag_lines(self) -> list[str]:
         whole = f"engine.window=0: {shares_text(*self.at_work)}; tokens {self.lag} step{'s' * (self.lag > 1)} old"
         if self.windows is None:
-            return [f"{whole}; windows would add nothing, for the engines wait for the trainer"]
+            waits = "; windows would add nothing, for the engines wait for the trainer"
+            return [whole + waits * (self.at_work[0] < 1)]
         step_s, found = self.windows
         return [
             whole,

@@ -423,7 +423,7 @@ def test_windows_are_planned_by_their_clock():
     _, three = planned("engine.lag=3").windows
     assert three.mean > found.mean > 0 and three.step <= 1.02 * found.step
     given = planned(f"engine.window={found.window}")
-    assert given.windows == one.windows and given.overlapped == (step_s, found.engines, found.trainer)
+    assert given.windows == one.windows and given.overlapped == (step_s, found.window, found.engines, found.trainer)
     assert "engine.window=64: step about" in planned("engine.window=64").text()
 
 
@@ -433,7 +433,7 @@ def test_no_window_is_proposed_to_a_trainer_that_is_the_slower_side():
     found = predict(job_of(compose(line), 10), H100)
     engines, trainer = found.at_work
     assert found.windows is None and trainer == 1 > engines and "windows would add nothing" in found.text()
-    assert found.overlapped == (found.step_s, engines, trainer)
+    assert found.overlapped == (found.step_s, 0, engines, trainer)
 
 
 def test_memory_of_ranks_that_only_generate_is_told():

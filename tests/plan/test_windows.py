@@ -5,7 +5,7 @@ from itertools import chain, repeat
 
 import pytest
 
-from aligner.plan.windows import clocked
+from aligner.plan.windows import Again, clocked
 
 
 def test_equal_lengths_by_hand():
@@ -16,6 +16,10 @@ def test_equal_lengths_by_hand():
     assert (found.oldest, found.mean) == (2.0, 1.5)
     halves = clocked(repeat(20), (4, 2), 1, 16, 5, 10.0)  # too small: each step waits for another window
     assert (halves.step, halves.trainer) == (15.0, pytest.approx(2 / 3)) and halves.mean < found.mean
+    again = clocked(
+        repeat(20), (4, 2), 1, 16, 10, 10.0, Again(prompt=5, token=0.01)
+    )  # of half of the samples, 15 tokens
+    assert again.step == pytest.approx(10 + 8 * 15 * 0.01) and again.trainer == pytest.approx(10 / 11.2)
 
 
 def test_a_long_sample_makes_no_other_wait():
