@@ -32,6 +32,8 @@ COMMANDS = {
     "chat": "talk to a trained model",
     "serve": "serve a trained model to this machine, by OpenAI's chat API",
     "serve-rm": "serve a trained reward model over HTTP, for reward `http`",
+    "replay": "execute a step of a run again, and compare it with what the run wrote down",
+    "bisect": "name the first step, sample, token and tensor at which two runs part",
     "report": "write report.html of one or more runs",
     "board": "show runs in the browser, on this machine alone",
     "doctor": "check this machine and a config before a run; `doctor sandbox`: where programs by models run",
@@ -50,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     from aligner.cluster import convert_options, submit_options
     from aligner.plan import options as plan_options
     from aligner.rehearse import options as rehearse_options
+    from aligner.tools import replay_options
 
     further = {"submit": submit_options.add_arguments, "plan": plan_options.add_arguments}
     further["rehearse"] = rehearse_options.add_arguments
@@ -63,6 +66,9 @@ def parser() -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         if name in ("import", "export"):
             convert_options.add_parser(subs, name, text)
+            continue
+        if name in ("replay", "bisect"):
+            replay_options.add_parser(subs, name, text)
             continue
         if name == "board":
             sub = subs.add_parser(name, help=text, description=text)
@@ -360,6 +366,20 @@ def _board(args: argparse.Namespace) -> int:
     return board.main(args.overrides or ["runs"], args.port)
 
 
+def _replay(args: argparse.Namespace) -> int:
+    with for_good():
+        from aligner.tools import replay
+
+    return replay.main(args)
+
+
+def _bisect(args: argparse.Namespace) -> int:
+    with for_good():
+        from aligner.tools import bisect
+
+    return bisect.main(args)
+
+
 def _take_folders(args: argparse.Namespace) -> list[str]:
     """What stands among the overrides without being one."""
     folders = [text for text in args.overrides if "=" not in text or Path(text).is_dir()]
@@ -399,6 +419,8 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "chat": _chat,
     "serve": _serve,
     "serve-rm": _serve_rm,
+    "replay": _replay,
+    "bisect": _bisect,
     "report": _report,
     "board": _board,
     "doctor": _doctor,

@@ -180,15 +180,20 @@ def _settle() -> None:
 
 def run(arguments: list[str]) -> Path:
     """What `aligner run` does, without its printing and its exit code: errors are raised. Returns the run folder."""
-    from aligner.build import run_stage
-    from aligner.cluster.env import RankEnv
-    from aligner.config.freeze import freeze
     from aligner.config.resolve import compose
     from aligner.config.validate import validate
 
     _settle()
     cfg: Config = compose(arguments)
     validate(cfg, 1)
+    return execute(cfg)
+
+
+def execute(cfg: Config) -> Path:
+    from aligner.build import run_stage
+    from aligner.cluster.env import RankEnv
+    from aligner.config.freeze import freeze
+
     freeze(cfg, cfg.run.dir)
     try:
         assert run_stage(cfg, RankEnv()) == 0

@@ -64,7 +64,9 @@ def test_help_imports_neither_hydra_nor_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("import", "export", "keys", "board")])
+@pytest.mark.parametrize(
+    "command", [name for name in COMMANDS if name not in ("import", "export", "keys", "board", "replay", "bisect")]
+)
 def test_cfg_prints_the_resolved_config_on_every_command_with_one(command, capsys):
     ranks = ["--ranks", "2"] if command == "launch" else []
     assert main([command, *ranks, "stage=grpo", "--cfg", "optim.lr=3e-4", "run.name=x"]) == 0

@@ -32,9 +32,9 @@ from aligner.rollout.own import OwnAnswers
 from aligner.rollout.parts import FOLDER as PENDING
 from aligner.rollout.parts import Parts
 from aligner.rollout.pending import PendingRollouts
-from aligner.rollout.record import FOLDER, Origin, Recorder
+from aligner.rollout.record import FOLDER, Origin, Recorder, read_header
 from aligner.rollout.references import check_rows
-from aligner.rollout.replay import RecordedSource
+from aligner.rollout.replay import RecordedSource, Replayed, check_recording
 from aligner.rollout.requests import Requests
 from aligner.rollout.score import Scorer
 from aligner.rollout.sharing import share
@@ -84,7 +84,19 @@ def make_rollouts(
         source.ahead = ahead = _ahead(job, source.requests, source.generate, policy.model)
         state |= {"data": ahead.data, "ahead": ahead}
     found = source if cfg.engine.lag else _stored(job, source, state, policy.model)
+    found = _replayed(job, found, policy.model) if cfg.debug.replay else found
     return _recorded(job, found), state, make_evaluator(job, refit, reward_model, turns)
+
+
+def _replayed(job: Job, source: Rollouts, model: ShardedModel) -> Replayed:
+    """Raises DataError."""
+    paths = sorted((Path(job.cfg.debug.replay) / FOLDER).glob("step-*.safetensors"))
+    routed = model.cfg if job.cfg.mismatch.replay_routing else None
+    for path in paths:
+        check_recording(path, _origin(job), routed)
+    files = {read_header(path).step: path for path in paths}
+    recorded = RecordedSource(files, job.layout, job.cfg.batch.prompts, lambda: model.step_count, routed, job.timers)
+    return Replayed(source, recorded)
 
 
 def _recorded(job: Job, source: Rollouts) -> Recorder:

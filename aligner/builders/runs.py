@@ -14,6 +14,7 @@ from aligner.builders.job import Job, digest, tokenizer_hash
 from aligner.config.derived import response_limits
 from aligner.config.freeze import environment_code, reward_code
 from aligner.config.identity import definition, reads
+from aligner.config.schema import ROLLOUT_STAGES
 from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import (
     ConfigError,
@@ -36,6 +37,8 @@ from aligner.run.checkpoints import Checkpoints, Stateful
 from aligner.run.loop import Evaluate, Run
 from aligner.run.metrics import MetricsLogger
 from aligner.run.phases import PhaseMemory
+from aligner.run.rows import FOLDER as ROWS
+from aligner.run.rows import RowRecorder
 from aligner.run.starts import versions
 
 
@@ -61,6 +64,9 @@ def make_run(
     run = Run(cfg, job.env.rank, checkpoints, logger, alarms, job.boundary, evaluate)
     run.accepted = job.start.accepted
     run.chain, run.facts = Chain(run_dir, job.env.rank, models, job.seen), _facts(job, checkpoints)
+    if cfg.debug.record and cfg.stage.name not in ROLLOUT_STAGES:
+        job.seen.keeps = True
+        run.on_step.append(RowRecorder(job.seen, run_dir / ROWS, cfg.debug.record, job.layout).keep)
     run.on_step += job.on_step
     run.timers = job.timers
     run.timers.on_phase = job.watchdog.phase

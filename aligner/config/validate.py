@@ -62,6 +62,7 @@ def _paths(cfg: Config) -> None:
         "reward.model": cfg.reward.model if reads(cfg.stage.name, "reward.model") else "",
         "run.resume": "" if cfg.run.resume in ("auto", "never") else cfg.run.resume,
         "debug.train_only": cfg.debug.train_only,
+        "debug.replay": cfg.debug.replay,
         "ptx.data.train": cfg.ptx.data.train,
     }
     for section, data in (("data", cfg.data), ("ptx.data", cfg.ptx.data)):
@@ -84,7 +85,9 @@ def _without_effect(cfg: Config) -> None:
         raise ConfigError("run.stop.metric", cfg.run.stop.metric, expected)
     if cfg.debug.shuffle_rewards and "shuffle_rewards" not in STAGES[cfg.stage.name].debug:
         raise ConfigError("debug.shuffle_rewards", True, "false but for stage grpo: rewards are permuted within groups")
-    for key in ("record", "rollout_only", "train_only"):
+    if cfg.debug.record and not STAGES[cfg.stage.name].trains:
+        raise ConfigError("debug.record", cfg.debug.record, f"0 for stage {cfg.stage.name}, which trains nothing")
+    for key in ("rollout_only", "train_only"):
         value = getattr(cfg.debug, key)
         if value and cfg.stage.name not in ROLLOUT_STAGES:
             expected = f"off for stage {cfg.stage.name}, which has no rollouts: {', '.join(ROLLOUT_STAGES)} have"

@@ -32,6 +32,7 @@ from aligner.rewards.composite import Scores
 from aligner.rollout.collate import joined
 from aligner.rollout.source import Rollout, Rollouts
 from aligner.run.chain import Seen
+from aligner.run.rows import delete_but, file_name
 from aligner.types import Prompt, RolloutBatch, Sample
 
 FORMAT, VERSION = "aligner-rollout", 1
@@ -67,10 +68,6 @@ class Recording:
     header: Header
     rollout: RolloutBatch
     scores: Scores
-
-
-def file_name(step: int) -> str:
-    return f"step-{step:08d}.safetensors"
 
 
 # --- one file
@@ -288,16 +285,9 @@ class Recorder:
         if whole is not None:
             try:
                 write_recording(path, *whole, self.origin, step, trained)
-                _delete_but(self.folder, range(step - self.count + 1, step + 1))
+                delete_but(self.folder, range(step - self.count + 1, step + 1))
             except OSError as error:
                 cause = f"cannot write {path} (debug.record): {error}. Free space or change run.dir"
         first = first_cause(cause)
         if first is not None:
             raise AlignerError(first[1])
-
-
-def _delete_but(folder: Path, steps: range) -> None:
-    """Later ones, too: of a start that this one has taken back."""
-    for path in folder.glob("step-*.safetensors"):
-        if int(path.stem.removeprefix("step-")) not in steps:
-            path.unlink()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from aligner.megatron.groups import Layout
 from aligner.ops.packing.routing import no_routing
 from aligner.rollout.record import FOLDER, Header, Origin, read_header, read_recording
 from aligner.rollout.sharing import share
-from aligner.rollout.source import Rollout
+from aligner.rollout.source import Rollout, Rollouts
 from aligner.rollout.statistics import staleness_metrics
 from aligner.run.timers import Timers
 
@@ -63,6 +63,13 @@ def _check_routing(path: Path, model: ModelConfig) -> None:
         raise DataError(f"{path}: routing: {shape}: expected {expected}. Record it with that key, by the native engine")
 
 
+def check_recording(path: Path, mine: Origin, routed: ModelConfig | None) -> str:
+    """As `check_origin`, also of the experts that tokens are to go to."""
+    if routed is not None:
+        _check_routing(path, routed)
+    return check_origin(path, read_header(path), mine)
+
+
 def _check_experts(path: Path, routing: Tensor, model: ModelConfig) -> None:
     wanted, count = no_routing(model).dtype, model.moe.num_experts
     if routing.dtype != wanted:
@@ -74,10 +81,10 @@ def _check_experts(path: Path, routing: Tensor, model: ModelConfig) -> None:
 
 @dataclass
 class RecordedSource:
-    """The i-th file in the order of the steps is the rollout of step i, of any data-parallel size: each rank takes the
-    prompts that it would have generated for itself."""
+    """The rollout of each step from a file, of any data-parallel size: each rank takes the prompts that it would have
+    generated for itself."""
 
-    files: list[Path]
+    files: Mapping[int, Path]
     layout: Layout
     prompts: int
     version: Callable[[], int]  # of the policy's weights
@@ -95,27 +102,37 @@ class RecordedSource:
         say: Callable[[str], None],
         routed: ModelConfig | None = None,
     ) -> RecordedSource:
-        """Check every file before training. Raises ConfigError and DataError."""
+        """Of these the i-th in the order of their steps is the rollout of step i. Each is checked before training.
+        Raises ConfigError and DataError."""
         files = find_recordings(path)
         if steps > len(files):
             expected = f"at most the {len(files)} recorded rollouts of debug.train_only={path}"
             raise ConfigError("run.steps", steps, expected)
         for file in files[:steps]:
-            odd = check_origin(file, read_header(file), mine)
-            if odd:
+            if odd := check_recording(file, mine, routed):
                 say(odd)
-            if routed is not None:
-                _check_routing(file, routed)
-        return cls(files, layout, mine.prompts, version, routed)
+        return cls(dict(enumerate(files, 1)), layout, mine.prompts, version, routed)
 
     def next(self, step: int) -> Rollout:
         """This rank's part of the step's recording, as `RolloutSource.next` gives it."""
         with self.timers("read"):
             mine = share(self.prompts, self.layout.data, self.layout.dp_rank)
-            recording = read_recording(self.files[step - 1], range(mine.start, mine.stop))
+            recording = read_recording(self.files[step], range(mine.start, mine.stop))
             if self.routed is None:
                 recording.rollout.routing = None
             else:
-                _check_experts(self.files[step - 1], recording.rollout.routing, self.routed)
+                _check_experts(self.files[step], recording.rollout.routing, self.routed)
         metrics = staleness_metrics(recording.rollout, self.version(), self.layout.pgs.dp)
         return Rollout(recording.rollout, metrics, recording.scores)
+
+
+@dataclass
+class Replayed:
+    """Rollouts that another run has recorded; those of other steps are the source's. (A run records its last steps: the
+    source, whose prompts go on where it was asked last, is not asked again.)"""
+
+    source: Rollouts
+    recorded: RecordedSource
+
+    def next(self, step: int) -> Rollout:
+        return (self.recorded if step in self.recorded.files else self.source).next(step)

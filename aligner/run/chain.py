@@ -44,9 +44,12 @@ class Seen:
     """What this rank's batches of a step were. `counts`: no other rank has the same rows."""
 
     counts: bool = True
+    keeps: bool = False
+    batch: TrainBatch | None = None  # of a supervised stage, if it `keeps` them
     sums: dict[str, int] = field(default_factory=dict)
 
     def rows(self, batch: TrainBatch) -> None:
+        self.batch = batch if self.keeps else None
         each = [column for column in (batch.lengths, batch.labels, batch.told_by) if column is not None]
         self._add("rows", row_hashes([batch.tokens, batch.loss_mask], _inside(batch), each))
 
@@ -143,6 +146,12 @@ def _link(last: str, content: Record) -> str:
 def start_of(records: Sequence[Record]) -> Record:
     """What the last of these records was computed by; empty where there is none."""
     return next((found["start"] for found in reversed(records) if "start" in found), {})
+
+
+def by_tensor(start: Record, found: Record) -> dict[str, str]:
+    """Name -> hash, of a record behind this start."""
+    text = found["weights"]
+    return {name: text[DIGITS * i : DIGITS * (i + 1)] for i, name in enumerate(start["tensors"])}
 
 
 def read_chain(run_dir: Path) -> list[Record]:

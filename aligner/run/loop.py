@@ -49,7 +49,10 @@ class Run:
         self.config, self.logging, self.stage, self.rank = cfg.run, cfg.logging, cfg.stage.name, rank
         self.checkpoints, self.logger, self.alarms = checkpoints, logger, alarms
         self.boundary, self.evaluate = boundary, evaluate
-        self.saves = not cfg.debug.rollout_only  # without training there is nothing to save
+        self.last = min(cfg.run.steps, cfg.debug.until or cfg.run.steps)
+        self.whole = not cfg.debug.until
+        # without training there is nothing to save
+        self.saves = not cfg.debug.rollout_only and self.whole
         self.timers = Timers()
         self.accepted: Callable[[], None] = lambda: None  # told once the folder is this run's
         self.memory: PhaseMemory | None = None
@@ -94,7 +97,7 @@ class Run:
         if self.chain is not None:
             with self.timers("record"):
                 self.chain.begin(self.step, self.facts)
-        total = self.config.steps
+        total = self.last
         with ProgressBar(total, self.step, self.stage, self.rank, self.logging.progress) as self._bar:
             if self.step == 0 and self.config.eval_every and self.evaluate:
                 self.logger.log(0, self._evaluate() | self.timers.take())
@@ -138,7 +141,7 @@ class Run:
             write_json(self.dir / PROGRESS, told)
 
     def _end(self) -> None:
-        if self.evaluate and self.last_eval.get("_step") != self.step:
+        if self.evaluate and self.whole and self.last_eval.get("_step") != self.step:
             self.logger.log(self.step, self._evaluate() | self.timers.take())
         if self.saves and self.checkpoints.config.final and self.checkpoints.last_saved != self.step:
             self._save({})
@@ -243,7 +246,7 @@ class Run:
         """A failure that all ranks share and that leaves the models whole (a reward function's): save the last whole
         step, with the small states as they were then, so that a resumed run repeats the failed step exactly."""
         self._complete()
-        if self.step > self.checkpoints.last_saved and self.step > 0:
+        if self.saves and self.step > self.checkpoints.last_saved and self.step > 0:
             self._save({}, self._before)
             if self.rank == 0:
                 print(f"saved step {self.step} before stopping: {type(error).__name__}", file=sys.stderr, flush=True)

@@ -38,6 +38,9 @@ def test_bounds_are_the_methods_own_unless_told():
         ("mismatch.stop_above=0.5", "mismatch.stop_above=0.5: expected a number > 1"),
         ("mismatch.stop_above=-1", "mismatch.stop_above=-1.0"),
         ("debug.record=-1", "debug.record=-1: expected a number >= 0"),
+        ("debug.until=-1", "debug.until=-1: expected a number >= 0"),
+        ("debug.replay=no/such/run", "debug.replay='no/such/run': expected a path that exists"),
+        ("debug={replay: conf, rollout_only: true}", "debug.replay='conf': expected empty with"),
         ("debug={rollout_only: true, train_only: pyproject.toml}", "debug.rollout_only=True: expected off with"),
         ("debug={record: 1, train_only: pyproject.toml}", "debug.record=1: expected off with debug.train_only"),
         ("debug={rollout_only: true, first_step_checks: true}", "debug.first_step_checks=True: expected false with"),
@@ -75,7 +78,7 @@ def test_routing_is_replayed_where_an_engine_tells_it(overrides, message):
         validate(compose([*GRPO, "model=tiny_moe", "mismatch.replay_routing=true", *more]), 1)
 
 
-@pytest.mark.parametrize("stage, key", [("sft", "record=1"), ("rm", "rollout_only=true"), ("sft", "train_only=conf")])
+@pytest.mark.parametrize("stage, key", [("rm", "rollout_only=true"), ("sft", "train_only=conf")])
 def test_stages_without_rollouts_have_none_to_record(stage, key):
     with pytest.raises(ConfigError, match=f"off for stage {stage}, which has no rollouts"):
         validate(compose([f"stage={stage}", "data.train=pyproject.toml", f"debug.{key}"]), 1)

@@ -22,6 +22,7 @@ from aligner.cluster.env import RankEnv
 from aligner.cluster.signals import StopSignals
 from aligner.config.freeze import freeze
 from aligner.config.resolve import compose
+from aligner.config.schema import Config
 from aligner.config.sections.checkpoint import CheckpointConfig
 from aligner.config.sections.mismatch import MismatchConfig
 from aligner.config.validate import validate
@@ -43,7 +44,11 @@ MAIN = threading.main_thread()
 
 def run_stage(arguments: list[str], signals: StopSignals | None = None) -> int:
     """A stage on all ranks of the job, whose process group stays."""
-    cfg, world = compose(arguments), dist.get_world_size()
+    return run_config(compose(arguments), signals)
+
+
+def run_config(cfg: Config, signals: StopSignals | None = None) -> int:
+    world = dist.get_world_size()
     validate(cfg, world)
     if dist.get_rank() == 0:
         freeze(cfg, cfg.run.dir)

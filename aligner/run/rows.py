@@ -1,0 +1,75 @@
+"""The rows of a supervised stage's last steps as files (`debug.record`), each of all data-parallel ranks:
+<run.dir>/rows/step-00000001.safetensors with `tokens` int32 [N, T], `lengths`, `loss_mask` and, where rows have them,
+`labels` and `told_by`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.errors import AlignerError
+from aligner.megatron.groups import Layout
+from aligner.models.safetensors_io import save_whole
+from aligner.ops.reduce import first_cause
+from aligner.run.chain import Seen
+
+FOLDER = "rows"  # in the run folder
+COLUMNS = ("tokens", "lengths", "loss_mask", "labels", "told_by")
+
+
+def file_name(step: int) -> str:
+    return f"step-{step:08d}.safetensors"
+
+
+def delete_but(folder: Path, steps: range) -> None:
+    """Recordings of other steps. Later ones are of a start that this one has taken back."""
+    for path in folder.glob("step-*.safetensors"):
+        if int(path.stem.removeprefix("step-")) not in steps:
+            path.unlink()
+
+
+@dataclass
+class RowRecorder:
+    seen: Seen
+    folder: Path
+    count: int  # steps
+    layout: Layout
+
+    def keep(self, step: int) -> None:
+        """The step is done. Collective. Raises AlignerError on every rank if the file cannot be written."""
+        batch, self.seen.batch, cause = self.seen.batch, None, ""
+        if batch is None:
+            return
+        path, mine = self.folder / file_name(step), batch.tensors()
+        parts = self._gathered({name: mine[name].cpu() for name in COLUMNS if name in mine})
+        if parts:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                save_whole(path, {name: _below([part[name] for part in parts]) for name in parts[0]}, {})
+                delete_but(self.folder, range(step - self.count + 1, step + 1))
+            except OSError as error:
+                cause = f"cannot write {path} (debug.record): {error}. Free space or change run.dir"
+        if first := first_cause(cause):
+            raise AlignerError(first[1])
+
+    def _gathered(self, mine: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Of all data-parallel ranks on the first rank of all, none elsewhere."""
+        group = self.layout.pgs.dp
+        if self.layout.peers.rank() or group.size() == 1:
+            return [] if self.layout.peers.rank() else [mine]
+        found: list | None = [None] * group.size() if group.rank() == 0 else None
+        dist.gather_object(mine, found, dst=dist.get_global_rank(group, 0), group=group)
+        return found or []
+
+
+def _below(parts: list[Tensor]) -> Tensor:
+    """One below the other, the narrower padded with 0; integers as int32."""
+    width = max(part.shape[1] if part.dim() > 1 else 0 for part in parts)
+    wide = [torch.nn.functional.pad(part, (0, width - part.shape[1])) if width else part for part in parts]
+    found = torch.cat(wide)
+    return found if found.is_floating_point() else found.to(torch.int32)

@@ -1,0 +1,161 @@
+"""`aligner replay RUN --step k`: execute a step of a run again, from the newest checkpoint before it, and compare.
+
+The run's folder is only read. Steps are executed in a run folder of their own, <RUN>/replays/step-<k>, which has the
+checkpoint as a link, the stored rollouts as hard links, and after it a chain of hashes and recorded rollouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from aligner.cluster.launch import launch
+from aligner.cluster.lock import RunLock
+from aligner.config.freeze import freeze, load_frozen
+from aligner.config.options import from_plain
+from aligner.config.resolve import compose_over, quoted
+from aligner.config.schema import Config
+from aligner.config.stages import STAGES
+from aligner.config.validate import validate
+from aligner.errors import ConfigError
+from aligner.megatron.checkpoint_files import complete_checkpoints
+from aligner.rollout.parts import FOLDER as PENDING
+from aligner.run.chain import Record, by_tensor, read_chain, start_of
+from aligner.run.marker_files import DONE, STOPPED
+from aligner.tools.bisect import Step, made_by, of_step, same_layout, tensors_apart
+
+FOLDER = "replays"  # in the run folder
+CLOSE = 1e-5  # of numbers on another layout, times max(1, the number): docs/layouts.md
+ALONE = ["run.export=false", "run.eval_every=0", "run.stop.metric=''", "checkpoint.keep_best=0"]
+ALONE += ["logging.tensorboard=false", "logging.wandb.mode=disabled"]
+
+
+@dataclass
+class Replay:
+    """What is to be executed: `cfg.debug.until` is the step, `before` the last one that is not done again."""
+
+    run: Path
+    cfg: Config
+    before: int
+    ranks: int
+
+
+def main(args: argparse.Namespace) -> int:
+    """0: the step is the one that was written; 1: it is another, or failed in another way than by bad input."""
+    replay = prepare(Path(args.run), args.step, args.overrides, args.ranks)
+    folder = Path(replay.cfg.run.dir)
+    print(f"steps {replay.before + 1} to {args.step} of {args.run}, in {folder}", flush=True)
+    proof = [folder / name for name in (DONE, STOPPED)]
+    with RunLock(folder):
+        path = freeze(replay.cfg, folder)
+        code = launch(path, replay.ranks, folder, threads=replay.cfg.cluster.threads, proof=proof)
+    return code or compare(Path(args.run), folder, args.step)
+
+
+def prepare(run: Path, step: int, overrides: Sequence[str] = (), ranks: int = 0) -> Replay:
+    """Make the folder. Raises DataError and ConfigError before anything runs."""
+    written = read_chain(run)
+    steps = [found["step"] for found in written if "start" not in found]
+    if step not in steps:
+        expected = f"a step of {run}: {steps[0]} to {steps[-1]}" if steps else f"a step, and {run} has done none"
+        raise ConfigError("--step", step, expected)
+    cfg = load_frozen(run)
+    if cfg.debug.rollout_only or not STAGES[cfg.stage.name].trains:
+        raise ConfigError("RUN", str(run), "a run that trains: others leave nothing to begin a step with")
+    start = start_of([found for found in written if found["step"] < step])
+    earlier = [found for found in complete_checkpoints(run / "checkpoints") if found[0] < step]
+    before, checkpoint = earlier[-1] if earlier else (written[0]["step"], None)
+    cfg = _as_then(cfg, start["config"])
+    if not earlier and before and cfg.run.resume in ("auto", "never"):
+        raise ConfigError(
+            "--step", step, f"one behind a checkpoint of {run}: it has none before, and began at {before}"
+        )
+    folder = _free(run / FOLDER, f"step-{step:08d}")
+    fixed = [*ALONE, f"run.dir={quoted(str(folder))}", f"debug.until={step}"]
+    fixed += ["run.resume=auto"] if earlier or not before else []
+    if not cfg.debug.train_only:
+        fixed += [f"debug.record={step - before}", f"debug.replay={quoted(str(run.resolve()))}"]
+    replay = Replay(run, compose_over(cfg, [*fixed, *overrides]), before, ranks or start["ranks"])
+    validate(replay.cfg, replay.ranks)
+    folder = Path(replay.cfg.run.dir)
+    if checkpoint is not None:
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "checkpoints" / checkpoint.name).symlink_to(checkpoint.resolve())
+    if (run / PENDING).is_dir():
+        shutil.copytree(run / PENDING, folder / PENDING, copy_function=os.link)
+    return replay
+
+
+def _free(folder: Path, name: str) -> Path:
+    number, found = 1, folder / name
+    while found.exists():
+        number += 1
+        found = folder / f"{name}-{number}"
+    return found.resolve()
+
+
+def _as_then(cfg: Config, then: Record) -> Config:
+    """The run's config, with the keys that it defines itself by as they were: it may have gone on with others."""
+    data = asdict(cfg)
+    for key, value in then.items():
+        *sections, name = key.split(".")
+        inner: Any = data
+        for section in sections:
+            inner = inner.get(section, {}) if isinstance(inner, dict) else {}
+        if name in inner and not isinstance(value, list | dict):  # elements of lists are noted without their paths
+            inner[name] = value
+    return from_plain(Config, data)
+
+
+# --- comparing
+
+
+def compare(run: Path, replay: Path, step: int) -> int:
+    """Print what a step was in both; 0 if that is the same, as far as it can be on these layouts."""
+    (there, then), (here, now) = (of_step(read_chain(folder), step) for folder in (run, replay))
+    exact = same_layout(then, now)
+    rows = list(_rows((there, then), (here, now), exact))
+    print(f"step {step} of {run}, as it was written | now")
+    for name, old, new, verdict in rows:
+        print(f"  {name:<24} {old} | {new}  {verdict}")
+    for line in made_by(then, now):
+        print(f"computed by other: {line}")
+    if not exact:
+        print(f"another layout rounds otherwise: numbers are compared within {CLOSE:g}, logprobs and weights are not")
+    same = all(verdict in ("equal", "close") for *_, verdict in rows)
+    print(f"step {step} is {'the one that was written' if same else 'ANOTHER one'}: {replay}", flush=True)
+    return 0 if same else 1
+
+
+def _rows(written: Step, now: Step, exact: bool) -> Iterator[tuple[str, str, str, str]]:
+    (there, then), (here, _) = written, now
+    for part, old in there["batch"].items():
+        new = here["batch"].get(part, "none")
+        if exact or part != "logprobs":
+            yield part, old, new, "equal" if old == new else "DIFFERS"
+    for name, old in there["numbers"].items():
+        new = here["numbers"].get(name)
+        yield name, repr(old), repr(new), _verdict(old, new, exact)
+    if exact:
+        tensors, wrong = by_tensor(then, there), tensors_apart(written, now)
+        verdict = f"DIFFERS: {len(wrong)} of {len(tensors)} tensors, first {wrong[0]}" if wrong else "equal"
+        yield "weights", *(_short(found["weights"]) for found in (there, here)), verdict
+
+
+def _short(weights: str) -> str:
+    """One hash of those of all tensors."""
+    return hashlib.blake2b(weights.encode(), digest_size=8).hexdigest()
+
+
+def _verdict(old: float | None, new: float | None, exact: bool) -> str:
+    if old == new:
+        return "equal"
+    close = not exact and old is not None and new is not None and math.isclose(old, new, rel_tol=CLOSE, abs_tol=CLOSE)
+    return "close" if close else "DIFFERS"

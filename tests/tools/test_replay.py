@@ -1,0 +1,118 @@
+"""A step executed again is the one that was written, on the same layout bit by bit; what is not says so."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from aligner.__main__ import main
+from aligner.errors import ConfigError, DataError
+from aligner.run.chain import read_chain
+from aligner.tools.replay import compare, prepare
+from tests import stages
+
+BARE = ["run.export=false", "checkpoint.keep_last=9", "run.steps=5", "checkpoint.every=2"]
+GRPO = ["debug.record=2", "reward.normalize=true", "batch.epochs=2", "batch.minibatch_samples=8"]
+GRPO += ["algorithm.kl={coef: 0.1, controller: {kind: adaptive, target: 0.01, horizon: 100}}"]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_data, tmp_path_factory):
+    """Of each stage a run of 5 steps with checkpoints of 2, 4 and 5. Rollouts of the last two are recorded."""
+    root = tmp_path_factory.mktemp("replay")
+    sft = stages.stage("sft", tiny_data, root / "sft", *BARE, "optim.schedule=cosine")
+    return {"sft": sft, "grpo": stages.stage("grpo", tiny_data, root / "grpo", *BARE, *GRPO)}
+
+
+@pytest.fixture
+def run(runs, tmp_path):
+    return lambda stage: Path(shutil.copytree(runs[stage], tmp_path / stage))
+
+
+def steps(folder, *range_):
+    """The records of these steps, without their chain."""
+    found = (f for f in read_chain(folder) if "start" not in f and f["step"] in range(*range_))
+    return [{name: value for name, value in f.items() if name != "chain"} for f in found]
+
+
+@pytest.mark.parametrize(
+    "stage, step, before, recorded", [("sft", 4, 2, 0), ("sft", 1, 0, 0), ("grpo", 5, 4, 1), ("grpo", 4, 2, 1)]
+)
+def test_a_step_is_the_one_that_was_written(run, capsys, monkeypatch, stage, step, before, recorded):
+    from aligner.rollout.source import RolloutSource
+
+    folder, made = run(stage), []
+    take = RolloutSource.next
+    monkeypatch.setattr(RolloutSource, "next", lambda self, number: made.append(number) or take(self, number))
+    untouched = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    found = prepare(folder, step)
+    assert (found.before, found.ranks) == (before, 1)
+    again = stages.execute(found.cfg)
+    assert compare(folder, again, step) == 0
+    shown = capsys.readouterr().out
+    assert f"step {step} is the one that was written" in shown and "weights" in shown and "DIFFERS" not in shown
+    assert {path: path.read_bytes() for path in untouched} == untouched
+    assert steps(again, before + 1, step + 1) == steps(folder, before + 1, step + 1) != []
+    assert stages.checkpoints(again) == ([before] if before else [])
+    if stage == "grpo":  # of those behind the checkpoint some had to be generated again, and are recorded now
+        assert made == list(range(before + 1, step + 1 - recorded))
+        names = [f"step-{number:08d}.safetensors" for number in range(before + 1, step + 1)]
+        assert sorted(path.name for path in (again / "rollouts").iterdir()) == names
+        there = folder / "rollouts" / names[-1]
+        assert (again / "rollouts" / names[-1]).read_bytes() == there.read_bytes()
+
+
+def test_a_step_that_is_another_one_is_told(run, capsys):
+    folder = run("sft")
+    again = stages.execute(prepare(folder, 3, ["optim.lr=1e-4"]).cfg)
+    assert compare(folder, again, 3) == 1
+    shown = capsys.readouterr().out
+    assert "step 3 is ANOTHER one" in shown and "DIFFERS: 14 of 14 tensors, first policy/embedding" in shown
+    assert "computed by other: optim.lr 0.003 | 0.0001" in shown
+
+
+def test_the_config_of_then_counts(run, tiny_data, capsys):
+    folder = run("sft")
+    stages.stage("sft", tiny_data, folder, *BARE, "optim.schedule=cosine", "run.steps=6", "optim.lr=1e-4")
+    again = stages.execute(prepare(folder, 3).cfg)
+    assert compare(folder, again, 3) == 0
+    assert steps(again, 3, 4) == steps(folder, 3, 4)
+
+
+def test_a_run_without_checkpoints_before_begins_anew(run):
+    folder = run("sft")
+    shutil.rmtree(folder / "checkpoints")
+    again = stages.execute(prepare(folder, 2).cfg)
+    assert compare(folder, again, 2) == 0
+
+
+@pytest.mark.multirank
+def test_another_layout_is_close(run, ranks, capsys):
+    folder = run("grpo")
+    found = prepare(folder, 5, ["batch.micro_batch_samples=4"], ranks=2)
+    ranks.run("tests.run.jobs:run_config", world=2, cfg=found.cfg)
+    assert compare(folder, Path(found.cfg.run.dir), 5) == 0
+    shown = capsys.readouterr().out
+    assert "another layout rounds otherwise" in shown and "close" in shown
+
+
+def test_what_cannot_be_executed_again(run, tmp_path):
+    folder = run("sft")
+    with pytest.raises(ConfigError, match=r"--step=6: expected a step of .*: 1 to 5"):
+        prepare(folder, 6)
+    with pytest.raises(ConfigError, match=r"--step=0: expected a step of .*: 1 to 5"):
+        prepare(folder, 0)
+    with pytest.raises(DataError, match=r"steps.jsonl: expected what each step of a run left"):
+        prepare(tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"parallel"):
+        prepare(folder, 3, ["parallel.tensor=2"])
+    assert not (folder / "replays").exists()
+
+
+def test_the_command_line(run, capfd):
+    folder = run("sft")
+    assert main(["replay", str(folder), "--step", "3"]) == 0
+    shown = capfd.readouterr().out
+    assert f"steps 3 to 3 of {folder}" in shown and "step 3 is the one that was written" in shown
+    assert main(["replay", str(folder), "--step", "9"]) == 2
+    assert "error: --step=9: expected a step" in capfd.readouterr().err
