@@ -93,14 +93,17 @@ def test_factors_are_enough_for_engines_that_merge_adapters(ranks, tiny_data, tm
 
 def test_a_run_that_was_cut_off_goes_on_bit_by_bit(ranks, tiny_data, tmp_path):
     """Engines keep nothing: the first refit after the restart (for step 4: the rollout of 3 is stored) brings the
-    weights."""
-    settings = ["engine.ranks=1", "checkpoint.every=2", "run.steps=4"]
+    weights, all of them."""
+    settings = ["engine.ranks=1", "checkpoint.every=2", "run.steps=4", "model.dtype=bfloat16", "optim.lr=1e-6"]
     whole = train(ranks, tiny_data, tmp_path / "whole", 2, *settings)
-    arguments = stages.overrides("grpo", tiny_data, tmp_path / "cut", "run.export=true", *settings)
+    settings += ["run.export=true", "refit.skip_unchanged=true"]
+    arguments = stages.overrides("grpo", tiny_data, tmp_path / "cut", *settings)
     cut = ranks.run("tests.algorithms.apart_jobs:cut_in_update", world=2, arguments=arguments, step=3)
     assert cut == [True, False] and stages.checkpoints(tmp_path / "cut") == [2]
     assert ranks.run(STAGE, world=2, arguments=arguments) == [0, 0]
     assert stages.differences(whole, tmp_path / "cut") == [] and stages.same_weights(whole, tmp_path / "cut")
+    came = {r["step"]: r["refit/wire_bytes"] / r["refit/bytes"] for r in stages.records(tmp_path / "cut")}
+    assert came[1] == came[4] == 1 and came[2] < 0.1
 
 
 def test_an_engine_that_fails_ends_the_run_with_its_cause(ranks, tiny_data, tmp_path):
