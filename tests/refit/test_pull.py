@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -19,20 +18,19 @@ from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
 from aligner.refit.pull import LINE, slots
 from tests import stages
 from tests.refit.test_changes import CASES, check_followed
+from tests.slurm.conftest import lacking
 from tests.tiny import LLAMA
 
-needs_mpi = pytest.mark.skipif(
-    not (shutil.which("mpirun") and find_spec("mpi4py")), reason="no mpirun, or no mpi4py (launchers/test.sh --all)"
-)
 
-
-def mpirun(ranks: int, *command: str, **environ: str) -> subprocess.CompletedProcess:
+def mpirun(ranks: int, *command: str) -> subprocess.CompletedProcess:
+    if not shutil.which("mpirun"):
+        lacking("no MPI library: apt-get install openmpi-bin")
     options = ["--allow-run-as-root", "--oversubscribe", "-n", str(ranks)]
     shared = {"ALIGNER_MPI": "mpirun", "MPI4PY_MPIABI": "openmpi", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     return subprocess.run(
         ["mpirun", *options, sys.executable, "-m", *command],
         cwd=stages.ROOT,
-        env=os.environ | shared | environ,
+        env=os.environ | shared,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -53,7 +51,6 @@ def test_who_needs_the_same_reads_the_same():
     assert 2 * len(places) == len(messages), "each stage's by both engines"
 
 
-@needs_mpi
 @pytest.mark.slow
 def test_windows_bring_what_messages_bring(tmp_path):
     """Whole and in part; and a rank that does not come is not waited for."""
@@ -68,7 +65,6 @@ def test_windows_bring_what_messages_bring(tmp_path):
         assert "refit.timeout_s=1 (MPI: " in message and seconds < 2
 
 
-@needs_mpi
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_a_run_is_the_same_bit_by_bit(ranks, tiny_data, tmp_path):
