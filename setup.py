@@ -48,6 +48,7 @@ EXTRAS = {
         "gymnasium>=1.0",
         "openai>=3.0",
         "smolagents>=1.26",
+        "playwright>=1.50",
         *SERVE,
         "ruff>=0.12",
         "mpi4py>=4.0",

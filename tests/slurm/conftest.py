@@ -13,19 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import lacking
+
 ROOT = Path(__file__).parents[2]
 STAND_IN = ROOT / "tests/launchers/stand_in.sh"
 LOCALSLURM = str(ROOT / "slurm/localslurm")
 PACKAGES = "slurmctld slurmd slurm-client munge libpmix2 openmpi-bin"
 NODES = 5
 OURS = ("SLURM_", "SBATCH_", "ALIGNER_", "PMIX_", "PMI_", "OMPI_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
-
-
-def lacking(what: str) -> None:
-    """Skip; `./launchers/test.sh --all` makes a failure of it."""
-    if os.environ.get("ALIGNER_TEST_ALL") == "1":
-        pytest.fail(f"--all: {what}")
-    pytest.skip(what)
 
 
 def free_ports(count: int) -> int:

@@ -8,7 +8,7 @@ const CLOCKS = {step: "step", hours: "hours since its start", tokens: "tokens", 
 
 export function mount(element, api) {
   const filter = el("input", {type: "search", placeholder: "metrics, e.g. reward kl", "aria-label": "filter metrics", oninput: () => again()});
-  const clock = el("select", {onchange: () => draw()}, Object.entries(CLOCKS).map(([key, name]) => el("option", {value: key}, name)));
+  const clock = el("select", {"aria-label": "x axis", onchange: () => draw()}, Object.entries(CLOCKS).map(([key, name]) => el("option", {value: key}, name)));
   const smoothing = el("input", {type: "range", min: 0, max: 0.99, step: 0.01, value: 0, oninput: () => draw()});
   const logx = el("input", {type: "checkbox", onchange: () => draw()});
   const logy = el("input", {type: "checkbox", onchange: () => draw()});

@@ -38,8 +38,8 @@ export function duration(seconds) {
 }
 
 // rows of cells (texts or elements); the first row and the first column are heads
-export function table(head, rows, properties = {}) {
+export function table(head, rows, name = "table") {
   const body = rows.map((row) => el("tr", {}, row.map((cell, i) => el(i ? "td" : "th", i ? {} : {scope: "row"}, cell))));
-  return el("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": properties["aria-label"] ?? "table"},
-    el("table", properties, el("thead", {}, el("tr", {}, head.map((cell) => el("th", {scope: "col"}, cell)))), el("tbody", {}, body)));
+  return el("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": name},
+    el("table", {}, el("thead", {}, el("tr", {}, head.map((cell) => el("th", {scope: "col"}, cell)))), el("tbody", {}, body)));
 }

@@ -25,10 +25,12 @@ function columns(headline, several) {
   };
 }
 
-function compare(a, b) {
+// What is not known comes last, whichever way.
+function compare(a, b, down) {
   const empty = (value) => value === null || value === undefined || value === "";
   if (empty(a) || empty(b)) return empty(a) - empty(b);
-  return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), undefined, {numeric: true});
+  const found = typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), undefined, {numeric: true});
+  return down ? -found : found;
 }
 
 export function mount(element, api) {
@@ -47,7 +49,7 @@ export function mount(element, api) {
     const text = (row) => Object.values(shownColumns).map(([value]) => value(row) ?? "").join(" ").toLowerCase();
     const rows = told.runs.filter((row) => words.every((word) => text(row).includes(word)));
     const [by] = shownColumns[sorted] ?? [];
-    return by ? rows.sort((a, b) => compare(by(a), by(b)) * (down && compare(by(a), by(b)) && by(a) !== null && by(b) !== null ? -1 : 1)) : rows;
+    return by ? rows.sort((a, b) => compare(by(a), by(b), down)) : rows;
   }
 
   function choose(names) {
@@ -77,7 +79,7 @@ export function mount(element, api) {
         }}), row.name),
       ...Object.entries(shownColumns).filter(([name]) => name !== "run").map(([, [, show]]) => show(row)),
     ]);
-    body.replaceChildren(told.runs.length ? table(api.report ? Object.keys(shownColumns) : heads, rows, {"aria-label": "runs"}) : "");
+    body.replaceChildren(told.runs.length ? table(api.report ? Object.keys(shownColumns) : heads, rows, "table of runs") : "");
     body.querySelectorAll("thead th").forEach((th, i) => {
       if (Object.keys(shownColumns)[i] === sorted) th.setAttribute("aria-sort", down ? "descending" : "ascending");
     });

@@ -1,0 +1,74 @@
+"""A real browser on a real board."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import shutil
+import threading
+
+import pytest
+
+from aligner.board.runs import Board
+from tests.needs import lacking
+
+
+@pytest.fixture(scope="module")  # of the session it would be in the way of others' asyncio.run
+def browser():
+    """Chromium."""
+    program = shutil.which("chromium")
+    if program is None or importlib.util.find_spec("playwright") is None:
+        lacking("no browser: apt-get install chromium, pip install playwright")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def look(browser, serve, tmp_path):
+    """look(url, width=..., scheme=...): a page of the browser, which may not complain of anything. A screenshot of each
+    as it was at last is kept in the test's folder."""
+    pages, told = [], []
+
+    def opened(url: str, width: int = 1280, scheme: str = "light"):
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page.set_default_timeout(60_000)
+        page.on("console", lambda message: told.append(message.text))
+        page.on("pageerror", lambda error: told.append(str(error)))
+        page.on("dialog", lambda dialog: (told.append(dialog.message), dialog.dismiss()))
+        pages.append(page)
+        page.goto(url)
+        page.wait_for_selector("html[data-ready]", state="attached")
+        return page
+
+    yield opened
+    for number, page in enumerate(pages):
+        page.screenshot(path=tmp_path / f"screenshot-{number}.png", full_page=True)
+        page.close()
+    assert told == []
+
+
+@pytest.fixture
+def serve():
+    """serve(folder): the address of a board of it."""
+    from aligner.board.server import make_app
+    from aligner.environments.endpoint import Listener, loopback
+    from aligner.tools.board import ALL
+
+    opened = []
+
+    def start(folder) -> str:
+        place = loopback(0)
+        listener = Listener(make_app(Board([folder]), ALL, "token"))
+        thread = threading.Thread(target=lambda: asyncio.run(listener.serve(sockets=[place])))
+        thread.start()
+        opened.append((listener, thread))
+        return f"http://127.0.0.1:{place.getsockname()[1]}/token/"
+
+    yield start
+    for listener, thread in opened:
+        listener.should_exit = True
+        thread.join()
