@@ -261,7 +261,9 @@ def _launch(args: argparse.Namespace) -> int:
     proof = [run_dir / name for name in (DONE, STOPPED)]
     with RunLock(run_dir):
         path = _frozen_path(args, cfg)
-        code = launch(path, args.ranks, run_dir, threads=cfg.cluster.threads, proof=proof, last=args.last)
+        spare = range(args.ranks - cfg.engine.ranks, args.ranks) if cfg.engine.spares else ()
+        more = {"threads": cfg.cluster.threads, "proof": proof, "last": args.last, "spare": spare}
+        code = launch(path, args.ranks, run_dir, **more)
     return INTERRUPTED if code == 0 and stopped_by_hand(run_dir) else code
 
 

@@ -39,6 +39,8 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
         end_s = allocation_end(cfg.cluster)
         job.boundary.deadline.end_s = None if end_s is None else uptime_s() + end_s - time.time()
     job.watchdog.start()
+    if job.bridge is not None:
+        job.bridge.begin()
     well = False
     try:
         if job.layout is None:
@@ -57,7 +59,8 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
         raise
     except Exception as error:
         _tell(job, error)
-        job.watchdog.ask_for_stacks(repr(error))
+        if not job.dispensable:
+            job.watchdog.ask_for_stacks(repr(error))
         raise
     finally:
         job.watchdog.stop()

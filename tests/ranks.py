@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Collection
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,11 @@ class Ranks:
         for _, theirs in pairs:
             theirs.close()
 
-    def run(self, target: str, world: int = 1, timeout_s: float = 300.0, **kwargs: Any) -> list[Any]:
-        """`target` ("module:function") with `kwargs` on `world` ranks; their results, by rank."""
+    def run(
+        self, target: str, world: int = 1, timeout_s: float = 300.0, lost: Collection[int] = (), **kwargs: Any
+    ) -> list[Any]:
+        """`target` ("module:function") with `kwargs` on `world` ranks; their results, by rank. The processes of the
+        ranks `lost` end or hang: nobody waits for them, and all are replaced."""
         assert 1 <= world <= self.size, world
         if self._process is None:
             self._start()
@@ -75,20 +79,20 @@ class Ranks:
         try:
             for rank, pipe in enumerate(pipes):
                 pipe.send_bytes(pickle.dumps((target, rank, world, port, kwargs)))
-            results = self._collect(pipes, time.monotonic() + timeout_s)
-            for pipe in pipes:
+            results = self._collect(pipes, time.monotonic() + timeout_s, lost)
+            for pipe in pipes if not lost else ():
                 pipe.send_bytes(b"release")  # nobody leaves the process group before all are done with it
-            done = True
+            done = not lost
             return results
         finally:
             if not done:
                 self.close()
 
-    def _collect(self, pipes: list[Connection], deadline: float) -> list[Any]:
+    def _collect(self, pipes: list[Connection], deadline: float, lost: Collection[int]) -> list[Any]:
         import torch
 
-        waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
-        results: dict[int, Any] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in lost}
+        results: dict[int, Any] = dict.fromkeys(lost)
         failures: list[str] = []
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))

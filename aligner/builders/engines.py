@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,8 @@ from aligner.megatron.groups import (
 )
 from aligner.megatron.model import resolve_dtype
 from aligner.megatron.train import ShardedModel
+from aligner.refit.exchange import Exchange
+from aligner.refit.factors import FactorExchange
 from aligner.refit.plan import EngineGrid, TrainerGrid
 from aligner.refit.serve import Server
 from aligner.refit.transfer import Refit, planned
@@ -96,7 +97,8 @@ def native_engine(job: Job, model: ModelConfig, tokenizer: Any, reports_routing:
 
 def _policy_engine(job: Job, model: ModelConfig) -> FleetEngine:
     engine = native_engine(job, model, job.tokenizer, job.cfg.mismatch.replay_routing)
-    engine.steal = not job.cfg.run.deterministic
+    # what a replica has of the samples is to be known where it may be lost
+    engine.steal = not job.cfg.run.deterministic and not job.cfg.engine.spares
     return engine
 
 
@@ -110,8 +112,11 @@ def serve(job: Job) -> int:
     p = cfg.parallel
     data = bridge.trainers // p.model_size
     trainer = TrainerGrid(model.num_layers, p.tensor, p.pipeline, p.context, data, p.expert)
-    engines = EngineGrid(bridge.engines, cfg.engine.tensor_parallel)
-    plan = partial(planned, trainer, engines, model, (job.dtype, dtype), job.device, cfg.refit, bridge)
+
+    def plan() -> Exchange | FactorExchange:
+        engines = EngineGrid(bridge.engines, cfg.engine.tensor_parallel)
+        return planned(trainer, engines, model, (job.dtype, dtype), job.device, cfg.refit, bridge)
+
     memory = PhaseMemory(cfg.memory, job.device, {}, engine, cfg.engine.kv_cache_bytes)
     memory.rank = bridge.rank
     job.timers.on_phase = job.watchdog.phase

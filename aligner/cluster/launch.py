@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,7 @@ def launch(
     argv: Sequence[str] | None = None,
     proof: Sequence[Path] = (),
     last: bool = False,
+    spare: Collection[int] = (),
 ) -> int:
     """Run `python -m aligner run --frozen cfg_path` (or `argv`) as `ranks` processes; returns the exit code.
 
@@ -54,7 +55,7 @@ def launch(
     Rank 0 writes to this terminal, the others to run_dir/logs/rank-0001.log and so on. The code is 0 if all ranks
     ended well, else that of the rank that failed first (128 + n if signal n ended it). `proof`: ranks that listen to
     requests to stop and write one of these files before they end well; without it, 0 is a failure. `last`: as of
-    StopSignals.
+    StopSignals. `spare`: ranks that may fail; the others decide whether they go on without.
     """
     if ranks < 1:
         raise ConfigError("--ranks", ranks, "a number >= 1")
@@ -84,7 +85,7 @@ def launch(
                 }
                 for number in range(ranks):
                     started.append(_start(number, command, shared, logs, files, requests))
-                first = _watch(started, received, requests, lambda: not proof or _new(proof, before))
+                first = _watch(started, received, requests, lambda: not proof or _new(proof, before), spare)
             except KeyboardInterrupt:  # the second Ctrl-C
                 _send(started, signal.SIGKILL)
                 raise
@@ -144,22 +145,28 @@ def _free_port() -> int:
 
 
 def _watch(
-    ranks: list[_Rank], received: list[int], requests: Sequence[int], proven: Callable[[], bool]
+    started: list[_Rank],
+    received: list[int],
+    requests: Sequence[int],
+    proven: Callable[[], bool],
+    spare: Collection[int] = (),
 ) -> _Rank | None:
-    """Wait for all ranks, or for the first failure; returns the rank that failed first."""
+    """Wait for all ranks that are not to spare, or for the first failure; returns the rank that failed first."""
+    ranks = [rank for rank in started if rank.number not in spare]
     asked = time.monotonic()
     left: int | None = None  # the rank that was first found to have ended well, though nothing was `proven`
     while True:
         if time.monotonic() - asked > ASK_AGAIN_S:
             asked = time.monotonic()
             for number in set(received).intersection(requests):
-                _send(ranks, number)
+                _send(started, number)
         codes = [r.process.poll() for r in ranks]
         if left is None and 0 in codes and not proven():
             left = codes.index(0)
         if any(codes):
             break
         if all(code == 0 for code in codes):
+            _await_end(started)
             return None if left is None or proven() else ranks[left]
         time.sleep(POLL_S)
     exited_first = next(r for r in ranks if r.process.returncode)
@@ -178,6 +185,13 @@ def _watch(
     if left is not None and not causes and not proven():  # it left the others, which have lost it
         return ranks[left]
     return ranks[min(causes or words)[2]] if words else exited_first
+
+
+def _await_end(ranks: list[_Rank]) -> None:
+    """For a while."""
+    deadline = time.monotonic() + KILL_AFTER_S
+    while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
 
 
 def _told(ranks: list[_Rank]) -> list[tuple[bool, float, int]]:

@@ -1,6 +1,7 @@
 """Between the ranks that train and the last ones of the job, which only generate: what to do, and what came of it.
 
-    order    by the trainer's rank 0, through the store: ranks that only generate wait for it as long as it takes
+    order    by the trainer's rank 0, through the store: ranks that only generate wait for it as long as it takes, and
+             come to it (`roll.py`); with `spares` it is carried out without replicas that are lost
     answer   of those that generate, to all ranks
     dismiss  the last order; `well` tells how the trainer's ranks ended
 
@@ -13,9 +14,10 @@ A rank that cannot go on writes down why (`tell`); those that then wait for it i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +26,11 @@ import torch.distributed as dist
 from aligner import errors
 from aligner.cluster.seal import Seal
 from aligner.engines.orders import decode, encode
+from aligner.engines.roll import POLL_S, RollCall
 from aligner.errors import AlignerError, EngineError, PeerError
+from aligner.ops.agree import by_rank_0
 
 DISMISS = "dismiss"
-POLL_S = 0.01  # at most: how long an order may lie before it is seen
-REFUSED_S = 10.0  # that an order which nobody of the job has signed may stand where rank 0's should
 LAST_WORDS_S = 10.0  # that the ranks of one side wait for the other's at the end
 
 
@@ -44,41 +46,90 @@ class Answer(NamedTuple):
 
 @dataclass
 class Bridge:
-    """`group`, `store`: of all ranks of the job, of which the first `trainers` train."""
+    """`group`, `store`: of all ranks of the job, of which the first `trainers` train. Of the others each `width` are a
+    replica; the run goes on without as many of these as are `spares`, in a group that `regroup` makes of the job's for
+    the ranks that are left. Ranks are always those of the job."""
 
     group: dist.ProcessGroup
     store: dist.Store
     seal: Seal
     trainers: int
+    width: int = 1
+    spares: int = 0
+    silent_s: float = 60.0  # without a sign of life, after which a rank counts as lost
+    regroup: Callable[[dist.ProcessGroup, Sequence[int]], dist.ProcessGroup] = lambda job, ranks: job
     signal: Callable[[], int] = lambda: 0  # received by this rank
     on_signal: Callable[[int], None] = lambda number: None  # told of a signal that a rank with an engine received
+    shrunk: bool = field(default=False, init=False)  # replicas were lost since the order before this one
     _orders: int = field(default=0, init=False)
+    _doing: str = field(default="start", init=False)  # by rank 0: what was ordered last
+    _heart: ExitStack = field(default_factory=ExitStack, init=False)
 
-    @property
-    def rank(self) -> int:
-        """Of this rank in the job."""
-        return self.group.rank()
+    def __post_init__(self) -> None:
+        self._job, self.rank = self.group, self.group.rank()
+        self.engines = tuple(range(self.trainers, self.group.size()))  # ranks that generate
+        self.replicas = self._replicas()  # at the start
+        self.roll = RollCall(self.store, self.seal, self.silent_s)
 
     @property
     def generates(self) -> bool:
         return self.rank >= self.trainers
 
+    def _replicas(self) -> list[tuple[int, ...]]:
+        return [self.engines[i : i + self.width] for i in range(0, len(self.engines), self.width)]
+
     @property
-    def engines(self) -> tuple[int, ...]:
-        """Ranks that generate."""
-        return tuple(range(self.trainers, self.group.size()))
+    def left(self) -> tuple[int, ...]:
+        """Numbers of the replicas that are there."""
+        return tuple(n for n, ranks in enumerate(self.replicas) if set(ranks) <= set(self.engines))
+
+    def begin(self) -> None:
+        """Until `dismiss` or `leave` this rank tells that it is there, if it generates."""
+        if self.generates:
+            self._heart.enter_context(self.roll.beating(self.rank))
 
     # --- the trainer's side: every rank calls these together
 
-    def order(self, name: str, *arguments: Any) -> None:
-        """Have the ranks that generate do `name`; rank 0's arguments count."""
+    def order(self, name: str, *arguments: Any) -> bool:
+        """Have the ranks that generate do `name`, once they have done what was ordered before; rank 0's arguments
+        count. Whether replicas were lost until then. Raises EngineError on every rank if more are than are to spare."""
         self._orders += 1
         if self.rank == 0:
             with self.contact():
                 key = _key(self._orders)
                 self.store.set(key, self.seal.close(encode((name, arguments)), key))
-                if name != DISMISS:
-                    self.store.delete_key(_key(self._orders - 1))  # all have read it: they answered, or took requests
+        if name != DISMISS:
+            self._go_on_with(by_rank_0(partial(self._called, name)))
+        return self.shrunk
+
+    def _called(self, name: str) -> list[int]:
+        """By rank 0: the ranks that generate and have come."""
+        number, before = self._orders, self._replicas()
+        with self.contact():
+            spare = self.spares - (len(self.replicas) - len(before))
+            lost = self.roll.absent(number, before, spare)
+            left = [rank for ranks in before if not set(ranks) & set(lost) for rank in ranks]
+            enough = len(lost) <= spare and left
+            self.roll.admit(number, left if enough else [])
+            # all have read what was before: they have come
+            self.store.delete_key(_key(number - 1))
+            self.roll.forget(number - 1, self.engines)
+            if lost:
+                self.store.delete_key(CAUSE)  # of what comes it is not the cause
+        why = "; ".join(f"{text} (`{self._doing}`)" for text in lost.values())
+        self._doing = name
+        if not enough:
+            raise EngineError(why)
+        if lost:
+            print(f"WARNING: {why}. The run goes on with engines on {len(left)} ranks (engine.spares)", flush=True)
+        return left
+
+    def _go_on_with(self, ranks: list[int]) -> None:
+        self.shrunk = len(ranks) < len(self.engines)
+        if self.shrunk:
+            self.engines = tuple(ranks)
+            with self.contact():
+                self.group = self.regroup(self._job, [*range(self.trainers), *ranks])
 
     def answers(self) -> list[Answer]:
         """What the ranks that generate answered, by rank. Raises the first error among them."""
@@ -95,6 +146,7 @@ class Bridge:
 
     def dismiss(self, well: bool) -> None:
         """The last order, without an answer: the others may be gone already."""
+        self._heart.close()
         if self.rank != 0:
             return
         deadline = time.monotonic() + (LAST_WORDS_S if well else 1.0)
@@ -107,23 +159,19 @@ class Bridge:
     # --- the side of those that generate
 
     def next_order(self) -> tuple[str, tuple[Any, ...]]:
-        """Wait for the next order: (name, arguments). Raises EngineError when the trainer's rank 0 is gone, PeerError
-        when somebody else's order stands where its own should."""
+        """Wait for the next order, and come to it: (name, arguments); without this rank, it is its dismissal. Raises
+        EngineError when the trainer's rank 0 is gone, PeerError when somebody else's order stands where its own
+        should."""
         self._orders += 1
-        since, key, refused = time.monotonic(), _key(self._orders), 0.0
-        while True:
-            with self.contact():
-                while not self.store.check([key]):  # not `wait`: it keeps the connection that other threads need too
-                    time.sleep(min(POLL_S, 0.0005 + (time.monotonic() - since) / 50))
-                sealed = self.store.get(key)
-            try:
-                name, arguments = decode(self.seal.open(sealed, key))
+        with self.contact():
+            name, arguments = self.roll.wait(_key(self._orders))
+            if name == DISMISS:
                 return name, tuple(arguments)
-            except PeerError:  # written before rank 0's, which replaces it
-                refused = refused or time.monotonic()
-                if time.monotonic() - refused > REFUSED_S:
-                    raise
-                time.sleep(POLL_S)
+            ranks = self.roll.come(self._orders, self.rank)
+        if self.rank not in ranks:
+            return DISMISS, (False,)
+        self._go_on_with(ranks)
+        return name, tuple(arguments)
 
     def answer(self, work: Callable[[], Any], version: Callable[[], int]) -> bool:
         """Do it and tell the trainers what came of it, the value or the error; whether it went well everywhere."""
@@ -140,6 +188,7 @@ class Bridge:
 
     def leave(self, well: bool) -> None:
         """After the last order. If it was not `well`, the trainer's ranks end first: what they say is the cause."""
+        self._heart.close()
         with suppress(RuntimeError):
             self.store.set(_left(self.rank), b"")
             deadline = time.monotonic() + LAST_WORDS_S
@@ -152,7 +201,7 @@ class Bridge:
     def _gather(self, mine: Any) -> list[Any]:
         """What every rank says to the last order, on every rank. Collective over all ranks."""
         what = [f"answer {self._orders} of rank {rank}" for rank in range(self.group.size())]
-        own = torch.frombuffer(bytearray(self.seal.close(encode(mine), what[self.rank])), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(self.seal.close(encode(mine), what[self.group.rank()])), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in what]
         dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group)
         longest = max(int(size) for size in sizes)
@@ -164,9 +213,10 @@ class Bridge:
     def tell(self, error: BaseException) -> None:
         """This rank cannot go on: what the others will then say. The first one counts."""
         with suppress(RuntimeError):  # the store lives on rank 0, which may be gone
-            self.store.compare_set(
-                CAUSE, "", self.seal.close(f"rank {self.rank} failed: {error}".encode(), CAUSE).hex()
-            )
+            why = f"rank {self.rank} failed: {error}"
+            self.store.compare_set(CAUSE, "", self.seal.close(why.encode(), CAUSE).hex())
+            if self.generates:
+                self.roll.fail(self.rank, str(error))
 
     @contextmanager
     def contact(self) -> Iterator[None]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from aligner.config.sections.engine import RefitConfig
 from aligner.config.sections.watchdog import IDLE
 from aligner.engines.bridge import DISMISS, Bridge
-from aligner.engines.native.fleet import Fleet, FleetEngine
+from aligner.engines.native.fleet import FleetEngine
+from aligner.engines.native.remote import fleet_of
 from aligner.errors import AlignerError, RefitError
 from aligner.ops.reduce import dealt, gathered
 from aligner.refit.exchange import Exchange
@@ -41,8 +42,8 @@ class Server:
     ):
         self.bridge, self.engine, self.plan, self.config = bridge, engine, plan, config
         self.phase, self.memory, self.settle, self.play = phase, memory, settle, play
-        self.fleet = Fleet(engine.tensor_parallel, bridge.trainers, bridge.group)
-        self._done: Callable[[], object] | AlignerError  # gives the trainer's ranks what was generated last
+        self._work: Callable[[], Callable[[], object]]  # what the trainer's ranks ordered last
+        self._done: Callable[[], object] | AlignerError  # gives them what came of it
 
     def __call__(self) -> bool:
         """Serve until the dismissal; whether the trainer's ranks ended well. Raises EngineError when they are lost."""
@@ -63,17 +64,22 @@ class Server:
             orders[name](*arguments)
 
     def _plan(self) -> None:
-        """The trainer's ranks tell whether they hold what the plan expects."""
         with self.phase("refit"):
-            self.exchange = self.plan()
-            with suppress(RefitError), self.bridge.contact():
-                fail_together("", self.bridge.group)
+            self._make_plan()
+
+    def _make_plan(self) -> None:
+        """Of the engines that are there. The trainer's ranks tell whether they hold what it expects."""
+        self.exchange, self._planned = self.plan(), self.bridge.group
+        with suppress(RefitError), self.bridge.contact():
+            fail_together("", self.bridge.group)
 
     def _refit(self, version: int, hold: bool) -> None:
         """The other half of `Refit`. A failure that all know of is the trainer's to act upon."""
         group, cause = self.bridge.group, ""
         with self.phase("refit"), self.memory("refit"):
             with telling_the_others(self.bridge):
+                if group is not self._planned:
+                    self._make_plan()
                 if not hold:
                     cause = self._load(version)
                 told = [bool(cause), 0 if hold else self.exchange.wire_bytes]
@@ -119,13 +125,15 @@ class Server:
         """The trainer's ranks may train meanwhile: they ask for what came of it (`_deliver`)."""
         with self.phase("generate"):
             with self.bridge.contact():
-                requests = self.fleet.gather([], [])
+                requests = fleet_of(self.bridge).gather([], [])
 
             def work() -> Callable[[], object]:
-                mine, generations, _ = self.engine.work(self.fleet, requests, sampling)
-                return partial(self.fleet.deliver, mine, generations, [], sampling.truncates)
+                fleet = fleet_of(self.bridge)
+                mine, generations, _ = self.engine.work(fleet, requests, sampling)
+                return partial(fleet.deliver, mine, generations, [], sampling.truncates)
 
-            self._work(work)
+            self._work = work
+            self._do()
 
     def _play(self) -> None:
         with self.phase("generate"):
@@ -133,17 +141,23 @@ class Server:
                 requests = gathered([], self.bridge.group)
             assert self.play is not None
             play = self.play
-            self._work(lambda: partial(dealt, play(requests), self.bridge.group))
+            self._work = lambda: partial(dealt, play(requests), self.bridge.group)
+            self._do()
 
-    def _work(self, work: Callable[[], Callable[[], object]]) -> None:
+    def _do(self) -> None:
         try:
             with self.memory("generate"):
-                self._done = work()
+                self._done = self._work()
             self.settle()
         except AlignerError as error:
             self._done = error
 
     def _deliver(self) -> None:
+        """Where a replica was lost with its samples, all are generated again first, and the order comes once more."""
+        if self.bridge.shrunk:
+            with self.phase("generate"):
+                self._do()
+            return
         done = self._done
 
         def told() -> None:

@@ -121,8 +121,10 @@ class Refit:
         self.exchange: Exchange | FactorExchange | None = None
         self.stream: WeightStream | None = None
         self._bridge = engine.bridge if isinstance(engine, RemoteEngine) else None
-        self._group = None if self._bridge is None else self._bridge.group  # of all ranks with weights
+        self._group: dist.ProcessGroup | None = None
         if isinstance(engine, PlacingEngine | RemoteEngine):
+            if self._bridge is not None:
+                self._bridge.order("plan")
             self.exchange = self._plan(engine)
         else:
             self.stream = WeightStream(model, config.bucket_bytes)
@@ -130,8 +132,7 @@ class Refit:
     def _plan(self, engine: PlacingEngine | RemoteEngine) -> Exchange | FactorExchange:
         """Engines stand on the trainer's ranks or on those after them, neighbours sharing one."""
         model, layout = self.model, self.model.layout
-        if self._bridge is not None:
-            self._bridge.order("plan")
+        self._group = None if self._bridge is None else self._bridge.group  # of all ranks with weights
         trainer = trainer_grid(model)
         ranks = tuple(range(dist.get_world_size())) if self._bridge is None else self._bridge.engines
         engines, dtypes = EngineGrid(ranks, engine.tensor_parallel), (model.dtype, self.engine.dtype)
@@ -150,9 +151,9 @@ class Refit:
         """`again`: also if the engines hold this version already (for measurements)."""
         start, self._cause = time.perf_counter(), ""
         current = self._current() and not again
-        group = None if current else self._group  # engines elsewhere are not asked where nothing is to be done
         with telling_the_others(self._bridge):
             moved, wired = (0, 0) if current else self._transfer()
+            group = None if current else self._group  # engines elsewhere are not asked where nothing is to be done
             seconds = time.perf_counter() - start
             if seconds > self.config.timeout_s and not self._cause:
                 self._cause = f"it took {seconds:.1f} s, more than refit.timeout_s={self.config.timeout_s:g}"
@@ -183,6 +184,8 @@ class Refit:
         self._hold = self.skip and self.engine.weight_version >= 0
         if isinstance(self.engine, RemoteEngine):
             self.engine.order_update(version, self._hold)
+            if self._group is not self.engine.bridge.group:  # without those that were lost
+                self.exchange = self._plan(self.engine)
         self._ask(self.engine.begin_update, version)
         moved = self._placed() if self.exchange is not None else self._streamed()
         self._ask(self.engine.finish_update)
@@ -318,4 +321,5 @@ def fail_together(cause: str, group: dist.ProcessGroup | None = None) -> None:
     """Raise RefitError on every rank if any rank has a cause; the lowest rank's cause is the message. Collective."""
     first = first_cause(cause, group)
     if first is not None:
-        raise RefitError(f"refit failed on rank {first[0]}: {first[1]}")
+        rank = first[0] if group is None else dist.get_global_rank(group, first[0])
+        raise RefitError(f"refit failed on rank {rank}: {first[1]}")

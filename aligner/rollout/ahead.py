@@ -31,6 +31,7 @@ from aligner.rollout.groups import Groups, join_groups
 from aligner.rollout.landed import read_landed, write_landed
 from aligner.rollout.parts import Manifest, Parts
 from aligner.rollout.requests import Request, Requests
+from aligner.rollout.sharing import during
 from aligner.rollout.turns import TurnGenerator
 from aligner.run.checkpoints import SaveError
 from aligner.types import ScalarMetrics
@@ -155,7 +156,8 @@ class Ahead:
     def _land(self, number: int, flight: Flight) -> None:
         if flight.groups is None:
             assert flight.answer is not None
-            flight.groups = self.generate.landed(flight.requests, flight.answer)
+            with during(f"rollout {number}"):
+                flight.groups = self.generate.landed(flight.requests, flight.answer)
             self._store(number, flight)
             if flight.unstored:
                 print(f"warning: rollout {number} is not stored: {flight.unstored}", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aligner.models.safetensors_io import save_whole
 from aligner.ops.packing.routing import widened
-from aligner.rollout.collate import joined
+from aligner.ops.packing.rows import joined
 from aligner.rollout.parts import Parts
 from aligner.types import STOP, Generations
 

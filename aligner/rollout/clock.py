@@ -35,7 +35,7 @@ from aligner.rollout.generate import Generator
 from aligner.rollout.groups import Groups
 from aligner.rollout.parts import Manifest
 from aligner.rollout.requests import Request, Requests
-from aligner.rollout.sharing import share
+from aligner.rollout.sharing import during, share
 from aligner.run.checkpoints import SaveError
 from aligner.types import LENGTH, Generations, ScalarMetrics
 
@@ -194,7 +194,8 @@ class Clock:
     def _land(self) -> None:
         if self._answer is None:
             return
-        found = self.generate.answered(self._answer)
+        with during(f"window {self._window}"):
+            found = self.generate.answered(self._answer)
         self._answer = None
         found = join_generations(gathered(found, self.parts.layout.pgs.dp))
         limit = self.generate.sampling.max_response_tokens

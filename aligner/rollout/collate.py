@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from aligner.data.tokenizer import decode_responses
 from aligner.ops.packing.routing import widened
-from aligner.types import STOP, Generations, Prompt, RolloutBatch, Sample, TensorBatch
+from aligner.ops.packing.rows import joined
+from aligner.types import STOP, Generations, Prompt, RolloutBatch, Sample
 
 
 def make_samples(tokenizer, prompts: Sequence[Prompt], generations: Generations, group: int) -> list[Sample]:
@@ -29,19 +29,6 @@ def make_samples(tokenizer, prompts: Sequence[Prompt], generations: Generations,
         )
         for i in range(len(texts))
     ]
-
-
-def joined[Batch: TensorBatch](parts: Sequence[Batch], pad_id: int = 0) -> Batch:
-    """The rows of all parts in order; what has columns is padded to the longest, tokens with `pad_id`."""
-
-    def column(name: str) -> Tensor:
-        found = [part.tensors()[name] for part in parts]
-        if found[0].dim() < 2:
-            return torch.cat(found)
-        width = max(t.shape[1] for t in found)
-        return torch.cat([widened(t, width, pad_id if name == "tokens" else 0) for t in found])
-
-    return replace(parts[0], **{name: column(name) for name in parts[0].tensors()})
 
 
 def join_generations(parts: Sequence[Generations]) -> Generations:

@@ -27,9 +27,9 @@ from aligner.errors import AlignerError, ConfigError, DataError
 from aligner.foreign import parse_json, record
 from aligner.megatron.groups import Layout
 from aligner.models.safetensors_io import save_whole
+from aligner.ops.packing.rows import joined
 from aligner.ops.reduce import first_cause
 from aligner.rewards.composite import Scores
-from aligner.rollout.collate import joined
 from aligner.rollout.source import Rollout, Rollouts
 from aligner.run.chain import Seen
 from aligner.run.rows import delete_but, file_name

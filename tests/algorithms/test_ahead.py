@@ -138,7 +138,7 @@ def test_an_engine_that_fails_ends_the_run_with_its_cause(ranks, tiny_data, tmp_
     plain = [*arguments[:1], f"run.dir={tmp_path / 'whole'}", *arguments[2:]]
     assert arguments[1].startswith("run.dir=")
     told = ranks.run("tests.algorithms.apart_jobs:refuses", world=2, arguments=arguments, at=4)
-    assert told == ["EngineError: on rank 1: no answer from the device", "1"]
+    assert told == ["EngineError: rollout 4: on rank 1: no answer from the device", "1"]
     assert stages.checkpoints(tmp_path / "run") == [2]
     for line in (arguments, plain):
         ranks.run(JOB, world=2, arguments=line)

@@ -233,6 +233,16 @@ def test_a_rank_that_leaves_without_a_word_is_the_one_that_failed(tmp_path, capf
     assert run(code, 2, tmp_path, proof=[proof]) == 0
 
 
+@pytest.mark.parametrize("rest, expected", [("sys.exit(0)", 0), ("sys.exit(7)", 7)])
+def test_a_rank_to_spare_may_end_or_hang_and_the_others_decide(tmp_path, capfd, monkeypatch, rest, expected):
+    monkeypatch.setattr("aligner.cluster.launch.KILL_AFTER_S", 0.2)
+    code = (
+        "if rank == 1:\n  os.kill(os.getpid(), signal.SIGKILL)\nif rank == 2:\n  os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    assert run(f"{code}time.sleep(0.3)\n{rest}", 3, tmp_path, spare=range(1, 3)) == expected
+    assert ("rank 0 of 3 failed first" in capfd.readouterr().err) == bool(expected)
+
+
 def test_a_rank_that_says_why_it_fails_counts_before_those_that_ended_well(tmp_path, capfd, monkeypatch):
     """Late, where the others have nothing left to do and DONE is not written yet."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from aligner.engines import bridge as bridge_module
+from aligner.engines import roll
 from aligner.engines.bridge import Bridge
-from aligner.errors import PeerError
+from aligner.errors import EngineError, PeerError
 from aligner.megatron.groups import split_world
 
 
@@ -83,7 +84,7 @@ def garbage(mark: str) -> tuple[int, list[int]]:
 
 def orders(mark: str) -> dict[str, Any]:
     """Rank 1 generates and takes orders from rank 0, while somebody else writes orders too."""
-    bridge_module.REFUSED_S = 0.5
+    roll.REFUSED_S = 0.5
     bridge = Bridge(*split_world(1), 1)
     if bridge.rank == 0:
         while not bridge.store.check(["forged"]):
@@ -91,8 +92,10 @@ def orders(mark: str) -> dict[str, Any]:
         bridge.order("first", 7, True, None)
         said = [answer.value for answer in bridge.answers()]
         bridge.store.set("answered", b"")
-        bridge.order("second")  # which the outsider replaces by the first one, signed as it is
-        return {"answers": said}
+        try:
+            bridge.order("second")  # which the outsider replaces by the first one, signed as it is
+        except EngineError as error:
+            return {"answers": said, "lost": str(error)}
     other = outsider()
     bridge.store.set("here", b"")
     bridge.store.get("here")  # a set is not answered: now it is there, for others too
@@ -113,4 +116,5 @@ def orders(mark: str) -> dict[str, Any]:
         bridge.next_order()
     except PeerError as error:
         refused = str(error)
+        bridge.tell(error)
     return {"first": first, "refused": refused, "told": bridge._told(), "executed": Path(mark).exists()}

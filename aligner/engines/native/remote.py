@@ -19,6 +19,11 @@ from aligner.ops.reduce import dealt, gathered
 from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 
+def fleet_of(bridge: Bridge) -> Fleet:
+    """Those that are left of it."""
+    return Fleet(bridge.width, bridge.trainers, bridge.group, len(bridge.replicas), bridge.left)
+
+
 class RemoteEngine:
     """`RolloutEngine` on the last ranks of the job, `tensor_parallel` to a replica. Weights come by the refit's plan
     (`order_update`), never as whole tensors. An `OrderedEngine`. `reports_routing`: the model, if they do."""
@@ -28,7 +33,6 @@ class RemoteEngine:
     ):
         self.bridge, self.tensor_parallel, self.dtype = bridge, tensor_parallel, dtype
         self._routing = None if reports_routing is None else no_routing(reports_routing)
-        self.fleet = Fleet(tensor_parallel, bridge.trainers, bridge.group)
         self.weight_version = -1
         self._flight: Callable[[], Any] | None = None  # what they generate
 
@@ -37,6 +41,10 @@ class RemoteEngine:
         if self._flight is not None:
             self._flight()
         self.bridge.order(name, *arguments)
+
+    @property
+    def fleet(self) -> Fleet:
+        return fleet_of(self.bridge)
 
     # --- weights
 
@@ -103,7 +111,8 @@ class RemoteEngine:
     def _deliver(self) -> None:
         """Have them give what came of their last order; raises what they raised."""
         self._flight = None
-        self.bridge.order("deliver")
+        while self.bridge.order("deliver"):  # those that are left generate it again first
+            pass
         self._answers()
 
     def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:

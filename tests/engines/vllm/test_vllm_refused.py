@@ -16,6 +16,7 @@ from aligner.config.sections.vllm import VllmConfig
 from aligner.config.validate_model import check_node, validate_model
 from aligner.engines.base import UpdateLedger
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS
+from aligner.engines.native.fleet import Fleet
 from aligner.engines.vllm.engine import VllmEngine
 from aligner.engines.vllm.sampling import sampling_arguments
 from aligner.engines.vllm.worker import Worker, import_vllm
@@ -119,7 +120,7 @@ def test_one_of_several_replicas_is_asked_as_a_native_one_is(monkeypatch):
     engine.tensor_parallel, engine._ledger = 1, UpdateLedger({})
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     with pytest.raises(RefitError, match="no complete weights"):
-        engine._part(0, [], [], [[]], SamplingParams(1), None)
+        engine._part(Fleet(1, parts=1), [], [], [[]], SamplingParams(1), None)
 
 
 class Recorder:

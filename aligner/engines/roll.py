@@ -1,0 +1,159 @@
+"""Who of the ranks that generate is there. They come to every order, once they have done what came before, and none of
+it is done before all have come: so no rank enters a collective with one that has ended or hangs, but for one that does
+so in that very moment.
+
+    come    a rank that generates, for an order
+    absent  the trainer's rank 0 waits for them; who does not come is lost once its heart stops, or it says why it fails
+    admit   by rank 0: with whom the order is carried out
+
+Until a rank comes, a thread of it beats in the store that all ranks share.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from aligner.cluster.seal import Seal
+from aligner.engines.orders import decode, encode
+from aligner.errors import PeerError
+
+BEAT_S = 0.5
+POLL_S = 0.01  # at most: how long something may lie in the store before it is seen
+REFUSED_S = 10.0  # that something which nobody of the job has signed may stand where rank 0's should
+
+
+@dataclass
+class RollCall:
+    """What torch.distributed raises where the store is gone, all of it raises."""
+
+    store: dist.Store
+    seal: Seal
+    silent_s: float  # without a beat, after which a rank is lost that has had one
+    _why: str = field(default="", init=False)  # this rank does not come any more
+
+    # --- a rank that generates
+
+    @contextmanager
+    def beating(self, rank: int) -> Iterator[None]:
+        ended = threading.Event()
+
+        def beat() -> None:
+            number = 0
+            with suppress(RuntimeError):  # the store ends with rank 0
+                while not ended.wait(BEAT_S):
+                    number += 1
+                    self._say(rank, str(number))
+
+        heart = threading.Thread(target=beat, name="heart", daemon=True)
+        self._say(rank, "0")
+        heart.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            heart.join()
+
+    def fail(self, rank: int, why: str) -> None:
+        """It will not come any more."""
+        self._why = why
+        self._say(rank, "")
+
+    def come(self, number: int, rank: int) -> list[int]:
+        """For this order; the ranks that generate with which it is carried out, perhaps without this one."""
+        self.store.set(_came(number, rank), b"")
+        return self.wait(_admitted(number))
+
+    # --- the trainer's rank 0
+
+    def absent(self, number: int, replicas: Sequence[Sequence[int]], spare: int) -> dict[int, str]:
+        """Wait for the ranks of these replicas. Why each is lost that is: one rank of a replica, and so many replicas
+        at most as are `spare` and one."""
+        lost: dict[int, str] = {}
+        beats: dict[int, str] = {}
+        silent: dict[int, float] = {}
+        waited = [tuple(replica) for replica in replicas]
+        started = last = time.monotonic()
+        while waited and len(lost) <= spare:
+            if self.store.check([_came(number, rank) for replica in waited for rank in replica]):
+                break
+            now = time.monotonic()
+            if now - last < BEAT_S:
+                nap(started)
+                continue
+            # a stop of the whole job is no silence
+            passed, last = min(now - last, 2 * BEAT_S), now
+            for replica in waited.copy():
+                absent = [rank for rank in replica if not self.store.check([_came(number, rank)])]
+                for rank in absent:
+                    host, beat, why = self._heard(rank)
+                    silent[rank] = silent[rank] + passed if beat and beat == beats.get(rank) else 0.0
+                    beats[rank] = beat
+                    if why or silent[rank] > self.silent_s:
+                        how = f"failed: {why}" if why else f"has ended or hangs: silent for {silent[rank]:.0f} s"
+                        lost[rank] = f"rank {rank} on {host} {how}"
+                        break
+                if not absent or any(rank in lost for rank in replica):
+                    waited.remove(replica)
+        return lost
+
+    def admit(self, number: int, ranks: Sequence[int]) -> None:
+        key = _admitted(number)
+        self.store.set(key, self.seal.close(encode(list(ranks)), key))
+
+    def forget(self, number: int, ranks: Collection[int]) -> None:
+        """An order that all have read."""
+        for key in (_admitted(number), *(_came(number, rank) for rank in ranks)):
+            self.store.delete_key(key)
+
+    # --- both
+
+    def wait[T](self, key: str, read: Callable[[bytes], T] = decode) -> T:
+        """What rank 0 has signed. Raises PeerError where something else stays in its place."""
+        started, refused = time.monotonic(), 0.0
+        while True:
+            while not self.store.check([key]):  # not `wait`: it keeps the connection that other threads need too
+                nap(started)
+            try:
+                return read(self.seal.open(self.store.get(key), key))
+            except PeerError:  # written before rank 0's, which replaces it
+                refused = refused or time.monotonic()
+                if time.monotonic() - refused > REFUSED_S:
+                    raise
+                time.sleep(POLL_S)
+
+    def _say(self, rank: int, beat: str) -> None:
+        key = _pulse(rank)
+        self.store.set(key, self.seal.close(encode([socket.gethostname(), beat, self._why]), key))
+
+    def _heard(self, rank: int) -> tuple[str, str, str]:
+        """(host, number of the beat, why it fails)."""
+        key = _pulse(rank)
+        with suppress(PeerError):
+            if self.store.check([key]):
+                host, beat, why = decode(self.seal.open(self.store.get(key), key))
+                return host, beat, why
+        return "an unknown host", "", ""
+
+
+def nap(since: float) -> None:
+    """Before another look at the store; the longer, the longer it is waited for."""
+    time.sleep(min(POLL_S, 0.0005 + (time.monotonic() - since) / 50))
+
+
+def _came(number: int, rank: int) -> str:
+    return f"aligner/roll/{number}/{rank}"
+
+
+def _admitted(number: int) -> str:
+    return f"aligner/roll/{number}"
+
+
+def _pulse(rank: int) -> str:
+    return f"aligner/roll/pulse/{rank}"

@@ -1,0 +1,36 @@
+"""What the ranks run for test_lost.py."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from contextlib import redirect_stdout
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from aligner.engines import bridge
+from aligner.engines.native.engine import NativeEngine
+from aligner.errors import AlignerError
+from tests.run import jobs
+
+
+def lose(arguments: list[str], rank: int, step: int, how: int = signal.SIGKILL) -> str:
+    """`run_stage`, in which a signal comes to the process of this rank, which has an engine, in its `step`-th step of
+    decoding: what this rank prints and raises."""
+    bridge.LAST_WORDS_S = 0.1
+    calls, decode, out, me = [0], NativeEngine.step, io.StringIO(), dist.get_rank()
+
+    def counted(engine: NativeEngine, *args, **kwargs):
+        calls[0] += me == rank
+        if calls[0] == step:
+            os.kill(os.getpid(), how)
+        return decode(engine, *args, **kwargs)
+
+    with patch.object(NativeEngine, "step", counted), redirect_stdout(out):
+        try:
+            jobs.run_stage(arguments)
+        except AlignerError as error:
+            return f"{out.getvalue()}{type(error).__name__}: {error}"
+    return out.getvalue()
