@@ -52,9 +52,9 @@ def make_rollouts(
         where = cfg.debug.train_only, cfg.run.steps, _origin(job), job.layout
         routed = model.cfg if cfg.mismatch.replay_routing else None
         source = RecordedSource.open(*where, lambda: model.step_count, job.say, routed)
-        seen = same_view(cfg.debug.train_only, lambda: {p.name: file_fingerprint(p) for p in source.files})
+        seen = same_view(cfg.debug.train_only, lambda: {p.name: file_fingerprint(p) for p in source.files.values()})
         source.timers = job.timers
-        job.contents["debug.train_only"] = seen[source.files[0].name]
+        job.contents["debug.train_only"] = seen[source.files[1].name]
         return _recorded(job, source), {}, None
     if cfg.environment.on:
         find_tools(job)

@@ -85,6 +85,8 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), ranks: int = 0)
     replay = Replay(run, compose_over(cfg, [*fixed, *overrides]), before, ranks or start["ranks"])
     validate(replay.cfg, replay.ranks)
     folder = Path(replay.cfg.run.dir)
+    if folder.exists():
+        raise ConfigError("run.dir", str(folder), "a folder that is not there yet")
     if checkpoint is not None:
         (folder / "checkpoints").mkdir(parents=True)
         (folder / "checkpoints" / checkpoint.name).symlink_to(checkpoint.resolve())

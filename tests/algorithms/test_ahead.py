@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
+from aligner.tools.replay import compare, prepare
 from tests import stages
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
@@ -74,6 +76,16 @@ def test_a_run_that_was_cut_off_goes_on_bit_by_bit(ranks, tiny_data, tmp_path, w
     _, (_, again, _) = ranks.run(JOB, world=2, arguments=arguments)
     assert again == STEPS - 2 - stored + 2 and stored >= lag
     assert stages.differences(whole(lag), tmp_path / "run") == [] and stages.same_weights(whole(lag), tmp_path / "run")
+
+
+def test_a_step_is_executed_again(ranks, whole, tmp_path):
+    """Of the rollout that was in flight at the checkpoint before it."""
+    run = shutil.copytree(whole(2), tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08d}")
+    replay = prepare(run, STEPS)
+    assert (replay.before, replay.ranks) == (STEPS - 1, 2)
+    ranks.run("tests.run.jobs:run_config", world=2, cfg=replay.cfg)
+    assert compare(run, Path(replay.cfg.run.dir), STEPS) == 0
 
 
 def test_another_lag_is_refused_and_what_is_lost_is_told(ranks, tiny_data, tmp_path):

@@ -63,3 +63,4 @@ def test_rows_count_in_any_order_without_padding():
     padding = tokens.clone()
     padding[2, 4] += 1
     assert there == found(padding, lengths)
+    assert found(tokens[:0], lengths[:0]) == 0

@@ -106,7 +106,12 @@ def test_what_cannot_be_executed_again(run, tmp_path):
         prepare(tmp_path, 1)
     with pytest.raises(ConfigError, match=r"parallel"):
         prepare(folder, 3, ["parallel.tensor=2"])
+    with pytest.raises(ConfigError, match=r"run.dir=.*: expected a folder that is not there yet"):
+        prepare(folder, 3, [f"run.dir={folder}"])
     assert not (folder / "replays").exists()
+    own = stages.write_jsonl(tmp_path / "later" / "steps.jsonl", [{"step": 0, "start": {"version": 2}, "chain": ""}])
+    with pytest.raises(DataError, match=r"format version 2: expected 1"):
+        prepare(own.parent, 1)
 
 
 def test_the_command_line(run, capfd):

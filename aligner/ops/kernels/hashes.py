@@ -47,6 +47,6 @@ def row_hashes(tokens: Sequence[Tensor], inside: Tensor, rows: Sequence[Tensor] 
     total = torch.zeros(len(inside), dtype=torch.int64)
     for what, column in enumerate([*tokens, *rows]):
         numbers = bits(column.cpu().contiguous()).to(torch.int64)
-        numbers = numbers * inside if what < len(tokens) else numbers.view(len(inside), -1)
+        numbers = numbers * inside if what < len(tokens) else numbers.view(len(inside), column[:1].numel())
         total += (numbers * odd_numbers(what, np.arange(numbers.shape[1]))).sum(1)
     return int(mix64_(total + 1).sum()) & ((1 << 64) - 1)
