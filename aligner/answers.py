@@ -27,18 +27,22 @@ class AnswerLog:
     def __init__(self, folder: Path, rank: int):
         self.folder, self.rank = folder, rank
         self._step = 0
+        self._before: set[str] | None = None  # rollouts that were asked about before this start
         self._known: dict[tuple[str, int, str], Answer] = {}
         self._file: TextIO | None = None
         self._lock = threading.Lock()
 
     def begin(self, step: int) -> None:
-        """Questions are of this rollout from now on; what any rank has asked in it before is known. Raises OSError."""
+        """Questions are of this rollout from now on; what any rank had asked in it before this start is known. Raises
+        OSError."""
         if step == self._step:
             return
         self.close()
         self._step, self._known = step, {}
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self._files():
+        if self._before is None:
+            self._before = {path.name.partition("-rank")[0] for path in self.folder.glob("step-*.jsonl")}
+        for path in self._files() if _name(step) in self._before else ():  # not what others are writing
             for _, (key, number, asked, answer) in _lines(path):
                 self._known.setdefault((key, number, asked), answer)
         path = self.folder / f"{_name(step)}-rank-{self.rank:05d}.jsonl"

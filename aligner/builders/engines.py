@@ -122,7 +122,7 @@ def serve(job: Job) -> int:
     job.timers.on_phase = job.watchdog.phase
     check_memory = lambda: memory.check(memory.take(alone=True))  # noqa: E731
     play = None
-    if cfg.environment.on:
+    if cfg.environment.on and cfg.engine.lag:  # else the trainer's ranks ask, turn by turn
         find_tools(job)
         limit = cfg.sampling.max_response_tokens
         play = make_turns(job, engine, make_sampling(job, cfg.sampling.temperature, limit)).part

@@ -6,10 +6,10 @@
 So rollout k has the weights after step k - 1 - lag, and those before the first step where there is no such step. Seeds
 and the order of prompts are those without a lag.
 
-What lands is stored (`rollout/parts.py`, `rollout/landed.py`). A checkpoint of step k waits for rollouts
-k + 1 ... k + lag, names them with the versions of their weights, which are gone, and keeps the data's place behind
-rollout k: after a restart their prompts are taken again, and what was stored for them is found. Rollouts ordered since
-are found likewise, so they are not generated twice.
+What lands is stored (`rollout/parts.py`, `rollout/landed.py`). A checkpoint of step k waits for rollouts k + 1 ...
+k + lag, names them with the versions of their weights, which are gone, and keeps the data's place behind rollout k:
+after a restart their prompts are taken again, and what was stored for them is found. Rollouts ordered since are found
+likewise, so they are not generated twice.
 """
 
 from __future__ import annotations
