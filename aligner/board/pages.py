@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from aligner.board import compose, jobs, samples, told
-from aligner.board.runs import Board
-from aligner.foreign import Record
-
-Answer = Callable[[Board, Record], Any]  # what JSON can say, or an iterator of that, which is streamed line by line
+from aligner.board.runs import Answer
 
 
 @dataclass(frozen=True)

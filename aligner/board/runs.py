@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from aligner.board.series import SO_FAR, STEP_S, Series, number
@@ -39,7 +40,6 @@ class Run:
     def __init__(self, folder: Path):
         self.folder, self.name = folder, ""
         self.series = Series(folder / "metrics.jsonl")
-        self.lock = threading.Lock()  # of the series
         self._files: dict[str, tuple[Any, Any]] = {}
         self._damage: dict[str, str] = {}
 
@@ -119,7 +119,7 @@ class Run:
         """From each start to its end, or to its last record of metrics where no end was recorded; None: not known."""
         total, known = 0.0, False
         walls = self.series.points("wall_time")[1]
-        walls = walls[~(walls != walls)]
+        walls = walls[~np.isnan(walls)]
         begins = [i for i, record in enumerate(self.starts) if "started" in record]
         for at, upto in zip(begins, [*begins[1:], len(self.starts)], strict=False):
             begun = _epoch(self.starts[at]["started"])
@@ -149,6 +149,7 @@ class Board:
             if not folder.is_dir():
                 raise ConfigError("FOLDER", str(folder), "a run folder, or a folder of runs")
         self.folders, self.budget = list(folders), budget
+        self.lock = threading.RLock()  # of what is known of runs: requests come from several threads
         self._runs: dict[Path, Run] = {}
         self._jobs: dict[str, str] = {}
         self._asked_s = -math.inf
@@ -156,11 +157,11 @@ class Board:
     def runs(self) -> dict[str, Run]:
         """By name, in natural order of their paths."""
         found = list(dict.fromkeys(run for folder in self.folders for run in within(folder, DEPTH)))
-        known = {path: self._runs.get(path) or Run(path) for path in found}
-        for run, name in zip(known.values(), names(found), strict=True):
-            run.name = name
-        self._runs = known
-        return {run.name: run for run in known.values()}
+        with self.lock:
+            self._runs = {path: self._runs.get(path) or Run(path) for path in found}
+            for run, name in zip(self._runs.values(), names(found), strict=True):
+                run.name = name
+            return {run.name: run for run in self._runs.values()}
 
     def run(self, name: str) -> Run:
         """Raises DataError where there is no such run."""
@@ -178,8 +179,7 @@ class Board:
         """Read what they have written since, as far as the budget goes."""
         left = self.budget
         for run in runs:
-            with run.lock:
-                left = max(0, left - run.series.look(left))
+            left = max(0, left - run.series.look(left))
 
     def jobs(self) -> dict[str, str]:
         """State of each job in Slurm's queue, at most some seconds old; nobody waits for a dead controller."""
@@ -190,6 +190,9 @@ class Board:
 
     def _ask(self) -> None:
         self._jobs = watch.queue()
+
+
+Answer = Callable[[Board, Record], Any]  # what JSON can say, or an iterator of that, which is streamed line by line
 
 
 def is_run(folder: Path) -> bool:

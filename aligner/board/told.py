@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from aligner.board.runs import FROM, Board, Run, flat, mapping
+from aligner.board.runs import FROM, Answer, Board, Run, flat, mapping
 from aligner.board.series import SO_FAR, STEP_S, TOKENS, Points, number, thin
 from aligner.cluster import watch
 from aligner.foreign import Record
@@ -24,6 +25,18 @@ LATE_GROUPS = ("throughput", "refit", "batch", "memory", "time")
 LATER = ("time/save_s", "time/export_s")  # these come after the step was measured
 
 
+def alone(answer: Answer) -> Answer:
+    """One request at a time: what is known of runs changes while they are read."""
+
+    @functools.wraps(answer)
+    def held(board: Board, asked: Record) -> Any:
+        with board.lock:
+            return answer(board, asked)
+
+    return held
+
+
+@alone
 def table(board: Board, asked: Record) -> Any:
     """A row for each run: how it goes, and the last values of the numbers that matter."""
     runs = board.chosen(asked)
@@ -72,6 +85,7 @@ def _named(value: Any, folders: dict[Path, str]) -> str:
     return next((folders[place] for place in (path, *path.parents[:3]) if place in folders), "")
 
 
+@alone
 def metrics(board: Board, asked: Record) -> Any:
     """The metrics that runs have, in the order of the page: the last value of each run, and the only one there ever was
     where it never changes."""
@@ -96,6 +110,7 @@ def _finite(points: Points) -> np.ndarray:
     return points[1][~np.isnan(points[1])]
 
 
+@alone
 def curves(board: Board, asked: Record) -> Any:
     """Curves of each run by metric, and its clocks: seconds since it began and tokens, by step."""
     most = min(MOST, asked.integer("points", POINTS, low=2))
@@ -118,6 +133,7 @@ def _curve(points: Points, most: int) -> dict[str, list[Any]]:
     return {"x": steps.tolist(), "y": [None if math.isnan(v) else float(f"{v:.6g}") for v in values.tolist()]}
 
 
+@alone
 def phases(board: Board, asked: Record) -> Any:
     """Where the seconds went: by phase, in all and of a step along the run. Phases with a slash are part of others."""
     return {"phases": {run.name: told for run in board.chosen(asked) if (told := _phases(run))}}
@@ -150,6 +166,7 @@ def _until(points: Points, edges: np.ndarray) -> np.ndarray:
     return reached[np.searchsorted(points[0], edges, side="right")]
 
 
+@alone
 def details(board: Board, asked: Record) -> Any:
     """Where runs come from, what they warn of, and in which keys of their configs they differ."""
     runs = board.chosen(asked)

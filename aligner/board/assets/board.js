@@ -67,9 +67,10 @@ export const api = {
       else if (more) setTimeout(once, 100);
     };
     once();
+    if (REPORT) return once;
     element.addEventListener("shown", once);
     document.addEventListener("visibilitychange", once);
-    if (!REPORT) setInterval(once, seconds * 1000);
+    setInterval(once, seconds * 1000);
     return once;
   },
 

@@ -104,7 +104,7 @@ export function mount(element, api) {
     if (names.length > 1) parts.push(el("h2", {}, "config that differs"), Object.keys(differ).length
       ? table(["", ...names], Object.entries(differ).map(([key, row]) => [key, ...names.map((name) => row[name] ?? "")])) : el("p", {}, "none"));
     if (Object.keys(summary).length) parts.unshift(el("h2", {}, "summary"),
-      table(["", ""], Object.entries(summary).map(([key, value]) => [key, typeof value === "number" ? shown(key, value) : value])));
+      table(["summary.json", ""], Object.entries(summary).map(([key, value]) => [key, typeof value === "number" ? shown(key, value) : value])));
     for (const name of names) if (details[name].config) parts.push(folded(`config ${name}`, `config of ${name}`, el("pre", {}, details[name].config)));
     if (names.length) below.replaceChildren(...parts);
     else below.replaceChildren();
