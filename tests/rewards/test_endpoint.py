@@ -13,6 +13,7 @@ from aligner.config.sections.judge import JudgeConfig
 from aligner.config.sections.rewards import RewardConfig
 from aligner.config.sections.servers import EndpointConfig
 from aligner.errors import ConfigError, RewardError
+from aligner.rewards import client
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.endpoint import EndpointJudge
 from aligner.types import Prompt, Sample
@@ -237,6 +238,12 @@ def test_what_makes_a_judge_another_one():
 SMALL = ["run.steps=3", "batch.prompts=4", "checkpoint.every=1", "checkpoint.rollouts=false"]
 
 
+@pytest.fixture
+def short_rest(monkeypatch):
+    monkeypatch.setattr(client, "REST_S", 0.2)
+
+
+@pytest.mark.usefixtures("short_rest")
 def test_a_killed_run_goes_on_with_the_scores_that_it_was_given(tiny_data, tmp_path, server):
     """Scores and grades are other ones each time, some fail. What a resumed run is made of is in its log: a run that
     reads all of it is the same to the last bit. No file has a key."""
@@ -257,6 +264,7 @@ def test_a_killed_run_goes_on_with_the_scores_that_it_was_given(tiny_data, tmp_p
     assert len(files) > 30 and not [p for p in files for key in used if key.encode() in p.read_bytes()]
 
 
+@pytest.mark.usefixtures("short_rest")
 def test_a_server_that_breaks_stops_the_run_which_goes_on_when_it_is_mended(tiny_data, tmp_path, server):
     """After a save; what failed is not read from the log then. The server shows the key in its error."""
     broken = [False]
