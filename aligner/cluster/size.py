@@ -63,9 +63,8 @@ def _second_component(args: argparse.Namespace, site: Site, environ: Mapping[str
     ):
         if wrong:
             raise ConfigError(key, value, expected)
-    per_node = environ.get("SLURM_NTASKS_PER_NODE_HET_GROUP_1", "")
-    own = site.engines.ranks_per_node or site.engines.gpus_per_node or beside
-    return nodes, int(per_node) if per_node.isdecimal() else own
+    told = _given(nodes, environ, "_HET_GROUP_1")
+    return nodes, told or site.engines.ranks_per_node or site.engines.gpus_per_node or beside
 
 
 def _first_component(args: argparse.Namespace, site: Site, environ: Mapping[str, str]) -> Size:
@@ -78,17 +77,20 @@ def _first_component(args: argparse.Namespace, site: Site, environ: Mapping[str,
     nodes = args.nodes or given - args.spare
     if not 1 <= nodes <= given - args.spare:
         raise ConfigError("--nodes", nodes, f"from 1 to {given - args.spare}: the job has {given} nodes")
-    tasks = environ.get("SLURM_NTASKS", "")
-    per_node = environ.get("SLURM_NTASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE_HET_GROUP_0", ""))
-    if args.ranks_per_node:
-        return Size(nodes, args.ranks_per_node)
+    component = "_HET_GROUP_0" if "SLURM_HET_SIZE" in environ else ""
+    return Size(nodes, args.ranks_per_node or _given(given, environ, component) or site.ranks)
+
+
+def _given(nodes: int, environ: Mapping[str, str], component: str) -> int:
+    """Ranks on each of so many nodes, as Slurm was asked; 0 where it was asked for nodes alone."""
+    tasks, per_node = (environ.get(f"SLURM_{name}{component}", "") for name in ("NTASKS", "NTASKS_PER_NODE"))
     if per_node.isdecimal():
-        return Size(nodes, int(per_node))
-    if tasks.isdecimal() and int(tasks) != given:  # -n without --ntasks-per-node; of -N alone Slurm makes -n too
-        if int(tasks) % given:
-            raise ConfigError("--ntasks", int(tasks), f"a multiple of the job's {given} nodes")
-        return Size(nodes, int(tasks) // given)
-    return Size(nodes, site.ranks)
+        return int(per_node)
+    if not tasks.isdecimal() or int(tasks) == nodes:  # of -N alone Slurm makes -n too
+        return 0
+    if int(tasks) % nodes:
+        raise ConfigError("--ntasks", int(tasks), f"a multiple of the {nodes} nodes")
+    return int(tasks) // nodes
 
 
 def _local_ranks(site: Site) -> int:

@@ -140,7 +140,7 @@ def test_the_number_of_ranks_comes_from_whoever_knows():
     assert size(job | {"SLURM_NTASKS": "3"}, site=Site(gpus_per_node=8), shell=True) == (3, 8)
     assert size(job | {"SLURM_NTASKS_PER_NODE": "2"}, shell=True, spare=1) == (2, 2)
     assert size(job, shell=True, ranks_per_node=5) == (3, 5)
-    with pytest.raises(ConfigError, match="a multiple of the job's 3 nodes"):
+    with pytest.raises(ConfigError, match="a multiple of the 3 nodes"):
         size(job | {"SLURM_NTASKS": "4"}, shell=True)
     with pytest.raises(ConfigError, match="from 1 to 3"):
         size(job, shell=True, nodes=4)
@@ -196,7 +196,10 @@ def test_a_heterogeneous_jobs_numbers_come_from_its_components():
         return job_size(options(shell=True, **more), site or Site(), environ)
 
     assert found(job | {"SLURM_NTASKS_PER_NODE_HET_GROUP_1": "2"}) == Size(2, 4, 3, 2)
-    assert found(job) == Size(2, 4, 3, 4)
+    assert found(job | {"SLURM_NTASKS_HET_GROUP_1": "15"}) == Size(2, 4, 3, 5)
+    assert found(job | {"SLURM_NTASKS_HET_GROUP_1": "3"}) == found(job) == Size(2, 4, 3, 4)
+    with pytest.raises(ConfigError, match="--ntasks=4: expected a multiple of the 3 nodes"):
+        found(job | {"SLURM_NTASKS_HET_GROUP_1": "4"})
     assert found(job, Site(engines=Engines(gpus_per_node=6)), engine_nodes=3) == Size(2, 4, 3, 6)
     with pytest.raises(ConfigError, match="SLURM_HET_SIZE='3': expected 2"):
         found(job | {"SLURM_HET_SIZE": "3"})

@@ -278,8 +278,8 @@ def test_two_nodes_of_two_ranks_train_grpo_with_tensor_and_pipeline_parallelism(
 
 def nodes_of(run: Path, attempt: str) -> list[str]:
     """Of each rank."""
-    logs = sorted((run / "logs" / attempt).glob("rank-*.log"))
-    return [log.read_text().split()[2].rstrip(",") for log in logs]
+    heads = [log.read_text().split() for log in sorted((run / "logs" / attempt).glob("rank-*.log"))]
+    return [words[2].rstrip(",") for words in heads if words]
 
 
 def test_engines_on_a_node_of_their_own_generate_ahead_and_the_run_goes_on_as_a_heterogeneous_job(cluster, jobs):
@@ -339,9 +339,10 @@ def test_a_job_that_is_preempted_comes_back_where_it_was(cluster, tmp_path):
 
 
 def test_a_dead_node_costs_an_attempt_or_with_a_spare_one_only_a_restart_in_place(cluster, jobs, tmp_path):
-    """The peers' lost connections are no cause; what Slurm says of the node is. After the other jobs have ended."""
+    """The peers' lost connections are no cause; what Slurm says of the node is. A heterogeneous job is requeued as a
+    whole by Slurm itself. After the other jobs have ended."""
     (tmp_path / "train.jsonl").write_text("{}\n")
-    plain, spare = tmp_path / "runs/plain", tmp_path / "runs/spare"
+    plain, spare, het = (tmp_path / "runs" / name for name in ("plain", "spare", "het"))
 
     def submit(run: Path, nodes: str, peer: str, *more: str) -> str:
         options = ["--parsable", "--nodes", "2", f"--sbatch=--nodelist={nodes}", f"run.dir={run}", *more]
@@ -350,7 +351,11 @@ def test_a_dead_node_costs_an_attempt_or_with_a_spare_one_only_a_restart_in_plac
 
     first = submit(plain, "node4,node5", "node5")
     second = submit(spare, "node1,node2,node3", "node2", "--spare", "1")
-    cluster.until(lambda: step(plain) >= 3 and step(spare) >= 3, "some steps")
+    two = ["-N1", "-n1", "-w", "node4", ":", "-N1", "-n1", "-w", "node5", ROOT / "launchers/grpo.sbatch"]
+    words = [f"run.dir={het}", "data.train=train.jsonl", "reward.functions=[{path: math}]", "engine.ranks=1"]
+    stand_in = {"STEPS": "100000", "PEER": "node5", "ALIGNER_PYTHON": cluster.stand_in}
+    third = cluster.run("sbatch", "--parsable", *two, *words, cwd=tmp_path, **stand_in).strip()
+    cluster.until(lambda: min(step(run) for run in (plain, spare, het)) >= 3, "some steps")
     for node in ("node5", "node2"):
         cluster.run(ROOT / "slurm/localslurm", "node-down", node)
 
@@ -366,7 +371,8 @@ def test_a_dead_node_costs_an_attempt_or_with_a_spare_one_only_a_restart_in_plac
     cluster.until(lambda: requeued.exists() or cluster.state(first) == "FAILED", "the second attempt", 100)
     assert requeued.exists(), log(plain)
     assert attempts(plain)[0] == ("start", "0", "0", "-") and "attempt 1" in log(plain)
-    cluster.run("scancel", first, second)
+    cluster.until(lambda: nodes_of(het, f"{third}.1") == ["node4", "node5"], "the heterogeneous job's", 100)
+    cluster.run("scancel", first, second, third)
 
 
 def test_the_cluster_comes_and_goes(tmp_path, cluster):
