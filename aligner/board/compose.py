@@ -154,7 +154,11 @@ def _by_key(cfg: Config) -> dict[str, str]:
 
 
 def _told(error: AlignerError) -> dict[str, str]:
-    return {"key": error.key if isinstance(error, ConfigError) else "", "text": f"error: {error}"}
+    """Of a value that Hydra cannot read the key is that of the override."""
+    key = error.key if isinstance(error, ConfigError) else ""
+    if key == "override":
+        key = str(error.value).partition("=")[0]
+    return {"key": key, "text": f"error: {error}"}
 
 
 def _plan(wish: Wish, cfg: Config) -> dict[str, str]:

@@ -50,9 +50,9 @@ class Jobs:
             log = folder / LOG
             try:
                 log.parent.mkdir(parents=True, exist_ok=True)
-                with log.open("wb") as output:
+                with log.open("ab") as output:
                     self.started[folder] = subprocess.Popen(
-                        _aligner(wish.argv()),
+                        command(wish.argv()),
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
@@ -96,7 +96,7 @@ class Jobs:
             "folder": str(folder),
             "pid": self._pid(folder),
             "code": ours.poll() if ours else None,
-            "log": _tail(log) if log.is_file() else "",
+            "log": tail(log) if log.is_file() else "",
         }
 
     def _pid(self, folder: Path) -> int | None:
@@ -105,7 +105,8 @@ class Jobs:
         return ours.pid if ours and ours.poll() is None else user_here(folder)
 
 
-def _aligner(argv: Sequence[str]) -> list[str]:
+def command(argv: Sequence[str]) -> list[str]:
+    """The user's own command line."""
     return [sys.executable, "-m", "aligner", *argv]
 
 
@@ -113,7 +114,7 @@ def _output(argv: Sequence[str]) -> str:
     """What the command prints. Raises AlignerError with its words if it fails."""
     try:
         done = subprocess.run(
-            _aligner(argv), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=DRY_S
+            command(argv), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=DRY_S
         )
     except subprocess.TimeoutExpired:
         raise AlignerError(f"{shlex.join(argv)}: no end after {DRY_S} s") from None
@@ -122,7 +123,8 @@ def _output(argv: Sequence[str]) -> str:
     return done.stdout + done.stderr
 
 
-def _tail(path: Path) -> str:
+def tail(path: Path) -> str:
+    """The end of a log."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         return file.read().decode(errors="replace")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from aligner.board import compose, jobs, samples, told
+from aligner.board import chat, compose, jobs, samples, told
 from aligner.board.runs import Answer
 
 
@@ -32,4 +32,5 @@ PAGES = {
         {"form": compose.form, "check": compose.check, "jobs": jobs.jobs, "start": jobs.start, "stop": jobs.stop}
         | {"dry_run": jobs.dry_run, "submit": jobs.submit}
     ),
+    "chat": Page({"talks": chat.talks, "open_talk": chat.open_talk, "close_talk": chat.close_talk, "say": chat.say}),
 }

@@ -102,6 +102,7 @@ class Recording:
             "reward": rounded(float(self.small["scores/total"][row])),
             "finished": bool(self.small["finished"][row]),
             "valid": bool(self.small["valid"][row]),
+            "rejected": bool(self.small["trained/rejected"][row]) if "trained/rejected" in self.small else False,
             "scores": {name.rpartition("/")[2]: rounded(float(column[row])) for name, column in components.items()},
         }
 

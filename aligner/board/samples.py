@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from aligner.run.sample_table import FILE, plain
 
 PAGE = 12  # rows of samples.jsonl
 LONGEST = 20_000  # characters of a text
-REPORTED = 8  # rows of each run in a report
+REPORTED = 40  # samples in a report, of all its runs together
 HINT = "debug.record=K keeps the rollouts of the last K steps: all samples, with numbers for every token"
 TABLE = "table"  # the step of all that samples.jsonl has
 
@@ -136,7 +137,8 @@ def samples(board: Board, asked: Record) -> Any:
     of all runs."""
     runs, query = board.runs(), Query.read(asked)
     if asked.flag("report", False):
-        views = [_reported(run, query) for run in runs.values() if _has(run)]
+        found = [run for run in runs.values() if _has(run)]
+        views = [_reported(run, query, max(1, REPORTED // len(found))) for run in found]
     else:
         name = asked.text("run", "") or next((run.name for run in runs.values() if _has(run)), "")
         views = [_view(board.run(name), query, asked.text("step", ""))] if name else []
@@ -167,6 +169,12 @@ def _view(run: Run, query: Query, step: str) -> dict[str, Any]:
     return view
 
 
-def _reported(run: Run, query: Query) -> dict[str, Any]:
-    view = _view(run, replace(query, order="newest", page=0), "")
-    return view | {"rows": view["rows"][:REPORTED], "groups": view["groups"][:1]}
+def _reported(run: Run, query: Query, most: int) -> dict[str, Any]:
+    """The newest `most` samples, without what cannot be read: a report is of what can."""
+    try:
+        view = _view(run, query, "")
+    except DataError as error:
+        print(f"warning: {error}", file=sys.stderr)
+        view = _view(run, query, TABLE)
+    groups = [group | {"samples": group["samples"][:most]} for group in view["groups"][:1]]
+    return view | {"rows": view["rows"][:most], "groups": groups}

@@ -7,12 +7,10 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from aligner.board.pages import PAGES, Page
+from aligner.board.pages import PAGES
 from aligner.board.runs import Board
 from aligner.environments.openai_api import require_server
 from aligner.errors import ConfigError
-
-ALL = {**PAGES, "chat": Page()}  # of which only the last needs models
 
 
 def main(folders: Sequence[str], port: int) -> int:
@@ -28,5 +26,5 @@ def main(folders: Sequence[str], port: int) -> int:
         raise ConfigError("--port", port, "a free port (0: any that is)", str(error)) from error
     token = secrets.token_urlsafe(32)
     print(f"http://127.0.0.1:{place.getsockname()[1]}/{token}/", flush=True)
-    asyncio.run(Listener(make_app(board, ALL, token)).serve(sockets=[place]))
+    asyncio.run(Listener(make_app(board, PAGES, token)).serve(sockets=[place]))
     return 0

@@ -171,7 +171,7 @@ class Served:
         self._answers += 1
         number, name = self._answers, f"chatcmpl-{self._answers}"
         calls = dialogue.calls and request.calls  # which text is a call shows at its end
-        if request.stream and not (calls or request.logprobs or request.return_token_ids):
+        if request.stream and not (calls or request.return_token_ids):  # logprobs come with the last part
             ask.hear = _writer(dialogue, request, partial(say, name))
         self.desk.put(ask)
         words, logprobs, stopped = await asyncio.wrap_future(ask.said)

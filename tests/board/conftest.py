@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from aligner.board.pages import PAGES
 from aligner.board.runs import Board
 from tests.needs import lacking
 
@@ -56,13 +57,12 @@ def serve():
     """serve(folder): the address of a board of it."""
     from aligner.board.server import make_app
     from aligner.environments.endpoint import Listener, loopback
-    from aligner.tools.board import ALL
 
     opened = []
 
     def start(folder) -> str:
         place = loopback(0)
-        listener = Listener(make_app(Board([folder]), ALL, "token"))
+        listener = Listener(make_app(Board([folder]), PAGES, "token"))
         thread = threading.Thread(target=lambda: asyncio.run(listener.serve(sockets=[place])))
         thread.start()
         opened.append((listener, thread))

@@ -41,7 +41,7 @@ def test_the_form_has_every_group_and_key():
     [
         ({"values": {"optim.lr": "fast"}}, "optim.lr"),
         ({"values": {"optim.lrr": "1"}}, "optim.lrr"),
-        ({"values": {"optim.betas": "[0.9"}}, "override"),
+        ({"values": {"optim.betas": "[0.9"}}, "optim.betas"),
         ({"groups": {"stage": "gpro"}}, "stage"),
         ({"values": {"data.train": "a (b) = c"}}, "data.train"),
         ({"values": {"run.dir": ""}}, "run.dir"),

@@ -116,7 +116,8 @@ def test_a_page_has_a_bounded_number_of_tokens(board, monkeypatch):
     assert told["cut"] and told["ids"] == list(b"<x") and len(told["numbers"]["advantage"]) == 2
 
 
-def test_a_report_has_the_newest_of_each_run(board):
+def test_a_report_has_the_newest_of_each_run(board, monkeypatch):
+    monkeypatch.setattr("aligner.board.samples.REPORTED", 16)
     answer = ask(board, report=True)
     assert [(view["run"], view["step"]) for view in answer["views"]] == [("new", "7"), ("old", "table")]
     assert len(answer["views"][0]["groups"]) == 1 and len(answer["views"][1]["rows"]) == 8
@@ -137,6 +138,7 @@ def test_what_cannot_be_read_is_told(board, tmp_path):
     for asked, text in wrong:
         with pytest.raises(AlignerError, match=text):
             ask(board, **asked)
+    assert [view["step"] for view in ask(board, report=True)["views"]] == ["table", "table"]
     record(tmp_path / "new", 7)
     with pytest.raises(DataError, match="row 6: expected one from 0 to 5"):
         ask(board, sample_tokens, run="new", step=7, row=6)

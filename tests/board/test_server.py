@@ -13,7 +13,6 @@ from aligner.board.pages import PAGES, Page
 from aligner.board.runs import Board
 from aligner.board.server import make_app
 from aligner.errors import ConfigError
-from aligner.tools.board import ALL
 
 TOKEN = "secret"
 
@@ -27,7 +26,7 @@ def folder(tmp_path):
     return tmp_path / "runs"
 
 
-def client(folder, pages=ALL, host="127.0.0.1:8080"):
+def client(folder, pages=PAGES, host="127.0.0.1:8080"):
     return TestClient(make_app(Board([folder]), pages, TOKEN), base_url=f"http://{host}", raise_server_exceptions=False)
 
 
@@ -46,7 +45,7 @@ def test_pages_assets_and_answers(folder):
 
 def test_all_tabs_have_their_module(folder):
     asked = client(folder)
-    for tab in ALL:
+    for tab in PAGES:
         assert "export function mount" in asked.get(f"/{TOKEN}/assets/{tab}.js").text.replace(
             "export async ", "export "
         )

@@ -76,6 +76,12 @@ def test_an_answer_is_what_the_engine_says_with_the_same_seed(served, client):
     logprobs = [one.logprob for one in choice.logprobs.content]
     assert logprobs == pytest.approx(out.logprobs[0, : len(tokens)].tolist(), abs=1e-5)
     assert choice.message.content == model.tokenizer.decode(tokens, skip_special_tokens=True)
+    parts = [part.choices[0] for part in ask(client, "say a:", seed=7, logprobs=True, stream=True, extra_body={})]
+    assert "".join(part.delta.content or "" for part in parts) == choice.message.content
+    told = [one for part in parts if part.logprobs for one in part.logprobs.content]
+    assert [one.logprob for one in told] == logprobs and "".join(one.token for one in told).startswith(
+        choice.message.content
+    )
 
 
 def test_requests_at_a_time_are_answered_each_as_it_asked(client):

@@ -1,5 +1,116 @@
-import { el } from "board/dom.js";
+// One conversation with one or two models side by side; each goes on with its own answers.
 
-export function mount(element, api) {
-  element.append(el("p", {}, "chat"));
+import { el } from "board/dom.js";
+import { tokens } from "board/tokens.js";
+
+const UNLIKELY = 6; // nats at which a token has the full colour
+const NAMES = {logprob: "logprob", probability: "probability"};
+
+export async function mount(element, api) {
+  const {models, open} = await api.ask("talks");
+  const controls = {
+    temperature: el("input", {type: "number", min: 0, step: 0.1, value: 1}),
+    top_p: el("input", {type: "number", min: 0, max: 1, step: 0.05, value: 1}),
+    max_tokens: el("input", {type: "number", min: 1, step: 1, placeholder: "the run's"}),
+    seed: el("input", {type: "number", min: 0, step: 1, placeholder: "any"}),
+  };
+  const system = el("input", {size: 24, placeholder: "none"});
+  const coloured = el("input", {type: "checkbox", checked: true, onchange: () => slots.forEach((slot) => slot.paint())});
+  const message = el("textarea", {rows: 3, "aria-label": "message", placeholder: "Enter sends, Shift+Enter begins a line",
+    onkeydown: (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      send();
+    }});
+  const sends = el("button", {type: "button", onclick: send}, "send");
+  const ends = el("button", {type: "button", hidden: true, onclick: () => abort.abort()}, "stop");
+  const again = el("button", {type: "button", onclick: () => slots.forEach((slot) => slot.clear())}, "new talk");
+  let abort = new AbortController();
+  const slots = [slotOf("model", open[0] ?? ""), slotOf("beside it", open[1] ?? "")];
+  const settings = Object.entries(controls).map(([name, input]) => el("label", {}, name, input));
+  element.append(
+    el("div", {class: "controls"}, settings, el("label", {}, "system", system), el("label", {}, "colour by probability", coloured)),
+    el("div", {class: "talks"}, slots.map((slot) => slot.element)),
+    el("div", {class: "message"}, message, el("div", {class: "controls"}, sends, ends, again)));
+  if (!models.length) element.prepend(el("p", {class: "dim"}, "No model here: a run that has ended has one (run.export), or a checkpoint, or a Hugging Face folder among the board's."));
+
+  async function send() {
+    const text = message.value.trim(), talking = slots.filter((slot) => slot.ready());
+    if (!text || sends.disabled) return;
+    if (!talking.length) return api.fail(new Error("choose a model first"));
+    message.value = "";
+    sends.disabled = true;
+    ends.hidden = false;
+    abort = new AbortController();
+    await Promise.all(talking.map((slot) => slot.say(text)));
+    sends.disabled = false;
+    ends.hidden = true;
+    message.focus();
+  }
+
+  function sampling() {
+    const set = Object.entries(controls).filter(([, input]) => input.value !== "");
+    return Object.fromEntries(set.map(([name, input]) => [name, Number(input.value)]));
+  }
+
+  function slotOf(label, chosen) {
+    const log = el("div", {class: "talk", role: "log", "aria-label": `talk with ${label}`, tabindex: 0});
+    const state = el("span", {class: "dim", role: "status"}, chosen ? "ready" : "");
+    const select = el("select", {onchange: () => change(select.value)}, [["", "none"], ...models.map((name) => [name, name])]
+      .map(([value, name]) => el("option", {value, selected: value === chosen}, name)));
+    let model = chosen, history = [], painted = [], opening = 0;
+
+    async function change(name) {
+      const mine = ++opening, before = model;
+      model = "";
+      clear();
+      try {
+        if (before && slots.every((slot) => slot.model() !== before)) await api.ask("close_talk", {model: before});
+        state.textContent = name ? "loading ..." : "";
+        const found = name ? await api.ask("open_talk", {model: name}) : null;
+        if (mine !== opening) return;
+        model = name;
+        state.textContent = !found ? "" : found.plain ? "ready; it has no chat template: each message is a prompt of its own" : "ready";
+      } catch (error) {
+        state.textContent = error.message;
+      }
+    }
+
+    function clear() {
+      history = [];
+      painted = [];
+      log.replaceChildren();
+    }
+
+    async function say(text) {
+      const answer = el("pre", {});
+      const made = el("div", {class: "turn own"}, el("small", {}, model), answer);
+      log.append(el("div", {class: "turn"}, el("small", {}, "you"), el("pre", {}, text)), made);
+      const messages = [...(system.value ? [{role: "system", content: system.value}] : []), ...history, {role: "user", content: text}];
+      try {
+        for await (const part of api.stream("say", {model, messages, ...sampling()}, abort.signal)) {
+          if (part.text !== undefined) answer.textContent += part.text;
+          else {
+            const numbers = {logprob: part.logprobs, probability: part.logprobs.map(Math.exp)};
+            const shown = tokens({texts: part.tokens, made: part.tokens.map(() => true), numbers}, NAMES);
+            painted.push(shown);
+            answer.replaceWith(shown.element);
+            if (part.reason === "length") made.append(el("small", {}, "cut by max_tokens"));
+            history.push({role: "user", content: text}, {role: "assistant", content: answer.textContent});
+            paint();
+          }
+        }
+      } catch (error) {
+        made.append(el("p", {class: "problem"}, error.name === "AbortError" ? "stopped" : error.message));
+      }
+      log.scrollTop = log.scrollHeight;
+    }
+
+    function paint() {
+      for (const shown of painted) shown.paint(coloured.checked ? "logprob" : "", UNLIKELY);
+    }
+
+    return {element: el("div", {}, el("div", {class: "controls"}, el("label", {}, label, select), state), log),
+      ready: () => model !== "", model: () => model, say, clear, paint};
+  }
 }

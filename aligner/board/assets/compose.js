@@ -181,6 +181,7 @@ export async function mount(element, api) {
     render();
     tell();
     rows.get(name)?.input.focus();
+    rows.get(name)?.input.select?.(); // what is typed takes its place
   }
 
   // --- starting and stopping

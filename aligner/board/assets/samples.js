@@ -10,7 +10,7 @@ const NAMES = {
 
 export async function mount(element, api) {
   const place = api.report ? new URLSearchParams() : api.place().args;
-  const asked = {run: place.get("run") ?? "", step: place.get("step") ?? "", page: 0};
+  const asked = {run: place.get("run") ?? [...api.chosen][0] ?? "", step: place.get("step") ?? "", page: 0};
   const run = el("select", {onchange: () => ask({run: run.value, step: ""})});
   const step = el("select", {onchange: () => ask({step: step.value})});
   const text = el("input", {type: "search", size: 14, oninput: () => later({text: text.value})});
@@ -35,12 +35,14 @@ export async function mount(element, api) {
 
   const bound = (input) => (input.value === "" ? null : Number(input.value));
   function ask(change) {
+    clearTimeout(timer);
     Object.assign(asked, {page: 0}, change);
     return load().catch(api.fail);
   }
   function later(change) {
     clearTimeout(timer);
-    timer = setTimeout(() => ask(change), 300);
+    Object.assign(asked, {page: 0}, change);
+    timer = setTimeout(() => ask({}), 300);
   }
 
   async function load() {
@@ -115,7 +117,7 @@ export async function mount(element, api) {
   function facts(reward, sample, more = []) {
     const scores = Object.entries(sample.scores);
     const words = [`reward ${number(reward) || "none"}`, ...(scores.length > 1 ? scores.map(([name, value]) => `${name} ${number(value) || "none"}`) : []),
-      ...more, sample.end || (sample.finished ? "" : "cut by the limit"), sample.valid === false ? "invalid" : ""];
+      ...more, sample.end || (sample.finished ? "" : "cut by the limit"), sample.rejected ? "rejected" : sample.valid === false ? "invalid" : ""];
     return el("p", {class: "facts"}, words.filter(Boolean).join(", "));
   }
 

@@ -37,7 +37,7 @@ export function tokens({texts, ids, made, numbers, cut}, names) {
       const values = numbers[name];
       spans.forEach((span, i) => {
         const value = values?.[i] ?? 0;
-        const share = largest > 0 ? Math.round((SHARE * Math.abs(value)) / largest) : 0;
+        const share = largest > 0 ? Math.round(SHARE * Math.min(1, Math.abs(value) / largest)) : 0;
         span.style.background = share ? `color-mix(in srgb, var(${value > 0 ? "--more" : "--less"}) ${share}%, transparent)` : "";
       });
     },

@@ -1,0 +1,227 @@
+"""Talking to models in the board: each is an `aligner serve` of its own, with a memory of its own, which a kill frees.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from aligner.board.jobs import command, tail
+from aligner.board.runs import Board
+from aligner.config.freeze import FILE_NAME
+from aligner.config.resolve import quoted
+from aligner.errors import AlignerError, DataError
+from aligner.foreign import Record, parse_json, read_record, record
+
+MOST = 2  # models at a time
+SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
+PLAIN = "{{ messages[-1]['content'] }}"  # for a model without a chat template: each message is a prompt of its own
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """What can be talked to."""
+
+    folder: Path  # of a run, of Hugging Face, or a checkpoint
+    run: Path | None = None  # whose checkpoint it is
+
+
+def known(board: Board) -> dict[str, Model]:
+    """By name: runs that have exported their model, checkpoints, and folders of Hugging Face among those of the board
+    and in them."""
+    found = {}
+    for name, run in board.runs().items():
+        if (run.folder / "hf" / "config.json").is_file():
+            found[name] = Model(run.folder)
+        steps = sorted((run.folder / "checkpoints").glob("step-*[0-9]"))
+        found |= {f"{name} {folder.name}": Model(folder, run.folder) for folder in steps}
+    for place in board.folders:
+        inside = sorted(path for path in place.iterdir() if path.is_dir())
+        found |= {str(path): Model(path) for path in (place, *inside) if (path / "config.json").is_file()}
+    return found
+
+
+@dataclass
+class Talk:
+    """A model that is served."""
+
+    process: subprocess.Popen
+    folder: tempfile.TemporaryDirectory  # what the process says, and the model that was exported for it
+    plain: bool
+    url: str = ""
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.folder.cleanup()
+
+
+@dataclass
+class Talks:
+    """Calls come from several threads."""
+
+    by_name: dict[str, Talk] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # a process ends with the thread that has started it: this one lasts as long as the board
+    _starter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def open(self, name: str, model: Model) -> Talk:
+        """Returns when it can be talked to. Raises AlignerError with what the process says if it ends before."""
+        with self._lock:
+            if name in self.by_name and self.by_name[name].process.poll() is None:
+                return self.by_name[name]
+            self._close(name)
+            if len(self.by_name) >= MOST:
+                raise AlignerError(f"{name!r}: expected at most {MOST} models at a time; close one first")
+            talk = self._started(model)
+            try:
+                talk.url = _address(talk)
+            except AlignerError:
+                talk.close()
+                raise
+            self.by_name[name] = talk
+            return talk
+
+    def _started(self, model: Model) -> Talk:
+        folder = tempfile.TemporaryDirectory(prefix="aligner-chat-")
+        home, hf = Path(folder.name), next(path for path in (model.folder / "hf", model.folder) if path.is_dir())
+        log, given = home / "log", [str(model.folder)]
+        with log.open("wb") as output:
+            if model.run is not None:
+                hf = home / "hf"
+                argv = command(["export", *given, str(hf)])
+                done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+                if done.returncode:
+                    text = tail(log)
+                    folder.cleanup()
+                    raise AlignerError(_last(text))
+                given = ["--frozen", str(model.run / FILE_NAME), str(hf)]
+            if plain := not _has_template(hf):
+                (home / "plain.jinja").write_text(PLAIN, encoding="utf-8")
+                given.append(f"data.chat_template={quoted(str(home / 'plain.jinja'))}")
+            serve = command(["serve", "--port", "0", *given])
+            process = self._starter.submit(_with_the_board, serve, output).result()
+        return Talk(process, folder, plain)
+
+    def close(self, name: str) -> None:
+        with self._lock:
+            self._close(name)
+
+    def _close(self, name: str) -> None:
+        if (talk := self.by_name.pop(name, None)) is not None:
+            talk.close()
+
+    def say(self, name: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """{"text"} as it comes, then {"tokens": texts, "logprobs", "reason"}. Raises AlignerError."""
+        talk = self.by_name.get(name)
+        if talk is None:
+            raise DataError(f"{name!r}: expected a model that is open")
+        with httpx.Client(trust_env=False, timeout=None) as client:
+            try:
+                served = _event(client.get(f"{talk.url}/models").read()).list("data")[0]["id"]
+                body = {"model": served, "stream": True, "logprobs": True} | body
+                with client.stream("POST", f"{talk.url}/chat/completions", json=body) as reply:
+                    yield from _parts(reply)
+            except httpx.HTTPError as error:
+                raise AlignerError(
+                    f"{name}: {type(error).__name__}: {_last(tail(Path(talk.folder.name) / 'log'))}"
+                ) from None
+
+
+def _has_template(hf: Path) -> bool:
+    if any((hf / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    told = hf / "tokenizer_config.json"
+    return told.is_file() and "chat_template" in read_record(told, AlignerError)
+
+
+def _with_the_board(argv: Sequence[str], output: Any) -> subprocess.Popen:
+    """Ends with this process, however that does."""
+    return subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=output,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+    )
+
+
+def _address(talk: Talk) -> str:
+    """The first line that it prints has it. Raises AlignerError."""
+    assert talk.process.stdout is not None
+    for line in talk.process.stdout:
+        if line.startswith("http://"):
+            return line.partition(": ")[0]
+    raise AlignerError(_last(tail(Path(talk.folder.name) / "log")))
+
+
+def _last(text: str) -> str:
+    """What a command has said last."""
+    return (text.strip().splitlines() or ["it ended, and said nothing"])[-1].removeprefix("error: ")
+
+
+def _parts(reply: httpx.Response) -> Iterator[dict[str, Any]]:
+    if reply.status_code != 200:
+        raise AlignerError(_event(reply.read()).record("error").text("message"))
+    ended: dict[str, Any] = {"tokens": [], "logprobs": [], "reason": ""}
+    for line in reply.iter_lines():
+        data = line.removeprefix("data: ")
+        if not data or data == "[DONE]":
+            continue
+        event = _event(data.encode())
+        if "error" in event:
+            raise AlignerError(event.record("error").text("message"))
+        (choice,) = event.list("choices")
+        if text := choice["delta"].get("content"):
+            yield {"text": text}
+        told = (choice.get("logprobs") or {}).get("content", [])
+        ended["tokens"] += [one["token"] for one in told]
+        ended["logprobs"] += [one["logprob"] for one in told]
+        ended["reason"] = choice["finish_reason"] or ended["reason"]
+    yield ended
+
+
+def _event(data: bytes) -> Record:
+    return record(parse_json(data, "aligner serve", AlignerError, nan=True), "aligner serve", AlignerError)
+
+
+# --- endpoints
+
+TALKS = Talks()  # of this process
+
+
+def talks(board: Board, asked: Record) -> Any:
+    return {"models": list(known(board)), "open": list(TALKS.by_name)}
+
+
+def open_talk(board: Board, asked: Record) -> Any:
+    """`plain`: it has no chat template."""
+    name, found = asked.text("model"), known(board)
+    if name not in found:
+        raise DataError(f"model={name!r}: expected one of the board's {len(found)} models")
+    return {"plain": TALKS.open(name, found[name]).plain}
+
+
+def close_talk(board: Board, asked: Record) -> Any:
+    TALKS.close(asked.text("model"))
+    return {}
+
+
+def say(board: Board, asked: Record) -> Any:
+    body = {name: asked.fields[name] for name in ("messages", *SAMPLING) if name in asked}
+    return TALKS.say(asked.text("model"), body)

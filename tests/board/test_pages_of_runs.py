@@ -1,0 +1,207 @@
+"""Samples, compose and chat in a real browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from dataclasses import replace
+
+import pytest
+
+from aligner import __main__ as command_line
+from aligner.board import chat
+from aligner.data.tokenizer import byte_tokenizer
+from tests import stages, tiny
+from tests.board.recordings import HOSTILE, TEXT, record, run_folder
+
+pytest.importorskip("playwright")
+from playwright.sync_api import expect
+
+PHONE = {"width": 390, "height": 800}
+WAIT_MS = 120_000  # the machine may be busy
+
+
+def go(page, tab: str, ready: str, **place: str) -> None:
+    where = "&".join(f"{name}={value}" for name, value in place.items())
+    page.set_default_timeout(WAIT_MS)
+    expect.set_options(timeout=WAIT_MS)
+    page.evaluate("where => { location.hash = where }", f"{tab}?{where}" if where else tab)
+    page.wait_for_selector(ready)
+
+
+def choice(page, name: str):
+    return page.get_by_role("combobox", name=name, exact=True)
+
+
+def fits_a_phone(page) -> bool:
+    page.set_viewport_size(PHONE)
+    return page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def test_groups_and_their_tokens(look, serve, tmp_path):
+    tokenizer = byte_tokenizer(str(run_folder(tmp_path / "new", rows=2) / "hf"))
+    columns = record(tmp_path / "new", 7, tokenizer.encode(TEXT))
+    page = look(serve(tmp_path))
+    go(page, "samples", ".token")
+    assert page.locator(".group").count() == 2 and HOSTILE in page.locator(".prompt").first.inner_text()
+    spans = page.locator(".tokens").first.locator(".token")
+    assert spans.all_text_contents() == ["<", "x", ">", " "] and "given" in spans.nth(2).get_attribute("class")
+    shares = [float(re.search(r"var\(--(more|less)\) (\d+)%", style)[2]) for style in _styles(spans, [0, 1, 3])]
+    advantages = abs(columns["trained/advantages"][:4, 3:]) * columns["response_mask"][:4, 3:]
+    wanted = [45 * advantages[0, i] / advantages.max() for i in (0, 1, 3)]
+    assert shares == pytest.approx(wanted, abs=0.6)
+    spans.nth(1).hover()
+    told = page.locator(".told").first
+    assert f"advantage {columns['trained/advantages'][0, 4]:.2g}"[:13] in told.inner_text()
+    page.locator(".tokens").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert told.inner_text().startswith('">" (') and "not of the policy" in told.inner_text()
+    page.get_by_label("colour").select_option("kl")
+    page.get_by_role("button", name="more").click()
+    expect(page.locator(".group")).to_have_count(1)
+    assert page.get_by_label("colour").input_value() == "kl"
+    assert fits_a_phone(page) and page.title() == "aligner board"
+
+
+def _styles(spans, numbers) -> list[str]:
+    return [spans.nth(i).get_attribute("style") for i in numbers]
+
+
+def test_rows_are_searched(look, serve, tmp_path):
+    run_folder(tmp_path / "old", rows=30)
+    turns = [{"role": "assistant", "text": "call"}, {"role": "tool", "text": HOSTILE}]
+    row = {"step": 30, "prompt": "turns", "response": "r", "reward": 9, "advantage": 0, "finished": True, "scores": {}}
+    with (tmp_path / "old" / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(row | {"columns": {}, "trajectory": {"stop": "done", "turns": turns}}) + "\n")
+    page = look(serve(tmp_path))
+    go(page, "samples", ".sample")
+    assert page.locator(".sample").count() == 12 and "debug.record=K" in page.locator("#page-samples").inner_text()
+    first = page.locator(".sample").first
+    assert [text.strip() for text in first.locator("small").all_inner_texts()][1] == "assistant not in the loss"
+    assert first.locator("pre").all_inner_texts() == ["turns", "call", HOSTILE]
+    page.get_by_label("prompt has").fill("Question 2")
+    page.get_by_label("reward from").fill("4")
+    expect(page.locator(".sample")).to_have_count(2)
+    page.get_by_label("step").select_option("29")
+    expect(page.locator(".sample")).to_have_count(1)
+    assert fits_a_phone(page)
+
+
+def test_a_form_says_what_the_command_line_says(look, serve, tmp_path, capsys):
+    page = look(serve(tmp_path))
+    go(page, "compose", ".key, details[data-section]")
+    page.get_by_label("find a key").fill("optim.lr")
+    lr = page.get_by_role("textbox", name="optim.lr", exact=True)
+    lr.fill("fast")
+    page.wait_for_selector("[aria-invalid=true]")
+    command = page.locator(".command").inner_text().split()
+    assert command[-1] == "optim.lr=fast" and command_line.main(command[3:]) == 2
+    assert page.locator("#page-compose p[role=status]").inner_text() == capsys.readouterr().err.strip()
+    assert page.get_by_role("button", name="start here").is_disabled()
+    lr.fill("3e-5")
+    choice(page, "model").select_option("qwen3_0.6b")
+    expect(page.locator(".plan")).to_contain_text("grpo on 8 x h100")
+    assert "lr: 3.0e-05" in page.get_by_label("YAML").text_content()
+    page.get_by_label("GPUs").fill("16")
+    expect(page.locator(".plan")).to_contain_text("grpo on 16 x h100")
+    for key, value in (("data.train", str(tmp_path)), ("reward.functions", "[{path: math}]")):
+        expect(page.locator("#page-compose p[role=status]")).to_contain_text(f"error: {key}=")
+        page.get_by_role("button", name="show the key").click()
+        page.keyboard.type(value)
+    expect(page.locator("#page-compose p[role=status]")).to_contain_text("nothing is wrong")
+    choice(page, "run it").select_option("submit")
+    page.get_by_role("button", name="dry run").click()
+    page.wait_for_selector("text=submit this")
+    assert "#SBATCH" in page.get_by_label("dry run").inner_text()
+    assert fits_a_phone(page)
+
+
+@pytest.mark.slow
+def test_a_run_is_started_and_stopped(look, serve, tmp_path):
+    data, run = stages.make_data(tmp_path / "data"), tmp_path / "runs" / "sft"
+    run.parent.mkdir()
+    page = look(serve(tmp_path / "runs"))
+    go(page, "compose", ".key, details[data-section]")
+    choice(page, "stage").select_option("sft")
+    given = [
+        *stages.BASE,
+        *stages.STAGES["sft"],
+        f"run.dir={run}",
+        "run.steps=100000",
+        f"data.train={data}/train.jsonl",
+    ]
+    given += [f"model.tokenizer={data}/tokenizer", "run.export=false"]
+    for text in given:
+        key, _, value = text.partition("=")
+        if key == "logging":
+            choice(page, key).select_option(value)
+            continue
+        page.get_by_label("find a key").fill(key)
+        if value in ("true", "false", "float32"):
+            choice(page, key).select_option(value)
+        else:
+            page.get_by_role("textbox", name=key, exact=True).fill(value)
+    expect(page.locator("#page-compose p[role=status]")).to_contain_text("nothing is wrong")
+    page.get_by_role("button", name="start here").click()
+    page.wait_for_selector(".job button:not([disabled])")
+    for _ in range(600):
+        if (run / "metrics.jsonl").is_file():
+            break
+        time.sleep(0.1)
+    page.get_by_role("button", name="stop").click()
+    page.wait_for_selector("text=ended with exit code 0")
+    assert (run / "STOPPED").is_file() and "step" in (run / "logs" / "board.log").read_text()
+
+
+@pytest.fixture
+def random_model(tmp_path):
+    """A folder of Hugging Face with a model that says anything."""
+    model, raw = tiny.transformers_model(replace(tiny.MODELS["qwen3"], vocab_size=261))
+    folder = tmp_path / "models" / "random"
+    tiny.write_folder(model, raw, folder)
+    byte_tokenizer(str(folder))
+    yield folder
+    for name in list(chat.TALKS.by_name):
+        chat.TALKS.close(name)
+
+
+@pytest.mark.slow
+def test_models_answer_token_by_token_side_by_side(look, serve, random_model):
+    page = look(serve(random_model.parent))
+    go(page, "chat", ".talk")
+    for label in ("model", "beside it"):
+        choice(page, label).select_option(str(random_model))
+        page.locator(".talks > div").nth(int(label != "model")).locator("text=ready").wait_for()
+    (talk,) = chat.TALKS.by_name.values()
+    page.evaluate(
+        """() => { window.lengths = new Set(); const talk = document.querySelector(".talk");
+        new MutationObserver(() => window.lengths.add(talk.textContent.length)).observe(talk,
+        {subtree: true, childList: true, characterData: true}); }"""
+    )
+    page.get_by_label("max_tokens").fill("40")
+    page.get_by_label("seed").fill("3")
+    page.get_by_label("message").fill(HOSTILE)
+    page.keyboard.press("Enter")
+    expect(page.locator(".talk .tokens")).to_have_count(2)
+    first, second = page.locator(".talk .tokens").all()
+    spans = first.locator(".token")
+    assert 1 <= spans.count() <= 40 and first.inner_text() == second.inner_text()
+    assert page.evaluate("window.lengths.size") > 3  # it came bit by bit
+    spans.first.hover()
+    told = page.locator(".talk .told").first.inner_text()
+    logprob, probability = (float(re.search(rf"{name} (\S+)", told)[1]) for name in ("logprob", "probability"))
+    assert math.exp(logprob) == pytest.approx(probability, rel=1e-2) and logprob < 0
+    assert page.locator(".talk .turn pre").first.inner_text() == HOSTILE
+    page.get_by_label("max_tokens").fill("100000")
+    page.get_by_label("message").fill("again")
+    page.get_by_role("button", name="send").click()
+    page.locator(".talk .problem").first.wait_for()
+    assert "expected at most 256 in all" in page.locator(".talk .problem").first.inner_text()
+    assert fits_a_phone(page)
+    for label in ("model", "beside it"):
+        choice(page, label).select_option("")
+    for status in page.locator("#page-chat .talks [role=status]").all():
+        expect(status).to_be_empty()
+    assert talk.process.wait(30) == -9
