@@ -1,15 +1,17 @@
 """Kill runs at random moments, resume them to their end, and compare with the uninterrupted run bit by bit.
 
     python -m tests.soak --kills 50 [--seed S] [--stages sft,rm,dpo,...] [--layouts one,dp2,tp2,tp2-lora,lag1,...,vllm]
+    python -m tests.soak --kills 50 --async    # stages and layouts of engines on ranks of their own: lags, windows
 
 Each case is a random stage on one rank, two data-parallel or two tensor ranks (also with adapters), grpo, ppo and turns
-also on a trainer's rank and an engine's that is ahead of it (engine.lag), and if asked for (`--layouts vllm`) with
-vLLM, whose process is then killed too (SIGKILL at any call of it); with or without checkpoint.async_save, killed
-(SIGKILL of one rank or of all) up to four times: half of the kills at a random time, half at a point that a random time
-would seldom hit: within a save, a commit, a refit, between two minibatches, at the end of an epoch. One of several
-ranks may first see the run folder as it was some time ago, as on a network file system. Ranks are forked from this
-process, which has everything imported, so a kill costs seconds. Prints kills, resumes and mismatches; the exit code is
-1 if there is a mismatch.
+also on a trainer's rank and an engine's that is ahead of it (engine.lag), grpo and ppo on one or two with two engines,
+one of which the run may lose (engine.spares: it then goes on), and if asked for (`--layouts vllm`) with vLLM, whose
+process is then killed too (SIGKILL at any call of it); with or without checkpoint.async_save, killed (SIGKILL of one
+rank or of all) up to four times: half of the kills at a random time, half at a point that a random time would seldom
+hit: within a save, a commit, a refit, a window, a step of decoding, between two minibatches, at the end of an epoch.
+One of several ranks may first see the run folder as it was some time ago, as on a network file system. Ranks are forked
+from this process, which has everything imported, so a kill costs seconds. Prints kills, resumes and mismatches; the
+exit code is 1 if there is a mismatch.
 """
 
 from __future__ import annotations
@@ -54,8 +56,10 @@ from aligner.config.schema import Config
 from aligner.config.validate import validate
 from aligner.data.stream import IndexStream
 from aligner.engines.child.process import Channel
+from aligner.engines.native.engine import NativeEngine
 from aligner.megatron.checkpoint import ModelSave
 from aligner.megatron.train import ShardedModel
+from aligner.refit import serve
 from aligner.refit.transfer import Refit
 from aligner.rollout import ahead, clock, pending
 from aligner.rollout.generate import Generator
@@ -69,6 +73,7 @@ from tests.ranks import _free_port
 from tests.servers import Server, fickle, scored_by
 
 TOTAL = 6
+GOES_ON = "The run goes on with engines"
 STAGES = ("sft", "rm", "dpo", "kto", "distill", "online_dpo", "sample", "grpo", "ppo", "turns", "outside")
 ASKING = ("turns", "outside")  # whom nobody answers the same again
 LAYOUTS: dict[str, tuple[int, list[str]]] = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"])}
@@ -77,6 +82,11 @@ LAYOUTS |= {f"lag{lag}": (2, ["engine.ranks=1", f"engine.lag={lag}"]) for lag in
 VLLM = "vllm"  # needs an environment of its own, and seconds to start
 LAYOUTS[VLLM] = (1, ["engine=vllm", "engine.kv_cache_bytes=16777216", "model.init=random", "model.head_dim=32"])
 LAYOUTS["lag-windows"] = (2, [*LAYOUTS["lag1"][1], "engine.window=3", "sampling.max_response_tokens=10"])
+LAYOUTS["lag0"] = (2, ["engine.ranks=1"])
+TWO = ["engine.ranks=2", "engine.spares=1", "engine.silent_s=15", "cluster.timeout_s=60", "refit.timeout_s=60"]
+LAYOUTS["lag-two"] = (3, [*TWO, "engine.lag=2"])
+LAYOUTS["lag-windows-two"] = (4, [*TWO, *LAYOUTS["lag-windows"][1][1:]])
+ASYNC = [name for name in LAYOUTS if name.startswith("lag")]
 COMMON = [f"run.steps={TOTAL}", "checkpoint.every=2", "run.eval_every=3", "logging.progress=false"]
 COMMON += ["optim.schedule=cosine", "optim.warmup_steps=2", "batch.micro_batch_samples=4"]
 ADAPTIVE = "algorithm.kl={coef: 0.1, placement: %s, controller: {kind: adaptive, target: 0.01, horizon: 100}}"
@@ -106,6 +116,12 @@ POINTS: dict[str, tuple[object, str]] = {
     "a step": (Run, "finish"),
     "the export": (aligner.builders.runs, "export_hf"),
 }
+ENGINES = {  # on a rank that only generates
+    "a step of decoding": (NativeEngine, "step"),
+    "weights that come": (serve.Server, "_load"),
+    "samples that go": (serve.Server, "_deliver"),
+}
+POINTS |= ENGINES
 CHILD = "a call of the engine's process"
 POINTS[CHILD] = (Channel, "call")
 WAIT_S = 5.0  # for the other ranks of a killed one, before they are killed too, as a launcher would
@@ -215,6 +231,7 @@ def attempt(cfg: Config, world: int, log: Path, kill: Kill | None, late: bool = 
     for rank in range(world):
         pids.append(fork(work(rank), log, pids[0] if pids else 0))
     open_, sent, deadline, killed = list(pids), False, None, False
+    needed = pids[: world - cfg.engine.ranks] if cfg.engine.spares else pids
     while open_:
         for pid in list(open_):
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -226,7 +243,7 @@ def attempt(cfg: Config, world: int, log: Path, kill: Kill | None, late: bool = 
             sent = True
             for pid in open_ if kill.rank is None else [p for p in pids[kill.rank : kill.rank + 1] if p in open_]:
                 os.kill(pid, signal.SIGKILL)
-        if open_ and len(open_) < world and deadline is None:
+        if open_ and not set(needed) <= set(open_) and deadline is None:
             deadline = time.monotonic() + (WAIT_S if killed else LIMIT_S / 10)
         if passed > LIMIT_S or (deadline is not None and time.monotonic() > deadline):
             if not killed:
@@ -254,6 +271,7 @@ class Soak:
         self.data = folder / "data"
         self.done: dict[tuple[str, str], tuple[Path, float]] = {}
         self.kills = self.resumes = self.cases = 0
+        self.without = 0  # kills without which the run went on to its end
         self.late = 0  # resumes in which a rank saw the checkpoints late
         self.mismatches: list[str] = []
         self.kinds: collections.Counter = collections.Counter()
@@ -343,6 +361,11 @@ class Soak:
             return Kill(0, 0.0, CHILD, self.random.randint(1, 40), self.random.random() < 0.5, child=True)
         if self.random.random() < 0.5:
             return Kill(rank, after_s=self.random.uniform(0.05, seconds))
+        if layout in ASYNC and self.random.random() < 0.4:
+            point, first = self.random.choice(list(ENGINES)), 2 if layout == "lag-windows-two" else 1
+            last = 80 if point == "a step of decoding" else 6
+            engine, before = self.random.randrange(first, LAYOUTS[layout][0]), self.random.random() < 0.5
+            return Kill(engine, 0.0, point, self.random.randint(1, last), before)
         online = stage in ("online_dpo", "sample", "grpo", "ppo", *ASKING)
         rollout_points = (
             "a refit",
@@ -353,7 +376,7 @@ class Soak:
             "a rollout in flight",
         )
         points = [p for p in POINTS if online or p not in rollout_points]
-        points = [p for p in points if p != CHILD or layout == VLLM]
+        points = [p for p in points if p not in ENGINES and (p != CHILD or layout == VLLM)]
         points = [p for p in points if stage not in ("rm", "sample") or p != "an evaluation"]
         points = [p for p in points if (p == "an answer from outside") <= (stage in ASKING)]
         points = [p for p in points if stage not in ASKING or p != "an evaluation"]
@@ -380,12 +403,17 @@ class Soak:
         for _ in range(min(left, self.random.randint(1, 4))):
             kill = self.draw(stage, layout, seconds)
             tries += 1
+            before = log.read_text().count(GOES_ON) if log.exists() else 0
             ended, _ = attempt(cfg, world, log, kill)
-            if ended:  # before its time, or the point was not reached
+            without = log.read_text().count(GOES_ON) > before
+            if ended and not without:  # before its time, or the point was not reached
                 break
             self.kills += 1
+            self.without += ended
             self.kinds[kill.point or "a random time"] += 1
-            told.append(str(kill))
+            told.append(f"{kill}{' (it went on)' * ended}")
+            if ended:
+                break
         if not ended:
             tries += 1
             late = world > 1 and self.random.random() < 0.5
@@ -433,21 +461,24 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Kill, resume, compare.")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stages", default=",".join(STAGES))
-    parser.add_argument("--layouts", default=",".join(name for name in LAYOUTS if name != VLLM))
+    parser.add_argument("--stages")
+    parser.add_argument("--layouts")
+    parser.add_argument("--async", dest="ahead", action="store_true", help="all of engines on ranks of their own")
     parser.add_argument("--folder", help="where the runs go; a temporary folder unless given, where failed ones stay")
     args = parser.parse_args(argv)
     folder = Path(args.folder or tempfile.mkdtemp(prefix="soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    soak = Soak(folder, args.seed, args.stages.split(","), args.layouts.split(","))
+    names = args.stages.split(",") if args.stages else ["grpo", "ppo", "turns"] if args.ahead else list(STAGES)
+    layouts = ASYNC if args.ahead else [name for name in LAYOUTS if name != VLLM]
+    soak = Soak(folder, args.seed, names, args.layouts.split(",") if args.layouts else layouts)
     while soak.kills < args.kills:
         soak.case(args.kills - soak.kills)
     kinds = ", ".join(f"{kind} {count}" for kind, count in soak.kinds.most_common())
     print(f"at {kinds}")
     print(
-        f"{soak.kills} kills, {soak.resumes} resumes ({soak.late} with a late view), {len(soak.mismatches)} mismatches "
-        f"({soak.cases} runs, {time.monotonic() - started:.0f} s, seed {args.seed})"
+        f"{soak.kills} kills, {soak.resumes} resumes ({soak.late} with a late view), {soak.without} times it went on, "
+        f"{len(soak.mismatches)} mismatches ({soak.cases} runs, {time.monotonic() - started:.0f} s, seed {args.seed})"
     )
     if not soak.mismatches:
         shutil.rmtree(folder)

@@ -62,6 +62,7 @@ class Bridge:
     on_signal: Callable[[int], None] = lambda number: None  # told of a signal that a rank with an engine received
     shrunk: bool = field(default=False, init=False)  # replicas were lost since the order before this one
     _orders: int = field(default=0, init=False)
+    _refused: str = field(default="", init=False)  # by rank 0: why the run cannot go on
     _doing: str = field(default="start", init=False)  # by rank 0: what was ordered last
     _heart: ExitStack = field(default_factory=ExitStack, init=False)
 
@@ -104,6 +105,8 @@ class Bridge:
 
     def _called(self, name: str) -> list[int]:
         """By rank 0: the ranks that generate and have come."""
+        if self._refused:  # the others have left
+            raise EngineError(self._refused)
         number, before = self._orders, self._replicas()
         with self.contact():
             spare = self.spares - (len(self.replicas) - len(before))
@@ -119,6 +122,7 @@ class Bridge:
         why = "; ".join(f"{text} (`{self._doing}`)" for text in lost.values())
         self._doing = name
         if not enough:
+            self._refused = why
             raise EngineError(why)
         if lost:
             print(f"WARNING: {why}. The run goes on with engines on {len(left)} ranks (engine.spares)", flush=True)
