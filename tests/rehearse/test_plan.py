@@ -16,6 +16,7 @@ ROWS = ["data.max_prompt_tokens=512", "data.max_tokens=4096", "batch.sequences=1
 ROLLOUT = ["data.max_prompt_tokens=2048", "sampling.max_response_tokens=16", "batch.prompts=8", "batch.group=2"]
 ROLLOUT += ["batch.minibatch_samples=0", "batch.share_prompts=false"]  # prompts that rows share are not in the plan
 APART = ["engine.ranks=4", "engine.tensor_parallel=2", "engine.lag=1", "refit.verify=checksum"]
+APART += ["refit.transport=mpi_window"]  # rehearsed as messages
 CASES = {
     "sft": ["stage=sft", "model=llama3_8b", "parallel.tensor=2", "parallel.sequence=true", *ROWS],
     "dpo": ["stage=dpo", "model=llama3_70b", "parallel.tensor=4", "parallel.pipeline=2", *ROWS],
