@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -19,11 +20,10 @@ from aligner.config.identity import Kind, changes
 from aligner.errors import DataError
 from aligner.rollout.record import FOLDER as ROLLOUTS
 from aligner.rollout.record import TRAINED, read_header
-from aligner.run.chain import PARTS, Record, by_tensor, read_chain, start_of
+from aligner.run.chain import PARTS, Record, by_tensor, read_chain
 from aligner.run.rows import FOLDER as ROWS
 from aligner.run.rows import file_name
 
-Step = tuple[Record, Record]  # the record of a step, and the start that it is behind
 LAYOUT = ("parallel.", "critic.parallel.", "engine.tensor_parallel", "engine.ranks", "batch.", "optim.distributed")
 UNSEEN = ("logging.", "checkpoint.", "eval.", "run.")  # keys of which no step depends, but for these
 SEEN = ("run.steps", "run.deterministic")
@@ -32,6 +32,14 @@ CAME = ("tokens", "rollout_logprobs")  # token by token
 FOUND = ("rewards", *(f"{TRAINED}{name}" for name in ("old_logprobs", "ref_logprobs", "values", "token_weights")))
 FOUND += tuple(f"{TRAINED}{name}" for name in ("token_rewards", "returns", "advantages"))
 BEFORE = "the weights that it begins with"
+
+
+class Step(NamedTuple):
+    """Of a step its record, the one before it, with the weights that it begins with, and what computes it."""
+
+    found: Record
+    before: Record
+    start: Record
 
 
 def main(args: argparse.Namespace) -> int:
@@ -44,38 +52,38 @@ def main(args: argparse.Namespace) -> int:
 
 def bisect(a: Path, b: Path) -> Iterator[str]:
     """What to tell, line by line; the first begins with `part` where they do. Raises DataError."""
-    chains = read_chain(a), read_chain(b)
-    steps = [{found["step"] for found in chain if "start" not in found} for chain in chains]
-    both = sorted(steps[0] & steps[1])
+    there, here = steps_of(a), steps_of(b)
+    both = sorted(there.keys() & here.keys())
     if not both:
         raise DataError(f"{a} and {b}: expected runs that have a step in common")
     for step in both:
-        pair = [of_step(chain, step) for chain in chains]
-        before = [_before(chain, step) for chain in chains]
-        where = _part(pair, before)
+        where = _part(there[step], here[step])
         if where:
             yield f"part at step {step} of {both[0]} to {both[-1]}: {where}"
-            for line in made_by(pair[0][1], pair[1][1]):
+            for line in made_by(there[step].start, here[step].start):
                 yield f"computed by other: {line}"
             yield from _details(a, b, step, where)
             return
     yield f"the same: steps {both[0]} to {both[-1]}"
 
 
-def of_step(chain: Sequence[Record], step: int) -> Step:
-    last = next(i for i, found in enumerate(chain) if found["step"] == step and "start" not in found)
-    return chain[last], start_of(chain[:last])
+def steps_of(run: Path) -> dict[int, Step]:
+    """Raises DataError."""
+    steps: dict[int, Step] = {}
+    before, start = {}, {}
+    for found in read_chain(run):
+        if "start" in found:
+            start = found["start"]
+        else:
+            steps[found["step"]] = Step(found, before, start)
+        before = found
+    return steps
 
 
-def _before(chain: Sequence[Record], step: int) -> Record:
-    """The record whose weights the step begins with."""
-    return chain[next(i for i, found in enumerate(chain) if found["step"] == step and "start" not in found) - 1]
-
-
-def _part(pair: Sequence[Step], before: Sequence[Record]) -> str:
+def _part(a: Step, b: Step) -> str:
     """What of a step is not the same in both, the first of it; "" for nothing."""
-    (there, then), (here, now) = pair
-    if wrong := tensors_apart((before[0], then), (before[1], now)):
+    there, here = a.found, b.found
+    if wrong := tensors_apart(a._replace(found=a.before), b._replace(found=b.before)):
         return f"{BEFORE}, first of {len(wrong)} tensors {wrong[0]}"
     for part in PARTS:
         if there["batch"].get(part) != here["batch"].get(part):
@@ -84,13 +92,15 @@ def _part(pair: Sequence[Step], before: Sequence[Record]) -> str:
         old, new = there["numbers"].get(name), here["numbers"].get(name)
         if old != new:
             return f"{name} {old!r} | {new!r}"
-    wrong = tensors_apart(*pair)
+    wrong = tensors_apart(a, b)
     return f"the weights after it, first of {len(wrong)} tensors {wrong[0]}" if wrong else ""
 
 
 def tensors_apart(a: Step, b: Step) -> list[str]:
     """Names of those whose hashes are not the same, in the order in which a token meets them."""
-    there, here = by_tensor(a[1], a[0]), by_tensor(b[1], b[0])
+    if (a.start["tensors"], a.found["weights"]) == (b.start["tensors"], b.found["weights"]):
+        return []
+    there, here = by_tensor(a.start, a.found), by_tensor(b.start, b.found)
     return [name for name in {**there, **here} if there.get(name) != here.get(name)]
 
 

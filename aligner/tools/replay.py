@@ -27,9 +27,9 @@ from aligner.config.validate import validate
 from aligner.errors import ConfigError
 from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.rollout.parts import FOLDER as PENDING
-from aligner.run.chain import Record, by_tensor, read_chain, start_of
+from aligner.run.chain import Record
 from aligner.run.marker_files import DONE, STOPPED
-from aligner.tools.bisect import Step, made_by, of_step, same_layout, tensors_apart
+from aligner.tools.bisect import Step, made_by, same_layout, steps_of, tensors_apart
 
 FOLDER = "replays"  # in the run folder
 CLOSE = 1e-5  # of numbers on another layout, times max(1, the number): docs/layouts.md
@@ -41,7 +41,6 @@ ALONE += ["logging.tensorboard=false", "logging.wandb.mode=disabled"]
 class Replay:
     """What is to be executed: `cfg.debug.until` is the step, `before` the last one that is not done again."""
 
-    run: Path
     cfg: Config
     before: int
     ranks: int
@@ -61,17 +60,16 @@ def main(args: argparse.Namespace) -> int:
 
 def prepare(run: Path, step: int, overrides: Sequence[str] = (), ranks: int = 0) -> Replay:
     """Make the folder. Raises DataError and ConfigError before anything runs."""
-    written = read_chain(run)
-    steps = [found["step"] for found in written if "start" not in found]
+    steps = steps_of(run)
     if step not in steps:
-        expected = f"a step of {run}: {steps[0]} to {steps[-1]}" if steps else f"a step, and {run} has done none"
+        expected = f"a step of {run}: {min(steps)} to {max(steps)}" if steps else f"a step, and {run} has done none"
         raise ConfigError("--step", step, expected)
+    first, start = min(steps) - 1, steps[step].start
     cfg = load_frozen(run)
     if cfg.debug.rollout_only or not STAGES[cfg.stage.name].trains:
         raise ConfigError("RUN", str(run), "a run that trains: others leave nothing to begin a step with")
-    start = start_of([found for found in written if found["step"] < step])
     earlier = [found for found in complete_checkpoints(run / "checkpoints") if found[0] < step]
-    before, checkpoint = earlier[-1] if earlier else (written[0]["step"], None)
+    before, checkpoint = earlier[-1] if earlier else (first, None)
     cfg = _as_then(cfg, start["config"])
     if not earlier and before and cfg.run.resume in ("auto", "never"):
         raise ConfigError(
@@ -82,7 +80,7 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), ranks: int = 0)
     fixed += ["run.resume=auto"] if earlier or not before else []
     if not cfg.debug.train_only:
         fixed += [f"debug.record={step - before}", f"debug.replay={quoted(str(run.resolve()))}"]
-    replay = Replay(run, compose_over(cfg, [*fixed, *overrides]), before, ranks or start["ranks"])
+    replay = Replay(compose_over(cfg, [*fixed, *overrides]), before, ranks or start["ranks"])
     validate(replay.cfg, replay.ranks)
     folder = Path(replay.cfg.run.dir)
     if folder.exists():
@@ -121,13 +119,13 @@ def _as_then(cfg: Config, then: Record) -> Config:
 
 def compare(run: Path, replay: Path, step: int) -> int:
     """Print what a step was in both; 0 if that is the same, as far as it can be on these layouts."""
-    (there, then), (here, now) = (of_step(read_chain(folder), step) for folder in (run, replay))
-    exact = same_layout(then, now)
-    rows = list(_rows((there, then), (here, now), exact))
+    written, now = (steps_of(folder)[step] for folder in (run, replay))
+    exact = same_layout(written.start, now.start)
+    rows = list(_rows(written, now, exact))
     print(f"step {step} of {run}, as it was written | now")
     for name, old, new, verdict in rows:
         print(f"  {name:<24} {old} | {new}  {verdict}")
-    for line in made_by(then, now):
+    for line in made_by(written.start, now.start):
         print(f"computed by other: {line}")
     if not exact:
         print(f"another layout rounds otherwise: numbers are compared within {CLOSE:g}, logprobs and weights are not")
@@ -137,7 +135,7 @@ def compare(run: Path, replay: Path, step: int) -> int:
 
 
 def _rows(written: Step, now: Step, exact: bool) -> Iterator[tuple[str, str, str, str]]:
-    (there, then), (here, _) = written, now
+    there, here = written.found, now.found
     for part, old in there["batch"].items():
         new = here["batch"].get(part, "none")
         if exact or part != "logprobs":
@@ -146,8 +144,8 @@ def _rows(written: Step, now: Step, exact: bool) -> Iterator[tuple[str, str, str
         new = here["numbers"].get(name)
         yield name, repr(old), repr(new), _verdict(old, new, exact)
     if exact:
-        tensors, wrong = by_tensor(then, there), tensors_apart(written, now)
-        verdict = f"DIFFERS: {len(wrong)} of {len(tensors)} tensors, first {wrong[0]}" if wrong else "equal"
+        count, wrong = len(written.start["tensors"]), tensors_apart(written, now)
+        verdict = f"DIFFERS: {len(wrong)} of {count} tensors, first {wrong[0]}" if wrong else "equal"
         yield "weights", *(_short(found["weights"]) for found in (there, here)), verdict
 
 

@@ -6,6 +6,7 @@ import shutil
 from itertools import pairwise
 
 import pytest
+from safetensors.torch import load_file
 
 from aligner.errors import DataError
 from aligner.run.chain import DIGITS, FILE, read_chain, start_of
@@ -103,15 +104,17 @@ def test_weights_that_are_not_what_the_step_left_are_told(run, tiny_data, capsys
     ],
 )
 def test_the_layout_does_not_show(tiny_data, tmp_path, ranks, stage, layouts):
-    """Of weights before the first step, of its rows, of prompts and rewards."""
+    """Of weights before the first step, of its rows, of prompts and rewards; and the recording has all of them."""
     found = []
     for world, more in layouts.items():
         for own in more:
             folder = tmp_path / f"{len(found)}"
-            bare = ["run.steps=1", "run.export=false", "checkpoint.final=false"]
+            bare = ["run.steps=1", "run.export=false", "checkpoint.final=false", "debug.record=1"]
             arguments = stages.overrides(stage, tiny_data, folder, *bare, *own)
             ranks.run("tests.run.jobs:run_stage", world=world, arguments=arguments)
             start, step = read_chain(folder)
             exact = {name: value for name, value in step["batch"].items() if name != "logprobs"}
-            found.append((start["start"]["tensors"], start["weights"], exact))
+            (file,) = folder.glob("ro*s/step-00000001.safetensors")  # rows or rollouts
+            rows = sorted(load_file(file)["tokens"].tolist())
+            found.append((start["start"]["tensors"], start["weights"], exact, rows))
     assert all(other == found[0] for other in found[1:])
