@@ -27,9 +27,9 @@ def splits(
         try:
             validate_engines(one, gpus)
             validate_layout(one, gpus)
+            job = job_for(one)
         except ConfigError:
             continue
-        job = job_for(one)
         if plan_memory(job, device, Assumptions()).fits:
             found.append(predict(job, device))
     return sorted(found, key=lambda p: p.overlapped[0])
