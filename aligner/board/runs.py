@@ -200,12 +200,13 @@ def is_run(folder: Path) -> bool:
 
 
 def within(folder: Path, depth: int) -> Iterator[Path]:
-    """The run folders at most `depth` below; what lies within a run is its own. Links to folders are not followed."""
+    """The run folders at most `depth` below; what lies within a run is its own. No links, nothing hidden."""
     try:
         if is_run(folder):
             yield folder
             return
-        inside = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+        inside = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:  # unreadable, or gone since
         return
     for child in sorted(inside, key=natural) if depth else ():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
 from aligner import __main__ as command_line
+from aligner.board.page import asset
 from aligner.board.pages import PAGES, Page
 from aligner.board.runs import Board
 from aligner.board.server import make_app
@@ -49,6 +51,12 @@ def test_all_tabs_have_their_module(folder):
         assert "export function mount" in asked.get(f"/{TOKEN}/assets/{tab}.js").text.replace(
             "export async ", "export "
         )
+
+
+def test_the_plots_are_of_the_version_that_is_documented():
+    documented = (Path(__file__).parents[2] / "docs/dependencies.md").read_text()
+    assert "uPlot (v1.6.32)" in asset("uPlot.iife.min.js") and "| uPlot 1.6.32 |" in documented
+    assert "MIT" in asset("uPlot.LICENSE")
 
 
 def test_without_the_token_nothing_is_there(folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def test_runs_are_found_in_folders_of_folders_and_named_apart(tmp_path):
     make_run(tmp_path / "sft" / "inner")  # a run's own folders are not runs
     (tmp_path / "sweep" / "logs").mkdir()
     (tmp_path / "around").symlink_to(tmp_path)
+    make_run(tmp_path / ".trash" / "old")
     assert [*rows(tmp_path)] == ["chain/grpo", "chain/sft", f"{tmp_path.name}/sft", "0_a", "2_a", "10_a"] or [
         *rows(tmp_path)
     ]
@@ -133,6 +135,17 @@ def test_the_page_follows_a_run_that_writes(tmp_path):
     (tmp_path / "b" / "config.yaml").unlink()
     assert [row["name"] for row in told.table(board, asked)["runs"]] == ["a"]
     assert told.details(board, record({"runs": ["a", "b"]}, "", AlignerError))["differ"] == {}
+
+
+def test_requests_at_a_time_agree(tmp_path):
+    folder, asked = make_run(tmp_path / "a"), record({}, "", AlignerError)
+    board, endpoints = Board([tmp_path]), (told.table, told.metrics, told.curves, told.phases, told.details)
+    with ThreadPoolExecutor(8) as threads:
+        for step in range(6, 60):
+            append_jsonl(folder / "metrics.jsonl", [{"step": step, "reward/mean": step, f"policy/m{step}": 1.0}])
+            answers = [threads.submit(endpoint, board, asked) for endpoint in endpoints * 2]
+            assert all(answer.result() for answer in answers)
+    assert told.curves(board, asked)["curves"]["a"]["reward/mean"]["y"] == [*range(1, 60)]
 
 
 def test_damaged_folders_are_rows_that_say_so(tmp_path):
