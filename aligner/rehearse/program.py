@@ -199,6 +199,7 @@ def _checkpoints(device: Device) -> None:
     from aligner.megatron import checkpoint
     from aligner.models.shards import HfTensor
     from aligner.refit import export, transfer
+    from aligner.run import chain
     from aligner.run.checkpoints import Checkpoints
 
     def save(self: Any, step: int, *arguments: Any) -> None:
@@ -244,6 +245,7 @@ def _checkpoints(device: Device) -> None:
     megatron = checkpoint.dist_checkpointing.serialization
     told, transfer.WeightStream._stage_names = transfer.WeightStream._stage_names, stage_names
     Checkpoints.save, Checkpoints.restore = save, restore
+    chain.gathered = lambda own: [[]]  # nobody tells the names of other stages' tensors, of which all have a sum
     export.write_hf, export.joined = write_hf, lambda tensors, parts: tensors
     checkpoint._verified = lambda folder: set()
     checkpoint.dist_checkpointing.load = load
