@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -91,8 +92,8 @@ class Run:
 
     def _newer(self) -> str:
         versions = mapping(self.start.get("versions"))
-        theirs, ours = str(versions.get("aligner", "")), metadata.version("aligner")
-        newer = _version(theirs) > _version(ours)
+        theirs, ours = str(versions.get("aligner", "")), _ours()
+        newer = bool(ours) and _version(theirs) > _version(ours)
         return f"written by aligner {theirs}: this one is {ours} and may not know all of it" if newer else ""
 
     @property
@@ -247,6 +248,14 @@ def _epoch(text: Any) -> float:
         return datetime.fromisoformat(str(text)).timestamp()
     except ValueError:
         return math.nan
+
+
+@functools.cache
+def _ours() -> str:
+    """Empty in a checkout that is not installed."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version("aligner")
+    return ""
 
 
 def _version(text: str) -> list[int]:

@@ -18,7 +18,7 @@ function color(name) {
 }
 
 function recolor() {
-  for (const plot of drawn) plot.isConnected ? plot.redraw() : drawn.delete(plot);
+  for (const plot of drawn) if (plot.isConnected) plot.redraw();
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolor);
 for (const [event, printing] of [["beforeprint", true], ["afterprint", false]])
@@ -94,11 +94,11 @@ export class Chart {
     this.shape = JSON.stringify([curves.map((c) => c.index), options]);
     this.options = options;
     const data = this.data();
-    this.tell(null);
     if (same) {
       const {min, max} = this.plot.scales.x;
       this.plot.setData(data, this.reset.hidden);
       if (!this.reset.hidden) this.plot.setScale("x", {min, max});
+      this.tell(this.plot.cursor.idx);
       return;
     }
     this.plot?.destroy();
@@ -128,6 +128,7 @@ export class Chart {
         }],
       },
     }, data, this.place);
+    this.tell(null);
   }
 
   lines() {
