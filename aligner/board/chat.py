@@ -109,7 +109,7 @@ class Talks:
                     folder.cleanup()
                     raise AlignerError(_last(text))
                 given = ["--frozen", str(model.run / FILE_NAME), str(hf)]
-            if plain := not _has_template(hf):
+            if plain := not has_template(hf):
                 (home / "plain.jinja").write_text(PLAIN, encoding="utf-8")
                 given.append(f"data.chat_template={quoted(str(home / 'plain.jinja'))}")
             serve = command(["serve", "--port", "0", *given])
@@ -141,7 +141,7 @@ class Talks:
                 ) from None
 
 
-def _has_template(hf: Path) -> bool:
+def has_template(hf: Path) -> bool:
     if any((hf / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     told = hf / "tokenizer_config.json"

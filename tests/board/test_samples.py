@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from aligner.board import recorded
 from aligner.board.query import Query
@@ -16,7 +18,7 @@ from aligner.board.samples import PAGE, Table, sample_tokens, samples
 from aligner.data.tokenizer import byte_tokenizer
 from aligner.errors import AlignerError, DataError
 from aligner.foreign import Record
-from aligner.rollout.record import read_recording
+from aligner.rollout.record import read_recording, write_recording
 from tests.board.recordings import record, run_folder, write_rows
 
 ASSET = Path(__file__).parents[1] / "assets/rollout.safetensors"
@@ -100,6 +102,21 @@ def test_what_a_recorder_wrote_reads_as_the_trainer_reads_it(board, tmp_path):
         assert tuple(row["tokens"]["ids"]) == sample.tokens and row["tokens"]["numbers"].keys() == {"logprob"}
         if sample.response.isascii():
             assert text == sample.response
+
+
+def test_numbers_of_a_step_are_those_that_its_recorder_wrote(board, tmp_path):
+    known = read_recording(ASSET)
+    found = {name: torch.randn(known.rollout.tokens.shape) for name in ("old_logprobs", "ref_logprobs", "advantages")}
+    rollout = replace(known.rollout, **found)
+    path = tmp_path / "new" / "rollouts" / "step-00000009.safetensors"
+    write_recording(path, rollout, known.scores, known.header.origin, 9, found.keys())
+    sample = _rows(ask(board, run="new", step="9"))[2]
+    prompt, told = len(rollout.samples[2].prompt.tokens), sample["tokens"]["numbers"]
+    span = slice(prompt, int(rollout.lengths[2]))
+    assert told["advantage"] == pytest.approx(found["advantages"][2, span].tolist(), rel=1e-4)
+    difference = (found["old_logprobs"] - rollout.rollout_logprobs)[2, span].tolist()
+    assert told["difference"] == pytest.approx(difference, rel=1e-3, abs=1e-4)
+    assert told.keys() == {"advantage", "difference", "kl", "logprob"}
 
 
 def _rows(answer):
