@@ -13,6 +13,7 @@ import pytest
 from aligner import __main__ as command_line
 from aligner.board import chat
 from aligner.data.tokenizer import byte_tokenizer
+from aligner.tools.report import main as report
 from tests import stages, tiny
 from tests.board.recordings import HOSTILE, TEXT, record, run_folder
 
@@ -63,6 +64,12 @@ def test_groups_and_their_tokens(look, serve, tmp_path):
     expect(page.locator(".group")).to_have_count(1)
     assert page.get_by_label("colour").input_value() == "kl"
     assert fits_a_phone(page) and page.title() == "aligner board"
+    (tmp_path / "new" / "metrics.jsonl").write_text('{"step": 7, "reward/mean": 1.0}\n')
+    report([str(tmp_path / "new")])
+    page = look(f"file://{tmp_path / 'new' / 'report.html'}")
+    page.locator(".token").first.wait_for()
+    assert page.locator("#page-samples .token").all_text_contents()[:4] == ["<", "x", ">", " "]
+    assert page.locator("#page-samples button").count() == 0 and fits_a_phone(page)
 
 
 def _styles(spans, numbers) -> list[str]:
