@@ -17,8 +17,8 @@ from aligner.models.shards import hf_tensors
 from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
 from aligner.refit.pull import LINE, slots
 from tests import stages
+from tests.needs import lacking
 from tests.refit.test_changes import CASES, check_followed
-from tests.slurm.conftest import lacking
 from tests.tiny import LLAMA
 
 
