@@ -42,17 +42,17 @@ class RollCall:
 
     @contextmanager
     def beating(self, rank: int) -> Iterator[None]:
-        ended = threading.Event()
+        ended, own = threading.Event(), self.store.clone()  # who waits in a store keeps its connection
 
         def beat() -> None:
             number = 0
             with suppress(RuntimeError):  # the store ends with rank 0
                 while not ended.wait(BEAT_S):
                     number += 1
-                    self._say(rank, str(number))
+                    self._say(own, rank, str(number))
 
         heart = threading.Thread(target=beat, name="heart", daemon=True)
-        self._say(rank, "0")
+        self._say(own, rank, "0")
         heart.start()
         try:
             yield
@@ -63,7 +63,7 @@ class RollCall:
     def fail(self, rank: int, why: str) -> None:
         """It will not come any more."""
         self._why = why
-        self._say(rank, "")
+        self._say(self.store, rank, "")
 
     def come(self, number: int, rank: int) -> list[int]:
         """For this order; the ranks that generate with which it is carried out, perhaps without this one."""
@@ -128,9 +128,9 @@ class RollCall:
                     raise
                 time.sleep(POLL_S)
 
-    def _say(self, rank: int, beat: str) -> None:
+    def _say(self, store: dist.Store, rank: int, beat: str) -> None:
         key = _pulse(rank)
-        self.store.set(key, self.seal.close(encode([socket.gethostname(), beat, self._why]), key))
+        store.set(key, self.seal.close(encode([socket.gethostname(), beat, self._why]), key))
 
     def _heard(self, rank: int) -> tuple[str, str, str]:
         """(host, number of the beat, why it fails)."""
