@@ -477,8 +477,9 @@ def main(argv: list[str] | None = None) -> int:
     kinds = ", ".join(f"{kind} {count}" for kind, count in soak.kinds.most_common())
     print(f"at {kinds}")
     print(
-        f"{soak.kills} kills, {soak.resumes} resumes ({soak.late} with a late view), {soak.without} times it went on, "
-        f"{len(soak.mismatches)} mismatches ({soak.cases} runs, {time.monotonic() - started:.0f} s, seed {args.seed})"
+        f"{soak.kills} kills, {soak.resumes} resumes ({soak.late} with a late view), {len(soak.mismatches)} mismatches "
+        f"({soak.cases} runs, of which {soak.without} went on after a kill, {time.monotonic() - started:.0f} s, "
+        f"seed {args.seed})"
     )
     if not soak.mismatches:
         shutil.rmtree(folder)
