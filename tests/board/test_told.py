@@ -12,6 +12,7 @@ import pytest
 
 from aligner.board import told
 from aligner.board.runs import Board
+from aligner.board.series import Series
 from aligner.errors import AlignerError, ConfigError
 from aligner.foreign import record
 from aligner.run.metrics import append_jsonl
@@ -137,15 +138,23 @@ def test_the_page_follows_a_run_that_writes(tmp_path):
     assert told.details(board, record({"runs": ["a", "b"]}, "", AlignerError))["differ"] == {}
 
 
-def test_requests_at_a_time_agree(tmp_path):
-    folder, asked = make_run(tmp_path / "a"), record({}, "", AlignerError)
-    board, endpoints = Board([tmp_path]), (told.table, told.metrics, told.curves, told.phases, told.details)
-    with ThreadPoolExecutor(8) as threads:
-        for step in range(6, 60):
-            append_jsonl(folder / "metrics.jsonl", [{"step": step, "reward/mean": step, f"policy/m{step}": 1.0}])
-            answers = [threads.submit(endpoint, board, asked) for endpoint in endpoints * 2]
-            assert all(answer.result() for answer in answers)
-    assert told.curves(board, asked)["curves"]["a"]["reward/mean"]["y"] == [*range(1, 60)]
+def test_one_request_at_a_time_reads_what_runs_wrote(tmp_path, monkeypatch):
+    make_run(tmp_path / "a")
+    inside, most = [], []
+
+    def look(series, budget, real=Series.look):
+        inside.append(series)
+        most.append(len(inside))
+        time.sleep(0.01)
+        inside.pop()
+        return real(series, budget)
+
+    monkeypatch.setattr(Series, "look", look)
+    board, asked = Board([tmp_path]), record({}, "", AlignerError)
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(endpoint, board, asked) for endpoint in (told.table, told.metrics) * 4]
+        assert all(answer.result() for answer in answers)
+    assert most == [1] * 8
 
 
 def test_damaged_folders_are_rows_that_say_so(tmp_path):
