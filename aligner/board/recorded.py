@@ -180,7 +180,7 @@ def _unreadable(path: Path, error: Exception) -> DataError:
 def _decoder(folder: Path) -> Callable[[Sequence[int]], list[str]]:
     """By the tokenizer of a run; where there is none, the ids stand for the texts."""
     places = [folder / "hf", folder / "source"]
-    with suppress(OSError, yaml.YAMLError, TypeError, KeyError, AttributeError):  # whatever config.yaml is
+    with suppress(OSError, yaml.YAMLError, TypeError, ValueError, KeyError, AttributeError):  # whatever config.yaml is
         model = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["model"]
         named, init = (Path(str(model.get(key) or "-")).expanduser() for key in ("tokenizer", "init"))
         places = [named, *places, init, init / "hf"]

@@ -84,7 +84,7 @@ class Run:
             self._damage.pop(name, None)
             try:
                 self._files[name] = state, read(path)
-            except (OSError, AlignerError, yaml.YAMLError, RecursionError) as cause:
+            except (OSError, AlignerError, yaml.YAMLError, ValueError, RecursionError) as cause:  # 4th: of YAML's dates
                 text = " ".join(str(cause).removeprefix(f"{self.folder}/").split())
                 self._damage[name] = text if text.startswith(name) else f"{name}: {text}"
                 self._files[name] = state, empty
@@ -225,7 +225,7 @@ def names(folders: Sequence[Path]) -> list[str]:
     depth = 1
     while len({part[-depth:] for part in parts}) < len(set(parts)):
         depth += 1
-    return ["/".join(part[-depth:]) for part in parts]
+    return [os.fsencode("/".join(part[-depth:])).decode("utf-8", "backslashreplace") for part in parts]
 
 
 def mapping(value: Any) -> dict[str, Any]:

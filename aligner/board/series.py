@@ -24,6 +24,7 @@ ANCHOR = 64  # bytes before the place where reading goes on, by which a file tha
 STEP_S, RATE = "time/step_s", "throughput/tokens_per_s"
 TOKENS = "tokens"  # trained on so far
 SO_FAR = "so far: "  # with the name of a phase: its seconds up to a step
+LARGEST = 1e300  # of a sum: what is made of it stays finite
 
 Points = tuple[np.ndarray, np.ndarray]  # steps, values
 NONE: Points = np.empty(0, np.int32), np.empty(0)
@@ -97,9 +98,10 @@ def columns_of(records: Sequence[Mapping[str, Any]], sums: dict[str, float]) -> 
     found = {name: (np.array(steps, np.int32), _numbers(values)) for name, (steps, values) in rows.items()}
     further = {SO_FAR + name: points for name, points in found.items() if name.startswith("time/")}
     if STEP_S in found and RATE in found and len(found[STEP_S][0]) == len(found[RATE][0]):
-        further[TOKENS] = found[RATE][0], found[RATE][1] * found[STEP_S][1]
+        with np.errstate(over="ignore"):
+            further[TOKENS] = found[RATE][0], found[RATE][1] * found[STEP_S][1]
     for name, (steps, values) in further.items():
-        totals = sums.get(name, 0.0) + np.cumsum(np.nan_to_num(values).clip(0))
+        totals = (sums.get(name, 0.0) + np.cumsum(np.nan_to_num(values).clip(0, LARGEST))).clip(0, LARGEST)
         sums[name] = float(totals[-1])
         found[name] = steps, totals
     return found

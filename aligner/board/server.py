@@ -58,7 +58,8 @@ def make_app(board: Board, pages: Mapping[str, Page], token: str) -> Starlette:
         said = await run_in_threadpool(answer, board, await _asked(request))
         if isinstance(said, Iterator):
             return StreamingResponse(_lines(said), media_type="application/x-ndjson", headers=HEADERS)
-        return JSONResponse(said, headers=HEADERS)
+        text = json.dumps(said, allow_nan=False)  # ASCII: names of files need not be Unicode
+        return Response(text, media_type="application/json", headers=HEADERS)
 
     def refused(_: Request, error: Exception) -> Response:
         status, text = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))

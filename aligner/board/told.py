@@ -63,7 +63,7 @@ def _row(run: Run, jobs: dict[str, str], folders: dict[Path, str]) -> dict[str, 
         "job": watch.last_job(run.folder),
         "step": step,
         "steps": total,
-        "left_s": (total - (step or 0)) * step_s if running and total and step_s else None,
+        "left_s": number((total - (step or 0)) * step_s) if running and total and step_s else None,
         "step_s": step_s,
         "goodput": run.goodput(running),
         "tokens_per_s": series.newest("throughput/tokens_per_s"),
@@ -130,7 +130,7 @@ def curves(board: Board, asked: Record) -> Any:
 def _curve(points: Points, most: int) -> dict[str, list[Any]]:
     """At most so many points, about; null is a gap."""
     steps, values = thin(points, 2 * math.ceil(len(points[0]) / most))
-    return {"x": steps.tolist(), "y": [None if math.isnan(v) else float(f"{v:.6g}") for v in values.tolist()]}
+    return {"x": steps.tolist(), "y": [float(f"{v:.6g}") if math.isfinite(v) else None for v in values.tolist()]}
 
 
 @alone
@@ -146,7 +146,7 @@ def _phases(run: Run) -> dict[str, Any] | None:
     known = [points for points in so_far.values() if len(points[0])]
     if not known:
         return None
-    first, last = min(p[0][0] for p in known) - 1, max(p[0][-1] for p in known)
+    first, last = min(int(p[0].min()) for p in known) - 1, max(int(p[0].max()) for p in known)
     edges = np.unique(np.linspace(first, last, min(BINS, last - first) + 1).round())
     within = {name: np.diff(_until(points, edges)) for name, points in so_far.items() if len(points[0])}
     whole = within.pop(STEP_S, None)
@@ -161,9 +161,9 @@ def _phases(run: Run) -> dict[str, Any] | None:
 
 
 def _until(points: Points, edges: np.ndarray) -> np.ndarray:
-    """What was reached at the last point up to each edge."""
+    """What was reached at the last point up to each edge; steps taken again add to the last before them."""
     reached = np.concatenate([[0.0], points[1]])
-    return reached[np.searchsorted(points[0], edges, side="right")]
+    return reached[np.searchsorted(np.maximum.accumulate(points[0]), edges, side="right")]
 
 
 @alone

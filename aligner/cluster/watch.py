@@ -42,7 +42,7 @@ def attempts(run: Path, alive: bool, now_s: float) -> list[Attempt]:
     """What launchers/body.sh recorded. An attempt without an end ended when the next began; the last one is going on
     if its job is `alive`, else its end is the last sign of life in its logs."""
     found: list[Attempt] = []
-    for kind, job, _attempt, epoch, _step, _what, ranks in (row for row in recorded(run) if len(row) == 7):
+    for kind, job, _attempt, epoch, _step, _what, ranks in recorded(run):
         if found and found[-1].end_s is None:
             found[-1] = replace(found[-1], end_s=float(epoch))
         if kind == "start":
@@ -55,9 +55,11 @@ def attempts(run: Path, alive: bool, now_s: float) -> list[Attempt]:
 
 
 def recorded(run: Path) -> list[list[str]]:
-    """The rows of what the batch script noted."""
+    """The rows of what the batch script noted, without those that a full disk or a kill has cut."""
     path = run / "logs" / "attempts.tsv"
-    return [line.split("\t") for line in path.read_text().splitlines()] if path.is_file() else []
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    whole = re.compile(r"(start|end)(\t[^\t]*){2}\t\d+(\t[^\t]*){2}\t\d+", re.ASCII)
+    return [line.split("\t") for line in lines if whole.fullmatch(line)]
 
 
 def status(run: Path, jobs: dict[str, str], now_s: float) -> Status:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -57,6 +58,14 @@ def test_the_plots_are_of_the_version_that_is_documented():
     documented = (Path(__file__).parents[2] / "docs/dependencies.md").read_text()
     assert "uPlot (v1.6.32)" in asset("uPlot.iife.min.js") and "| uPlot 1.6.32 |" in documented
     assert "MIT" in asset("uPlot.LICENSE")
+
+
+def test_a_run_whose_name_is_no_unicode_is_shown(folder):
+    (folder / "chain" / "sft").rename(folder / "chain" / os.fsdecode(b"r\xff"))
+    asked = client(folder)
+    (name,) = [run["name"] for run in asked.post(f"/{TOKEN}/api/runs", json={}).json()["runs"]]
+    details = asked.post(f"/{TOKEN}/api/details", json={"runs": [name]}).json()["details"]
+    assert name == "r\\xff" and details[name]["facts"]["folder"].startswith(str(folder))
 
 
 def test_without_the_token_nothing_is_there(folder):

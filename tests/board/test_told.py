@@ -51,9 +51,8 @@ def test_runs_are_found_in_folders_of_folders_and_named_apart(tmp_path):
     (tmp_path / "sweep" / "logs").mkdir()
     (tmp_path / "around").symlink_to(tmp_path)
     make_run(tmp_path / ".trash" / "old")
-    assert [*rows(tmp_path)] == ["chain/grpo", "chain/sft", f"{tmp_path.name}/sft", "0_a", "2_a", "10_a"] or [
-        *rows(tmp_path)
-    ]
+    inside = ["chain/grpo", "chain/sft", "sft", "sweep/0_a", "sweep/2_a", "sweep/10_a"]
+    assert [*rows(tmp_path)] == [f"{tmp_path.name}/{name}" if name == "sft" else name for name in inside]
     assert [*rows(tmp_path / "sweep")] == ["0_a", "2_a", "10_a"]
     assert [*rows(tmp_path / "chain" / "sft", tmp_path / "sft")] == ["chain/sft", f"{tmp_path.name}/sft"]
     assert [*rows(tmp_path / "sft", tmp_path / "sft")] == ["sft"]
@@ -183,6 +182,38 @@ def test_damaged_folders_are_rows_that_say_so(tmp_path):
         ask(endpoint, tmp_path)
     (folder / "config.yaml").write_text("a: 1")
     assert not any("config" in text for text in ask(told.details, tmp_path)["details"]["broken"]["damage"])
+
+
+STEP = b'{"step": %d, "wall_time": 1, "time/step_s": %s, "throughput/tokens_per_s": %s}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("config.yaml", b"a: 2026-13-45\n"),
+        ("config.yaml", b"a: 1" + b"0" * 5000),
+        ("logs/attempts.tsv", b"\n"),
+        ("logs/attempts.tsv", b"start\t7\t0\t1000\t0\t-\t8\nend\t7\t0\tx\t0\t-\t8\nend\t7"),
+        ("logs/attempts.tsv", b"\xff\xfe"),
+        ("metrics.jsonl", STEP % (5, b"1", b"1") + STEP % (1, b"1", b"1")),
+        ("metrics.jsonl", STEP % (2**31 - 1, b"1", b"1") + STEP % (1 - 2**31, b"1", b"1")),
+        ("metrics.jsonl", b"".join(STEP % (i, b"1e308", b"1e308") for i in range(3))),
+    ],
+)
+def test_no_file_of_one_run_takes_the_others_away(tmp_path, name, data):
+    make_run(tmp_path / "good")
+    (make_run(tmp_path / "bad") / "logs").mkdir()
+    (tmp_path / "bad" / name).write_bytes(data)
+    (tmp_path / "bad" / "lock.json").write_text("{}")  # it runs: the time that is left is told, too
+    for endpoint in (told.table, told.metrics, told.curves, told.phases, told.details):
+        assert "good" in json.dumps(ask(endpoint, tmp_path)) or endpoint is told.phases
+
+
+def test_steps_that_were_taken_again_count_once_along_the_run(tmp_path):
+    write(tmp_path / "a" / "metrics.jsonl", *({"step": step, "time/update_s": 1.0} for step in (1, 2, 3, 2, 3, 4)))
+    found = ask(told.phases, tmp_path)["phases"]["a"]
+    assert (found["x"], found["seconds"]) == ([1, 2, 3, 4], {"time/update_s": 6.0})
+    assert found["layers"] == {"time/update_s": [1, 1, 3, 1]}
 
 
 def test_a_run_of_a_newer_version_is_shown_and_said_to_be_one(tmp_path):
