@@ -63,7 +63,7 @@ def make_run(
     logger = MetricsLogger(run_dir, cfg.logging, dataclasses.asdict(cfg), job.env.rank)
     run = Run(cfg, job.env.rank, checkpoints, logger, alarms, job.boundary, evaluate)
     run.accepted = job.start.accepted
-    run.chain, run.facts = Chain(run_dir, job.env.rank, models, job.seen), _facts(job, checkpoints)
+    run.chain, run.facts = Chain(run_dir, job.env.rank, models, job.seen, job.device), _facts(job, checkpoints)
     if cfg.debug.record and cfg.stage.name not in ROLLOUT_STAGES:
         job.seen.keeps = True
         run.on_step.append(RowRecorder(job.seen, run_dir / ROWS, cfg.debug.record, job.layout).keep)

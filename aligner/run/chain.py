@@ -77,8 +77,9 @@ def _inside(batch: RolloutBatch | TrainBatch) -> torch.Tensor:
 class Chain:
     """Writes the file, on rank 0. All methods are collective over the world."""
 
-    def __init__(self, run_dir: Path, rank: int, models: Mapping[str, ShardedModel], seen: Seen):
-        self.path, self.rank, self.seen = run_dir / FILE, rank, seen
+    def __init__(self, run_dir: Path, rank: int, models: Mapping[str, ShardedModel], seen: Seen, device: torch.device):
+        """`device`: where all ranks' sums meet, also of those whose weights others write."""
+        self.path, self.rank, self.seen, self.device = run_dir / FILE, rank, seen, device
         self.weights = {name: WeightHashes(model) for name, model in models.items()}
         own = [f"{name}/{tensor}" for name, hashes in self.weights.items() for tensor in hashes.names]
         self.tensors = sorted({name for names in gathered(own) for name in names}, key=_place)
@@ -115,13 +116,12 @@ class Chain:
     def _sums(self) -> tuple[str, dict[str, str]]:
         """Over all ranks: the hashes of the tensors one after the other, and those of what was seen."""
         own = {f"{name}/{tensor}": x for name, hashes in self.weights.items() for tensor, x in hashes().items()}
-        seen, device = self.seen.take(), next(iter(own.values())).device if own else torch.device("cpu")
-        zero = torch.zeros((), dtype=torch.int64, device=device)
+        seen, zero = self.seen.take(), torch.zeros((), dtype=torch.int64, device=self.device)
         sums = torch.stack([zero, *(own.get(name, zero) for name in self.tensors)])[1:]
         parts = [(value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF) for value in (seen.get(part, 0) for part in PARTS)]
         parts += [(int(part in seen), 0) for part in PARTS]
-        halves = [torch.stack([sums & 0xFFFFFFFF, (sums >> 32) & 0xFFFFFFFF], 1), torch.tensor(parts, device=device)]
-        found = sum_halves(torch.cat(halves))
+        halves = torch.stack([sums & 0xFFFFFFFF, (sums >> 32) & 0xFFFFFFFF], 1)
+        found = sum_halves(torch.cat([halves, torch.tensor(parts, device=self.device)]))
         values, there = found[-2 * len(PARTS) : -len(PARTS)], found[-len(PARTS) :]
         batch = {part: f"{value:016x}" for part, value, ranks in zip(PARTS, values, there, strict=True) if ranks}
         return "".join(f"{value >> 32:0{DIGITS}x}" for value in found[: len(self.tensors)]), batch

@@ -6,9 +6,11 @@ import shutil
 from itertools import pairwise
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from aligner.errors import DataError
+from aligner.run import chain
 from aligner.run.chain import DIGITS, FILE, read_chain, start_of
 from tests import stages
 
@@ -93,6 +95,14 @@ def test_weights_that_are_not_what_the_step_left_are_told(run, tiny_data, capsys
     stages.stage("sft", tiny_data, run, *BARE)
     assert "WARNING: the weights of step 1 are not those that the run left there" in capsys.readouterr().err
     assert ["start" in f for f in lines(run)] == [True, False, True, False]
+
+
+def test_a_rank_whose_weights_others_write_meets_them_on_their_device(tmp_path, monkeypatch):
+    """Else a second data-parallel rank's sums would be on another device, and its messages of another backend."""
+    met = []
+    monkeypatch.setattr(chain, "sum_halves", lambda halves: met.append(halves) or [0] * len(halves))
+    chain.Chain(tmp_path, 1, {}, chain.Seen(), torch.device("meta")).close(1, {})
+    assert [halves.device.type for halves in met] == ["meta"]
 
 
 @pytest.mark.multirank
