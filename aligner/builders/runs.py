@@ -84,7 +84,7 @@ def _facts(job: Job, checkpoints: Checkpoints) -> dict[str, Any]:
     """What the numbers of this run are made of; rank 0's."""
     if job.env.rank:
         return {}
-    ranks = {"ranks": job.env.world_size, "device": job.device.type}
+    ranks = {"ranks": job.env.world_size, "device": job.device.type, "dtype": str(job.dtype).removeprefix("torch.")}
     made = {"identity": checkpoints.identity, "config": checkpoints.definition}
     return made | {"code": code(), "versions": versions(), **ranks}
 

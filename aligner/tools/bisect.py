@@ -27,9 +27,14 @@ from aligner.run.rows import file_name
 LAYOUT = ("parallel.", "critic.parallel.", "engine.tensor_parallel", "engine.ranks", "batch.", "optim.distributed")
 UNSEEN = ("logging.", "checkpoint.", "eval.", "run.")  # keys of which no step depends, but for these
 SEEN = ("run.steps", "run.deterministic")
+LABELS = ("labels", "told_by")  # of rows
 CAME = ("tokens", "rollout_logprobs")  # token by token
 # then, in the order in which a step finds it, after the components of the rewards
-FOUND = ("rewards", *(f"{TRAINED}{name}" for name in ("old_logprobs", "ref_logprobs", "values", "token_weights")))
+FOUND = (
+    "rewards",
+    "valid",
+    *(f"{TRAINED}{name}" for name in ("old_logprobs", "ref_logprobs", "values", "token_weights")),
+)
 FOUND += tuple(f"{TRAINED}{name}" for name in ("token_rewards", "returns", "advantages"))
 BEFORE = "the weights that it begins with"
 
@@ -117,7 +122,7 @@ def made_by(a: Record, b: Record) -> list[str]:
     for name in ("code", "versions"):
         keys = [key for key in {**a[name], **b[name]} if a[name].get(key) != b[name].get(key)]
         lines += [f"{name} {key} {a[name].get(key, 'none')} | {b[name].get(key, 'none')}" for key in keys]
-    return lines + [f"{name} {a[name]} | {b[name]}" for name in ("ranks", "device") if a[name] != b[name]]
+    return lines + [f"{name} {a[name]} | {b[name]}" for name in ("ranks", "device", "dtype") if a[name] != b[name]]
 
 
 def _unseen(key: str) -> bool:
@@ -131,7 +136,7 @@ def _details(a: Path, b: Path, step: int, where: str) -> Iterator[str]:
     for folder, find in ((ROLLOUTS, _sample), (ROWS, _row)):
         paths = [run / folder / file_name(step) for run in (a, b)]
         if all(path.is_file() for path in paths):
-            yield find(paths) or f"what is recorded of step {step} is the same in both"
+            yield find(paths) or f"what both have recorded of step {step} is the same"
             return
     if not where.startswith(BEFORE):
         replays = "; ".join(f"aligner replay {run} --step {step}" for run in (a, b))
@@ -151,9 +156,11 @@ def _sample(paths: Sequence[Path]) -> str:
     if a["lengths"].shape != b["lengths"].shape:
         return f"{len(a['lengths'])} samples | {len(b['lengths'])}"
     components = sorted(name for name in a if name.startswith("scores/components/"))
-    for names in (CAME, *((name,) for name in (*components, *FOUND) if name in a)):
-        pairs = {name: _wide(a[name], b[name]) for name in names if name in b}
+    lengths = torch.maximum(a["lengths"], b["lengths"])[:, None]  # what stands behind hangs on the longest sample
+    for names in (CAME, *((name,) for name in (*components, *FOUND) if name in a and name in b)):
+        pairs = {name: _wide(a[name], b[name]) for name in names}
         wrong = torch.stack([_unequal(*pair) for pair in pairs.values()])
+        wrong &= torch.arange(wrong.shape[-1]) < lengths
         if wrong.any():
             row, token = divmod(int(wrong.any(0).flatten().nonzero()[0]), wrong.shape[-1])
             name, (x, y) = next((n, pairs[n]) for n, w in zip(pairs, wrong, strict=True) if w[row, token])
@@ -192,14 +199,16 @@ def _two(name: str, old: Tensor, new: Tensor) -> str:
 def _row(paths: Sequence[Path]) -> str:
     """The first row of one batch that the other lacks, and the first token that the row which is most like it has
     otherwise. Rows of a batch have no order of their own: it hangs on the layout."""
-    found = []
+    found, told = [], []
     for columns in map(_load, paths):
         lengths, rows = columns["lengths"].tolist(), zip(columns["tokens"], columns["loss_mask"], strict=True)
         each = [list(zip(t[:n].tolist(), m[:n].tolist(), strict=True)) for n, (t, m) in zip(lengths, rows, strict=True)]
         found.append(each)
+        labels = zip(each, *(columns[name].tolist() for name in LABELS if name in columns), strict=True)
+        told.append(sorted(map(repr, labels)))
     missing = [[row for row in rows if row not in others] for rows, others in (found, found[::-1])]
     if not missing[0] or not missing[1]:
-        return "" if missing[0] == missing[1] else "labels or the number of rows are others"
+        return "" if told[0] == told[1] else "labels or the number of rows are others"
     row = missing[0][0]
     other = max(missing[1], key=lambda other: _common(row, other))
     token = _common(row, other)

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from aligner.__main__ import main
 from aligner.errors import DataError
 from aligner.rollout.record import read_header
 from aligner.run.rows import file_name
-from aligner.tools.bisect import bisect
+from aligner.tools.bisect import _row, _sample, bisect
 from aligner.tools.replay import prepare
 from tests import stages
 
@@ -140,6 +141,29 @@ def test_a_seed(tiny_data, tmp_path, sft):
     tensor = "policy/embedding.word_embeddings.weight"
     assert first == f"part at step 1 of 1 to 3: the weights that it begins with, first of 9 tensors {tensor}"
     assert second == "computed by other: seed 0 | 1"
+
+
+def test_padding_and_what_one_has_alone_are_no_difference(grpo, tmp_path):
+    """Rollouts are as wide as their longest sample, and padded with a token that need not be 0."""
+    paths = [grpo / "rollouts" / file_name(2), tmp_path / "other.safetensors"]
+    with safe_open(paths[0], framework="pt") as file:
+        metadata = file.metadata()
+    other = recorded(grpo, 2)
+    other["tokens"] = torch.nn.functional.pad(other["tokens"], (0, 3), value=9)
+    other["rollout_logprobs"] = torch.nn.functional.pad(other["rollout_logprobs"], (0, 3))
+    other["scores/components/mine"] = other.pop("scores/components/vowels")
+    save_file(other, paths[1], metadata)
+    assert _sample(paths) == ""
+    other["valid"][-1] = False
+    save_file(other, paths[1], metadata)
+    assert re.fullmatch(r"sample \d+ of prompt \d+ \(row \d+ of the data\): valid True \| False", _sample(paths))
+
+
+def test_a_label(sft, tmp_path):
+    paths, rows = [tmp_path / name for name in "abc"], recorded(sft, 1, "rows")
+    for path, label in zip(paths, (0.0, 0.0, 1.0), strict=True):
+        save_file(rows | {"labels": torch.full((len(rows["tokens"]),), label)}, path)
+    assert _row(paths[:2]) == "" and _row(paths[1:]) == "labels or the number of rows are others"
 
 
 def test_runs_that_cannot_be_compared(tmp_path, sft, tiny_data):
