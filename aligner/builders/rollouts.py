@@ -32,7 +32,7 @@ from aligner.rollout.own import OwnAnswers
 from aligner.rollout.parts import FOLDER as PENDING
 from aligner.rollout.parts import Parts
 from aligner.rollout.pending import PendingRollouts
-from aligner.rollout.record import FOLDER, Origin, Recorder, read_header
+from aligner.rollout.record import FOLDER, Origin, Recorder
 from aligner.rollout.references import check_rows
 from aligner.rollout.replay import RecordedSource, Replayed, check_recording
 from aligner.rollout.requests import Requests
@@ -40,6 +40,7 @@ from aligner.rollout.score import Scorer
 from aligner.rollout.sharing import share
 from aligner.rollout.source import Rollouts, RolloutSource, Weights
 from aligner.run.checkpoints import Stateful
+from aligner.run.rows import file_name
 
 
 def make_rollouts(
@@ -89,12 +90,16 @@ def make_rollouts(
 
 
 def _replayed(job: Job, source: Rollouts, model: ShardedModel) -> Replayed:
-    """Raises DataError."""
-    paths = sorted((Path(job.cfg.debug.replay) / FOLDER).glob("step-*.safetensors"))
+    """Of the recorded rollouts those without a gap behind them: none may be asked of the source after one. Raises
+    DataError."""
+    folder, files = Path(job.cfg.debug.replay) / FOLDER, {}
     routed = model.cfg if job.cfg.mismatch.replay_routing else None
-    for path in paths:
+    for step in range(job.cfg.debug.until or job.cfg.run.steps, 0, -1):
+        path = folder / file_name(step)
+        if not path.is_file():
+            break
         check_recording(path, _origin(job), routed)
-    files = {read_header(path).step: path for path in paths}
+        files[step] = path
     recorded = RecordedSource(files, job.layout, job.cfg.batch.prompts, lambda: model.step_count, routed, job.timers)
     return Replayed(source, recorded)
 

@@ -128,8 +128,8 @@ class RecordedSource:
 
 @dataclass
 class Replayed:
-    """Rollouts that another run has recorded; those of other steps are the source's. (A run records its last steps: the
-    source, whose prompts go on where it was asked last, is not asked again.)"""
+    """Rollouts that another run has recorded; those of the steps before are the source's, whose prompts go on where it
+    was asked last: it is not asked again."""
 
     source: Rollouts
     recorded: RecordedSource

@@ -4,10 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from aligner.__main__ import main
 from aligner.errors import ConfigError, DataError
-from aligner.run.chain import read_chain
+from aligner.run.chain import Chain, Seen, read_chain
 from aligner.tools.replay import compare, prepare
 from tests import stages
 
@@ -86,6 +87,15 @@ def test_a_run_without_checkpoints_before_begins_anew(run):
     assert compare(folder, again, 2) == 0
 
 
+def test_a_recording_with_a_gap_behind_it_is_generated_again(run, tmp_path):
+    """Else the prompts behind it would be its own once more. And a run that can only be read is repeated elsewhere."""
+    folder = run("grpo")
+    shutil.rmtree(folder / "checkpoints" / "step-00000004")
+    (folder / "rollouts" / "step-00000005.safetensors").unlink()
+    again = stages.execute(prepare(folder, 5, [f"run.dir={tmp_path / 'elsewhere'}"]).cfg)
+    assert compare(folder, again, 5) == 0 and not (folder / "replays").exists()
+
+
 @pytest.mark.multirank
 def test_another_layout_is_close(run, ranks, capsys):
     folder = run("grpo")
@@ -94,6 +104,20 @@ def test_another_layout_is_close(run, ranks, capsys):
     assert compare(folder, Path(found.cfg.run.dir), 5) == 0
     shown = capsys.readouterr().out
     assert "another layout rounds otherwise" in shown and "close" in shown
+
+
+def test_bfloat16_rounds_more_on_another_layout(run, tmp_path):
+    """What docs/layouts.md allows a layout, and what it does not."""
+    cases = [("float32", 1e-6, 0.0, 0), ("float32", 1e-4, 0.0, 1), ("float32", 0.0, 1e-4, 1)]
+    cases += [("bfloat16", 3e-3, 3e-2, 0), ("bfloat16", 1e-2, 0.0, 1), ("bfloat16", 0.0, 0.1, 1)]
+    start, step = ({k: v for k, v in found.items() if k != "chain"} for found in read_chain(run("sft"))[:2])
+    for number, (dtype, loss, norm, code) in enumerate(cases):
+        folders = [tmp_path / f"{number}{name}" for name in "ab"]
+        for folder, times in zip(folders, (0, 1), strict=True):
+            chain = Chain(folder, 0, {}, Seen(), torch.device("cpu"))
+            chain._write(start | {"start": start["start"] | {"dtype": dtype, "ranks": 1 + times}})
+            chain._write(step | {"numbers": {"sft/loss": 1 + times * loss, "sft/grad_norm": 1 + times * norm}})
+        assert compare(*folders, 1) == code
 
 
 def test_what_cannot_be_executed_again(run, tmp_path):
@@ -109,6 +133,9 @@ def test_what_cannot_be_executed_again(run, tmp_path):
     with pytest.raises(ConfigError, match=r"run.dir=.*: expected a folder that is not there yet"):
         prepare(folder, 3, [f"run.dir={folder}"])
     assert not (folder / "replays").exists()
+    (folder / "replays").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"run.dir=.*step-00000003': expected a folder that can be written"):
+        prepare(folder, 3)
     own = stages.write_jsonl(tmp_path / "later" / "steps.jsonl", [{"step": 0, "start": {"version": 2}, "chain": ""}])
     with pytest.raises(DataError, match=r"format version 2: expected 1"):
         prepare(own.parent, 1)
