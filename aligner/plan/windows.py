@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -34,53 +35,81 @@ class Again:
 
 @dataclass
 class _Row:
-    left: int  # tokens
-    first: int = -1  # version of the weights of its first token
-    tokens: int = 0
-    versions: int = 0  # summed over its tokens
+    length: int
+    group: _Group
+    start: int = 0  # decode step of the clock
+    first: int = 0  # version of the weights of its first token
+    versions: int = 0  # of its tokens, summed
 
 
 @dataclass
 class _Group:
-    rows: list[_Row]
-    ended: int = 0  # the window in which its last row ended
+    number: int
+    rows: list[_Row] = field(default_factory=list)
+    left: int = 0  # rows that have not ended
 
 
 @dataclass
 class _Clock:
+    """From one row's end to the next: windows may be of one step, and rows of thousands."""
+
     slots: int
     window: int
     again: Again
-    flying: list[_Group] = field(default_factory=list)
-    windows: int = 0
+    admitted: int = 0  # groups
+    taken: int = 0
+    waiting: deque[_Row] = field(default_factory=deque)
+    running: list[tuple[int, int, _Row]] = field(default_factory=list)  # a heap, by when they end
+    ready: list[_Group] = field(default_factory=list)
+    now: int = 0  # decode steps of all windows so far
+    versions: int = 0  # of a row that ran from the first on, summed
+    starts: int = 0  # of those that run, summed
     busy: int = 0
 
+    def admit(self, lengths: list[int]) -> None:
+        group = _Group(self.admitted, left=len(lengths))
+        group.rows = [_Row(length, group) for length in lengths]
+        self.waiting += group.rows
+        self.admitted += 1
+
     def turn(self, version: int) -> float:
-        """A window; how long it takes. Slots go to rows in their order."""
-        self.windows, free, end, read = self.windows + 1, [0] * self.slots, 0, 0.0
-        for row in (row for group in self.flying if not group.ended for row in group.rows if row.left):
-            start = heapq.heappop(free)
-            if start >= self.window:
+        """A window; how long it takes. Slots go to rows in their order, and a row that has one keeps it."""
+        over, at, ended = self.now + self.window, self.now, []
+        paused = len(self.running) * self.now - self.starts  # tokens of those that go on
+        read = len(self.running) * self.again.prompt + paused
+        self.busy -= paused
+        while True:
+            while self.waiting and len(self.running) < self.slots and at < over:
+                self._begin(self.waiting.popleft(), at, version)
+            if not self.running or self.running[0][0] > over:
                 break
-            made = min(row.left, self.window - start)
-            heapq.heappush(free, start + made)
-            read += (self.again.prompt + row.tokens) * (row.tokens > 0)
-            row.left, row.tokens, row.versions = row.left - made, row.tokens + made, row.versions + made * version
-            row.first = version if row.first < 0 else row.first
-            self.busy, end = self.busy + made, max(end, start + made)
-        for group in self.flying:
-            if not (group.ended or any(row.left for row in group.rows)):
-                group.ended = self.windows
-        return end + read * self.again.token
+            at, _, row = heapq.heappop(self.running)
+            row.versions += self._versions(at, version)
+            row.group.left -= 1
+            self.starts -= row.start
+            self.busy += row.length
+            ended += [] if row.group.left else [row.group]
+        self.ready += sorted(ended, key=lambda group: group.number)
+        self.busy += len(self.running) * over - self.starts
+        took = self.window if self.running else at - self.now
+        self.versions, self.now = self._versions(over, version), over
+        return took + read * self.again.token
+
+    def _begin(self, row: _Row, at: int, version: int) -> None:
+        row.start, row.first, row.versions = at, version, -self._versions(at, version)
+        self.starts += at
+        heapq.heappush(self.running, (at + row.length, id(row), row))
+
+    def _versions(self, at: int, version: int) -> int:
+        return self.versions + (at - self.now) * version
 
     def take(self, count: int) -> list[_Group]:
         """The first groups that are whole, none if they are fewer."""
-        ready = sorted((group for group in self.flying if group.ended), key=lambda group: group.ended)[:count]
-        if len(ready) < count:
+        if len(self.ready) < count:
             return []
-        left = {id(group) for group in ready}
-        self.flying = [group for group in self.flying if id(group) not in left]
-        return ready
+        found, self.ready = self.ready[:count], self.ready[count:]
+        self.taken += count
+        return found
 
 
 def clocked(
@@ -103,8 +132,9 @@ def clocked(
     rows: list[tuple[int, _Row]] = []  # with the step that takes them
 
     def admit() -> None:
-        while len(clock.flying) <= lag * prompts:
-            clock.flying += [_Group([_Row(next(lengths)) for _ in range(group)]) for _ in range(prompts)]
+        while clock.admitted - clock.taken <= lag * prompts:
+            for _ in range(prompts):
+                clock.admit([next(lengths) for _ in range(group)])
 
     for step in range(STEPS):
         if step == WARM_UP:
@@ -117,14 +147,14 @@ def clocked(
         admit()
         beside = clock.turn(step)
         time, waited = time + max(beside, rest), waited + max(0.0, beside - rest)
-    tokens = sum(row.tokens for _, row in rows)
+    tokens = sum(row.length for _, row in rows)
     return Windows(
         window,
         time / (STEPS - WARM_UP),
         clock.busy / time / clock.slots,
         1 - waited / time,
         sum(step - row.first for step, row in rows) / len(rows),
-        sum(step * row.tokens - row.versions for step, row in rows) / tokens,
+        sum(step * row.length - row.versions for step, row in rows) / tokens,
         waits / (STEPS - WARM_UP),
     )
 
