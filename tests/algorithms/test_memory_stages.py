@@ -49,7 +49,7 @@ def test_offloading_changes_no_bit(tiny_data, tiny_runs, tmp_path, monkeypatch, 
     assert not stages.differences(plain, moved) and stages.same_weights(plain, moved)
     assert {("policy", kind) for kind in ("gradients", "optimizer", "weights")} <= away
     if stage == "sft":
-        assert order[:3] == ["eval", "refit", "generate"] and order[4] == "update"
+        assert order[:4] == ["record", "eval", "refit", "generate"] and order[5] == "update"
     else:
         again = ["generate", "score"] * (2 if stage == "grpo" else 1)  # remax: the greedy answers
         step = ["refit", "verify", *again, "logprobs"]
