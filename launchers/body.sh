@@ -267,6 +267,7 @@ aligner_start_slurm() {
 # What srun is told of a heterogeneous job's second component: both are one step, whose ranks are counted through.
 aligner_engines() {
     local tasks=$((ALIGNER_ENGINE_NODES * ALIGNER_ENGINE_RANKS_PER_NODE)) version
+    echo $((ALIGNER_NODES * ALIGNER_RANKS_PER_NODE)) >"$ALIGNER_LOGS/trainers" # by it triage makes ranks of srun's tasks
     # SRUN_CPUS_PER_TASK is of the first component
     ALIGNER_ENGINES=(--het-group=1 "--nodes=$ALIGNER_ENGINE_NODES" "--ntasks=$tasks"
         "--ntasks-per-node=$ALIGNER_ENGINE_RANKS_PER_NODE" "--cpus-per-task=${SLURM_CPUS_PER_TASK_HET_GROUP_1:-1}"

@@ -111,12 +111,11 @@ def _exited(folder: Path) -> tuple[str, int] | None:
 
 
 def _ranks(folder: Path, node: str, tasks: str) -> str:
-    """Ranks of srun's tasks on a node: it counts those of each component of a heterogeneous job from 0. A component's
-    nodes have as many each, in blocks."""
+    """Ranks of srun's tasks on a node: it counts those of each component of a heterogeneous job from 0. How many are in
+    the first one, launchers/body.sh has noted."""
+    first = int(_read(folder / "trainers").strip() or 0)
     there = [_rank(log) for log in sorted(folder.glob("rank-*.log")) if f" on {node}, pid" in _read(log)]
-    first = int(re.split(r"[,-]", tasks)[0])
-    block = there and there[-1] - there[0] == len(there) - 1
-    shift = there[first % len(there)] - first if block else 0
+    shift = first if there and there[0] >= first else 0
     return re.sub(r"\d+", lambda number: str(int(number[0]) + shift), tasks)
 
 

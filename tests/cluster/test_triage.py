@@ -131,17 +131,25 @@ def test_a_task_that_srun_killed_afterwards_is_not_the_cause(tmp_path):
 def test_srun_counts_the_tasks_of_each_component_of_a_heterogeneous_job_by_itself(tmp_path):
     for rank, node in enumerate(("n0", "n1", "n1", "n2", "n2")):  # n0 trains, the others generate
         log(tmp_path, rank, f"the words of {rank}", node=node)
+    (tmp_path / "trainers").write_text("1\n")
     said = tmp_path / "srun.log"
     said.write_text("srun: error: n2: task 3: Exited with exit code 1\n")
     text, cause = triage.explain(tmp_path)
     assert cause and text.startswith("rank 4 on n2 ended first") and "| the words of 4" in text
     said.write_text("srun: error: n1: tasks 0-1: Killed\n")
     assert triage.explain(tmp_path)[0].startswith("rank 1-2 on n1: Killed")
-    for rank, node in enumerate(("n0", "n1", "n0", "n1")):  # one component, its ranks dealt out in turns
-        log(tmp_path, rank, f"the words of {rank}", node=node)
-    (tmp_path / "rank-0004.log").unlink()
-    said.write_text("srun: error: n1: task 1: Exited with exit code 1\n")
-    assert triage.explain(tmp_path)[0].startswith("rank 1 on n1 ended first")
+    said.write_text("srun: error: n0: task 0: Killed\n")
+    assert triage.explain(tmp_path)[0].startswith("rank 0 on n0: Killed")
+
+
+def test_of_one_component_srun_tells_ranks_also_where_one_never_began(tmp_path):
+    for rank in (0, 1, 2, 4, 5, 6):  # 3 and 7 have no log
+        log(tmp_path, rank, f"the words of {rank}", node=f"n{rank // 4}")
+    (tmp_path / "srun.log").write_text("srun: error: n1: task 5: Exited with exit code 1\n")
+    text, _ = triage.explain(tmp_path)
+    assert text.startswith("rank 5 on n1 ended first") and "| the words of 5" in text
+    (tmp_path / "srun.log").write_text("srun: error: n1: task 7: Killed\n")
+    assert triage.explain(tmp_path)[0].startswith("rank 7 on n1: Killed")
 
 
 def test_a_crash_without_python(tmp_path):

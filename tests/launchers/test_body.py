@@ -418,6 +418,7 @@ def test_both_components_of_a_heterogeneous_job_are_one_step(slurm, place, het, 
     assert first.count("aligner\nrun\n") == second.count("aligner\nrun\n") == 1
     for part in (first, second):
         assert [word for word in part.split("\n") if word.startswith("--mpi")][-1] == f"--mpi={mpi}"
+    assert [path.read_text() for path in Path("runs/grpo/logs").glob("*/trainers")] == ["1\n"]
     assert (place / "mpi").read_text() == mpi and ("no MPI: srun's PMIx" in said) == (mpi == "none")
 
 
