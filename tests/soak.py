@@ -68,6 +68,7 @@ from aligner.rollout.score import Scorer
 from aligner.run.loop import Run
 from aligner.run.metrics import MetricsLogger
 from aligner.run.retention import Retention
+from aligner.tools.bisect import bisect
 from tests import stages
 from tests.ranks import _free_port
 from tests.servers import Server, fickle, scored_by
@@ -444,10 +445,12 @@ class Soak:
 
 def differences(run: Path, whole: Path) -> list[str]:
     """What differs: exported weights, files of samples, the last checkpoint's weights, optimizers and small states,
-    metrics."""
+    metrics, the hashes of each step."""
     found = [name for name, digest in hashes(whole).items() if hashes(run).get(name) != digest]
     states = [json.loads((d / f"checkpoints/step-{TOTAL:08d}/state.json").read_text())["state"] for d in (run, whole)]
     found += [f"state of {name}" for name in states[1] if states[0].get(name) != states[1][name]]
+    told = next(bisect(whole, run))
+    found += [] if told == f"the same: steps 1 to {TOTAL}" else [told]
     return found + [f"metric {text}" for text in stages.differences(run, whole)]
 
 

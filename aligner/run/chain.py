@@ -29,7 +29,7 @@ from aligner.megatron.train import ShardedModel
 from aligner.megatron.weight_hashes import WeightHashes
 from aligner.ops.kernels.hashes import row_hashes
 from aligner.ops.reduce import gathered, sum_halves
-from aligner.run.metrics import append_jsonl, finite, read_jsonl, rewrite_jsonl, truncate_jsonl
+from aligner.run.metrics import append_jsonl, finite, read_jsonl, rewrite_jsonl
 from aligner.types import RolloutBatch, TrainBatch
 
 FILE, VERSION = "steps.jsonl", 1
@@ -91,8 +91,8 @@ class Chain:
         weights, _ = self._sums()
         if self.rank:
             return
-        truncate_jsonl(self.path, step)
-        kept = read_jsonl(self.path)
+        found = (record(content, str(self.path), DataError) for content in read_jsonl(self.path))
+        kept = [content.fields for content in found if content.integer("step") <= step]
         while kept and "start" in kept[-1]:  # no step came behind it
             kept.pop()
         rewrite_jsonl(self.path, kept)
@@ -100,7 +100,7 @@ class Chain:
         self._last = last.get("chain", "")
         start = json.loads(json.dumps({"version": VERSION, **facts, "tensors": self.tensors}))
         same = (last.get("step"), last.get("weights")) == (step, weights)
-        if kept and not same and before["tensors"] == self.tensors:
+        if last.get("step") == step and not same and before.get("tensors") == self.tensors:
             told = f"the weights of step {step} are not those that the run left there, by {self.path}"
             print(f"WARNING: {told}", file=sys.stderr, flush=True)
         if before != start or not same:

@@ -105,6 +105,22 @@ def test_a_rank_whose_weights_others_write_meets_them_on_their_device(tmp_path, 
     assert [halves.device.type for halves in met] == ["meta"]
 
 
+def test_records_that_a_power_cut_took_are_no_other_weights(tmp_path, capsys):
+    def begun(step):
+        made = chain.Chain(tmp_path, 0, {}, chain.Seen(), torch.device("cpu"))
+        made.begin(step, {"config": {}})
+        return made
+
+    first = begun(0)
+    for step in (1, 2, 3):
+        first.close(step, {"sft/loss": step})
+    (tmp_path / FILE).write_text("".join((tmp_path / FILE).read_text().splitlines(True)[:-2]))
+    begun(3).close(4, {})
+    assert "WARNING" not in capsys.readouterr().err
+    found = read_chain(tmp_path)
+    assert [f["step"] for f in found] == [0, 1, 3, 4] and ["start" in f for f in found] == [True, False, True, False]
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     "stage, layouts",

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from aligner.run.chain import VERSION, Chain, Seen
 from tests import soak, stages
 
 
@@ -32,7 +34,14 @@ def test_the_process_of_an_engine_is_killed_where_there_is_one():
     assert {kill.point for kill in with_vllm if not kill.child} > {"", "a refit", "a stored rollout"}
 
 
-def fake_run(folder: Path, weights: bytes = b"w", optimizer: bytes = b"o", cursor: int = 1, loss: float = 1.0) -> Path:
+def fake_run(
+    folder: Path, weights: bytes = b"w", optimizer: bytes = b"o", cursor: int = 1, loss: float = 1.0, row: str = "a"
+) -> Path:
+    chain = Chain(folder, 0, {}, Seen(), torch.device("cpu"))
+    made_by = {"config": {}, "code": {}, "versions": {}, "ranks": 1, "device": "cpu", "dtype": "float32"}
+    chain._write({"step": 0, "start": {"version": VERSION, "tensors": [], **made_by}, "weights": ""})
+    for step in range(1, soak.TOTAL + 1):
+        chain._write({"step": step, "batch": {"rows": row}, "numbers": {}, "weights": ""})
     checkpoint = folder / "checkpoints" / f"step-{soak.TOTAL:08d}"
     for path, content in (
         (folder / "hf" / "model.safetensors", weights),
@@ -53,6 +62,7 @@ def test_what_counts_as_a_mismatch(tmp_path):
         ("b", {"optimizer": b"x"}, "policy/__0_0.distcp"),
         ("c", {"cursor": 2}, "state of data"),
         ("d", {"loss": 2.0}, "sft/loss"),
+        ("e", {"row": "b"}, "part at step 1 of 1 to 6: rows"),
     ):
         (found,) = soak.differences(fake_run(tmp_path / name, **change), whole)
         assert told in found
