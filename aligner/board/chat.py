@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import tempfile
@@ -29,6 +30,7 @@ MOST = 2  # models at a time
 SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
 PLAIN = "{{ messages[-1]['content'] }}"  # for a model without a chat template: each message is a prompt of its own
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # before a fork: a child of several threads may not load it
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,18 @@ def known(board: Board) -> dict[str, Model]:
     and in them."""
     found = {}
     for name, run in board.runs().items():
-        if (run.folder / "hf" / "config.json").is_file():
+        if _is_model(run.folder / "hf"):
             found[name] = Model(run.folder)
         steps = sorted((run.folder / "checkpoints").glob("step-*[0-9]"))
         found |= {f"{name} {folder.name}": Model(folder, run.folder) for folder in steps}
     for place in board.folders:
         inside = sorted(path for path in place.iterdir() if path.is_dir())
-        found |= {str(path): Model(path) for path in (place, *inside) if (path / "config.json").is_file()}
+        found |= {str(path): Model(path) for path in (place, *inside) if _is_model(path)}
     return found
+
+
+def _is_model(folder: Path) -> bool:
+    return os.path.isfile(folder / "config.json")  # unlike a Path's own: no error where others' folders are closed
 
 
 @dataclass
@@ -61,7 +67,27 @@ class Talk:
     process: subprocess.Popen
     folder: tempfile.TemporaryDirectory  # what the process says, and the model that was exported for it
     plain: bool
-    url: str = ""
+    _url: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def url(self) -> str:
+        """Returns when it can be talked to. Raises AlignerError with what the process says if it ends before."""
+        assert self.process.stdout is not None
+        with self._lock:
+            for line in self.process.stdout if not self._url else ():
+                if line.startswith("http://"):  # the first line that it prints
+                    self._url = line.partition(": ")[0]
+                    break
+        if not self._url:
+            self.process.wait()
+            raise AlignerError(self.last_words())
+        return self._url
+
+    def last_words(self) -> str:
+        try:
+            return _last(tail(Path(self.folder.name) / "log"))
+        except FileNotFoundError:
+            return "it was closed"
 
     def close(self) -> None:
         self.process.kill()
@@ -79,21 +105,17 @@ class Talks:
     _starter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def open(self, name: str, model: Model) -> Talk:
-        """Returns when it can be talked to. Raises AlignerError with what the process says if it ends before."""
+        """Returns when it can be talked to. Raises AlignerError, also if it is closed meanwhile."""
         with self._lock:
-            if name in self.by_name and self.by_name[name].process.poll() is None:
-                return self.by_name[name]
-            self._close(name)
-            if len(self.by_name) >= MOST:
-                raise AlignerError(f"{name!r}: expected at most {MOST} models at a time; close one first")
-            talk = self._started(model)
-            try:
-                talk.url = _address(talk)
-            except AlignerError:
-                talk.close()
-                raise
-            self.by_name[name] = talk
-            return talk
+            for ended in self.by_name.keys() - self.living():
+                self._close(ended)
+            if name not in self.by_name:
+                if len(self.by_name) >= MOST:
+                    raise AlignerError(f"{name!r}: expected at most {MOST} models at a time; close one first")
+                self.by_name[name] = self._started(model)
+            talk = self.by_name[name]
+        talk.url()
+        return talk
 
     def _started(self, model: Model) -> Talk:
         folder = tempfile.TemporaryDirectory(prefix="aligner-chat-")
@@ -116,9 +138,14 @@ class Talks:
             process = self._starter.submit(_with_the_board, serve, output).result()
         return Talk(process, folder, plain)
 
-    def close(self, name: str) -> None:
+    def living(self) -> list[str]:
+        return [name for name, talk in list(self.by_name.items()) if talk.process.poll() is None]
+
+    def close(self, *names: str) -> None:
+        """Without names all."""
         with self._lock:
-            self._close(name)
+            for name in names or list(self.by_name):
+                self._close(name)
 
     def _close(self, name: str) -> None:
         if (talk := self.by_name.pop(name, None)) is not None:
@@ -129,16 +156,15 @@ class Talks:
         talk = self.by_name.get(name)
         if talk is None:
             raise DataError(f"{name!r}: expected a model that is open")
+        url = talk.url()
         with httpx.Client(trust_env=False, timeout=None) as client:
             try:
-                served = _event(client.get(f"{talk.url}/models").read()).list("data")[0]["id"]
+                served = _event(client.get(f"{url}/models").read()).list("data")[0]["id"]
                 body = {"model": served, "stream": True, "logprobs": True} | body
-                with client.stream("POST", f"{talk.url}/chat/completions", json=body) as reply:
+                with client.stream("POST", f"{url}/chat/completions", json=body) as reply:
                     yield from _parts(reply)
             except httpx.HTTPError as error:
-                raise AlignerError(
-                    f"{name}: {type(error).__name__}: {_last(tail(Path(talk.folder.name) / 'log'))}"
-                ) from None
+                raise AlignerError(f"{name}: {type(error).__name__}: {talk.last_words()}") from None
 
 
 def has_template(hf: Path) -> bool:
@@ -157,17 +183,8 @@ def _with_the_board(argv: Sequence[str], output: Any) -> subprocess.Popen:
         stderr=output,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
     )
-
-
-def _address(talk: Talk) -> str:
-    """The first line that it prints has it. Raises AlignerError."""
-    assert talk.process.stdout is not None
-    for line in talk.process.stdout:
-        if line.startswith("http://"):
-            return line.partition(": ")[0]
-    raise AlignerError(_last(tail(Path(talk.folder.name) / "log")))
 
 
 def _last(text: str) -> str:
@@ -206,7 +223,7 @@ TALKS = Talks()  # of this process
 
 
 def talks(board: Board, asked: Record) -> Any:
-    return {"models": list(known(board)), "open": list(TALKS.by_name)}
+    return {"models": list(known(board)), "open": TALKS.living()}
 
 
 def open_talk(board: Board, asked: Record) -> Any:

@@ -13,12 +13,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aligner.board.compose import Wish, composed
 from aligner.board.runs import Board
+from aligner.cluster.lock import NAME as LOCK
 from aligner.cluster.lock import user_here
 from aligner.config.validate import validate
 from aligner.errors import AlignerError, ConfigError, DataError
@@ -45,7 +47,7 @@ class Jobs:
         validate(cfg, wish.world_size())
         folder = Path(cfg.run.dir).expanduser().resolve()
         with self._lock:
-            if self._pid(folder) is not None:
+            if self.pid(folder) is not None:
                 raise ConfigError("run.dir", str(folder), "a folder that no other process uses")
             log = folder / LOG
             try:
@@ -82,7 +84,7 @@ class Jobs:
 
     def stop(self, folder: Path) -> dict[str, Any]:
         """Raises AlignerError if the run is not on this machine."""
-        pid = self._pid(folder)
+        pid = self.pid(folder)
         if pid is None:
             told = "expected a run that goes on on this machine. A job of Slurm's: scancel JOB"
             raise AlignerError(f"stop {str(folder)!r}: {told}")
@@ -94,15 +96,19 @@ class Jobs:
         ours, log = self.started.get(folder), folder / LOG
         return {
             "folder": str(folder),
-            "pid": self._pid(folder),
+            "pid": self.pid(folder),
             "code": ours.poll() if ours else None,
             "log": tail(log) if log.is_file() else "",
         }
 
-    def _pid(self, folder: Path) -> int | None:
-        """Of one that has just been started no lock tells yet."""
+    def pid(self, folder: Path) -> int | None:
+        """Of one that has just been started no lock tells yet. What another user wrote could name any process."""
         ours = self.started.get(folder)
-        return ours.pid if ours and ours.poll() is None else user_here(folder)
+        if ours and ours.poll() is None:
+            return ours.pid
+        with suppress(OSError):
+            return user_here(folder) if (folder / LOCK).stat().st_uid == os.geteuid() else None
+        return None
 
 
 def command(argv: Sequence[str]) -> list[str]:
@@ -158,4 +164,4 @@ def jobs(board: Board, asked: Record) -> Any:
     """Those that were started here, and whatever else of the board's runs goes on on this machine."""
     told = {folder: JOBS.told(folder) for folder in list(JOBS.started)}
     others = (folder for run in board.runs().values() if (folder := run.folder.resolve()) not in told)
-    return {"jobs": [*told.values(), *(JOBS.told(folder) for folder in others if user_here(folder) is not None)]}
+    return {"jobs": [*told.values(), *(JOBS.told(folder) for folder in others if JOBS.pid(folder) is not None)]}

@@ -133,16 +133,17 @@ def _table(path: Path) -> Table:
 
 
 def samples(board: Board, asked: Record) -> Any:
-    """{"runs": names, "views": [...]}: of the run asked for, else of the first that has any; with `report` the newest
-    of all runs."""
-    runs, query = board.runs(), Query.read(asked)
+    """{"runs": names, "views": [...]}: of the run asked for, else of the first of `runs` that has any, else of the
+    first of all; with `report` the newest of all runs."""
+    query = Query.read(asked)
+    found = [run for run in board.runs().values() if _has(run)]
     if asked.flag("report", False):
-        found = [run for run in runs.values() if _has(run)]
         views = [_reported(run, query, max(1, REPORTED // len(found))) for run in found]
     else:
-        name = asked.text("run", "") or next((run.name for run in runs.values() if _has(run)), "")
+        first = [*(run for run in board.chosen(asked) if run in found), *found][:1]
+        name = asked.text("run", "") or "".join(run.name for run in first)
         views = [_view(board.run(name), query, asked.text("step", ""))] if name else []
-    return {"runs": list(runs), "views": views, "hint": HINT}
+    return {"runs": [run.name for run in found], "views": views, "hint": HINT}
 
 
 def sample_tokens(board: Board, asked: Record) -> Any:

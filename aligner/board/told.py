@@ -17,7 +17,8 @@ from aligner.foreign import Record
 from aligner.run.metrics import HEADLINE, finite
 
 POINTS = 400  # of a curve, unless more are asked for
-MOST = 2000
+MOST, FEWEST = 2000, 100
+TOGETHER = 500_000  # points of all curves that nobody asked to have finer: a report of many runs stays small
 BINS = 120  # of the breakdown by phase
 GROUPS = ("eval", "reward", "sft", "rm", "dpo", "kto", "distill", "rewards", "logps", "preference", "length")
 GROUPS += ("response", "policy", "kl", "critic", "advantage", "mismatch", "staleness")
@@ -38,11 +39,11 @@ def alone(answer: Answer) -> Answer:
 
 @alone
 def table(board: Board, asked: Record) -> Any:
-    """A row for each run: how it goes, and the last values of the numbers that matter."""
+    """A row for each run, as they started: how it goes, and the last values of the numbers that matter."""
     runs = board.chosen(asked)
     board.look(runs)
     folders, jobs = {run.folder.resolve(): run.name for run in runs}, board.jobs()
-    rows = [_row(run, jobs, folders) for run in runs]
+    rows = sorted((_row(run, jobs, folders) for run in runs), key=lambda row: row["started"] or "later")
     headline = [name for name in HEADLINE if any(name in row["last"] for row in rows)]
     return {"folders": [str(folder) for folder in board.folders], "headline": headline, "runs": rows}
 
@@ -113,9 +114,11 @@ def _finite(points: Points) -> np.ndarray:
 @alone
 def curves(board: Board, asked: Record) -> Any:
     """Curves of each run by metric, and its clocks: seconds since it began and tokens, by step."""
-    most = min(MOST, asked.integer("points", POINTS, low=2))
+    runs = board.chosen(asked)
+    share = TOGETHER // max(1, sum(len(run.series.names()) for run in runs))
+    most = min(MOST, asked.integer("points", max(FEWEST, min(POINTS, share)), low=2))
     found, clocks = {}, {}
-    for run in board.chosen(asked):
+    for run in runs:
         series = run.series
         wanted = asked.texts("metrics", sorted(series.names()))
         drawn = {name: _curve(series.points(name), most) for name in wanted}

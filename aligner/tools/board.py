@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from aligner.board.chat import TALKS
 from aligner.board.pages import PAGES
 from aligner.board.runs import Board
 from aligner.environments.openai_api import require_server
@@ -26,5 +27,8 @@ def main(folders: Sequence[str], port: int) -> int:
         raise ConfigError("--port", port, "a free port (0: any that is)", str(error)) from error
     token = secrets.token_urlsafe(32)
     print(f"http://127.0.0.1:{place.getsockname()[1]}/{token}/", flush=True)
-    asyncio.run(Listener(make_app(board, PAGES, token)).serve(sockets=[place]))
+    try:
+        asyncio.run(Listener(make_app(board, PAGES, token)).serve(sockets=[place]))
+    finally:
+        TALKS.close()  # else their temporary folders, with exported models, would stay
     return 0

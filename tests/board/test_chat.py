@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
-from aligner.board.chat import MOST, Talk, Talks, has_template, known, open_talk
+from aligner.board.chat import MOST, Model, Talk, Talks, has_template, known, open_talk
 from aligner.board.runs import Board
 from aligner.data.tokenizer import byte_tokenizer
 from aligner.errors import AlignerError, DataError
@@ -40,17 +45,56 @@ def test_a_model_without_a_chat_template_is_known_as_such(tmp_path, template):
 def test_models_at_a_time_are_few_and_those_that_have_ended_are_gone(tmp_path):
     talks = Talks()
     for i in range(MOST):
-        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        process = _process("print('http://here/v1: a model', flush=True); input()")
         talks.by_name[str(i)] = Talk(process, tempfile.TemporaryDirectory(dir=tmp_path), False)
     model = next(iter(known(Board([_published(tmp_path)])).values()))
     assert talks.open("1", model) is talks.by_name["1"]
     with pytest.raises(AlignerError, match=f"at most {MOST} models at a time"):
         talks.open("another", model)
-    for name in list(talks.by_name):
-        talks.close(name)
+    assert talks.by_name["1"].url() == "http://here/v1"
+    talks.by_name["0"].process.kill()
+    talks.by_name["0"].process.wait()
+    assert talks.living() == ["1"]
+    talks.close()
     assert process.returncode == -9 and [path.name for path in tmp_path.iterdir()] == ["published"]
     with pytest.raises(DataError, match="expected a model that is open"):
         list(talks.say("1", {}))
+
+
+def test_a_model_that_is_closed_while_it_loads_is_not_waited_for(tmp_path):
+    talks, process = Talks(), _process("input()")
+    talks.by_name["slow"] = Talk(process, tempfile.TemporaryDirectory(dir=tmp_path), False)
+    with ThreadPoolExecutor(1) as threads:
+        opened = threads.submit(talks.open, "slow", Model(tmp_path))
+        with pytest.raises(TimeoutError):
+            opened.result(0.2)
+        talks.close("slow")
+        with pytest.raises(AlignerError):
+            opened.result(60)
+    assert process.returncode == -9 and not list(tmp_path.iterdir())
+
+
+def test_a_board_that_is_interrupted_leaves_no_model_behind(tmp_path):
+    """The process of a model that loads, and the folder for what it says."""
+    published, temporary = _published(tmp_path), tmp_path / "tmp"
+    temporary.mkdir()
+    argv = [sys.executable, "-m", "aligner", "board", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(temporary)}
+    ) as board:
+        url = board.stdout.readline().strip()
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(httpx.post, f"{url}api/open_talk", json={"model": str(published)}, timeout=None)
+            while not any(temporary.glob("aligner-chat-*/log")):
+                assert not asked.done()
+                time.sleep(0.05)
+            board.send_signal(signal.SIGINT)
+            assert board.wait(60) == -signal.SIGINT
+    assert not any(temporary.glob("aligner-chat-*"))
+
+
+def _process(code):
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def _published(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 
@@ -14,6 +15,7 @@ from aligner import __main__ as command_line
 from aligner.board.compose import Wish, check, composed, form, shown
 from aligner.board.jobs import Jobs
 from aligner.board.runs import Board
+from aligner.cluster.lock import RunLock
 from aligner.config.freeze import to_yaml
 from aligner.config.options import GROUPS
 from aligner.config.resolve import compose
@@ -109,7 +111,7 @@ def test_a_dry_run_comes_before_a_submit(tmp_path, monkeypatch):
         jobs.submit(shown["key"])
 
 
-def test_nothing_starts_or_stops_that_may_not(tmp_path):
+def test_nothing_starts_or_stops_that_may_not(tmp_path, monkeypatch):
     jobs = Jobs()
     with pytest.raises(ConfigError, match=r"data\.train=''"):
         jobs.start(Wish({"stage": "sft"}, {"run.dir": str(tmp_path / "run")}))
@@ -120,5 +122,10 @@ def test_nothing_starts_or_stops_that_may_not(tmp_path):
     with pytest.raises(AlignerError, match="expected a run that goes on on this machine"):
         jobs.stop(run_folder(tmp_path / "still"))
     assert not jobs.started and not (tmp_path / "run").exists()
+    with RunLock(tmp_path / "still"), monkeypatch.context() as patched:
+        assert jobs.pid(tmp_path / "still") == os.getpid()
+        patched.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(AlignerError, match="expected a run that goes on"):  # what others wrote names no process
+            jobs.stop(tmp_path / "still")
     with pytest.raises(ConfigError, match="command='rm'"):
         ask(command="rm")

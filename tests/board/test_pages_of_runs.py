@@ -188,6 +188,7 @@ def test_models_answer_token_by_token_side_by_side(look, serve, random_model):
         {subtree: true, childList: true, characterData: true}); }"""
     )
     page.get_by_label("max_tokens").fill("40")
+    page.get_by_label("temperature").fill("1")
     page.get_by_label("seed").fill("3")
     page.get_by_label("message").fill(HOSTILE)
     page.keyboard.press("Enter")

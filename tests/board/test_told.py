@@ -108,6 +108,13 @@ def test_a_row_says_how_a_run_goes(tmp_path):
     assert rows(grpo)["grpo"]["result"] == "no end recorded: running, or killed"
 
 
+def test_stages_of_a_chain_come_as_they_started(tmp_path):
+    for name, started in (("grpo", "2026-01-03"), ("new", None), ("rm", "2026-01-02"), ("sft", "2026-01-01")):
+        folder = make_run(tmp_path / name)
+        write(folder / "starts.jsonl", *([{**START, "started": f"{started}T10:00:00+00:00"}] if started else []))
+    assert [*rows(tmp_path)] == ["sft", "rm", "grpo", "new"]
+
+
 def test_a_batch_job_has_the_queues_state_and_its_own_goodput(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "a", **{"time/step_s": 10.0})
     (folder / "logs").mkdir()
@@ -275,7 +282,7 @@ def test_metrics_that_never_change_say_their_value(tmp_path):
     assert found[2]["last"] == {"a": 1.0, "b": 1.0, "c": 2.0}
 
 
-def test_curves_and_clocks(tmp_path):
+def test_curves_and_clocks(tmp_path, monkeypatch):
     speed = {"time/step_s": 2.0, "throughput/tokens_per_s": 50.0}
     folder = make_run(tmp_path / "a", **speed)
     append_jsonl(folder / "metrics.jsonl", [{"step": 6, "wall_time": 200.0, "reward/mean": None, **speed}])
@@ -287,6 +294,8 @@ def test_curves_and_clocks(tmp_path):
     make_run(tmp_path / "long", steps=5000)
     curve = ask(told.curves, tmp_path / "long", metrics=["reward/mean"], points=100)["curves"]["long"]["reward/mean"]
     assert 90 <= len(curve["x"]) <= 110 and (curve["x"][0], curve["x"][-1]) == (1, 5000)
+    monkeypatch.setattr(told, "TOGETHER", 1000)  # a report of many runs
+    assert 90 <= len(ask(told.curves, tmp_path / "long")["curves"]["long"]["reward/mean"]["x"]) <= 110
     with pytest.raises(AlignerError, match="points=0: expected an integer"):
         ask(told.curves, tmp_path, points=0)
 

@@ -9,8 +9,8 @@ const NAMES = {logprob: "logprob", probability: "probability"};
 export async function mount(element, api) {
   const {models, open} = await api.ask("talks");
   const controls = {
-    temperature: el("input", {type: "number", min: 0, step: 0.1, value: 1}),
-    top_p: el("input", {type: "number", min: 0, max: 1, step: 0.05, value: 1}),
+    temperature: el("input", {type: "number", min: 0, step: 0.1, placeholder: "the run's"}),
+    top_p: el("input", {type: "number", min: 0, max: 1, step: 0.05, placeholder: "the run's"}),
     max_tokens: el("input", {type: "number", min: 1, step: 1, placeholder: "the run's"}),
     seed: el("input", {type: "number", min: 0, step: 1, placeholder: "any"}),
   };
@@ -24,7 +24,10 @@ export async function mount(element, api) {
     }});
   const sends = el("button", {type: "button", onclick: send}, "send");
   const ends = el("button", {type: "button", hidden: true, onclick: () => abort.abort()}, "stop");
-  const again = el("button", {type: "button", onclick: () => slots.forEach((slot) => slot.clear())}, "new talk");
+  const again = el("button", {type: "button", onclick: () => {
+    abort.abort();
+    slots.forEach((slot) => slot.clear());
+  }}, "new talk");
   let abort = new AbortController();
   const slots = [slotOf("model", open[0] ?? ""), slotOf("beside it", open[1] ?? "")];
   const settings = Object.entries(controls).map(([name, input]) => el("label", {}, name, input));
@@ -32,7 +35,13 @@ export async function mount(element, api) {
     el("div", {class: "controls"}, settings, el("label", {}, "system", system), el("label", {}, "colour by probability", coloured)),
     el("div", {class: "talks"}, slots.map((slot) => slot.element)),
     el("div", {class: "message"}, message, el("div", {class: "controls"}, sends, ends, again)));
-  if (!models.length) element.prepend(el("p", {class: "dim"}, "No model here: a run that has ended has one (run.export), or a checkpoint, or a Hugging Face folder among the board's."));
+  const none = el("p", {class: "dim", hidden: models.length > 0}, "No model here: a run that has ended has one (run.export), or a checkpoint, or a Hugging Face folder among the board's.");
+  element.prepend(none);
+  element.addEventListener("shown", async () => { // runs may have ended meanwhile
+    const found = (await api.ask("talks")).models;
+    none.hidden = found.length > 0;
+    slots.forEach((slot) => slot.offer(found));
+  });
 
   async function send() {
     const text = message.value.trim(), talking = slots.filter((slot) => slot.ready());
@@ -56,23 +65,24 @@ export async function mount(element, api) {
   function slotOf(label, chosen) {
     const log = el("div", {class: "talk", role: "log", "aria-label": `talk with ${label}`, tabindex: 0});
     const state = el("span", {class: "dim", role: "status"}, chosen ? "ready" : "");
-    const select = el("select", {onchange: () => change(select.value)}, [["", "none"], ...models.map((name) => [name, name])]
-      .map(([value, name]) => el("option", {value, selected: value === chosen}, name)));
-    let model = chosen, history = [], painted = [], opening = 0;
+    const select = el("select", {onchange: () => change(select.value)});
+    const offer = (names) => select.replaceChildren(...["", ...names].map((name) => el("option", {value: name, selected: name === named}, name || "none")));
+    let named = chosen, model = chosen, history = [], painted = [], opening = 0;
 
     async function change(name) {
-      const mine = ++opening, before = model;
+      const mine = ++opening, before = named;
+      named = name;
       model = "";
       clear();
       try {
-        if (before && slots.every((slot) => slot.model() !== before)) await api.ask("close_talk", {model: before});
+        if (before && slots.every((slot) => slot.named() !== before)) await api.ask("close_talk", {model: before});
         state.textContent = name ? "loading ..." : "";
         const found = name ? await api.ask("open_talk", {model: name}) : null;
         if (mine !== opening) return;
         model = name;
         state.textContent = !found ? "" : found.plain ? "ready; it has no chat template: each message is a prompt of its own" : "ready";
       } catch (error) {
-        state.textContent = error.message;
+        if (mine === opening) state.textContent = error.message;
       }
     }
 
@@ -87,30 +97,35 @@ export async function mount(element, api) {
       const made = el("div", {class: "turn own"}, el("small", {}, model), answer);
       log.append(el("div", {class: "turn"}, el("small", {}, "you"), el("pre", {}, text)), made);
       const messages = [...(system.value ? [{role: "system", content: system.value}] : []), ...history, {role: "user", content: text}];
+      const mine = history; // of this talk: it may be cleared meanwhile
+      const keep = () => mine.push({role: "user", content: text}, {role: "assistant", content: answer.textContent});
       try {
         for await (const part of api.stream("say", {model, messages, ...sampling()}, abort.signal)) {
           if (part.text !== undefined) answer.textContent += part.text;
           else {
             const numbers = {logprob: part.logprobs, probability: part.logprobs.map(Math.exp)};
             const shown = tokens({texts: part.tokens, made: part.tokens.map(() => true), numbers}, NAMES);
-            painted.push(shown);
+            if (mine === history) painted.push(shown);
             answer.replaceWith(shown.element);
             if (part.reason === "length") made.append(el("small", {}, "cut by max_tokens"));
-            history.push({role: "user", content: text}, {role: "assistant", content: answer.textContent});
+            keep();
             paint();
           }
         }
       } catch (error) {
+        if (error.name === "AbortError" && answer.textContent) keep(); // what the reader sees is what the model knows
         made.append(el("p", {class: "problem"}, error.name === "AbortError" ? "stopped" : error.message));
       }
       log.scrollTop = log.scrollHeight;
     }
+
+    offer(models);
 
     function paint() {
       for (const shown of painted) shown.paint(coloured.checked ? "logprob" : "", UNLIKELY);
     }
 
     return {element: el("div", {}, el("div", {class: "controls"}, el("label", {}, label, select), state), log),
-      ready: () => model !== "", model: () => model, say, clear, paint};
+      ready: () => model !== "", named: () => named, offer, say, clear, paint};
   }
 }

@@ -12,13 +12,13 @@ function columns(headline, several) {
     stage: [(row) => row.stage, (row) => row.stage],
     state: [(row) => row.state, (row) => (row.job && /^[A-Z]/.test(row.state) && row.state !== "DONE" ? `${row.state} (job ${row.job})` : row.state)],
     step: [(row) => row.step, (row) => `${row.step ?? 0}${row.steps ? ` / ${row.steps}` : ""}`],
-    ...Object.fromEntries(headline.map((name) => [name, [(row) => row.last[name], (row) => number(row.last[name])]])),
+    left: [(row) => row.left_s, (row) => duration(row.left_s)],
+    alarms: [(row) => row.alarms, (row) => (row.alarms ? el("span", {class: "alarm"}, String(row.alarms)) : "")],
     "s/step": [(row) => row.step_s, (row) => number(row.step_s)],
     "tokens/s": [(row) => row.tokens_per_s, (row) => number(row.tokens_per_s)],
     goodput: [(row) => row.goodput, (row) => percent(row.goodput)],
     memory: [(row) => row.peak_bytes, (row) => (row.peak_bytes ? bytes(row.peak_bytes) : "")],
-    left: [(row) => row.left_s, (row) => duration(row.left_s)],
-    alarms: [(row) => row.alarms, (row) => (row.alarms ? el("span", {class: "alarm"}, String(row.alarms)) : "")],
+    ...Object.fromEntries(headline.map((name) => [name, [(row) => row.last[name], (row) => number(row.last[name])]])),
     from: [(row) => Object.values(row.from).join(), (row) => Object.entries(row.from).map(([key, run]) => `${run} (${key})`).join(", ")],
     started: [(row) => row.started, (row) => row.started.replace("T", " ").replace(/[+]00:00$/, "")],
     result: [(row) => row.result, (row) => [row.result, ...row.damage.map((text) => el("div", {class: "problem"}, text))]],
@@ -36,7 +36,7 @@ function compare(a, b, down) {
 export function mount(element, api) {
   const filter = el("input", {type: "search", placeholder: "filter, e.g. grpo running", "aria-label": "filter runs", oninput: () => lay()});
   const body = el("div"), note = el("p", {class: "dim", role: "status"}), below = el("div");
-  let told = {runs: [], headline: [], folders: []}, sorted = "", down = false;
+  let told = {runs: [], headline: [], folders: []}, sorted = "started", down = !api.report;
 
   const all = el("button", {onclick: () => choose(visible().map((row) => row.name))}, "choose all");
   const none = el("button", {onclick: () => choose([])}, "choose none");
@@ -53,7 +53,7 @@ export function mount(element, api) {
   }
 
   function choose(names) {
-    api.choose(names);
+    api.choose(told.runs.map((row) => row.name).filter((name) => names.includes(name))); // as they started
     lay();
   }
 
@@ -100,11 +100,11 @@ export function mount(element, api) {
     const fact = (key, value) => (key === "duration" ? duration(value) : typeof value === "number" ? number(value) : value ?? "");
     const alarms = names.flatMap((name) => details[name].alarms.map(({text}) => el("li", {class: "alarm"}, `${name}: ${text}`)));
     const parts = [el("h2", {}, "alarms"), alarms.length ? el("ul", {}, alarms) : el("p", {}, "none")];
-    if (keys.length) parts.push(el("h2", {}, "where they come from"), table(["", ...names], keys.map((key) => [key, ...names.map((name) => fact(key, details[name].facts[key]))])));
+    if (keys.length) parts.push(el("h2", {}, "where they come from"), table(["fact", ...names], keys.map((key) => [key, ...names.map((name) => fact(key, details[name].facts[key]))])));
     if (names.length > 1) parts.push(el("h2", {}, "config that differs"), Object.keys(differ).length
-      ? table(["", ...names], Object.entries(differ).map(([key, row]) => [key, ...names.map((name) => row[name] ?? "")])) : el("p", {}, "none"));
+      ? table(["key", ...names], Object.entries(differ).map(([key, row]) => [key, ...names.map((name) => row[name] ?? "")])) : el("p", {}, "none"));
     if (Object.keys(summary).length) parts.unshift(el("h2", {}, "summary"),
-      table(["summary.json", ""], Object.entries(summary).map(([key, value]) => [key, typeof value === "number" ? shown(key, value) : value])));
+      table(["result", "value"], Object.entries(summary).map(([key, value]) => [key, typeof value === "number" ? shown(key, value) : value])));
     for (const name of names) if (details[name].config) parts.push(folded(`config ${name}`, `config of ${name}`, el("pre", {}, details[name].config)));
     if (names.length) below.replaceChildren(...parts);
     else below.replaceChildren();

@@ -10,14 +10,14 @@ const NAMES = {
 
 export async function mount(element, api) {
   const place = api.report ? new URLSearchParams() : api.place().args;
-  const asked = {run: place.get("run") ?? [...api.chosen][0] ?? "", step: place.get("step") ?? "", page: 0};
+  const asked = {run: place.get("run") ?? "", step: place.get("step") ?? "", page: 0};
   const run = el("select", {onchange: () => ask({run: run.value, step: ""})});
   const step = el("select", {onchange: () => ask({step: step.value})});
   const text = el("input", {type: "search", size: 14, oninput: () => later({text: text.value})});
   const low = el("input", {type: "number", step: "any", oninput: () => later({low: bound(low)})});
   const high = el("input", {type: "number", step: "any", oninput: () => later({high: bound(high)})});
   const order = el("select", {onchange: () => ask({order: order.value})},
-    [["newest", "in order"], ["best", "best reward first"], ["worst", "worst reward first"]].map(([value, name]) => el("option", {value}, name)));
+    [["newest", "newest first"], ["best", "best reward"], ["worst", "worst reward"]].map(([value, name]) => el("option", {value}, name)));
   const colour = el("select", {onchange: () => paint()});
   const back = el("button", {type: "button", onclick: () => ask({page: asked.page - 1})}, "back");
   const next = el("button", {type: "button", onclick: () => ask({page: asked.page + 1})}, "more");
@@ -47,7 +47,7 @@ export async function mount(element, api) {
 
   async function load() {
     const mine = ++asking;
-    const answer = await api.ask("samples", asked);
+    const answer = await api.ask("samples", {...asked, runs: [...api.chosen].reverse()}); // without a run the newest
     if (mine !== asking) return; // another question has come since
     paints.length = 0;
     body.replaceChildren(...answer.views.map((view) => shown(view, answer.hint)));
@@ -60,7 +60,7 @@ export async function mount(element, api) {
   function controls({runs, views: [view]}) {
     fill(run, runs.map((name) => [name, name]), view?.run);
     const steps = [...new Set([...(view?.recorded ?? []), ...(view?.steps ?? [])])].sort((a, b) => b - a);
-    fill(step, [["table", "all of samples.jsonl"], ...steps.map((n) => [String(n), view.recorded.includes(n) ? `${n}, with tokens` : n])], view?.step);
+    fill(step, [["table", "all rows"], ...steps.map((n) => [String(n), view.recorded.includes(n) ? `${n}, with tokens` : n])], view?.step);
     back.disabled = asked.page === 0;
     next.disabled = !view?.more;
   }
@@ -125,7 +125,7 @@ export async function mount(element, api) {
     const turns = sample.turns.map((turn) => turnOf(turn.role, turn.text, "tokens" in turn ? `${turn.tokens} tokens in the loss` : "not in the loss", "tokens" in turn));
     const columns = Object.entries(sample.columns);
     return el("article", {class: "sample"},
-      facts(sample.reward, sample, [`step ${sample.step}`, `advantage ${number(sample.advantage)}`]),
+      facts(sample.reward, sample, [`step ${sample.step}`, sample.advantage === null ? "" : `advantage ${number(sample.advantage)}`]),
       turnOf("prompt", sample.prompt, "", false), turns.length ? turns : turnOf("response", sample.response, "", true),
       columns.length ? el("details", {}, el("summary", {}, "columns of its row"), table(["column", "value"], columns.map(([name, value]) => [name, String(value ?? "")]))) : null);
   }
@@ -138,5 +138,6 @@ export async function mount(element, api) {
     const {tab, args} = api.place();
     if (tab === "samples" && args.has("run")) ask({run: args.get("run"), step: args.get("step") ?? ""});
   });
-  await load();
+  if (api.report) await load();
+  else element.addEventListener("shown", () => load().catch(api.fail)); // runs have gone on meanwhile
 }
