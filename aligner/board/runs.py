@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -68,8 +69,9 @@ class Run:
 
     @property
     def config(self) -> str:
+        path = self.folder / "config.yaml"
         with suppress(OSError):
-            return (self.folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+            return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         return ""
 
     def _read(self, name: str, read: Callable[[Path], Any], empty: Any) -> Any:
@@ -78,6 +80,8 @@ class Run:
         try:
             found = path.stat()
         except OSError:
+            return empty
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
             return empty
         state = found.st_ino, found.st_size, found.st_mtime_ns
         if self._files.get(name, (None,))[0] != state:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -162,8 +163,10 @@ class Series:
     def look(self, budget: int) -> int:
         """Read on, about so many bytes, and the end; how many were read. Raises nothing: see `damage`."""
         try:
-            with self.path.open("rb") as file:
-                return self._look(file, budget)
+            if stat.S_ISREG(self.path.stat().st_mode):
+                with self.path.open("rb") as file:
+                    return self._look(file, budget)
+            self.damage = f"{self.path.name}: cannot be read: no regular file"  # a pipe would be waited for
         except FileNotFoundError:
             self.size = 0
             self._forget()
