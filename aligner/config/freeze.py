@@ -114,6 +114,7 @@ _NOT_OF_ROLLOUTS_IN = {
     "batch": ("micro_batch_samples", "micro_batch_tokens", "packing", "share_prompts", "balance"),
     "reward": ("workers", "timeout_s", "overlap"),
     "data": ("across_documents",),
+    "engine": ("spares", "silent_s"),
     "environment": ("timeout_s", "retries", "workers"),
 }
 
