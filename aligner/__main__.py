@@ -250,6 +250,7 @@ def _launch(args: argparse.Namespace) -> int:
     from aligner.config.validate import validate
     from aligner.run.marker_files import DONE, STOPPED
     from aligner.run.starts import COMMAND, command_line, stopped_by_hand
+    from aligner.run.starts import FILE as STARTS
 
     cfg = _config(args)
     if args.ranks < 1:
@@ -262,8 +263,8 @@ def _launch(args: argparse.Namespace) -> int:
     with RunLock(run_dir):
         path = _frozen_path(args, cfg)
         spare = range(args.ranks - cfg.engine.ranks, args.ranks) if cfg.engine.spares else ()
-        more = {"threads": cfg.cluster.threads, "proof": proof, "last": args.last, "spare": spare}
-        code = launch(path, args.ranks, run_dir, **more)
+        lost = {"spare": spare, "begun": run_dir / STARTS}
+        code = launch(path, args.ranks, run_dir, threads=cfg.cluster.threads, proof=proof, last=args.last, **lost)
     return INTERRUPTED if code == 0 and stopped_by_hand(run_dir) else code
 
 

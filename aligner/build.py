@@ -39,8 +39,6 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
         end_s = allocation_end(cfg.cluster)
         job.boundary.deadline.end_s = None if end_s is None else uptime_s() + end_s - time.time()
     job.watchdog.start()
-    if job.bridge is not None:
-        job.bridge.begin()
     well = False
     try:
         if job.layout is None:

@@ -128,6 +128,7 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:
         trainers, engine = env.world_size - cfg.engine.ranks, cfg.engine
         more = (engine.tensor_parallel, engine.spares, engine.silent_s, partial(regroup, trainers))
         bridge = Bridge(*split_world(engine.ranks), trainers, *more)
+        bridge.begin()
     torch.manual_seed(derive(cfg.seed, "torch"))
     if cfg.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it

@@ -48,6 +48,7 @@ def launch(
     proof: Sequence[Path] = (),
     last: bool = False,
     spare: Collection[int] = (),
+    begun: Path | None = None,
 ) -> int:
     """Run `python -m aligner run --frozen cfg_path` (or `argv`) as `ranks` processes; returns the exit code.
 
@@ -55,7 +56,8 @@ def launch(
     Rank 0 writes to this terminal, the others to run_dir/logs/rank-0001.log and so on. The code is 0 if all ranks
     ended well, else that of the rank that failed first (128 + n if signal n ended it). `proof`: ranks that listen to
     requests to stop and write one of these files before they end well; without it, 0 is a failure. `last`: as of
-    StopSignals. `spare`: ranks that may fail; the others decide whether they go on without.
+    StopSignals. `spare`: ranks that may fail, once the file `begun` is written if one is named; the others decide
+    whether they go on without.
     """
     if ranks < 1:
         raise ConfigError("--ranks", ranks, "a number >= 1")
@@ -70,7 +72,8 @@ def launch(
     with ExitStack() as files:
         started: list[_Rank] = []
         requests = (*REQUESTS, signal.SIGTERM) if proof else REQUESTS
-        before = _marks(proof)
+        before, first_step = _marks(proof), [begun] if begun and spare else []
+        earlier = _marks(first_step)
         with signals_forwarded(lambda number: _ask(started, number), last) as received:
             try:
                 shared = {
@@ -85,7 +88,9 @@ def launch(
                 }
                 for number in range(ranks):
                     started.append(_start(number, command, shared, logs, files, requests))
-                first = _watch(started, received, requests, lambda: not proof or _new(proof, before), spare)
+                proven = lambda: not proof or _new(proof, before)  # noqa: E731
+                spared = lambda: spare if not first_step or _new(first_step, earlier) else ()  # noqa: E731
+                first = _watch(started, received, requests, proven, spared)
             except KeyboardInterrupt:  # the second Ctrl-C
                 _send(started, signal.SIGKILL)
                 raise
@@ -149,25 +154,29 @@ def _watch(
     received: list[int],
     requests: Sequence[int],
     proven: Callable[[], bool],
-    spare: Collection[int] = (),
+    spare: Callable[[], Collection[int]],
 ) -> _Rank | None:
     """Wait for all ranks that are not to spare, or for the first failure; returns the rank that failed first."""
-    ranks = [rank for rank in started if rank.number not in spare]
+    ranks, others = started, []
     asked = time.monotonic()
-    left: int | None = None  # the rank that was first found to have ended well, though nothing was `proven`
+    left: _Rank | None = None  # the rank that was first found to have ended well, though nothing was `proven`
     while True:
+        if ranks is started and (numbers := spare()):
+            ranks = [rank for rank in started if rank.number not in numbers]
+            others = [rank for rank in started if rank.number in numbers]
+        others = [rank for rank in others if not _ended(rank)]
         if time.monotonic() - asked > ASK_AGAIN_S:
             asked = time.monotonic()
             for number in set(received).intersection(requests):
                 _send(started, number)
         codes = [r.process.poll() for r in ranks]
         if left is None and 0 in codes and not proven():
-            left = codes.index(0)
+            left = ranks[codes.index(0)]
         if any(codes):
             break
         if all(code == 0 for code in codes):
             _await_end(started)
-            return None if left is None or proven() else ranks[left]
+            return None if left is None or proven() else left
         time.sleep(POLL_S)
     exited_first = next(r for r in ranks if r.process.returncode)
     killed = next((r for r in ranks if r.process.returncode == -signal.SIGKILL), None)
@@ -183,8 +192,16 @@ def _watch(
     words = _told(ranks)
     causes = [said for said in words if not said[0]]
     if left is not None and not causes and not proven():  # it left the others, which have lost it
-        return ranks[left]
+        return left
     return ranks[min(causes or words)[2]] if words else exited_first
+
+
+def _ended(rank: _Rank) -> bool:
+    """Whether it did, which is told where it did not end well: the others cannot know how."""
+    code = rank.process.poll()
+    if code:
+        print(f"rank {rank.number} has ended ({_how(code)}), which the run may survive: {rank.log}", file=sys.stderr)
+    return code is not None
 
 
 def _await_end(ranks: list[_Rank]) -> None:
@@ -222,10 +239,13 @@ def _exit_code(rank: _Rank) -> int:
     return (code or 1) if code >= 0 else 128 - code
 
 
+def _how(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
 def _explain(rank: _Rank, ranks: int) -> None:
     code = rank.process.returncode
-    how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-    cause = f"rank {rank.number} of {ranks} failed first ({how})"
+    cause = f"rank {rank.number} of {ranks} failed first ({_how(code)})"
     if code == 0:
         cause += ": it left without DONE or STOPPED. A function of yours, or a library, ended the process (os._exit)"
     said = failure.read(rank.failure_file)

@@ -35,7 +35,7 @@ class RollCall:
 
     store: dist.Store
     seal: Seal
-    silent_s: float  # without a beat, after which a rank is lost that has had one
+    silent_s: float  # without a beat, after which a rank is lost
     _why: str = field(default="", init=False)  # this rank does not come any more
 
     # --- a rank that generates
@@ -93,7 +93,7 @@ class RollCall:
                 absent = [rank for rank in replica if not self.store.check([_came(number, rank)])]
                 for rank in absent:
                     host, beat, why = self._heard(rank)
-                    silent[rank] = silent[rank] + passed if beat and beat == beats.get(rank) else 0.0
+                    silent[rank] = silent[rank] + passed if beat == beats.get(rank) else 0.0
                     beats[rank] = beat
                     if why or silent[rank] > self.silent_s:
                         how = f"failed: {why}" if why else f"has ended or hangs: silent for {silent[rank]:.0f} s"
@@ -133,7 +133,7 @@ class RollCall:
         store.set(key, self.seal.close(encode([socket.gethostname(), beat, self._why]), key))
 
     def _heard(self, rank: int) -> tuple[str, str, str]:
-        """(host, number of the beat, why it fails)."""
+        """(host, number of the beat, why it fails); of one that ended before its first beat nothing."""
         key = _pulse(rank)
         with suppress(PeerError):
             if self.store.check([key]):

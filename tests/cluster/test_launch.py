@@ -240,7 +240,20 @@ def test_a_rank_to_spare_may_end_or_hang_and_the_others_decide(tmp_path, capfd, 
         "if rank == 1:\n  os.kill(os.getpid(), signal.SIGKILL)\nif rank == 2:\n  os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
     assert run(f"{code}time.sleep(0.3)\n{rest}", 3, tmp_path, spare=range(1, 3)) == expected
-    assert ("rank 0 of 3 failed first" in capfd.readouterr().err) == bool(expected)
+    err = capfd.readouterr().err
+    assert ("rank 0 of 3 failed first" in err) == bool(expected)
+    assert "rank 1 has ended (signal SIGKILL)" in err and str(tmp_path / "logs" / "rank-0001.log") in err
+
+
+def test_before_a_run_has_begun_no_rank_is_to_spare(tmp_path, capfd):
+    """The others would wait for it where they meet."""
+    begun = tmp_path / "starts.jsonl"
+    begun.write_text("an earlier start")
+    code = "if rank == 1:\n  sys.exit(5)\ntime.sleep(60)"
+    assert run(code, 2, tmp_path, spare=[1], begun=begun) == 5
+    assert "rank 1 of 2 failed first (exit code 5)" in capfd.readouterr().err
+    code = f"open({str(begun)!r}, 'a').write('.')\nif rank == 1:\n  time.sleep(0.5)\n  sys.exit(5)\ntime.sleep(1.0)"
+    assert run(code, 2, tmp_path, spare=[1], begun=begun) == 0
 
 
 def test_a_rank_that_says_why_it_fails_counts_before_those_that_ended_well(tmp_path, capfd, monkeypatch):

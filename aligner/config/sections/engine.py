@@ -25,8 +25,10 @@ class EngineConfig:
     lag: int = 0
     # with `lag`: decode steps after which samples pause, and go on with newer weights; 0: they have one version
     window: int = 0
-    spares: int = 0  # with `ranks`: so many replicas may be lost in a run, which goes on without them
-    silent_s: float = 60.0  # with `ranks`: without a sign of life, after which one of them counts as lost
+    # with `ranks`: so many replicas may be lost in a run, which goes on without them (by `launch`: srun ends a job)
+    spares: int = 0
+    # with `ranks`: without a sign of life, after which one of them counts as lost (Python that cannot run gives none)
+    silent_s: float = 60.0
     kv_cache_bytes: int = 1 << 30  # of a rank
     max_batch: int = 512  # rows decoded together
     dtype: str = "auto"  # auto: the trainer's compute dtype
@@ -52,7 +54,7 @@ class EngineConfig:
         at_least("engine.lag", self.lag, 0)
         at_least("engine.window", self.window, 0)
         at_least("engine.spares", self.spares, 0)
-        above("engine.silent_s", self.silent_s, 0)
+        at_least("engine.silent_s", self.silent_s, 5)  # signs come every half second, where nothing is late
         if self.tensor_parallel != 1 and self.name == "trtllm":
             raise ConfigError("engine.tensor_parallel", self.tensor_parallel, ONE_RANK)
         if self.cuda_graphs and (self.name != "native" or self.tensor_parallel != 1):

@@ -1,0 +1,64 @@
+"""Who has come to an order. The store of one process stands for that of the job; nobody's heart beats by itself."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from aligner.cluster.seal import Seal
+from aligner.engines import roll
+from aligner.engines.roll import RollCall
+
+BEAT_S = 0.02
+
+
+@pytest.fixture
+def call(monkeypatch):
+    monkeypatch.setattr(roll, "BEAT_S", BEAT_S)
+    return RollCall(dist.HashStore(), Seal(b"of this test"), silent_s=10 * BEAT_S)
+
+
+def come(call, *ranks):
+    for rank in ranks:
+        call.store.set(f"aligner/roll/7/{rank}", b"")
+
+
+def test_a_rank_that_ended_before_its_first_beat_is_lost(call):
+    come(call, 1)
+    lost = call.absent(7, [(1,), (2,)], 1)
+    assert list(lost) == [2] and "rank 2 on an unknown host has ended or hangs" in lost[2]
+
+
+def test_of_a_replica_one_rank_is_enough_and_two_at_once_are_told(call):
+    come(call, 1, 2, 3)
+    assert list(call.absent(7, [(1, 2), (3, 4)], 1)) == [4]
+    come(call, 4)
+    assert call.absent(7, [(1, 2), (3, 4)], 1) == {}
+    assert list(call.absent(7, [(1, 2), (5, 6), (7, 8)], 1)) == [5, 7]
+
+
+def test_one_that_beats_is_waited_for_and_one_that_fails_is_not(call):
+    ended = threading.Event()
+
+    def late() -> None:
+        for beat in range(40):
+            call._say(call.store, 2, str(beat))
+            time.sleep(BEAT_S)
+        come(call, 2)
+        ended.set()
+
+    threading.Thread(target=late, daemon=True).start()
+    assert call.absent(7, [(2,)], 0) == {} and ended.is_set()
+    call.fail(3, "no device")
+    assert call.absent(7, [(3,)], 0)[3].endswith("failed: no device")
+
+
+def test_an_order_that_is_forgotten_leaves_nothing_behind(call):
+    before = call.store.num_keys()
+    for number in range(3):
+        call.store.set(f"aligner/roll/{number}/1", b"")
+        call.admit(number, [1])
+        assert call.wait(f"aligner/roll/{number}") == [1]
+        call.forget(number, [1])
+    assert call.store.num_keys() == before
