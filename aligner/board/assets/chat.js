@@ -37,11 +37,10 @@ export async function mount(element, api) {
     el("div", {class: "message"}, message, el("div", {class: "controls"}, sends, ends, again)));
   const none = el("p", {class: "dim", hidden: models.length > 0}, "No model here: a run that has ended has one (run.export), or a checkpoint, or a Hugging Face folder among the board's.");
   element.prepend(none);
-  element.addEventListener("shown", async () => { // runs may have ended meanwhile
-    const found = (await api.ask("talks")).models;
+  element.addEventListener("shown", () => api.ask("talks").then(({models: found}) => { // runs may have ended meanwhile
     none.hidden = found.length > 0;
     slots.forEach((slot) => slot.offer(found));
-  });
+  }).catch(api.fail));
 
   async function send() {
     const text = message.value.trim(), talking = slots.filter((slot) => slot.ready());
