@@ -116,7 +116,8 @@ def _as_then(cfg: Config, then: Record) -> Config:
         inner: Any = data
         for section in sections:
             inner = inner.get(section, {}) if isinstance(inner, dict) else {}
-        if name in inner and not isinstance(value, list | dict):  # elements of lists are noted without their paths
+        parts = value if isinstance(value, list) else [value]
+        if name in inner and not any(isinstance(part, dict) for part in parts):  # sections: noted without paths
             inner[name] = value
     return from_plain(Config, data)
 

@@ -293,8 +293,8 @@ def extra_state(folder: Path) -> tuple[bool, list]:
         model = build(LLAMA, ONE)
         save_model(model, folder / "new")
         with pytest.MonkeyPatch.context() as earlier:
-            everything = {"dp_cp_group": model.layout.pgs.dp_cp}
-            earlier.setattr(checkpoint, "weight_state", lambda model: model.module.sharded_state_dict(metadata=everything))
+            told = {"dp_cp_group": model.layout.pgs.dp_cp}
+            earlier.setattr(checkpoint, "weight_state", lambda model: model.module.sharded_state_dict(metadata=told))
             save_model(model, folder / "old")
         assert any("_extra_state" in key for key in read_index(folder / "old").state_dict_metadata)
         load_model(model, folder / "old")

@@ -74,7 +74,8 @@ def test_a_step_that_is_another_one_is_told(run, capsys):
 
 def test_the_config_of_then_counts(run, tiny_data, capsys):
     folder = run("sft")
-    stages.stage("sft", tiny_data, folder, *BARE, "optim.schedule=cosine", "run.steps=6", "optim.lr=1e-4")
+    other = ["run.steps=6", "optim.lr=1e-4", "optim.betas=[0.8,0.9]"]
+    stages.stage("sft", tiny_data, folder, *BARE, "optim.schedule=cosine", *other)
     again = stages.execute(prepare(folder, 3).cfg)
     assert compare(folder, again, 3) == 0
     assert steps(again, 3, 4) == steps(folder, 3, 4)
