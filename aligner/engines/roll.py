@@ -25,7 +25,7 @@ from aligner.engines.orders import decode, encode
 from aligner.errors import PeerError
 
 BEAT_S = 0.5
-POLL_S = 0.01  # at most: how long something may lie in the store before it is seen
+POLL_S, LONGEST_S = 0.01, 0.1  # between two looks at the store: where an answer is near, and at most
 REFUSED_S = 10.0  # that something which nobody of the job has signed may stand where rank 0's should
 
 
@@ -143,8 +143,8 @@ class RollCall:
 
 
 def nap(since: float) -> None:
-    """Before another look at the store; the longer, the longer it is waited for."""
-    time.sleep(min(POLL_S, 0.0005 + (time.monotonic() - since) / 50))
+    """Before another look at the store; the longer, the longer it is waited for: a thousand idle ranks look at one."""
+    time.sleep(min(LONGEST_S, 0.0005 + (time.monotonic() - since) / 100))
 
 
 def _came(number: int, rank: int) -> str:
