@@ -80,7 +80,11 @@ def test_a_board_that_is_interrupted_leaves_no_model_behind(tmp_path):
     temporary.mkdir()
     argv = [sys.executable, "-m", "aligner", "board", str(tmp_path), "--port", "0"]
     with subprocess.Popen(
-        argv, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(temporary)}
+        argv,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(temporary)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test in the background ignores it
     ) as board:
         url = board.stdout.readline().strip()
         with ThreadPoolExecutor(1) as threads:
