@@ -123,8 +123,9 @@ def test_a_long_run_makes_a_small_page(tmp_path):
 
 def test_a_sweep_is_compared_with_its_failed_child(tmp_path, capsys):
     sweep = tmp_path / "sweep"
-    for i in (0, 1, 10):
+    for i, hour in ((0, "08"), (1, "09"), (10, "11")):
         make_run(sweep / f"{i}_optim.lr={i}")
+        append_jsonl(sweep / f"{i}_optim.lr={i}" / "starts.jsonl", [{"started": f"2026-01-01T{hour}:00:00+00:00"}])
     (sweep / "2_broken").mkdir()
     (sweep / "2_broken" / "config.yaml").write_text("seed: 1\n")
     append_jsonl(
