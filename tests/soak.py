@@ -100,7 +100,7 @@ POINTS: dict[str, tuple[object, str]] = {
     "the deletion of a checkpoint": (aligner.run.retention, "remove_whole"),
     "housekeeping": (Retention, "delete_old"),
     "the comparison of views": (aligner.run.checkpoints, "same_view"),
-    "a record that is joined": (MetricsLogger, "_cut"),
+    "a record of metrics": (MetricsLogger, "_write"),
     "a refit": (Refit, "__call__"),
     "a bucket of a refit": (Refit, "_ask"),
     "generation": (Generator, "__call__"),

@@ -25,6 +25,10 @@ def test_a_few_kills(tmp_path):
     assert re.search(r"^3 kills, \d+ resumes \(0 with a late view\), 0 mismatches", done.stdout, re.M), done.stdout
 
 
+def test_every_point_of_a_kill_is_there():
+    assert not [point for point, (owner, name) in soak.POINTS.items() if not callable(getattr(owner, name, None))]
+
+
 def test_the_process_of_an_engine_is_killed_where_there_is_one():
     soaking = soak.Soak.__new__(soak.Soak)
     soaking.random = random.Random(0)
