@@ -60,6 +60,7 @@ class Clock:
     _prompts: dict[int, list[int]] = field(default_factory=dict, init=False)  # of rollouts in flight, by number
     _groups: dict[int, Request] = field(default_factory=dict, init=False)  # in flight, by number
     _windows: dict[int, int] = field(default_factory=dict, init=False)  # step -> the window that was ordered last in it
+    _whole: int = field(default=0, init=False)  # the step of the last whole checkpoint
     _answer: Callable[[], Generations] | None = field(default=None, init=False)  # of the engines, which are waited for
     _rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64), init=False)  # that they generate
     _unstored: dict[int, str] = field(default_factory=dict, init=False)  # window -> why it is not stored
@@ -111,24 +112,27 @@ class Clock:
 
     def forget(self, step: int, kept: list[int]) -> None:
         """None before `step` is resumed from, but for the checkpoints of the steps `kept`."""
+        self._whole = step
         self._windows = {number: window for number, window in self._windows.items() if number in kept or number >= step}
         if step in self._windows:
             self.parts.drop(self._windows[step], set(self._windows.values()))
 
     def state_dict(self) -> dict[str, Any]:
+        last = max(self._windows, default=0)  # none between is resumed from once its checkpoint is whole
         return {
             "window": self._window,
             "version": self._flown,
             "rollouts": self._rollouts,
             "prompts": {str(number): rows for number, rows in self._prompts.items()},
             "groups": self._bank.numbers if self._named is None else self._named,
-            "windows": {str(step): window for step, window in self._windows.items()},
+            "windows": {str(step): at for step, at in self._windows.items() if step <= self._whole or step == last},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._window, self._flown, self._rollouts = state["window"], state["version"], state["rollouts"]
         self._prompts = {int(number): rows for number, rows in state["prompts"].items()}
         self._windows = {int(step): window for step, window in state["windows"].items()}
+        self._whole = max(self._windows, default=0)
         self._named = state["groups"]
 
     # --- windows
