@@ -226,15 +226,20 @@ def placed(
 
     exchange._buffers = buffers
     for version in range(rounds):
-        if engine is not None:
-            engine.begin_update(version)
-        exchange(held, engine)
-        assert not exchange.cause
-        if engine is not None:
-            engine.finish_update()
+        bring(exchange, held, engine, version)
     moved = {"copied": exchange.copied_bytes, "received": exchange.wire_bytes, "buffers": exchange.buffer_bytes}
     moved |= {"made": sum(size for size, _ in made), "kept": sum(size for size, buffer in made if buffer() is not None)}
     return None if engine is None else moved | {"checksums": engine.checksums(), "version": engine.weight_version}
+
+
+def bring(exchange: Exchange, held: dict[str, torch.Tensor], engine: NativeEngine | None, version: int) -> None:
+    """One refit, which no rank has a cause against."""
+    if engine is not None:
+        engine.begin_update(version)
+    exchange(held, engine)
+    assert not exchange.cause
+    if engine is not None:
+        engine.finish_update()
 
 
 # share of the numbers that change before each run, and whether one rank's engine refuses it
@@ -260,12 +265,7 @@ def followed(
             chance = torch.Generator().manual_seed(version * 1000 + len(name))
             t[torch.rand(t.shape, generator=chance) < share] *= -1.5
         for exchange, engine in zip((plain, lean), both, strict=True):
-            if engine is not None:
-                engine.begin_update(version)
-            exchange(held, engine)
-            assert not exchange.cause
-            if engine is not None:
-                engine.finish_update()
+            bring(exchange, held, engine, version)
         if not refused:
             lean.commit()
         if rank in engines.ranks:
