@@ -15,7 +15,7 @@ import torch
 from aligner.config.resolve import compose
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import ConfigError
-from aligner.tools.generate import model_folder
+from aligner.tools.generate import Answerer, model_folder
 from aligner.tools.serve import Written, open_model
 from aligner.types import SamplingParams
 
@@ -64,9 +64,10 @@ def ask(client, text, **more):
     return client.chat.completions.create(**body | more)
 
 
-def test_an_answer_is_what_the_engine_says_with_the_same_seed(served, client):
+def test_an_answer_is_what_the_engine_says_with_the_same_seed(served, client, tiny_runs):
+    """Of an engine of its own: the served one may still be at work in its thread when its answer is here."""
     found = ask(client, "say a:", seed=7, logprobs=True)
-    model = served.desk.model
+    model = Answerer.load(tiny_runs["sft"] / "hf", served.desk.model.engine.config)
     given = served.dialogues.of([]).begin([{"role": "user", "content": "say a:"}])
     sampling = SamplingParams(8, 1.0, stop_token_ids=stop_token_ids(model.tokenizer))
     out = model.engine.generate([given.tokens], [[7]], sampling)
