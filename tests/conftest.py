@@ -3,13 +3,21 @@
 import gc
 from collections import defaultdict
 from itertools import chain
+from pathlib import Path
 
 import pytest
 
 from tests.ranks import Ranks
 from tests.servers import Server
 
+FOLDER = Path(__file__).parent
 FILES_SHOWN = 40
+# what takes minutes is begun first: at the end of a run a worker that has one of these left would go on alone
+LONGEST = [
+    *("tools/test_quickstart.py", "test_invariance.py", "rehearse/test_grid.py", "megatron/test_layouts.py"),
+    *("engines/vllm/test_vllm_stage.py", "engines/vllm/test_vllm_engine.py", "slurm/test_slurm.py"),
+    *("rewards/test_code.py", "algorithms/test_environments.py", "algorithms/test_recipes.py"),
+]
 
 gc.disable()  # until all tests are imported, which stay (see aligner/loading.py): a quarter of the collection's time
 
@@ -22,8 +30,7 @@ def pytest_runtestloop():  # of a worker, and of the process that hands out file
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks `slow` what `few` leaves out. Workers of xdist take whole files in this order: the one that takes longest
-    comes first."""
+    """Marks `slow` what `few` leaves out. Workers of xdist take whole files in this order: the LONGEST come first."""
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("few"):
@@ -35,7 +42,8 @@ def pytest_collection_modifyitems(config, items):
             if i not in kept:
                 item.add_marker("slow")
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: item.path.name != "test_quickstart.py")
+        places = {FOLDER / name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -41,28 +41,40 @@ class RankError(AssertionError):
 
 
 class Ranks:
+    """One process imports everything, which takes seconds, and forks the ranks, again where they were replaced."""
+
     def __init__(self, size: int = 4) -> None:
         self.size = size
         self._process: subprocess.Popen | None = None
+        self._leader = 0
 
-    def _start(self) -> None:
-        """One process imports everything, which takes seconds, and forks the ranks."""
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the processes)
-        pairs = [Pipe() for _ in range(self.size)]
-        self._pipes = [ours for ours, _ in pairs]
-        numbers = [theirs.fileno() for _, theirs in pairs]
+    def _import(self) -> None:
         environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT")}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.ranks", *map(str, numbers)],
-            cwd=ROOT,
-            env=environment,
-            pass_fds=numbers,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that all of them can be ended together
-        )
+        self._asks, theirs = socket.socketpair()
+        with theirs, tempfile.TemporaryFile() as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "tests.ranks", str(theirs.fileno())],
+                cwd=ROOT,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            if not self._asks.recv(1):
+                log.seek(0)
+                raise RankError(f"the ranks do not start:\n{log.read().decode(errors='replace')[-4000:]}")
+
+    def _start(self) -> None:
+        if self._process is None:
+            self._import()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the ranks)
+        pairs = [Pipe() for _ in range(self.size)]
+        self._pipes = [ours for ours, _ in pairs]
+        socket.send_fds(self._asks, [b"x"], [self._log.fileno(), *(theirs.fileno() for _, theirs in pairs)])
+        self._leader = int.from_bytes(self._asks.recv(4))
         for _, theirs in pairs:
             theirs.close()
 
@@ -72,7 +84,7 @@ class Ranks:
         """`target` ("module:function") with `kwargs` on `world` ranks; their results, by rank. The processes of the
         ranks `lost` end or hang: nobody waits for them, and all are replaced."""
         assert 1 <= world <= self.size, world
-        if self._process is None:
+        if not self._leader:
             self._start()
         pipes, port = self._pipes[:world], _free_port()
         done = False
@@ -86,7 +98,7 @@ class Ranks:
             return results
         finally:
             if not done:
-                self.close()
+                self._end()
 
     def _collect(self, pipes: list[Connection], deadline: float, lost: Collection[int]) -> list[Any]:
         import torch
@@ -118,15 +130,22 @@ class Ranks:
     def _output(self) -> str:
         return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")[-4000:]
 
-    def close(self) -> None:
-        if self._process is None:
+    def _end(self) -> None:
+        """Of the ranks: the process that forks them stays."""
+        if not self._leader:
             return
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        os.killpg(self._leader, signal.SIGKILL)
         for pipe in self._pipes:
             pipe.close()
         self._log.close()
-        self._process = None
+        self._leader = 0
+
+    def close(self) -> None:
+        self._end()
+        if self._process is not None:
+            self._asks.close()
+            self._process.wait()
+            self._process = None
 
 
 def _pack(answer: tuple[bool, Any]) -> bytes:
@@ -147,6 +166,16 @@ def _free_port() -> int:
             return port
 
 
+def _wait_for_listener(port: int) -> None:
+    """Who comes before rank 0 listens is refused, and torch then waits for up to a second before it asks again."""
+    deadline = time.monotonic() + COLLECTIVE_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        time.sleep(0.002)
+
+
 def _serve(pipe: Connection) -> None:
     """A rank's life: jobs until the pipe closes."""
     import torch.distributed as dist
@@ -160,6 +189,8 @@ def _serve(pipe: Connection) -> None:
             target, rank, world, port, kwargs = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
+        if rank:
+            _wait_for_listener(port)
         for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port))):
             os.environ.pop(name, None)
             if world > 1:
@@ -181,13 +212,33 @@ def _serve(pipe: Connection) -> None:
         parallel_state.destroy_global_memory_buffer()
 
 
-def _main(numbers: list[int]) -> None:
+def _main(asked: socket.socket) -> None:
+    """Ranks on pipes that come through this socket, one generation after the other, until it closes."""
     with for_good():  # else the collection after each job, and that at the end of each run, would look at all modules
         import torch
 
         import tests.run.jobs  # noqa: F401 (whole stages: nearly all of the package)
 
     torch.set_num_threads(1)
+    asked.sendall(b"x")
+    while (request := socket.recv_fds(asked, 1, 64))[0]:
+        log, *numbers = request[1]
+        leader = os.fork()
+        os.setpgid(leader, leader)  # by both, so that it is done before either goes on
+        if leader == 0:
+            asked.close()
+            _lead(log, numbers)
+            os._exit(0)
+        for number in (log, *numbers):
+            os.close(number)
+        asked.sendall(leader.to_bytes(4))
+        os.waitpid(leader, 0)
+
+
+def _lead(log: int, numbers: list[int]) -> None:
+    """Forks the ranks into this process's group, which can be ended as one."""
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     for mine in numbers:
         if os.fork() == 0:
             for other in numbers:
@@ -202,4 +253,5 @@ def _main(numbers: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    _main([int(a) for a in sys.argv[1:]])
+    _main(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)

@@ -3,6 +3,8 @@
 import ast
 import re
 import subprocess
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,7 @@ ONLY_IN = {
 FILES = sorted((ROOT / "aligner").rglob("*.py"))
 
 
+@cache
 def imports(path: Path, top_level: bool = False) -> set[str]:
     """Dotted names imported anywhere in the file, or only when the module is imported itself."""
     tree = ast.parse(path.read_text())
@@ -139,13 +142,19 @@ def test_config_and_the_command_line_import_no_torch():
     assert not wrong, "\n".join(wrong)
 
 
-def project_files() -> list[Path]:
+@cache
+def project_texts() -> dict[Path, str]:
+    """Of all files that are text."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("not a git checkout")
-    return [ROOT / name for name in listed.splitlines() if (ROOT / name).is_file()]
+    found = {}
+    for path in (ROOT / name for name in listed.splitlines()):
+        with suppress(UnicodeDecodeError, FileNotFoundError, IsADirectoryError):
+            found[path] = path.read_text(encoding="utf-8")
+    return found
 
 
 # written so that this file does not match itself
@@ -160,11 +169,7 @@ FORBIDDEN = {
 @pytest.mark.parametrize("what", FORBIDDEN)
 def test_no_file_names_this_machine_or_a_registry(what):
     wrong = []
-    for path in project_files():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
+    for path, text in project_texts().items():
         for number, line in enumerate(text.splitlines(), 1):
             if FORBIDDEN[what].search(line) and path != Path(__file__).resolve():
                 wrong.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}")
