@@ -99,8 +99,8 @@ class Run:
                 self.chain.begin(self.step, self.facts)
         total = self.last
         with ProgressBar(total, self.step, self.stage, self.rank, self.logging.progress) as self._bar:
-            if self.step == 0 and self.config.eval_every and self.evaluate:
-                self.logger.log(0, self._evaluate() | self.timers.take())
+            if found := self._evaluate_if_due():
+                self._record(self.step, found | self.timers.take())
             self._tell_progress()
             while self._go_on() and self.step < total and not self.stopped:
                 self._step_start_s = time.perf_counter()
@@ -168,19 +168,13 @@ class Run:
                 self.chain.close(step, metrics)
             for tell in self.on_step:
                 tell(step)
-        if self.config.eval_every and step % self.config.eval_every == 0 and self.evaluate:
-            metrics = metrics | self._evaluate()
-            self._check_stop(metrics)
-        seconds = time.perf_counter() - self._step_start_s
-        metrics = metrics | self.timers.take() | {"time/step_s": seconds}
-        if tokens:
-            metrics["throughput/tokens_per_s"] = tokens / seconds
-        if rows:
-            metrics["throughput/samples_per_s"] = rows / seconds
-        metrics["memory/peak_rss_bytes"] = float(peak_rss_bytes())
-        if self.memory is not None:
-            metrics |= self.memory.take()
-        self._record(step, metrics, samples)
+        found: ScalarMetrics = {}
+        try:
+            found = self._evaluate_if_due()
+        finally:  # where it fails, the step is whole without: it is saved with its record, and a resume evaluates
+            metrics = metrics | found | self._spent(tokens, rows)
+            self._record(step, metrics, samples)
+            self._before = self._states()
         if self.memory is not None:
             self.memory.check(metrics)
         # after the record: a checkpoint of step n means that step n stands in metrics.jsonl
@@ -192,7 +186,18 @@ class Run:
         assert self._bar is not None, "finish() outside of steps()"
         self._bar.update(step, metrics)
 
-    def _record(self, step: int, metrics: ScalarMetrics, samples: Sequence[SampleRow]) -> None:
+    def _spent(self, tokens: float, rows: int) -> ScalarMetrics:
+        """Seconds and memory of the step that ends, and its throughput."""
+        seconds = time.perf_counter() - self._step_start_s
+        spent = self.timers.take() | {"time/step_s": seconds}
+        if tokens:
+            spent["throughput/tokens_per_s"] = tokens / seconds
+        if rows:
+            spent["throughput/samples_per_s"] = rows / seconds
+        spent["memory/peak_rss_bytes"] = float(peak_rss_bytes())
+        return spent | (self.memory.take() if self.memory is not None else {})
+
+    def _record(self, step: int, metrics: ScalarMetrics, samples: Sequence[SampleRow] = ()) -> None:
         """Metrics, alarms and samples of a step, to files and terminal."""
         self.logger.log(step, metrics)
         if self.rank:
@@ -204,6 +209,16 @@ class Run:
             append_jsonl(self.dir / SAMPLES, [{"step": step, **row.record()} for row in samples])
             if self.logging.progress:
                 print_samples(step, samples, self.logging.samples_shown)
+
+    def _evaluate_if_due(self) -> ScalarMetrics:
+        """After so many steps, unless this step was resumed from a checkpoint that was saved behind its evaluation."""
+        every = self.config.eval_every
+        if not (self.evaluate and every) or self.step % every or self.last_eval.get("_step") == self.step:
+            return {}
+        found = self._evaluate()
+        if self.step:
+            self._check_stop(found)
+        return found
 
     def _evaluate(self) -> ScalarMetrics:
         assert self.evaluate is not None

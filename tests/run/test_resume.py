@@ -283,21 +283,28 @@ def prompts(run: Path) -> list[tuple[int, str]]:
     return [(row["step"], row["prompt"]) for row in rows]
 
 
-def test_a_reward_that_fails_in_a_run_costs_nothing(tiny_data, tiny_runs, tmp_path, capsys):
-    """It raises in step 5; the last checkpoint was of step 3. Step 4 is saved, with the state in which step 5 began."""
+@pytest.mark.parametrize(
+    ("call", "evaluation"), [(5, []), (7, ["run.eval_every=2", "eval.prompts=4"])], ids=["step", "evaluation"]
+)
+def test_a_reward_that_fails_in_a_run_costs_nothing(tiny_data, tiny_runs, tmp_path, capsys, call, evaluation):
+    """It raises in step 5, or in the evaluation after step 4; the last checkpoint was of step 3. Step 4 is saved, with
+    the state in which step 5 began, or the evaluation did."""
     counter = tmp_path / "calls"
-    fails = disturbed("fails_at", counter, 5)
-    more = [*arguments("grpo", tiny_runs), "run.steps=6", "checkpoint.every=3"]
+    fails = disturbed("fails_at", counter, call)
+    more = [*arguments("grpo", tiny_runs), "run.steps=6", "checkpoint.every=3", f"data.eval={tiny_data / 'eval.jsonl'}"]
+    more += evaluation
     undisturbed = stages.stage("grpo", tiny_data, tmp_path / "undisturbed", *more)
     with pytest.raises(RewardError) as caught:
         stages.stage("grpo", tiny_data, tmp_path / "run", *more, fails)
     assert "reward `vowels`" in str(caught.value) and "the judge is out of order" in str(caught.value)
     assert caught.value.exit_code == 1
     run = tmp_path / "run"
-    assert stages.checkpoints(run) == [3, 4] and [r["step"] for r in stages.records(run)] == [1, 2, 3, 4]
+    assert stages.checkpoints(run) == [3, 4] and [r["step"] for r in stages.records(run)][-4:] == [1, 2, 3, 4]
     assert "saved step 4 before stopping: RewardError" in capsys.readouterr().err
     stages.stage("grpo", tiny_data, run, *more, "run.accept_changes=true")  # another function, that scores alike
     assert stages.differences(run, undisturbed) == [] and stages.same_weights(run, undisturbed)
+    kept = [json.loads((path / "checkpoints/step-00000006/state.json").read_text()) for path in (run, undisturbed)]
+    assert kept[0]["state"]["alarms"] == kept[1]["state"]["alarms"]
 
 
 @pytest.mark.parametrize("stage", ["rm", "ppo"])
