@@ -1,21 +1,24 @@
-"""Who has come to an order. The store of one process stands for that of the job; nobody's heart beats by itself."""
-
-import threading
-import time
+"""Who has come to an order. The store of one process stands for that of the job, and nobody's heart beats by itself;
+time passes as rank 0 waits."""
 
 import pytest
 import torch.distributed as dist
 
 from aligner.cluster.seal import Seal
 from aligner.engines import roll
-from aligner.engines.roll import RollCall
-
-BEAT_S = 0.02
+from aligner.engines.roll import BEAT_S, RollCall
+from tests.clocks import Clock
 
 
 @pytest.fixture
-def call(monkeypatch):
-    monkeypatch.setattr(roll, "BEAT_S", BEAT_S)
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(roll, "time", made)
+    return made
+
+
+@pytest.fixture
+def call(clock):
     return RollCall(dist.HashStore(), Seal(b"of this test"), silent_s=10 * BEAT_S)
 
 
@@ -38,18 +41,11 @@ def test_of_a_replica_one_rank_is_enough_and_two_at_once_are_told(call):
     assert list(call.absent(7, [(1, 2), (5, 6), (7, 8)], 1)) == [5, 7]
 
 
-def test_one_that_beats_is_waited_for_and_one_that_fails_is_not(call):
-    ended = threading.Event()
-
-    def late() -> None:
-        for beat in range(40):
-            call._say(call.store, 2, str(beat))
-            time.sleep(BEAT_S)
-        come(call, 2)
-        ended.set()
-
-    threading.Thread(target=late, daemon=True).start()
-    assert call.absent(7, [(2,)], 0) == {} and ended.is_set()
+def test_one_that_beats_is_waited_for_and_one_that_fails_is_not(call, clock):
+    for beat in range(40):
+        clock.due.append((beat * BEAT_S, lambda beat=beat: call._say(call.store, 2, str(beat))))
+    clock.due.append((40 * BEAT_S, lambda: come(call, 2)))
+    assert call.absent(7, [(2,)], 0) == {} and not clock.due
     call.fail(3, "no device")
     assert call.absent(7, [(3,)], 0)[3].endswith("failed: no device")
 

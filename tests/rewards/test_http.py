@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 
 import pytest
@@ -52,7 +53,7 @@ def test_nemo_gym_is_given_the_row_and_a_response_object(server):
     assert message["content"] == [{"type": "output_text", "text": "xx", "annotations": []}]
 
 
-def test_what_fails_for_a_while_is_tried_again_as_the_same_request(server):
+def test_what_fails_for_a_while_is_tried_again_as_the_same_request(server, clock):
     server.reply = lambda body: (503, {}) if len(server.bodies) < 3 else (200, 5.0)
     reward = Http(server.url, format="sample")
     assert reward(samples(1)) == [5.0]
@@ -73,15 +74,25 @@ def test_what_fails_for_a_while_is_tried_again_as_the_same_request(server):
         (lambda body: (200, {"rewards": [1]}), "malformed", "found"),
         (lambda body: (200, b"NaN"), "malformed", "NaN"),
         (lambda body: (200, b"[" * 100_000), "malformed", "[[["),
-        (lambda body: (time.sleep(1) or 200, 1.0), "timeout", "no answer within 0.2 s"),
     ],
 )
 def test_a_failure_is_nan_and_named_never_zero(server, reply, cause, words):
     server.reply = reply
-    reward = Http(server.url, format="sample", retries=0, timeout_s=0.2)
+    fails(Http(server.url, format="sample", retries=0), cause, words)
+    assert len(server.bodies) == 1
+
+
+def fails(reward, cause, words):
     (score,) = reward(samples(1))
-    assert math.isnan(score) and words in reward.failure() and server.url in reward.failure()
+    assert math.isnan(score) and words in reward.failure() and reward.client.urls[0] in reward.failure()
     assert reward.take_counts()[cause] == (1.0, 1.0)
+
+
+def test_so_is_a_server_that_does_not_answer(server):
+    ended = threading.Event()
+    server.reply = lambda body: (ended.wait(120) and 200, 1.0)
+    fails(Http(server.url, format="sample", retries=0, timeout_s=0.2), "timeout", "no answer within 0.2 s")
+    ended.set()
 
 
 def test_an_unreachable_server_fails_before_training(server):
@@ -106,19 +117,20 @@ def test_the_breaker_leaves_a_broken_server_alone(server):
     assert reward.take_counts()["breaker"] == (15.0, 20.0) and "5 failures in a row" in reward.failure()
 
 
-def test_a_server_that_stumbles_costs_time_and_no_samples(server, monkeypatch):
-    monkeypatch.setattr(client, "REST_S", 0.5)
+def test_a_server_that_stumbles_costs_time_and_no_samples(server, clock):
+    """Seven failures: after the fifth, and each of the next, the breaker rests."""
     server.reply = lambda body: (503, {}) if len(server.bodies) <= 7 else (200, 1.0)
-    begun = time.monotonic()
-    assert Http(server.url, format="sample", concurrency=4)(samples(20)) == [1.0] * 20
-    assert time.monotonic() - begun > 0.5
+    reward = Http(server.url, format="sample", concurrency=1, retries=7, deadline_s=9 * client.REST_S)
+    assert reward(samples(20)) == [1.0] * 20 and len(server.bodies) == 27
+    assert 3 * client.REST_S <= clock.now < 4 * client.REST_S
 
 
-def test_a_deadline_ends_all_tries(server):
-    server.reply = lambda body: (time.sleep(0.3) or 503, {})
-    begun = time.monotonic()
-    reward = Http(server.url, format="sample", retries=50, deadline_s=0.5, concurrency=2)
-    assert all(map(math.isnan, reward(samples(4)))) and time.monotonic() - begun < 5
+def test_a_deadline_ends_all_tries(server, clock):
+    """Of each sample 51 without it."""
+    server.reply = lambda body: (clock.sleep(30) or 503, {})
+    reward = Http(server.url, format="sample", retries=50, deadline_s=50, concurrency=1)
+    assert all(map(math.isnan, reward(samples(4)))) and len(server.bodies) == 2
+    assert "not asked within deadline_s=50" in reward.failure()
 
 
 def test_a_key_comes_from_the_environment_and_is_told_to_the_server_alone(server, monkeypatch):

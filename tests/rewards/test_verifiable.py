@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import threading
-import time
+from functools import partial
 
 import pytest
 
 from aligner.config.sections.rewards import RewardFunctionConfig
 from aligner.errors import RewardError
+from aligner.rewards import verifiable
 from aligner.rewards.functions import load_function
-from aligner.rewards.verifiable import exact_match, format, length, math
+from aligner.rewards.verifiable import exact_match, format, length
 from aligner.types import Prompt, Sample
+
+PATIENT_S = 120.0  # a helper's first answer takes longest, and the machine may be busy
+math = partial(verifiable.math, timeout_s=PATIENT_S)
 
 
 def sample(response: str, **fields) -> Sample:
@@ -49,17 +54,16 @@ def test_math(gold, response, score):
 
 def test_math_kills_what_never_ends_and_goes_on():
     """9^9^9^9 is one C call that holds the interpreter lock: only a kill from outside stops it."""
-    start = time.monotonic()
-    rows = [sample("$9^{9^{9^{9}}}$", answer="3"), sample("3", answer="3")]
-    assert math(rows, timeout_s=1.0) == [0.0, 1.0]
-    assert time.monotonic() - start < 30
+    helper = verifiable._helper()
+    assert math([sample("$9^{9^{9^{9}}}$", answer="3")], timeout_s=1.0) == [0.0] and helper.poll() == -signal.SIGALRM
+    assert math([sample("3", answer="3")]) == [1.0] and verifiable._helper() is not helper
 
 
 def test_math_works_off_the_main_thread():
     found: list = []
     thread = threading.Thread(target=lambda: found.extend(math([sample("\\boxed{5}", solution="5")], field="solution")))
     thread.start()
-    thread.join(30)
+    thread.join()
     assert found == [1.0]
 
 
@@ -70,14 +74,14 @@ def test_math_null_reference_is_not_applicable_and_a_missing_column_an_error():
 
 
 def test_math_refuses_a_reference_without_mathematics():
-    loaded = load_function(RewardFunctionConfig(path="math"))
+    loaded = load_function(RewardFunctionConfig(path="math", args={"timeout_s": PATIENT_S}))
     with pytest.raises(RewardError, match=r"no mathematical expression.*'\?\?\?'"):
         loaded([sample("5", answer="???")])
 
 
 def test_math_tells_which_references_cannot_be_read():
     golds = ["42", None, "???", "42 dollars", 1e-05, "the cat", "\\$36"]
-    loaded = load_function(RewardFunctionConfig(path="math"))
+    loaded = load_function(RewardFunctionConfig(path="math", args={"timeout_s": PATIENT_S}))
     found = loaded.unreadable([sample("", answer=gold).prompt for gold in golds])
     assert list(found) == [2] and "'???'" in found[2]
     with pytest.raises(RewardError, match=r"args.field='answer'.*solution"):

@@ -40,6 +40,7 @@ from aligner.rollout.sharing import share
 from aligner.rollout.source import RolloutSource
 from aligner.rollout.statistics import compared, reduce_metrics, rollout_metrics, value_metrics
 from aligner.types import LENGTH, STOP, Generations, Prompt, Sample, SamplingParams
+from tests.clocks import times_up
 
 PAD = 0
 
@@ -275,7 +276,7 @@ def test_samples_are_scored_while_others_are_generated(overlap, engine, world):
         return [float(len(s.response)) + s.index / 10 + s.prompt.id for s in samples]
 
     def wait():
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while overlap and len(seen) < 4 and time.monotonic() < deadline:
             time.sleep(0.001)
         return len(seen)
@@ -318,11 +319,11 @@ def test_what_was_begun_for_a_generation_that_failed_is_not_scored(world):
 
     def slow(samples):
         seen.extend(samples)
-        assert go.wait(60)
+        assert go.wait(120)
         return [0.0] * len(samples)
 
     def fail():
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not seen and time.monotonic() < deadline:
             time.sleep(0.001)
         raise EngineError("out of memory")
@@ -335,7 +336,7 @@ def test_what_was_begun_for_a_generation_that_failed_is_not_scored(world):
     with pytest.raises(EngineError, match="out of memory"):
         source._scored(source.requests.made(range(4), [2, 0, 1, 2]))
     go.set()
-    rewards.score_early(seen[0])["slow"].result(60)  # the one worker has come to what was asked for last
+    rewards.score_early(seen[0])["slow"].result(120)  # the one worker has come to what was asked for last
     assert len(seen) == 2 and engine.finished is None
 
 
@@ -592,14 +593,15 @@ def test_partial_credit_is_not_right():
     assert verdict.correct == [True, False] and verdict.means["eval/reward"] == (3.0, 2.0)
 
 
-def test_what_waited_behind_slow_answers_is_not_right():
+def test_what_waited_behind_slow_answers_is_not_right(monkeypatch):
     release = threading.Event()
 
     def slow(found):
-        return [1.0 if sample.response == "y" or release.wait(20) else 0.0 for sample in found]
+        return [1.0 if sample.response == "y" or release.wait(120) else 0.0 for sample in found]
 
     slow.per_sample, slow.late_score = True, 0.0
-    verdict = judge(samples_of(["y", "n", "y"], 1), pipeline(slow, workers=1, timeout_s=0.3), EvalConfig())
+    times_up(monkeypatch, right={0: "done", 1: "running", 2: "waiting"})
+    verdict = judge(samples_of(["y", "n", "y"], 1), pipeline(slow, workers=1), EvalConfig())
     release.set()
     assert verdict.correct == [True, False, False] and verdict.totals == [2.0, 0.0, 0.0]
 

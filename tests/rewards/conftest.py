@@ -1,0 +1,14 @@
+"""Fixtures of the tests of rewards."""
+
+import pytest
+
+from aligner.rewards import client
+from tests.clocks import Clock
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Of a client that asks one at a time."""
+    made = Clock()
+    monkeypatch.setattr(client, "time", made)
+    return made
