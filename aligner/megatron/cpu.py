@@ -7,7 +7,6 @@ distributed data parallel, optimizers, distributed checkpoints), so a version th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib.metadata
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from aligner.cluster.pages import keep_freed_memory
 from aligner.errors import AlignerError
 
 TESTED_VERSIONS = ("0.19.2",)
@@ -35,23 +35,13 @@ def install() -> bool:
         raise AlignerError(
             f"megatron-core {version} was not tested on the CPU: install {' or '.join(TESTED_VERSIONS)}, or use a GPU"
         )
-    _keep_freed_memory()
+    keep_freed_memory()
     _redirect_device_calls()
     _redirect_rng()
     _redirect_streams()
     _redirect_tensors()
     _installed = True
     return True
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep what is freed instead of returning it to the system: a training step frees and asks for the same
-    large tensors again and again, and touching new pages took longer than the arithmetic (14,500 page faults a step of
-    the quick start's model, 660 with this; measured 2026-11-21 on 2 cores). Other C libraries are left alone."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its largest
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never
 
 
 def _redirect_device_calls() -> None:

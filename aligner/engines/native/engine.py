@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.cluster.pages import keep_freed_memory
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import Finished, UpdateLedger, require_finite
@@ -69,6 +70,8 @@ class NativeEngine:
     ):
         self.config, self.device, self.pad_id, self._decode = config, torch.device(device), pad_id, decode
         self.dtype = dtype
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.peers = Peers(group)
         self.model = NativeModel(model, self.device, dtype, self.peers)
         planes, heads, width = self.model.cached
