@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.engine import Decode, NativeEngine
 from aligner.models.folder_check import check_folder
 from aligner.models.hf_config import config_from_hf
-from aligner.models.safetensors_io import open_hf
+from aligner.models.safetensors_io import HfTensors, open_hf
+
+_MAPPED = 1 << 26  # bytes of a file that count as this process's memory
 
 
 def engine_from_folder(
@@ -34,5 +38,16 @@ def fill(engine: NativeEngine, folder: Path) -> None:
     tensors = open_hf(folder)
     names = check_folder(tensors, engine.model.cfg)
     engine.begin_update(0)
-    engine.update_weights((name, tensors[name]) for name in names)
+    engine.update_weights(_read(tensors, names))
     engine.finish_update()
+
+
+def _read(tensors: HfTensors, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    read = 0
+    for name in names:
+        tensor = tensors[name]
+        read += tensor.nbytes
+        yield name, tensor
+        if read > _MAPPED:
+            tensors.close()
+            read = 0
