@@ -93,7 +93,7 @@ class Pool:
                 retried += 1
 
     async def _live(self, session: Session, question: dict[str, Any]) -> Any:
-        if session.worker is None or session.process != session.worker.number:
+        if session.worker is None or session.process != session.worker.number or session.worker.ended:
             session.worker, session.name = next(self._turn), f"{session.key}/{next(_numbers)}"
             await session.worker.start()
             session.process = session.worker.number
@@ -112,10 +112,15 @@ class _Worker:
         self._open: dict[int, asyncio.Future] = {}
         self._starting = asyncio.Lock()
 
+    @property
+    def ended(self) -> bool:
+        return self.process is None or self.process.returncode is not None
+
     async def start(self) -> None:
         async with self._starting:
-            if self.process is not None and self.process.returncode is None:
+            if not self.ended:
                 return
+            self._open = {}  # those of the process before are told of its end by who reads it
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "aligner.environments.worker"),
                 stdin=asyncio.subprocess.PIPE,
@@ -126,44 +131,53 @@ class _Worker:
             self.number += 1
             self._send(asdict(self.cfg))
             self._send(self.schemas)
-            self._reading = asyncio.create_task(self._read(self.process))
+            self._reading = asyncio.create_task(_read(self.process, self._open))
             await self.ask({"op": "ready"}, START_S)
 
     async def ask(self, question: dict[str, Any], limit_s: float | None = None) -> Any:
         """Raises Failed. Without `limit_s` within environment.timeout_s."""
         limit = self.cfg.timeout_s if limit_s is None else limit_s
-        number, found = next(_numbers), asyncio.get_running_loop().create_future()
-        self._open[number] = found
+        if self.ended:  # who reads it has told of that already
+            raise died(self.process)
+        open_, number, found = self._open, next(_numbers), asyncio.get_running_loop().create_future()
+        open_[number] = found
         try:
             self._send(question | {"id": number})
             reply = await asyncio.wait_for(found, limit + GRACE_S)
         except TimeoutError:
-            self.kill()
+            await self.kill()
             raise Failed("hung", f"no answer in {limit:g} s, and its process was killed") from None
         finally:
-            self._open.pop(number, None)
+            open_.pop(number, None)
         if "cause" in reply:
             raise Failed(reply["cause"], reply["text"])
         return reply["value"]
 
-    def kill(self) -> None:
-        if self.process is not None and self.process.returncode is None:
+    async def kill(self) -> None:
+        """Nothing is asked of it any more when this returns."""
+        if not self.ended:
             self.process.kill()
+            await self.process.wait()
 
     def _send(self, message: Any) -> None:
         assert self.process is not None and self.process.stdin is not None
         self.process.stdin.write(f"{json.dumps(message)}\n".encode())
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        while line := await process.stdout.readline():
-            reply = json.loads(line)
-            if (found := self._open.get(reply["id"])) is not None and not found.done():
-                found.set_result(reply)
-        code = await process.wait()
-        for found in self._open.values():
-            if not found.done():
-                found.set_exception(Failed("died", f"its process ended with exit code {code}"))
+
+async def _read(process: asyncio.subprocess.Process, open_: dict[int, asyncio.Future]) -> None:
+    assert process.stdout is not None
+    while line := await process.stdout.readline():
+        reply = json.loads(line)
+        if (found := open_.get(reply["id"])) is not None and not found.done():
+            found.set_result(reply)
+    await process.wait()
+    for found in open_.values():
+        if not found.done():
+            found.set_exception(died(process))
+
+
+def died(process: asyncio.subprocess.Process) -> Failed:
+    return Failed("died", f"its process ended with exit code {process.returncode}")
 
 
 async def _forget(session: Session) -> None:
@@ -189,5 +203,4 @@ async def _end(workers: list[_Worker]) -> None:
     with suppress(TimeoutError):
         await asyncio.wait_for(asyncio.gather(*(worker.process.wait() for worker in running)), 1.0)
     for worker in running:
-        worker.kill()
-        await worker.process.wait()
+        await worker.kill()

@@ -56,6 +56,12 @@ def guess(number: int) -> str:
     return "no"
 
 
+def pass_over(seconds: float) -> None:
+    """On this process's clock: whoever waits for less has waited."""
+    clock = time.monotonic
+    time.monotonic = lambda: clock() + seconds
+
+
 class Guess:
     """Find the number that the seed chose."""
 
@@ -91,6 +97,10 @@ class Troubled(Guess):
         super().__init__()
         self.folder, self.fails = pathlib.Path(folder), fails
 
+    async def reset(self, seed: int, **row):
+        self.loop = asyncio.get_running_loop()
+        return super().reset(seed, **row)
+
     def guess(self, number: int) -> str:
         """
         Fails, or guesses.
@@ -106,7 +116,11 @@ class Troubled(Guess):
                 raise ConnectionError("no network")
             if kind == "died":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)
+            if kind == "holds":
+                9**9**9  # one C call that keeps the interpreter
+            pass_over(3600)
+            self.loop.call_soon_threadsafe(lambda: None)  # it looks at the clock
+            time.sleep(600)
         return super().guess(number)
 
     def get_reward(self):

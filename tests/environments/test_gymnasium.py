@@ -22,11 +22,11 @@ def test_a_lake_is_crossed_by_calls(tmp_path):
     told = schemas(load_tools(cfg))
     assert [one["function"]["name"] for one in told] == ["act"]
     pool, session = Pool(cfg, told, AnswerLog(tmp_path, 0)), Session("1", 3, {}, logged=False)
-    (opening,) = pool.ask(session, "reset", seed=3, row={}).result(60)["value"]
+    (opening,) = pool.ask(session, "reset", seed=3, row={}).result(300)["value"]
     assert opening["content"].splitlines()[1:2] == ["[S]FFF"] and "left, down, right, up" in opening["content"]
     moves = ["down", "north", "down", "right", "right", "down", "right"]
     found = [
-        pool.ask(session, "turn", calls=[{"name": "act", "arguments": {"action": move}}]).result(60)["value"]
+        pool.ask(session, "turn", calls=[{"name": "act", "arguments": {"action": move}}]).result(300)["value"]
         for move in moves
     ]
     assert found[1]["texts"] == ["error: 'north' is none of left, down, right, up"]
@@ -34,7 +34,7 @@ def test_a_lake_is_crossed_by_calls(tmp_path):
         True
     ]
     assert "HFF[G]" in found[-1]["texts"][0]
-    assert pool.ask(session, "score").result(60)["value"] == 0.0  # all of it is in the turns
+    assert pool.ask(session, "score").result(300)["value"] == 0.0  # all of it is in the turns
 
 
 @pytest.mark.parametrize(

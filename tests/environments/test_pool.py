@@ -1,5 +1,8 @@
 """Tools and environments in worker processes: what is answered, retried, given up, and read from the log again."""
 
+import asyncio
+import time
+
 import pytest
 
 from aligner.answers import AnswerLog
@@ -23,12 +26,12 @@ def call(name, **arguments):
 
 
 def turn(pool, session, *calls):
-    return pool.ask(session, "turn", calls=list(calls)).result(60)
+    return pool.ask(session, "turn", calls=list(calls)).result(300)
 
 
 def test_functions_and_what_is_wrong_with_a_call(tmp_path):
     pool, session = make_pool(tmp_path, tools=[f"{FILE}:add", f"{FILE}:divide"]), Session("1", 7, {})
-    assert pool.ask(session, "reset", seed=7, row={}).result(60)["value"] == []
+    assert pool.ask(session, "reset", seed=7, row={}).result(300)["value"] == []
     wrong = [call("add", a=1), call("add", a=1, b="2"), call("multiply", a=1), call("divide", a=1, b=0)]
     found = turn(pool, session, call("add", a=1, b=2), call("divide", a=1, b=4), *wrong)["value"]
     assert found["texts"][:2] == ["3", "0.25"] and found["reward"] is None and not found["done"]
@@ -41,25 +44,47 @@ def test_functions_and_what_is_wrong_with_a_call(tmp_path):
     assert found["wrong"] == 4
 
 
-def test_a_start_is_not_of_the_first_answers_time(tmp_path, monkeypatch):
+def wait_for(path):
+    until = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def pass_over(pool, seconds):
+    """On the clock of those who wait for its workers."""
+    pool._loop.time = lambda: time.monotonic() + seconds
+    pool._loop.call_soon_threadsafe(lambda: None)  # it looks
+
+
+def test_a_start_is_not_of_the_first_answers_time(tmp_path):
     """Imports may take long on a busy machine."""
-    monkeypatch.setattr("aligner.environments.pool.GRACE_S", 0.5)
+    here, go = tmp_path / "here", tmp_path / "go"
+    go.touch()
     (tmp_path / "slow.py").write_text(
-        'import time\n\ntime.sleep(1.5)\n\n\ndef one() -> int:\n    """One."""\n    return 1\n'
+        f"import pathlib, time\n\npathlib.Path({str(here)!r}).touch()\n"
+        f"while not pathlib.Path({str(go)!r}).exists():\n    time.sleep(0.01)\n\n\n"
+        'def one() -> int:\n    """One."""\n    return 1\n'
     )
-    pool = make_pool(tmp_path, tools=[f"{tmp_path}/slow.py:one"], timeout_s=0.5, retries=0)
-    assert pool.ask(Session("1", 7, {}), "reset", seed=7, row={}).result(60)["value"] == []
+    pool = make_pool(tmp_path, tools=[f"{tmp_path}/slow.py:one"], retries=0)
+    for path in (here, go):  # of the import by this process
+        path.unlink()
+    asked = pool.ask(Session("1", 7, {}), "reset", seed=7, row={})
+    wait_for(here)
+    pass_over(pool, 300)
+    go.touch()
+    assert asked.result(300)["value"] == []
 
 
 def test_an_environment_has_a_state_of_its_own_for_each_sample(tmp_path):
     pool = make_pool(tmp_path, path=f"{FILE}:Guess", args={"top": 3})
     sessions = [Session(str(i), seed, {}) for i, seed in enumerate((4, 4, 5))]
     opened = [pool.ask(s, "reset", seed=s.seed, row={"top": 1}) for s in sessions]
-    assert [f.result(60)["value"] for f in opened] == [[{"role": "user", "content": "below 3"}]] * 3
+    assert [f.result(300)["value"] for f in opened] == [[{"role": "user", "content": "below 3"}]] * 3
     answers = [turn(pool, s, call("guess", number=1))["value"] for s in sessions]
     assert [a["texts"] for a in answers] == [["right"], ["right"], ["too low"]]
     assert [(a["reward"], a["done"]) for a in answers] == [(0.25, True), (0.25, True), (0.0, False)]
-    assert [pool.ask(s, "score").result(60)["value"] for s in sessions] == [1.0, 1.0, 0.0]
+    assert [pool.ask(s, "score").result(300)["value"] for s in sessions] == [1.0, 1.0, 0.0]
 
 
 def test_an_environment_made_for_trl_needs_a_seed_more(tmp_path):
@@ -70,7 +95,7 @@ def test_an_environment_made_for_trl_needs_a_seed_more(tmp_path):
     ]
     pool = make_pool(tmp_path, path=f"{FILE}:Counter")
     session = Session("1", 2, {"start": 10})
-    assert pool.ask(session, "reset", seed=2, row=session.row).result(60)["value"] == []
+    assert pool.ask(session, "reset", seed=2, row=session.row).result(300)["value"] == []
     found = turn(pool, session, call("increment", step=3), call("increment", step=4), call("read"), call("reset"))
     assert (
         found["value"]["texts"][:3] == ["13", "17", '{"count": 7}'] and "no tool 'reset'" in found["value"]["texts"][3]
@@ -80,19 +105,41 @@ def test_an_environment_made_for_trl_needs_a_seed_more(tmp_path):
 
 @pytest.mark.parametrize("kind", ["raised", "hung", "died"])
 def test_what_fails_once_is_asked_again_in_a_new_environment(tmp_path, kind):
-    more = {"path": f"{FILE}:Troubled", "timeout_s": 1.0 if kind == "hung" else 30.0}
+    more = {"path": f"{FILE}:Troubled"}
     pool = make_pool(tmp_path, args={"folder": str(tmp_path)}, **more)
     session = Session("1", 2, {"kind": kind})
-    pool.ask(session, "reset", seed=2, row=session.row).result(60)
+    pool.ask(session, "reset", seed=2, row=session.row).result(300)
     found = turn(pool, session, call("guess", number=1))
     assert found["value"]["texts"] == ["too low"] and found["retried"] == 1
     assert turn(pool, session, call("guess", number=2))["value"]["texts"] == ["right"]
-    assert pool.ask(session, "score").result(60)["value"] == 2.0  # calls that it has seen: those of the first are not
+    assert pool.ask(session, "score").result(300)["value"] == 2.0  # calls that it has seen: those of the first are not
     always = make_pool(tmp_path, step=2, args={"folder": str(tmp_path), "fails": 9}, retries=1, **more)
     session = Session("1", 3, {"kind": kind})
-    always.ask(session, "reset", seed=3, row=session.row).result(60)
+    always.ask(session, "reset", seed=3, row=session.row).result(300)
     found = turn(always, session, call("guess", number=1))
     assert found["failed"] == kind and found["retried"] == 1 and "value" not in found
+
+
+def test_one_that_holds_its_interpreter_is_killed_and_another_one_asked(tmp_path):
+    """Which is there for the one try that is left."""
+    pool = make_pool(tmp_path, path=f"{FILE}:Troubled", args={"folder": str(tmp_path)}, retries=1)
+    session = Session("1", 2, {"kind": "holds"})
+    pool.ask(session, "reset", seed=2, row=session.row).result(300)
+    asked = pool.ask(session, "turn", calls=[call("guess", number=1)])
+    wait_for(tmp_path / "holds-2-0")
+    pass_over(pool, 300)
+    found = asked.result(300)
+    assert found["value"]["texts"] == ["too low"] and found["retried"] == 1
+
+
+def test_a_process_that_ended_between_two_questions_is_replaced(tmp_path):
+    pool, session = make_pool(tmp_path, path=f"{FILE}:Guess"), Session("1", 2, {})
+    pool.ask(session, "reset", seed=2, row={}).result(300)
+    (worker,) = pool._workers
+    worker.process.kill()
+    asyncio.run_coroutine_threadsafe(worker.process.wait(), pool._loop).result(300)
+    found = turn(pool, session, call("guess", number=1))
+    assert found["value"]["texts"] == ["too low"] and found["retried"] == 0 and worker.number == 1
 
 
 def test_what_is_no_unicode_is_replaced(tmp_path):
@@ -101,14 +148,14 @@ def test_what_is_no_unicode_is_replaced(tmp_path):
     (tmp_path / "folder.py").write_text(source + '        return "é\\udcff"\n')
     pool = make_pool(tmp_path, path=f"{tmp_path}/folder.py:Folder")
     session = Session("1", 2, {})
-    pool.ask(session, "reset", seed=2, row={}).result(60)
+    pool.ask(session, "reset", seed=2, row={}).result(300)
     assert turn(pool, session, call("names"))["value"]["texts"] == ["é?"]
 
 
 def test_answers_are_read_before_anyone_is_asked(tmp_path):
     def play(pool, *numbers):
         session = Session("9", 2, {})
-        pool.ask(session, "reset", seed=2, row={}).result(60)
+        pool.ask(session, "reset", seed=2, row={}).result(300)
         return session, [turn(pool, session, call("guess", number=n)) for n in numbers]
 
     _, first = play(make_pool(tmp_path, path=f"{FILE}:Guess"), 0, 1)
@@ -118,7 +165,7 @@ def test_answers_are_read_before_anyone_is_asked(tmp_path):
     session, second = play(again, 0)
     assert second[0] == first[0] and session.worker is None  # to the second on the clock: nobody was asked
     assert turn(again, session, call("guess", number=1))["value"] == first[1]["value"]
-    assert session.worker is not None and again.ask(session, "score").result(60)["value"] == 0.0
+    assert session.worker is not None and again.ask(session, "score").result(300)["value"] == 0.0
     assert turn(again, session, call("guess", number=2))["value"]["texts"] == ["right"]
     other, _ = play(make_pool(tmp_path, path=f"{FILE}:Guess"), 3)  # another question than the one answered
     assert other.worker is not None
