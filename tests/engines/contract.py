@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -432,11 +431,9 @@ class ChildEngineContract:
 
     def test_the_end_of_the_process_in_generate(self):
         engine = fill(self.make_crashing("generate"), reference(self.table["llama"]))
-        start = time.monotonic()
         for _ in range(2):  # and every later call tells the same
             with pytest.raises(EngineError, match=rf"(?s)ended by signal 6 in generate.*{self.last_words}"):
                 engine.generate([[1]], [[0]], SamplingParams(1))
-        assert time.monotonic() - start < 10
         with pytest.raises(RefitError, match=self.last_words):
             engine.begin_update(2)
         engine.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,17 +39,23 @@ def generate(
     samplings: list[SamplingParams],
     scored: tuple[torch.Tensor, torch.Tensor],
     steal: bool = False,
-    late: float = 0.0,
+    late: str = "",
+    meet: str = "",
     **options,
 ) -> dict:
-    """Every rank asks for its own share of the requests; rank 0's engine is `late` seconds in each step. By model."""
+    """Every rank asks for its own share of the requests. By model. `late`: a name that no other job uses, with which
+    rank 0's engine decodes when the other's has ended; `meet`: with which nobody goes on with a second part of the
+    common work before all decode a first one."""
     rank, told = dist.get_rank(), {}
     for name, (cfg, weights) in models.items():
         engine = make(cfg, weights, width, **options)
         engine.steal = steal
         if late and rank == 0:
-            decode = engine.model.decode
-            engine.model.decode = lambda *a, decode=decode: (time.sleep(late), decode(*a))[1]
+            engine.model.decode = before(engine.model.decode, partial(until, late, 1))
+        elif late:
+            engine._generated = then(engine._generated, partial(count, late))
+        if meet:
+            engine.model.decode = before(engine.model.decode, meeting(engine, f"{meet}/{name}"))
         prompts, seeds = requests[rank]
         ended: list[list] = []
         engine.finished = lambda *about, ended=ended: ended[-1].append(about)
@@ -63,6 +71,35 @@ def generate(
             "token_bytes": engine.cache.token_bytes,
         }
     return told
+
+
+def before(function: Callable, act: Callable[[], object]) -> Callable:
+    return lambda *given, **named: (act(), function(*given, **named))[1]
+
+
+def then(function: Callable, act: Callable[[], object]) -> Callable:
+    return lambda *given, **named: (function(*given, **named), act())[0]
+
+
+def meeting(engine: FleetEngine, name: str) -> Callable[[], None]:
+    met: set[int] = set()  # calls of `generate`
+
+    def meets() -> None:
+        if engine._calls not in met:
+            met.add(engine._calls)
+            count(f"{name}/{engine._calls}")
+            until(f"{name}/{engine._calls}", dist.get_world_size())
+
+    return meets
+
+
+def count(name: str, more: int = 1) -> int:
+    return dist.distributed_c10d._get_default_store().add(f"tests/fleet/{name}", more)
+
+
+def until(name: str, many: int) -> None:
+    while count(name, 0) < many:
+        time.sleep(0.005)
 
 
 def broken(cfg: ModelConfig, weights: dict, steal: bool) -> str:

@@ -1,6 +1,7 @@
 """Several ranks as one engine, and several engines as one: the same tokens as one rank alone."""
 
 from itertools import chain, pairwise
+from uuid import uuid4
 
 import pytest
 import torch
@@ -109,6 +110,7 @@ def test_replicas_answer_what_each_rank_asks(ranks, scored, world, width, steal)
     cuts = [0, 8, 11, 11, 11][: world + 1] if world == 4 else [0, 9, 11]
     requests = [(prompts[a:b], seeds[a:b]) for a, b in pairwise(cuts)]
     job = {"models": {"llama": (LLAMA, hf_weights(model))}, "width": width, "requests": requests, "max_batch": 3}
+    job |= {"meet": str(uuid4())} if steal else {}  # else one might do all before another has begun
     told = ranks.run(JOB, world=world, samplings=SAMPLINGS[:3], scored=scored, steal=steal, **job)
     _, _, engine = alone(LLAMA, model, PROMPTS, seeds_for(PROMPTS), SAMPLINGS[:1], scored)
     for rank, asked in enumerate(requests):
@@ -122,14 +124,14 @@ def test_replicas_answer_what_each_rank_asks(ranks, scored, world, width, steal)
 
 @multirank
 def test_a_replica_that_runs_dry_takes_work(ranks, scored):
-    """Rank 0 is slow: the other takes from its queue. In a deterministic run it does not."""
+    """Rank 0 waits for the other to end, which takes from its queue. In a deterministic run it does not."""
     model, prompts = reference(LLAMA), [PROMPTS[i % 5] for i in range(24)]
     seeds = seeds_for(prompts, 2)
     requests = [(prompts[:12], seeds[:12]), (prompts[12:], seeds[12:])]
     job = {"models": {"llama": (LLAMA, hf_weights(model))}, "width": 1, "requests": requests, "max_batch": 4}
     wanted, _, _ = alone(LLAMA, model, prompts, seeds, SAMPLINGS[1:2], scored)
     for steal in (True, False):
-        told = ranks.run(JOB, world=2, samplings=SAMPLINGS[1:2], scored=scored, steal=steal, late=0.03, **job)
+        told = ranks.run(JOB, world=2, samplings=SAMPLINGS[1:2], scored=scored, steal=steal, late=str(uuid4()), **job)
         assert list(chain(*(responses(found["llama"]["outs"][0]) for found in told))) == responses(wanted[0])
         stolen = [found["llama"]["stolen"] for found in told]
         assert stolen[0] == 0 and (stolen[1] >= 2) == steal

@@ -24,6 +24,7 @@ LAUNCHER_PREFIXES += ("SLURM_", "SBATCH_", "SRUN_", "MV2_", "PALS_", "ALPS_", "T
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_NAMES += ("ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "PMIX_RANK")
 _LAST_WORDS = 2000  # characters of the child's output in an error
+END_S = 60.0  # for a process to end that has closed its connection, or was told to; a busy machine is slow at that
 
 
 def clean_environment(environ: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
@@ -168,7 +169,7 @@ class Channel:
         return kind(f"{self.title}: {name} failed: {told}")
 
     def _gone(self, name: str) -> str:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + END_S
         while not (how := self.child.ended()) and time.monotonic() < deadline:
             time.sleep(0.02)
         self.broken = f"{self.title}: its process {how or 'closed its connection'} in {name}. {self._words()}"
@@ -190,4 +191,4 @@ class Channel:
             with contextlib.suppress(OSError):
                 self.connection.send(("close", ()))
         self.connection.close()
-        self.child.stop(10)
+        self.child.stop(END_S)

@@ -4,7 +4,9 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -302,8 +304,8 @@ class TestInAProcess(ChildEngineContract):
             "child, connection = spawn('aligner.engines.trtllm.torch_worker:Worker', os.environ); "
             "print(child.process.pid, flush=True); os.kill(os.getpid(), 9)"
         )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-        deadline = time.monotonic() + 60
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+        deadline = time.monotonic() + 300
         while psutil.pid_exists(int(done.stdout)) and psutil.Process(int(done.stdout)).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -311,8 +313,17 @@ class TestInAProcess(ChildEngineContract):
 
     def test_a_child_that_hangs_is_stopped(self, monkeypatch):
         monkeypatch.setenv("FAKE_TRTLLM_HANG", "run")
-        engine = fill(make_engine(LLAMA, process=True, generate_timeout_s=1), reference(LLAMA))
-        with pytest.raises(EngineError, match=r"(?s)engine.trtllm.generate_timeout_s=1 s.*waiting for a barrier"):
+        engine = fill(make_engine(LLAMA, process=True, generate_timeout_s=999), reference(LLAMA))
+        looks = count()
+
+        def monotonic():
+            """The time is up when it hangs; the first look is that from which on it counts."""
+            hangs = next(looks) and "waiting for a barrier" in engine._channel.child.last_words()
+            return time.monotonic() + 1000 * bool(hangs)
+
+        clock = SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+        monkeypatch.setattr("aligner.engines.child.process.time", clock)
+        with pytest.raises(EngineError, match=r"(?s)engine.trtllm.generate_timeout_s=999 s.*waiting for a barrier"):
             engine.generate([[1]], [[0]], SamplingParams(1))
         assert engine._channel.child.ended() == "ended by signal 9"
         engine.close()
@@ -322,4 +333,4 @@ class TestInAProcess(ChildEngineContract):
             self.monkeypatch.delenv(name, raising=False)
         self.monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         process = make_engine(LLAMA, process=True, python=str(other_python(tmp_path)))._channel.child.process
-        assert process.wait(20) == 0
+        assert process.wait(300) == 0
