@@ -218,7 +218,8 @@ def _main(asked: socket.socket) -> None:
         import torch
 
         import tests.run.jobs  # noqa: F401 (whole stages: nearly all of the package)
-
+        from tests.stages import settle
+    settle()
     torch.set_num_threads(1)
     asked.sendall(b"x")
     while (request := socket.recv_fds(asked, 1, 64))[0]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -169,13 +170,20 @@ def overrides(stage: str, data: Path, run_dir: Path, *more: str) -> list[str]:
 
 
 @cache
-def _settle() -> None:
+def settle() -> None:
     """A run ends with a full collection of garbage, which takes as long as all else of a toy run: it need not look at
-    the modules."""
+    the modules, which are those that it would import as it goes as well."""
+    from aligner.config.resolve import compose
+
     with for_good():
+        import torch._dynamo  # noqa: F401 (by its first checkpoint)
         import transformers  # noqa: F401
 
         import aligner.build  # noqa: F401
+
+        for name in STAGES:
+            import_module(f"aligner.stages.{name}")
+            compose([f"stage={name}"])
 
 
 def run(arguments: list[str]) -> Path:
@@ -183,7 +191,7 @@ def run(arguments: list[str]) -> Path:
     from aligner.config.resolve import compose
     from aligner.config.validate import validate
 
-    _settle()
+    settle()
     cfg: Config = compose(arguments)
     validate(cfg, 1)
     return execute(cfg)

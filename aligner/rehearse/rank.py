@@ -30,6 +30,7 @@ from aligner.rehearse import apart, cuda, program
 from aligner.rehearse.collectives import SPOKEN, Collectives, Speech, UnheardError, join
 from aligner.rehearse.device import Device
 from aligner.rehearse.record import Record
+from aligner.run.chain import code
 
 
 def main(path: str) -> None:
@@ -48,6 +49,7 @@ def main(path: str) -> None:
     apart.install(collectives)
     for module in ("aligner.build", *(f"aligner.stages.{name}" for name in STAGES)):
         import_module(module)  # once, for all that is forked
+    code()
     for folder in {case["tokenizer"] for case in asked["cases"]}:
         byte_tokenizer(folder)
     gc.collect()

@@ -1,8 +1,5 @@
 """GRPO on two ranks whose engine is one, over both: the numbers are those of an engine for each rank."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests import stages
@@ -13,17 +10,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 EXACT = ("reward/", "response/", "advantage/", "refit/version", "staleness/")
 
 
-def train(data, folder, *more):
+def train(ranks, data, folder, *more):
     settings = stages.overrides("grpo", data, folder, "run.steps=2", "run.export=true", *more)
-    command = [sys.executable, "-m", "aligner", "launch", "--ranks", "2", *settings]
-    done = subprocess.run(command, cwd=stages.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert ranks.run("tests.run.jobs:run_stage", world=2, arguments=settings) == [0, 0]
     return folder
 
 
-def test_the_same_numbers_as_an_engine_for_each_rank(tiny_data, tmp_path):
-    apart = train(tiny_data, tmp_path / "apart", "parallel.tensor=2")
-    together = train(tiny_data, tmp_path / "together", "parallel.tensor=2", "engine.tensor_parallel=2")
+def test_the_same_numbers_as_an_engine_for_each_rank(ranks, tiny_data, tmp_path):
+    apart = train(ranks, tiny_data, tmp_path / "apart", "parallel.tensor=2")
+    together = train(ranks, tiny_data, tmp_path / "together", "parallel.tensor=2", "engine.tensor_parallel=2")
     assert any(record["reward/mean"] > 0 for record in stages.records(apart))
     for one, two in zip(stages.records(apart), stages.records(together), strict=True):
         for name, value in one.items():
