@@ -4,9 +4,6 @@ Sums of two numbers from 10 to 29; 32 of these questions for GRPO, so that each 
 the mean reward gained 0.15 to 0.22; the bound is 0.07, three deviations of its noise (see test_recipes.py).
 """
 
-import subprocess
-import sys
-
 import pytest
 
 from aligner.config.sections.model.config import ModelConfig
@@ -34,15 +31,13 @@ def test_supervised_loss_falls_and_no_token_is_dropped(sums):
     assert records[-1]["moe/aux_loss"] < 1.2
 
 
-def test_the_reward_rises_on_two_ranks_that_share_the_experts(sums):
+def test_the_reward_rises_on_two_ranks_that_share_the_experts(ranks, sums):
     run = sums / "grpo"
     settings = ["experiment=quickstart_grpo", *stages.SUMS, "checkpoint.final=true", "run.export=false"]
     settings += [f"run.dir={run}", "parallel.expert=2"]
     settings += [f"model.init={sums / 'sft'}", f"data.train={sums / 'few.jsonl'}", "model.moe.aux_coef=0.001"]
     settings += ["batch.prompts=32", "batch.group=8", "batch.micro_batch_samples=128", "run.steps=12", "optim.lr=1e-3"]
-    command = [sys.executable, "-m", "aligner", "launch", "--ranks", "2", *settings]
-    done = subprocess.run(command, cwd=stages.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert ranks.run("tests.run.jobs:run_stage", world=2, arguments=settings) == [0, 0]
     records = stages.records(run)
     means = [record["reward/mean"] for record in records]
     print([round(mean, 2) for mean in means])

@@ -16,6 +16,7 @@ from aligner.data.readers import read_rows
 from aligner.data.tokenizer import load_tokenizer
 from aligner.run.metrics import read_jsonl
 from aligner.tools import gsm8k
+from tests import stages
 
 ROOT = Path(__file__).parents[2]
 FILES = (gsm8k.TRAIN, gsm8k.TEST, gsm8k.SOLUTIONS)
@@ -189,16 +190,22 @@ def test_wrong_arguments(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_sft_reward_model_and_grpo_run_on_the_data(made, tmp_path):
-    """Two steps each, as a user types it: other paths and sizes are overrides, the rest is the experiment's."""
+def test_sft_reward_model_and_grpo_run_on_the_data(made, tmp_path, monkeypatch):
+    """Two steps each, the first as a user types it: other paths and sizes are overrides, the rest is the experiment's.
+    The other two need not import everything once more."""
+    monkeypatch.chdir(tmp_path)
     data = {name: f"'{made / name}.jsonl'" for name in ("train", "test", "pairs_train", "pairs_test")}
 
     def run(stage: str, train: str, held_out: str, *more: str) -> list[dict]:
-        command = [sys.executable, "-m", "aligner", "run", f"experiment=gsm8k_{stage}", f"run.dir='{tmp_path / stage}'"]
-        command += [f"data.train={data[train]}", f"data.eval={data[held_out]}", *SMALL, *more]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stdout + done.stderr
+        settings = [f"experiment=gsm8k_{stage}", f"run.dir='{tmp_path / stage}'"]
+        settings += [f"data.train={data[train]}", f"data.eval={data[held_out]}", *SMALL, *more]
+        if stage == "sft":
+            command = [sys.executable, "-m", "aligner", "run", *settings]
+            environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+            assert done.returncode == 0, done.stdout + done.stderr
+        else:
+            stages.run(settings)
         assert (tmp_path / stage / "DONE").exists()
         return read_jsonl(tmp_path / stage / "metrics.jsonl")
 

@@ -12,6 +12,7 @@ import pytest
 from aligner.errors import ConfigError
 from aligner.tools.pairs import change_digit
 from aligner.tools.quickstart import STAGES, Quickstart
+from tests import stages
 
 
 def test_change_digit_gives_another_number_of_the_same_length():
@@ -72,16 +73,10 @@ class TestQuickstart:
 
     def test_shuffled_rewards_gain_nothing(self, finished):
         root, summary, _ = finished
-        command = [sys.executable, "-m", "aligner", "run", "experiment=quickstart_grpo", "debug.shuffle_rewards=true"]
-        command += [
-            f"model.init={root}/sft",
-            f"data.train={root}/data/train.jsonl",
-            f"data.eval={root}/data/valid.jsonl",
-        ]
-        command += [f"run.dir={root}/control", "run.steps=10", "logging.progress=false"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        records = [json.loads(line) for line in (root / "control" / "metrics.jsonl").read_text().splitlines()]
+        settings = ["experiment=quickstart_grpo", "debug.shuffle_rewards=true", f"model.init={root}/sft"]
+        settings += [f"data.train={root}/data/train.jsonl", f"data.eval={root}/data/valid.jsonl"]
+        settings += ["logging=quiet", "cluster.threads=1", f"run.dir={root}/control", "run.steps=10"]
+        records = stages.records(stages.run(settings))
         accuracies = [record["eval/accuracy"] for record in records if record.get("eval/accuracy") is not None]
         # the true run gains 0.2 in these steps
         assert accuracies[-1] - accuracies[0] <= 0.08, accuracies
