@@ -18,7 +18,7 @@ WIDER = ["model.num_layers=3", "model.hidden_size=48", "model.vocab_size=280", "
 @pytest.fixture(scope="module")
 def teacher(tiny_data, tmp_path_factory):
     """Of another shape than the students, with more rows in its embedding."""
-    more = ["run.steps=60", "checkpoint.final=false"]
+    more = ["run.steps=60", "batch.micro_batch_samples=16", "checkpoint.final=false"]
     return stages.stage("sft", tiny_data, tmp_path_factory.mktemp("teacher") / "run", *WIDER, *more)
 
 
@@ -78,7 +78,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tiny_data, tiny_runs
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "mixed", "jsd"])
 def test_it_comes_to_do_what_its_teacher_does(tiny_data, teacher, tmp_path, kind):
-    more = [f"algorithm.distill.kind={kind}", "run.steps=40", "optim.lr=1e-2"]
+    more = [f"algorithm.distill.kind={kind}", "run.steps=40", "batch.micro_batch_samples=16", "optim.lr=1e-2"]
     records = run(teacher, tiny_data, tmp_path / "run", *more)
     assert records[-1]["distill/kl"] < 0.2 * records[0]["distill/kl"]
     assert records[-1]["distill/agreement"] > max(0.3, records[0]["distill/agreement"])
@@ -222,7 +222,7 @@ OWN = ["algorithm.distill.on_policy=1", "algorithm.distill.kind=reverse_kl", "sa
 def test_its_own_answers_are_what_it_learns_from(tiny_data, teacher, tmp_path):
     """From prompts alone, with the engine's weights those of each step."""
     prompts = stages.write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"say {c}:"} for c in stages.LETTERS])
-    more = [*OWN, f"data.train={prompts}", "run.steps=30", "optim.lr=1e-2"]
+    more = [*OWN, f"data.train={prompts}", "run.steps=30", "batch.micro_batch_samples=16", "optim.lr=1e-2"]
     records = run(teacher, tiny_data, tmp_path / "run", *more)
     assert records[-1]["distill/kl"] < 0.4 * records[0]["distill/kl"]
     assert [record["refit/version"] for record in records] == list(range(30))

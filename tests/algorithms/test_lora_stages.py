@@ -54,12 +54,14 @@ def test_an_engine_that_merges_is_one_that_gets_merged_weights(data, tmp_path):
     assert second < first / 3 and again == first  # a new engine has no frozen weights
 
 
+@pytest.mark.slow
 def test_ppo_learns_with_a_critic_on_the_policys_trunk(tiny_data, tiny_runs, tmp_path):
     """The frozen weights are in memory once; engines and exports know nothing of the critic's adapters; and a resumed
     run whose weights come and go has the same numbers."""
     sft, critic = tiny_runs["sft"], ["critic.trunk=policy", "critic.optim.lr=1e-2", "critic.pretrain_steps=30"]
     more = [*LORA, *critic, f"model.init={sft}", f"reward.model={tiny_runs['rm']}", "algorithm.kl.coef=0.01"]
-    more += ["batch.prompts=32", "batch.minibatch_samples=32", "refit.verify=checksum", "checkpoint.every=1"]
+    more += ["batch.prompts=32", "batch.minibatch_samples=32", "batch.micro_batch_samples=16"]
+    more += ["refit.verify=checksum", "checkpoint.every=1"]
     whole = stages.stage("ppo", tiny_data, tmp_path / "whole", *more, "run.steps=10")
     parts = stages.stage("ppo", tiny_data, tmp_path / "parts", *more, "run.steps=1")  # the critic alone learns
     assert stages.records(parts)[0]["critic/lora/b_norm"] > 0 and stages.same_weights(parts, sft)

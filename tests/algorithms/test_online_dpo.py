@@ -65,6 +65,7 @@ def test_a_policy_with_adapters_is_its_own_reference(tiny_data, tiny_runs, tmp_p
 
 def test_the_reward_rises(tiny_data, tiny_runs, tmp_path):
     more = [f"model.init={tiny_runs['sft']}", "run.steps=24", "sampling.temperature=1.3"]
+    more.append("batch.micro_batch_samples=16")
     run = stages.stage("online_dpo", tiny_data, tmp_path / "run", *more, "debug.first_step_checks=true")
     means = [record["reward/mean"] for record in stages.records(run)]
     assert sum(means[-4:]) > sum(means[:4]) + 0.4

@@ -190,6 +190,7 @@ def test_regression_learns_two_attributes(tiny_data, tiny_runs, tmp_path):
         f"model.init={tiny_runs['sft']}",
         f"data.train={tiny_data / 'scored.jsonl'}",
         "run.steps=40",
+        "batch.micro_batch_samples=8",
         "optim.lr=1e-2",
     ]
     more += ["algorithm.reward_loss.kind=regression", "algorithm.reward_loss.attributes=[good,short]"]
@@ -274,7 +275,8 @@ def test_a_new_critic_says_what_the_reward_model_says(tiny_data, tiny_runs, tmp_
 
 def test_ppo_learns_from_the_reward_model(tiny_data, tiny_runs, tmp_path):
     more = [f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}", "run.steps=12", "batch.prompts=32"]
-    more += ["batch.minibatch_samples=32", "algorithm.kl.coef=0.01", "checkpoint.final=false", "run.export=false"]
+    more += ["batch.minibatch_samples=32", "batch.micro_batch_samples=16", "algorithm.kl.coef=0.01"]
+    more += ["checkpoint.final=false", "run.export=false"]
     found = stages.records(stages.stage("ppo", tiny_data, tmp_path / "run", *more))
     means = [record["reward/model/mean"] for record in found]
     assert sum(means[-3:]) / 3 > sum(means[:2]) / 2 + 0.1
@@ -286,6 +288,7 @@ def test_a_critic_is_fitted_to_what_followed_before_anything_else_learns(tiny_da
     """On the first rollout, which is generated once; toward the rewards themselves, whatever algorithm.lam says."""
     more = [f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}", "run.steps=1", "algorithm.lam=0.2"]
     more += ["checkpoint.final=false", "run.export=false", "critic.warmup_steps=0", "eval.generate=false"]
+    more += ["batch.micro_batch_samples=8"]
 
     def first(name, *changes):
         return stages.records(stages.stage("ppo", tiny_data, tmp_path / name, *more, *changes))[0]
