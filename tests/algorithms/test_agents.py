@@ -39,6 +39,7 @@ def turns(run):
     return [record["environment/turns_mean"] for record in stages.records(run)]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_what_its_agents_did(grpo, tmp_path):
     more = [f"{AGENT}dice", "run.steps=3", "checkpoint.every=2", "checkpoint.rollouts=false"]
     with pytest.raises(PowerCut), stages.power_cut_at_answer(40):  # of 16 or more in a rollout

@@ -96,6 +96,7 @@ def test_rows_are_searched(look, serve, tmp_path):
     assert fits_a_phone(page)
 
 
+@pytest.mark.slow
 def test_a_form_says_what_the_command_line_says(look, serve, tmp_path, capsys):
     page = look(serve(tmp_path))
     go(page, "compose", ".key, details[data-section]")

@@ -205,6 +205,7 @@ def test_the_chain_runs_one_by_one_without_a_scheduler(place):
     assert done.returncode == 2 and not Path("runs/y").exists()  # the last stage's mistake, before the first starts
 
 
+@pytest.mark.slow
 def test_rounds_of_sampling_and_training_go_on_where_they_ended(place):
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "sbatch").exists())
     words = ["runs/s p", "2", "data.train=train.jsonl", "@sample", "stage.sample.pairs=answers", "run.name=r{round}"]

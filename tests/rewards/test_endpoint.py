@@ -249,6 +249,7 @@ def short_rest(monkeypatch):
     monkeypatch.setattr(client, "REST_S", 0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_rest")
 def test_a_killed_run_goes_on_with_the_scores_that_it_was_given(tiny_data, tmp_path, server):
     """Scores and grades are other ones each time, some fail. What a resumed run is made of is in its log: a run that
@@ -270,6 +271,7 @@ def test_a_killed_run_goes_on_with_the_scores_that_it_was_given(tiny_data, tmp_p
     assert len(files) > 30 and not [p for p in files for key in used if key.encode() in p.read_bytes()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_rest")
 def test_a_server_that_breaks_stops_the_run_which_goes_on_when_it_is_mended(tiny_data, tmp_path, server):
     """After a save; what failed is not read from the log then. The server shows the key in its error."""

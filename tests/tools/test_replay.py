@@ -142,6 +142,7 @@ def test_what_cannot_be_executed_again(run, tmp_path):
         prepare(own.parent, 1)
 
 
+@pytest.mark.slow
 def test_the_command_line(run, capfd):
     folder = run("sft")
     assert main(["replay", str(folder), "--step", "3"]) == 0
