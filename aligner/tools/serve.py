@@ -66,11 +66,17 @@ class Desk:
             self.waiting.append(ask)
             self.changed.notify()
 
+    def take(self) -> Ask:
+        """By the engine's thread alone: a client that leaves now takes nothing back."""
+        ask = self.waiting.popleft()
+        ask.said.set_running_or_notify_cancel()
+        return ask
+
     def _generate(self) -> None:
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.waiting)
-                first = self.waiting.popleft()
+                first = self.take()
             together = Together(self, first)
             try:
                 self.model.engine.serve(together, together.asked, together.finished, first.sampling)
@@ -96,11 +102,8 @@ class Together(Pool):
 
     def take(self) -> list[tuple[tuple[int, ...], list[int]]]:
         new = [] if self.asks else [self.first]
-        while (ask := self._next()) is not None:
-            self.desk.waiting.popleft()
-            new.append(ask)
-        for ask in new:
-            ask.said.set_running_or_notify_cancel()  # a client that leaves now takes nothing back
+        while self._next() is not None:
+            new.append(self.desk.take())
         self.asked += [(len(self.asks) + i, 0) for i in range(len(new))]
         self.asks += new
         return [(ask.tokens, [ask.seed]) for ask in new]

@@ -43,7 +43,7 @@ def listening(served, place: socket.socket):
         yield
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join()
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_stream_comes_as_the_model_speaks(served, client, monkeypatch):
     heard, steps, step = threading.Event(), [], served.desk.model.engine.step
 
     def waits(*args):
-        steps.append(len(steps) < 3 or heard.wait(20))
+        steps.append(len(steps) < 3 or heard.wait(120))
         return step(*args)
 
     monkeypatch.setattr(served.desk.model.engine, "step", waits)
@@ -141,9 +141,23 @@ def test_a_request_that_the_engine_has_no_room_for_is_told_so(served, client, mo
         for stream in (False, True):
             with monkeypatch.context() as changed, pytest.raises(openai.InternalServerError) as refused:
                 changed.setattr(engine, name, value)
-                ask(client, "say a:", timeout=20, stream=stream)
+                ask(client, "say a:", stream=stream)
             assert refused.value.body["code"] == "engine"
     assert ask(client, "say a:").choices
+
+
+def test_a_request_that_the_engine_has_cannot_be_taken_back(served, client, monkeypatch):
+    """Not even before its prompt is read: who has left would end the engine's thread, which tells what went wrong."""
+    left = []
+
+    def serve(pool, *_):
+        left.append(pool.first.said.cancel())
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as changed, pytest.raises(openai.InternalServerError, match="no room"):
+        changed.setattr(served.desk.model.engine, "serve", serve)
+        ask(client, "say a:", temperature=0.125)  # which no request before it has: it begins a generation of its own
+    assert left == [False]
 
 
 def test_what_the_model_cannot_do_is_refused(client):
@@ -170,7 +184,10 @@ def test_a_unix_socket_is_for_its_user_alone(served, tmp_path):
     for _ in range(2):  # one that is left behind is replaced
         place = unix_socket(path)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        with listening(served, place), httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+        with (
+            listening(served, place),
+            httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=120) as client,
+        ):
             assert client.get(f"http://localhost/{served.secret}/v1/models").json()["data"][0]["id"] == "sft"
             assert client.get("http://localhost/guess/v1/models").status_code == 404
 
