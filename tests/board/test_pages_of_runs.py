@@ -21,7 +21,7 @@ pytest.importorskip("playwright")
 from playwright.sync_api import expect
 
 PHONE = {"width": 390, "height": 800}
-WAIT_MS = 120_000  # the machine may be busy
+WAIT_MS = 300_000  # the machine may be busy
 
 
 def go(page, tab: str, ready: str, **place: str) -> None:
@@ -154,9 +154,9 @@ def test_a_run_is_started_and_stopped(look, serve, tmp_path):
     expect(page.locator("#page-compose p[role=status]")).to_contain_text("nothing is wrong")
     page.get_by_role("button", name="start here").click()
     page.wait_for_selector(".job button:not([disabled])")
-    for _ in range(600):
-        if (run / "metrics.jsonl").is_file():
-            break
+    until = time.monotonic() + WAIT_MS / 1000
+    while not (run / "metrics.jsonl").is_file():
+        assert time.monotonic() < until
         time.sleep(0.1)
     page.get_by_role("button", name="stop").click()
     page.wait_for_selector("text=ended with exit code 0")
@@ -215,4 +215,4 @@ def test_models_answer_token_by_token_side_by_side(look, serve, random_model):
         choice(page, label).select_option("")
     for status in page.locator("#page-chat .talks [role=status]").all():
         expect(status).to_be_empty()
-    assert talk.process.wait(30) == -9
+    assert talk.process.wait(300) == -9

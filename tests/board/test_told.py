@@ -225,7 +225,7 @@ def test_pipes_are_not_waited_for(tmp_path):
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(lambda: (rows(tmp_path), ask(told.details, tmp_path)["details"]))
         try:
-            found, details = asked.result(30)
+            found, details = asked.result(120)
         finally:
             for path in pipes * 3:  # a reader that waits goes on
                 os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))

@@ -17,7 +17,7 @@ class Engine:
     """Each turn takes as many steps as its play and number say; at most SLOTS plays at a time."""
 
     def __init__(self, plays, counted, answer):
-        self.answer, self.told, self.steps = answer, [], 0
+        self.answer, self.told, self.steps, self.waits = answer, [], 0, threading.Event()
         self.turns = Turns(1, plays, plays, [], self.hear, self.say, lambda play: play.number, counted)
         for number in range(plays):
             given, state = SimpleNamespace(tokens=(number,)), {"place": 0, "open": True, "asked": None}
@@ -30,6 +30,8 @@ class Engine:
         self.answer(play)
 
     def hear(self, play):
+        if not play.asked.done():
+            self.waits.set()
         play.asked = play.asked.result()
 
     def __call__(self):
@@ -74,14 +76,14 @@ def test_nobody_waits_for_a_late_tool_while_others_are_there():
 
     engine = Engine(6, False, answer)
     threading.Thread(target=engine, daemon=True).start()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while len(engine.told) < 5 * TURNS + 1 and time.monotonic() < until:
         time.sleep(0.005)
     assert {entry[1] for entry in engine.told} == set(range(6)) and len(engine.told) == 5 * TURNS + 1
     engine.turns.taken[0][0].asked.set_result(None)
     engine = Engine(6, True, answer)
     threading.Thread(target=engine, daemon=True).start()
-    time.sleep(0.1)
+    assert engine.waits.wait(120)
     assert len(engine.turns.waiting) > 1 and len(engine.told) < 5 * TURNS + 1
     engine.turns.taken[0][0].asked.set_result(None)
 

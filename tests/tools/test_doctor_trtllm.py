@@ -25,7 +25,7 @@ def no_fake_left():
 
 
 def rows(name="trtllm", **options) -> dict[str, tuple[str, list[str]]]:
-    options = TrtllmConfig(start_timeout_s=60, **options)
+    options = TrtllmConfig(start_timeout_s=500, **options)
     return {check: (status, detail.splitlines()) for check, status, detail in trtllm_checks(options, name)}
 
 

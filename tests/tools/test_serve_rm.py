@@ -31,10 +31,13 @@ def test_scores_over_http_are_those_of_the_model(tiny_runs, monkeypatch):
         with server(answer, "127.0.0.1", 0) as serving:
             threading.Thread(target=serving.serve_forever, daemon=True).start()
             url = f"http://127.0.0.1:{serving.server_address[1]}/get_reward"
-            found = Http(url)(samples)
-            bad = [httpx.post(url, content=text) for text in (b"{", b"[]", b'{"query": []}', b'{"query": ["a"]')]
-            long = httpx.post(url, json={"query": ["a " * 100_000]})
-            uneven = httpx.post(url, json={"query": ["a"], "prompts": ["a", "b"]})
+            found = Http(url, timeout_s=300, deadline_s=300)(samples)
+            bad = [
+                httpx.post(url, content=text, timeout=300)
+                for text in (b"{", b"[]", b'{"query": []}', b'{"query": ["a"]')
+            ]
+            long = httpx.post(url, json={"query": ["a " * 100_000]}, timeout=300)
+            uneven = httpx.post(url, json={"query": ["a"], "prompts": ["a", "b"]}, timeout=300)
             serving.shutdown()
         assert found == pytest.approx(make_reward_model(job)(samples), abs=1e-6)
         assert len(set(found)) > 1
