@@ -23,7 +23,7 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        started = driver.chromium.launch(executable_path=program, args=["--no-sandbox"], timeout=300_000)
         yield started
         started.close()
 
@@ -36,7 +36,7 @@ def look(browser, serve, tmp_path):
 
     def opened(url: str, width: int = 1280, scheme: str = "light"):
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(300_000)
         page.on("console", lambda message: told.append(message.text))
         page.on("pageerror", lambda error: told.append(str(error)))
         page.on("dialog", lambda dialog: (told.append(dialog.message), dialog.dismiss()))
