@@ -27,21 +27,20 @@ logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CU
 
 
 def _import_without_extras() -> None:
-    """The first import of Megatron, on a CPU without two things that took most of a process's start: it decorates its
-    fused functions with torch.compile, which imports the compiler at once though none of them is called here, and it
-    imports wandb for a timer that is not used."""
+    """The first import of Megatron, on a CPU without things that took most of a process's start: it decorates its fused
+    functions with torch.compile, which imports the compiler at once though none of them is called here, and it imports
+    wandb and TensorBoard for a timer that is not used."""
     if torch.cuda.is_available():
         return
     compiler, torch.compile = torch.compile, lambda function, *args, **kwargs: function
-    hidden = "wandb" not in sys.modules
-    if hidden:
-        sys.modules["wandb"] = None  # type: ignore[assignment]  # makes `import wandb` fail
+    hidden = {"wandb", "torch.utils.tensorboard"} - sys.modules.keys()
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes an import fail
     try:
         import megatron.core.jit  # noqa: F401  takes torch.compile for good
     finally:
         torch.compile = compiler
-        if hidden:
-            del sys.modules["wandb"]
+        for name in hidden:
+            del sys.modules[name]
     _keep_compiler_out()
 
 
