@@ -39,6 +39,7 @@ COMMANDS = {
     "doctor": "check this machine and a config before a run; `doctor sandbox`: where programs by models run",
     "keys": "list config keys with type, default and meaning",
 }
+ALONE = ("eval", "chat", "serve")  # compute in this process, which is no rank
 METAVARS = dict.fromkeys(("report", "serve", "serve-rm"), "RUN_DIR | KEY=VALUE")
 EXAMPLES = """overrides (Hydra syntax) go anywhere after the subcommand:
   stage=grpo model=qwen3_0.6b         choose files of conf/stage, conf/model, ...
@@ -115,6 +116,10 @@ def main(argv: list[str] | None = None) -> int:
     if flags:
         top.error(f"unknown option: {' '.join(flags)}")
     args.overrides += rest  # overrides that stood behind an option
+    if args.command in ALONE:
+        from aligner.cluster.threads import reserve
+
+        reserve()
     try:
         if getattr(args, "cfg", False) and not getattr(args, "multirun", False):
             return _print_config(args)

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from aligner.cluster.threads import use
 from aligner.config.schema import Config
 from aligner.data.shipped_templates import use_chat_template
 from aligner.data.templates import encode_prompts
@@ -73,6 +74,7 @@ def main(cfg: Config) -> int:
         off = "environment.path='' environment.tools=[] environment.agent=''"
         hint = f"To talk without them: {off}; to see it play: `aligner eval`."
         raise ConfigError(key, value, "empty: chat knows no tools", hint)
+    use(cfg.cluster.threads, 1)
     folder = model_folder(cfg)
     model = Answerer.load(folder, cfg.engine, cfg.model.dtype)
     use_chat_template(model.tokenizer, cfg.data)

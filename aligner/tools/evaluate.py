@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.cluster.env import RankEnv
+from aligner.cluster.threads import use
 from aligner.config.schema import Config
 from aligner.config.stages import STAGES
 from aligner.data.dataset import PromptDataset
@@ -54,6 +55,7 @@ def main(cfg: Config, env: RankEnv) -> int:
     """Print the means with their intervals, and samples; write `<run.dir>/eval.json` and eval_samples.jsonl. One
     process is enough: further ranks do nothing."""
     if env.rank == 0:
+        use(cfg.cluster.threads, env.local_world_size)
         evaluate(cfg)
     return 0
 

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aligner.cluster.threads import use
 from aligner.config.schema import Config
 from aligner.config.sections.sampling import SamplingConfig
 from aligner.data.dialogue import Dialogue
@@ -55,8 +56,8 @@ class Ask:
 class Desk:
     """Where requests wait for the engine."""
 
-    def __init__(self, model: Answerer):
-        self.model = model
+    def __init__(self, model: Answerer, threads: int):
+        self.model, self.threads = model, threads
         self.waiting: deque[Ask] = deque()
         self.changed = threading.Condition()
         threading.Thread(target=self._generate, name="engine", daemon=True).start()
@@ -73,6 +74,7 @@ class Desk:
         return ask
 
     def _generate(self) -> None:
+        use(self.threads, 1)
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.waiting)
@@ -240,7 +242,7 @@ def open_model(cfg: Config) -> Served:
     dialogues.of([])  # a model without a chat template has none
     sampling = replace(sampling_of(cfg), stop_token_ids=stop_token_ids(model.tokenizer))
     name = folder.parent.name if folder.name == "hf" else folder.name
-    return Served(secrets.token_urlsafe(32), name, Desk(model), sampling, dialogues)
+    return Served(secrets.token_urlsafe(32), name, Desk(model, cfg.cluster.threads), sampling, dialogues)
 
 
 def main(cfg: Config, port: int, socket: str) -> int:

@@ -96,14 +96,15 @@ def test_too_late_for_torch_changes_nothing_but_the_number(given):
     assert main == other == (1 if given else len(os.sched_getaffinity(0))) and told == given
 
 
-def test_a_run_reserves_before_torch_is_imported(tmp_path):
+@pytest.mark.parametrize("command", ["run", "eval", "chat", "serve"])
+def test_what_computes_reserves_before_torch_is_imported(tmp_path, command):
     """Nothing that composes and validates a config imports torch: it would be too late then."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n')
     code = (
         "import sys\nfrom aligner.cluster import threads\nfrom aligner.__main__ import main\n"
         "threads.reserve = lambda: sys.exit(7 if 'torch' in sys.modules else 6)\n"
-        f"main(['run', 'stage=sft', 'data.train={rows}', 'run.dir={tmp_path}/run'])"
+        f"main(['{command}', 'stage=sft', 'data.train={rows}', 'run.dir={tmp_path}/run'])"
     )
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ROOT}, capture_output=True)
     assert done.returncode == 6, done.stderr.decode()
