@@ -36,7 +36,7 @@ aligner_python() {
         [[ -n "$threads" ]] || unset OMP_NUM_THREADS # of one process alone on this node; ranks have their own share
         ALIGNER_PYTHON="$ALIGNER_ROOT/.venv/bin/python"
     fi
-    export PYTHONPATH="$ALIGNER_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+    [[ "${PYTHONPATH:-}:" == "$ALIGNER_ROOT:"* ]] || export PYTHONPATH="$ALIGNER_ROOT${PYTHONPATH:+:$PYTHONPATH}"
 }
 
 aligner_launcher() {
@@ -83,6 +83,7 @@ aligner_job() {
         export ALIGNER_LOGS ALIGNER_ATTEMPT
         [[ -z "${SLURM_JOB_ID:-}" || "$ALIGNER_RESTARTS" != 0 ]] || aligner_check_health
         code=0
+        [[ -z "${SLURM_JOB_ID:-}" || -z "${ALIGNER_NODE_LOCAL:-}" ]] || aligner_node_local
         aligner_ranks || code=$?
         aligner_outcome "$code" || code=$?
         # 254: the ranks can start again within this allocation
@@ -176,6 +177,37 @@ aligner_nodes() {
     printf '%s\n' "${left[@]:0:ALIGNER_NODES}"
 }
 
+# With the site's `node_local` ranks import from copies on their own node, of the checkout and of the virtual environment.
+aligner_node_local() {
+    local venv
+    venv="$("$ALIGNER_PYTHON" -c 'import sys; print(sys.prefix if sys.prefix != sys.base_prefix else "")')"
+    [[ -n "$venv" ]] || aligner_die "node_local: expected a Python in a virtual environment, got $ALIGNER_PYTHON"
+    aligner_copy "$ALIGNER_ROOT" aligner conf slurm launchers
+    ALIGNER_LOCAL_ROOT="$ALIGNER_COPY"
+    aligner_copy "$venv" .
+    ALIGNER_LOCAL_PYTHON="$ALIGNER_COPY/bin/python"
+}
+
+# ALIGNER_COPY: where each node has these parts of a folder. One node reads them and Slurm hands them on. The name tells
+# them from others by their files' names, sizes and times: this and later jobs find a copy that is there.
+aligner_copy() {
+    local from="$1" archive nodes start
+    shift
+    ALIGNER_COPY="$ALIGNER_NODE_LOCAL/$(cd "$from" && { pwd && find "$@" -name __pycache__ -prune -o \
+        -printf '%p %s %l %T@\n' | sort; } | sha256sum | cut -c 1-16)"
+    nodes="$(aligner_nodes | paste -sd ,)"
+    start=(srun "--nodes=$ALIGNER_NODES" "--ntasks=$ALIGNER_NODES" --ntasks-per-node=1 "--nodelist=$nodes" --mpi=none
+        --overlap --mem=0 "$ALIGNER_ROOT/launchers/unpack.sh" "$ALIGNER_COPY")
+    ! "${start[@]}" 2>/dev/null || return 0
+    aligner_say "copying $from to $ALIGNER_COPY on $ALIGNER_NODES nodes"
+    archive="$ALIGNER_COPY.$SLURM_JOB_ID.tar"
+    tar -cf "$archive.all" -C "$from" "$@"
+    sbcast --force "$archive.all" "$archive" || true # a spare node may be unfit; one that is used says what it lacks
+    "${start[@]}" "$archive" "$(stat -c %s "$archive.all")" \
+        || aligner_die "node_local: could not copy $from to $ALIGNER_NODE_LOCAL of each node"
+    rm -f "$archive.all"
+}
+
 # Start the ranks, pass signals on, wait for them; returns their exit code.
 aligner_ranks() {
     local frozen="$ALIGNER_RUN/${ALIGNER_CONFIG:-config.yaml}" code # the folder's own, for a job of an earlier version
@@ -236,6 +268,12 @@ aligner_start_slurm() {
     aligner_deadline
     export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK_HET_GROUP_0:-1}}"
     command=("${ALIGNER_RANK_PYTHON:-$ALIGNER_PYTHON}" -m aligner run --frozen "$1")
+    local root="${ALIGNER_LOCAL_ROOT:-$ALIGNER_ROOT}" path="$PYTHONPATH"
+    if [[ -n "${ALIGNER_LOCAL_PYTHON:-}" ]]; then # this folder, which may be the checkout, behind the copy
+        command=("$ALIGNER_LOCAL_PYTHON" -m aligner run --frozen "$1")
+        path="$root${PYTHONPATH#"$ALIGNER_ROOT"}:$PWD"
+        export PYTHONSAFEPATH=1
+    fi
     local options=(--kill-on-bad-exit=1 --wait=60) # of both components, where there are two
     ((ALIGNER_RESTARTS == 0)) || options+=(--overlap --mem=0) # Slurm still counts the dead step's cores and memory
     if [[ "${ALIGNER_CONTAINER[0]:-}" == apptainer ]]; then
@@ -243,7 +281,7 @@ aligner_start_slurm() {
     else
         options+=(${ALIGNER_CONTAINER[@]+"${ALIGNER_CONTAINER[@]}"})
     fi
-    command=("$ALIGNER_ROOT/launchers/rank.sh" "${command[@]}")
+    command=("$root/launchers/rank.sh" "${command[@]}")
     # shellcheck disable=SC2153  # set by the lines of cluster/render.py
     local start=(srun "--nodes=$ALIGNER_NODES" "--ntasks=$((ALIGNER_NODES * ALIGNER_RANKS_PER_NODE))"
         "--ntasks-per-node=$ALIGNER_RANKS_PER_NODE" ${ALIGNER_SRUN[@]+"${ALIGNER_SRUN[@]}"})
@@ -261,7 +299,7 @@ aligner_start_slurm() {
     # what ranks prove to each other that they are of this start; mpirun may not take it along: then they share a file
     local secret="${ALIGNER_SECRET:-}"
     [[ -n "$secret" || "$ALIGNER_MPI" == mpirun ]] || secret="$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')"
-    ALIGNER_SECRET="$secret" "${start[@]}" 2> >(tee "$ALIGNER_LOGS/srun.log" >&2) &
+    PYTHONPATH="$path" ALIGNER_SECRET="$secret" "${start[@]}" 2> >(tee "$ALIGNER_LOGS/srun.log" >&2) &
 }
 
 # What srun is told of a heterogeneous job's second component: both are one step, whose ranks are counted through.

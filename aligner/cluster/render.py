@@ -86,6 +86,8 @@ def job_lines(site_name: str, site: Site, job: JobSpec) -> str:
     lines += [f"export {name}={shlex.quote(value)}" for name, value in single.items()]
     if site.scratch:
         lines.append(f"export ALIGNER_SCRATCH={expandable(site.scratch)}")
+    if site.node_local:
+        lines.append(f"export ALIGNER_NODE_LOCAL={expandable(site.node_local)}")
     if site.python:
         lines.append(f"ALIGNER_RANK_PYTHON={shlex.quote(site.python)}")
     lines.append(_array("ALIGNER_RUNS", job.runs))

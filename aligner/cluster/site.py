@@ -91,11 +91,12 @@ class Site:
     srun: list[str] = field(default_factory=list)  # further flags
     bind: Binding = field(default_factory=Binding)
     rendezvous: str = "hostname"  # hostname, or address (NodeAddr) where node names do not resolve
-    # what surrounds a rank. `$NAME` in values of env, in scratch and in the container is the job's variable
+    # what surrounds a rank. `$NAME` in values of env, in scratch, node_local and in the container is the job's variable
     modules: list[str] = field(default_factory=list)
     unset: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     scratch: str = ""  # a folder on each node, for compilation caches
+    node_local: str = ""  # a folder on each node that ranks import from copies in; empty: from the .venv and checkout
     python: str = ""  # the command; empty: the .venv that the launchers make
     container: Container = field(default_factory=Container)
     quirks: list[str] = field(default_factory=list)  # what one must know here; shown by `submit --dry-run`
@@ -115,6 +116,9 @@ class Site:
                 raise ConfigError("env", name, "the name of an environment variable")
         if self.container.runtime != "none" and self.mpi == "mpirun":
             raise ConfigError("mpi", self.mpi, "pmix, pmi2 or none with a container: mpirun would run outside of it")
+        if self.node_local and (self.python or self.container.runtime != "none"):
+            expected = "empty with `python` or a container: what is copied is the .venv"
+            raise ConfigError("node_local", self.node_local, expected)
 
     @property
     def ranks(self) -> int:

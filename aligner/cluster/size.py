@@ -60,6 +60,7 @@ def _second_component(args: argparse.Namespace, site: Site, environ: Mapping[str
         ("--spare", args.spare, args.spare > 0, "0 with --engine-nodes: spare nodes are of one kind"),
         ("--multirun", True, args.multirun, "one run with --engine-nodes: Slurm has no arrays of heterogeneous jobs"),
         ("mpi", site.mpi, site.mpi == "mpirun", "pmix, pmi2 or none with --engine-nodes: only srun starts both kinds"),
+        ("node_local", site.node_local, site.node_local != "", "empty with --engine-nodes: no copies for two kinds"),
     ):
         if wrong:
             raise ConfigError(key, value, expected)

@@ -38,6 +38,7 @@ def test_the_issue_names_four_kinds_of_site():
         ("mpi: pmix_v9", ConfigError, "one of none, pmix, pmi2, mpirun"),
         ("container: {runtime: pyxis}", ConfigError, "container.image"),
         ("container: {runtime: pyxis, image: x}\nmpi: mpirun", ConfigError, "mpirun would run outside"),
+        ("node_local: /tmp/x\npython: python", ConfigError, "node_local='/tmp/x': expected empty with `python`"),
         ("env: {'A B': x}", ConfigError, "the name of an environment variable"),
         ("env: {OMP_NUM_THREADS: 4}", ConfigError, "env.OMP_NUM_THREADS=4: expected a string"),
         ("a: [", ConfigError, "a YAML file"),

@@ -177,6 +177,7 @@ def test_engines_on_nodes_of_another_kind_are_a_heterogeneous_job(sbatch, tmp_pa
         (["engine.ranks=4", "--spare", "1"], "--spare=1: expected 0 with --engine-nodes"),
         (["engine.ranks=4", "-m", "seed=0,1"], "Slurm has no arrays of heterogeneous jobs"),
         (["engine.ranks=4", "--site", "mpirun.yaml"], "mpi='mpirun': expected pmix, pmi2 or none with --engine-nodes"),
+        (["engine.ranks=4", "--site", "copies.yaml"], "node_local='/tmp/x': expected empty with --engine-nodes"),
         (["engine.ranks=4", "--shell"], "--engine-nodes=2: expected 0: the nodes of the job's second component"),
         (["engine.ranks=4", "engine=vllm", "engine.tensor_parallel=4"], "ranks 4 to 7 are on two"),
         (["--engine-nodes=-1"], "--engine-nodes=-1: expected a number >= 0"),
@@ -184,6 +185,7 @@ def test_engines_on_nodes_of_another_kind_are_a_heterogeneous_job(sbatch, tmp_pa
 )
 def test_what_engines_on_nodes_of_their_own_cannot_have_is_refused(sbatch, words, message, capsys):
     Path("mpirun.yaml").write_text("description: x\nmpi: mpirun\n")
+    Path("copies.yaml").write_text("description: x\nnode_local: /tmp/x\n")
     assert submit("--nodes", "2", "--ranks-per-node", "2", "--engine-nodes", "2", *GRPO, *words) == 2
     assert message in capsys.readouterr().err and sbatch() is None and not Path("runs").exists()
 

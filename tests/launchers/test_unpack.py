@@ -1,0 +1,50 @@
+"""What a node makes of an archive: a whole copy, or none."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+UNPACK = Path(__file__).parents[2] / "launchers/unpack.sh"
+
+
+def unpack(*arguments: object) -> tuple[int, str]:
+    done = subprocess.run([UNPACK, *map(str, arguments)], capture_output=True, text=True)
+    return done.returncode, done.stderr
+
+
+@pytest.fixture
+def archive(tmp_path):
+    """Of two files; `local` does not exist yet."""
+    (tmp_path / "from/inner").mkdir(parents=True)
+    for name, size in (("a", 5000), ("inner/b", 70000)):
+        (tmp_path / "from" / name).write_bytes(b"x" * size)
+    (tmp_path / "local").mkdir(mode=0o700)
+    path = tmp_path / "local/copy.7.tar"
+    subprocess.run(["tar", "-cf", path, "-C", tmp_path / "from", "a", "inner"], check=True)
+    return path
+
+
+def test_a_whole_archive_becomes_the_copy_once(archive):
+    copy, size = archive.parent / "copy", archive.stat().st_size
+    assert unpack(copy)[0] == 1  # not there yet
+    assert unpack(copy, archive, size) == (0, "")
+    assert (copy / "inner/b").stat().st_size == 70000 and list(archive.parent.iterdir()) == [copy]
+    (copy / "a").write_text("kept")
+    assert unpack(copy)[0] == 0 and unpack(copy, archive, size)[0] == 0  # of a node that was second: all is gone
+    assert (copy / "a").read_text() == "kept"
+
+
+@pytest.mark.parametrize("kept", [0, 700, 6144, 40000])
+def test_an_archive_that_ends_early_becomes_none(archive, kept):
+    """6144: between two files, where tar sees nothing wrong."""
+    size = archive.stat().st_size
+    archive.write_bytes(archive.read_bytes()[:kept])
+    code, said = unpack(archive.parent / "copy", archive, size)
+    assert code == 1 and f"has {kept} of {size} bytes" in said and not list(archive.parent.iterdir())
+
+
+def test_what_cannot_be_unpacked_becomes_none(archive):
+    archive.write_bytes(b"no archive" * 1000)
+    code, said = unpack(archive.parent / "copy", archive, 10000)
+    assert code == 1 and "tar" in said and not list(archive.parent.iterdir())
