@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, StrictHandling
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from aligner.config.sections.model.lora import LoraConfig
@@ -31,6 +32,7 @@ from aligner.megatron.lora import attach
 from aligner.megatron.optimizer_state import give_state, set_step
 from aligner.megatron.shards import optimizer_shards, weight_shards
 from aligner.megatron.train import ShardedModel
+from aligner.megatron.weights import tell_copies
 from aligner.ops.agree import by_rank_0
 from aligner.ops.reduce import first_cause
 
@@ -153,13 +155,17 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
                 state["ema"] = model.ema.shards(state["model"])
         if not with_head:
             state["model"].pop("output_layer.weight", None)  # only the last pipeline stage has it
-        state["model"] = _parts(state["model"])
+        mine, told = _read_once(model, state["model"])
+        state["model"] = _parts(mine)
         loaded = dist_checkpointing.load(state, str(folder), strict=StrictHandling.ASSUME_OK_UNEXPECTED)
     except (OSError, RuntimeError, ValueError, KeyError, dist_checkpointing.core.CheckpointingException) as error:
         raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error
     except CheckpointException as error:  # a BaseException
         raise CheckpointError(f"cannot load checkpoint {folder}: {_first_failure(error)}") from error
-    model.module.load_state_dict(loaded["model"], strict=False)
+    if mine:  # else Megatron has nothing at this key
+        model.module.load_state_dict(loaded["model"], strict=False)
+    for tensor, copies in told:
+        tell_copies(tensor, copies)
     if with_optimizer:  # whose shards have been read into their places
         model.step_count = int(loaded["step_count"])
         set_step(model.optimizer, model.step_count)
@@ -167,6 +173,16 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
             model.ema.restart()
     elif model.optimizer is not None:
         model.optimizer.reload_model_params()
+
+
+def _read_once(
+    model: ShardedModel, state: dict[str, Any]
+) -> tuple[dict[str, Any], list[tuple[Tensor, dist.ProcessGroup]]]:
+    """What this rank reads of weights that all data-parallel copies want: the first of them everything. And the
+    tensors, in which Megatron puts others while it loads, with the group that is told each."""
+    groups = {name: model.layout.copies(not getattr(item.data, "allreduce", True)) for name, item in state.items()}
+    mine = {name: item for name, item in state.items() if groups[name].rank() == 0}
+    return mine, [(item.data, groups[name]) for name, item in state.items()]
 
 
 def _parts(state: dict[str, Any]) -> dict[str, Any]:

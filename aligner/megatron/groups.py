@@ -67,6 +67,10 @@ class Layout:
         """Global rank of this rank's peer on the last pipeline stage."""
         return dist.get_global_rank(self.pgs.pp, self.pipeline - 1)
 
+    def copies(self, experts: bool) -> dist.ProcessGroup:
+        """The ranks that hold the same numbers as this one, of the parameters of experts or of the others."""
+        return self.pgs.expt_dp if experts else self.pgs.dp_cp
+
 
 def init_distributed(
     env: RankEnv, backend: str, timeout_s: float, secret: Callable[[], bytes] | None = None

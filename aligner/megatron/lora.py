@@ -289,8 +289,7 @@ class AdaptedModel:
             split = spec.tp_axis is not None
             if split:
                 offsets.append((spec.tp_axis, layout.tp_rank, layout.tensor))
-            replicas = layout.pgs.expt_dp if spec.experts else layout.pgs.dp_cp
-            replica = (0, 0 if split else layout.tp_rank, replicas.rank())
+            replica = (0, 0 if split else layout.tp_rank, layout.copies(spec.experts).rank())
             found[names[id(param)]] = ShardedTensor.from_rank_offsets(
                 spec.canonical, param, *offsets, replica_id=replica
             )

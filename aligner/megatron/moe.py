@@ -150,7 +150,7 @@ class Experts(torch.nn.Module):
             own, split = [(before, layout.ep_rank, layout.expert)], param.dim() > 2
             if split:
                 own.append((before + 2, layout.tp_rank, layout.tensor))
-            replica = (0, 0 if split else layout.tp_rank, layout.pgs.expt_dp.rank())
+            replica = (0, 0 if split else layout.tp_rank, layout.copies(True).rank())
             found[prefix + name] = ShardedTensor.from_rank_offsets(
                 prefix + name, param, *sharded_offsets, *own, replica_id=replica, prepend_axis_num=before
             )

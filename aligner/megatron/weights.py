@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
@@ -65,16 +66,28 @@ def local_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
 
 @torch.no_grad()
 def load_weights(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, source: WeightSource) -> None:
-    """Set every parameter of this stage from `source`; a parameter without a spec is an error of the table."""
+    """Set every parameter of this stage from `source`; a parameter without a spec is an error of the table. Files are
+    read once for all data-parallel copies: by the first, which tells the others. Collective over these."""
     named = local_parameters(model)
     table = {spec.canonical: spec for spec in family_table(cfg, head.kind, head.outputs)}
     unknown = sorted(set(named) - set(table))
     assert not unknown, f"parameters without a row in the family table: {unknown}"
     for name, spec in table.items():
-        if name in named:
+        if name not in named:
+            continue
+        copies, reads = layout.copies(spec.experts), isinstance(source, HfSource)
+        if not reads or copies.rank() == 0:
             shard = own_shard(spec, source, layout)
             assert shard.shape == named[name].shape, (name, tuple(shard.shape), tuple(named[name].shape))
             named[name].copy_(shard)
+        if reads:
+            tell_copies(named[name], copies)
+
+
+def tell_copies(tensor: Tensor, copies: dist.ProcessGroup) -> None:
+    """All of `copies` get what the first of them has. Collective over these."""
+    if copies.size() > 1:
+        dist.broadcast(tensor.detach(), group=copies, group_src=0)
 
 
 def own_shard(spec: ParamSpec, source: WeightSource, layout: Layout) -> Tensor:

@@ -5,7 +5,9 @@ Driven by the rows of `families.py`: no family is named here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -65,10 +67,15 @@ def read_shard(spec: ParamSpec, tensors: HfTensors, cfg: ModelConfig, shard: Sha
 
 
 class HfSource:
-    """Weights for `load_weights`, from the files of a folder: whole tensors, or a rank's shards of them."""
+    """Weights for `load_weights`, from the files of a folder: whole tensors, or a rank's shards of them. No file is
+    opened before the first of them is asked for: ranks that other ranks tell their weights never do."""
 
-    def __init__(self, tensors: HfTensors, cfg: ModelConfig):
-        self.tensors, self.cfg = tensors, cfg
+    def __init__(self, opened: Callable[[], HfTensors], cfg: ModelConfig):
+        self._opened, self.cfg = opened, cfg
+
+    @cached_property
+    def tensors(self) -> HfTensors:
+        return self._opened()
 
     def __call__(self, spec: ParamSpec) -> Tensor:
         return self.shard(spec, WHOLE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ class InitialModel:
 
     def source(self, head: Head) -> WeightSource:
         """Weights for a model with this head; a score head that the folder lacks starts at zero. Collective over the
-        world: rank 0 opens all files. Raises CheckpointError where the folder holds more or less than its config.json
-        says."""
+        world: rank 0 opens all files, others those that they read. Raises CheckpointError where the folder holds more
+        or less than its config.json says."""
         random = random_source(self.config, self.seed)
         if self.folder is None:
             return random
@@ -73,7 +74,7 @@ class InitialModel:
             check_folder(open_hf(folder), self.config, head.kind)
 
         by_rank_0(check)
-        return HfSource(open_hf(folder), self.config)
+        return HfSource(partial(open_hf, folder), self.config)
 
     @property
     def weights(self) -> str:
@@ -91,11 +92,12 @@ class InitialModel:
 
     @property
     def has_scores(self) -> bool:
-        """Whether the weights have a score head: of a reward model, not of a language model."""
+        """Whether the weights have a score head: of a reward model, not of a language model. Collective over the
+        world: rank 0 opens the files."""
         if self.adapters:
             return self.adapters[-1][0].name != "policy"
-        if self.folder is not None:
-            return "score.weight" in open_hf(self.folder)
+        if (folder := self.folder) is not None:
+            return by_rank_0(lambda: "score.weight" in open_hf(folder))
         return self.checkpoint is not None and self.checkpoint.name != "policy"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.model.config import ModelConfig
@@ -233,6 +234,24 @@ def save_and_go_on(folder: Path, parallel: ParallelConfig, cfg: ModelConfig = LL
     out["resumed"] = second.step(micro_batches(mine, parts), nll_loss(second, full))
     out["after_resumed"] = weights(second)
     return out
+
+
+def weights_read(folder: Path, parallel: ParallelConfig, cfg: ModelConfig, **kwargs) -> tuple[set[str], bool]:
+    """The weights that this rank reads of a checkpoint; whether its own are then those that were saved."""
+    first, second = build(cfg, parallel, **kwargs), build(cfg, parallel, source=wild_source(cfg, seed=7), **kwargs)
+    save_model(first, folder)
+    read, real = set[str](), FileSystemReader.read_data
+
+    def noted(self: FileSystemReader, plan: LoadPlan, planner: LoadPlanner):
+        read.update(item.storage_index.fqn for item in plan.items)
+        return real(self, plan, planner)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystemReader, "read_data", noted)
+        load_model(second, folder)
+    pairs = zip(first.module.parameters(), second.module.parameters(), strict=True)
+    named = {name for name in read if not name.startswith(("optimizer.", "common_state"))}
+    return named, all(torch.equal(a, b) for a, b in pairs)
 
 
 def load_and_step(

@@ -16,7 +16,7 @@ from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import CheckpointError
 from aligner.files import file_hash
 from aligner.megatron.chunks import Blocks
-from tests.tiny import LLAMA, MODELS
+from tests.tiny import LLAMA, MODELS, MOE
 
 pytestmark = pytest.mark.multirank
 
@@ -54,6 +54,23 @@ def test_the_same_layout_goes_on_bit_by_bit(ranks, tmp_path, world, parallel, dt
     assert same(out["loaded"], out["saved"])
     assert out["resumed"] == out["went_on"]
     assert same(out["after_resumed"], out["after"]) and not same(out["after"], out["saved"])
+
+
+@pytest.mark.parametrize(
+    ("cfg", "parallel", "world", "optim"),
+    [(LLAMA, DP, 2, OPTIM), (LLAMA, DP, 2, None), (LLAMA, PP, 4, OPTIM), (MOE, ParallelConfig(expert=2), 4, OPTIM)],
+)
+def test_one_of_the_data_parallel_copies_reads_the_weights(ranks, tmp_path, cfg, parallel, world, optim):
+    job = {"folder": tmp_path / "c", "cfg": cfg, "parallel": parallel, "dtype": torch.bfloat16, "optim": optim}
+    told = ranks.run("tests.megatron.jobs:weights_read", world=world, **job)
+    assert all(same for _, same in told)
+    names = [read for read, _ in told]
+    if cfg is MOE:  # rank 1 the experts that rank 0 has not
+        assert names[2:] == [set(), set()] and names[1] < names[0] and all("experts" in name for name in names[1])
+    elif parallel is PP:
+        assert names[1] == names[3] == set() and names[0] and names[2]
+    else:
+        assert names[0] and names[1] == set()
 
 
 @pytest.mark.slow

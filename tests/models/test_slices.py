@@ -65,7 +65,7 @@ def test_errors_name_the_tensor(tmp_path):
     with pytest.raises(CheckpointError, match=r"q_proj.weight: shape \(32, 32\), .* \(32, 64\)"):
         read_shard(next(s for s in family_table(other) if s.transform == "qkv"), tensors, other)
     head = family_table(cfg, "score", 3)[-1]
-    assert not HfSource(tensors, cfg)(head).any()
+    assert not HfSource(lambda: tensors, cfg)(head).any()
     with pytest.raises(CheckpointError, match=r"score.weight"):
         read_shard(head, tensors, cfg)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,8 +17,15 @@ from aligner.config.sections.parallel import ParallelConfig
 from aligner.data.steps import StepEncoder
 from aligner.data.tokenizer import load_tokenizer
 from aligner.megatron.model import Head
+from aligner.megatron.weights import local_parameters, own_shard
+from aligner.models import safetensors_io
+from aligner.models.families import family_table
+from aligner.models.hf_config import config_from_hf
+from aligner.models.safetensors_io import open_hf
+from aligner.models.slices import HfSource
 from aligner.roles.batching import forward_rows, micro_batches
 from aligner.roles.critic import Critic
+from aligner.roles.model_init import InitialModel
 from aligner.roles.policy import Policy, Reference
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.ptx import Ptx
@@ -35,6 +45,21 @@ def policy_logprobs(
     folder: str, rows: TrainBatch, parallel: ParallelConfig, temperature: float, budget: int
 ) -> torch.Tensor:
     return Reference(from_folder(folder, parallel), BatchConfig(logprob_tokens=budget), temperature).logprobs(rows)
+
+
+def loaded(folder: str, parallel: ParallelConfig, dtype: torch.dtype) -> tuple[int, bool]:
+    """How often this rank opens a file of weights while a model is made of the folder; whether it then has what it
+    would have read by itself."""
+    opened: list[Path] = []
+    real = safetensors_io._open
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors_io, "_open", lambda path: opened.append(path) or real(path))
+        initial = InitialModel(config_from_hf(folder), None, folder=Path(folder))
+        model = build(initial.config, parallel, dtype=dtype, source=initial.source(Head()))
+    named, own = local_parameters(model.module), HfSource(partial(open_hf, folder), initial.config)
+    table = {spec.canonical: spec for spec in family_table(initial.config)}
+    wanted = {name: own_shard(table[name], own, model.layout).to(dtype) for name in named}
+    return len(opened), all(torch.equal(t, wanted[name]) for name, t in named.items())
 
 
 def order(cfg: ModelConfig, parallel: ParallelConfig, rows: TrainBatch, budget: int) -> torch.Tensor:

@@ -4,10 +4,13 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from aligner.__main__ import main
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import ConfigError
 from tests import stages
+from tests.tiny import LLAMA, MOE, transformers_model, write_folder
 
 QUIET = ["run.steps=1", "run.export=false", "checkpoint.final=false", "reward.functions=[]"]
 
@@ -34,3 +37,22 @@ def test_a_language_model_is_no_reward_model(tiny_data, tiny_runs, tmp_path, pla
     path = tiny_runs["sft"] / place
     with pytest.raises(ConfigError, match=rf"^reward\.model='{path}': expected a reward model: a run of stage rm"):
         stages.stage("grpo", tiny_data, tmp_path / "run", f"reward.model={path}", *QUIET)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("cfg", "layout", "world", "readers"),
+    [
+        (LLAMA, {}, 2, {0}),
+        (LLAMA, {"context": 2}, 4, {0}),
+        (LLAMA, {"tensor": 2}, 4, {0, 1}),
+        (LLAMA, {"pipeline": 2}, 4, {0, 2}),
+        (MOE, {"expert": 2}, 4, {0, 1}),  # rank 1 the experts that rank 0 has not
+    ],
+)
+def test_one_of_the_data_parallel_copies_reads_the_weights(ranks, tmp_path, cfg, layout, world, readers):
+    folder = write_folder(*transformers_model(cfg), tmp_path / "hf")
+    job = {"folder": folder, "parallel": ParallelConfig(**layout), "dtype": torch.bfloat16}
+    told = ranks.run("tests.roles.jobs:loaded", world=world, **job)
+    assert {rank for rank, (opened, _) in enumerate(told) if opened} == readers
+    assert all(same for _, same in told)
