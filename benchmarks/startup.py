@@ -1,0 +1,145 @@
+"""From the start of ranks to the end of their first step, by phase: seconds, CPU seconds, files and bytes.
+
+    python -m benchmarks.startup [--ranks 1,2,4,8] [--json FILE]
+
+GRPO of the quick start's model from a Hugging Face folder, ranks by `aligner launch`. Seconds and, in brackets, CPU
+seconds are the most of any rank. Bytes are those that system calls read: weights and libraries are mapped instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+BEGAN = "STARTUP_BEGAN"  # time.time() just before ranks were started
+SETTINGS = ["run.steps=1", "run.export=false", "checkpoint.final=false", "batch.prompts=16", "batch.group=4"]
+PHASES = {  # where the call is that is a phase
+    "rendezvous": "aligner.builders.job:init_distributed",
+    "tokenizer": "aligner.builders.job:resolve",
+    "groups": "aligner.builders.job:build_layout",
+    "weights": "aligner.megatron.train:load_weights",
+    "engine": "aligner.stages.grpo:make_rollouts",
+    "first step": "aligner.stages.grpo:grpo",
+}
+
+
+class Clock:
+    """Seconds and CPU seconds of this process, by phase."""
+
+    def __init__(self) -> None:
+        self.phases = {"interpreter": (time.time() - float(os.environ[BEGAN]), time.process_time())}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.time(), time.process_time()
+        yield
+        self.phases[name] = time.time() - start[0], time.process_time() - start[1]
+
+    def wrap(self, name: str, place: str) -> None:
+        module, function = place.split(":")
+        real: Callable[..., Any] = getattr(import_module(module), function)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            with self.phase(name):
+                return real(*arguments, **options)
+
+        setattr(import_module(module), function, timed)
+
+
+def rank(frozen: Path) -> int:
+    """One rank of the run, which writes down what it took."""
+    clock, opened = Clock(), []
+    sys.addaudithook(lambda event, told: opened.append(told[0]) if event == "open" else None)
+    with clock.phase("imports"):
+        from aligner.__main__ import main
+        from aligner.cluster.threads import reserve
+        from aligner.loading import for_good
+
+        reserve()
+        with for_good():
+            import aligner.build
+            import aligner.stages.grpo  # noqa: F401
+    for name, place in PHASES.items():
+        clock.wrap(name, place)
+    code = main(["run", "--frozen", str(frozen)])
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    read = re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())
+    assert read is not None
+    told = {"phases": clock.phases, "opened": len(opened), "libraries": len(mapped), "read_bytes": int(read[1])}
+    number = os.environ.get("RANK", "0")
+    (frozen.parent / f"startup-{number}.json").write_text(json.dumps(told), encoding="utf-8")
+    return code
+
+
+def make_task(folder: Path) -> None:
+    """Data, a tokenizer, and a model of one step, as a Hugging Face folder."""
+    from aligner.tools.quickstart import make_data
+    from benchmarks.busy import arguments
+
+    make_data(folder, seed=0)
+    settings = [
+        *arguments(folder, "sft"),
+        f"run.dir={folder}/sft",
+        "run.steps=1",
+        "run.stop.metric=",
+        "batch.sequences=64",
+    ]
+    subprocess.run([sys.executable, "-m", "aligner", "run", *settings], stdout=subprocess.DEVNULL, check=True)
+
+
+def measure(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """Of each rank."""
+    from aligner.cluster.launch import launch
+    from aligner.config.freeze import FILE_NAME, freeze
+    from aligner.config.resolve import compose
+    from benchmarks.busy import arguments
+
+    run = folder / f"grpo-{ranks}"
+    given = [*arguments(folder, "grpo"), f"run.dir={run}", f"model.init={folder}/sft/hf", *SETTINGS]
+    frozen = freeze(compose(given), str(run), FILE_NAME)
+    os.environ[BEGAN] = repr(time.time())
+    code = launch(frozen, ranks, run, argv=[sys.executable, "-m", "benchmarks.startup", "--rank", str(frozen)])
+    if code:
+        raise SystemExit(f"{ranks} ranks ended with exit code {code}: {run}")
+    return [json.loads((run / f"startup-{number}.json").read_text()) for number in range(ranks)]
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--rank"]:  # one of those that are measured, before torch is imported
+        return rank(Path(arguments[1]))
+    from benchmarks.busy import numbers
+    from benchmarks.common import write_json
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=numbers, default=[1, 2, 4, 8])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    folder = Path(tempfile.mkdtemp(prefix="startup-"))
+    print(f"runs and logs: {folder}", flush=True)
+    make_task(folder)
+    found = {ranks: measure(folder, ranks) for ranks in options.ranks}
+    names = ["interpreter", "imports", *PHASES]
+    print("| ranks | " + " | ".join([*names, "files opened", "libraries", "MB read"]) + " |")
+    for ranks, each in found.items():
+        phases = (tuple(max(told["phases"][name][k] for told in each) for k in (0, 1)) for name in names)
+        cells = [f"{wall:.2f} ({cpu:.2f})" for wall, cpu in phases]
+        cells += [f"{max(told[key] for told in each):,}" for key in ("opened", "libraries")]
+        cells.append(f"{max(told['read_bytes'] for told in each) / 1e6:.0f}")
+        print(f"| {ranks} | " + " | ".join(cells) + " |")
+    write_json(options.json, {"ranks": {str(ranks): each for ranks, each in found.items()}})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
