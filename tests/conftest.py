@@ -6,6 +6,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.ranks import Ranks
 from tests.servers import Server
@@ -18,6 +19,12 @@ LONGEST = [
     *("engines/vllm/test_vllm_stage.py", "engines/vllm/test_vllm_engine.py", "slurm/test_slurm.py"),
     *("rewards/test_code.py", "algorithms/test_environments.py", "algorithms/test_recipes.py"),
 ]
+
+# the machine's pace is no property of what is tested, and every run tries the same examples; others with
+# --hypothesis-profile=default
+unimportant = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("paceless", deadline=None, derandomize=True, suppress_health_check=unimportant)
+settings.load_profile("paceless")
 
 gc.disable()  # until all tests are imported, which stay (see aligner/loading.py): a quarter of the collection's time
 

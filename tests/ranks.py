@@ -28,11 +28,12 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from aligner.cluster.mpi import free_port
 from aligner.loading import for_good
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 5.0  # after the first failure: time for the other ranks to tell theirs
-COLLECTIVE_TIMEOUT_S = 240.0  # vLLM over two ranks takes minutes to start where others use the cores
+COLLECTIVE_TIMEOUT_S = 900.0  # vLLM over two ranks takes minutes to start where others use the cores
 SECRET = b"of the tests' ranks"
 
 
@@ -79,7 +80,7 @@ class Ranks:
             theirs.close()
 
     def run(
-        self, target: str, world: int = 1, timeout_s: float = 300.0, lost: Collection[int] = (), **kwargs: Any
+        self, target: str, world: int = 1, timeout_s: float = 1200.0, lost: Collection[int] = (), **kwargs: Any
     ) -> list[Any]:
         """`target` ("module:function") with `kwargs` on `world` ranks; their results, by rank. The processes of the
         ranks `lost` end or hang: nobody waits for them, and all are replaced."""
@@ -158,12 +159,10 @@ def _pack(answer: tuple[bool, Any]) -> bytes:
 
 
 def _free_port() -> int:
-    """Below the ephemeral range, so that no outgoing connection takes it before rank 0 listens."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
+    """Below the ephemeral range, so that no outgoing connection takes it before rank 0 listens, and for each worker
+    of xdist from a range of its own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    return free_port(10000 + 1500 * (worker % 4) + random.SystemRandom().randrange(1500))
 
 
 def _wait_for_listener(port: int) -> None:

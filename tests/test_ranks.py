@@ -31,16 +31,15 @@ def test_worlds_follow_one_another_in_the_same_processes(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # the pool starts three times
 def test_a_failure_is_told_and_the_pool_goes_on():
     from tests.ranks import RankError, Ranks
 
     pool = Ranks(2)  # its own: the session's ranks stay alive
     try:
         with pytest.raises(RankError, match="broken on purpose on 1"):
-            pool.run("tests.test_ranks:report", world=2, timeout_s=250, fail=1)
+            pool.run("tests.test_ranks:report", world=2, fail=1)
         with pytest.raises(RankError, match="rank 0: the process ended"):
-            pool.run("tests.test_ranks:report", world=2, timeout_s=250, die=0)
+            pool.run("tests.test_ranks:report", world=2, die=0)
         assert pool.run("tests.test_ranks:report", world=2)[1][:3] == (1, 2, 3)
     finally:
         pool.close()

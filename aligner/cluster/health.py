@@ -55,11 +55,11 @@ def check(folder: Path, min_free_bytes: int = MIN_FREE_BYTES) -> dict:
 
 def _visible(token: Path) -> bool:
     deadline = time.monotonic() + VISIBLE_WITHIN_S
-    while time.monotonic() < deadline:
-        if token.is_file():
-            return True
+    while not token.is_file():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.5)
-    return False
+    return True
 
 
 def _free_bytes(place: Path) -> int | None:

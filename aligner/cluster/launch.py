@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +17,7 @@ from types import FrameType
 
 from aligner.cluster import failure, seal
 from aligner.cluster.env import LAUNCHED
+from aligner.cluster.mpi import free_port
 from aligner.cluster.signals import AGAIN, CHOICES, catchable
 from aligner.cluster.triage import consequence
 from aligner.errors import ConfigError
@@ -82,7 +83,8 @@ def launch(
                     "WORLD_SIZE": str(ranks),
                     "LOCAL_WORLD_SIZE": str(ranks),
                     "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(_free_port()),
+                    # below the ephemeral range, so that no outgoing connection takes it before rank 0 listens
+                    "MASTER_PORT": str(free_port(random.SystemRandom().randrange(20000, 30000))),
                     LAUNCHED: "1",
                     seal.VARIABLE: seal.new_secret(),
                 }
@@ -143,12 +145,6 @@ def _prepare_rank(requests: Sequence[int]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _watch(
     started: list[_Rank],
     received: list[int],
@@ -161,6 +157,7 @@ def _watch(
     asked = time.monotonic()
     left: _Rank | None = None  # the rank that was first found to have ended well, though nothing was `proven`
     while True:
+        seen = [rank.process.poll() for rank in started]  # before what they have written is looked at
         if ranks is started and (numbers := spare()):
             ranks = [rank for rank in started if rank.number not in numbers]
             others = [rank for rank in started if rank.number in numbers]
@@ -169,7 +166,7 @@ def _watch(
             asked = time.monotonic()
             for number in set(received).intersection(requests):
                 _send(started, number)
-        codes = [r.process.poll() for r in ranks]
+        codes = [seen[r.number] for r in ranks]
         if left is None and 0 in codes and not proven():
             left = ranks[codes.index(0)]
         if any(codes):
@@ -179,8 +176,7 @@ def _watch(
             return None if left is None or proven() else left
         time.sleep(POLL_S)
     exited_first = next(r for r in ranks if r.process.returncode)
-    killed = next((r for r in ranks if r.process.returncode == -signal.SIGKILL), None)
-    if killed is not None:
+    if killed := _killed(ranks):
         return killed  # it could not say anything: what others say is that they have lost it
     failed = time.monotonic()
     while any(r.process.poll() is None for r in ranks):
@@ -191,9 +187,15 @@ def _watch(
         time.sleep(POLL_S)
     words = _told(ranks)
     causes = [said for said in words if not said[0]]
+    if not causes and (killed := _killed(ranks)):  # who had lost it ended sooner
+        return killed
     if left is not None and not causes and not proven():  # it left the others, which have lost it
         return left
     return ranks[min(causes or words)[2]] if words else exited_first
+
+
+def _killed(ranks: list[_Rank]) -> _Rank | None:
+    return next((r for r in ranks if r.process.poll() == -signal.SIGKILL), None)
 
 
 def _ended(rank: _Rank) -> bool:

@@ -124,7 +124,6 @@ def test_eval_plays_the_environment_of_the_run(grpo, talker):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_model_learns_to_call_its_calculator(tmp_path):
     """The stages of launchers/tools.sh, the second one cut short: it gained 0.5 and more on three seeds."""
     data, common = tmp_path / "data", ["logging=quiet", "cluster.threads=1"]

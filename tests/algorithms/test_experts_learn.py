@@ -10,7 +10,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.roles.model_init import resolve
 from tests import stages
 
-pytestmark = [pytest.mark.slow, pytest.mark.multirank, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
 SHAPE = ["model.num_layers=2", "model.hidden_size=96", "model.moe.num_experts=4", "model.moe.ffn_hidden_size=96"]
 

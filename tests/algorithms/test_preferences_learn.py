@@ -10,7 +10,7 @@ from aligner.config.resolve import compose
 from aligner.run.metrics import read_jsonl
 from tests import stages
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow]
 SMALL = [*stages.SUMS, "run.stop.metric=''"]
 
 

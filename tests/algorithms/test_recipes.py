@@ -32,7 +32,7 @@ MORE = {
     "ppo": ["reward.model=''", "critic.warmup_steps=0", "critic.optim.lr=1e-3"],
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow]
 
 
 def gain(sums, run_dir, recipe: str, *more: str) -> float:

@@ -105,7 +105,7 @@ def resume_elsewhere(arguments: list[str], shared: Path, mine: Path, appears_s: 
         if dist.get_rank() == 1:
             setattr(home, name, elsewhere(look))
     node, agree.node = agree.node, lambda: f"node {dist.get_rank()}"
-    agree.WAIT_S = 20 * appears_s
+    agree.WAIT_S = 300 * appears_s
     try:
         run_stage(arguments)
     except AlignerError as error:

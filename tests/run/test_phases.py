@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.config.sections.memory import OFFLOADS, MemoryConfig, MemoryLimitConfig
@@ -190,7 +190,7 @@ def test_judges():
     assert memory.engine.awake
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(st.data())
 def test_any_legal_order_has_what_it_needs_and_nothing_else(data):
     roles = data.draw(st.sets(st.sampled_from(["critic", "reference", "reward"])))

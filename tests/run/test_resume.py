@@ -143,9 +143,8 @@ def test_kill_in_the_middle_of_a_step(tiny_data, tiny_runs, straight, tmp_path):
             stdout=log,
             stderr=log,
         )
-        deadline = time.monotonic() + 120
         while not (counter.exists() and counter.read_text() == "4"):
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            assert process.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL

@@ -16,7 +16,7 @@ from aligner.config.freeze import load_frozen
 from aligner.config.resolve import quoted
 from tests import stages
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[2]
 STAND_IN = ROOT / "tests/launchers/stand_in.sh"
 NASTY = """it's "$HOME" ${seed} `id` $(id) {a: [1, 2]},\nline 2; día 日本 \\ * #"""

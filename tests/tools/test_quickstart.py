@@ -55,7 +55,7 @@ def finished(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.quickstart
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 class TestQuickstart:
     def test_every_stage_learns(self, finished):
         _, summary, _ = finished
