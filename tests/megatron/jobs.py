@@ -181,9 +181,14 @@ def sockets_of_layout(parallel: ParallelConfig) -> dict:
     """Sizes and time-outs of the new groups of a layout; sockets opened with them, and once each has done what CPU
     tensors do."""
     known = _groups_of(groups.build_layout(ONE))  # and those of the job before are gone
+    for _ in range(2):  # the first time a peer may still be connecting to this rank when it has all that it needs
+        dist.all_gather_object([None] * dist.get_world_size(), 0)
+        dist.barrier()
+    before, now = -1, _open_sockets()
+    while before != now:  # those of the job before it close by and by
+        time.sleep(0.3)
+        before, now = now, _open_sockets()
     dist.barrier()
-    time.sleep(1.0)  # a peer may still be connecting
-    before = _open_sockets()
     layout = groups.build_layout(parallel)
     new = [g for g in _groups_of(layout) if g not in known]
     made = _open_sockets()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import threading
 from datetime import timedelta
 
@@ -18,11 +17,9 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
 def stores(count: int) -> list[dist.TCPStore]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    twenty = timedelta(seconds=20)
-    return [dist.TCPStore("127.0.0.1", port, None, number == 0, twenty) for number in range(count)]
+    patience = timedelta(seconds=600)
+    first = dist.TCPStore("127.0.0.1", 0, None, True, patience, wait_for_workers=False)
+    return [first, *(dist.TCPStore("127.0.0.1", first.port, None, False, patience) for _ in range(1, count))]
 
 
 def meet(secrets_of_ranks: list[bytes], between=lambda store: None) -> list:

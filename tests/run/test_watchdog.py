@@ -7,41 +7,65 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from aligner.config.sections.watchdog import WatchdogConfig
 from aligner.errors import ConfigError
+from aligner.run import keeper
 from aligner.run.timers import Timers
 from tests import stages
 
 HEAD = """
-import re, sys, time
+import os, re, signal, sys, threading, time
 from pathlib import Path
 from aligner.config.sections.watchdog import WatchdogConfig
+from aligner.run.awake import AwakeClock
 from aligner.run.timers import Timers
 from aligner.run.watchdog import Watchdog
+
+class Given:
+    "A clock that a test sets; `passes` comes back once the watchdog has looked at it, twice."
+    seconds, looks, ticking = 0.0, 0, False
+    def start(self): pass
+    def now(self):
+        self.looks += threading.current_thread().name == "watchdog"
+        return self.seconds
+    def passes(self, seconds):
+        self.seconds, looks = self.seconds + seconds, self.looks
+        while self.looks < looks + 2:
+            time.sleep(0.01)
+
+def watchdog(clock, world=1, stuck_s=600.0, **limits):
+    dog = Watchdog(WatchdogConfig(**limits), Path(sys.argv[1]), 0, world, stuck_s)
+    dog.poll_s, dog.clock = 0.02, clock
+    dog.phase("startup")
+    return dog
 """
 
 
 def child(code: str, folder: Path, world: int = 1) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(stages.ROOT), "ALIGNER_FAILURE_FILE": str(folder / "failure.json")}
     command = [sys.executable, "-c", HEAD + code, str(folder)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 HANGS = """
-def sleeps_for_ever(): time.sleep(60)
-dog = Watchdog(WatchdogConfig(score_s=0.4, other_s=0), Path(sys.argv[1]), 0, 1)
+def sleeps_for_ever():
+    clock.seconds += 20
+    time.sleep(3600)
+clock = Given()
+dog = watchdog(clock, WORLD, score_s=10, other_s=0)
 timers = Timers()
 timers.on_phase = dog.phase
 dog.start()
 with timers("generate"):
-    time.sleep(0.8)
-time.sleep(0.6)
+    clock.passes(20)
+clock.passes(20)
 for i in range(6):
     with timers("score"):
-        time.sleep(0.1)
+        clock.passes(8)
 print("so far", flush=True)
 with timers("score"):
     sleeps_for_ever()
@@ -50,78 +74,75 @@ with timers("score"):
 
 def test_a_phase_over_its_limit_ends_the_process_with_its_stacks(tmp_path):
     """Others may take longer, and each time a phase begins its clock starts anew."""
-    done = child(HANGS, tmp_path)
+    done = child(HANGS.replace("WORLD", "1"), tmp_path)
     assert done.returncode == 1 and done.stdout == "so far\n"
     assert done.stderr.splitlines()[-1].startswith("error: watchdog: rank 0 is in phase `score` for")
     assert "in sleeps_for_ever" in done.stderr and "rank 0 is in phase `score` for" in done.stderr
-    assert "cluster.watchdog.score_s=0.4" in done.stderr
-    assert "cluster.watchdog.score_s=0.4" in json.loads((tmp_path / "failure.json").read_text())["text"]
+    assert "cluster.watchdog.score_s=10" in done.stderr
+    assert "cluster.watchdog.score_s=10" in json.loads((tmp_path / "failure.json").read_text())["text"]
 
 
 def test_a_rank_that_gives_no_stacks_is_the_one_that_hangs(tmp_path):
     quick = "import aligner.run.watchdog\naligner.run.watchdog.GRACE_S = 0.5\n"
-    done = child(quick + HANGS.replace(", 0, 1)", ", 0, 2)"), tmp_path)
+    done = child(quick + HANGS.replace("WORLD", "2"), tmp_path)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: watchdog: rank 1 gives no stacks") and "rank 0 is in phase `score` for" in last
 
 
 LOCKED = """
-dog = Watchdog(WatchdogConfig(update_s=0.4), Path(sys.argv[1]), 0, 1, stuck_s=1.0)
-dog.start()
-def backtracks(): re.match("(a+)+$", "a" * 40 + "b")
-time.sleep(0.3)
+clock = Given()
+watchdog(clock, stuck_s=1.0, update_s=10).start()
+def backtracks(): re.match("(a+)+$", "a" * 60 + "b")
+clock.passes(0)
 backtracks()
 """
 
 
 def test_code_that_never_gives_up_pythons_lock_is_shown_too(tmp_path):
     """No Python thread runs then, this one's watchdog included; seconds with computing in them are what counts."""
-    began = time.monotonic()
     done = child(LOCKED, tmp_path)
-    assert done.returncode == -signal.SIGPROF and "in backtracks" in done.stderr and time.monotonic() - began < 30
+    assert done.returncode == -signal.SIGPROF and "in backtracks" in done.stderr
 
 
-KEEPS = """
-import os, sys, time
-sys.path.insert(0, "")
-from aligner.run import keeper
-began = time.monotonic()
-keeper._computed_s = lambda pid: 16 * (time.monotonic() - began)
-keeper.os.kill = lambda pid, number: print(time.monotonic() - began)
-keeper.keep(os.getppid(), float(sys.argv[1]))
-"""
+def keeps(monkeypatch, limit_s: float, beats: list[float]) -> float | None:
+    """When the process beside a rank ends it that computes on 16 cores, if it beats at these seconds, and after the
+    last one ends."""
+    now_s, left, ended_s = 0.0, list(beats), []
+
+    def select(_reads, _writes, _errors, tick_s: float) -> tuple[list[int], list, list]:
+        nonlocal now_s
+        ready = bool(beats) and (not left or left[0] <= now_s + tick_s)
+        now_s = (left or [now_s])[0] if ready else now_s + tick_s
+        return [0] if ready else [], [], []
+
+    read = lambda *_: b"." if left and left.pop(0) else b""  # noqa: E731
+    system = SimpleNamespace(getppid=lambda: 7, read=read, kill=lambda *_: ended_s.append(now_s))
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper, "LEFT_TO_THE_RANK", ())
+        patch.setattr(keeper, "_computed_s", lambda pid: 16 * now_s)
+        patch.setattr(keeper, "select", SimpleNamespace(select=select))
+        patch.setattr(keeper, "os", system)
+        keeper.keep(7, limit_s)
+    return ended_s[0] if ended_s else None
 
 
-def keeps(limit_s: float, beats: list[float]) -> str:
-    """What the process beside a rank that computes on 16 cores says, with a beat of the rank after each of so many
-    seconds, and no more behind them."""
-    command = [sys.executable, "-S", "-c", KEEPS, str(limit_s)]
-    with subprocess.Popen(command, cwd=stages.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        for wait_s in beats:
-            time.sleep(wait_s)
-            os.write(child.stdin.fileno(), b".")
-        if beats:
-            child.stdin.close()  # as a rank that ends
-        return child.stdout.read()
-
-
-def test_many_threads_do_not_make_a_call_of_c_take_longer():
+def test_many_threads_do_not_make_a_call_of_c_take_longer(monkeypatch):
     """They compute without Python's lock, which a call keeps for less than the limit: seconds of the clock count, and
     not those of all cores."""
-    assert keeps(8.0, [0.2, 1.5, 0.2]) == ""  # of 16 cores 24 seconds
-    assert float(keeps(1.0, [])) >= 1.0
+    assert keeps(monkeypatch, 8.0, [0.2, 7.0, 7.2]) is None  # of 16 cores 112 seconds
+    assert keeps(monkeypatch, 8.0, [0.2, 20.0]) == pytest.approx(0.2 + 9)
+    assert 1.0 <= keeps(monkeypatch, 1.0, []) <= 1.25
 
 
 SUSPENDED = """
-dog = Watchdog(WatchdogConfig(score_s=2), Path(sys.argv[1]), 0, 1, stuck_s=1.5)
+dog = watchdog(AwakeClock(0.02), stuck_s=1.5, score_s=2)
 timers = Timers()
 timers.on_phase = dog.phase
 dog.start()
 with timers("score"):
     awake, wall = dog.clock.now(), time.monotonic()
-    print("in", flush=True)
-    while time.monotonic() - wall < 5:
-        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.3)
     awake, wall = dog.clock.now() - awake, time.monotonic() - wall
 dog.stop()
 print(wall - awake)
@@ -137,23 +158,25 @@ def test_a_process_that_was_stopped_did_not_hang(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout.readline() == "in\n"
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(4.5)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    time.sleep(3.5)
     process.send_signal(signal.SIGCONT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     assert process.returncode == 0 and float(out) > 3, err
 
 
 QUIET = """
-dog = Watchdog(WatchdogConfig(**{name: 0 for name in WatchdogConfig.__dataclass_fields__}), Path(sys.argv[1]), 0, 1)
+dog = watchdog(Given(), **{name: 0 for name in WatchdogConfig.__dataclass_fields__})
 dog.start()
-time.sleep(0.5)
+assert dog._thread is None and dog._keeper is None
 dog.stop()
-dog = Watchdog(WatchdogConfig(startup_s=0.4), Path(sys.argv[1]), 0, 1, stuck_s=0.6)
+clock = Given()
+dog = watchdog(clock, startup_s=10)
 dog.start()
 dog.stop()
-time.sleep(1)
+clock.seconds = 20
+time.sleep(0.2)
 print("well")
 """
 
@@ -173,7 +196,7 @@ def test_a_rank_that_hangs_is_found(tiny_data, tiny_runs, tmp_path):
     line += ["batch.micro_batch_samples=4"]
     environment = {**os.environ, "PYTHONPATH": str(stages.ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-m", "aligner", "launch", "--ranks", "2", *line]
-    done = subprocess.run(command, cwd=stages.ROOT, env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=stages.ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert "watchdog: rank 1 hangs, the others wait for it;" in last and "cluster.watchdog.score_s=4" in last
