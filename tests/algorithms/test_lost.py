@@ -13,7 +13,7 @@ STEPS = 3
 
 
 def settings(data, run, *more):
-    own = [f"run.steps={STEPS}", "run.export=true", "batch.epochs=2", "sampling.top_p=0.9", "engine.silent_s=10"]
+    own = [f"run.steps={STEPS}", "run.export=true", "batch.epochs=2", "sampling.top_p=0.9", "engine.silent_s=600"]
     return stages.overrides("grpo", data, run, *own, "engine.ranks=2", *more)
 
 
@@ -30,7 +30,7 @@ def test_without_one_of_two_replicas_the_run_is_the_same(ranks, tiny_data, tmp_p
     """It is killed in the middle of a rollout, whose weights the trainer has trained on meanwhile: samples, losses and
     weights are bit by bit those of a run in which nothing was lost."""
     ranks.run("tests.run.jobs:run_stage", world=world, arguments=settings(tiny_data, tmp_path / "whole", *more))
-    arguments = settings(tiny_data, tmp_path / "run", "engine.spares=1", *more)
+    arguments = settings(tiny_data, tmp_path / "run", "engine.spares=1", "engine.silent_s=5", *more)
     told, *_ = ranks.run(JOB, world=world, arguments=arguments, rank=world - 1, step=12, lost=[world - 1])
     assert f"WARNING: rank {world - 1} on " in told and "has ended or hangs" in told and "engines on 1 ranks" in told
     assert stages.differences(tmp_path / "whole", tmp_path / "run") == [], told
@@ -39,7 +39,7 @@ def test_without_one_of_two_replicas_the_run_is_the_same(ranks, tiny_data, tmp_p
 
 def test_without_a_spare_one_the_run_ends_and_names_it(ranks, tiny_data, tmp_path):
     """A rank that is stopped is as good as one that is killed."""
-    arguments = settings(tiny_data, tmp_path / "run", "engine.lag=1", "checkpoint.every=1")
+    arguments = settings(tiny_data, tmp_path / "run", "engine.lag=1", "checkpoint.every=1", "engine.silent_s=5")
     told, *_ = ranks.run(JOB, world=3, arguments=arguments, rank=1, step=12, how=signal.SIGSTOP, lost=[1])
     error = told.splitlines()[-1]
     assert error.startswith("EngineError: rollout ") and "rank 1 on " in error and "(`generate`)" in error

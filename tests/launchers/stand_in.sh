@@ -26,7 +26,9 @@ echo $$ >"$here.$rank" && mv "$here.$rank" "$here"
 while ((step < ${STEPS:-3})); do
     sleep "${STEP_S:-0.1}"
     step=$((step + 1))
-    [[ "$rank" != 0 || -n "${STUCK:-}" ]] || echo "{\"step\": $step}" >"$run/progress.json"
+    if [[ "$rank" == 0 && -z "${STUCK:-}" ]]; then
+        echo "{\"step\": $step}" >"$here.step" && mv "$here.step" "$run/progress.json"
+    fi
     if [[ -n "${FAIL_ON:-}" && ("${SLURMD_NODENAME:-}" == "$FAIL_ON" || "rank$rank" == "$FAIL_ON") ]]; then
         echo "{\"time_s\": 1, \"text\": \"error: as asked\", \"exit_code\": ${CODE:-1}}" >"$ALIGNER_FAILURE_FILE"
         exit "${CODE:-1}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import weakref
 from pathlib import Path
 
@@ -317,17 +316,26 @@ class Late(NativeEngine):
         if self.how == "raises":
             raise ZeroDivisionError("someone divided by zero")
         if self.how == "hangs":
-            time.sleep(6)
+            _store().get("the other rank is done")
 
 
-def stuck(cfg: ModelConfig, how: str) -> tuple[str, float]:
-    """The last rank's engine is `Late`; (message, seconds) elsewhere."""
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def stuck(cfg: ModelConfig, how: str) -> str:
+    """The last rank's engine is `Late`, and its process lives on until the other one is done; what each is told."""
     model, last = build(cfg, ParallelConfig(pipeline=2)), dist.get_rank() == 1
     engine = Late(cfg, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0)
     engine.how = how if last else ""
-    refit, start = Refit(model, engine, RefitConfig(timeout_s=2.0)), time.monotonic()
+    refit = Refit(model, engine, RefitConfig(timeout_s=1.0))
+    if how == "raises" and not last:
+        _store().get("it was raised")
     with pytest.raises(ZeroDivisionError if last and how == "raises" else RefitError) as caught:
         refit()
-    seconds = time.monotonic() - start
-    time.sleep(4 if last else 0)  # a process that ended would be noticed at once
-    return str(caught.value), seconds
+    if last and how == "raises":
+        _store().set("it was raised", b"")
+        _store().get("the other rank is done")
+    if not last:
+        _store().set("the other rank is done", b"")
+    return str(caught.value)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -25,25 +24,24 @@ from tests.refit.test_changes import CASES
 NAMES = [name for name, (world, *_) in CASES.items() if world <= 3]
 
 
-def late(rank: int) -> tuple[str, float]:
-    """The last rank does not come; (message, seconds) elsewhere."""
+def late(rank: int) -> str:
+    """The last rank does not come before the others have ended; what these are told."""
     _, cfg, trainer, engines, dtype = CASES["one to two others"]
     plan = plan_refit(trainer, engines, hf_tensors(cfg), dtype.itemsize, 5000)
     exchange = Exchange(plan, rank, torch.device("cpu"), dtype, 1.0)
-    exchange.pull, start = Pull(exchange), time.monotonic()
+    exchange.pull = Pull(exchange)
     if rank == 2:
-        time.sleep(2)
-        return "", 0.0
+        return ""
     try:
         exchange(shards(cfg, trainer, rank), None)
     except RefitError as error:
-        return str(error), time.monotonic() - start
-    return "no error", 0.0
+        return str(error)
+    return "no error"
 
 
 def main(folder: Path) -> None:
     world = join()
-    init_distributed(world.env, "gloo", 60.0, lambda: b"of the tests' ranks")
+    init_distributed(world.env, "gloo", 600.0, lambda: b"of the tests' ranks")
     told: dict = {}
     for name in NAMES:
         _, cfg, trainer, engines, dtype = CASES[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -61,7 +62,7 @@ class Cluster:
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=900,
         )
         assert not check or done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout if check else done.stdout + done.stderr
@@ -76,13 +77,23 @@ class Cluster:
         states = {word.partition("=")[2] for word in out.split() if word.startswith("JobState=")}
         return sorted(states, key=lambda s: (s == "COMPLETED", s))[0] if states else "GONE"
 
-    def ended(self, job: str, timeout_s: float = 120) -> str:
+    def be(self, **settings: int) -> None:
+        """Change what slurm.conf says."""
+        conf = self.root / "etc/slurm.conf"
+        text = conf.read_text()
+        for name, value in settings.items():
+            text, found = re.subn(rf"\b{name}=\d+", f"{name}={value}", text)
+            assert found, name
+        conf.write_text(text)
+        self.run("scontrol", "reconfigure")
+
+    def ended(self, job: str, timeout_s: float = 900) -> str:
         """Waits for a job's end; returns its state."""
         live = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"}
         self.until(lambda: self.state(job) not in live, f"job {job} to end", timeout_s)
         return self.state(job)
 
-    def until(self, condition: Callable[[], object], what: str, timeout_s: float = 120) -> None:
+    def until(self, condition: Callable[[], object], what: str, timeout_s: float = 900) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -101,6 +112,7 @@ def cluster(tmp_path_factory):
     options = ["--nodes", NODES, "--port", free_ports(NODES + 1)]
     try:
         found.run(LOCALSLURM, "up", *options)
+        found.be(SlurmdTimeout=300, DefaultTime=600)  # who is late is not dead, and no job's time is over
         yield found
     finally:
         found.run(LOCALSLURM, "down", check=False)
