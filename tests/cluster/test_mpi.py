@@ -22,7 +22,7 @@ class Comm:
         return self.size
 
     def Barrier(self):
-        self.shared["barrier"].wait(10)
+        self.shared["barrier"].wait(600)
 
     def allgather(self, value):
         self.shared["values"][self.rank] = value
@@ -60,7 +60,7 @@ def on_ranks(size, function):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join()
     assert not errors, errors
     return results
 

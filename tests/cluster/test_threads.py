@@ -17,6 +17,8 @@ threads.use({wanted}, {ranks})
 other = []
 thread = threading.Thread(target=lambda: other.append(torch.get_num_threads()))
 thread.start(), thread.join()
+while os.path.exists(f"/proc/self/task/{{thread.native_id}}"):
+    pass
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 count = lambda: len(os.listdir("/proc/self/task"))
 torch.ones(1 << 20).mul(2)  # the main thread's team

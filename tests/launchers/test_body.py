@@ -55,7 +55,7 @@ def place(tmp_path, monkeypatch):
 
 def launch(stage, *arguments, **environ):
     command = ["bash", str(ROOT / f"launchers/{stage}.sbatch"), *arguments]
-    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -68,7 +68,7 @@ def test_the_threads_of_one_process_are_not_those_of_ranks(tmp_path, given):
     )
     environ = {k: v for k, v in os.environ.items() if k not in ("ALIGNER_PYTHON", "OMP_NUM_THREADS")}
     environ |= {"OMP_NUM_THREADS": given} if given else {}
-    done = subprocess.run(["bash", "-c", said], env=environ, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(["bash", "-c", said], env=environ, capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == (given or "none")
 
 
@@ -125,21 +125,25 @@ def test_upstream_must_be_finished(place):
     assert launch("rm", "--upstream", "runs/up", "model.init=runs/up", "data.train=train.jsonl")[0] == 0
 
 
+def until(process: subprocess.Popen, path: Path) -> None:
+    while not path.exists():
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_the_run_and_the_same_command_goes_on(place, number):
     command = ["bash", str(ROOT / "launchers/sft.sbatch"), "data.train=train.jsonl"]
-    environ = {**os.environ, "STEPS": "200"}
+    environ = {**os.environ, "STEPS": "100000"}
     process = subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
     )
-    deadline = time.monotonic() + 40
-    while not Path("runs/sft/progress.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(process, Path("runs/sft/progress.json"))
     if number == signal.SIGINT:  # as a terminal does
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
-    said, _ = process.communicate(timeout=40)
+    said, _ = process.communicate()
     assert process.returncode == 75 and "stopped at step" in said and Path("runs/sft/STOPPED").exists(), said
     step = json.loads(Path("runs/sft/progress.json").read_text())["step"]
     assert launch("sft", "data.train=train.jsonl", STEPS=str(step + 2))[0] == 0
@@ -149,13 +153,11 @@ def test_a_signal_stops_the_run_and_the_same_command_goes_on(place, number):
 
 def test_a_request_to_stop_is_kept_for_ranks_that_do_not_listen_yet(place):
     command = ["bash", str(ROOT / "launchers/sft.sbatch"), "data.train=train.jsonl"]
-    environ = {**os.environ, "STEPS": "200", "LISTEN_AFTER_S": "2", "ALIGNER_ASK_AGAIN_S": "0.3"}
+    environ = {**os.environ, "STEPS": "100000", "LISTEN_AFTER_S": "2", "ALIGNER_ASK_AGAIN_S": "0.3"}
     process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 40
-    while not Path("runs/sft/started").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(process, Path("runs/sft/started"))
     process.send_signal(signal.SIGUSR1)
-    said, _ = process.communicate(timeout=40)
+    said, _ = process.communicate()
     assert process.returncode == 75 and "stopped at step" in said, said
 
 
@@ -191,7 +193,7 @@ def test_the_chain_runs_one_by_one_without_a_scheduler(place):
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "sbatch").exists())
     chain = ["bash", str(ROOT / "launchers/pipeline.sh"), "runs/c h", "data.train=train.jsonl", "@sft", "seed=1"]
     environ = {**os.environ, "PATH": _without_sbatch(place, path)}
-    done = subprocess.run([*chain, "@dpo", "@rm", "seed=2"], env=environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*chain, "@dpo", "@rm", "seed=2"], env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     sft, dpo, rm = (load_frozen(f"runs/c h/{stage}") for stage in ("sft", "dpo", "rm"))
     assert (sft.seed, dpo.seed, rm.seed) == (1, 0, 2)
@@ -213,7 +215,7 @@ def test_rounds_of_sampling_and_training_go_on_where_they_ended(place):
     environ = {**os.environ, "PATH": _without_sbatch(place, path)}
 
     def go(**more: str) -> tuple[int, str]:
-        done = subprocess.run(command, env=environ | more, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, env=environ | more, capture_output=True, text=True)
         return done.returncode, done.stdout + done.stderr
 
     code, said = go(STOP_AFTER="1")  # a kill: within the first sampling
