@@ -32,7 +32,7 @@ from aligner.cluster.mpi import free_port
 from aligner.loading import for_good
 
 ROOT = Path(__file__).resolve().parent.parent
-GRACE_S = 5.0  # after the first failure: time for the other ranks to tell theirs
+GRACE_S = 30.0  # after the first failure: time for the other ranks to tell theirs
 COLLECTIVE_TIMEOUT_S = 900.0  # vLLM over two ranks takes minutes to start where others use the cores
 SECRET = b"of the tests' ranks"
 

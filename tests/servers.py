@@ -9,6 +9,10 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
+class Listening(ThreadingHTTPServer):
+    request_queue_size = 128  # of those that come while it is kept from running
+
+
 class Server:
     """`reply(body) -> (status, answer)`, sent with `more` headers; notes what it was asked."""
 
@@ -33,7 +37,7 @@ class Server:
             def log_message(self, *args):
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = Listening(("127.0.0.1", 0), Handler)
         self.base_url = f"http://127.0.0.1:{self.server.server_address[1]}"
         self.url = f"{self.base_url}/get_reward"
 

@@ -31,12 +31,14 @@ def test_worlds_follow_one_another_in_the_same_processes(ranks):
 
 
 @pytest.mark.slow
-def test_a_failure_is_told_and_the_pool_goes_on():
+def test_a_failure_is_told_and_the_pool_goes_on(monkeypatch):
+    from tests import ranks
     from tests.ranks import RankError, Ranks
 
     pool = Ranks(2)  # its own: the session's ranks stay alive
     try:
-        with pytest.raises(RankError, match="broken on purpose on 1"):
+        with monkeypatch.context() as patch, pytest.raises(RankError, match="broken on purpose on 1"):
+            patch.setattr(ranks, "GRACE_S", 0.5)  # the other one hangs
             pool.run("tests.test_ranks:report", world=2, fail=1)
         with pytest.raises(RankError, match="rank 0: the process ended"):
             pool.run("tests.test_ranks:report", world=2, die=0)

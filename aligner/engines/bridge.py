@@ -31,7 +31,7 @@ from aligner.errors import AlignerError, EngineError, PeerError
 from aligner.ops.agree import by_rank_0
 
 DISMISS = "dismiss"
-LAST_WORDS_S = 10.0  # that the ranks of one side wait for the other's at the end
+LAST_WORDS_S = 10.0  # that those that generate wait for the end of trainer's ranks that fail
 
 
 class Answer(NamedTuple):
@@ -153,7 +153,7 @@ class Bridge:
         self._heart.close()
         if self.rank != 0:
             return
-        deadline = time.monotonic() + (LAST_WORDS_S if well else 1.0)
+        deadline = time.monotonic() + (self.silent_s if well else 1.0)
         with suppress(EngineError, RuntimeError):
             self.order(DISMISS, well)
             # the store ends with this process

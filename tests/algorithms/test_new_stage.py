@@ -87,7 +87,7 @@ def test_a_new_stage_needs_no_other_file(tiny_data, tmp_path):
     run = tmp_path / "run"
     line = [word.replace("stage=sft", "stage=sharp") for word in stages.overrides("sft", tiny_data, run)]
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path), *line, "model.vocab_size=300"]
-    done = subprocess.run(command, cwd=stages.ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=stages.ROOT, capture_output=True, text=True)
     codes = [text.split()[1] for text in done.stdout.splitlines() if text.startswith("->")]
     assert codes == ["0", "2", "2", "0"], done.stdout + done.stderr
     assert (run / "DONE").read_text() == "sharp\n" and (run / "hf/config.json").exists()
