@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.cluster.launch import launch
+from aligner.cluster.launch import _Rank, _watch, launch
 from aligner.errors import ConfigError
 
 NUMBERS = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"]
@@ -140,6 +140,32 @@ def test_a_killed_rank_counts_not_those_that_have_lost_it(tmp_path, capfd, monke
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
     assert run(code, 3, tmp_path) == 137
     assert "rank 1 of 3 failed first (signal SIGKILL)" in capfd.readouterr().err
+
+
+class Process:
+    """One that is found in these states, one after the other."""
+
+    def __init__(self, *codes: int | None):
+        self.codes, self.returncode = list(codes), None
+
+    def poll(self) -> int | None:
+        self.returncode = self.codes.pop(0) if len(self.codes) > 1 else self.codes[0]
+        return self.returncode
+
+
+def ranks_of(folder: Path, *processes: Process) -> list[_Rank]:
+    return [_Rank(number, process, None, folder / f"{number}.json") for number, process in enumerate(processes)]
+
+
+def test_a_killed_rank_counts_though_who_has_lost_it_is_seen_to_end_first(tmp_path):
+    """The launcher came to look at one before, at the other after both had ended."""
+    ranks = ranks_of(tmp_path, Process(None, 0), Process(None, -signal.SIGKILL), Process(1))
+    assert _watch(ranks, [], (), lambda: True, lambda: ()) is ranks[1]
+
+
+def test_a_rank_that_ends_as_soon_as_its_run_has_begun_is_spared(tmp_path):
+    ranks = ranks_of(tmp_path, Process(None, 0), Process(5))
+    assert _watch(ranks, [], (), lambda: True, lambda: [1] if ranks[1].process.returncode else []) is None
 
 
 def test_a_request_to_stop_waits_for_a_rank_that_does_not_listen_yet(tmp_path, monkeypatch):
