@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from aligner.config.schema import Config
+from typing import TYPE_CHECKING
+
 from aligner.config.sections.mismatch import WEIGHING
 from aligner.config.sections.rewards import RewardFunctionConfig
 from aligner.config.stages import STAGES
+
+if TYPE_CHECKING:
+    from aligner.config.schema import Config
 
 
 def data_parallel(cfg: Config, world_size: int) -> int:

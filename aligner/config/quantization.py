@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aligner.config.derived import old_logprobs_in_update
+
 if TYPE_CHECKING:
     from aligner.config.schema import Config
 
@@ -19,9 +21,15 @@ def quantized(cfg: Config) -> bool:
 
 
 def settle(cfg: Config) -> None:
-    """Give `mismatch.correction=auto` and `refit.tolerance=0` their values."""
+    """Give `mismatch.correction=auto` and `refit.tolerance=0` their values, and `algorithm.old_logprobs=auto` its own
+    for an engine that lags: a ratio to the policy before the step never leaves 1 in a rollout's only update, so that
+    nothing but the weight's cap would hold it (docs/ahead.md has what both learn)."""
+    a = cfg.algorithm
     if cfg.mismatch.correction == "auto":
-        weighs = (quantized(cfg) or cfg.engine.lag) and not cfg.algorithm.ratio_to_engine
+        stale = cfg.engine.lag and not quantized(cfg) and old_logprobs_in_update(cfg)
+        if stale and a.policy_loss == "ppo" and a.old_logprobs == "auto":
+            a.old_logprobs = "engine"
+        weighs = (quantized(cfg) or cfg.engine.lag) and not a.ratio_to_engine
         cfg.mismatch.correction = CORRECTION if weighs else "none"
     if quantized(cfg) and not cfg.refit.tolerance:
         cfg.refit.tolerance = TOLERANCE[cfg.engine.quantization]

@@ -20,7 +20,9 @@ BASE = ["stage=grpo", "batch.group=4", "reward.functions=[{path: math}]"]
         (["engine.quantization=fp8", "mismatch={correction: icepop, high: 3}"], "icepop", 0.2),
         (["engine.quantization=fp8", "algorithm.policy_loss=dppo"], "none", 0.2),
         (["mismatch.correction=veto"], "veto", 0.0),
-        (["engine.lag=1"], "tis_token", 0.0),
+        (["engine.lag=1"], "none", 0.0),
+        (["engine.lag=1", "batch.epochs=2"], "tis_token", 0.0),
+        (["engine.lag=1", "engine.quantization=int8"], "tis_token", 0.05),
         (["engine.lag=1", "algorithm.policy_loss=dppo"], "none", 0.0),
         (["engine.lag=1", "algorithm.old_logprobs=engine"], "none", 0.0),
         (["engine.lag=2", "algorithm.policy_loss=reinforce", "algorithm.old_logprobs=proxy"], "tis_token", 0.0),
@@ -31,6 +33,23 @@ def test_defaults_with_a_quantised_engine_or_one_that_lags(tmp_path, more, corre
     assert (cfg.mismatch.correction, cfg.refit.tolerance) == (correction, tolerance)
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
     assert load_frozen(tmp_path) == cfg  # the choice is frozen, and made once
+
+
+@pytest.mark.parametrize(
+    "more, found",
+    [
+        (["engine.lag=1"], "engine"),
+        ([], "auto"),
+        (["engine.lag=1", "batch.epochs=2"], "auto"),
+        (["engine.lag=1", "algorithm.policy_loss=reinforce"], "auto"),
+        (["engine.lag=1", "mismatch.correction=tis_token"], "auto"),
+        (["engine.lag=1", "mismatch.stop_above=2"], "auto"),
+        (["engine.lag=1", "engine.quantization=int8"], "auto"),
+        (["engine.lag=1", "algorithm.old_logprobs=recompute"], "recompute"),
+    ],
+)
+def test_the_ratio_is_to_an_engine_that_lags_where_it_would_not_leave_1(more, found):
+    assert compose([*BASE, *more]).algorithm.old_logprobs == found
 
 
 def test_what_a_run_says():

@@ -125,8 +125,9 @@ class AlgorithmConfig:
     group_eps: float = 1e-6  # beside the group's std: grpo, gdpo, pass_at_k. TRL: 1e-4, OpenRLHF: 1e-9
     pass_at_k_std: bool = False  # divide by the group's std
     policy_loss: str = "ppo"  # POLICY_LOSSES
-    # what the ratio is to. auto: the policy before the step, by the update's own forward pass where that is enough;
-    # recompute: by another; engine: the engine's; proxy: between the engine's and the update's own, by their versions
+    # what the ratio is to. auto: the policy before the step, by the update's own forward pass where that is enough, and
+    # there with engine.lag the engine; recompute: by another; engine: the engine's; proxy: between the engine's and
+    # the update's own, by their versions
     old_logprobs: str = "auto"
     aggregation: str = "token_mean"  # token_mean, seq_mean_token_mean, seq_mean_token_sum, seq_mean_token_sum_norm
     clip_low: float = 0.2  # of the ratio; gspo: of the sequence's, 3e-4; gmpo: of the log-ratio, 0.4
