@@ -5,11 +5,12 @@
 
 TRL is installed into an environment of its own under --peers, from which torch and transformers are the ones in use
 here. A ratio is TRL's seconds over ours of two neighbouring steps (sft: of seconds per token, as the packed rows
-differ); the table has their median. Memory is the largest resident set of each side's process. Exits 1 if a comparison
-could not be made. dpo and kto are compared on long-tailed answers, of which TRL pads each micro-batch, and (`.even`) on
-answers of one length. Steps before the first measured one (--warmup) are not counted. A comparison takes fewer steps,
-but at least one, when its share of what is left of --minutes is over. bfloat16 comes last, and where the CPU has no
-instructions for it only the smallest size, prompts of 64 tokens, without ppo: TRL's steps take minutes there.
+differ), with --threads 1 CPU seconds, so that what else runs does not count; the table has their median. Memory is
+the largest resident set of each side's process. Exits 1 if a comparison could not be made. dpo and kto are compared
+on long-tailed answers, of which TRL pads each micro-batch, and (`.even`) on answers of one length. Steps before the
+first measured one (--warmup) are not counted. A comparison takes fewer steps, but at least one, when its share of
+what is left of --minutes is over. bfloat16 comes last, and where the CPU has no instructions for it only the smallest
+size, prompts of 64 tokens, without ppo: TRL's steps take minutes there.
 """
 
 from __future__ import annotations

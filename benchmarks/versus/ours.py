@@ -114,7 +114,8 @@ def generate(work: Work, gate: Gate) -> None:
 
 
 def main() -> None:
-    work, gate = Work.read(Path(sys.argv[1])), Gate()
+    work = Work.read(Path(sys.argv[1]))
+    gate = Gate(work.threads)
     use(work.threads, 1)
     try:
         (generate if work.stage == "generate" else train)(work, gate)

@@ -212,7 +212,8 @@ def generate(work: Work, gate: Gate, model, tokenizer) -> None:
 
 
 def main() -> None:
-    work, gate = Work.read(Path(sys.argv[1])), Gate()
+    work = Work.read(Path(sys.argv[1]))
+    gate = Gate(work.threads)
     torch.set_num_threads(work.threads)
     model = AutoModelForCausalLM.from_pretrained(f"{work.folder}/model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(f"{work.folder}/model", padding_side="left")
