@@ -150,12 +150,10 @@ class NativeEngine:
 
     def held_bytes(self) -> dict[str, int]:
         """See `MeasuredEngine`."""
-        storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in self.model.views.values()}
         scratch = self.model.scratch.held_bytes + self._staged_logits.nbytes
         scratch += self.graphs.held_bytes if self.graphs is not None else 0
-        weights = sum(storage.nbytes() for storage in storages.values())
         cache = self.cache.held_bytes + (0 if self.routes is None else self.routes.held_bytes)
-        return {"weights": weights, "cache": cache, "scratch": scratch}
+        return {"weights": self.model.weight_bytes, "cache": cache, "scratch": scratch}
 
     def close(self) -> None:
         self.sleep()
@@ -222,6 +220,7 @@ class NativeEngine:
             asked = [(prompt, sample) for prompt, own in enumerate(seeds) for sample in range(len(own))]
         batch = Batch(plan, sampling, self.device, routes)  # its output tensors must not be inference tensors
         with torch.inference_mode():
+            self.model.packs.pack()
             budget = self.config.kv_cache_bytes * self.cache.token_bytes // token_bytes
             self.cache.resize(plan.prefixes.slots, plan.positions, plan.chunk_tokens, budget, plan.chunk_prompts)
             if routes is not None:
@@ -346,6 +345,7 @@ class NativeEngine:
         out = torch.zeros(tokens.shape, dtype=torch.float32)
         rows = max(1, _SCORED_TOKENS // tokens.shape[1])
         with torch.inference_mode():
+            self.model.packs.pack()
             for a in range(0, len(tokens), rows):
                 out[a : a + rows, 1:] = self._score(tokens[a : a + rows].to(self.device), temperature)
         ahead = torch.arange(tokens.shape[1]) < lengths.cpu()[:, None]

@@ -18,6 +18,7 @@ from aligner.engines.native.attention import Behind, decode_attention, prefill_a
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.latent import LatentHeads
 from aligner.engines.native.linear import LinearLayers, Memories
+from aligner.engines.native.packs import Packs
 from aligner.engines.native.peers import Peers
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.scratch import Scratch
@@ -34,7 +35,8 @@ from aligner.ops.kernels.experts import (
     route_by_groups,
     sort_pairs,
 )
-from aligner.ops.kernels.products import product_into, use_fast_products
+from aligner.ops.kernels.packed_products import packed_linear
+from aligner.ops.kernels.products import add_linear, linear, product_into, use_fast_products
 from aligner.ops.kernels.scored_attention import Scores, scaled_logits
 from aligner.ops.reduce import sum_halves
 
@@ -117,14 +119,27 @@ class NativeModel:
         self.shared_gate_up = empty(len(sparse), 2 * wide_ffn, hidden) if wide_ffn else None
         self.shared_down = empty(len(sparse), hidden, wide_ffn) if wide_ffn else None
         self.shared_gate = empty(len(sparse), 1, hidden) if self.traits.shared_gate else None
-        self.views = self._hf_views()
-        assert self.views.keys() == self.shapes.keys(), self.views.keys() ^ self.shapes.keys()
+        self._views = self._hf_views()
+        assert self._views.keys() == self.shapes.keys(), self._views.keys() ^ self.shapes.keys()
+        matrices = {"qkv": self.qkv, "out": self.out, "gate_up": self.gate_up, "down": self.down}
+        self.packs = Packs(matrices | {"head": self.head[None]}, ("head",) if cfg.tie_embeddings else ())
         self.scratch = Scratch(device, dtype)
         self._rope = torch.empty(0, device=device)
         self._embedding_factor = embedding_factor(cfg, dtype)
         wide_sizes = [heads * self.peers.size * self.head_dim for heads in (self.heads, self.groups)]
         self._wide_sizes = torch.tensor(wide_sizes, device=device)
         self._head_kind = torch.tensor([0] * self.heads + [1] * self.groups, device=device)
+
+    @property
+    def views(self) -> dict[str, Tensor]:
+        """To read and to write weights, until rows are computed again."""
+        self.packs.unpack()
+        return self._views
+
+    @property
+    def weight_bytes(self) -> int:
+        storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in self._views.values()}
+        return self.packs.held_bytes + sum(storage.nbytes() for storage in storages.values())
 
     def _hf_views(self) -> dict[str, Tensor]:
         """Hugging Face name -> view into the fused buffers whose elements are in Hugging Face's order."""
@@ -243,7 +258,8 @@ class NativeModel:
     def release(self) -> None:
         """Give back all memory; the model is of no use afterwards."""
         self.scratch.clear()
-        self.views.clear()
+        self._views.clear()
+        self.packs.clear()
         self.embedding = self.head = self.qkv = self.out = self.gate_up = self.down = self.router = self.final_norm
         self.expert_gate_up = self.expert_down = self.shared_gate_up = self.shared_down = self.final_norm
         self.latent = self.linear = self.expert_gate_up_bias = self.expert_down_bias = None
@@ -367,7 +383,7 @@ class NativeModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [..., V] on every rank."""
-        logits = scaled_logits(F.linear(hidden, self.head), self.cfg.scales)
+        logits = scaled_logits(linear(hidden, self.packs["head", 0]), self.cfg.scales)
         return self.peers.join(logits, self.cfg.vocab_size).float()
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -381,9 +397,8 @@ class NativeModel:
     def _heads(self, layer: int, y: Tensor, rope: Tensor) -> Tensor:
         """Queries, keys, values and, in some families, gates [M, heads + 2 kv_heads (+ heads), d], in a buffer that the
         next layer uses again."""
-        qkv, place = self.scratch.take("qkv", len(y), self.qkv.shape[1]), self.attends[layer]
-        product_into(qkv, y, self.qkv[place].t(), _of(self.qkv_bias, place))
-        heads = qkv.view(len(y), -1, self.head_dim)
+        place = self.attends[layer]
+        heads = self._product("qkv", place, y, _of(self.qkv_bias, place)).view(len(y), -1, self.head_dim)
         self._norm_and_rotate(layer, heads[:, : self.rotated], rope[-1 if self.local[layer] else 0])
         return heads
 
@@ -404,7 +419,7 @@ class NativeModel:
         for layer in range(self.cfg.num_layers):
             y = self._normed(x, layer, BEFORE)
             if layer in self.attends:
-                out, bias = self.out[self.attends[layer]], _of(self.out_bias, self.attends[layer])
+                out, bias = self.packs["out", self.attends[layer]], _of(self.out_bias, self.attends[layer])
             else:
                 out, bias = self.linear.out_of(layer), None
             self._add(x, attend(layer, y), out, bias, layer, BEHIND)
@@ -413,12 +428,17 @@ class NativeModel:
             if layer in self.sparse:
                 x += self.peers.add(self._mix(place, y, routes))
                 continue
-            hidden = self.scratch.take("gate_up", len(x), self.gate_up.shape[1])
-            product_into(hidden, y, self.gate_up[place].t(), _of(self.gate_up_bias, place))
-            gate, up = hidden.chunk(2, dim=1)
+            gate, up = self._product("gate_up", place, y, _of(self.gate_up_bias, place)).chunk(2, dim=1)
             y = self._gate(gate).mul_(up)
-            self._add(x, y, self.down[place], _of(self.down_bias, place), layer, BEHIND_MLP)
+            self._add(x, y, self.packs["down", place], _of(self.down_bias, place), layer, BEHIND_MLP)
         return self._norm(x, self.final_norm)
+
+    def _product(self, name: str, place: int, y: Tensor, bias: Tensor | None) -> Tensor:
+        """y W^T + bias, perhaps in a buffer that the next layer uses again."""
+        weight = self.packs[name, place]
+        if weight.is_mkldnn:
+            return packed_linear(y, weight, bias)
+        return product_into(self.scratch.take(name, len(y), len(weight)), y, weight.t(), bias)
 
     def _normed(self, x: Tensor, layer: int, name: str) -> Tensor:
         """As it is in families without this norm."""
@@ -435,11 +455,11 @@ class NativeModel:
         or times a factor."""
         scale = self.cfg.scales.residual
         if self.peers.size == 1 and not self.family.post_norms and scale == 1:
-            x.addmm_(y, weight.t())
+            add_linear(x, y, weight)
             if bias is not None:
                 x += bias
             return
-        out = self.peers.add(torch.mm(y, weight.t()))
+        out = self.peers.add(linear(y, weight))
         if bias is not None:
             out += bias
         out = self._normed(out, layer, norm)

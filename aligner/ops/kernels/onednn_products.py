@@ -19,7 +19,7 @@ SMALLEST = 1 << 22  # multiplications of a product; below, starting oneDNN costs
 def use_onednn_products() -> torch.library.Library | None:
     """Let this process' `mm`, `addmm` and `addmm_` of float32 tensors on the CPU be oneDNN's, for good. None, and
     nothing done, where MKL is no slower."""
-    if not _mkl_lags():
+    if not onednn_leads():
         return None
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm", _mm, "CPU")
@@ -29,7 +29,8 @@ def use_onednn_products() -> torch.library.Library | None:
 
 
 @functools.cache
-def _mkl_lags() -> bool:
+def onednn_leads() -> bool:
+    """Whether its float32 products are the faster ones here."""
     processor = Path("/proc/cpuinfo")
     return (
         torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -45,7 +46,7 @@ def onednn_product(a: Tensor, b: Tensor) -> Tensor | None:
     if not (a.dtype == b.dtype == torch.float32 and a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0]):
         return None
     (m, k), n = a.shape, b.shape[1]
-    if m * k * n < SMALLEST or not _mkl_lags() or not a.device.type == b.device.type == "cpu":
+    if m * k * n < SMALLEST or not onednn_leads() or not a.device.type == b.device.type == "cpu":
         return None
     # linear(x, w) = x w^T copies an x that is not contiguous, and takes w in either order
     if a.is_contiguous() or a.numel() <= b.numel() + m * n:

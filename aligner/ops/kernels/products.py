@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.ops.kernels.bfloat16_products import widen_bfloat16_products, widened
 from aligner.ops.kernels.onednn_products import add_product, onednn_product, use_onednn_products
+from aligner.ops.kernels.packed_products import packed_linear, packed_linear_add
 
 
 def use_fast_products(device: torch.device, dtype: torch.dtype) -> None:
@@ -26,3 +28,13 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, base: Tensor | None = None) 
         return add_product(out, base, a, b)
     product = onednn_product(a, b)
     return torch.mm(a, b, out=out) if product is None else out.copy_(product)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [m, k] W^T, of a plain or a packed matrix. Without autograd."""
+    return packed_linear(x, weight) if weight.is_mkldnn else F.linear(x, weight)
+
+
+def add_linear(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """out += x W^T, rounded once, of a plain or a packed matrix. Without autograd."""
+    return out.copy_(packed_linear_add(out, x, weight)) if weight.is_mkldnn else out.addmm_(x, weight.t())

@@ -21,7 +21,7 @@ WAYS = {
 
 @pytest.fixture
 def lagging(monkeypatch):
-    monkeypatch.setattr(onednn_products, "_mkl_lags", lambda: True)
+    monkeypatch.setattr(onednn_products, "onednn_leads", lambda: True)
 
 
 def factors():
@@ -47,7 +47,7 @@ def test_what_is_small_or_of_another_type_stays_with_torch(lagging, monkeypatch)
     assert onednn_product(a.to("meta"), b.to("meta")) is None
     for dtype in (torch.float64, torch.int64):
         assert torch.equal(_mm(a[:5].to(dtype), b.to(dtype)), torch.mm(a[:5].to(dtype), b.to(dtype)))
-    monkeypatch.setattr(onednn_products, "_mkl_lags", lambda: False)
+    monkeypatch.setattr(onednn_products, "onednn_leads", lambda: False)
     assert onednn_product(a, b) is None and torch.equal(_mm(a, b), a @ b)
 
 
@@ -73,7 +73,7 @@ import torch
 from aligner.ops.kernels import onednn_products
 from aligner.ops.kernels.onednn_products import use_onednn_products
 
-onednn_products._mkl_lags = lambda: True
+onednn_products.onednn_leads = lambda: True
 asked = []
 linear = onednn_products._linear
 onednn_products._linear = lambda *arguments: asked.append(1) or linear(*arguments)

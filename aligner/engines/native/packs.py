@@ -1,0 +1,59 @@
+"""The matrices of a model's products: plain while weights are written and read, laid out for their kernels while rows
+are computed (`ops/kernels/packed_products.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from aligner.ops.kernels.packed_products import pack, worth_packing
+
+
+class Packs:
+    """Of `matrices` [layers, n, k] by name: one layout takes the place of the other, which are never both there but for
+    one name at a time, and for those that are read `also_plain`. Plain ones stay the same tensors over the same
+    storage, which alone is emptied and filled again."""
+
+    def __init__(self, matrices: Mapping[str, Tensor], also_plain: tuple[str, ...] = ()):
+        self._plain = dict(matrices)
+        self._also_plain = also_plain
+        self._worth = [name for name, layers in matrices.items() if len(layers) and worth_packing(layers[0])]
+        self._packed: dict[str, list[Tensor]] = {}
+
+    def __getitem__(self, at: tuple[str, int]) -> Tensor:
+        """The matrix of a name and layer, in the layout that is there."""
+        name, layer = at
+        return self._packed[name][layer] if name in self._packed else self._plain[name][layer]
+
+    @property
+    def held_bytes(self) -> int:
+        """Of what is packed."""
+        return sum(matrix.nbytes for layers in self._packed.values() for matrix in layers)
+
+    def pack(self) -> None:
+        """Before rows are computed."""
+        for name in self._worth:
+            if name not in self._packed:
+                plain = self._plain[name]
+                self._packed[name] = [pack(matrix) for matrix in plain]
+                storage = plain.untyped_storage()
+                if name not in self._also_plain and storage.resizable():  # not if numpy has seen it
+                    storage.resize_(0)
+
+    def unpack(self) -> None:
+        """Before plain ones are written or read. Their bits are what they were."""
+        while self._packed:
+            name, layers = self._packed.popitem()
+            plain = self._plain[name]
+            storage = plain.untyped_storage()
+            if storage.nbytes():
+                continue
+            storage.resize_(plain.nbytes)
+            with torch.inference_mode():
+                for matrix, packed in zip(plain, layers, strict=True):
+                    matrix.copy_(packed.to_dense())
+
+    def clear(self) -> None:
+        self._plain, self._packed, self._worth = {}, {}, []

@@ -1,0 +1,45 @@
+"""Products x W^T on a CPU whose matrix is laid out beforehand as oneDNN's kernels read it.
+
+oneDNN lays a matrix out in every call otherwise: for few rows that is up to half of the time (benchmarks/RESULTS.md).
+The bits are the same. A single row is computed as one of two, as oneDNN has other kernels for it, which sum in another
+order: so a row is the same whatever rows it is computed with.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aligner.ops.kernels.bfloat16_products import widened
+from aligner.ops.kernels.onednn_products import onednn_leads
+
+SMALLEST = 1 << 15  # numbers of a matrix; below, starting oneDNN costs more than it saves
+_ROWS = 16  # for which it is laid out; it serves any number
+
+
+def worth_packing(matrix: Tensor) -> bool:
+    """Whether products with such a matrix [n, k] are oneDNN's on this machine, and faster when it is laid out."""
+    if matrix.device.type != "cpu" or matrix.numel() < SMALLEST:
+        return False
+    if matrix.dtype == torch.bfloat16:
+        return torch.backends.mkldnn.is_available() and not widened(matrix.device, matrix.dtype)
+    return matrix.dtype == torch.float32 and onednn_leads()
+
+
+def pack(matrix: Tensor) -> Tensor:
+    """For `packed_linear` and `packed_linear_add` alone; `to_dense` gives the matrix back, with the same bits."""
+    return torch.ops.mkldnn._reorder_linear_weight.default(matrix, _ROWS)
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [m, k] W^T + bias [n], rounded once. Without autograd."""
+    return torch.ops.mkldnn._linear_pointwise.default(_rows(x), packed, bias, "none", [], "")[: len(x)]
+
+
+def packed_linear_add(base: Tensor, x: Tensor, packed: Tensor) -> Tensor:
+    """base [m, n] + x [m, k] W^T, rounded once. Without autograd."""
+    return torch.ops.mkldnn._linear_pointwise.binary(_rows(x), _rows(base), packed, None, "add")[: len(x)]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if len(x) != 1 else x.expand(2, -1)

@@ -1,0 +1,67 @@
+"""A native engine whose matrices are laid out for oneDNN, beside one whose are not; on any machine."""
+
+import pytest
+import torch
+
+from aligner.config.sections.engine import EngineConfig
+from aligner.engines.native import NativeEngine, packs
+from aligner.types import SamplingParams
+from tests.engines.contract import MODELS, PROMPTS, fill, reference, responses, seeds_for
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """Two engines for a model: one packs nothing, one everything."""
+
+    def make(cfg):
+        found = []
+        for packed in (False, True):
+            monkeypatch.setattr(packs, "worth_packing", lambda matrix, packed=packed: packed)
+            found.append(NativeEngine(cfg, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0))
+        return found
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "mixtral"])
+def test_every_update_is_used_and_told_as_it_came(pair, name):
+    cfg = MODELS[name]
+    plain, packed = pair(cfg)
+    for version in (1, 2):
+        told = [fill(engine, reference(cfg, version), version) for engine in (plain, packed)]
+        found, wanted = (engine.generate(PROMPTS, seeds_for(PROMPTS, 3), SamplingParams(8)) for engine in told[::-1])
+        assert responses(found) == responses(wanted)
+        torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=1e-5, atol=1e-5)
+        assert packed.model.packs.held_bytes > 0 == plain.model.packs.held_bytes
+        rows, lengths = torch.tensor([[5, 9, 2, 7, 7], [1, 2, 3, 0, 0]]), torch.tensor([5, 3])
+        scores = [engine.logprobs(rows, lengths) for engine in told]
+        torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
+        assert packed.checksums() == plain.checksums()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_one_layout_takes_the_place_of_the_other(pair, name):
+    """But for a head that is the embedding as well."""
+    cfg = MODELS[name]
+    engine = fill(pair(cfg)[1], reference(cfg))
+    before = engine.held_bytes()["weights"]
+    engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(2))
+    assert engine.held_bytes()["weights"] == before + cfg.tie_embeddings * engine.model.embedding.nbytes
+    engine.checksums()
+    assert engine.held_bytes()["weights"] == before and engine.model.packs.held_bytes == 0
+    engine.close()
+    assert engine.held_bytes()["weights"] == 0
+
+
+def test_a_part_that_is_written_leaves_the_rest_as_it_was(pair):
+    """As where only what changed is sent."""
+    name, wanted = "model.layers.1.self_attn.q_proj.weight", reference(MODELS["llama"])
+    engine = fill(pair(MODELS["llama"])[1], wanted)
+    engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(2))
+    held = wanted.get_parameter(name).detach().clone()
+    engine.begin_update(2)
+    engine.place(name, 8, 16).fill_(7.0)
+    held[8:16] = 7.0
+    assert torch.equal(engine.model.views[name].reshape(held.shape), held)

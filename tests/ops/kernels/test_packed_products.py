@@ -1,0 +1,76 @@
+"""oneDNN computes wherever torch has it; whether it is worth while is another question (`worth_packing`)."""
+
+import pytest
+import torch
+
+from aligner.ops.kernels import packed_products
+from aligner.ops.kernels.packed_products import SMALLEST, pack, packed_linear, packed_linear_add, worth_packing
+from aligner.ops.kernels.products import add_linear, linear
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+N, K = 190, 212  # no multiple of any block
+DTYPES = [
+    torch.float32,
+    pytest.param(
+        torch.bfloat16,
+        marks=pytest.mark.skipif(
+            not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no instructions for bfloat16"
+        ),
+    ),
+]
+
+
+def factors(dtype, rows=37):
+    g = torch.Generator().manual_seed(0)
+    shapes = (rows, K), (N, K), (N,), (rows, N)
+    return [torch.randn(shape, generator=g).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_and_sums_are_rounded_once(dtype):
+    x, weight, bias, base = factors(dtype)
+    with torch.inference_mode():
+        packed, exact = pack(weight), x.double() @ weight.double().t()
+        size = x.double().abs() @ weight.double().abs().t() + bias.abs() + base.abs()
+        known = [(packed_linear(x, packed, bias), exact + bias), (packed_linear_add(base, x, packed), exact + base)]
+        for w in (weight, packed):
+            known += [(linear(x, w), exact), (add_linear(base.clone(), x, w), exact + base)]
+        for found, wanted in known:
+            assert found.dtype == dtype and found.shape == wanted.shape
+            rounded = (found.double() - wanted).abs() - torch.finfo(dtype).eps / 2 * wanted.abs()
+            assert (rounded <= K / 2 * torch.finfo(torch.float32).eps * size).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_matrix_comes_back(dtype):
+    weight = factors(dtype)[1]
+    with torch.inference_mode():
+        assert torch.equal(pack(weight).to_dense(), weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [K, 2048])
+def test_a_row_alone_is_as_among_others(dtype, k):
+    g = torch.Generator().manual_seed(0)
+    x, weight, base = (torch.randn(shape, generator=g).to(dtype) for shape in ((130, k), (N, k), (130, N)))
+    if not worth_packing(weight):
+        pytest.skip("elsewhere nothing is packed")
+    with torch.inference_mode():
+        packed = pack(weight)
+        whole, sums = packed_linear(x, packed), packed_linear_add(base, x, packed)
+        for rows in (slice(1), slice(7, 8), slice(2), slice(3, 20), slice(64, 130)):
+            assert torch.equal(packed_linear(x[rows], packed), whole[rows])
+            assert torch.equal(packed_linear_add(base[rows], x[rows], packed), sums[rows])
+
+
+def test_what_is_worth_packing(monkeypatch):
+    large = torch.empty(SMALLEST // 64, 64)
+    for leads in (True, False):
+        monkeypatch.setattr(packed_products, "onednn_leads", lambda leads=leads: leads)
+        assert worth_packing(large) is leads
+        assert (
+            not worth_packing(large[1:]) and not worth_packing(large.double()) and not worth_packing(large.to("meta"))
+        )
+    for slow in (True, False):
+        monkeypatch.setattr(packed_products, "widened", lambda *_, slow=slow: slow)
+        assert worth_packing(large.bfloat16()) is not slow
