@@ -189,7 +189,7 @@ def test_regression_learns_two_attributes(tiny_data, tiny_runs, tmp_path):
     more = [
         f"model.init={tiny_runs['sft']}",
         f"data.train={tiny_data / 'scored.jsonl'}",
-        "run.steps=40",
+        "run.steps=80",
         "batch.micro_batch_samples=8",
         "optim.lr=1e-2",
     ]
