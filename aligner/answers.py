@@ -41,7 +41,7 @@ class AnswerLog:
         self._step, self._known = step, {}
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._before is None:
-            self._before = {path.name.partition("-rank")[0] for path in self.folder.glob("step-*.jsonl")}
+            self._before = self._earlier()
         for path in self._files() if _name(step) in self._before else ():  # not what others are writing
             for _, (key, number, asked, answer) in _lines(path):
                 self._known.setdefault((key, number, asked), answer)
@@ -49,6 +49,15 @@ class AnswerLog:
         torn = path.exists() and not path.read_bytes().endswith(b"\n")
         self._file = path.open("a", encoding="utf-8")
         self._file.write("\n" if torn else "")
+
+    def of(self, step: int) -> AnswerLog:
+        """Another, of this rollout, where several are under way."""
+        found = AnswerLog(self.folder, self.rank)
+        if self._before is None:
+            self._before = self._earlier()
+        found._before = self._before
+        found.begin(step)
+        return found
 
     def find(self, key: str, number: int, question: Mapping[str, Any]) -> Answer | None:
         return self._known.get((key, number, _digest(json.dumps(question))))
@@ -64,12 +73,13 @@ class AnswerLog:
         except OSError as error:
             raise WriteError(f"{self._file.name}: answers from outside cannot be kept: {error}. Free space") from None
 
-    def forget_failures(self) -> None:
-        """Of this rollout, which is given up because of them, and of later ones, where engines are ahead: the next
-        start shall ask again. What they still write is lost."""
+    def forget_failures(self, first: int | None = None) -> None:
+        """Of this rollout, which is given up because of them, or from the `first` on, and of later ones, where engines
+        are ahead: the next start shall ask again. What they still write is lost."""
         self.close()
+        since = _name(self._step if first is None else first)
         if self.rank == 0:
-            for path in (one for one in self.folder.glob("step-*.jsonl") if one.name >= _name(self._step)):
+            for path in (one for one in self.folder.glob("step-*.jsonl") if one.name >= since):
                 sound = [line for line, (*_, answer) in _lines(path) if "failed" not in answer]
                 write_whole(path, "".join(f"{line}\n" for line in sound))
         self._step = 0
@@ -82,6 +92,9 @@ class AnswerLog:
     def clear(self) -> None:
         """For a run that does not continue what was logged here."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _earlier(self) -> set[str]:
+        return {path.name.partition("-rank")[0] for path in self.folder.glob("step-*.jsonl")}
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob(f"{_name(self._step)}-rank-*.jsonl"))

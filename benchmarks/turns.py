@@ -51,6 +51,11 @@ class Talk:
     given: Any
     turns: list[list[int]] = field(default_factory=list)
     asked: Any = None
+    said = ()  # of a turn that pauses
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        return self.given.tokens
 
     @property
     def open(self) -> bool:

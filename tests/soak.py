@@ -4,8 +4,8 @@
     python -m tests.soak --kills 50 --async    # stages and layouts of engines on ranks of their own: lags, windows
 
 Each case is a random stage on one rank, two data-parallel or two tensor ranks (also with adapters), grpo, ppo and turns
-also on a trainer's rank and an engine's that is ahead of it (engine.lag), grpo and ppo on one or two with two engines,
-one of which the run may lose (engine.spares: it then goes on), and if asked for (`--layouts vllm`) with vLLM, whose
+also on one or two trainer's ranks and one or two engines that are ahead of them (engine.lag, engine.window), of two of
+which grpo and ppo may lose one (engine.spares: they then go on), and if asked for (`--layouts vllm`) with vLLM, whose
 process is then killed too (SIGKILL at any call of it); with or without checkpoint.async_save, killed (SIGKILL of one
 rank or of all) up to four times: half of the kills at a random time, half at a point that a random time would seldom
 hit: within a save, a commit, a refit, a window, a step of decoding, between two minibatches, at the end of an epoch.
@@ -331,7 +331,7 @@ class Soak:
     def _turns(self, world: int, run: Path, *more: str) -> Config:
         """Stage grpo with an environment whose answers are others each time, and late."""
         dice = self.folder / "dice"
-        more = (*COMMON, *stages.DICE, f"model.init={dice / 'sft'}", "run.eval_every=0", *more)
+        more = (*COMMON, *stages.DICE, f"model.init={dice / 'sft'}", "run.eval_every=0", *more, "engine.spares=0")
         cfg = compose(stages.overrides("grpo", dice, run, *more))
         validate(cfg, world)
         freeze(cfg, cfg.run.dir)
@@ -433,7 +433,7 @@ class Soak:
             shutil.rmtree(run.with_name(f"{run.name}-again"), ignore_errors=True)
 
     def _layout(self, stage: str) -> str:
-        special = ("lag-", VLLM) if stage == "turns" else ("lag", VLLM)
+        special = (VLLM,) if stage == "turns" else ("lag", VLLM)
         able = [name for name in self.layouts if stage in ("grpo", "ppo") or not name.startswith(special)]
         weights = [2 if LAYOUTS[name][0] == 1 else 1 for name in able]  # several ranks take longer
         return self.random.choices(able, weights)[0]

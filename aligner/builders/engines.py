@@ -125,7 +125,8 @@ def serve(job: Job) -> int:
     if cfg.environment.on and cfg.engine.lag:  # else the trainer's ranks ask, turn by turn
         find_tools(job)
         limit = cfg.sampling.max_response_tokens
-        play = make_turns(job, engine, make_sampling(job, cfg.sampling.temperature, limit)).part
+        turns = make_turns(job, engine, make_sampling(job, cfg.sampling.temperature, limit))
+        play = turns.window if cfg.engine.window else turns.part
     well = Server(bridge, engine, plan, cfg.refit, job.timers, memory.phase, check_memory, play)()
     bridge.leave(well)
     return 0 if well else 1

@@ -13,7 +13,8 @@ from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
 from aligner.errors import ConfigError
 from aligner.rollout.agents import kind_of_generator
-from aligner.rollout.turns import TurnGenerator
+from aligner.rollout.pauses import PausingGenerator
+from aligner.rollout.turns import Outside, Pace, TurnGenerator
 from aligner.types import SamplingParams
 
 
@@ -36,17 +37,16 @@ def make_turns(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> Tur
     """After `find_tools`."""
     cfg = job.cfg
     assert job.dialogue is not None
-    return kind_of_generator(cfg.environment, partial(_dialogue, job))(
+    pool, pace = Pool(cfg.environment, job.tools, job.answers), Pace.ROUNDS
+    if isinstance(engine, ServingEngine) and cfg.engine.tensor_parallel == 1:
+        pace = Pace.COUNTS if cfg.run.deterministic else Pace.ANSWERS
+    kind = PausingGenerator if cfg.engine.window else kind_of_generator(cfg.environment, partial(_dialogue, job))
+    return kind(
         engine,
         job.tokenizer,
         sampling,
         job.layout and job.layout.peers,
-        Pool(cfg.environment, job.tools, job.answers),
-        job.dialogue,
-        cfg.environment,
-        cfg.data.max_prompt_tokens,
-        job.environment_scores,
-        isinstance(engine, ServingEngine) and cfg.engine.tensor_parallel == 1,
-        cfg.run.deterministic,
+        Outside(pool, job.dialogue, cfg.environment, cfg.data.max_prompt_tokens, job.environment_scores),
+        pace,
         job.timers,
     )

@@ -205,12 +205,20 @@ def _lag(cfg: Config) -> None:
 
 def _window(cfg: Config) -> None:
     """Who can pause a sample: the native engine, which does not know the experts of tokens that it reads again."""
-    if cfg.engine.window and cfg.engine.name != "native":
-        expected = f"native with engine.window={cfg.engine.window}: it counts decode steps"
-        raise ConfigError("engine.name", cfg.engine.name, expected)
-    if cfg.engine.window and cfg.mismatch.replay_routing:
-        expected = f"false with engine.window={cfg.engine.window}: a paused sample's tokens are routed by newer weights"
+    if not cfg.engine.window:
+        return
+    windows = f"with engine.window={cfg.engine.window}"
+    if cfg.engine.name != "native":
+        raise ConfigError("engine.name", cfg.engine.name, f"native {windows}: it counts decode steps")
+    if cfg.mismatch.replay_routing:
+        expected = f"false {windows}: a paused sample's tokens are routed by newer weights"
         raise ConfigError("mismatch.replay_routing", True, expected)
+    if cfg.environment.agent:
+        expected = f"empty {windows}: a program that asks by itself cannot be begun again where it paused"
+        raise ConfigError("environment.agent", cfg.environment.agent, expected)
+    if cfg.environment.on and cfg.engine.tensor_parallel > 1:
+        expected = f"1 {windows} and {cfg.environment.named[0]}: turns are taken between decode steps, not in rounds"
+        raise ConfigError("engine.tensor_parallel", cfg.engine.tensor_parallel, expected)
 
 
 def _replay(cfg: Config) -> None:
@@ -300,7 +308,6 @@ def _environment(cfg: Config) -> None:
         "reward.model": (cfg.reward.model, ""),
         "reward.judges": ([judge.name for judge in cfg.reward.judges if not judge.endpoint.base_url], []),
         "mismatch.replay_routing": (cfg.mismatch.replay_routing, False),
-        "engine.window": (cfg.engine.window, 0),
     }
     for key, (value, off) in single.items():
         if value != off:

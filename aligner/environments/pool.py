@@ -44,10 +44,15 @@ class Session:
     seed: int
     row: dict[str, Any]
     logged: bool = True
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    log: AnswerLog | None = None  # of its rollout, where several are under way; None: the pool's
+    asked: list[dict[str, Any]] = field(default_factory=list)  # all questions
     worker: _Worker | None = None  # that holds its environment
     process: int = -1  # which of that worker's
     name: str = ""  # of the environment there
+
+    def __getstate__(self) -> dict[str, Any]:
+        """In another process, or after a restart, `asked` makes its environment anew."""
+        return self.__dict__ | {"log": None, "worker": None, "process": -1, "name": ""}
 
 
 class Pool:
@@ -62,28 +67,32 @@ class Pool:
     def ask(self, session: Session, op: str, **more: Any) -> Future[Answer]:
         """{"value", "seconds", "retried"}, or {"failed", "text", ...} with one of CAUSES. Questions of a session come
         one after the other."""
-        return asyncio.run_coroutine_threadsafe(self._ask(session, {"op": op, **more}), self._loop)
+        session.asked.append({"op": op, **more})
+        return self.ask_again(session)
+
+    def ask_again(self, session: Session) -> Future[Answer]:
+        """The last of its questions, which nobody here waits for."""
+        return asyncio.run_coroutine_threadsafe(self._ask(session, len(session.asked) - 1), self._loop)
 
     def forget(self, session: Session) -> None:
         """Its trajectory has ended."""
         if session.worker is not None:
             asyncio.run_coroutine_threadsafe(_forget(session), self._loop)
 
-    async def _ask(self, session: Session, question: dict[str, Any]) -> Answer:
-        number = len(session.asked)
-        answer = self.log.find(session.key, number, question) if session.logged else None
+    async def _ask(self, session: Session, number: int) -> Answer:
+        question, log = session.asked[number], session.log or self.log
+        answer = log.find(session.key, number, question) if session.logged else None
         if answer is None:
-            answer = await self._answer(session, question)
+            answer = await self._answer(session, number)
             if session.logged:
-                self.log.write(session.key, number, question, answer)
-        session.asked.append(question)
+                log.write(session.key, number, question, answer)
         return answer
 
-    async def _answer(self, session: Session, question: dict[str, Any]) -> Answer:
+    async def _answer(self, session: Session, number: int) -> Answer:
         since, retried = time.monotonic(), 0
         while True:
             try:
-                value = await self._live(session, question)
+                value = await self._live(session, number)
                 return {"value": value, "seconds": time.monotonic() - since, "retried": retried}
             except Failed as failure:
                 session.worker = None  # what state its environment is in, nobody knows
@@ -92,14 +101,14 @@ class Pool:
                     return told | {"seconds": time.monotonic() - since, "retried": retried}
                 retried += 1
 
-    async def _live(self, session: Session, question: dict[str, Any]) -> Any:
+    async def _live(self, session: Session, number: int) -> Any:
         if session.worker is None or session.process != session.worker.number or session.worker.ended:
             session.worker, session.name = next(self._turn), f"{session.key}/{next(_numbers)}"
             await session.worker.start()
             session.process = session.worker.number
-            for earlier in session.asked:
+            for earlier in session.asked[:number]:
                 await session.worker.ask(earlier | {"key": session.name})
-        return await session.worker.ask(question | {"key": session.name})
+        return await session.worker.ask(session.asked[number] | {"key": session.name})
 
 
 class _Worker:

@@ -212,6 +212,8 @@ class Job:
         prompts = rows if self.turns else self.rows.prompts / self.replicas  # trajectories go on with others
         positions = self.rows.longest - 1
         budget, longest = engine.kv_bytes // token, self.rows.prompt_longest + self.turns
+        if engine.window and self.turns:  # what pauses is read again
+            longest = positions
         more = ceil(row_bytes(shape) / engine.tensor / token)  # in positions
         each = longest + more
         most = PREFILL_TOKENS * each // longest
@@ -289,7 +291,7 @@ def job_of(
             ranks=e.ranks,
             lag=e.lag,
             window=e.window,
-            pauses=native and not cfg.environment.on and not cfg.mismatch.replay_routing,
+            pauses=native and not cfg.mismatch.replay_routing and not cfg.environment.agent,
         )
         if (e.ranks or gpus) % engine.tensor:
             expected = f"a divisor of the {e.ranks or gpus} GPUs that generate"

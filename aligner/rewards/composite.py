@@ -162,10 +162,10 @@ class RewardPipeline:
         if self.answers is not None:
             self.answers.begin(step)
 
-    def forget_failures(self) -> None:
-        """The rollout is given up because of them."""
+    def forget_failures(self, first: int | None = None) -> None:
+        """This rollout is given up because of them, or those from the `first` on."""
         if self.answers is not None:
-            self.answers.forget_failures()
+            self.answers.forget_failures(first)
 
     def functions(self, samples: Sequence[Sample], early: Mapping[int, Early] | None = None) -> dict[str, Component]:
         """The components of all functions, without models: what one rank can score of its own share. `early`: what

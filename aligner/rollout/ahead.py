@@ -120,12 +120,14 @@ class Ahead:
         """None before `step` is resumed from, but for the checkpoints of the steps `kept`."""
         self.parts.drop(step, {number + i for number in kept for i in range(1, self.lag + 1)})
 
-    def give_up(self, step: int) -> None:
-        """The rollout of `step`, and what is stored of later ones, of a run that ends: a next start makes them anew."""
+    def give_up(self, step: int) -> int:
+        """The rollout of `step`, and what is stored of later ones, of a run that ends: a next start makes them anew.
+        Returns the first of these."""
         if dist.get_rank() == 0:
             for number in self.parts.steps():
                 if number >= step:
                     self.parts.delete(number)
+        return step
 
     def state_dict(self) -> dict[str, Any]:
         flying = {number: flight.version for number, flight in self._flights.items()}

@@ -22,22 +22,21 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from aligner.config.sections.watchdog import WAIT
 from aligner.ops.agree import by_rank_0
 from aligner.ops.reduce import first_cause, gathered
 from aligner.rollout.bank import Bank, Whole, read_bank, write_bank
-from aligner.rollout.collate import join_generations
 from aligner.rollout.generate import Generator
 from aligner.rollout.groups import Groups
 from aligner.rollout.parts import Manifest
+from aligner.rollout.pauses import PausingGenerator
+from aligner.rollout.play import Play, by_prompt
 from aligner.rollout.requests import Request, Requests
 from aligner.rollout.sharing import during, share
 from aligner.run.checkpoints import SaveError
-from aligner.types import LENGTH, Generations, ScalarMetrics
+from aligner.types import ScalarMetrics
 
 
 @dataclass
@@ -49,7 +48,7 @@ class Clock:
     steps: int  # of the run
     requests: Requests  # of all slots
     mine: range  # slots of this data-parallel rank
-    generate: Generator
+    generate: Generator | PausingGenerator
     parts: Whole
     version: Callable[[], int]  # of the policy's weights
     passed: Callable[[int], None] = lambda step: None  # told of each step that the next one follows
@@ -61,9 +60,9 @@ class Clock:
     _groups: dict[int, Request] = field(default_factory=dict, init=False)  # in flight, by number
     _windows: dict[int, int] = field(default_factory=dict, init=False)  # step -> the window that was ordered last in it
     _whole: int = field(default=0, init=False)  # the step of the last whole checkpoint
-    _answer: Callable[[], Generations] | None = field(default=None, init=False)  # of the engines, which are waited for
-    _rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64), init=False)  # that they generate
+    _answer: Callable[[], list[Play]] | None = field(default=None, init=False)  # of the engines, which are waited for
     _unstored: dict[int, str] = field(default_factory=dict, init=False)  # window -> why it is not stored
+    _oldest: int = field(default=1, init=False)  # rollout of a group that was in flight at the last step
     _named: list[int] | None = field(default=None, init=False)  # groups that the checkpoint resumed from has in flight
 
     def __post_init__(self) -> None:
@@ -86,7 +85,7 @@ class Clock:
                 "window/waited_for": float(waited),
                 "window/groups_in_flight": float(len(bank.numbers)),
                 "window/groups_ready": float(len(bank.ready())),
-                "window/samples_paused": float(((bank.ended == 0) & (bank.rows.lengths > 0)).sum()),
+                "window/samples_paused": float(sum(play.open and bool(play.turns or play.said) for play in bank.plays)),
             }
             groups = self._take(bank.ready()[:size])
             self._order()
@@ -117,6 +116,15 @@ class Clock:
         if step in self._windows:
             self.parts.drop(self._windows[step], set(self._windows.values()))
 
+    def give_up(self, step: int) -> int:
+        """All that is in flight, of a run that ends with the rollout of `step`: a next start makes it anew. Returns the
+        first rollout whose groups are in flight, or were until now."""
+        self._land()
+        self._bank = self._fresh(self._bank.numbers)
+        if dist.get_rank() == 0:
+            self.parts.clear()
+        return self._oldest
+
     def state_dict(self) -> dict[str, Any]:
         last = max(self._windows, default=0)  # none between is resumed from once its checkpoint is whole
         return {
@@ -146,11 +154,9 @@ class Clock:
         if stored is not None:
             self._bank = stored
             return
-        requests, rows = self._wanted()
-        self._rows = torch.tensor(rows, dtype=torch.int64)
-        if requests:
-            layout = self.parts.layout
-            self._answer = self.generate.order(requests[share(len(requests), layout.data, layout.dp_rank)])
+        plays, layout = by_prompt(self._bank.open()), self.parts.layout
+        if plays:
+            self._answer = self.generate.go_on(plays[share(len(plays), layout.data, layout.dp_rank)])
         elif self._bank.numbers:  # all are ready: what was taken of them is to be known
             self._store()
 
@@ -171,52 +177,29 @@ class Clock:
 
     def _fresh(self, numbers: list[int]) -> Bank:
         """Groups of which nothing is generated."""
-        count = len(numbers) * self.requests.group
-        none, whole = torch.zeros(count, 0), torch.zeros(count, dtype=torch.int64)
-        full = none.clone() if self.generate.sampling.truncates else None
-        reasons, versions = torch.full_like(whole, LENGTH), none.long()
-        rows = Generations(none.long(), whole, none, reasons, -1, full_logprobs=full, versions=versions)
-        return Bank(self.requests.group, numbers, rows, whole.clone())
-
-    def _wanted(self) -> tuple[list[Request], list[int]]:
-        """What is to be generated in the order of the groups, and which rows that is: paused samples one by one, those
-        of a group that have not begun together."""
-        requests, rows, bank = [], [], self._bank
-        lengths, ended = bank.rows.lengths.tolist(), bank.ended.tolist()
-        for place, number in enumerate(bank.numbers):
-            request, first = self._groups[number], place * bank.group
-            mine = [i for i in range(bank.group) if not ended[first + i]]
-            for i in (i for i in mine if lengths[first + i]):
-                begun = tuple(bank.rows.tokens[first + i, : lengths[first + i]].tolist())
-                requests.append(replace(request, seeds=[request.seeds[i]], begun=begun))
-                rows.append(first + i)
-            if fresh := [i for i in mine if not lengths[first + i]]:
-                requests.append(replace(request, seeds=[request.seeds[i] for i in fresh], begun=()))
-                rows += [first + i for i in fresh]
-        return requests, rows
+        plays = [play for number in numbers for play in self.generate.fresh(self._groups[number], number)]
+        return Bank(self.requests.group, numbers, plays)
 
     def _land(self) -> None:
         if self._answer is None:
             return
         with during(f"window {self._window}"):
-            found = self.generate.answered(self._answer)
+            mine = self._answer()
         self._answer = None
-        found = join_generations(gathered(found, self.parts.layout.pgs.dp))
-        limit = self.generate.sampling.max_response_tokens
-        self._bank.merge(self._rows, found, self._window, self._flown, limit)
+        found = [play for part in gathered(mine, self.parts.layout.pgs.dp) for play in part]
+        self._bank.update(found, self._window)
         self._store()
 
     def _take(self, places: list[int]) -> Groups:
         """This rank's slots of the groups at `places`, which leave the bank."""
+        self._oldest = self._bank.numbers[0] // self.requests.slots + 1
         taken = self._bank.take(places)
         self._bank = self._bank.take(sorted(set(range(len(self._bank.numbers))) - set(places)))
         groups = [replace(self._groups.pop(number), slot=slot) for slot, number in enumerate(taken.numbers)]
         left = {number // self.requests.slots + 1 for number in self._groups}
         self._prompts = {rollout: rows for rollout, rows in self._prompts.items() if rollout in left}
-        there = torch.arange(taken.rows.tokens.shape[1]) < taken.rows.lengths[:, None]
-        oldest = int(taken.rows.versions[there].min())
-        rows = taken.take(list(self.mine)).rows
-        return self.generate.groups([groups[slot] for slot in self.mine], replace(rows, weight_version=oldest))
+        oldest = min((min(turn.versions) for play in taken.plays for turn in play.turns), default=self._flown)
+        return self.generate.ended([groups[slot] for slot in self.mine], taken.take(self.mine).plays, oldest)
 
     # --- what is stored
 

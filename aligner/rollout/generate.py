@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
+from aligner.data.dialogue import Given
 from aligner.data.tokenizer import decode_responses
 from aligner.engines.base import OrderedEngine, RolloutEngine, TellingEngine
 from aligner.errors import EngineError
@@ -17,10 +21,11 @@ from aligner.ops.reduce import gathered
 from aligner.rewards.composite import Early
 from aligner.rollout.collate import join_generations, make_samples
 from aligner.rollout.groups import Groups
+from aligner.rollout.play import Play, grown
 from aligner.rollout.requests import Request
 from aligner.rollout.sharing import raised_together, share
 from aligner.run.timers import Timers
-from aligner.types import Generations, Sample, SamplingParams
+from aligner.types import LENGTH, STOP, Generations, Sample, SamplingParams, Stop
 
 
 @dataclass
@@ -52,23 +57,67 @@ class Generator:
         return self.groups(requests, generations, begun)
 
     def order(self, requests: Sequence[Request]) -> Callable[[], Generations]:
-        """Have the engines begin, which are an `OrderedEngine`; what is returned is for `answered`. Collective."""
+        """Have the engines begin, which are an `OrderedEngine`; what is returned is for `landed`. Collective."""
         assert isinstance(self.engine, OrderedEngine)
         mine = requests[share(len(requests), self.peers.size(), self.peers.rank())]
-        prompts = [(*r.prompt.tokens, *(r.begun or ())) for r in mine]
-        begun = [len(r.begun) for r in mine if r.begun is not None]
         with raised_together(EngineError):
-            return self.engine.order(prompts, [r.seeds for r in mine], self.sampling, begun or None)
+            return self.engine.order([r.prompt.tokens for r in mine], [r.seeds for r in mine], self.sampling)
 
     def landed(self, requests: Sequence[Request], answer: Callable[[], Generations]) -> Groups:
         """Of all requests that were ordered together. Raises EngineError on every rank. Collective."""
-        return self.groups(requests, self.answered(answer))
-
-    def answered(self, answer: Callable[[], Generations]) -> Generations:
-        """As `landed`, before it is text."""
         with raised_together(EngineError):
             generations = answer()
-        return self._joined(generations)
+        return self.groups(requests, self._joined(generations))
+
+    # --- by windows (`rollout/clock.py`)
+
+    def fresh(self, request: Request, number: int) -> list[Play]:
+        """Its samples, of the group of this `number`, of which nothing is generated."""
+        prompt = request.prompt
+        given = Given(prompt.text, prompt.tokens)
+        return [Play(number, i, seed, prompt, given) for i, seed in enumerate(request.seeds)]
+
+    def go_on(self, plays: Sequence[Sequence[Play]]) -> Callable[[], list[Play]]:
+        """Have the engines begin a window: those of a list begin with the same. What is returned waits for what they
+        become, and raises EngineError on every rank. Collective, as that is."""
+        assert isinstance(self.engine, OrderedEngine)
+        mine = plays[share(len(plays), self.peers.size(), self.peers.rank())]
+        prompts, begun = [same[0].read for same in mine], [len(same[0].said) for same in mine]
+        with raised_together(EngineError):
+            answer = self.engine.order(prompts, [[p.seed for p in same] for same in mine], self.sampling, begun)
+        return partial(self._gone_on, [play for same in mine for play in same], answer)
+
+    def _gone_on(self, plays: list[Play], answer: Callable[[], Generations]) -> list[Play]:
+        with raised_together(EngineError):
+            found = answer()
+        reasons, limit = found.finish_reason.tolist(), self.sampling.max_response_tokens
+        for row, play in enumerate(plays):
+            turn = replace(grown(play.begun, found, row), prompt=play.given.tokens)
+            stopped = reasons[row] == STOP
+            if stopped or len(turn.output) >= limit:
+                play.turns, play.begun, play.stop = [turn], None, Stop.ANSWER if stopped else Stop.LENGTH
+            elif turn.output:
+                play.begun = turn
+        return [play for part in gathered(plays, self.peers) for play in part]
+
+    def ended(self, requests: Sequence[Request], plays: Sequence[Play], version: int) -> Groups:
+        """The groups of `requests`, whose samples these are; `version`: of the oldest weights."""
+        turns = [play.turns[0] for play in plays]
+
+        def column(values: Sequence[array], dtype: torch.dtype) -> torch.Tensor:
+            return pad_sequence([torch.frombuffer(v, dtype=dtype) for v in values], batch_first=True)
+
+        cut = self.sampling.truncates
+        generations = Generations(
+            tokens=column([turn.output for turn in turns], torch.int32).long(),
+            lengths=torch.tensor([len(turn.output) for turn in turns], dtype=torch.int64),
+            logprobs=column([turn.logprobs for turn in turns], torch.float32),
+            finish_reason=torch.tensor([STOP if play.stop == Stop.ANSWER else LENGTH for play in plays]),
+            weight_version=version,
+            full_logprobs=column([turn.full for turn in turns], torch.float32) if cut else None,
+            versions=column([turn.versions for turn in turns], torch.int32).long(),
+        )
+        return self.groups(requests, generations)
 
     def groups(
         self, requests: Sequence[Request], generations: Generations, begun: dict[int, Early] | None = None

@@ -43,7 +43,7 @@ def read_landed(version: int, requests: Mapping[int, Request], path: Path, held:
     samples = []
     for i, row in enumerate(rows):
         request, tokens = requests[wanted[i // group]], tuple(found.tokens[i, : lengths[i]].tolist())
-        prompt, index = dataclasses.replace(request.prompt, **_opening(told[row])), i % group
+        prompt, index = dataclasses.replace(request.prompt, **opening(told[row])), i % group
         trajectory, response = _trajectory(told[row]["trajectory"]), told[row]["response"]
         rest = finished[i], version, trajectory, request.seeds[index]
         samples.append(Sample(prompt, index, response, tokens, *rest))
@@ -58,7 +58,8 @@ def _told(sample: Sample) -> dict[str, Any]:
     return found
 
 
-def _opening(told: Mapping[str, Any]) -> dict[str, Any]:
+def opening(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What a prompt is to be given of that."""
     found = {name: told[name] for name in OPENED if name in told}
     return found | {name: tuple(found[name]) for name in ("tokens", "messages") if name in found}
 

@@ -1,8 +1,9 @@
-"""A trajectory on its way, and the row that it becomes."""
+"""A sample on its way, and the row that it becomes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,24 +13,25 @@ from aligner.data.dialogue import Given
 from aligner.data.tool_calls import Call
 from aligner.environments.pool import Session
 from aligner.ops.packing.turns import Row, Turn, rows_of
-from aligner.types import Prompt, Stop
+from aligner.types import Generations, Prompt, Stop
 
 OPEN_ENDS = (Stop.ANSWER, Stop.DONE)  # the trajectory has come to its own end; by all others it was cut
 
 
 @dataclass(eq=False)
 class Play:
-    """Its state between turns."""
+    """Its state between turns; of a single answer, which has no `session`, the one turn is all."""
 
-    place: int  # of its request in this peer's share
+    place: int  # of its request in this peer's share; by the token clock the number of its group
     index: int  # in its group
     seed: int  # of its request
     prompt: Prompt
-    session: Session
     given: Given
-    messages: list[dict[str, Any]]  # as the template gets them
+    session: Session | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)  # as the template gets them
     told: list[dict[str, Any]] = field(default_factory=list)  # behind the prompt, as rewards get them
-    turns: list[Turn] = field(default_factory=list)  # `full` of the last one is not there yet
+    turns: list[Turn] = field(default_factory=list)  # of the last one only tokens may be there yet
+    begun: Turn | None = None  # of the next one, where it pauses
     calls: list[Call] = field(default_factory=list)  # in the last answer
     asked: Future[Answer] | None = None
     stop: Stop | None = None
@@ -40,17 +42,50 @@ class Play:
     retried: int = 0
     wrong: int = 0  # calls that told the model an error
     late: int = 0  # requests of an agent that came before the one before them was answered
+    rollout: int = 0  # of its request
+    waits: int = 0  # where it pauses, its place among those that wait for tools, from 1; 0: it does not
+    ended: int = 0  # by the token clock, the window in which it did
 
     @property
     def open(self) -> bool:
         return self.stop is None
 
+    @property
+    def said(self) -> Sequence[int]:
+        """Of the answer that pauses."""
+        return () if self.begun is None else self.begun.output
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        """What the engine begins with."""
+        return (*self.given.tokens, *self.said)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """In another process nobody waits for what was `asked`."""
+        return self.__dict__ | {"asked": None}
+
+
+def grown(begun: Turn | None, found: Generations, row: int) -> Turn:
+    """An answer that paused, and what row `row` of `found` has behind it."""
+    begun = begun or Turn((), array("i"), array("f"), None, array("i"))
+    more = slice(len(begun.output), max(len(begun.output), int(found.lengths[row])))
+    full = None
+    if found.full_logprobs is not None:
+        full = (begun.full or array("f")) + array("f", found.full_logprobs[row, more].tolist())
+    return Turn(
+        begun.prompt,
+        begun.output + array("i", found.tokens[row, more].tolist()),
+        begun.logprobs + array("f", found.logprobs[row, more].tolist()),
+        full,
+        begun.versions + array("i", [found.weight_version] * (more.stop - more.start)),
+    )
+
 
 def by_prompt(plays: Iterable[Play]) -> list[list[Play]]:
-    """Those of a request that the engine is given the same next, which it reads once."""
-    found: dict[tuple[int, tuple[int, ...]], list[Play]] = {}
+    """Those of a request that the engine is given the same next, which it reads once; one that pauses by itself."""
+    found: dict[tuple[int, tuple[int, ...], int], list[Play]] = {}
     for play in plays:
-        found.setdefault((play.place, play.given.tokens), []).append(play)
+        found.setdefault((play.place, play.given.tokens, play.index if play.said else -1), []).append(play)
     return list(found.values())
 
 
@@ -64,5 +99,6 @@ def joined_rows(play: Play) -> tuple[Row, list[int]]:
         found.made += row.made[cut:]
         found.logprobs += row.logprobs[cut:]
         found.full += row.full[cut:]
+        found.versions += row.versions[cut:]
         forks += [number] * (len(row.tokens) - cut)
     return found, forks

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 
-from aligner.engines.native.schedule import Pool
+from aligner.engines.native.schedule import Pool, Wanted
+from aligner.ops.packing.turns import Turn
 from aligner.rollout.play import Play, by_prompt
 
 
@@ -17,16 +18,18 @@ class Turns(Pool):
 
     `counted`: which play goes on when depends on their numbers alone, never on when an answer comes. As long as half of
     the open plays are with the engine, or as many as it takes, it goes on with these; then the play that has waited the
-    longest is heard, and waited for where its tools are late."""
+    longest is heard, and waited for where its tools are late. In a window, `waiting` goes on from the one before."""
 
     ready: list[Play]
     hear: Callable[[Play], None]
     say: Callable[[Play, list[int], list[float], bool], None]
     seed: Callable[[Play], int]
     counted: bool
+    windowed: bool = False
     taken: list[tuple[Play, int]] = field(default_factory=list)  # of each row of the engine, play and turn
     asked: list[tuple[int, int] | None] = field(default_factory=list)  # of each row what `finished` is told: its number
     waiting: list[Play] = field(default_factory=list)  # for tools, in the order in which they were asked
+    begun: dict[int, Turn] = field(default_factory=dict)  # what rows began with, of those that had paused
 
     in_turns = True
 
@@ -45,12 +48,15 @@ class Turns(Pool):
     def _few(self, busy: int, slots: int) -> bool:
         return busy < slots and busy < len(self.waiting)
 
-    def take(self) -> list[tuple[tuple[int, ...], list[int]]]:
+    def take(self) -> list[Wanted]:
         found, self.ready = by_prompt(self.ready), []
-        plays = [play for same in found for play in same]
-        self.asked += [(len(self.taken) + i, 0) for i in range(len(plays))]
-        self.taken += [(play, len(play.turns)) for play in plays]
-        return [(same[0].given.tokens, [self.seed(play) for play in same]) for same in found]
+        for play in (play for same in found for play in same):
+            row = len(self.taken)
+            self.asked.append((row, 0))
+            self.taken.append((play, len(play.turns)))
+            if play.said:
+                self.begun[row] = play.begun
+        return [Wanted(same[0].read, [self.seed(play) for play in same], len(same[0].said)) for same in found]
 
     def finished(self, number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
         play = self.taken[number][0]

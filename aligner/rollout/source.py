@@ -109,9 +109,7 @@ class RolloutSource:
         if metrics[f"stop/{Stop.FAILED}"] == 1.0:
             first = samples[0].trajectory
             assert first is not None
-            self.score.rewards.forget_failures()
-            if isinstance(self.ahead, Ahead):
-                self.ahead.give_up(step)
+            self.score.rewards.forget_failures(step if self.ahead is None else self.ahead.give_up(step))
             raise EnvironmentFailedError(
                 f"environment: all trajectories of a rollout failed, each asked {first.retried + 1} times "
                 f"(environment.retries); the first one {first.failure}"

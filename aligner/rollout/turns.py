@@ -7,9 +7,10 @@ tools of those that have answered work meanwhile. Or, where an engine can, each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -29,12 +30,31 @@ from aligner.ops.reduce import gathered, max_over
 from aligner.ops.seeds import derive
 from aligner.rewards.composite import Early
 from aligner.rollout.groups import Groups, join_groups
-from aligner.rollout.play import OPEN_ENDS, Play, by_prompt, joined_rows
+from aligner.rollout.play import OPEN_ENDS, Play, by_prompt, grown, joined_rows
 from aligner.rollout.requests import Request
 from aligner.rollout.serving import Turns
 from aligner.rollout.sharing import raised_together, share
 from aligner.run.timers import Timers
 from aligner.types import LENGTH, STOP, Generations, Sample, SamplingParams, Stop, Sums, Trajectory
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What trajectories meet."""
+
+    pool: Pool
+    dialogue: Dialogue
+    cfg: EnvironmentConfig
+    longest_prompt: int
+    scores: bool  # there is a reward to ask the environment for
+
+
+class Pace(Enum):
+    """When a turn is admitted."""
+
+    ROUNDS = "with a turn of all others"
+    ANSWERS = "between two decode steps, as its tools answer"
+    COUNTS = "between two decode steps, by counts: no bit depends on when tools answer"
 
 
 @dataclass
@@ -45,17 +65,15 @@ class TurnGenerator:
     tokenizer: Any
     sampling: SamplingParams
     peers: dist.ProcessGroup | None  # ranks with the same samples; None on one that only generates
-    pool: Pool
-    dialogue: Dialogue
-    cfg: EnvironmentConfig
-    longest_prompt: int
-    scores: bool  # there is a reward to ask the environment for
-    between_steps: bool = False  # turns are admitted one by one, not in rounds
-    counted: bool = True  # so that no bit depends on when tools answer
+    outside: Outside
+    pace: Pace = Pace.ROUNDS
     timers: Timers = field(default_factory=Timers)
     _prompt_tokens: list[int] = field(default_factory=lambda: [0, 0])  # that the engine had kept; in all
 
     kind = Play
+
+    def __post_init__(self) -> None:
+        self.pool, self.dialogue, self.cfg = self.outside.pool, self.outside.dialogue, self.outside.cfg
 
     def __call__(
         self,
@@ -93,58 +111,69 @@ class TurnGenerator:
         made = self._alone([request for _, request in mine], self.sampling)
         return [made.take([i for i, (home, _) in enumerate(mine) if home == rank]) for rank in range(len(asked))]
 
-    def _mine(self, requests: Sequence[Request]) -> Sequence[Request]:
-        return requests[share(len(requests), self.peers.size(), self.peers.rank())]
+    def _mine[Item](self, items: Sequence[Item]) -> Sequence[Item]:
+        return items[share(len(items), self.peers.size(), self.peers.rank())]
 
     def _together(self, mine: Groups) -> Groups:
         """All peers' parts."""
         return mine if self.peers.size() == 1 else join_groups(gathered(mine, self.peers))
 
     def _alone(self, requests: Sequence[Request], sampling: SamplingParams) -> Groups:
-        plays = self._played(requests, sampling)
+        return self._groups(requests, self._played(requests, sampling), self.engine.weight_version)
+
+    def _groups(self, requests: Sequence[Request], plays: Sequence[Play], version: int) -> Groups:
         rows = [joined_rows(play) for play in plays]
-        samples = [self._sample(play, *row) for play, row in zip(plays, rows, strict=True)]
-        return Groups([request.slot for request in requests], self._generations(plays, rows), samples)
+        samples = [self._sample(play, *row, version) for play, row in zip(plays, rows, strict=True)]
+        return Groups([request.slot for request in requests], self._generations(plays, rows, version), samples)
 
     def take_sums(self) -> Sums:
         """Since the last call, of this rank's engine; the same names on every rank."""
         (held, tokens), self._prompt_tokens = self._prompt_tokens, [0, 0]
-        return {"engine/prefix_cache_hit_rate": (float(held), float(tokens))} if self.between_steps else {}
+        served = self.pace != Pace.ROUNDS
+        return {"engine/prefix_cache_hit_rate": (float(held), float(tokens))} if served else {}
 
     def _played(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Play]:
+        plays = [
+            self._play(place, i, request) for place, request in enumerate(requests) for i in range(len(request.seeds))
+        ]
         with raised_together(DataError):
-            plays = self._begun(requests, sampling)
-        if self.between_steps:
-            self._serve(plays, sampling)
-        else:
+            if requests and requests[0].rollout > 0:
+                self.pool.log.begin(requests[0].rollout)
+            self._begin(plays, sampling)
+        if self.pace == Pace.ROUNDS:
             self._in_rounds(plays, sampling)
+        else:
+            with raised_together(EngineError):
+                self._served(self._turns(plays, sampling, self.pace == Pace.COUNTS), sampling)
+                self._heard(plays, sampling)
         for play in plays:
             self.pool.forget(play.session)
         return plays
 
-    def _serve(self, plays: list[Play], sampling: SamplingParams) -> None:
+    def _turns(self, plays: Sequence[Play], sampling: SamplingParams, counted: bool) -> Turns:
+        going = [play for play in plays if play.open]
+        longest = max((len(play.prompt.tokens) for play in going), default=1)
+        return Turns(
+            longest=longest + self.cfg.max_tokens - sampling.max_response_tokens,
+            prompts=len(going),
+            rows=len(going),
+            ready=[play for play in going if play.asked is None],
+            hear=lambda play: self._hear(play, sampling),
+            say=self._answered,
+            seed=self._seed,
+            counted=counted,
+            waiting=sorted((play for play in going if play.asked is not None), key=lambda play: play.waits),
+        )
+
+    def _served(self, turns: Turns, sampling: SamplingParams) -> None:
         """By this rank's engine alone, which takes a prompt when it is there."""
         assert isinstance(self.engine, ServingEngine)
-        ready = [play for play in plays if play.open]
-        longest = max((len(play.given.tokens) for play in ready), default=1)
-        turns = Turns(
-            longest + self.cfg.max_tokens - sampling.max_response_tokens,
-            len(ready),
-            len(ready),
-            ready,
-            lambda play: self._hear(play, sampling),
-            self._answered,
-            self._seed,
-            self.counted,
-        )
-        with raised_together(EngineError):
-            if ready:
-                found = self.engine.serve(turns, turns.asked, turns.finished, sampling)
-                self._fill(turns.taken, found)
-                stats = self.engine.stats
-                self._prompt_tokens[0] += stats.held_tokens
-                self._prompt_tokens[1] += stats.prompt_tokens
-                self._heard(plays, sampling)
+        if not turns.rows:
+            return
+        found = self.engine.serve(turns, turns.asked, turns.finished, sampling)
+        self._fill(turns.taken, found, turns.begun)
+        self._prompt_tokens[0] += self.engine.stats.held_tokens
+        self._prompt_tokens[1] += self.engine.stats.prompt_tokens
 
     def _in_rounds(self, plays: list[Play], sampling: SamplingParams) -> None:
         while int(max_over(torch.tensor(sum(play.open for play in plays)), dist.group.WORLD)):
@@ -156,12 +185,7 @@ class TurnGenerator:
             while play.asked is not None:
                 self._hear(play, sampling)
 
-    def _begun(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Play]:
-        plays = [
-            self._play(place, i, request) for place, request in enumerate(requests) for i in range(len(request.seeds))
-        ]
-        if requests and requests[0].rollout > 0:
-            self.pool.log.begin(requests[0].rollout)
+    def _begin(self, plays: Sequence[Play], sampling: SamplingParams) -> None:
         for play in plays:
             self._reset(play, sampling)
         for play in plays:
@@ -170,7 +194,6 @@ class TurnGenerator:
             if self._works(play, answer):
                 self._opened(play, answer["value"])
         self._heard(plays, sampling)  # of those that have ended already
-        return plays
 
     def _reset(self, play: Play, sampling: SamplingParams) -> None:
         play.asked = self.pool.ask(play.session, "reset", seed=play.session.seed, row=play.session.row)
@@ -182,7 +205,8 @@ class TurnGenerator:
         row = {name: value for name, value in prompt.fields.items() if name not in ("messages", "tools")}
         session = Session(str(seed), group, row, logged=request.rollout > 0)
         messages = list(prompt.messages)
-        return self.kind(place, index, seed, prompt, session, self.dialogue.resume(messages, prompt.tokens), messages)
+        given = self.dialogue.resume(messages, prompt.tokens)
+        return self.kind(place, index, seed, prompt, given, session, messages, rollout=request.rollout)
 
     def _opened(self, play: Play, opening: list[dict[str, Any]]) -> None:
         if opening:
@@ -192,8 +216,8 @@ class TurnGenerator:
     def _open(self, play: Play, messages: list[dict[str, Any]], given: Given, what: str) -> None:
         """With another prompt than the row's."""
         play.messages, play.given, tokens = messages, given, given.tokens
-        if len(tokens) > self.longest_prompt:
-            expected = f"at most data.max_prompt_tokens={self.longest_prompt}"
+        if len(tokens) > self.outside.longest_prompt:
+            expected = f"at most data.max_prompt_tokens={self.outside.longest_prompt}"
             raise DataError(f"{what} of {len(tokens)} tokens: expected {expected}")
         play.prompt = replace(play.prompt, tokens=tokens, text=given.text, messages=tuple(messages))
 
@@ -216,13 +240,18 @@ class TurnGenerator:
         return derive(play.seed, len(play.turns)) if play.turns else play.seed
 
     @staticmethod
-    def _fill(rows: list[tuple[Play, int]], found: Generations) -> None:
-        """The logprobs of turns, by play and number."""
-        both = [found.logprobs] if found.full_logprobs is None else [found.logprobs, found.full_logprobs]
-        columns = [column.tolist() for column in both]
-        for (play, number), *numbers in zip(rows, *columns, strict=True):
-            turn = play.turns[number]
-            play.turns[number] = Turn(turn.prompt, turn.output, *(column[: len(turn.output)] for column in numbers))
+    def _fill(rows: list[tuple[Play, int]], found: Generations, begun: Mapping[int, Turn] | None = None) -> None:
+        """What is to be told of the tokens of turns, by play and number; those that have not ended pause. `begun`: rows
+        of turns that had paused before."""
+        for row, (play, number) in enumerate(rows):
+            said = grown((begun or {}).get(row), found, row)
+            if number < len(play.turns):
+                turn, count = play.turns[number], len(play.turns[number].output)
+                full = None if said.full is None else said.full[:count]
+                numbers = said.logprobs[:count], full, said.versions[:count]
+                play.turns[number] = Turn(turn.prompt, turn.output, *numbers)
+            elif said.output:
+                play.begun = replace(said, prompt=play.given.tokens)
 
     @contextmanager
     def _listening(self, together: list[list[Play]]) -> Iterator[None]:
@@ -238,6 +267,7 @@ class TurnGenerator:
     def _answered(self, play: Play, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
         """Take an answer, and ask for what it calls, or for the score of a trajectory that it ends."""
         play.turns.append(Turn(play.given.tokens, tokens, logprobs))
+        play.begun = None
         ends = stopped and tokens[-1] in self.sampling.stop_token_ids
         text = self.dialogue.decode(tokens[:-1] if ends else tokens)
         beside, play.calls = read_calls(text, self.dialogue.calls) if stopped else (text, [])
@@ -253,7 +283,7 @@ class TurnGenerator:
 
     def _end(self, play: Play, stop: Stop) -> None:
         play.stop = stop
-        play.asked = self.pool.ask(play.session, "score") if self.scores and not play.failure else None
+        play.asked = self.pool.ask(play.session, "score") if self.outside.scores and not play.failure else None
 
     def _hear(self, play: Play, sampling: SamplingParams) -> None:
         """What tools or environment gave, once it is there: the trajectory goes on, or comes to its end."""
@@ -307,7 +337,7 @@ class TurnGenerator:
             play.stop, play.failure = Stop.FAILED, f"{answer['failed']}: {answer['text']}"
         return not play.failure
 
-    def _sample(self, play: Play, row: Row, forks: list[int]) -> Sample:
+    def _sample(self, play: Play, row: Row, forks: list[int], version: int) -> Sample:
         turns, score, gamma = len(play.turns), play.score, self.cfg.gamma
         last = play.turns[-1].output if turns else ()
         if score is not None:  # the environment's last word is of the last turn
@@ -323,29 +353,28 @@ class TurnGenerator:
             self.tokenizer.decode(list(last), skip_special_tokens=True),
             tuple(row.tokens),
             play.stop in OPEN_ENDS,
-            self.engine.weight_version,
+            version,
             trajectory,
             play.seed,
         )
 
-    def _generations(self, plays: list[Play], rows: list[tuple[Row, list[int]]]) -> Generations:
+    def _generations(self, plays: Sequence[Play], rows: list[tuple[Row, list[int]]], version: int) -> Generations:
         """What is behind the prompts, N trajectories; a part that was rendered anew follows the one before it."""
-        width = max((len(row.tokens) for row, _ in rows), default=0)
-
-        def column(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor([[*v, *[0] * (width - len(v))] for v in values], dtype=dtype).view(len(values), width)
-
-        full = column([row.full for row, _ in rows], torch.float32) if self.sampling.truncates else None
         return Generations(
             tokens=column([row.tokens for row, _ in rows], torch.int64),
             lengths=torch.tensor([len(row.tokens) for row, _ in rows], dtype=torch.int64),
             logprobs=column([row.logprobs for row, _ in rows], torch.float32),
             finish_reason=torch.tensor([STOP if p.stop in OPEN_ENDS else LENGTH for p in plays], dtype=torch.int64),
-            weight_version=self.engine.weight_version,
-            full_logprobs=full,
+            weight_version=version,
+            full_logprobs=column([row.full for row, _ in rows], torch.float32) if self.sampling.truncates else None,
             made=column([row.made for row, _ in rows], torch.bool),
             forks=column([forks for _, forks in rows], torch.int64),
         )
+
+
+def column(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> torch.Tensor:
+    width = max(map(len, values), default=0)
+    return torch.tensor([[*v, *[0] * (width - len(v))] for v in values], dtype=dtype).view(len(values), width)
 
 
 def trajectory_sums(samples: Sequence[Sample]) -> tuple[Sums, dict[str, float]]:

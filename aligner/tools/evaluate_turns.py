@@ -17,6 +17,7 @@ from aligner.environments.tools import Tools, schemas
 from aligner.ops.seeds import request_seed
 from aligner.rollout.agents import kind_of_generator
 from aligner.rollout.requests import Request
+from aligner.rollout.turns import Outside
 from aligner.tools.generate import Answerer, dialogue_of
 from aligner.types import Prompt, Sample, SamplingParams
 
@@ -28,16 +29,13 @@ def play(
     told = schemas(tools)
     sampling = replace(sampling, stop_token_ids=stop_token_ids(model.tokenizer))
     dialogue = partial(dialogue_of, cfg, model.tokenizer)
+    pool = Pool(cfg.environment, told, AnswerLog(Path(cfg.run.dir) / FOLDER, 0))
     generator = kind_of_generator(cfg.environment, dialogue)(
         model.engine,
         model.tokenizer,
         sampling,
         dist.group.WORLD,
-        Pool(cfg.environment, told, AnswerLog(Path(cfg.run.dir) / FOLDER, 0)),
-        dialogue(told),
-        cfg.environment,
-        cfg.data.max_prompt_tokens,
-        tools.scores,
+        Outside(pool, dialogue(told), cfg.environment, cfg.data.max_prompt_tokens, tools.scores),
     )
     seeds = [[request_seed(cfg.seed, -1, prompt.id, i) for i in range(cfg.eval.samples)] for prompt in prompts]
     return generator.samples([Request(i, p, s) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))], sampling)

@@ -27,7 +27,7 @@ from aligner.config.sections.sampling import SamplingConfig
 from aligner.data.dialogue import Dialogue
 from aligner.data.shipped_templates import use_chat_template
 from aligner.data.tokenizer import stop_token_ids
-from aligner.engines.native.schedule import Pool
+from aligner.engines.native.schedule import Pool, Wanted
 from aligner.environments.openai_api import SAMPLED, ApiError, ChatRequest, Reply, check_model, nowhere, require_server
 from aligner.errors import AlignerError, ConfigError
 from aligner.rollout.agents import Dialogues, message_of, said
@@ -102,13 +102,13 @@ class Together(Pool):
     def wants(self, active: int, slots: int) -> bool:
         return not self.asks or (active < slots and self._next() is not None)
 
-    def take(self) -> list[tuple[tuple[int, ...], list[int]]]:
+    def take(self) -> list[Wanted]:
         new = [] if self.asks else [self.first]
         while self._next() is not None:
             new.append(self.desk.take())
         self.asked += [(len(self.asks) + i, 0) for i in range(len(new))]
         self.asks += new
-        return [(ask.tokens, [ask.seed]) for ask in new]
+        return [Wanted(ask.tokens, [ask.seed]) for ask in new]
 
     def _next(self) -> Ask | None:
         """The one that has waited the longest, if it fits. Nobody but the engine's thread takes any away."""

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
 JOB = "tests.algorithms.ahead_jobs:generations"
 CLOCK = "environment.path=tests/assets/environments.py:Clock"
+LATE = "environment.path=tests/assets/environments.py:Late"
 SAME = ("eval/", "reward/", "response/", "advantage/", "policy/", "mismatch/", "loss", "stop/", "environment/")
 
 
@@ -94,6 +95,47 @@ def test_a_run_that_was_cut_off_goes_on_with_the_answers_that_it_was_given(ranks
     lines = [line for path in (tmp_path / "run" / FOLDER).iterdir() for line in path.read_text().splitlines() if line]
     keys = [tuple(json.loads(line.partition(" ")[2])[:3]) for line in lines if not line.startswith(" ")]
     assert len(keys) == len(set(keys)) > 40
+
+
+def windows(*more):
+    return ahead("engine.window=4", *more)
+
+
+@pytest.fixture(scope="module")
+def paused(ranks, talker, tmp_path_factory):
+    """A run by windows whose tools are late."""
+    run = tmp_path_factory.mktemp("paused") / "run"
+    more = [LATE, "+environment.args.most_s=0.2", f"data.eval={talker / 'train.jsonl'}", "run.eval_every=2"]
+    ranks.run(JOB, world=2, arguments=settings(talker, run, *windows(*more), "run.steps=4"))
+    return run
+
+
+def test_windows_do_not_hang_on_when_tools_answer(ranks, talker, tmp_path, paused):
+    """Tools that are late and tools that answer at once: bit by bit."""
+    more = [LATE, "+environment.args.most_s=0", f"data.eval={talker / 'train.jsonl'}", "run.eval_every=2"]
+    ranks.run(JOB, world=2, arguments=settings(talker, tmp_path / "run", *windows(*more), "run.steps=4"))
+    one, two = stages.records(paused), stages.records(tmp_path / "run")
+    same(one, two)
+    assert stages.same_weights(paused, tmp_path / "run")
+    last = one[-1]
+    assert last["staleness/max"] > last["staleness/mean"] > 0 and "staleness/q4_mean" in last
+    assert last["environment/turns_mean"] > 1.2 and max(r.get("window/samples_paused", 0) for r in one) > 0
+
+
+def test_trajectories_in_flight_go_on_after_the_power_went_off(ranks, talker, tmp_path):
+    """Two trainers and two engines, dice that are others at each start. The checkpoint of step 2 has samples that wait
+    for their tools or pause in an answer; what is made again is given the answers that it had."""
+    more = windows("run.steps=5", "checkpoint.every=2", "batch.prompts=2", "batch.micro_batch_samples=4")
+    more += ["engine.ranks=2"]
+    (cut, *_), *_ = ranks.run(JOB, world=4, arguments=settings(talker, tmp_path / "run", *more), cut=4)
+    assert cut and stages.checkpoints(tmp_path / "run") == [2]
+    told = ranks.run(JOB, world=4, arguments=settings(talker, tmp_path / "run", *more))
+    assert "WARNING" not in told[0][2]
+    assert stages.records(tmp_path / "run")[1]["window/samples_paused"] > 0
+    shutil.copytree(tmp_path / "run" / FOLDER, tmp_path / "again" / FOLDER)
+    ranks.run(JOB, world=4, arguments=settings(talker, tmp_path / "again", *more))
+    assert stages.same_weights(tmp_path / "run", tmp_path / "again")
+    assert not stages.differences(tmp_path / "run", tmp_path / "again")
 
 
 def test_what_failed_altogether_is_asked_again(ranks, talker, tmp_path):

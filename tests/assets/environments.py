@@ -218,3 +218,14 @@ class Absent(Clock):
         if self.away.exists():
             raise ConnectionError("nobody is there")
         super().reset(seed)
+
+
+class Late(Clock):
+    """Answers that the seed has fixed, as late as it happens."""
+
+    async def roll(self) -> str:
+        """
+        Rolls the dice.
+        """
+        await asyncio.sleep(random.SystemRandom().uniform(0, self.most_s))
+        return str(self.random.randint(1, 6))

@@ -75,7 +75,21 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("grpo", ["engine.ranks=2", "engine.spares=1", "environment.tools=[a:b]"], 3, "engine.spares"),
         ("grpo", ["engine.ranks=2", "engine.spares=1", "engine.silent_s=1"], 3, "engine.silent_s"),
         ("grpo", ["engine.lag=1"], 2, "engine.lag"),
-        ("grpo", ["engine.ranks=1", "engine.lag=1", "engine.window=8", "environment.tools=[a:b]"], 2, "engine.window"),
+        (
+            "grpo",
+            ["engine.ranks=1", "engine.lag=1", "engine.window=8", "environment.agent=a:b"],
+            2,
+            "environment.agent",
+        ),
+        (
+            "grpo",
+            [
+                *["engine.ranks=2", "engine.tensor_parallel=2", "engine.lag=1", "engine.window=8"],
+                "environment.tools=[a:b]",
+            ],
+            3,
+            "engine.tensor_parallel",
+        ),
         ("grpo", ["engine.ranks=1", "engine.window=8"], 2, "engine.window"),
         ("grpo", ["engine.ranks=1", "engine.lag=1", "engine.window=-1"], 2, "engine.window"),
         ("grpo", ["engine.ranks=1", "engine.lag=1", "engine.window=8", "engine.name=vllm"], 2, "engine.name"),
@@ -213,6 +227,7 @@ def test_exactly_full_context_is_allowed(make):
     validate(make("grpo", "engine.ranks=1", "engine.lag=2", "algorithm.old_logprobs=engine"), 2)
     validate(make("grpo", "engine.ranks=1", "engine.lag=2", "algorithm.old_logprobs=proxy"), 2)
     validate(make("grpo", "engine.ranks=1", "engine.lag=1", "engine.window=64"), 2)
+    validate(make("grpo", "engine.ranks=1", "engine.lag=1", "engine.window=64", "environment.tools=[a:b]"), 2)
     validate(make("ppo", "critic.init=.", "reward.model=''", "reward.functions=[{path:math}]"), 1)
     trunk = ["critic.trunk=policy", "model.lora.rank=2"]
     validate(make("ppo", *trunk, "reward.model=''", "reward.functions=[{path:math}]"), 1)

@@ -10,7 +10,7 @@ from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.native.graphs import DecodeGraphs
 from aligner.engines.native.prefixes import BLOCK, Prefixes
-from aligner.engines.native.schedule import Batch, Pool, plan_generation
+from aligner.engines.native.schedule import Batch, Pool, Room, Wanted, plan_generation
 from aligner.types import SamplingParams
 from tests.engines.contract import LLAMA, fill, reference
 from tests.engines.graph_recorder import CpuRecorder
@@ -43,7 +43,7 @@ class Talks(Pool):
         found, self.ready = self.ready, []
         self.asked += [(len(self.taken) + i, 0) for i in range(len(found))]
         self.taken += found
-        return [(tuple(self.tokens[talk]), [100 * talk + turn]) for talk, turn in found]
+        return [Wanted(tuple(self.tokens[talk]), [100 * talk + turn]) for talk, turn in found]
 
     def finished(self, number, index, tokens, logprobs, stopped):
         talk, turn = self.taken[number]
@@ -165,7 +165,7 @@ def test_the_longest_prefix_is_found_and_slots_are_never_shared():
 
 def test_rows_that_come_one_by_one_are_not_copied_each_time():
     sampling = SamplingParams(SAID)
-    batch = Batch(plan_generation([], [], sampling, EngineConfig(), 1), sampling, torch.device("cpu"))
+    batch = Batch(plan_generation([], sampling, EngineConfig(), Room(1)), sampling, torch.device("cpu"))
     outputs = []  # kept, so that no two lie at one address
     for rows in range(1, 1001):
         batch.make_room(rows)

@@ -133,34 +133,36 @@ def test_an_average_and_other_rows_cost_what_they_are():
 
 def test_the_kv_cache_is_cut_as_the_engine_cuts_it():
     from aligner.config.sections.engine import EngineConfig
-    from aligner.engines.native.schedule import plan_generation
+    from aligner.engines.native.schedule import Room, Wanted, plan_generation
     from aligner.plan.shapes import kv_bytes
     from aligner.types import SamplingParams
 
     model = shape("qwen3_0.6b")
     for budget, most in ((1 << 30, 512), (4 << 30, 24), (1 << 33, 512)):
         job = grpo(model, Grid(data=8), Engine(kv_bytes=float(budget), max_batch=most))
-        prompts = [[1] * 256] * 8
+        wanted = [Wanted([1] * 256, [0] * 16)] * 8
         config = EngineConfig(kv_cache_bytes=budget, max_batch=most)
         token = kv_bytes(model, 2)
-        plan = plan_generation(prompts, [[0] * 16] * 8, SamplingParams(2048), config, token)
+        plan = plan_generation(wanted, SamplingParams(2048), config, Room(token))
         slots, held = job.slots()
         assert slots == plan.slots and held == (plan.slots * plan.positions + plan.chunk_tokens) * token <= budget
 
 
+@pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("budget, most", [(1 << 30, 512), (1 << 36, 24)])
-def test_what_is_kept_of_trajectories_is_planned(budget, most):
+def test_what_is_kept_of_trajectories_is_planned(budget, most, window):
     from aligner.config.sections.engine import EngineConfig
-    from aligner.engines.native.schedule import plan_generation
+    from aligner.engines.native.schedule import Room, plan_generation
     from aligner.plan.shapes import kv_bytes
     from aligner.rollout.serving import Turns
     from aligner.types import SamplingParams
 
     model = shape("qwen3_0.6b")
-    job = grpo(model, Grid(data=8), Engine(kv_bytes=float(budget), max_batch=most), turns=2048 - 300)
+    engine = Engine(kv_bytes=float(budget), max_batch=most, window=window)
+    job = grpo(model, Grid(data=8), engine, turns=2048 - 300)
     pool = Turns(256 + 2048 - 300, 128, 128, [], None, None, None, True)
-    config, token = EngineConfig(kv_cache_bytes=budget, max_batch=most), kv_bytes(model, 2)
-    plan = plan_generation([], [], SamplingParams(300), config, token, pool)
+    config, token = EngineConfig(kv_cache_bytes=budget, max_batch=most, window=window), kv_bytes(model, 2)
+    plan = plan_generation([], SamplingParams(300), config, Room(token), pool)
     slots, held = job.slots()
     assert slots == plan.slots and held == (plan.prefixes.slots * plan.positions + plan.chunk_tokens) * token <= budget
     assert plan.prefixes.slots == 128 if budget > 1 << 30 else plan.slots

@@ -1,49 +1,97 @@
 """The file of the samples in flight: read by the run that wrote it, whole, or not at all."""
 
+from array import array
+from dataclasses import replace
+
 import pytest
-import torch
 
+from aligner.data.dialogue import Given
+from aligner.data.tool_calls import Call
+from aligner.environments.pool import Session
+from aligner.ops.packing.turns import Turn
 from aligner.rollout.bank import Bank, Whole, read_bank, write_bank
-from aligner.types import STOP, Generations
+from aligner.rollout.play import Play
+from aligner.types import Prompt, Stop
+
+PROMPT = Prompt(4, (7, 8, 9), "a b", {"answer": "c"}, ({"role": "user", "content": "a b"},))
 
 
-@pytest.fixture
-def bank():
-    tokens, lengths = torch.arange(12).view(4, 3), torch.tensor([3, 1, 0, 2])
-    rows = Generations(tokens, lengths, torch.rand(4, 3), torch.full((4,), STOP), -1, versions=torch.ones_like(tokens))
-    return Bank(2, [5, 8], rows, torch.tensor([1, 0, 0, 2]))
+def said(prompt, *tokens, full=True):
+    """By two versions, logprobs that float32 has."""
+    logprobs = array("f", [-0.1 * t for t in tokens])
+    versions = array("i", [2] * (len(tokens) - 1) + [5])
+    return Turn(tuple(prompt), array("i", tokens), logprobs, array("f", logprobs) if full else None, versions)
+
+
+def answers():
+    """As they are at the start: fresh, paused, ended."""
+    fresh = [Play(number, i, 10 * number + i, PROMPT, Given("a b", PROMPT.tokens)) for number in (5, 8) for i in (0, 1)]
+    paused = replace(fresh[1], begun=said(PROMPT.tokens, 3, 4))
+    ended = replace(fresh[2], turns=[said(PROMPT.tokens, 6)], stop=Stop.ANSWER, ended=2)
+    return fresh, [fresh[0], paused, ended, fresh[3]]
+
+
+def trajectories():
+    """Of an environment that opened the prompt: one that pauses in its second turn, one whose tools work, one that was
+    rendered anew, one that failed."""
+    fresh = [replace(play, session=Session(str(play.seed), 1, {"answer": "c"}), rollout=1) for play in answers()[0]]
+    opened = replace(PROMPT, tokens=(7, 8, 9, 1), text="a b go", messages=(*PROMPT.messages, {"role": "user"}))
+    first, asked = said(opened.tokens, 3, 2, full=False), [{"op": "reset", "seed": 1}, {"op": "turn", "calls": []}]
+    more = {"prompt": opened, "turns": [first], "messages": [{"role": "assistant", "content": "x"}], "rewards": [0.1]}
+    one, two, three = (replace(p, session=replace(p.session, asked=asked), **more) for p in fresh[:3])
+    second = said((*opened.tokens, 3, 2, 11), 6, full=False)
+    paused = replace(one, given=Given("a b go x", second.prompt), begun=second)
+    waits = replace(two, calls=[Call("roll", {"n": 2}), Call(fault="no JSON")], waits=3, seconds=0.1, retried=1)
+    waits.given = Given("a b go", opened.tokens)
+    anew = replace(three, given=Given("z", (1, 2)), wrong=1)
+    failed = replace(fresh[3], stop=Stop.FAILED, failure="hung: no answer", ended=2)
+    return fresh, [paused, waits, anew, failed]
 
 
 def parts(folder, key="this run"):
     return Whole(folder, key, None, 8)  # its layout is not asked: rank 0 writes all
 
 
-@pytest.fixture
-def stored(tmp_path, bank):
-    parts(tmp_path).write(3, 7, lambda path: write_bank(bank, path), {"groups": bank.numbers})
-    return tmp_path / "step-00000003"
+def stored(folder, plays):
+    bank = Bank(2, [5, 8], plays)
+    parts(folder).write(3, 7, lambda path: write_bank(bank, path), {"groups": bank.numbers})
+    return folder / "step-00000003"
 
 
-def test_it_is_read_as_it_was_written(stored, bank):
-    manifest = parts(stored.parent).whole(3)
+@pytest.mark.parametrize("kind", [answers, trajectories])
+def test_it_is_read_as_it_was_written(tmp_path, kind):
+    fresh, plays = kind()
+    stored(tmp_path, plays)
+    manifest = parts(tmp_path).whole(3)
     assert manifest[0]["weight_version"] == 7 and manifest[0]["groups"] == [5, 8]
-    (found,) = parts(stored.parent).read(3, manifest, lambda *part: read_bank(bank, *part))
-    for name, tensor in bank.rows.tensors().items():
-        assert torch.equal(found.rows.tensors()[name], tensor), name
-    assert torch.equal(found.ended, bank.ended)
+    (found,) = parts(tmp_path).read(3, manifest, lambda *part: read_bank(Bank(2, [5, 8], fresh), *part))
+    for one, other in zip(found.plays, plays, strict=True):
+        assert vars(one) == vars(other)
 
 
-def test_one_of_another_run_is_left_out_and_deleted(stored, capsys):
-    assert parts(stored.parent, "another run").whole(3) is None
-    assert not stored.exists() and capsys.readouterr().out == ""
+def test_groups_are_ready_in_the_order_in_which_their_last_samples_ended():
+    _, plays = answers()
+    for play, window in zip(plays, (3, 1, 2, 2), strict=True):
+        play.ended = window
+    bank = Bank(2, [5, 8], plays)
+    assert bank.ready() == [1, 0] and bank.take([1]).numbers == [8] and bank.open() == []
+    plays[3].ended = 0
+    assert bank.ready() == [0] and bank.open() == [plays[3]]
+
+
+def test_one_of_another_run_is_left_out_and_deleted(tmp_path, capsys):
+    folder = stored(tmp_path, answers()[1])
+    assert parts(tmp_path, "another run").whole(3) is None
+    assert not folder.exists() and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
     "torn, told", [("missing", ""), ("half", "damaged"), ("empty", "damaged"), ("altered", "damaged")]
 )
-def test_a_torn_description_is_none(stored, capsys, torn, told):
+def test_a_torn_description_is_none(tmp_path, capsys, torn, told):
     """A kill before it is written, a file system that lost its end, an edit."""
-    (path,) = stored.glob("*.json")
+    folder = stored(tmp_path, answers()[1])
+    (path,) = folder.glob("*.json")
     text = path.read_bytes()
     if torn == "missing":
         path.unlink()
@@ -51,6 +99,6 @@ def test_a_torn_description_is_none(stored, capsys, torn, told):
         path.write_bytes(
             {"half": text[: len(text) // 2], "empty": b"", "altered": text.replace(b"[5, 8]", b"[5, 9]")}[torn]
         )
-    assert parts(stored.parent).whole(3) is None
+    assert parts(tmp_path).whole(3) is None
     out = capsys.readouterr().out
-    assert told in out and ("generated again" in out) == bool(told) and not stored.exists()
+    assert told in out and ("generated again" in out) == bool(told) and not folder.exists()

@@ -21,6 +21,7 @@ class Engine:
         self.turns = Turns(1, plays, plays, [], self.hear, self.say, lambda play: play.number, counted)
         for number in range(plays):
             given, state = SimpleNamespace(tokens=(number,)), {"place": 0, "open": True, "asked": None}
+            state |= {"said": (), "read": given.tokens}
             self.turns.ready.append(SimpleNamespace(number=number, turns=[], given=given, **state))
 
     def say(self, play, tokens, logprobs, stopped):
@@ -40,7 +41,7 @@ class Engine:
             while self.turns.wants(len(waiting) + len(running), SLOTS):
                 row = len(self.turns.taken)
                 taken = self.turns.take()
-                waiting += range(row, row + sum(len(seeds) for _, seeds in taken))
+                waiting += range(row, row + sum(len(one.seeds) for one in taken))
             while waiting and len(running) < SLOTS:
                 row = waiting.pop(0)
                 play, turn = self.turns.taken[row]

@@ -23,7 +23,7 @@ from aligner.rollout.loss_inputs import sample_rows
 from aligner.rollout.requests import Request
 from aligner.rollout.score import Scorer
 from aligner.rollout.source import RolloutSource
-from aligner.rollout.turns import TurnGenerator, trajectory_sums
+from aligner.rollout.turns import Outside, TurnGenerator, trajectory_sums
 from aligner.tools.calculator import TEMPLATE
 from aligner.types import LENGTH, STOP, Generations, Prompt, SamplingParams, Stop
 
@@ -69,7 +69,7 @@ def play(tokenizer, tmp_path, world):
         pool = Pool(cfg, dialogue.tools, AnswerLog(tmp_path / folder, 0))
         engine = Scripted(tokenizer, script)
         sampling = SamplingParams(60, stop_token_ids=(tokenizer.eos_token_id,))
-        generator = TurnGenerator(engine, tokenizer, sampling, world, pool, dialogue, cfg, 100, tools.scores)
+        generator = TurnGenerator(engine, tokenizer, sampling, world, Outside(pool, dialogue, cfg, 100, tools.scores))
         messages = ({"role": "user", "content": "q"},)
         given = dialogue.begin(list(messages))
         prompt = Prompt(0, given.tokens, given.text, row or {}, messages)

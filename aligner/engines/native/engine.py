@@ -11,7 +11,7 @@ In slots that no running row needs lie rows that have ended and may go on (`pref
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from aligner.engines.native.linear import Memories
 from aligner.engines.native.model import NativeModel
 from aligner.engines.native.peers import Peers
 from aligner.engines.native.routes import Routes
-from aligner.engines.native.schedule import Batch, Plan, Pool, plan_generation
+from aligner.engines.native.schedule import Batch, Plan, Pool, Room, Wanted, plan_generation
 from aligner.errors import ConfigError, RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
@@ -196,9 +196,9 @@ class NativeEngine:
         which (prompt, sample) a row is to `finished`, None if it is of another rank. A sample ends with the token whose
         logits are not finite, with logprob NaN.
 
-        `begun` makes it a window of `engine.window` decode steps: of each prompt's tokens so many are the response
-        already, of its one sample. Prompts get slots in their order. What has not ended then is told as it stands,
-        with length 0 if it had no slot; logprobs are 0 of tokens that were there.
+        `begun`, or a `pool` of it, makes it a window of `engine.window` decode steps: of each prompt's tokens so many
+        are the response already, of its one sample. Prompts get slots in their order. What has not ended then is told
+        as it stands, with length 0 if it had no slot; logprobs are 0 of tokens that were there.
         """
         self._ledger.require()
         assert not self._asleep, "generate() on a sleeping engine: wake() it first"
@@ -207,8 +207,11 @@ class NativeEngine:
         unit = 1 if self.graphs is None else REACH  # graphs are of one shape of the cache
         routes, token_bytes = self.routes, self.cache.token_bytes
         token_bytes += 0 if routes is None else routes.token_bytes
-        sizes = token_bytes, pool, unit, self.cache.row_bytes, begun
-        plan = plan_generation(prompts, seeds, sampling, self.config, *sizes)
+        assert len(prompts) == len(seeds), f"{len(prompts)} prompts, but seeds for {len(seeds)}"
+        windowed = begun is not None or (pool is not None and pool.windowed)
+        wanted = [Wanted(*one) for one in zip(prompts, seeds, begun or [0] * len(prompts), strict=True)]
+        config = self.config if windowed else replace(self.config, window=0)
+        plan = plan_generation(wanted, sampling, config, Room(token_bytes, self.cache.row_bytes, unit), pool)
         if plan.row_tokens > self.model.cfg.max_position:
             raise ConfigError(
                 "model.max_position",
@@ -225,7 +228,7 @@ class NativeEngine:
             self.cache.resize(plan.prefixes.slots, plan.positions, plan.chunk_tokens, budget, plan.chunk_prompts)
             if routes is not None:
                 routes.resize(plan.slots, plan.positions)
-            while self._goes_on(plan, batch) and (begun is None or self.stats.steps < self.config.window):
+            while (not plan.window or self.stats.steps < plan.window) and self._goes_on(plan, batch):
                 before = batch.finished
                 moves = self.step(plan, batch, sampling)
                 if plan.pool is not None:
@@ -296,7 +299,7 @@ class NativeEngine:
                     self.routes.admit(prompt.staged_at, prompt.length, batch.active, count)
                 rows = batch.add(prompt, first, count)
                 if self._keeps(plan):
-                    plan.prefixes.given |= dict.fromkeys(rows, tuple(prompt.tokens))
+                    plan.prefixes.given |= dict.fromkeys(rows, tuple(prompt.tokens[: prompt.length - prompt.begun]))
                 taken += [prompt.staged_at] * count
             logits.append(self._staged_logits[torch.tensor(taken, device=self.device)])
         return logits

@@ -22,7 +22,7 @@ from torch import Tensor
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import Finished, require_finite
 from aligner.engines.native.engine import EngineStats, NativeEngine
-from aligner.engines.native.schedule import Pool
+from aligner.engines.native.schedule import Pool, Wanted
 from aligner.errors import EngineError
 from aligner.ops.packing.balance import balance, row_costs
 from aligner.ops.packing.routing import widened
@@ -86,7 +86,7 @@ class Queues(Pool):
         has only just begun is not robbed of what it is about to take."""
         return active * 8 <= slots * 7 if self.own_left else active * 2 <= slots
 
-    def take(self) -> list[tuple[Sequence[int], Sequence[int]]] | None:
+    def take(self) -> list[Wanted] | None:
         found = [self._claim() if self.group is None or self.group.rank() == 0 else None]
         if self.group is not None:
             dist.broadcast_object_list(found, src=dist.get_global_rank(self.group, 0), group=self.group)
@@ -98,7 +98,7 @@ class Queues(Pool):
         chunk = self.chunks[victim][number]
         self.taken += chunk
         self.asked += _asked(chunk, self.rank)
-        return [(request.prompt, request.seeds) for request in chunk]
+        return [Wanted(request.prompt, request.seeds) for request in chunk]
 
     def _claim(self) -> tuple[int, int] | None:
         """(replica, number of its chunk); None if every queue is empty, which it then stays."""

@@ -18,10 +18,27 @@ from aligner.engines.native.routes import Routes
 from aligner.engines.native.sampler import sample
 from aligner.errors import ConfigError
 from aligner.ops.kernels.checksum import signed64
-from aligner.types import LENGTH, STOP, Generations, SamplingParams, SeedLists, TokenLists
+from aligner.types import LENGTH, STOP, Generations, SamplingParams
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill
 ROW, SEED, POSITION, COUNT, TOKEN = range(5)  # the rows of Batch.state
+
+
+class Wanted(NamedTuple):
+    """Samples of one prompt; `begun`: so many of its tokens are the response of its one sample already."""
+
+    tokens: Sequence[int]
+    seeds: Sequence[int]
+    begun: int = 0
+
+
+@dataclass(frozen=True)
+class Room:
+    """What rows take of the cache."""
+
+    token_bytes: int  # keys and values of one position
+    row_bytes: int = 0  # of a row, in a slot or waiting for one, whatever its length
+    unit: int = 1  # a slot's positions are a multiple of it if the budget allows it
 
 
 @dataclass
@@ -34,7 +51,7 @@ class Waiting:
     started: int = 0  # samples that have had a slot
     staged_at: int = 0  # where its keys and values wait
     held: Prefix | None = None  # of a row that was kept
-    begun: int = 0  # so many of its tokens are the response of its one sample already
+    begun: int = 0  # see `Wanted`
 
     @property
     def length(self) -> int:
@@ -46,6 +63,7 @@ class Pool(ABC):
     """Where further prompts come from while a generation runs; see `fleet.Queues`."""
 
     in_turns = False  # prompts may begin with what rows before them were given and have said: those are kept
+    windowed = False  # for `engine.window` decode steps
 
     longest: int  # of its prompts, in tokens
     prompts: int  # about as many will be taken
@@ -56,8 +74,8 @@ class Pool(ABC):
         """Whether to take more, with `active` rows running and no prompt waiting."""
 
     @abstractmethod
-    def take(self) -> list[tuple[Sequence[int], Sequence[int]]] | None:
-        """Prompts with the seeds of their samples; None if there will never be more."""
+    def take(self) -> list[Wanted] | None:
+        """None if there will never be more."""
 
     def goes_on(self, row: int) -> bool:
         """Whether a row that has ended, by its number among those taken, may be the beginning of a prompt."""
@@ -83,6 +101,7 @@ class Plan:
     prefixes: Prefixes  # in slots of the cache that no row runs in
     pool: Pool | None = None
     chunk_prompts: int = 1 << 62  # at most in a chunk, beside its tokens
+    window: int = 0  # decode steps after which rows pause; 0: they do not
 
     def refill(self, active: int) -> None:
         """Take from the pool what it wants to give."""
@@ -91,8 +110,8 @@ class Plan:
             if found is None:
                 self.pool = None
                 break
-            more, rows = _queue(*zip(*found, strict=True), first_row=self.rows)
-            self.waiting = deque(sorted([*self.waiting, *more], key=lambda w: -w.length))
+            more, rows = _queue(found, self.rows)
+            self.waiting = _in_order([*self.waiting, *more], self.window)
             self.rows += rows
 
     def _pending(self) -> int:
@@ -136,67 +155,57 @@ class Plan:
 
 
 def plan_generation(
-    prompts: TokenLists,
-    seeds: SeedLists,
-    sampling: SamplingParams,
-    config: EngineConfig,
-    token_bytes: int,
-    pool: Pool | None = None,
-    unit: int = 1,
-    row_bytes: int = 0,
-    begun: Sequence[int] | None = None,
+    wanted: Sequence[Wanted], sampling: SamplingParams, config: EngineConfig, room: Room, pool: Pool | None = None
 ) -> Plan:
-    """Slots and prefill size within `engine.kv_cache_bytes`. `token_bytes`: keys and values of one position;
-    `row_bytes`: of a row, in a slot or waiting for one, whatever its length. A slot's positions are a multiple of
-    `unit` if the budget allows it. `begun`: see `NativeEngine._generated`."""
-    assert len(prompts) == len(seeds), f"{len(prompts)} prompts, but seeds for {len(seeds)}"
-    waiting, rows = _queue(prompts, seeds, begun=begun)
-    longest, expected, count = max((w.length for w in waiting), default=1), rows, len(waiting)
+    """Slots and prefill size within `engine.kv_cache_bytes`; of a window if `config` has one."""
+    waiting, rows = _queue(wanted)
+    prompt, expected, count = max((w.length - w.begun for w in waiting), default=1), rows, len(waiting)
     if pool is not None:
-        longest, expected, count = max(longest, pool.longest), max(rows, pool.rows), max(count, pool.prompts)
-    positions = longest + sampling.max_response_tokens - 1
+        prompt, expected, count = max(prompt, pool.longest), max(rows, pool.rows), max(count, pool.prompts)
+    longest = prompt  # tokens that are read at once
+    whole = positions = prompt + sampling.max_response_tokens - 1
     needed = positions + longest
-    if begun is not None:
-        most = [w.length + min(config.window, sampling.max_response_tokens - w.begun) for w in waiting]
-        positions = max(most, default=2) - 1
-        # a row that is read again when it lacks a token only: told before there is one
-        needed = 2 * (max((w.length - w.begun for w in waiting), default=1) + sampling.max_response_tokens - 1)
-    budget, more = config.kv_cache_bytes // token_bytes, -(-row_bytes // token_bytes)  # in positions
+    if config.window:  # what pauses is read again, also when it lacks a token only: told before there is one
+        needed = 2 * whole
+        longest = whole if pool is not None else max((w.length for w in waiting), default=1)
+        most = (w.length + min(config.window, sampling.max_response_tokens - w.begun) for w in waiting)
+        positions = whole if pool is not None else max(most, default=2) - 1
+    budget, more = config.kv_cache_bytes // room.token_bytes, -(-room.row_bytes // room.token_bytes)  # in positions
     if needed + 2 * more > budget:
-        least = (needed + 2 * more) * token_bytes
+        least = (needed + 2 * more) * room.token_bytes
         raise ConfigError(
             "engine.kv_cache_bytes",
             config.kv_cache_bytes,
             f"at least {least} bytes for one row of {longest} prompt tokens and "
             f"{sampling.max_response_tokens} response tokens in phase generate",
         )
-    row, positions = positions + 1, min(-(-positions // unit) * unit, budget - longest - 2 * more)
+    row, positions = positions + 1, min(-(-positions // room.unit) * room.unit, budget - longest - 2 * more)
     each = longest + more  # of a prompt, padded
     chunk = max(each, min(_PREFILL_TOKENS * each // longest, budget // 4, budget - positions - more, each * count))
-    room = max(1, min(expected, (budget - chunk) // (positions + more)))
-    slots = min(config.max_batch, room)
-    prefixes = Prefixes(room if pool is not None and pool.in_turns and not more else slots)
-    if not more:
-        return Plan(rows, slots, row, positions, chunk, waiting, deque(), prefixes, pool)
-    prompts = chunk // each
-    return Plan(rows, slots, row, positions, prompts * longest, waiting, deque(), prefixes, pool, prompts)
+    fits = max(1, min(expected, (budget - chunk) // (positions + more)))
+    slots = min(config.max_batch, fits)
+    prefixes = Prefixes(fits if pool is not None and pool.in_turns and not more else slots)
+    queue = _in_order(waiting, config.window)
+    plan = Plan(rows, slots, row, positions, chunk, queue, deque(), prefixes, pool, window=config.window)
+    if more:
+        plan.chunk_prompts = chunk // each
+        plan.chunk_tokens = plan.chunk_prompts * longest
+    return plan
 
 
-def _queue(
-    prompts: TokenLists, seeds: SeedLists, first_row: int = 0, begun: Sequence[int] | None = None
-) -> tuple[deque[Waiting], int]:
-    """(prompts that have samples, longest first, or as they came with `begun`; the number of their samples)."""
+def _queue(wanted: Sequence[Wanted], first_row: int = 0) -> tuple[list[Waiting], int]:
+    """(those that have samples, the number of these)."""
     waiting, rows = [], 0
-    for tokens, own in zip(prompts, seeds, strict=True):
+    for tokens, seeds, begun in wanted:
         assert len(tokens), f"prompt {len(waiting)} is empty"
-        waiting.append(Waiting(tokens, [signed64(int(s)) for s in own], first_row + rows))
-        rows += len(own)
-    if begun is not None:
-        for prompt, count in zip(waiting, begun, strict=True):
-            assert not count or len(prompt.seeds) == 1, f"{len(prompt.seeds)} samples with the same {count} tokens"
-            prompt.begun = count
-        return deque(w for w in waiting if w.seeds), rows
-    return deque(sorted((w for w in waiting if w.seeds), key=lambda w: -w.length)), rows
+        assert not begun or len(seeds) == 1, f"{len(seeds)} samples with the same {begun} tokens"
+        waiting.append(Waiting(tokens, [signed64(int(s)) for s in seeds], first_row + rows, begun=begun))
+        rows += len(seeds)
+    return [w for w in waiting if w.seeds], rows
+
+
+def _in_order(waiting: Sequence[Waiting], window: int) -> deque[Waiting]:
+    return deque(waiting if window else sorted(waiting, key=lambda w: -w.length))
 
 
 class Ended(NamedTuple):

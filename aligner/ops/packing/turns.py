@@ -16,25 +16,27 @@ TAIL = 8  # tokens of an answer's end that a chat template may render otherwise 
 @dataclass(frozen=True)
 class Turn:
     """One answer, by ids: `logprobs` of its tokens as sampled, `full` in the full tempered distribution where that was
-    cut."""
+    cut, `versions` of the weights that made them where that is known."""
 
     prompt: Sequence[int]  # all that the engine was given
     output: Sequence[int]  # all that it generated, the stop token included
     logprobs: Sequence[float]
     full: Sequence[float] | None = None
+    versions: Sequence[int] | None = None
 
 
 @dataclass
 class Row:
-    """Of each token whether the policy generated it, and its logprobs (0 where it did not)."""
+    """Of each token whether the policy generated it, and its logprobs and version (0 where it did not)."""
 
     tokens: list[int] = field(default_factory=list)
     made: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     full: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
     def _cut(self, length: int) -> None:
-        for column in (self.tokens, self.made, self.logprobs, self.full):
+        for column in (self.tokens, self.made, self.logprobs, self.full, self.versions):
             del column[length:]
 
     def _append(self, turn: Turn) -> None:
@@ -43,6 +45,7 @@ class Row:
         self.made += [False] * len(given) + [True] * len(turn.output)
         self.logprobs += [0.0] * len(given) + [*turn.logprobs]
         self.full += [0.0] * len(given) + [*(turn.logprobs if turn.full is None else turn.full)]
+        self.versions += [0] * len(given) + [*([0] * len(turn.output) if turn.versions is None else turn.versions)]
 
 
 def rows_of(turns: Sequence[Turn], tail: int = TAIL) -> list[Row]:
@@ -51,7 +54,7 @@ def rows_of(turns: Sequence[Turn], tail: int = TAIL) -> list[Row]:
     rows: list[Row] = []
     last = 0  # tokens of the answer before
     for turn in turns:
-        kept = _common(rows[-1].tokens, turn.prompt) if rows else 0
+        kept = common(rows[-1].tokens, turn.prompt) if rows else 0
         if not rows or len(rows[-1].tokens) - kept >= min(tail, last):
             kept = 0
             rows.append(Row())
@@ -61,6 +64,6 @@ def rows_of(turns: Sequence[Turn], tail: int = TAIL) -> list[Row]:
     return rows
 
 
-def _common(held: Sequence[int], given: Sequence[int]) -> int:
+def common(held: Sequence[int], given: Sequence[int]) -> int:
     """How many of the first tokens of both are the same."""
     return next((i for i, (a, b) in enumerate(zip(held, given, strict=False)) if a != b), min(len(held), len(given)))

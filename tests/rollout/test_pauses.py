@@ -1,0 +1,168 @@
+"""Trajectories that pause (`engine.window`): against a clock that is played in plain Python, a token of a sample at a
+time, whenever tools answer and whoever goes on."""
+
+import pickle
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from aligner.answers import AnswerLog
+from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.environment import EnvironmentConfig
+from aligner.data.dialogue import Dialogue, Given
+from aligner.data.tokenizer import train_tokenizer
+from aligner.data.tool_calls import Call
+from aligner.engines.native import NativeEngine
+from aligner.environments.pool import Pool
+from aligner.environments.tools import load_tools, schemas
+from aligner.ops.seeds import derive
+from aligner.rollout import turns
+from aligner.rollout.pauses import PausingGenerator
+from aligner.rollout.requests import Request
+from aligner.rollout.turns import Outside
+from aligner.tools.calculator import TEMPLATE
+from aligner.types import Prompt, SamplingParams
+from tests.engines.contract import LLAMA, fill, reference
+
+WINDOW, TURNS, LIMIT = 5, 4, 16
+STOPS = tuple(range(0, 261, 17))
+SAMPLING = SamplingParams(LIMIT, stop_token_ids=STOPS)
+CFG = EnvironmentConfig(path="tests/assets/environments.py:Late", args={"most_s": 0.03}, max_turns=TURNS)
+CFG.workers, CFG.max_tokens = 1, 2000
+
+
+def read_calls(text, kind):
+    """The model is random, and writes no calls."""
+    return text, [Call("roll", {})] if len(text) % 5 else []
+
+
+@dataclass(eq=False)
+class Talk:
+    """A trajectory, and all that the reference knows of it."""
+
+    place: int
+    index: int
+    seed: int
+    dice: random.Random
+    given: Given
+    messages: list
+    turns: list = field(default_factory=list)  # [prompt, tokens, logprobs, versions], the last one not yet said
+    ended: int = 0
+
+    @property
+    def pauses(self):
+        return bool(self.turns) and self.turns[-1][0] == self.given.tokens
+
+
+class Slow:
+    def __init__(self, engine, dialogue, talks):
+        self.engine, self.dialogue, self.talks, self.waiting = engine, dialogue, talks, []
+
+    def window(self, number):
+        free = [talk for talk in self.talks if not talk.ended and talk not in self.waiting]
+        ready, running = sorted(free, key=lambda talk: (talk.place, not talk.pauses, talk.index)), []
+        slots = len(free) + len(self.waiting)
+        for _ in range(WINDOW):
+            while self.waiting and len(running) + len(ready) < min(slots, len(self.waiting)):
+                talk = self.waiting.pop(0)
+                self.hear(talk, number)
+                ready += [] if talk.ended else [talk]
+            running, ready = running + ready, []
+            done = [self.token(talk, number) for talk in running]
+            left = done.count(False)
+            for talk in [talk for talk, end in zip(running, done, strict=True) if end]:
+                self.answered(talk, number)
+            movers = [talk for talk, end in zip(running[left:], done[left:], strict=True) if not end]
+            running = [movers.pop(0) if end else talk for talk, end in zip(running[:left], done[:left], strict=True)]
+
+    def token(self, talk, version):
+        """One more, by a request of its own; whether it ends the answer."""
+        if not talk.pauses:
+            talk.turns.append([talk.given.tokens, [], [], []])
+        prompt, tokens, logprobs, versions = talk.turns[-1]
+        seed = derive(talk.seed, len(talk.turns) - 1) if len(talk.turns) > 1 else talk.seed
+        out = self.engine._generated([[*prompt, *tokens]], [[seed]], SAMPLING, begun=[len(tokens)])
+        tokens.append(int(out.tokens[0, len(tokens)]))
+        logprobs.append(float(out.logprobs[0, len(tokens) - 1]))
+        versions.append(version)
+        return tokens[-1] in STOPS or len(tokens) == LIMIT
+
+    def answered(self, talk, window):
+        tokens = talk.turns[-1][1]
+        stopped = tokens[-1] in STOPS
+        text = self.dialogue.decode(tokens[:-1] if stopped else tokens)
+        talk.calls = read_calls(text, "")[1] if stopped else []
+        talk.messages.append(self.dialogue.said(text, text, talk.calls))
+        if talk.calls:
+            self.waiting.append(talk)
+        else:
+            talk.ended = window
+
+    def hear(self, talk, window):
+        told = str(talk.dice.randint(1, 6))
+        talk.messages.append(self.dialogue.result(talk.calls[0], 0, told))
+        if len(talk.turns) == TURNS:
+            talk.ended = window
+        else:
+            talk.given = self.dialogue.follow(talk.given, talk.turns[-1][1], talk.messages)
+
+
+@pytest.mark.parametrize("restart", [0, 3])
+def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart):
+    """After the window `restart` another process goes on, whose environments are made anew."""
+    monkeypatch.setattr(turns, "read_calls", read_calls)
+    tokenizer = train_tokenizer([], str(tmp_path / "tokenizer"), 261, chat_template=TEMPLATE)
+    tools = load_tools(CFG)
+    dialogue = Dialogue(tokenizer, schemas(tools))
+    shape = replace(LLAMA, vocab_size=261, max_position=4096)
+    engine, single = (
+        NativeEngine(shape, EngineConfig(window=n), device="cpu", dtype=torch.float32, pad_id=0) for n in (WINDOW, 1)
+    )
+    engine.keeps_rows = False  # which are read in an order of their own
+    messages = [({"role": "user", "content": text},) for text in ("one", "another")]
+    prompts = [Prompt(i, dialogue.begin(list(m)).tokens, "", {}, m) for i, m in enumerate(messages)]
+    requests = [Request(i, prompt, [10 * i + 1, 10 * i + 2, 10 * i + 3], 1) for i, prompt in enumerate(prompts)]
+
+    def generator():
+        pool = Pool(CFG, dialogue.tools, AnswerLog(tmp_path / "run", 0))
+        return PausingGenerator(engine, tokenizer, SAMPLING, world, Outside(pool, dialogue, CFG, 500, True))
+
+    playing = generator()
+    plays = [play for request in requests for play in playing.fresh(request, request.slot)]
+    talks = [
+        Talk(
+            play.place,
+            play.index,
+            play.seed,
+            random.Random(play.session.seed),
+            dialogue.begin(list(messages[play.place])),
+            list(messages[play.place]),
+        )
+        for play in plays
+    ]
+    slow, paused, waited, window = Slow(single, dialogue, talks), 0, 0, 0
+    while any(play.open for play in plays):
+        window += 1
+        model = reference(shape, window)  # another for each version
+        for one in (engine, single):
+            fill(one, model, window)
+        (found,) = playing.window([[play for play in plays if play.open]])
+        if window == restart:
+            playing = generator()
+            found = pickle.loads(pickle.dumps(found))
+        slow.window(window)
+        by_key = {(play.place, play.index): play for play in found}
+        plays = [by_key.get((play.place, play.index), play) for play in plays]
+        for play, talk in zip(plays, talks, strict=True):
+            made = [*play.turns, *([play.begun] if play.begun else [])]
+            assert [[tuple(t.prompt), list(t.output), list(t.versions)] for t in made] == [
+                [prompt, tokens, versions] for prompt, tokens, _, versions in talk.turns
+            ]
+            for turn, (*_, logprobs, _) in zip(made, talk.turns, strict=True):
+                assert list(turn.logprobs) == pytest.approx(logprobs, abs=1e-5)
+            assert play.open == (not talk.ended)
+            assert play.waits == (slow.waiting.index(talk) + 1 if talk in slow.waiting else 0)
+            paused, waited = paused + bool(play.begun), waited + bool(play.waits)
+    assert paused > 3 and waited > 3 and window > 3 and max(len(talk.turns) for talk in talks) == TURNS
