@@ -121,8 +121,7 @@ class Clock:
         first rollout whose groups are in flight, or were until now."""
         self._land()
         self._bank = self._fresh(self._bank.numbers)
-        if dist.get_rank() == 0:
-            self.parts.clear()
+        self.parts.clear()
         return self._oldest
 
     def state_dict(self) -> dict[str, Any]:

@@ -31,6 +31,10 @@ def ahead(*more):
     return ["engine.ranks=1", "engine.lag=1", *more]
 
 
+def windows(*more):
+    return ahead("engine.window=4", *more)
+
+
 def same(one, two):
     found, wanted = ([{n: v for n, v in r.items() if n.startswith(SAME)} for r in run] for run in (one, two))
     assert found == wanted and "mismatch/weight_mean" in found[-1]
@@ -97,10 +101,6 @@ def test_a_run_that_was_cut_off_goes_on_with_the_answers_that_it_was_given(ranks
     assert len(keys) == len(set(keys)) > 40
 
 
-def windows(*more):
-    return ahead("engine.window=4", *more)
-
-
 @pytest.fixture(scope="module")
 def paused(ranks, talker, tmp_path_factory):
     """A run by windows whose tools are late."""
@@ -138,20 +138,21 @@ def test_trajectories_in_flight_go_on_after_the_power_went_off(ranks, talker, tm
     assert not stages.differences(tmp_path / "run", tmp_path / "again")
 
 
-def test_what_failed_altogether_is_asked_again(ranks, talker, tmp_path):
+@pytest.mark.parametrize("kind", [ahead, windows])
+def test_what_failed_altogether_is_asked_again(ranks, talker, tmp_path, kind):
     """Rollouts 3 and 4 fail, of which 3 has landed and 4 is on its way when the run ends: neither is kept."""
     away, run = tmp_path / "away", tmp_path / "run"
     more = ["environment.path=tests/assets/environments.py:Absent", f"+environment.args.away={away}"]
     more += ["environment.retries=0", "batch.prompts=2"]
 
     def train(steps):
-        arguments = settings(talker, run, *ahead(*more, f"run.steps={steps}"))
+        arguments = settings(talker, run, *kind(*more, f"run.steps={steps}"))
         return ranks.run("tests.algorithms.ahead_jobs:reward_fails", world=2, arguments=arguments, step=99)
 
     assert train(2) == ["0", "0"]
     away.touch()
     (told, _) = train(4)
     assert told.startswith("EnvironmentFailedError: environment: all trajectories of a rollout failed")
-    assert not list((run / "pending_rollouts").iterdir())
+    assert not list(run.glob("pending_rollouts/*"))
     away.unlink()
     assert train(4) == ["0", "0"] and stages.records(run)[-1]["stop/failed"] == 0
