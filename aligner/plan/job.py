@@ -276,6 +276,7 @@ def job_of(
         e = cfg.engine
         check_factors(cfg, stage.trains and not cfg.debug.rollout_only)
         native = e.name == "native"  # every row reads the cache up to the longest one
+        in_turns = not cfg.environment.agent and (engine_tensor or e.tensor_parallel) == 1
         engine = Engine(
             engine_tensor or e.tensor_parallel,
             size,
@@ -291,7 +292,7 @@ def job_of(
             ranks=e.ranks,
             lag=e.lag,
             window=e.window,
-            pauses=native and not cfg.mismatch.replay_routing and not cfg.environment.agent,
+            pauses=native and not cfg.mismatch.replay_routing and (not cfg.environment.on or in_turns),
         )
         if (e.ranks or gpus) % engine.tensor:
             expected = f"a divisor of the {e.ranks or gpus} GPUs that generate"
