@@ -150,6 +150,7 @@ def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart
             fill(one, model, window)
         (found,) = playing.window([[play for play in plays if play.open]])
         if window == restart:
+            assert any(play.begun for play in found) and any(play.waits and play.turns for play in found)
             playing = generator()
             found = pickle.loads(pickle.dumps(found))
         slow.window(window)
