@@ -22,7 +22,7 @@ def vowels(text: str) -> float:
 @pytest.mark.slow
 def test_steerlm_steers(tiny_data, tmp_path):
     """Answers are random letters, the attribute is how many of them are vowels. Asked for few and for many, the policy
-    answered with a share of 0.12 and 0.82."""
+    answered with a share of 0.30 and 0.77."""
     draw = random.Random(0)
     words = ["".join(draw.choice("aeioubcdfg") for _ in range(4)) for _ in range(64)]
     data = [
@@ -30,10 +30,11 @@ def test_steerlm_steers(tiny_data, tmp_path):
         for i, w in enumerate(words)
     ]
     train = f"data.train={stages.write_jsonl(tmp_path / 'rated.jsonl', data)}"
-    sft = stages.stage("sft", tiny_data, tmp_path / "sft", train, QUESTION, "run.steps=60")
+    whole = "batch.micro_batch_samples=16"
+    sft = stages.stage("sft", tiny_data, tmp_path / "sft", train, QUESTION, "run.steps=60", whole)
 
     regression = ["algorithm.reward_loss={kind: regression, attributes: [vowels]}", "run.steps=120"]
-    regression += ["batch.sequences=16", "batch.micro_batch_samples=16"]
+    regression += ["batch.sequences=16", whole]
     rm = stages.stage("rm", tiny_data, tmp_path / "rm", train, QUESTION, f"model.init={sft}", *regression)
 
     sampling = [f"model.init={sft}", f"reward.model={rm}", "reward.functions=[]", "reward.model_standardize=false"]
@@ -41,7 +42,7 @@ def test_steerlm_steers(tiny_data, tmp_path):
     sampled = stages.stage("sample", tiny_data, tmp_path / "sampled", train, QUESTION, *sampling) / "sampled/best.jsonl"
 
     told = ["data.prompt_template='{scores[model]:+.0f} {question}'", f"data.train={sampled}"]
-    more = [f"model.init={sft}", "run.steps=300", "optim.lr=1e-2"]
+    more = [f"model.init={sft}", "run.steps=300", whole]
     steered = stages.stage("sft", tiny_data, tmp_path / "steered", *told, *more)
     found = {}
     for wanted in ("-2", "+2"):
