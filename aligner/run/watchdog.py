@@ -80,11 +80,12 @@ class Watchdog:
             # it computes, for it may have been stopped
             faulthandler.dump_traceback_later(self.stuck_s, file=sys.__stderr__)
             keeper.beat()
+            now = self.clock.now()  # read first: of a phase that begins meanwhile no time has passed
             name, since = self._now
             key, limit_s = self.config.limit(name)
-            passed_s = self.clock.now() - since
-            if limit_s and passed_s > limit_s:
-                self._fire(f"in phase `{name or 'between phases'}` for {passed_s:.0f} s ({key}={limit_s:g})")
+            where = f"in phase `{name or 'between phases'}` for {now - since:.0f} s ({key}={limit_s:g})"
+            if limit_s and now - since > limit_s and self._claim({"rank": self.rank, "text": where}):
+                self._fire(where)
             elif (self.folder / FIRED).exists():
                 self._dump()
                 if not self._ended.wait(2 * GRACE_S):  # whoever asked ends the job
@@ -104,16 +105,14 @@ class Watchdog:
         return True
 
     def _fire(self, where: str) -> None:
-        first = self._claim({"rank": self.rank, "text": where})
         self._dump()
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and len(list(self.folder.glob("rank-*.txt"))) < self.world_size:
             time.sleep(0.05)
-        if first:
-            text = f"watchdog: {self._who()} {where}"
-            stacks = "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("rank-*.txt")))
-            print(f"{stacks}\nerror: {text}", file=sys.stderr, flush=True)
-            failure.record(f"{stacks}\nerror: {text}", EXIT_CODE)
+        text = f"watchdog: {self._who()} {where}"
+        stacks = "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("rank-*.txt")))
+        print(f"{stacks}\nerror: {text}", file=sys.stderr, flush=True)
+        failure.record(f"{stacks}\nerror: {text}", EXIT_CODE)
         os._exit(EXIT_CODE)
 
     def _who(self) -> str:

@@ -82,6 +82,50 @@ def test_a_phase_over_its_limit_ends_the_process_with_its_stacks(tmp_path):
     assert "cluster.watchdog.score_s=10" in json.loads((tmp_path / "failure.json").read_text())["text"]
 
 
+SHORT = """
+class Passes(Given):
+    "While the watchdog looks a phase ends, and of the next one pass 8 seconds."
+    def now(self):
+        if threading.current_thread().name == "watchdog":
+            dog._now = ("score", self.seconds)
+            self.seconds, self.looks = self.seconds + 8, self.looks + 1
+        return self.seconds
+clock = Passes()
+dog = watchdog(clock, score_s=10)
+dog.start()
+clock.passes(0)
+dog.stop()
+print("well")
+"""
+
+
+def test_of_a_phase_that_begins_meanwhile_no_time_has_passed(tmp_path):
+    done = child(SHORT, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "well\n", "")
+
+
+SECOND = """
+folder = Path(sys.argv[1], "watchdog")
+folder.mkdir()
+for name in ("fired.json", "rank-0001.txt"):
+    (folder / name).touch()
+clock = Given()
+dog = watchdog(clock, 2, startup_s=10)
+dog.start()
+clock.seconds = 20
+while not (folder / "rank-0000.txt").exists():
+    time.sleep(0.01)
+dog.stop()
+print("well")
+"""
+
+
+def test_a_rank_whose_time_is_up_as_well_does_not_end_before_who_tells_of_it(tmp_path):
+    """Its launcher would end that one, and take this one for the cause."""
+    done = child("import aligner.run.watchdog\naligner.run.watchdog.GRACE_S = 600\n" + SECOND, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "well\n") and "error" not in done.stderr
+
+
 def test_a_rank_that_gives_no_stacks_is_the_one_that_hangs(tmp_path):
     quick = "import aligner.run.watchdog\naligner.run.watchdog.GRACE_S = 0.5\n"
     done = child(quick + HANGS.replace("WORLD", "2"), tmp_path)
