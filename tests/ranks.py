@@ -221,7 +221,10 @@ def _main(asked: socket.socket) -> None:
     settle()
     torch.set_num_threads(1)
     asked.sendall(b"x")
+    leader = 0
     while (request := socket.recv_fds(asked, 1, 64))[0]:
+        if leader:
+            os.waitpid(leader, 0)  # not sooner: until its group is ended, no other may get its number
         log, *numbers = request[1]
         leader = os.fork()
         os.setpgid(leader, leader)  # by both, so that it is done before either goes on
@@ -232,7 +235,6 @@ def _main(asked: socket.socket) -> None:
         for number in (log, *numbers):
             os.close(number)
         asked.sendall(leader.to_bytes(4))
-        os.waitpid(leader, 0)
 
 
 def _lead(log: int, numbers: list[int]) -> None:

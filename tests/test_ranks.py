@@ -7,14 +7,14 @@ import pytest
 pytestmark = pytest.mark.multirank
 
 
-def report(fail: int = -1, die: int = -1):
+def report(fail: int = -1, die: tuple[int, ...] = ()):
     import torch
     import torch.distributed as dist
 
     rank = dist.get_rank()
     if rank == fail:
         raise ValueError(f"broken on purpose on {rank}")
-    if rank == die:
+    if rank in die:
         os._exit(3)
     total = torch.tensor([rank + 1])
     dist.all_reduce(total)  # the others wait here for the rank that failed
@@ -40,8 +40,9 @@ def test_a_failure_is_told_and_the_pool_goes_on(monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(RankError, match="broken on purpose on 1"):
             patch.setattr(ranks, "GRACE_S", 0.5)  # the other one hangs
             pool.run("tests.test_ranks:report", world=2, fail=1)
-        with pytest.raises(RankError, match="rank 0: the process ended"):
-            pool.run("tests.test_ranks:report", world=2, die=0)
+        for die in ((0,), (0, 1)):
+            with pytest.raises(RankError, match="rank 0: the process ended"):
+                pool.run("tests.test_ranks:report", world=2, die=die)
         assert pool.run("tests.test_ranks:report", world=2)[1][:3] == (1, 2, 3)
     finally:
         pool.close()
