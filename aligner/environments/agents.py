@@ -102,12 +102,6 @@ class Agents(Worker):
         self.address = f"http://127.0.0.1:{place.getsockname()[1]}"
         self._serving = asyncio.create_task(Listener(make_app(self)).serve(sockets=[place]))
 
-    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        reply = await super().answer(request)
-        if "cause" in reply:
-            self._drop(request["key"])
-        return reply
-
     async def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
         secret, sampling = new_secret(), request["sampling"]
         task = Task(request["messages"], request["row"], request["seed"])

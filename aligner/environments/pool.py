@@ -61,8 +61,9 @@ class Pool:
         self._loop = asyncio.new_event_loop()
         self._workers = [_Worker(cfg, schemas) for _ in range(cfg.workers)]
         self._turn = itertools.cycle(self._workers)
-        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
-        weakref.finalize(self, _close, self._loop, self._workers)
+        thread = threading.Thread(target=_run, args=(self._loop,), name="environments", daemon=True)
+        thread.start()
+        weakref.finalize(self, _close, thread, self._loop, self._workers)
 
     def ask(self, session: Session, op: str, **more: Any) -> Future[Answer]:
         """{"value", "seconds", "retried"}, or {"failed", "text", ...} with one of CAUSES. Questions of a session come
@@ -118,6 +119,7 @@ class _Worker:
         self.cfg, self.schemas = cfg, schemas
         self.number = -1  # of processes so far
         self.process: asyncio.subprocess.Process | None = None
+        self.reading: asyncio.Task[None] | None = None  # what it answers
         self._open: dict[int, asyncio.Future] = {}
         self._starting = asyncio.Lock()
 
@@ -140,7 +142,7 @@ class _Worker:
             self.number += 1
             self._send(asdict(self.cfg))
             self._send(self.schemas)
-            self._reading = asyncio.create_task(_read(self.process, self._open))
+            self.reading = asyncio.create_task(_read(self.process, self._open))
             await self.ask({"op": "ready"}, START_S)
 
     async def ask(self, question: dict[str, Any], limit_s: float | None = None) -> Any:
@@ -194,15 +196,25 @@ async def _forget(session: Session) -> None:
         await session.worker.ask({"op": "forget", "key": session.name})
 
 
-def _close(loop: asyncio.AbstractEventLoop, workers: list[_Worker]) -> None:
-    with suppress(TimeoutError):
-        asyncio.run_coroutine_threadsafe(_end(workers), loop).result(GRACE_S)
-    loop.call_soon_threadsafe(loop.stop)
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def _close(thread: threading.Thread, loop: asyncio.AbstractEventLoop, workers: list[_Worker]) -> None:
+    """The collector may call this in the loop's own thread, which cannot wait for itself, and the end of a process that
+    was forked of this one has no such thread."""
+    if thread.is_alive():
+        ending = asyncio.run_coroutine_threadsafe(_end(workers), loop)
+        ending.add_done_callback(lambda _: loop.stop())  # in that thread
+        if thread is not threading.current_thread():
+            thread.join(GRACE_S)
 
 
 async def _end(workers: list[_Worker]) -> None:
     """Whoever still waits for an answer gets none: it would be logged as a failure."""
-    open_ = asyncio.all_tasks() - {asyncio.current_task()}
+    reading = [worker.reading for worker in workers if worker.reading is not None]
+    open_ = asyncio.all_tasks() - {asyncio.current_task(), *reading}
     for task in open_:
         task.cancel()
     await asyncio.gather(*open_, return_exceptions=True)
@@ -213,3 +225,4 @@ async def _end(workers: list[_Worker]) -> None:
         await asyncio.wait_for(asyncio.gather(*(worker.process.wait() for worker in running)), 1.0)
     for worker in running:
         await worker.kill()
+    await asyncio.gather(*reading, return_exceptions=True)  # to the end, which closes the pipes

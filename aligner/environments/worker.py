@@ -36,9 +36,11 @@ class Worker:
             work = getattr(self, f"_{request['op']}")(request)
             return {"id": request["id"], "value": await asyncio.wait_for(work, self.cfg.timeout_s)}
         except TimeoutError:
-            return {"id": request["id"], "cause": "hung", "text": f"no answer in {self.cfg.timeout_s:g} s"}
-        except BaseException as cause:  # the user's code may raise anything; told, counted and tried again
-            return {"id": request["id"], "cause": "raised", "text": f"{type(cause).__name__}: {cause}"}
+            cause, text = "hung", f"no answer in {self.cfg.timeout_s:g} s"
+        except BaseException as error:  # the user's code may raise anything; told, counted and tried again
+            cause, text = "raised", f"{type(error).__name__}: {error}"
+        await self._forget(request)  # it is tried again in another one
+        return {"id": request["id"], "cause": cause, "text": text}
 
     async def _ready(self, request: dict[str, Any]) -> None:
         """It has read what it needs."""

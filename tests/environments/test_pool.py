@@ -1,6 +1,7 @@
 """Tools and environments in worker processes: what is answered, retried, given up, and read from the log again."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -9,6 +10,7 @@ from aligner.answers import AnswerLog
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.environments.pool import Pool, Session
 from aligner.environments.tools import load_tools, schemas
+from aligner.environments.worker import Worker
 from aligner.errors import EnvironmentCodeError
 
 FILE = "tests/assets/environments.py"
@@ -120,6 +122,19 @@ def test_what_fails_once_is_asked_again_in_a_new_environment(tmp_path, kind):
     assert found["failed"] == kind and found["retried"] == 1 and "value" not in found
 
 
+def test_an_environment_that_failed_is_kept_no_longer(tmp_path):
+    """Another one is tried: it would be there as long as the run is."""
+    cfg = EnvironmentConfig(path=f"{FILE}:Troubled", args={"folder": str(tmp_path)})
+    tools = load_tools(cfg)
+    worker = Worker(cfg, tools, {tool["function"]["name"]: tool["function"] for tool in schemas(tools)})
+
+    def ask(op, **more):
+        return asyncio.run(worker.answer({"id": 0, "op": op, "key": "1/0", **more}))
+
+    assert ask("reset", seed=2, row={"kind": "raised"})["value"] and worker.objects
+    assert ask("turn", calls=[call("guess", number=1)])["cause"] == "raised" and not worker.objects
+
+
 def test_one_that_holds_its_interpreter_is_killed_and_another_one_asked(tmp_path):
     """Which is there for the one try that is left."""
     pool = make_pool(tmp_path, path=f"{FILE}:Troubled", args={"folder": str(tmp_path)}, retries=1)
@@ -140,6 +155,22 @@ def test_a_process_that_ended_between_two_questions_is_replaced(tmp_path):
     asyncio.run_coroutine_threadsafe(worker.process.wait(), pool._loop).result(300)
     found = turn(pool, session, call("guess", number=1))
     assert found["value"]["texts"] == ["too low"] and found["retried"] == 0 and worker.number == 1
+
+
+def test_its_processes_end_with_it_also_where_their_own_thread_lets_it_go(tmp_path):
+    """As the collector may."""
+    pool, let_go = make_pool(tmp_path, path=f"{FILE}:Guess"), asyncio.Event()
+    pool.ask(Session("1", 2, {}), "reset", seed=2, row={}).result(300)
+
+    async def hold(pool):
+        await let_go.wait()
+        return threading.current_thread()
+
+    loop, (worker,), held = pool._loop, pool._workers, asyncio.run_coroutine_threadsafe(hold(pool), pool._loop)
+    del pool
+    loop.call_soon_threadsafe(let_go.set)
+    held.result(300).join(300)
+    assert loop.is_closed() and worker.process.returncode is not None
 
 
 def test_what_is_no_unicode_is_replaced(tmp_path):
