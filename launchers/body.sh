@@ -274,7 +274,8 @@ aligner_start_slurm() {
         path="$root${PYTHONPATH#"$ALIGNER_ROOT"}:$PWD"
         export PYTHONSAFEPATH=1
     fi
-    local options=(--kill-on-bad-exit=1 --wait=60) # of both components, where there are two
+    # of both components, where there are two; some ranks wait for late engines and for their processes when others left
+    local options=(--kill-on-bad-exit=1 --wait=180)
     ((ALIGNER_RESTARTS == 0)) || options+=(--overlap --mem=0) # Slurm still counts the dead step's cores and memory
     if [[ "${ALIGNER_CONTAINER[0]:-}" == apptainer ]]; then
         command=("${ALIGNER_CONTAINER[@]}" "${command[@]}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from aligner.__main__ import main
 from aligner.config.freeze import load_frozen
 from aligner.config.resolve import quoted
+from aligner.config.sections.engine import EngineConfig
 from aligner.config.stages import STAGES
+from aligner.engines.child.process import END_S
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = Path(__file__).parent / "stand_in.sh"
@@ -253,6 +256,12 @@ def _without_sbatch(folder: Path, path: str) -> str:
             if program.name != "sbatch" and not (links / program.name).exists():
                 (links / program.name).symlink_to(program)
     return str(links)
+
+
+def test_srun_waits_longer_than_a_rank_takes_to_end_when_others_have():
+    """Which closes its engine, and waits for those that generate."""
+    (wait_s,) = re.findall(r"--wait=(\d+)", (ROOT / "launchers/body.sh").read_text())
+    assert int(wait_s) > END_S + EngineConfig().silent_s
 
 
 def test_launchers_start_stages():
