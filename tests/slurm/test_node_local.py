@@ -12,7 +12,7 @@ import pytest
 
 from tests.slurm.test_slurm import log
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("yaml", "omegaconf", "hydra", "antlr4", "packaging")
 COUNTS = """
