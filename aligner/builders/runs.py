@@ -16,14 +16,7 @@ from aligner.config.freeze import environment_code, reward_code
 from aligner.config.identity import definition, reads
 from aligner.config.schema import ROLLOUT_STAGES
 from aligner.engines.native.remote import RemoteEngine
-from aligner.errors import (
-    ConfigError,
-    EngineError,
-    EnvironmentFailedError,
-    MemoryLimitError,
-    MismatchError,
-    RewardError,
-)
+from aligner.errors import ConfigError
 from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.megatron.offload import FrozenMemory, ModelMemory
 from aligner.megatron.train import ShardedModel
@@ -34,7 +27,7 @@ from aligner.roles.model_init import shape_of
 from aligner.run.alarms import Alarms
 from aligner.run.chain import Chain, code
 from aligner.run.checkpoints import Checkpoints, Stateful
-from aligner.run.loop import Evaluate, Run
+from aligner.run.loop import SHARED, Evaluate, Run
 from aligner.run.metrics import MetricsLogger
 from aligner.run.phases import PhaseMemory
 from aligner.run.rows import FOLDER as ROWS
@@ -135,7 +128,7 @@ def saved_first(run: Run) -> Iterator[None]:
     before the run ends."""
     try:
         yield
-    except (RewardError, MismatchError, MemoryLimitError, EngineError, EnvironmentFailedError) as error:
+    except SHARED as error:
         run.save_after(error)
         raise
 

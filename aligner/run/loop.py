@@ -13,7 +13,14 @@ from typing import Any
 
 from aligner.config.freeze import accept, refuse
 from aligner.config.schema import Config
-from aligner.errors import AlignerError
+from aligner.errors import (
+    AlignerError,
+    EngineError,
+    EnvironmentFailedError,
+    MemoryLimitError,
+    MismatchError,
+    RewardError,
+)
 from aligner.run.alarms import FILE as ALARMS
 from aligner.run.alarms import Alarms
 from aligner.run.chain import Chain
@@ -31,6 +38,8 @@ from aligner.run.timers import Timers
 from aligner.types import ScalarMetrics, TrainBatch
 
 Evaluate = Callable[[], ScalarMetrics]
+# failures that all ranks meet together, and that leave the models whole
+SHARED = (RewardError, MismatchError, MemoryLimitError, EngineError, EnvironmentFailedError)
 
 
 class Run:
@@ -168,13 +177,16 @@ class Run:
                 self.chain.close(step, metrics)
             for tell in self.on_step:
                 tell(step)
-        found: ScalarMetrics = {}
+        found, failure = {}, None
         try:
             found = self._evaluate_if_due()
-        finally:  # where it fails, the step is whole without: it is saved with its record, and a resume evaluates
-            metrics = metrics | found | self._spent(tokens, rows)
-            self._record(step, metrics, samples)
-            self._before = self._states()
+        except SHARED as error:  # the step is whole without: it is saved with its record, and a resume evaluates
+            failure = error
+        metrics = metrics | found | self._spent(tokens, rows)
+        self._record(step, metrics, samples)
+        self._before = self._states()
+        if failure is not None:
+            raise failure
         if self.memory is not None:
             self.memory.check(metrics)
         # after the record: a checkpoint of step n means that step n stands in metrics.jsonl
@@ -258,8 +270,8 @@ class Run:
         self.boundary.deadline.saves_s.append(self.checkpoints.seconds)
 
     def save_after(self, error: Exception) -> None:
-        """A failure that all ranks share and that leaves the models whole (a reward function's): save the last whole
-        step, with the small states as they were then, so that a resumed run repeats the failed step exactly."""
+        """One of `SHARED`: save the last whole step, with the small states as they were then, so that a resumed run
+        repeats the failed step exactly."""
         self._complete()
         if self.saves and self.step > self.checkpoints.last_saved and self.step > 0:
             self._save({}, self._before)

@@ -9,6 +9,7 @@ from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.scratch import Scratch
 from aligner.errors import ConfigError, MemoryLimitError, OutOfMemoryError
 from aligner.roles.policy import Policy
+from aligner.rollout.evaluate import Evaluator
 from aligner.run.phases import PhaseMemory
 from tests import stages
 
@@ -114,6 +115,26 @@ def test_running_out_in_a_phase_names_it(tiny_data, tiny_runs, tmp_path, monkeyp
     monkeypatch.setattr(NativeEngine, "step", lambda *args: torch.empty(1 << 60, dtype=torch.uint8))
     with pytest.raises(OutOfMemoryError, match=r"phase generate on rank 0.*engine.kv_cache_bytes=1073741824.*policy w"):
         stages.stage("grpo", tiny_data, tmp_path / "run", f"model.init={tiny_runs['sft']}", "run.steps=1")
+
+
+def test_what_a_rank_meets_alone_ends_it_at_once(tiny_data, tiny_runs, tmp_path, monkeypatch):
+    """In an evaluation: the others do not come to what is measured with them behind it."""
+    measured, take = [], PhaseMemory.take
+    monkeypatch.setattr(PhaseMemory, "take", lambda self: measured.append(self) or take(self))
+
+    evaluations = iter([{}])  # before the first step; there is none behind it
+
+    def run_out(self):
+        if (found := next(evaluations, None)) is None:
+            raise OutOfMemoryError("one rank of several")
+        return found
+
+    monkeypatch.setattr(Evaluator, "__call__", run_out)
+    more = [f"model.init={tiny_runs['sft']}", "run.steps=1", "run.eval_every=1"]
+    more += [f"data.eval={tiny_data / 'eval.jsonl'}"]
+    with pytest.raises(OutOfMemoryError, match="one rank of several"):
+        stages.stage("grpo", tiny_data, tmp_path / "run", *more)
+    assert not measured
 
 
 @pytest.mark.slow
