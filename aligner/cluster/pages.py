@@ -14,3 +14,10 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its largest
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never
+
+
+def give_back_freed_memory() -> None:
+    """What is kept so far; what is freed from now on is kept again."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

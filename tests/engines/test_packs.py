@@ -1,8 +1,13 @@
 """A native engine whose matrices are laid out for oneDNN, beside one whose are not; on any machine."""
 
+import platform
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+from aligner.cluster.pages import keep_freed_memory
 from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native import NativeEngine, packs
 from aligner.types import SamplingParams
@@ -65,3 +70,43 @@ def test_a_part_that_is_written_leaves_the_rest_as_it_was(pair):
     engine.place(name, 8, 16).fill_(7.0)
     held[8:16] = 7.0
     assert torch.equal(engine.model.views[name].reshape(held.shape), held)
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """64 MB of matrices."""
+    monkeypatch.setattr(packs, "worth_packing", lambda matrix: True)
+    plain = torch.randn(16, 1024, 1024, generator=torch.Generator().manual_seed(0))
+    return plain, packs.Packs({"a": plain})
+
+
+def resident_kib() -> int:
+    return int(re.search(r"VmRSS:\s*(\d+)", Path("/proc/self/status").read_text()).group(1))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's")
+def test_packed_ones_are_no_memory_of_the_process_once_plain_ones_are_there(large):
+    keep_freed_memory()
+    before = resident_kib()
+    large[1].pack()
+    large[1].unpack()
+    assert resident_kib() - before < 32 << 10
+
+
+def test_weights_outlast_a_lack_of_memory(large, monkeypatch):
+    """A refit that fails so is made again."""
+    plain, packed = large
+    wanted, to_dense, asked = plain.clone(), torch.Tensor.to_dense, []
+
+    def short(matrix):
+        asked.append(matrix)
+        if len(asked) == 5:
+            raise RuntimeError("can't allocate memory")
+        return to_dense(matrix)
+
+    packed.pack()
+    monkeypatch.setattr(torch.Tensor, "to_dense", short)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        packed.unpack()
+    packed.unpack()
+    assert torch.equal(plain, wanted)

@@ -21,7 +21,8 @@ WEIGHING = ("tis_token", "tis_sequence", "icepop")
 @dataclass
 class MismatchConfig:
     # none, or one or more of MISMATCH_BOUNDS joined by +, at most one of which weighs tokens. auto: tis_token with a
-    # quantised engine or one that lags (engine.lag), else none; the frozen config has the choice
+    # quantised engine or one that lags (engine.lag), where the ratio is not to the engine, else none; the frozen
+    # config has the choice
     correction: str = "auto"
     cap: float = 0.0  # of a weight (tis_*); 0: the method's default
     low: float = 0.0  # r below it is left out (icepop, geometric_mask, veto); 0: the method's default

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from aligner.cluster.pages import give_back_freed_memory
 from aligner.ops.kernels.packed_products import pack, worth_packing
 
 
@@ -21,6 +22,7 @@ class Packs:
         self._also_plain = also_plain
         self._worth = [name for name, layers in matrices.items() if len(layers) and worth_packing(layers[0])]
         self._packed: dict[str, list[Tensor]] = {}
+        self._emptied: set[str] = set()
 
     def __getitem__(self, at: tuple[str, int]) -> Tensor:
         """The matrix of a name and layer, in the layout that is there."""
@@ -41,19 +43,22 @@ class Packs:
                 storage = plain.untyped_storage()
                 if name not in self._also_plain and storage.resizable():  # not if numpy has seen it
                     storage.resize_(0)
+                    self._emptied.add(name)
 
     def unpack(self) -> None:
-        """Before plain ones are written or read. Their bits are what they were."""
+        """Before plain ones are written or read. Their bits are what they were. Packed ones go last: where memory is
+        short, the next call finds them."""
         while self._packed:
-            name, layers = self._packed.popitem()
-            plain = self._plain[name]
-            storage = plain.untyped_storage()
-            if storage.nbytes():
-                continue
-            storage.resize_(plain.nbytes)
-            with torch.inference_mode():
-                for matrix, packed in zip(plain, layers, strict=True):
-                    matrix.copy_(packed.to_dense())
+            name = next(reversed(self._packed))
+            if name in self._emptied:
+                plain = self._plain[name]
+                plain.untyped_storage().resize_(plain.nbytes)
+                with torch.inference_mode():
+                    for layer, matrix in enumerate(plain):
+                        matrix.copy_(self._packed[name][layer].to_dense())
+                self._emptied.remove(name)
+            del self._packed[name]
+            give_back_freed_memory()  # plain ones are too large to be laid into what is kept of these
 
     def clear(self) -> None:
-        self._plain, self._packed, self._worth = {}, {}, []
+        self._plain, self._packed, self._worth, self._emptied = {}, {}, [], set()

@@ -31,7 +31,7 @@ def widen_bfloat16_products() -> torch.library.Library | None:
 
 @functools.cache
 def _slow_here() -> bool:
-    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def widened(device: torch.device, dtype: torch.dtype) -> bool:

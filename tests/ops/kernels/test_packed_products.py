@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from aligner.ops.kernels import packed_products
+from aligner.ops.kernels.bfloat16_products import widened
 from aligner.ops.kernels.packed_products import SMALLEST, pack, packed_linear, packed_linear_add, worth_packing
 from aligner.ops.kernels.products import add_linear, linear
 
@@ -13,9 +14,7 @@ DTYPES = [
     torch.float32,
     pytest.param(
         torch.bfloat16,
-        marks=pytest.mark.skipif(
-            not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no instructions for bfloat16"
-        ),
+        marks=pytest.mark.skipif(widened(torch.device("cpu"), torch.bfloat16), reason="no instructions for bfloat16"),
     ),
 ]
 
