@@ -140,11 +140,11 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
     Learning rates, weight decay, betas and eps stay those of the model's own config. An average of the weights that the
     folder lacks begins with those of the folder.
 
-    Raises CheckpointError naming the folder.
+    Raises CheckpointError naming the folder, the same on all ranks.
     """
     with_optimizer = with_optimizer and model.optimizer is not None
     state: dict[str, Any] = {"model": weight_state(model), "step_count": 0}
-    names = _verified(folder)
+    names, error = _verified(folder), ""
     try:
         if with_optimizer:
             give_state(model.optimizer)
@@ -158,10 +158,12 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
         mine, told = _read_once(model, state["model"])
         state["model"] = _parts(mine)
         loaded = dist_checkpointing.load(state, str(folder), strict=StrictHandling.ASSUME_OK_UNEXPECTED)
-    except (OSError, RuntimeError, ValueError, KeyError, dist_checkpointing.core.CheckpointingException) as error:
-        raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error
-    except CheckpointException as error:  # a BaseException
-        raise CheckpointError(f"cannot load checkpoint {folder}: {_first_failure(error)}") from error
+    except (OSError, RuntimeError, ValueError, KeyError, dist_checkpointing.core.CheckpointingException) as cause:
+        error = f"cannot load checkpoint {folder}: {cause}"
+    except CheckpointException as cause:  # a BaseException
+        error = f"cannot load checkpoint {folder}: {_first_failure(cause)}"
+    if first := first_cause(error):  # before copies wait to be told what the first of them could not read
+        raise CheckpointError(first[1])
     if mine:  # else Megatron has nothing at this key
         model.module.load_state_dict(loaded["model"], strict=False)
     for tensor, copies in told:

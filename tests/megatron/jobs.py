@@ -307,6 +307,21 @@ def refused_checkpoint(folder: Path, cfg: ModelConfig = LLAMA, **kwargs) -> str:
     return str(caught.value)
 
 
+def unreadable_checkpoint(folder: Path) -> str:
+    """What each rank is told where a file system fails the one that reads the weights."""
+    real = FileSystemReader.read_data
+
+    def fails(self: FileSystemReader, plan: LoadPlan, planner: LoadPlanner):
+        if any(item.storage_index.fqn.startswith("decoder.") for item in plan.items):
+            raise OSError("Stale file handle")
+        return real(self, plan, planner)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(FileSystemReader, "read_data", fails)
+        return refused_checkpoint(folder)
+
+
 def extra_state(folder: Path) -> tuple[bool, list]:
     """With modules that have some, as TransformerEngine's do, and a checkpoint by a version that saved it: whether one
     by this version holds some, and what was taken from the other one."""

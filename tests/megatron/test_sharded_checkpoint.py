@@ -160,6 +160,12 @@ def test_damage_is_told(ranks, written, tmp_path, damage):
     assert str(folder) in told
 
 
+def test_weights_that_one_rank_cannot_read_are_told_by_all(ranks, written):
+    """The other copy would wait for them, and a run could not go on with the checkpoint before."""
+    told = ranks.run("tests.megatron.jobs:unreadable_checkpoint", world=2, folder=written[0])
+    assert told[0] == told[1] == f"cannot load checkpoint {written[0]}: OSError('Stale file handle') on rank 0"
+
+
 def test_damage_that_one_rank_finds_is_told_by_all(ranks, written, tmp_path):
     """Each file is hashed by one rank."""
     folder = tmp_path / "damaged"
@@ -174,8 +180,9 @@ def test_damage_that_one_rank_finds_is_told_by_all(ranks, written, tmp_path):
     "other", [replace(LLAMA, num_layers=3), replace(LLAMA, hidden_size=48), replace(LLAMA, tie_embeddings=False)]
 )
 def test_another_models_checkpoint_is_refused(ranks, written, other):
-    told = ranks.run("tests.megatron.jobs:refused_checkpoint", folder=written[0], cfg=other, optim=OPTIM)[0]
-    assert str(written[0]) in told
+    """By all ranks, of which one reads the weights."""
+    told = ranks.run("tests.megatron.jobs:refused_checkpoint", world=2, folder=written[0], cfg=other, optim=OPTIM)
+    assert told[0] == told[1] and str(written[0]) in told[0]
 
 
 class Mischief:
