@@ -191,21 +191,19 @@ aligner_node_local() {
 # ALIGNER_COPY: where each node has these parts of a folder. One node reads them and Slurm hands them on. The name tells
 # them from others by their files' names, sizes and times: this and later jobs find a copy that is there.
 aligner_copy() {
-    local from="$1" archive nodes start
+    local from="$1" files nodes start archive
     shift
-    ALIGNER_COPY="$ALIGNER_NODE_LOCAL/$(cd "$from" && { pwd && find "$@" -name __pycache__ -prune -o \
-        -printf '%p %s %l %T@\n' | sort; } | sha256sum | cut -c 1-16)"
+    files="$(cd "$from" && find "$@" -name __pycache__ -prune -o ! -type d -printf '%p %s %l %T@\n' | LC_ALL=C sort)"
+    ALIGNER_COPY="$ALIGNER_NODE_LOCAL/$(sha256sum <<<"$from $files" | cut -c 1-16)-$(wc -l <<<"$files")"
+    archive="$ALIGNER_COPY.$SLURM_JOB_ID.tar"
     nodes="$(aligner_nodes | paste -sd ,)"
     start=(srun "--nodes=$ALIGNER_NODES" "--ntasks=$ALIGNER_NODES" --ntasks-per-node=1 "--nodelist=$nodes" --mpi=none
-        --overlap --mem=0 "$ALIGNER_ROOT/launchers/unpack.sh" "$ALIGNER_COPY")
-    ! "${start[@]}" 2>/dev/null || return 0
+        --overlap --mem=0 --wait=0)
+    ! "${start[@]}" "$ALIGNER_ROOT/launchers/unpack.sh" "$ALIGNER_COPY" 2>/dev/null || return 0
     aligner_say "copying $from to $ALIGNER_COPY on $ALIGNER_NODES nodes"
-    archive="$ALIGNER_COPY.$SLURM_JOB_ID.tar"
-    tar -cf "$archive.all" -C "$from" "$@"
-    sbcast --force "$archive.all" "$archive" || true # a spare node may be unfit; one that is used says what it lacks
-    "${start[@]}" "$archive" "$(stat -c %s "$archive.all")" \
-        || aligner_die "node_local: could not copy $from to $ALIGNER_NODE_LOCAL of each node"
-    rm -f "$archive.all"
+    { "${start[@]}" "$ALIGNER_ROOT/launchers/pack.sh" "$archive" "$from" "$@" \
+        && "${start[@]}" "$ALIGNER_ROOT/launchers/unpack.sh" "$ALIGNER_COPY" "$archive"; } \
+        || aligner_die "node_local: could not copy $from to $ALIGNER_NODE_LOCAL of each node. Is there room?"
 }
 
 # Start the ranks, pass signals on, wait for them; returns their exit code.
@@ -270,9 +268,8 @@ aligner_start_slurm() {
     command=("${ALIGNER_RANK_PYTHON:-$ALIGNER_PYTHON}" -m aligner run --frozen "$1")
     local root="${ALIGNER_LOCAL_ROOT:-$ALIGNER_ROOT}" path="$PYTHONPATH"
     if [[ -n "${ALIGNER_LOCAL_PYTHON:-}" ]]; then # this folder, which may be the checkout, behind the copy
-        command=("$ALIGNER_LOCAL_PYTHON" -m aligner run --frozen "$1")
+        command=("$ALIGNER_LOCAL_PYTHON" -P -m aligner run --frozen "$1")
         path="$root${PYTHONPATH#"$ALIGNER_ROOT"}:$PWD"
-        export PYTHONSAFEPATH=1
     fi
     # of both components, where there are two; some ranks wait for late engines and for their processes when others left
     local options=(--kill-on-bad-exit=1 --wait=180)

@@ -1,27 +1,34 @@
 #!/usr/bin/env bash
-# On each node: is the copy FOLDER there, or can it be made of ARCHIVE, which has so many BYTES? It is there whole or not
-# at all, whoever else unpacks it.
-#   unpack.sh FOLDER [ARCHIVE BYTES]
+# On each node: is the copy FOLDER there, or can it be made of ARCHIVE? It is there whole or not at all, whoever else
+# unpacks it. Its name ends with the number of its files: what cleans /tmp takes those that were not opened for days.
+#   unpack.sh FOLDER [ARCHIVE]
 set -euo pipefail
-folder="$1" archive="${2:-}" bytes="${3:-}" home="${1%/*}"
+folder="$1" archive="${2:-}" home="$(dirname "$1")"
 (umask 077 && mkdir -p "$home")
-if [[ ! -O "$home" ]]; then # who owns it could change what ranks execute
-    echo "$(hostname): $home is another user's" >&2
+# who may write there could change what ranks execute
+if [[ ! -O "$home" || -L "$home" || -n "$(find "$home" -maxdepth 0 -perm -o+w)" ]]; then
+    echo "$(hostname): $home is a link, another user's, or open to all" >&2
     exit 1
 fi
-[[ -n "$archive" ]] || exec test -d "$folder"
-part="$archive.$(hostname)"
-trap 'rm -rf "$part" "$archive"' EXIT
 
-unpack() {
-    local found
-    [[ ! -d "$folder" ]] || return 0
-    found="$(stat -c %s "$archive")" # tar takes an archive that ends between two files for a whole one
-    if [[ "$found" != "$bytes" ]]; then
-        echo "$(hostname): $archive has $found of $bytes bytes: is there room?" >&2
-        return 1
-    fi
-    mkdir "$part" && tar -xf "$archive" -C "$part" && mv -T "$part" "$folder"
+whole() {
+    local files=0
+    [[ ! -d "$1" ]] || files="$(find "$1" -name __pycache__ -prune -o ! -type d -print | wc -l)"
+    ((files >= ${folder##*-}))
 }
 
-unpack || [[ -d "$folder" ]] # another job, or a node that shares the folder, was first
+unpack() {
+    ! whole "$folder" || return 0
+    mkdir "$part" && tar -xf "$archive" -C "$part" || return 1
+    if ! whole "$part"; then # tar takes an archive that ends between two files for a whole one
+        echo "$(hostname): $archive lacks files" >&2
+        return 1
+    fi
+    whole "$folder" || [[ ! -e "$folder" ]] || mv -T "$folder" "$part.torn"
+    mv -T "$part" "$folder"
+}
+
+[[ -n "$archive" ]] || { whole "$folder" && exit 0 || exit 1; }
+part="$archive.$(hostname).$$"
+trap 'rm -rf "$part" "$part.torn" "$archive"' EXIT
+unpack || whole "$folder" # another job, or a node that shares the folder, was first

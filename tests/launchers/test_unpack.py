@@ -20,31 +20,57 @@ def archive(tmp_path):
     for name, size in (("a", 5000), ("inner/b", 70000)):
         (tmp_path / "from" / name).write_bytes(b"x" * size)
     (tmp_path / "local").mkdir(mode=0o700)
-    path = tmp_path / "local/copy.7.tar"
+    path = tmp_path / "local/copy-2.7.tar"
     subprocess.run(["tar", "-cf", path, "-C", tmp_path / "from", "a", "inner"], check=True)
     return path
 
 
 def test_a_whole_archive_becomes_the_copy_once(archive):
-    copy, size = archive.parent / "copy", archive.stat().st_size
+    copy = archive.parent / "copy-2"
     assert unpack(copy)[0] == 1  # not there yet
-    assert unpack(copy, archive, size) == (0, "")
+    assert unpack(copy, archive) == (0, "")
     assert (copy / "inner/b").stat().st_size == 70000 and list(archive.parent.iterdir()) == [copy]
     (copy / "a").write_text("kept")
-    assert unpack(copy)[0] == 0 and unpack(copy, archive, size)[0] == 0  # of a node that was second: all is gone
+    assert unpack(copy)[0] == 0 and unpack(copy, archive)[0] == 0  # of a node that was second: all is gone
     assert (copy / "a").read_text() == "kept"
+
+
+def test_a_copy_that_has_lost_files_is_made_anew(archive):
+    """As what cleans /tmp leaves it; modules that were compiled in it do not count."""
+    copy = archive.parent / "copy-2"
+    (copy / "__pycache__").mkdir(parents=True)
+    for name in ("a", "__pycache__/a.pyc"):
+        (copy / name).touch()
+    assert unpack(copy)[0] == 1
+    assert unpack(copy, archive) == (0, "")
+    assert (copy / "inner/b").stat().st_size == 70000 and list(archive.parent.iterdir()) == [copy]
+    assert unpack(copy)[0] == 0
 
 
 @pytest.mark.parametrize("kept", [0, 700, 6144, 40000])
 def test_an_archive_that_ends_early_becomes_none(archive, kept):
     """6144: between two files, where tar sees nothing wrong."""
-    size = archive.stat().st_size
     archive.write_bytes(archive.read_bytes()[:kept])
-    code, said = unpack(archive.parent / "copy", archive, size)
-    assert code == 1 and f"has {kept} of {size} bytes" in said and not list(archive.parent.iterdir())
+    code, said = unpack(archive.parent / "copy-2", archive)
+    assert code == 1 and (f"{archive} lacks files" in said) == (kept == 6144) and said
+    assert not list(archive.parent.iterdir())
 
 
 def test_what_cannot_be_unpacked_becomes_none(archive):
     archive.write_bytes(b"no archive" * 1000)
-    code, said = unpack(archive.parent / "copy", archive, 10000)
+    code, said = unpack(archive.parent / "copy-2", archive)
     assert code == 1 and "tar" in said and not list(archive.parent.iterdir())
+
+
+@pytest.mark.parametrize("open_as", ["mode", "link"])
+def test_no_copy_is_taken_from_where_others_could_change_it(archive, open_as):
+    """A link in /tmp is its owner's to point elsewhere, after it was looked at."""
+    home = archive.parent
+    assert unpack(home / "copy-2", archive)[0] == 0
+    if open_as == "mode":
+        home.chmod(0o777)
+    else:
+        home = home.parent / "link"
+        home.symlink_to(archive.parent)
+    code, said = unpack(f"{home}//copy-2")
+    assert code == 1 and f"{home} is a link, another user's, or open to all" in said
