@@ -75,7 +75,8 @@ class Start:
 
 def start_record(ranks: int, device: torch.device, **facts: Any) -> dict[str, Any]:
     """What there is to know at the start of a run, with further `facts`."""
-    commit, dirty = git_state(Path(__file__).resolve().parents[2])
+    here = Path(__file__).resolve().parents[2]
+    commit, dirty = git_state(Path(os.environ["ALIGNER_ROOT"]) if "ALIGNER_NODE_LOCAL" in os.environ else here)
     told = os.environ.get(COMMAND) if LAUNCHED in os.environ else None
     command = told or command_line(sys.argv[1:])
     return {

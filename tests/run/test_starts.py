@@ -99,6 +99,14 @@ def test_the_commit_is_of_aligners_checkout_alone(tmp_path):
     assert starts.git_state(tmp_path / "inner") == (None, None)  # installed within somebody's project
 
 
+def test_of_a_copy_on_a_node_the_commit_is_the_checkouts(tmp_path, monkeypatch):
+    """The copy has no history."""
+    for name, value in {"ALIGNER_NODE_LOCAL": "/tmp/x", "ALIGNER_ROOT": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(starts, "git_state", lambda root: (f"of {root}", False))
+    assert starts.start_record(1, CPU)["commit"] == f"of {tmp_path}"
+
+
 def test_a_reward_that_changes_the_folder_leaves_the_run_where_it_is(tiny_data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.py").write_text("import os\ndef f(samples):\n    os.chdir('/')\n    return [0.5 for _ in samples]\n")
