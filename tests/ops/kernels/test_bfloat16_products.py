@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from aligner.ops.kernels.bfloat16_products import _product, _sum, _sum_into
+from aligner.ops.kernels.bfloat16_products import _product, _slow_here, _sum, _sum_into
 
 A, B, BASE = torch.randn(3, 5, 64), torch.randn(3, 64, 7), torch.randn(3, 5, 7)
 CASES = {
@@ -46,6 +46,12 @@ def test_factors_are_kept_and_sums_are_in_place():
     into = base.clone()
     assert _sum_into(torch.addmm)(into, a, b, alpha=-1) is into
     torch.testing.assert_close(into, base - _product(torch.mm)(a, b), rtol=2**-6, atol=0.1)
+
+
+def test_a_torch_without_onednn_has_no_fast_products(monkeypatch):
+    """Such as macOS': it has no operation to ask, either."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert _slow_here.__wrapped__()
 
 
 INSTALLED = """
