@@ -16,12 +16,13 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("yaml", "omegaconf", "hydra", "antlr4", "packaging")
 COUNTS = """
-import json, os, sys, types
+import json, os, subprocess, sys, types
 from pathlib import Path
 opened = []
 
 def run_stage(cfg, env, signals):
     told = {"opened": opened, "modules": [getattr(m, "__file__", None) or "" for m in list(sys.modules.values())]}
+    told["beside"] = subprocess.check_output([sys.executable, "-c", "import sys; print(sys.path[0])"], text=True).split()
     Path(cfg.run.dir, f"opened.{env.rank}").write_text(json.dumps(told))
     if env.rank == 0:
         Path(cfg.run.dir, "DONE").touch()
@@ -68,10 +69,12 @@ def test_no_rank_opens_a_file_of_the_shared_folders(cluster, shared, tmp_path):
     for paths in of.values():
         assert not [path for path in paths if path.startswith((f"{shared}/", f"{ROOT}/"))]
         assert sum(path.startswith(f"{tmp_path}/local/") for path in paths) > 4 * 50
+    assert {tuple(told["beside"]) for told in ranks} == {()}  # what ranks start finds modules beside itself, as ever
     assert "copying" in log(tmp_path / "runs/first")
     copies = sorted(path.name for path in (tmp_path / "local").iterdir())
     assert len(copies) == 2 and not any("." in name for name in copies)  # no archive, nothing half unpacked
 
+    (shared / "lib/__pycache__").mkdir()  # which changes the time of the folder
     started(cluster, shared, tmp_path, "second")
     assert "copying" not in log(tmp_path / "runs/second")
     (shared / "new").write_text("")
