@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from aligner.errors import ConfigError
 
@@ -27,6 +28,14 @@ class RankEnv:
     master_port: int = 29400
     launcher: str = "single"  # single, torch, slurm, openmpi, pmi
     one_host: bool = False  # all ranks are known to be on this machine
+
+
+def checkout() -> Path:
+    """The folder that this package is installed from; of a copy on a rank's node (`node_local`) what it is a copy of,
+    which has the history and the engines' environments that the copy lacks."""
+    if "ALIGNER_NODE_LOCAL" in os.environ:
+        return Path(os.environ["ALIGNER_ROOT"])
+    return Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aligner.cluster.env import LAUNCHED
+from aligner.cluster.env import LAUNCHED, checkout
 from aligner.errors import AlignerError, WriteError
 from aligner.foreign import read_record
 from aligner.run.marker_files import STOPPED
@@ -75,8 +75,7 @@ class Start:
 
 def start_record(ranks: int, device: torch.device, **facts: Any) -> dict[str, Any]:
     """What there is to know at the start of a run, with further `facts`."""
-    here = Path(__file__).resolve().parents[2]
-    commit, dirty = git_state(Path(os.environ["ALIGNER_ROOT"]) if "ALIGNER_NODE_LOCAL" in os.environ else here)
+    commit, dirty = git_state(checkout())
     told = os.environ.get(COMMAND) if LAUNCHED in os.environ else None
     command = told or command_line(sys.argv[1:])
     return {

@@ -22,7 +22,8 @@ opened = []
 
 def run_stage(cfg, env, signals):
     told = {"opened": opened, "modules": [getattr(m, "__file__", None) or "" for m in list(sys.modules.values())]}
-    told["beside"] = subprocess.check_output([sys.executable, "-c", "import sys; print(sys.path[0])"], text=True).split()
+    code = "import sys; print(sys.path[0])"
+    told["beside"] = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     Path(cfg.run.dir, f"opened.{env.rank}").write_text(json.dumps(told))
     if env.rank == 0:
         Path(cfg.run.dir, "DONE").touch()

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from aligner.cluster.env import checkout
 from aligner.errors import AlignerError, ConfigError, EngineError, RefitError
 
 # A child that inherits these takes itself for a rank of the job: MPI_Init would join it, or hang.
@@ -39,7 +40,7 @@ def interpreter(python: str, environ: Mapping[str, str], section: str) -> tuple[
     if not python:
         return sys.executable, dict(environ)
     root = Path(__file__).resolve().parents[3]
-    found = shutil.which(python) or shutil.which(root / python)
+    found = shutil.which(python) or shutil.which(checkout() / python)
     if found is None:
         hint = "launchers/engine_env.sh vllm makes one for engine=vllm."
         raise ConfigError(f"{section}.python", python, "the path of a Python interpreter", hint)

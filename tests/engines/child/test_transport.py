@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from aligner.engines.child.buckets import BucketWriter, CudaMemory, MemoryFile
-from aligner.engines.child.process import clean_environment, spawn
+from aligner.engines.child.process import clean_environment, interpreter, spawn
 from aligner.errors import EngineError
 
 
@@ -106,3 +106,14 @@ def test_weights_on_their_way_have_no_name():
         assert os.fstat(memory.fd).st_nlink == 0
     finally:
         memory.close()
+
+
+def test_of_a_copy_on_a_node_an_engines_environment_is_the_checkouts(tmp_path, monkeypatch):
+    """The copy has none; its code is the engine's too."""
+    python = tmp_path / ".venv-engine/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch(mode=0o755)
+    for name, value in {"ALIGNER_NODE_LOCAL": "/tmp/x", "ALIGNER_ROOT": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    found, environ = interpreter(".venv-engine/bin/python", {}, "engine.vllm")
+    assert found == str(python) and environ == {"PYTHONPATH": str(Path(__file__).parents[3])}
