@@ -1,11 +1,13 @@
-"""What a node makes of an archive: a whole copy, or none."""
+"""What a node packs, and makes of an archive: a whole copy, or none."""
 
+import os
+import stat
 import subprocess
 from pathlib import Path
 
 import pytest
 
-UNPACK = Path(__file__).parents[2] / "launchers/unpack.sh"
+PACK, UNPACK = (Path(__file__).parents[2] / f"launchers/{name}.sh" for name in ("pack", "unpack"))
 
 
 def unpack(*arguments: object) -> tuple[int, str]:
@@ -74,3 +76,28 @@ def test_no_copy_is_taken_from_where_others_could_change_it(archive, open_as):
         home.symlink_to(archive.parent)
     code, said = unpack(f"{home}//copy-2")
     assert code == 1 and f"{home} is a link, another user's, or open to all" in said
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_first_node_packs_and_keeps_no_archive_of_its_own(tmp_path, works):
+    """What is read-only where it comes from can be removed where it is a copy."""
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from/a").write_text("x")
+    (tmp_path / "from/a").chmod(0o444)
+    (tmp_path / "local").mkdir()
+    sbcast = tmp_path / "sbcast"
+    sbcast.write_text('#!/bin/sh\necho "$2" >"$0.asked"\n' + ('cp "$3" "$4"\n' if works else "exit 1\n"))
+    sbcast.chmod(0o755)
+    archive = tmp_path / "local/copy-1.7.tar"
+    step = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "3"}
+    command = [PACK, archive, tmp_path / "from", "."]
+    assert subprocess.run(command, env=step | {"SLURM_PROCID": "1"}).returncode == 0 and not any(
+        archive.parent.iterdir()
+    )
+    assert subprocess.run(command, env=step | {"SLURM_PROCID": "0"}).returncode == (0 if works else 1)
+    assert (tmp_path / "sbcast.asked").read_text() == "--jobid=7.3\n"
+    assert list(archive.parent.iterdir()) == ([archive] if works else [])
+    if works:
+        archive.parent.chmod(0o700)
+        assert unpack(archive.parent / "copy-1", archive) == (0, "")
+        assert (archive.parent / "copy-1/a").stat().st_mode & stat.S_IWUSR
