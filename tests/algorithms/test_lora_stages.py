@@ -62,11 +62,11 @@ def test_ppo_learns_with_a_critic_on_the_policys_trunk(tiny_data, tiny_runs, tmp
     more = [*LORA, *critic, f"model.init={sft}", f"reward.model={tiny_runs['rm']}", "algorithm.kl.coef=0.01"]
     more += ["batch.prompts=32", "batch.minibatch_samples=32", "batch.micro_batch_samples=16"]
     more += ["refit.verify=checksum", "checkpoint.every=1"]
-    whole = stages.stage("ppo", tiny_data, tmp_path / "whole", *more, "run.steps=10")
+    whole = stages.stage("ppo", tiny_data, tmp_path / "whole", *more, "run.steps=16")
     parts = stages.stage("ppo", tiny_data, tmp_path / "parts", *more, "run.steps=1")  # the critic alone learns
     assert stages.records(parts)[0]["critic/lora/b_norm"] > 0 and stages.same_weights(parts, sft)
     offload = "memory.offload=[gradients,optimizer,weights]"
-    parts = stages.stage("ppo", tiny_data, parts, *more, offload, "run.steps=10")
+    parts = stages.stage("ppo", tiny_data, parts, *more, offload, "run.steps=16")
     assert stages.differences(parts, whole) == [] and stages.same_weights(parts, whole)
     found = stages.records(whole)
     means = [record["reward/model/mean"] for record in found]
