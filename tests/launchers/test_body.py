@@ -260,7 +260,7 @@ def _without_sbatch(folder: Path, path: str) -> str:
 
 def test_srun_waits_longer_than_a_rank_takes_to_end_when_others_have():
     """Which closes its engine, and waits for those that generate."""
-    (wait_s,) = re.findall(r"--wait=(\d+)", (ROOT / "launchers/body.sh").read_text())
+    (wait_s,) = re.findall(r"--kill-on-bad-exit=1 --wait=(\d+)", (ROOT / "launchers/body.sh").read_text())
     assert int(wait_s) > END_S + EngineConfig().silent_s
 
 
