@@ -19,7 +19,8 @@ whole() {
 
 unpack() {
     ! whole "$folder" || return 0
-    mkdir "$part" && tar -xf "$archive" -C "$part" || return 1
+    mkdir "$part"
+    tar -xf "$archive" -C "$part" || return 1
     if ! whole "$part"; then # tar takes an archive that ends between two files for a whole one
         echo "$(hostname): $archive lacks files" >&2
         return 1
@@ -28,7 +29,10 @@ unpack() {
     mv -T "$part" "$folder"
 }
 
-[[ -n "$archive" ]] || { whole "$folder" && exit 0 || exit 1; }
+if [[ -z "$archive" ]]; then
+    whole "$folder"
+    exit
+fi
 part="$archive.$(hostname).$$"
 trap 'rm -rf "$part" "$part.torn" "$archive"' EXIT
 unpack || whole "$folder" # another job, or a node that shares the folder, was first
