@@ -19,7 +19,7 @@ import torch.distributed as dist
 from aligner.answers import Answer, AnswerLog
 from aligner.engines.native.remote import RemoteEngine
 from aligner.environments.pool import Session
-from aligner.errors import DataError, EngineError
+from aligner.errors import EngineError
 from aligner.ops.reduce import gathered
 from aligner.rollout.groups import Groups
 from aligner.rollout.play import Play, joined_rows
@@ -57,17 +57,16 @@ class PausingGenerator(TurnGenerator):
 
     def window(self, asked: Sequence[Sequence[Play]]) -> list[list[Play]]:
         """Of what each rank of the job asks for, the groups of this one by their numbers, as far as they come in
-        `engine.window` decode steps. Collective over the world, of ranks that only generate."""
+        `engine.window` decode steps. Of a rank that only generates, which waits for no other one: the trainer's ranks
+        raise what any of them raises."""
         ranks, rank = dist.get_world_size(), dist.get_rank()
         mine = [[play for play in own if play.place % ranks == rank] for own in asked]
         plays = sorted((play for own in mine for play in own), key=lambda play: (play.place, not play.said, play.index))
         self._take_up(plays)
-        with raised_together(DataError):
-            self._begin([play for play in plays if not play.session.asked], self.sampling)
+        self._begin([play for play in plays if not play.session.asked], self.sampling)
         turns = replace(self._turns(plays, self.sampling, counted=True), windowed=True)
-        with raised_together(EngineError):
-            self._served(turns, self.sampling)
-            self._heard([play for play in plays if not play.open], self.sampling)
+        self._served(turns, self.sampling)
+        self._heard([play for play in plays if not play.open], self.sampling)
         self._pause(plays, turns.waiting)
         return mine
 

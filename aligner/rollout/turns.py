@@ -8,7 +8,7 @@ tools of those that have answered work meanwhile. Or, where an engine can, each 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -104,8 +104,8 @@ class TurnGenerator:
         return self._together(join_groups(parts))
 
     def part(self, asked: Sequence[Sequence[Request]]) -> list[Groups]:
-        """Of the requests of each rank of the job what this one makes of its share, for each of them. Collective over
-        the world, of ranks that only generate."""
+        """Of the requests of each rank of the job what this one makes of its share, for each of them. Of ranks that
+        only generate; in rounds collective over these."""
         everything = [(home, request) for home, own in enumerate(asked) for request in own]
         mine = everything[share(len(everything), dist.get_world_size(), dist.get_rank())]
         made = self._alone([request for _, request in mine], self.sampling)
@@ -136,14 +136,16 @@ class TurnGenerator:
         plays = [
             self._play(place, i, request) for place, request in enumerate(requests) for i in range(len(request.seeds))
         ]
-        with raised_together(DataError):
+        # the trainer's ranks raise what any that only generates does: such a one waits for no other
+        together = raised_together if self.peers is not None or self.pace == Pace.ROUNDS else nullcontext
+        with together(DataError):
             if requests and requests[0].rollout > 0:
                 self.pool.log.begin(requests[0].rollout)
             self._begin(plays, sampling)
         if self.pace == Pace.ROUNDS:
             self._in_rounds(plays, sampling)
         else:
-            with raised_together(EngineError):
+            with together(EngineError):
                 self._served(self._turns(plays, sampling, self.pace == Pace.COUNTS), sampling)
                 self._heard(plays, sampling)
         for play in plays:

@@ -4,9 +4,11 @@ time, whenever tools answer and whoever goes on."""
 import pickle
 import random
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from aligner.answers import AnswerLog
 from aligner.config.sections.engine import EngineConfig
@@ -17,6 +19,7 @@ from aligner.data.tool_calls import Call
 from aligner.engines.native import NativeEngine
 from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
+from aligner.errors import ConfigError
 from aligner.ops.seeds import derive
 from aligner.rollout import turns
 from aligner.rollout.pauses import PausingGenerator
@@ -109,21 +112,32 @@ class Slow:
             talk.given = self.dialogue.follow(talk.given, talk.turns[-1][1], talk.messages)
 
 
+def talkers(folder, *texts):
+    """A tokenizer, the dialogue of its template, and a group of three for each text."""
+    tokenizer = train_tokenizer([], str(folder / "tokenizer"), 261, chat_template=TEMPLATE)
+    dialogue = Dialogue(tokenizer, schemas(load_tools(CFG)))
+    messages = [({"role": "user", "content": text},) for text in texts]
+    prompts = [Prompt(i, dialogue.begin(list(m)).tokens, "", {}, m) for i, m in enumerate(messages)]
+    return (
+        tokenizer,
+        dialogue,
+        [Request(i, prompt, [10 * i + n for n in (1, 2, 3)], 1) for i, prompt in enumerate(prompts)],
+    )
+
+
+def engine_of(window, **more):
+    shape = replace(LLAMA, vocab_size=261, max_position=4096)
+    config = EngineConfig(window=window, **more)
+    return NativeEngine(shape, config, device="cpu", dtype=torch.float32, pad_id=0)
+
+
 @pytest.mark.parametrize("restart", [0, 3])
 def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart):
     """After the window `restart` another process goes on, whose environments are made anew."""
     monkeypatch.setattr(turns, "read_calls", read_calls)
-    tokenizer = train_tokenizer([], str(tmp_path / "tokenizer"), 261, chat_template=TEMPLATE)
-    tools = load_tools(CFG)
-    dialogue = Dialogue(tokenizer, schemas(tools))
-    shape = replace(LLAMA, vocab_size=261, max_position=4096)
-    engine, single = (
-        NativeEngine(shape, EngineConfig(window=n), device="cpu", dtype=torch.float32, pad_id=0) for n in (WINDOW, 1)
-    )
+    tokenizer, dialogue, requests = talkers(tmp_path, "one", "another")
+    engine, single = engine_of(WINDOW), engine_of(1)
     engine.keeps_rows = False  # which are read in an order of their own
-    messages = [({"role": "user", "content": text},) for text in ("one", "another")]
-    prompts = [Prompt(i, dialogue.begin(list(m)).tokens, "", {}, m) for i, m in enumerate(messages)]
-    requests = [Request(i, prompt, [10 * i + 1, 10 * i + 2, 10 * i + 3], 1) for i, prompt in enumerate(prompts)]
 
     def generator():
         pool = Pool(CFG, dialogue.tools, AnswerLog(tmp_path / "run", 0))
@@ -137,15 +151,15 @@ def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart
             play.index,
             play.seed,
             random.Random(play.session.seed),
-            dialogue.begin(list(messages[play.place])),
-            list(messages[play.place]),
+            dialogue.begin(list(play.messages)),
+            list(play.messages),
         )
         for play in plays
     ]
     slow, paused, waited, window = Slow(single, dialogue, talks), 0, 0, 0
     while any(play.open for play in plays):
         window += 1
-        model = reference(shape, window)  # another for each version
+        model = reference(engine.model.cfg, window)  # another for each version
         for one in (engine, single):
             fill(one, model, window)
         (found,) = playing.window([[play for play in plays if play.open]])
@@ -167,3 +181,28 @@ def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart
             assert play.waits == (slow.waiting.index(talk) + 1 if talk in slow.waiting else 0)
             paused, waited = paused + bool(play.begun), waited + bool(play.waits)
     assert paused > 3 and waited > 3 and window > 3 and max(len(talk.turns) for talk in talks) == TURNS
+
+
+def window_of_two_ranks(folder):
+    """Of which the second has no room for a trajectory: what it raises, or how many have begun."""
+    folder = Path(folder) / str(dist.get_rank())
+    tokenizer, dialogue, requests = talkers(folder, "one", "another")
+    engine = engine_of(WINDOW, **({"kv_cache_bytes": 1000} if dist.get_rank() else {}))
+    fill(engine, reference(engine.model.cfg, 1), 1)
+    outside = Outside(Pool(CFG, dialogue.tools, AnswerLog(folder, 0)), dialogue, CFG, 500, True)
+    playing = PausingGenerator(engine, tokenizer, SAMPLING, None, outside)
+    try:
+        (found,) = playing.window([[play for request in requests for play in playing.fresh(request, request.slot)]])
+    except ConfigError as error:
+        return error.key
+    return [bool(play.turns or play.begun) for play in found]
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_a_rank_that_fails_keeps_no_other_one(ranks, tmp_path):
+    """Which would not come to tell the trainer's ranks that it is done."""
+    assert ranks.run(f"{__name__}:window_of_two_ranks", world=2, folder=str(tmp_path)) == [
+        [True] * 3,
+        "engine.kv_cache_bytes",
+    ]
