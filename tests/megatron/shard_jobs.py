@@ -99,7 +99,9 @@ def save_and_load(folder: Path, cfg: ModelConfig, parallel: ParallelConfig, **kw
     state = [*_optimizer_tensors(model)]
     kept = [t for t in state if t.untyped_storage().data_ptr() not in _storages(model.module.parameters())]
     out |= {"load": dict(wire.bytes), "read": sum(read), "optimizer": sum(t.nbytes for t in kept)}
-    out["weights"] = sum(p.nbytes for p in model.module.parameters())
+    copies = {p: model.layout.copies(not getattr(p, "allreduce", True)) for p in model.module.parameters()}
+    out["first"] = sum(p.nbytes for p, group in copies.items() if group.rank() == 0)
+    out["told"] = sum(p.nbytes for p, group in copies.items() if group.size() > 1)
     out["same"] = all(torch.equal(a, b) for a, b in zip(state, _optimizer_tensors(other), strict=True))
     return out
 

@@ -15,7 +15,7 @@ from aligner.errors import DataError
 from aligner.rollout.agents import AgentGenerator, Dialogues, message_of, said
 from aligner.rollout.collate import collate
 from aligner.rollout.requests import Request
-from aligner.rollout.turns import trajectory_sums
+from aligner.rollout.turns import Outside, trajectory_sums
 from aligner.types import Prompt, SamplingParams, Stop
 from tests.chat_templates import MISTRAL, QWEN3
 from tests.rollout.test_turns import CUT, Scripted, call, tokenizer
@@ -40,8 +40,8 @@ def play(tokenizer, tmp_path, world):
         pool = Pool(cfg, [], AnswerLog(tmp_path / folder, 0))
         engine = Scripted(tokenizer, script)
         sampling = SamplingParams(100, stop_token_ids=(tokenizer.eos_token_id,))
-        common = engine, tokenizer, sampling, world, pool, plain, cfg, longest, True
-        generator = AgentGenerator(*common, dialogues=dialogues)
+        outside = Outside(pool, plain, cfg, longest, True)
+        generator = AgentGenerator(engine, tokenizer, sampling, world, outside, dialogues=dialogues)
         given = plain.begin(list(QUESTION))
         prompt = Prompt(0, given.tokens, given.text, row or {}, QUESTION)
         groups = generator([Request(i, prompt, list(s), 1) for i, s in enumerate(seeds)])
