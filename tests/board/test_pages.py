@@ -161,7 +161,7 @@ def test_what_models_write_is_text(look, serve, folder):
         page.get_by_text(f"alarm at step 4: {EVIL}").wait_for()
         if address.startswith("http"):
             page.click("nav >> text=samples")
-            page.get_by_label("run", exact=True).select_option("<b>evil")
+            page.get_by_role("combobox", name="run", exact=True).select_option("<b>evil")
         page.get_by_text(f"{EVIL} answer").first.wait_for()
         if address.startswith("http"):
             page.click("nav >> text=curves")
