@@ -11,6 +11,8 @@ from torch import Tensor
 from aligner.cluster.pages import give_back_freed_memory
 from aligner.ops.kernels.packed_products import pack, worth_packing
 
+_KEPT = 32 << 20  # bytes of a name that may stay with the process: giving pages back costs a trainer beside it new ones
+
 
 class Packs:
     """Of `matrices` [layers, n, k] by name: one layout takes the place of the other, which are never both there but for
@@ -58,7 +60,8 @@ class Packs:
                         matrix.copy_(self._packed[name][layer].to_dense())
                 self._emptied.remove(name)
             del self._packed[name]
-            give_back_freed_memory()  # plain ones are too large to be laid into what is kept of these
+            if self._plain[name].nbytes > _KEPT:
+                give_back_freed_memory()  # plain ones are too large to be laid into what is kept of these
 
     def clear(self) -> None:
         self._plain, self._packed, self._worth, self._emptied = {}, {}, [], set()
