@@ -122,7 +122,12 @@ class Ahead:
 
     def give_up(self, step: int) -> int:
         """The rollout of `step`, and what is stored of later ones, of a run that ends: a next start makes them anew.
-        Returns the first of these."""
+        Returns the first of these. What is on its way has landed then: its answers are in the log, which may forget
+        failures. Raises EngineError on every rank."""
+        for flight in self._flights.values():
+            if flight.groups is None:
+                assert flight.answer is not None
+                flight.groups = self.generate.landed(flight.requests, flight.answer)
         if dist.get_rank() == 0:
             for number in self.parts.steps():
                 if number >= step:
