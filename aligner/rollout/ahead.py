@@ -124,10 +124,8 @@ class Ahead:
         """The rollout of `step`, and what is stored of later ones, of a run that ends: a next start makes them anew.
         Returns the first of these. What is on its way has landed then: its answers are in the log, which may forget
         failures. Raises EngineError on every rank."""
-        for flight in self._flights.values():
-            if flight.groups is None:
-                assert flight.answer is not None
-                flight.groups = self.generate.landed(flight.requests, flight.answer)
+        for number, flight in self._flights.items():
+            self._await(number, flight)
         if dist.get_rank() == 0:
             for number in self.parts.steps():
                 if number >= step:
@@ -161,13 +159,19 @@ class Ahead:
         self._flights[number] = flight
 
     def _land(self, number: int, flight: Flight) -> None:
-        if flight.groups is None:
-            assert flight.answer is not None
-            with during(f"rollout {number}"):
-                flight.groups = self.generate.landed(flight.requests, flight.answer)
+        if self._await(number, flight):
             self._store(number, flight)
             if flight.unstored:
                 print(f"warning: rollout {number} is not stored: {flight.unstored}", file=sys.stderr, flush=True)
+
+    def _await(self, number: int, flight: Flight) -> bool:
+        """Whether it had not landed before."""
+        if flight.groups is not None:
+            return False
+        assert flight.answer is not None
+        with during(f"rollout {number}"):
+            flight.groups = self.generate.landed(flight.requests, flight.answer)
+        return True
 
     def _store(self, number: int, flight: Flight) -> None:
         """This data-parallel rank's part."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils.rnn import pad_sequence
 
 from aligner.data.dialogue import Given
 from aligner.data.tokenizer import decode_responses
 from aligner.engines.base import OrderedEngine, RolloutEngine, TellingEngine
 from aligner.errors import EngineError
+from aligner.ops.packing.rows import column
 from aligner.ops.reduce import gathered
 from aligner.rewards.composite import Early
 from aligner.rollout.collate import join_generations, make_samples
@@ -103,19 +102,15 @@ class Generator:
     def ended(self, requests: Sequence[Request], plays: Sequence[Play], version: int) -> Groups:
         """The groups of `requests`, whose samples these are; `version`: of the oldest weights."""
         turns = [play.turns[0] for play in plays]
-
-        def column(values: Sequence[array], dtype: torch.dtype) -> torch.Tensor:
-            return pad_sequence([torch.frombuffer(v, dtype=dtype) for v in values], batch_first=True)
-
         cut = self.sampling.truncates
         generations = Generations(
-            tokens=column([turn.output for turn in turns], torch.int32).long(),
+            tokens=column([turn.output for turn in turns], torch.int64),
             lengths=torch.tensor([len(turn.output) for turn in turns], dtype=torch.int64),
             logprobs=column([turn.logprobs for turn in turns], torch.float32),
             finish_reason=torch.tensor([STOP if play.stop == Stop.ANSWER else LENGTH for play in plays]),
             weight_version=version,
             full_logprobs=column([turn.full for turn in turns], torch.float32) if cut else None,
-            versions=column([turn.versions for turn in turns], torch.int32).long(),
+            versions=column([turn.versions for turn in turns], torch.int64),
         )
         return self.groups(requests, generations)
 

@@ -20,12 +20,13 @@ from aligner.answers import Answer, AnswerLog
 from aligner.engines.native.remote import RemoteEngine
 from aligner.environments.pool import Session
 from aligner.errors import EngineError
+from aligner.ops.packing.rows import column
 from aligner.ops.reduce import gathered
 from aligner.rollout.groups import Groups
 from aligner.rollout.play import Play, joined_rows
 from aligner.rollout.requests import Request
 from aligner.rollout.sharing import raised_together
-from aligner.rollout.turns import TurnGenerator, column
+from aligner.rollout.turns import TurnGenerator
 
 
 @dataclass

@@ -25,6 +25,7 @@ from aligner.engines.native.fleet import ServingEngine
 from aligner.engines.native.remote import RemoteEngine
 from aligner.environments.pool import CAUSES, Pool, Session
 from aligner.errors import DataError, EngineError
+from aligner.ops.packing.rows import column
 from aligner.ops.packing.turns import Row, Turn, rows_of
 from aligner.ops.reduce import gathered, max_over
 from aligner.ops.seeds import derive
@@ -372,11 +373,6 @@ class TurnGenerator:
             made=column([row.made for row, _ in rows], torch.bool),
             forks=column([forks for _, forks in rows], torch.int64),
         )
-
-
-def column(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> torch.Tensor:
-    width = max(map(len, values), default=0)
-    return torch.tensor([[*v, *[0] * (width - len(v))] for v in values], dtype=dtype).view(len(values), width)
 
 
 def trajectory_sums(samples: Sequence[Sample]) -> tuple[Sums, dict[str, float]]:
