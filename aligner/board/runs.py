@@ -23,6 +23,7 @@ from aligner.board.series import SO_FAR, STEP_S, Series, number
 from aligner.cluster import watch
 from aligner.cluster.lock import BEAT_S
 from aligner.cluster.lock import NAME as LOCK
+from aligner.config.freeze import LOADER
 from aligner.errors import AlignerError, ConfigError, DataError
 from aligner.foreign import Record, read_record
 from aligner.run.alarms import FILE as ALARMS
@@ -33,7 +34,6 @@ MARKS = ("metrics.jsonl", "config.yaml")  # what makes a folder a run
 DEPTH = 4  # of folders within those given: runs/chain/stage, and a sweep of them
 BUDGET = 4 << 20  # bytes of metrics that one request reads: about a sixth of a second
 FROM = ("model.init", "reward.model", "critic.init", "algorithm.distill.teacher")  # keys that may name another run
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Run:

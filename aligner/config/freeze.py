@@ -22,7 +22,11 @@ PENDING_NAME = "config.pending.yaml"  # of a start in a used folder that may sti
 _NOT_HASHED = ("dir", "name", "resume", "accept_changes")  # of `run`: they do not change what it computes
 
 
-class _Dumper(yaml.SafeDumper):
+# libyaml's are ten times as fast; PyYAML may be built without it
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
     """PyYAML writes Unicode's line breaks as they are and then reads a blank; quoted and escaped they survive."""
 
 
@@ -87,7 +91,7 @@ def load_frozen(path: Path | str) -> Config:
     path = Path(path)
     path = path / FILE_NAME if path.is_dir() else path
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), LOADER)
     except OSError as error:
         raise ConfigError("--frozen", str(path), "a config.yaml that can be read", f"{error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from aligner.config.options import hints
@@ -124,6 +125,7 @@ class Change:
         return f"{self.key} {_short(self.was)} -> {_short(self.now)}"
 
 
+@cache
 def kind_of(key: str) -> Kind:
     return KINDS[_longest(KINDS, key)]
 
@@ -164,6 +166,7 @@ def _plain(value: Any) -> Any:
     return {key: v for key, v in asdict(value).items() if key != PATHS.get(type(value))}
 
 
+@cache
 def reads(stage: str, key: str) -> bool:
     """Whether this stage reads a key: all do that no entry above is about, and of `stage` its own section."""
     own = STAGES[stage].reads

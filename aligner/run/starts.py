@@ -15,9 +15,10 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,14 +141,16 @@ def git_state(root: Path) -> tuple[str | None, bool | None]:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_S).stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():
+        top, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
+        if Path(top).resolve() != root.resolve():
             return None, None  # a checkout of something else, which an installed aligner lies in
-        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
+        return commit, bool(git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):
         return None, None
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
     import torch
 
     found = {"python": platform.python_version()}
