@@ -15,27 +15,32 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype == torch.bfloat16 else x
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        wide = _wide(x)
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        return (wide * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        unit = x * scale
+        unit, grad = _wide(x) * scale, _wide(grad)
         d_weight = (grad * unit).flatten(0, -2).sum(0)
         g = grad * weight
         along = torch.linalg.vecdot(g, unit).unsqueeze(-1).div_(-x.shape[-1])
-        return g.addcmul_(unit, along).mul_(scale), d_weight, None
+        return g.addcmul_(unit, along).mul_(scale).to(x.dtype), d_weight.to(weight.dtype), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019)."""
-    if x.device.type == "cpu" and x.dtype == torch.float32:
+    if x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16):
         return _RMSNorm.apply(x, weight, eps)
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
 

@@ -40,6 +40,7 @@ from aligner.megatron.pipeline import Pipeline
 from aligner.megatron.weights import EMBEDDING, WeightSource, load_weights, local_parameters
 from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.ops.kernels.frozen import Frozen
+from aligner.ops.kernels.products import shape_step
 from aligner.ops.kernels.scored_attention import scaled_logits
 from aligner.ops.kernels.upload import upload
 from aligner.ops.packing.needed import narrowed, without_unread
@@ -221,17 +222,23 @@ class ShardedModel:
             padded=not self.packed,
             context=layout.context,
             rank=layout.pgs.cp.rank(),
-            multiple=layout.tensor if layout.sequence else 1,
+            multiple=layout.tensor if layout.sequence else self._round(int(batch.lengths.sum())),
             over_heads=layout.over_heads,
             share=batch.tokens if self.share and not uses_transformer_engine(self.cfg) else None,
             routing=batch.routing,
             ragged=self.cfg.varlen_attention,
         )
         if batch.wanted is not None and layout.is_last_stage:
-            packing = without_unread(packing, batch.wanted)
+            packing = without_unread(packing, batch.wanted, self._round)
             if self._narrows:
-                packing = narrowed(packing, batch.wanted)
+                packing = narrowed(packing, batch.wanted, self._round)
         return packing
+
+    def _round(self, count: int) -> int:
+        """Of which number `count` tokens should be a multiple."""
+        # ranks that compute a row together must agree, whatever processors they have
+        alone = self.layout.tensor * self.layout.context * self.layout.pipeline == 1
+        return shape_step(count, self.device, self.dtype) if alone else 1
 
     def _stream(self, packing: Packing, near: Packing | None, times: Times | None) -> Stream | PackedSeqParams:
         if uses_transformer_engine(self.cfg):

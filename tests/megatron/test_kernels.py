@@ -47,6 +47,27 @@ def test_rms_norm_in_low_precision(dtype):
     torch.testing.assert_close(got.double(), wanted, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
+def test_rms_norm_in_bfloat16_is_torchs_forward_and_nearer_backward():
+    x, w, g = (random(*shape).bfloat16() for shape in ((300, 1, 64), (64,), (300, 1, 64)))
+
+    def grads(norm, *inputs):
+        inputs = [x.clone().requires_grad_() for x in inputs]
+        out = norm(*inputs)
+        return out, torch.autograd.grad(out, inputs, g.to(out.dtype))
+
+    def plain(x, w):
+        return torch.nn.functional.rms_norm(x, (64,), w, 1e-6)
+
+    out, ours = grads(lambda x, w: kernels.rms_norm(x, w, 1e-6), x, w)
+    torchs, theirs = grads(plain, x, w)
+    _, exact = grads(plain, x.double(), w.double())
+    assert torch.equal(out, torchs)
+    for a, b, wanted in zip(ours, theirs, exact, strict=True):
+        assert a.dtype == torch.bfloat16
+        error, other = ((y.double() - wanted).norm() / wanted.norm() for y in (a, b))
+        assert 0 < error < 3e-3 and error < 1.1 * other
+
+
 def test_swiglu():
     same(kernels.swiglu, lambda x: silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], random(5, 1, 12))
 

@@ -4,6 +4,7 @@ behind the product that makes queries, keys and values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,10 @@ LAST_LAYER_MASK = 1 << 26  # cells of a segment's mask: beyond, the last layer c
 WORTH = 0.9  # if a larger share of the tokens is read, the last layer computes every token
 
 
+def any_count(count: int) -> int:
+    return 1
+
+
 def predicting(mask: Tensor) -> Tensor:
     """mask [B, T] of tokens -> bool [B, T], the tokens before them: those that predict them."""
     return torch.nn.functional.pad(mask[:, 1:] > 0, (0, 1))
@@ -26,32 +31,35 @@ def last_tokens(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width) == lengths[:, None] - 1
 
 
-def without_unread(packing: Packing, wanted: Tensor) -> Packing:
+def without_unread(packing: Packing, wanted: Tensor, step: Callable[[int], int] = any_count) -> Packing:
     """The same stream without the pairs of tokens that are not `wanted`: bool [B, T], True where a token's output is
-    read. One pair stays where none is, so that a loss has something to hang on."""
+    read. One pair stays where none is, so that a loss has something to hang on. The first is repeated, for nobody,
+    until their count n is a multiple of `step(n)`."""
     count = len(packing.targets)
     keep = torch.zeros(count + 1, dtype=torch.bool)
     keep[packing.predicted[1:][wanted.flatten()[:-1]]] = True  # a cell's pair is computed at the cell before it
     keep = keep[:count]
     keep[0] |= ~keep.any()
     pairs = keep.nonzero().flatten()
+    pairs = torch.cat([pairs, pairs[:1].expand(-len(pairs) % step(len(pairs)))])
     return replace(
         packing,
         outputs=pairs if packing.outputs is None else packing.outputs[pairs],
         targets=packing.targets[pairs],
-        predicted=_renumber(packing.predicted, keep),
+        predicted=_renumber(packing.predicted, keep, len(pairs)),
     )
 
 
-def _renumber(grid: Tensor, keep: Tensor) -> Tensor:
-    """A grid over n rows, as one over those that are kept (bool [n])."""
-    count = keep.sum()[None]
+def _renumber(grid: Tensor, keep: Tensor, size: int) -> Tensor:
+    """A grid over n rows, as one over those that are kept (bool [n]) in `size` rows."""
+    count = torch.tensor([size])
     return torch.cat([(keep.cumsum(0) - 1).where(keep, count), count])[grid]
 
 
-def narrowed(packing: Packing, wanted: Tensor) -> Packing:
-    """What `without_unread` gave, with a `Final`: of each row the tokens from the first wanted one to the last one. Not
-    where that would save little. Only for whole rows: without context parallelism."""
+def narrowed(packing: Packing, wanted: Tensor, step: Callable[[int], int] = any_count) -> Packing:
+    """What `without_unread` gave, with a `Final`: of each row the tokens from the first wanted one to the last one, and
+    of some rows as many before them as make their count n a multiple of `step(n)`, if there are. Not where that would
+    save little. Only for whole rows: without context parallelism."""
     size, own = packing.tokens, packing.lengths
     read = torch.zeros(size + 1, dtype=torch.bool)
     read[packing.here[wanted.flatten()]] = True
@@ -60,6 +68,11 @@ def narrowed(packing: Packing, wanted: Tensor) -> Packing:
     row, place = torch.repeat_interleave(own), torch.arange(size)
     first = torch.full_like(own, size).scatter_reduce(0, row, place.where(read, size), "amin")
     last = torch.full_like(own, -1).scatter_reduce(0, row, place.where(read, -1), "amax")
+    room = (first - own.cumsum(0) + own).where(last >= first, 0)
+    read_count = int((last - first + 1).clamp_min(0).sum())
+    lacking = -read_count % step(read_count)
+    if lacking <= int(room.sum()):
+        first = first - (lacking - room.cumsum(0) + room).clamp_min(0).minimum(room)
     keep = (place >= first[row]) & (place <= last[row])
     if int(keep.sum()) > WORTH * size:
         return packing
@@ -89,8 +102,8 @@ def narrowed(packing: Packing, wanted: Tensor) -> Packing:
     final = Final(kept, segments, torch.cat(q_index), out_index)
     return replace(
         packing,
-        here=_renumber(packing.here, keep),
-        before=_renumber(packing.before, keep),
+        here=_renumber(packing.here, keep, len(kept)),
+        before=_renumber(packing.before, keep, len(kept)),
         outputs=number[packing.outputs].clamp_min(0),  # the one pair of a head that reads no pairs may not be kept
         final=final if packing.ragged is None else in_rows(final),
     )

@@ -50,15 +50,15 @@ def sights(packing, spans, tokens) -> list[list[tuple[int, int]]]:
 
 
 @settings(deadline=None, max_examples=150)
-@given(ROWS, st.integers(0, 3), st.booleans(), st.sampled_from([1, 2, 3]), st.booleans())
-def test_what_is_read_sees_what_it_saw_and_goes_where_it_went(rows, extra, padded, multiple, share):
+@given(ROWS, st.integers(0, 3), st.booleans(), st.sampled_from([1, 2, 3]), st.booleans(), st.sampled_from([1, 4]))
+def test_what_is_read_sees_what_it_saw_and_goes_where_it_went(rows, extra, padded, multiple, share, step):
     tokens, _, mask, packing = made(rows, extra, padded, multiple, share)
     wanted = predicting(mask)
-    fewer = without_unread(packing, wanted)
+    fewer = without_unread(packing, wanted, lambda count: step)
     told = fewer.predictions(tokens.view(-1)[fewer.targets])
     assert torch.equal(told * mask, tokens * mask)
-    assert len(fewer.targets) <= max(1, int(mask.sum()))
-    narrow = narrowed(fewer, wanted)
+    assert len(fewer.targets) < max(1, int(mask.sum())) + step and len(fewer.targets) % step == 0
+    narrow = narrowed(fewer, wanted, lambda count: step)
     if narrow.final is None:
         assert narrow is fewer
         return
@@ -86,6 +86,14 @@ def test_a_reward_model_reads_one_token_of_a_row(rows, extra):
     source = packing.source if narrow.final is None else packing.source[narrow.final.kept]
     found = narrow.to_rows(tokens.view(-1)[source], shift=False)
     assert torch.equal(found * wanted, tokens * wanted)
+
+
+def test_tokens_before_the_read_ones_make_their_number_even():
+    lengths, column = torch.tensor([6, 2, 9]), torch.arange(9)
+    wanted = (column == torch.tensor([[4], [0], [8]])) & (column < lengths[:, None])
+    for step, kept in ((2, [3, 4, 6, 16]), (8, [0, 1, 2, 3, 4, 6, 15, 16]), (16, [4, 6, 16])):
+        final = narrowed(without_unread(pack(lengths, 9), wanted), wanted, lambda count, step=step: step).final
+        assert final.kept.tolist() == kept
 
 
 def test_where_nothing_is_read_one_token_stays():
