@@ -249,28 +249,12 @@ def _sample(args: argparse.Namespace) -> int:
 def _launch(args: argparse.Namespace) -> int:
     if args.multirun:
         return _multirun(args)
-    from aligner.cluster.launch import launch
-    from aligner.cluster.lock import RunLock
-    from aligner.cluster.mpi import check_transport
-    from aligner.config.validate import validate
-    from aligner.run.marker_files import DONE, STOPPED
-    from aligner.run.starts import COMMAND, command_line, stopped_by_hand
-    from aligner.run.starts import FILE as STARTS
+    from aligner.run.launched import launch_run
+    from aligner.run.starts import stopped_by_hand
 
     cfg = _config(args)
-    if args.ranks < 1:
-        raise ConfigError("--ranks", args.ranks, "a number >= 1")
-    os.environ[COMMAND] = command_line(sys.argv[1:])
-    validate(cfg, args.ranks)  # before processes start, so that the message comes once
-    check_transport(cfg.refit.transport, args.ranks, False)
-    run_dir = Path(cfg.run.dir)
-    proof = [run_dir / name for name in (DONE, STOPPED)]
-    with RunLock(run_dir):
-        path = _frozen_path(args, cfg)
-        spare = range(args.ranks - cfg.engine.ranks, args.ranks) if cfg.engine.spares else ()
-        lost = {"spare": spare, "begun": run_dir / STARTS}
-        code = launch(path, args.ranks, run_dir, threads=cfg.cluster.threads, proof=proof, last=args.last, **lost)
-    return INTERRUPTED if code == 0 and stopped_by_hand(run_dir) else code
+    code = launch_run(cfg, args.ranks, lambda: _frozen_path(args, cfg), sys.argv[1:], args.last)
+    return INTERRUPTED if code == 0 and stopped_by_hand(cfg.run.dir) else code
 
 
 def _submit(args: argparse.Namespace) -> int:

@@ -215,7 +215,8 @@ def program(tmp_path, monkeypatch):
         "    print('trained', cfg.run.dir, env.rank, env.world_size, flush=True)\n"
         "    open(cfg.run.dir + '/DONE', 'w').close()\n"
         "fake.run_stage = run_stage\n"
-        "sys.modules['aligner.build'] = fake\n"
+        "for name in ('build', 'stages.sft'): sys.modules['aligner.' + name] = fake\n"
+        "sys.modules['transformers.models.auto.tokenization_auto'] = fake\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), str(ROOT)]))
 

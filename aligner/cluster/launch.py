@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import signal
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from aligner.cluster import failure, seal
+from aligner.cluster import failure, nursery, seal
 from aligner.cluster.env import LAUNCHED
 from aligner.cluster.mpi import free_port
 from aligner.cluster.signals import AGAIN, CHOICES, catchable
@@ -27,14 +26,14 @@ SETTLE_S = 0.5  # after the first failure, for the other ranks to write down the
 KILL_AFTER_S = 5.0  # between SIGTERM and SIGKILL
 ASK_AGAIN_S = 5.0  # between two requests to stop: a rank that is still starting ignores them
 REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)  # not HUP: without a terminal, a rank that does not catch it ends
+STOPS = (*REQUESTS, signal.SIGTERM)  # to ranks that listen
 TAIL_LINES = 30
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
 class _Rank:
     number: int
-    process: subprocess.Popen
+    process: subprocess.Popen | nursery.Child
     log: Path | None  # None: the terminal
     failure_file: Path
 
@@ -46,6 +45,7 @@ def launch(
     *,
     threads: int = 0,
     argv: Sequence[str] | None = None,
+    imports: Sequence[str] = (),
     proof: Sequence[Path] = (),
     last: bool = False,
     spare: Collection[int] = (),
@@ -53,7 +53,8 @@ def launch(
 ) -> int:
     """Run `python -m aligner run --frozen cfg_path` (or `argv`) as `ranks` processes; returns the exit code.
 
-    `threads` is OMP_NUM_THREADS of each rank; 0 shares the cores out.
+    `threads` is OMP_NUM_THREADS of each rank; 0 shares the cores out. `imports`: modules that ranks need, which
+    one process imports for all; it takes an `argv` of a Python's `-m MODULE`.
     Rank 0 writes to this terminal, the others to run_dir/logs/rank-0001.log and so on. The code is 0 if all ranks
     ended well, else that of the rank that failed first (128 + n if signal n ended it). `proof`: ranks that listen to
     requests to stop and write one of these files before they end well; without it, 0 is a failure. `last`: as of
@@ -72,7 +73,7 @@ def launch(
         print(f"{ranks} ranks; the output of rank 1 and up is in {logs}/rank-*.log", file=sys.stderr, flush=True)
     with ExitStack() as files:
         started: list[_Rank] = []
-        requests = (*REQUESTS, signal.SIGTERM) if proof else REQUESTS
+        requests = STOPS if proof else REQUESTS
         before, first_step = _marks(proof), [begun] if begun and spare else []
         earlier = _marks(first_step)
         with signals_forwarded(lambda number: _ask(started, number), last) as received:
@@ -88,8 +89,11 @@ def launch(
                     LAUNCHED: "1",
                     seal.VARIABLE: seal.new_secret(),
                 }
-                for number in range(ranks):
-                    started.append(_start(number, command, shared, logs, files, requests))
+                if imports:
+                    _fork(started, ranks, command, imports, shared, logs, requests, received)
+                else:
+                    for number in range(ranks):
+                        started.append(_start(number, command, shared, logs, files, requests))
                 proven = lambda: not proof or _new(proof, before)  # noqa: E731
                 spared = lambda: spare if not first_step or _new(first_step, earlier) else ()  # noqa: E731
                 first = _watch(started, received, requests, proven, spared)
@@ -120,29 +124,51 @@ def _new(proof: Sequence[Path], before: list[tuple[int, int] | None]) -> bool:
 def _start(
     number: int, command: list[str], shared: dict[str, str], logs: Path, files: ExitStack, requests: Sequence[int]
 ) -> _Rank:
-    log = logs / f"rank-{number:04d}.log" if number else None
-    failure_file = logs / f"failure-{number:04d}.json"
-    failure_file.unlink(missing_ok=True)
+    environ, log, failure_file = _own(number, shared, logs)
     output = files.enter_context(log.open("ab")) if log else None
-    numbers = {"RANK": str(number), "LOCAL_RANK": str(number), failure.VARIABLE: str(failure_file)}
     process = subprocess.Popen(
         command,
-        env={**shared, **numbers},
+        env=environ,
         stdout=output,
         stderr=output,
         stdin=subprocess.DEVNULL,
         process_group=0,  # a Ctrl-C reaches the ranks once, through us, not a second time from the terminal
-        preexec_fn=lambda: _prepare_rank(requests),
+        preexec_fn=lambda: nursery.prepare(requests),
     )
     return _Rank(number, process, log, failure_file)
 
 
-def _prepare_rank(requests: Sequence[int]) -> None:
-    """Ask Linux for SIGKILL when the launcher dies, so that killing it leaves no ranks behind: at SIGTERM they would
-    first finish their step and save. A request to stop does not end a rank that does not listen yet: it is repeated."""
-    for number in requests:
-        signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _own(number: int, shared: dict[str, str], logs: Path) -> tuple[dict[str, str], Path | None, Path]:
+    """A rank's environment, its log, and where it says why it fails."""
+    failure_file = logs / f"failure-{number:04d}.json"
+    failure_file.unlink(missing_ok=True)
+    numbers = {"RANK": str(number), "LOCAL_RANK": str(number), failure.VARIABLE: str(failure_file)}
+    return {**shared, **numbers}, logs / f"rank-{number:04d}.log" if number else None, failure_file
+
+
+def _fork(
+    started: list[_Rank],
+    ranks: int,
+    command: list[str],
+    imports: Sequence[str],
+    shared: dict[str, str],
+    logs: Path,
+    requests: Sequence[int],
+    received: list[int],
+) -> None:
+    """All ranks, as `_start` does it for one. Who makes them stands for rank 0 until they are there."""
+    owns = [_own(number, shared, logs) for number in range(ranks)]
+    with nursery.lent(imports, shared, requests) as place:
+        started.append(_Rank(0, place.process, *owns[0][1:]))
+        try:
+            children = place.children(command, [own[:2] for own in owns])
+        except (EOFError, ConnectionError):  # it has said why
+            place.process.wait()
+            return
+        found = [_Rank(number, child, *own[1:]) for number, (child, own) in enumerate(zip(children, owns, strict=True))]
+        started[:], missed = found, list(received)
+        for number in missed:
+            _send(started, number)
 
 
 def _watch(
@@ -221,16 +247,11 @@ def _told(ranks: list[_Rank]) -> list[tuple[bool, float, int]]:
 
 def _end(ranks: list[_Rank]) -> None:
     """SIGTERM, then SIGKILL for those that do not listen."""
+    _send(ranks, signal.SIGTERM)
+    _await_end(ranks)
+    _send(ranks, signal.SIGKILL)
     for rank in ranks:
-        if rank.process.poll() is None:
-            rank.process.terminate()
-    deadline = time.monotonic() + KILL_AFTER_S
-    for rank in ranks:
-        try:
-            rank.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.process.kill()
-            rank.process.wait()
+        rank.process.wait()
 
 
 def _exit_code(rank: _Rank) -> int:

@@ -25,9 +25,13 @@ _reserved = False
 def reserve() -> None:
     """Start threads with one core from now on, in this process and its children. Does nothing once torch is imported,
     which reads the environment only then."""
+    if not _reserved and "torch" not in sys.modules:
+        inherited()
+
+
+def inherited() -> None:
+    """As `reserve`, in a process forked from one that has done so, whose environment may be another."""
     global _given, _reserved
-    if _reserved or "torch" in sys.modules:
-        return
     first = os.environ.get(VARIABLE, "").split(",")[0].strip()
     _given = int(first) if first.isdecimal() and int(first) else None
     os.environ[VARIABLE], _reserved = "1", True

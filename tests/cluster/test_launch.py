@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from aligner.errors import ConfigError
 NUMBERS = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"]
 
 
+ROOT = Path(__file__).parents[2]
 LONG_S = 600  # what nobody waits for
 HEAD = """
 import json, os, signal, sys, time
@@ -36,18 +38,31 @@ def until(number, states):  # R or S: it runs, T: it is stopped, Z: it has ended
 """
 
 
-def child(code: str) -> list[str]:
-    return [sys.executable, "-S", "-c", HEAD + code]
+# how ranks start: each for itself, or forked from one process that has imported something
+both = pytest.mark.parametrize("imports", [(), ("json",)], ids=["apart", "forked"])
 
 
-def run(code: str, ranks: int, folder: Path, **options) -> int:
-    return launch(folder / "config.yaml", ranks, folder, argv=child(code), **options)
+def child(code: str, imports: Sequence[str], folder: Path) -> list[str]:
+    if not imports:
+        return [sys.executable, "-S", "-c", HEAD + code]
+    (folder / "ranks_code.py").write_text(HEAD + code)
+    return [sys.executable, "-m", "ranks_code"]
 
 
-def test_every_rank_gets_its_numbers_and_its_log(tmp_path, capfd, monkeypatch):
+def run(code: str, ranks: int, folder: Path, imports: Sequence[str] = (), **options) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        if imports:
+            folder.mkdir(exist_ok=True)
+            patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT), *sys.path]))
+        command = child(code, imports, folder)
+        return launch(folder / "config.yaml", ranks, folder, argv=command, imports=imports, **options)
+
+
+@both
+def test_every_rank_gets_its_numbers_and_its_log(imports, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "99")
     code = f"print(json.dumps({{k: os.environ[k] for k in {NUMBERS!r}}}))"
-    assert run(code, 3, tmp_path) == 0
+    assert run(code, 3, tmp_path, imports) == 0
     out, err = capfd.readouterr()
     assert str(tmp_path / "logs") in err
     logs = sorted((tmp_path / "logs").glob("rank-*.log"))
@@ -64,10 +79,11 @@ def test_threads_may_be_given(tmp_path, capfd):
     assert capfd.readouterr().out == "5\n"
 
 
-def test_a_failing_rank_ends_the_others_and_is_shown(tmp_path, capfd):
+@both
+def test_a_failing_rank_ends_the_others_and_is_shown(imports, tmp_path, capfd):
     code = f"if rank == 1:\n  raise ValueError('broken at step 3')\ntime.sleep({LONG_S})"
     started = time.monotonic()
-    assert run(code, 3, tmp_path) == 1
+    assert run(code, 3, tmp_path, imports) == 1
     assert time.monotonic() - started < LONG_S
     err = capfd.readouterr().err
     assert "rank 1 of 3 failed first (exit code 1)" in err
@@ -117,28 +133,33 @@ def test_a_long_cause_is_told_whole_a_log_from_its_end(tmp_path, capfd):
     assert "| line 199.\n" in err and "| line 100.\n" not in err
 
 
-def test_a_rank_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
+@both
+def test_a_rank_that_ignores_sigterm_is_killed(imports, tmp_path, monkeypatch):
     monkeypatch.setattr("aligner.cluster.launch.KILL_AFTER_S", 0.5)
     deaf = str(tmp_path / "deaf")
     code = f"if rank == 0:\n  while not os.path.exists({deaf!r}):\n    time.sleep(0.01)\n  sys.exit(3)\n"
     code += f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen({deaf!r}, 'w').close()\ntime.sleep({LONG_S})"
     started = time.monotonic()
-    assert run(code, 2, tmp_path) == 3
+    assert run(code, 2, tmp_path, imports) == 3
     assert time.monotonic() - started < LONG_S
 
 
-def test_death_by_signal_is_128_plus_its_number(tmp_path, capfd):
-    assert run(f"os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep({LONG_S})", 2, tmp_path) == 137
+@both
+def test_death_by_signal_is_128_plus_its_number(imports, tmp_path, capfd):
+    assert (
+        run(f"os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep({LONG_S})", 2, tmp_path, imports) == 137
+    )
     assert "SIGKILL" in capfd.readouterr().err
 
 
-def test_a_killed_rank_counts_not_those_that_have_lost_it(tmp_path, capfd, monkeypatch):
+@both
+def test_a_killed_rank_counts_not_those_that_have_lost_it(imports, tmp_path, capfd, monkeypatch):
     code = (
         "from aligner.cluster import failure\nif rank == 1:\n  os.kill(os.getpid(), signal.SIGKILL)\n"
         "until(1, 'Z-')\nfailure.record('lost connection to rank 1', 1)\nsys.exit(1)"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
-    assert run(code, 3, tmp_path) == 137
+    assert run(code, 3, tmp_path, imports) == 137
     assert "rank 1 of 3 failed first (signal SIGKILL)" in capfd.readouterr().err
 
 
@@ -168,12 +189,13 @@ def test_a_rank_that_ends_as_soon_as_its_run_has_begun_is_spared(tmp_path):
     assert _watch(ranks, [], (), lambda: True, lambda: [1] if ranks[1].process.returncode else []) is None
 
 
-def test_a_request_to_stop_waits_for_a_rank_that_does_not_listen_yet(tmp_path, monkeypatch):
+@both
+def test_a_request_to_stop_waits_for_a_rank_that_does_not_listen_yet(imports, tmp_path, monkeypatch):
     monkeypatch.setattr("aligner.cluster.launch.ASK_AGAIN_S", 0.2)
     up, heard, asked = tmp_path / "up", tmp_path / "heard", tmp_path / "asked"
     code = f"open({str(up)!r}, 'w').close()\nwhile not os.path.exists({str(asked)!r}):\n  time.sleep(0.01)\n"
     code += "time.sleep(0.3)\n"
-    code += f"def stop(*_):\n  open({str(heard)!r}, 'w').close()\n  sys.exit(0)\n"
+    code += f"def stop(n, _):\n  signal.signal(n, signal.SIG_IGN)\n  open({str(heard)!r}, 'w').close()\n  sys.exit(0)\n"
     code += f"signal.signal(signal.SIGUSR1, stop)\ntime.sleep({LONG_S})"
 
     def ask() -> None:
@@ -183,7 +205,7 @@ def test_a_request_to_stop_waits_for_a_rank_that_does_not_listen_yet(tmp_path, m
         asked.touch()
 
     threading.Thread(target=ask, daemon=True).start()
-    assert run(code, 1, tmp_path) == 0 and heard.exists()
+    assert run(code, 2, tmp_path, imports) == 0 and heard.exists()
 
 
 def until_up(process: subprocess.Popen, folder: Path, ranks: int) -> None:
@@ -193,17 +215,20 @@ def until_up(process: subprocess.Popen, folder: Path, ranks: int) -> None:
         time.sleep(0.02)
 
 
+@both
 @pytest.mark.parametrize(("number", "saves"), [(signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_signals_reach_every_rank(tmp_path, number, saves):
+def test_signals_reach_every_rank(imports, tmp_path, number, saves):
     handler = (
         f"def save(n, _):\n  open({str(tmp_path)!r} + f'/saved-{{rank}}-{{n}}', 'w').close()\n  sys.exit(0)\n"
         f"signal.signal({int(number)}, save)\n"
     )
     code = (handler if saves else "") + f"open({str(tmp_path)!r} + f'/up-{{rank}}', 'w').close()\ntime.sleep({LONG_S})"
     parent = "from pathlib import Path\nfrom aligner.cluster.launch import launch\nimport sys\n"
-    parent += f"sys.exit(launch(Path('x'), 2, Path({str(tmp_path)!r}), argv={child(code)!r}))"
+    parent += f"command = {child(code, imports, tmp_path)!r}\n"
+    parent += f"sys.exit(launch(Path('x'), 2, Path({str(tmp_path)!r}), argv=command, imports={imports!r}))"
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
     process = subprocess.Popen(
-        [sys.executable, "-c", parent], cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", parent], env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
     )
     until_up(process, tmp_path, 2)
     process.send_signal(number)
@@ -225,26 +250,24 @@ signal.signal({1}, save)
 """
 
 
-def start(code: str, ranks: int, folder: Path, **options) -> subprocess.Popen:
+def start(code: str, ranks: int, folder: Path, imports: Sequence[str] = (), **options) -> subprocess.Popen:
     """`launch` in a process of its own that kills nobody in time, whose ranks make the files up-RANK when they are
     there."""
     code = code + f"open({str(folder)!r} + f'/up-{{rank}}', 'w').close()\ntime.sleep({LONG_S})"
     parent = "from pathlib import Path\nfrom aligner.cluster import launch as module\nimport sys\n"
     parent += f"launch, module.KILL_AFTER_S = module.launch, {LONG_S}\n"
     parent += f"proof = [Path({str(folder / 'STOPPED')!r})]\n"
-    parent += (
-        f"sys.exit(launch(Path('x'), {ranks}, Path({str(folder)!r}), argv={child(code)!r}, proof=proof, last=True))"
-    )
-    command = [sys.executable, "-c", parent]
-    process = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True, process_group=0, **options
-    )
+    parent += f"more = dict(argv={child(code, imports, folder)!r}, imports={imports!r}, proof=proof, last=True)\n"
+    parent += f"sys.exit(launch(Path('x'), {ranks}, Path({str(folder)!r}), **more))"
+    command, environ = [sys.executable, "-c", parent], os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True, process_group=0, **options)
     until_up(process, folder, ranks)
     return process
 
 
-def test_term_is_a_request_to_ranks_of_a_run_and_may_come_often(tmp_path):
-    process = start(SAVES.format(str(tmp_path / "STOPPED"), int(signal.SIGTERM)), 2, tmp_path)
+@both
+def test_term_is_a_request_to_ranks_of_a_run_and_may_come_often(imports, tmp_path):
+    process = start(SAVES.format(str(tmp_path / "STOPPED"), int(signal.SIGTERM)), 2, tmp_path, imports)
     while process.poll() is None:  # also while the launcher ends
         process.terminate()
         time.sleep(0.01)
@@ -264,34 +287,41 @@ def test_what_nohup_ignores_stays_ignored(tmp_path):
     assert process.wait(LONG_S / 2) == 0 and (tmp_path / "STOPPED").exists(), process.stderr.read()
 
 
-def test_the_second_ctrl_c_ends_all_at_once(tmp_path):
-    process = start("signal.signal(signal.SIGINT, signal.SIG_IGN)\nprint(os.getpid(), flush=True)\n", 1, tmp_path)
+@both
+def test_the_second_ctrl_c_ends_all_at_once(imports, tmp_path):
+    process = start(
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\nprint(os.getpid(), flush=True)\n", 2, tmp_path, imports
+    )
     process.send_signal(signal.SIGINT)
-    assert "a second one ends it at once" in process.stderr.readline() + process.stderr.readline()
+    assert any("a second one ends it at once" in line for line in process.stderr)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=LONG_S / 2)  # not after KILL_AFTER_S
     assert process.returncode != 0
 
 
+@both
 @pytest.mark.parametrize(
     "rest", ["until(1, '-')\nsys.exit(0)", "until(1, '-')\nraise OSError('Connection closed by peer')"]
 )
-def test_a_rank_that_leaves_without_a_word_is_the_one_that_failed(tmp_path, capfd, rest):
+def test_a_rank_that_leaves_without_a_word_is_the_one_that_failed(imports, tmp_path, capfd, rest):
     proof = tmp_path / "DONE"
     proof.touch()  # of an earlier start
     code = f"if rank == 1:\n  os._exit(0)\n{rest}"
-    assert run(code, 2, tmp_path, proof=[proof]) == 1
+    assert run(code, 2, tmp_path, imports, proof=[proof]) == 1
     assert "rank 1 of 2 failed first (exit code 0): it left without DONE or STOPPED" in capfd.readouterr().err
-    assert run(f"open({str(proof)!r}, 'w').close() if rank == 0 else 0", 2, tmp_path / "well", proof=[proof]) == 0
+    assert (
+        run(f"open({str(proof)!r}, 'w').close() if rank == 0 else 0", 2, tmp_path / "well", imports, proof=[proof]) == 0
+    )
 
 
+@both
 @pytest.mark.parametrize("rest, expected", [("sys.exit(0)", 0), ("sys.exit(7)", 7)])
-def test_a_rank_to_spare_may_end_or_hang_and_the_others_decide(tmp_path, capfd, monkeypatch, rest, expected):
+def test_a_rank_to_spare_may_end_or_hang_and_the_others_decide(imports, tmp_path, capfd, monkeypatch, rest, expected):
     monkeypatch.setattr("aligner.cluster.launch.KILL_AFTER_S", 0.2)
     code = (
         "if rank == 1:\n  os.kill(os.getpid(), signal.SIGKILL)\nif rank == 2:\n  os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
-    assert run(f"{code}until(1, 'Z-')\nuntil(2, 'T')\n{rest}", 3, tmp_path, spare=range(1, 3)) == expected
+    assert run(f"{code}until(1, 'Z-')\nuntil(2, 'T')\n{rest}", 3, tmp_path, imports, spare=range(1, 3)) == expected
     err = capfd.readouterr().err
     assert ("rank 0 of 3 failed first" in err) == bool(expected)
     assert "rank 1 has ended (signal SIGKILL)" in err and str(tmp_path / "logs" / "rank-0001.log") in err

@@ -1,0 +1,196 @@
+"""Processes from one that has imported what they need: the seconds that takes are spent once, and its memory is shared.
+
+    launcher ──exec──> nursery: imports, and waits for requests
+        ^                 └─fork──> one that ends at once
+        │                             └─fork──> rank 0, rank 1, ...
+        └──────── has adopted them ────────────────┘
+
+The ranks become the launcher's own children, as those are that it starts itself: it sees how each ends, and they end
+with it. A forked process cannot go on with threads that its parent had, nor with CUDA: where there is a GPU, or a
+library has started a thread, each rank starts for itself, as it would without a nursery.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from aligner.cluster import threads
+from aligner.loading import for_good
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class Child:
+    """A process that this one has adopted, with what is used of `subprocess.Popen`."""
+
+    def __init__(self, pid: int):
+        self.pid, self.returncode = pid, None
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._wait(0)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Nursery:
+    """`imports`: modules. `environ`: what they find. `ignored`: signals that do not end it, nor its children before
+    they listen."""
+
+    def __init__(self, imports: Sequence[str], environ: dict[str, str], ignored: Sequence[int]):
+        self._asks, theirs = Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), json.dumps(list(imports))],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # as of ranks: a Ctrl-C reaches them through the launcher
+                preexec_fn=lambda: prepare(ignored),
+            )
+
+    def children(self, command: Sequence[str], each: Sequence[tuple[dict[str, str], Path | None]]) -> list[Child]:
+        """Those that run `command`, a Python's `-m MODULE`, each in its environment, and write to its file or to where
+        the nursery does. Raises EOFError or ConnectionError where that has ended."""
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            self._asks.send((os.getpid(), list(command), [(environ, log and str(log)) for environ, log in each]))
+            pids, _adopted = self._asks.recv(), self._asks.recv()
+        finally:
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)  # not of what ranks leave behind
+        return [Child(pid) for pid in pids]
+
+    def close(self) -> None:
+        self._asks.close()
+        self.process.kill()
+        self.process.wait()
+
+
+_kept: list[Nursery] = []
+
+
+@contextmanager
+def kept(*settings: Any) -> Iterator[None]:
+    """One nursery, of these `settings`, for all that is started within."""
+    _kept.append(Nursery(*settings))
+    try:
+        yield
+    finally:
+        _kept.pop().close()
+
+
+@contextmanager
+def lent(*settings: Any) -> Iterator[Nursery]:
+    """The one that is kept, else one of these `settings`, which ends behind it."""
+    if _kept:
+        yield _kept[-1]
+        return
+    with kept(*settings):
+        yield _kept[-1]
+
+
+def prepare(ignored: Sequence[int]) -> None:
+    """Ask Linux for SIGKILL when the launcher dies, so that killing it leaves no ranks behind: at SIGTERM they would
+    first finish their step and save. A request to stop does not end a rank that does not listen yet: it is repeated."""
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _ready(imports: Sequence[str]) -> bool:
+    """Whether processes may go on from here, with the modules."""
+    if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
+        return False
+    threads.reserve()
+    with for_good():
+        for name in imports:
+            import_module(name)
+    return len(os.listdir("/proc/self/task")) == 1 and "libcuda.so" not in Path("/proc/self/maps").read_text()
+
+
+def _main(asked: Connection, imports: Sequence[str]) -> None:
+    """Children for requests, until nobody can ask any more; in each of them it goes on as the command."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the launcher repeats it for the ranks
+    ready = _ready(imports)
+    while True:
+        try:
+            launcher, command, each = asked.recv()
+        except EOFError:
+            return
+        if midwife := os.fork():
+            os.waitpid(midwife, 0)
+            asked.send("adopted")
+            continue
+        midwife, pids = os.getpid(), []
+        for environ, log in each:
+            pids.append(os.fork())
+            if not pids[-1]:
+                asked.close()
+                _begin(launcher, midwife, log)
+                if not ready:
+                    os.execve(command[0], command, environ)
+                _go_on(command, environ)
+                return
+        asked.send(pids)
+        os._exit(0)
+
+
+def _begin(launcher: int, midwife: int, log: str | None) -> None:
+    """Make of this process what one is that the launcher has started itself."""
+    os.setpgid(0, 0)
+    while os.getppid() == midwife:
+        time.sleep(0.001)
+    prepare(())
+    if os.getppid() != launcher:  # it has died sooner
+        os._exit(1)
+    if log:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+def _go_on(command: Sequence[str], environ: dict[str, str]) -> None:
+    """With the modules, as what the command would execute."""
+    os.environ.clear()
+    os.environ.update(environ)
+    threads.inherited()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # Python's own has one already
+    sys.argv = list(command[2:])
+    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _main(Connection(int(sys.argv[1])), json.loads(sys.argv[2]))

@@ -1,0 +1,34 @@
+"""A run as ranks on this machine, for who starts one: `aligner launch`, and the quick start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from aligner.cluster.launch import launch
+from aligner.cluster.lock import RunLock
+from aligner.cluster.mpi import check_transport
+from aligner.config.schema import Config
+from aligner.config.stage import imports
+from aligner.config.validate import validate
+from aligner.errors import ConfigError
+from aligner.run.marker_files import DONE, STOPPED
+from aligner.run.starts import COMMAND, command_line
+from aligner.run.starts import FILE as STARTS
+
+
+def launch_run(cfg: Config, ranks: int, freeze: Callable[[], Path], command: Sequence[str], last: bool = False) -> int:
+    """The exit code. `freeze` writes the config, once nobody else is in the run's folder. `command`: what was asked
+    for; `last`: as of StopSignals. Raises ConfigError."""
+    if ranks < 1:
+        raise ConfigError("--ranks", ranks, "a number >= 1")
+    os.environ[COMMAND] = command_line(command)
+    validate(cfg, ranks)  # before processes start, so that the message comes once
+    check_transport(cfg.refit.transport, ranks, False)
+    run_dir = Path(cfg.run.dir)
+    proof = [run_dir / name for name in (DONE, STOPPED)]
+    spare = range(ranks - cfg.engine.ranks, ranks) if cfg.engine.spares else ()
+    more = {"proof": proof, "last": last, "spare": spare, "begun": run_dir / STARTS}
+    with RunLock(run_dir):
+        return launch(freeze(), ranks, run_dir, threads=cfg.cluster.threads, imports=imports(cfg), **more)
