@@ -10,27 +10,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from aligner.cluster.launch import run_one
+from aligner.cluster import nursery
+from aligner.cluster.launch import STOPS
+from aligner.config.freeze import FILE_NAME, PENDING_NAME, freeze
 from aligner.config.resolve import compose, quoted
 from aligner.config.schema import Config
+from aligner.config.stage import imports
 from aligner.errors import AlignerError, ConfigError
-from aligner.loading import for_good
+from aligner.run.launched import launch_run
 from aligner.run.marker_files import STOPPED
 from aligner.run.memory import peak_rss_bytes
 from aligner.run.metrics import read_jsonl
+from aligner.tools.apart import apart
 
 STAGES = ("sft", "rm", "grpo", "ppo")
+HERE = "aligner.tools.quickstart"
+POLICIES = ("sft", "grpo", "ppo")
+OWN_IMPORTS = ("aligner.tools.pairs", "aligner.tools.evaluate")  # what only this tool needs
 TASK = {"task": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 QUESTIONS = 15900  # of the 16,200 there are: finding the last ones by drawing takes long
 SPLITS = {"train": 0.85, "valid": 0.05, "test": 0.10}  # by hash of the question: disjoint by construction
@@ -67,23 +72,32 @@ class Quickstart:
         configs = {stage: compose(self.arguments(stage)) for stage in STAGES}
         self.begin()
         start = time.perf_counter()
+        modules = {module: None for cfg in configs.values() for module in imports(cfg)}
+        with nursery.kept([*modules, *OWN_IMPORTS], dict(os.environ), STOPS):  # all that follows shares its imports
+            code = self.stages(configs)
+            if code:
+                return code
+            found = apart(f"{HERE}:accuracies", self.root, [configs[stage] for stage in POLICIES])
+        summary = summarize(self.root, configs, found, self.seconds, self.ranks)
+        show(summary, time.perf_counter() - start)
+        from aligner.tools import report
+
+        return report.main([str(self.root / stage) for stage in STAGES])
+
+    def stages(self, configs: dict[str, Config]) -> int:
         self.say(f"making data and tokenizer in {self.root}")
-        apart(make_data, self.root, configs["sft"].seed)
+        apart(f"{HERE}:make_data", self.root, configs["sft"].seed)
         for stage in STAGES:
             if stage == "rm":
-                self.timed(stage, lambda: apart(write_pairs, self.root, configs["rm"]))
-            code = self.timed(stage, lambda stage=stage: self.stage(stage))
+                self.timed(stage, lambda: apart(f"{HERE}:write_pairs", self.root, configs["rm"]))
+            code = self.timed(stage, lambda stage=stage: self.stage(stage, configs[stage]))
             if (self.root / stage / STOPPED).exists():
                 print(f"stage {stage} was asked to stop; the same command continues it", file=sys.stderr)
                 return code or 1
             if code:
                 print(f"error: stage {stage} failed with exit code {code}; its output is above", file=sys.stderr)
                 return code
-        summary = summarize(self.root, configs, self.seconds, self.ranks)
-        show(summary, time.perf_counter() - start)
-        from aligner.tools import report
-
-        return report.main([str(self.root / stage) for stage in STAGES])
+        return 0
 
     def begin(self) -> None:
         """Continue an interrupted quick start of the same arguments; otherwise start anew."""
@@ -123,10 +137,12 @@ class Quickstart:
             moved = [f"{key}={quoted(p.replace(there, here, 1))}" for key, p in paths.items() if p.startswith(there)]
         return [f"experiment=quickstart_{stage}", *moved, *self.overrides]
 
-    def stage(self, stage: str) -> int:
+    def stage(self, stage: str, cfg: Config) -> int:
+        """What `aligner launch` does."""
         self.say(f"{stage}: {self.root / stage} (metrics.jsonl, checkpoints, hf)")
-        command = ["launch", "--ranks", str(self.ranks)] if self.ranks > 1 else ["run"]
-        return run_one([sys.executable, "-m", "aligner", *command, *self.arguments(stage)])[0]
+        name = PENDING_NAME if (Path(cfg.run.dir) / FILE_NAME).exists() else FILE_NAME
+        command = ["launch", "--ranks", str(self.ranks), *self.arguments(stage)]
+        return launch_run(cfg, self.ranks, lambda: freeze(cfg, cfg.run.dir, name), command)
 
     def timed(self, stage: str, work) -> Any:
         start = time.perf_counter()
@@ -136,12 +152,6 @@ class Quickstart:
 
     def say(self, text: str) -> None:
         print(f"\n== {text}", flush=True)
-
-
-def apart(function: Callable, *arguments: Any) -> Any:
-    """The function's result, from a process of its own: this one stays small beside the ranks."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
 
 
 def make_data(root: Path, seed: int) -> None:
@@ -162,10 +172,9 @@ def make_data(root: Path, seed: int) -> None:
 
 
 def write_pairs(root: Path, cfg: Config) -> None:
-    with for_good():
-        from aligner.data.reasoning_gym import write_jsonl
-        from aligner.tools.generate import Answerer
-        from aligner.tools.pairs import make_pairs
+    from aligner.data.reasoning_gym import write_jsonl
+    from aligner.tools.generate import Answerer
+    from aligner.tools.pairs import make_pairs
 
     model = Answerer.load(root / "sft" / "hf", cfg.engine, cfg.model.dtype)
     for name in ("train", "test"):
@@ -174,21 +183,20 @@ def write_pairs(root: Path, cfg: Config) -> None:
         write_jsonl(pairs, str(root / "data" / f"pairs_{name}.jsonl"))
 
 
-def accuracies(configs: list[Config]) -> list[float]:
-    with for_good():
-        from aligner.tools.evaluate import evaluate
+def accuracies(root: Path, configs: list[Config]) -> list[float]:
+    """Greedy, on all test prompts."""
+    from aligner.tools.evaluate import evaluate
 
+    for cfg in configs:
+        cfg.data.eval, cfg.eval.prompts, cfg.logging.samples_shown = str(root / "data" / "test.jsonl"), 0, 0
     return [evaluate(cfg)["eval/accuracy"] for cfg in configs]
 
 
-def summarize(root: Path, configs: dict[str, Config], seconds: dict[str, float], ranks: int) -> dict[str, Any]:
-    """Greedy accuracy of each policy on all test prompts, and the reward model's pair accuracy; writes summary.json."""
-    summary: dict[str, Any] = {}
-    policies = ("sft", "grpo", "ppo")
-    for cfg in (configs[stage] for stage in policies):
-        cfg.data.eval, cfg.eval.prompts, cfg.logging.samples_shown = str(root / "data" / "test.jsonl"), 0, 0
-    found = apart(accuracies, [configs[stage] for stage in policies])
-    summary |= {stage: {"accuracy": value} for stage, value in zip(policies, found, strict=True)}
+def summarize(
+    root: Path, configs: dict[str, Config], found: list[float], seconds: dict[str, float], ranks: int
+) -> dict[str, Any]:
+    """The accuracy `found` of each policy, and the reward model's pair accuracy; writes summary.json."""
+    summary: dict[str, Any] = {stage: {"accuracy": value} for stage, value in zip(POLICIES, found, strict=True)}
     records = {stage: read_jsonl(root / stage / "metrics.jsonl") for stage in STAGES}
     summary["sft"]["steps"] = records["sft"][-1]["step"]
     summary["sft"]["stopped_early"] = records["sft"][-1]["step"] < configs["sft"].run.steps
