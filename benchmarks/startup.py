@@ -1,9 +1,11 @@
 """From the start of ranks to the end of their first step, by phase: seconds, CPU seconds, files and bytes.
 
-    python -m benchmarks.startup [--ranks 1,2,4,8] [--json FILE]
+    python -m benchmarks.startup [--ranks 1,2,4,8] [--apart | --srun] [--json FILE]
 
-GRPO of the quick start's model from a Hugging Face folder, ranks by `aligner launch`. Seconds and, in brackets, CPU
-seconds are the most of any rank. Bytes are those that system calls read: weights and libraries are mapped instead.
+GRPO of the quick start's model from a Hugging Face folder, ranks by `aligner launch`; `apart`: each imports for itself;
+`srun`: by a Slurm on this machine (slurm/localslurm). Interpreter: until a rank's own code begins. Seconds and, in
+brackets, CPU seconds are the most of any rank; the last column are CPU seconds of all ranks and of what they are forked
+from. Bytes are those that system calls read: weights and libraries are mapped instead.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import argparse
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -76,8 +79,14 @@ def rank(frozen: Path) -> int:
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
     read = re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())
     assert read is not None
-    told = {"phases": clock.phases, "opened": len(opened), "libraries": len(mapped), "read_bytes": int(read[1])}
-    number = os.environ.get("RANK", "0")
+    told = {
+        "phases": clock.phases,
+        "cpu_s": time.process_time(),
+        "opened": len(opened),
+        "libraries": len(mapped),
+        "read_bytes": int(read[1]),
+    }
+    number = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")
     (frozen.parent / f"startup-{number}.json").write_text(json.dumps(told), encoding="utf-8")
     return code
 
@@ -98,21 +107,52 @@ def make_task(folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "aligner", "run", *settings], stdout=subprocess.DEVNULL, check=True)
 
 
-def measure(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """Of each rank."""
+@contextmanager
+def slurm(folder: Path) -> Iterator[None]:
+    """One whose single node pretends to have enough CPUs."""
+    tool = Path(__file__).parents[1] / "slurm" / "localslurm"
+    more = {"LOCALSLURM_ROOT": f"{folder}/slurm", "SLURM_CONF": f"{folder}/slurm/etc/slurm.conf"}
+    os.environ |= more | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+    try:
+        subprocess.run([tool, "up", "--nodes", "1", "--cpus", "16"], check=True, stdout=subprocess.DEVNULL)
+        yield
+    finally:
+        subprocess.run([tool, "down"], check=True, stdout=subprocess.DEVNULL)
+
+
+def by_srun(command: list[str], ranks: int, run: Path) -> int:
+    given = ["--overlap", "--ntasks", str(ranks), "--output", f"{run}/rank-%t.log"]
+    return subprocess.run(["srun", *given, *command], env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+
+
+def measure(folder: Path, ranks: int, way: str) -> tuple[list[dict[str, Any]], float]:
+    """Of each rank, and the CPU seconds of all."""
     from aligner.cluster.launch import launch
     from aligner.config.freeze import FILE_NAME, freeze
     from aligner.config.resolve import compose
+    from aligner.config.stage import imports
     from benchmarks.busy import arguments
 
     run = folder / f"grpo-{ranks}"
     given = [*arguments(folder, "grpo"), f"run.dir={run}", f"model.init={folder}/sft/hf", *SETTINGS]
-    frozen = freeze(compose(given), str(run), FILE_NAME)
+    cfg = compose(given)
+    frozen = freeze(cfg, str(run), FILE_NAME)
+    command = [sys.executable, "-m", "benchmarks.startup", "--rank", str(frozen)]
+    before = children_cpu_s()
     os.environ[BEGAN] = repr(time.time())
-    code = launch(frozen, ranks, run, argv=[sys.executable, "-m", "benchmarks.startup", "--rank", str(frozen)])
+    if way == "srun":
+        code = by_srun(command, ranks, run)
+    else:
+        code = launch(frozen, ranks, run, argv=command, imports=imports(cfg) if way == "launch" else ())
     if code:
         raise SystemExit(f"{ranks} ranks ended with exit code {code}: {run}")
-    return [json.loads((run / f"startup-{number}.json").read_text()) for number in range(ranks)]
+    each = [json.loads((run / f"startup-{number}.json").read_text()) for number in range(ranks)]
+    return each, sum(told["cpu_s"] for told in each) if way == "srun" else children_cpu_s() - before
+
+
+def children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main(arguments: list[str]) -> int:
@@ -123,21 +163,29 @@ def main(arguments: list[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=numbers, default=[1, 2, 4, 8])
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--apart", dest="way", action="store_const", const="apart", help="each rank imports for itself")
+    ways.add_argument("--srun", dest="way", action="store_const", const="srun", help="ranks by a Slurm of its own")
+    parser.set_defaults(way="launch")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     folder = Path(tempfile.mkdtemp(prefix="startup-"))
     print(f"runs and logs: {folder}", flush=True)
     make_task(folder)
-    found = {ranks: measure(folder, ranks) for ranks in options.ranks}
+    with slurm(folder) if options.way == "srun" else nullcontext():
+        found = {ranks: measure(folder, ranks, options.way) for ranks in options.ranks}
     names = ["interpreter", "imports", *PHASES]
-    print("| ranks | " + " | ".join([*names, "files opened", "libraries", "MB read"]) + " |")
-    for ranks, each in found.items():
+    print("| ranks | " + " | ".join([*names, "files opened", "libraries", "MB read", "CPU s of all"]) + " |")
+    for ranks, (each, cpu_s) in found.items():
         phases = (tuple(max(told["phases"][name][k] for told in each) for k in (0, 1)) for name in names)
         cells = [f"{wall:.2f} ({cpu:.2f})" for wall, cpu in phases]
         cells += [f"{max(told[key] for told in each):,}" for key in ("opened", "libraries")]
         cells.append(f"{max(told['read_bytes'] for told in each) / 1e6:.0f}")
+        cells.append(f"{cpu_s:.1f}")
         print(f"| {ranks} | " + " | ".join(cells) + " |")
-    write_json(options.json, {"ranks": {str(ranks): each for ranks, each in found.items()}})
+    write_json(
+        options.json, {"ranks": {str(ranks): {"each": each, "cpu_s": cpu_s} for ranks, (each, cpu_s) in found.items()}}
+    )
     return 0
 
 
