@@ -173,15 +173,15 @@ def bounds(case: Case) -> dict[str, float]:
 
 
 class Matrix:
-    """Replays through a pool of ranks; the base of each stage is computed once."""
+    """Replays of the first `rows` samples through a pool of ranks; the base of each stage is computed once."""
 
-    def __init__(self, ranks, rollout: Path = ROLLOUT, model: ModelConfig = MODEL):
-        self.ranks, self.rollout, self.model = ranks, rollout, model
+    def __init__(self, ranks, rows: int = 32, rollout: Path = ROLLOUT, model: ModelConfig = MODEL):
+        self.ranks, self.rows, self.rollout, self.model = ranks, rows, rollout, model
         self._base: dict = {}
 
     def replay(self, stage: str, case: Case, without: str = "") -> dict:
         target = "tests.invariance_jobs:replay"
-        arguments = {"file": self.rollout, "stage": stage, "model": case.model or self.model}
+        arguments = {"file": self.rollout, "stage": stage, "model": case.model or self.model, "count": self.rows}
         return self.ranks.run(target, world=case.world, case=case, without=without, **arguments)[0]
 
     def base(self, stage: str, case: Case) -> dict:

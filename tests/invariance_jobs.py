@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from aligner.algorithms.anchor import Anchor
 from aligner.algorithms.losses import policy_loss
@@ -102,14 +103,16 @@ def near_ties() -> Iterator[list[int]]:
         moe.route = original
 
 
-def replay(file: Path, stage: str, model: ModelConfig, case: Case, without: str = "") -> dict:
-    """{"loss", "gradient", "start", "sgd", "adam", "near_ties"}: the loss before any update, the gradient by full
-    tensor, the weights before and after two steps, and this rank's `near_ties` in all of it. `without`: rejected rows
-    "invalid" stay in the batch, "gone" are taken out."""
+def replay(file: Path, stage: str, model: ModelConfig, case: Case, count: int, without: str = "") -> dict:
+    """{"loss", "gradient", "start", "sgd", "adam", "near_ties"} on rank 0: the loss before any update, the gradient by
+    full tensor, the weights before and after two steps, and its `near_ties` in all of it. Of the first `count` rows,
+    two micro-batches or more. `without`: rejected rows "invalid" stay in the batch, "gone" are taken out."""
     recording = read_recording(file)
+    recording.rollout = recording.rollout.select(torch.arange(count))
+    batch = replace(case.batch, micro_batch_samples=min(case.batch.micro_batch_samples, count // 2))
     with near_ties() as ties:
-        result = _replay(recording, stage, model, case, without)
-    return result | {"near_ties": sum(ties)}
+        result = _replay(recording, stage, model, replace(case, batch=batch), without)
+    return result | {"near_ties": sum(ties)} if dist.get_rank() == 0 else {}
 
 
 def _replay(recording, stage: str, model: ModelConfig, case: Case, without: str) -> dict:

@@ -27,7 +27,7 @@ LORA_AXES = [name for name in invariance.axes() if name.startswith("lora, ")]
 
 @pytest.fixture(scope="module")
 def matrix(ranks):
-    return invariance.Matrix(ranks)
+    return invariance.Matrix(ranks, rows=16)
 
 
 def within(found: dict, bounds: dict) -> None:
