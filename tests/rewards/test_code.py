@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import math
-import multiprocessing
+import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -197,10 +199,10 @@ def test_a_hung_program_has_failed(reward, text):
 
 @pytest.mark.slow
 def test_load_decides_nothing():
-    """A program that needs most of its CPU time, among as many busy processes as make it wait far longer."""
-    busy = [multiprocessing.get_context("spawn").Process(target=_spin, daemon=True) for _ in range(8)]
-    for process in busy:
-        process.start()
+    """A program that needs most of its CPU time, on one core with as many busy processes as make it wait far longer."""
+    ours = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, [min(ours)])  # which those that are started here inherit
+    busy = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(3)]
     try:
         text = "import time\nwhile time.process_time() < 1.2: pass\nprint(42)"
         begun = time.monotonic()
@@ -208,14 +210,10 @@ def test_load_decides_nothing():
         assert scored(Code(cpu_s=1), text, **ONE) == (0.0, "cpu")
         assert time.monotonic() - begun > 2.2
     finally:
+        os.sched_setaffinity(0, ours)
         for process in busy:
             process.kill()
-            process.join()
-
-
-def _spin():
-    while True:
-        pass
+            process.wait()
 
 
 @pytest.mark.slow
