@@ -160,17 +160,17 @@ def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing | Fina
     if packing.q_index is None:
         return _sdpa(query, key, value, packing.segments[0], scores).reshape(n, heads, width)
     query = spread(query, packing.q_index, packing.out_index)
-    own_keys = packing.segments[0].k_index is None
-    if own_keys:
+    if packing.segments[0].k_index is None:
         key, value = (spread(x, packing.q_index, packing.out_index) for x in (key, value))
-    sizes = [s.rows * s.q_width for s in packing.segments]
-    queries = query.split(sizes)
-    keys, values = (key.split(sizes), value.split(sizes)) if own_keys else (None, None)
-    outs = []
-    for i, segment in enumerate(packing.segments):
-        k = keys[i] if own_keys else key.index_select(0, segment.k_index)
-        v = values[i] if own_keys else value.index_select(0, segment.k_index)
-        outs.append(_sdpa(queries[i], k, v, segment, scores).reshape(-1, heads, width))
+    else:  # in one gather, so that backward makes one gradient of all keys and not one for each segment
+        k_index = torch.cat([s.k_index for s in packing.segments])
+        key, value = key.index_select(0, k_index), value.index_select(0, k_index)
+    queries = query.split([s.rows * s.q_width for s in packing.segments])
+    keys, values = (x.split([s.rows * s.k_width for s in packing.segments]) for x in (key, value))
+    outs = [
+        _sdpa(*parts, segment, scores).reshape(-1, heads, width)
+        for *parts, segment in zip(queries, keys, values, packing.segments, strict=True)
+    ]
     return kernels.collect(outs[0] if len(outs) == 1 else torch.cat(outs), packing.out_index)
 
 
