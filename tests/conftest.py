@@ -1,7 +1,7 @@
 """Fixtures of all tests."""
 
 import gc
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import chain
 from pathlib import Path
 
@@ -37,7 +37,8 @@ def pytest_runtestloop():  # of a worker, and of the process that hands out file
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks `slow` what `few` leaves out. Workers of xdist take whole files in this order: the LONGEST come first."""
+    """Marks `slow` what `few` leaves out. Workers of xdist take whole files in this order: the LONGEST first, then
+    those of many tests, so that what is left for the end is short."""
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("few"):
@@ -49,8 +50,8 @@ def pytest_collection_modifyitems(config, items):
             if i not in kept:
                 item.add_marker("slow")
     if hasattr(config, "workerinput"):
-        places = {FOLDER / name: place for place, name in enumerate(LONGEST)}
-        items.sort(key=lambda item: places.get(item.path, len(places)))
+        places, tests = {FOLDER / name: place for place, name in enumerate(LONGEST)}, Counter(i.path for i in items)
+        items.sort(key=lambda item: (places.get(item.path, len(places)), -tests[item.path], item.path))
 
 
 def pytest_terminal_summary(terminalreporter, config):

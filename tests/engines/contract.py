@@ -93,6 +93,15 @@ def check_logprobs(model, prompts, group, generations, temperature=1.0):
         assert not got[len(response) :].any() and not generations.tokens[i, len(response) :].any()
 
 
+def check_greedy(model, prompts, count, generations):
+    """Each of `count` tokens is the likeliest after those before it, as the model's own `generate` would have found one
+    by one in as many passes."""
+    for prompt, response in zip(prompts, responses(generations), strict=True):
+        with torch.no_grad():
+            likeliest = model(torch.tensor([prompt + response])).logits[0].argmax(-1)
+        assert response == likeliest[len(prompt) - 1 : -1].tolist() and len(response) == count
+
+
 class EngineContract:
     """`make_engine(cfg, decode=None, **engine_config)` builds an empty float32 engine."""
 
@@ -205,9 +214,7 @@ class EngineContract:
         model = reference(self.table[name])
         engine = fill(self.make_engine(self.table[name]), model)
         out = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(24, temperature=0))
-        for prompt, response in zip(PROMPTS, responses(out), strict=True):
-            wanted = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)
-            assert response == wanted[0, len(prompt) :].tolist()
+        check_greedy(model, PROMPTS, 24, out)
         check_logprobs(model, PROMPTS, 1, out)
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -21,6 +21,7 @@ from tests.engines.contract import (
     MODELS,
     PROMPTS,
     EngineContract,
+    check_greedy,
     check_logprobs,
     fill,
     reference,
@@ -45,9 +46,7 @@ def test_more_families_equal_transformers(name):
     model, prompts = reference(cfg), [[3 + (7 * i * i + j) % 97 for i in range(17 + 4 * j)] for j in range(3)]
     engine = fill(make_engine(cfg), model)
     out = engine.generate(prompts, seeds_for(prompts), SamplingParams(20, temperature=0))
-    for prompt, response in zip(prompts, responses(out), strict=True):
-        wanted = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
-        assert response == wanted[0, len(prompt) :].tolist()
+    check_greedy(model, prompts, 20, out)
     check_logprobs(model, prompts, 1, out)
 
 
@@ -127,7 +126,7 @@ def test_small_budgets_give_the_same_tokens():
 def test_rows_with_memories_stay_within_small_budgets():
     """What linear layers remember goes with its row: prefilled, admitted, moved."""
     cfg, sampling = MORE["qwen3_next"], SamplingParams(10, stop_token_ids=(3, 11))
-    model, prompts = reference(cfg), [PROMPTS[i % 5] for i in range(30)]
+    model, prompts = reference(cfg), [PROMPTS[i % 5] for i in range(10)]
     ample = fill(make_engine(cfg), model)
     wanted = responses(ample.generate(prompts, seeds_for(prompts, 3), sampling))
     position, row = ample.cache.token_bytes, ample.cache.row_bytes
@@ -155,8 +154,8 @@ def test_the_cache_stays_within_its_budget_over_generations(monkeypatch):
 
     engine = fill(make_engine(LLAMA, kv_cache_bytes=budget), reference(LLAMA))
     monkeypatch.setattr(Scratch, "take", take)
-    rng = random.Random(0)
-    for _ in range(40):
+    rng = random.Random(3)  # long slots first, then prompts that are long
+    for _ in range(10):
         prompts = [[5] * rng.choice((1, 2, 12, 20)) for _ in range(rng.choice((1, 3, 9)))]
         engine.generate(prompts, seeds_for(prompts, rng.choice((1, 4))), SamplingParams(rng.choice((1, 3, 18))))
         assert 0 < engine.held_bytes()["cache"] <= budget
