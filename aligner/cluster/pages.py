@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+
+_LARGE = 2 << 20  # bytes of a large page
+_HUGEPAGE, _COLLAPSE = 14, 25  # Linux' advice: of pages that come, and of those that are there (since 6.1)
 
 
 def keep_freed_memory() -> None:
@@ -21,3 +25,15 @@ def give_back_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def ask_for_large_pages(start: int, stop: int) -> None:
+    """For addresses [start, stop) of this process: what is read from one end to the other, such as weights in a decode
+    step, is waited for less. A system that gives them only where it is asked, if at all, is asked; elsewhere nothing is
+    done. What is there stays."""
+    start, stop = -(-start // _LARGE) * _LARGE, stop // _LARGE * _LARGE
+    if sys.platform != "linux" or start >= stop:
+        return
+    madvise = ctypes.CDLL(None).madvise
+    for advice in (_HUGEPAGE, _COLLAPSE):
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)

@@ -1,7 +1,15 @@
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+
+from aligner.engines.native import packs
+from aligner.engines.native.scratch import zeros
+
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 GENERATES = """
 import resource
@@ -30,3 +38,28 @@ def test_a_step_of_an_engine_without_a_trainer_touches_few_new_pages():
     29,620 new pages if they are given back, else 626, for what each rollout takes anew."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", GENERATES], check=True, capture_output=True, text=True)
     assert int(done.stdout) < 12 * 600
+
+
+def large_kib() -> int:
+    """Of this process' memory in large pages."""
+    return int(re.search(r"AnonHugePages:\s*(\d+)", Path("/proc/self/smaps_rollup").read_text()).group(1))
+
+
+@pytest.mark.skipif(
+    not LARGE_PAGES.exists() or "[madvise]" not in LARGE_PAGES.read_text(),
+    reason="a system that gives where it is asked",
+)
+def test_what_every_step_reads_lies_in_large_pages(monkeypatch):
+    before = large_kib()
+    plain = zeros(12, 1024, 1024, dtype=torch.float32, device=torch.device("cpu"))
+    assert large_kib() - before >= 40 << 10 and not plain.any()
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return
+    monkeypatch.setattr(packs, "worth_packing", lambda matrix: True)
+    plain[:, :, 0] = torch.arange(1024.0)
+    wanted, packed = plain.clone(), packs.Packs({"a": plain})
+    before = large_kib()
+    packed.pack()  # the plain ones go
+    assert large_kib() - before >= (40 - 48) << 10
+    packed.unpack()
+    assert torch.equal(plain, wanted)

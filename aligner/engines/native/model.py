@@ -21,7 +21,7 @@ from aligner.engines.native.linear import LinearLayers, Memories
 from aligner.engines.native.packs import Packs
 from aligner.engines.native.peers import Peers
 from aligner.engines.native.routes import Routes
-from aligner.engines.native.scratch import Scratch
+from aligner.engines.native.scratch import Scratch, zeros
 from aligner.models.families import FAMILIES, embedding_factor, expected_hf_shapes, family_table
 from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.models.shards import HfTensor, hf_tensors
@@ -78,7 +78,7 @@ class NativeModel:
         width = 0 if cfg.latent.kv_rank else (made + (self.heads if self.gated else 0)) * self.head_dim
 
         def empty(*shape: int) -> Tensor:
-            return torch.zeros(shape, device=device, dtype=dtype)
+            return zeros(*shape, dtype=dtype, device=device)
 
         low, high = self.interval(self.tensors["model.embed_tokens.weight"])
         self.first_token = low

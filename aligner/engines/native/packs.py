@@ -3,13 +3,13 @@ are computed (`ops/kernels/packed_products.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from aligner.cluster.pages import give_back_freed_memory
-from aligner.ops.kernels.packed_products import pack, worth_packing
+from aligner.cluster.pages import ask_for_large_pages, give_back_freed_memory
+from aligner.ops.kernels.packed_products import address, pack, worth_packing
 
 _KEPT = 32 << 20  # bytes of a name that may stay with the process: giving pages back costs a trainer beside it new ones
 
@@ -42,6 +42,7 @@ class Packs:
             if name not in self._packed:
                 plain = self._plain[name]
                 self._packed[name] = [pack(matrix) for matrix in plain]
+                _ask_for_large_pages(self._packed[name])
                 storage = plain.untyped_storage()
                 if name not in self._also_plain and storage.resizable():  # not if numpy has seen it
                     storage.resize_(0)
@@ -65,3 +66,11 @@ class Packs:
 
     def clear(self) -> None:
         self._plain, self._packed, self._worth, self._emptied = {}, {}, [], set()
+
+
+def _ask_for_large_pages(packed: Sequence[Tensor]) -> None:
+    """They mostly lie one behind the other, and few of them fill such pages by themselves."""
+    start = min(address(matrix) for matrix in packed)
+    stop = max(address(matrix) + matrix.nbytes for matrix in packed)
+    if stop - start < 2 * sum(matrix.nbytes for matrix in packed):
+        ask_for_large_pages(start, stop)

@@ -7,6 +7,16 @@ import math
 import torch
 from torch import Tensor
 
+from aligner.cluster.pages import ask_for_large_pages
+
+
+def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.zeros, on a CPU in large pages: for what every step reads."""
+    found = torch.empty(shape, dtype=dtype, device=device)
+    if found.device.type == "cpu":
+        ask_for_large_pages(found.data_ptr(), found.data_ptr() + found.nbytes)
+    return found.zero_()
+
 
 class Scratch:
     def __init__(self, device: torch.device, dtype: torch.dtype):
@@ -22,7 +32,7 @@ class Scratch:
         flat = self._flat.get(name)
         if flat is None or flat.numel() < size:
             self._flat.pop(name, None)  # free before allocating
-            flat = self._flat[name] = torch.zeros(size, dtype=self.dtype, device=self.device)
+            flat = self._flat[name] = zeros(size, dtype=self.dtype, device=self.device)
         return flat[:size].view(shape)
 
     @property

@@ -28,14 +28,18 @@ def use_onednn_products() -> torch.library.Library | None:
     return library
 
 
+def has_avx512() -> bool:
+    """Whether it can use these instructions here."""
+    return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
 @functools.cache
 def onednn_leads() -> bool:
     """Whether its float32 products are the faster ones here."""
     processor = Path("/proc/cpuinfo")
     return (
-        torch.backends.cpu.get_cpu_capability() == "AVX512"
+        has_avx512()
         and torch.backends.mkl.is_available()
-        and torch.backends.mkldnn.is_available()
         and processor.exists()
         and "GenuineIntel" not in processor.read_text()
     )

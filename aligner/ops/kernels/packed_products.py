@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from aligner.ops.kernels.bfloat16_products import widened
-from aligner.ops.kernels.onednn_products import onednn_leads
+from aligner.ops.kernels.onednn_products import has_avx512, onednn_leads
 
 SMALLEST = 1 << 15  # numbers of a matrix; below, starting oneDNN costs more than it saves
+SMALLEST_BESIDE_MKL = 1 << 19  # where MKL's products of matrices that are not packed are as fast
 _ROWS = 16  # for which it is laid out; it serves any number
 
 
@@ -23,12 +24,19 @@ def worth_packing(matrix: Tensor) -> bool:
         return False
     if matrix.dtype == torch.bfloat16:
         return torch.backends.mkldnn.is_available() and not widened(matrix.device, matrix.dtype)
-    return matrix.dtype == torch.float32 and onednn_leads()
+    if matrix.dtype != torch.float32 or not has_avx512():
+        return False
+    return onednn_leads() or matrix.numel() >= SMALLEST_BESIDE_MKL
 
 
 def pack(matrix: Tensor) -> Tensor:
     """For `packed_linear` and `packed_linear_add` alone; `to_dense` gives the matrix back, with the same bits."""
     return torch.ops.mkldnn._reorder_linear_weight.default(matrix, _ROWS)
+
+
+def address(packed: Tensor) -> int:
+    """Of its first byte."""
+    return torch.ops.mkldnn.data_ptr(packed)
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -5,7 +5,14 @@ import torch
 
 from aligner.ops.kernels import packed_products
 from aligner.ops.kernels.bfloat16_products import widened
-from aligner.ops.kernels.packed_products import SMALLEST, pack, packed_linear, packed_linear_add, worth_packing
+from aligner.ops.kernels.packed_products import (
+    SMALLEST,
+    SMALLEST_BESIDE_MKL,
+    pack,
+    packed_linear,
+    packed_linear_add,
+    worth_packing,
+)
 from aligner.ops.kernels.products import add_linear, linear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
@@ -63,10 +70,12 @@ def test_a_row_alone_is_as_among_others(dtype, k):
 
 
 def test_what_is_worth_packing(monkeypatch):
-    large = torch.empty(SMALLEST // 64, 64)
-    for leads in (True, False):
+    large, largest = torch.empty(SMALLEST // 64, 64), torch.empty(SMALLEST_BESIDE_MKL // 64, 64)
+    for has, leads in ((True, True), (True, False), (False, False)):
+        monkeypatch.setattr(packed_products, "has_avx512", lambda has=has: has)
         monkeypatch.setattr(packed_products, "onednn_leads", lambda leads=leads: leads)
-        assert worth_packing(large) is leads
+        assert worth_packing(large) is leads and worth_packing(largest) is has
+        assert worth_packing(largest[1:]) is leads
         assert (
             not worth_packing(large[1:]) and not worth_packing(large.double()) and not worth_packing(large.to("meta"))
         )
