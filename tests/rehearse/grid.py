@@ -32,7 +32,11 @@ LAYOUTS = {
     "pipeline": ["parallel.pipeline=2"],
     "context": ["parallel.context=2"],
     "heads": ["parallel.context=2", "parallel.context_mode=alltoall"],
-    "all": ["parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2", "parallel.sequence=true"],
+    # one data-parallel rank, which has all samples: as many micro-batches of them as stages
+    "all": [
+        *("parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2", "parallel.sequence=true"),
+        "batch.prompts=2",
+    ],
     "engine": ["parallel.tensor=2", "engine.tensor_parallel=2", "memory.offload=[weights,optimizer,gradients]"],
 }
 MORE = {"expert": ["parallel.expert=4"], "expert+tensor": ["parallel.expert=2", "parallel.tensor=2"]}
@@ -55,7 +59,7 @@ def cases() -> list[Case]:
 
 def overrides(stage: str, family: str, layout: str) -> list[str]:
     shape = ["model.num_layers=2", *FAMILIES[family]]
-    return [f"stage={stage}", f"model={family}", *shape, *{**LAYOUTS, **MORE}[layout], *SMALL]
+    return [f"stage={stage}", f"model={family}", *shape, *SMALL, *{**LAYOUTS, **MORE}[layout]]
 
 
 def rehearsed(chosen: list[Case], folder: Path, gpus: int = 8) -> dict[Case, Rehearsal]:
