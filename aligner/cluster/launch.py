@@ -166,7 +166,7 @@ def _fork(
             place.process.wait()
             return
         found = [_Rank(number, child, *own[1:]) for number, (child, own) in enumerate(zip(children, owns, strict=True))]
-        started[:], missed = found, list(received)
+        missed, started[:] = [*received], found  # no call within: a signal's handler runs before both, or after
         for number in missed:
             _send(started, number)
 
