@@ -27,7 +27,7 @@ AGAIN, NOT_THIS = (408, 429), (400, 413, 422)  # HTTP states beside 5xx; those t
 FINAL = ("refused", "malformed", "breaker")  # not tried again
 BREAKER, REST_S = 5, 30.0  # after so many failures in a row the server is left alone for so long
 BYTES = 4  # of a request that are taken for a token
-_jitter = random.Random()  # of its own: nothing that a run computes sees it
+_jitter = random.SystemRandom()  # nothing that a run computes sees it, and ranks that are forked differ
 
 
 class Failed(Exception):
