@@ -6,8 +6,8 @@
         └──────── has adopted them ────────────────┘
 
 The ranks become the launcher's own children, as those are that it starts itself: it sees how each ends, and they end
-with it. A forked process cannot go on with threads that its parent had, nor with CUDA: where there is a GPU, or a
-library has started a thread, each rank starts for itself, as it would without a nursery.
+with it. A forked process cannot go on with threads that its parent had, nor with CUDA: where there is a GPU, a library
+has started a thread, or an import fails, the nursery starts again without imports, and each rank makes its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -46,14 +46,20 @@ class Child:
         return self._wait(0)
 
     def _wait(self, options: int) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        """It is let go only once its code is known: a signal's handler may ask in between, and do both sooner."""
+        try:
+            if self.returncode is None and (end := os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | options)):
+                self.returncode = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+                os.waitpid(self.pid, 0)
+        except ChildProcessError:
+            if self.returncode is None:
+                raise
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        with suppress(ProcessLookupError):  # likewise
+            if self.poll() is None:
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -80,7 +86,7 @@ class Nursery:
 
     def children(self, command: Sequence[str], each: Sequence[tuple[dict[str, str], Path | None]]) -> list[Child]:
         """Those that run `command`, a Python's `-m MODULE`, each in its environment, and write to its file or to where
-        the nursery does. Raises EOFError or ConnectionError where that has ended."""
+        the nursery does. Raises EOFError or ConnectionError where that ends, also as it cannot fork."""
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
@@ -100,11 +106,11 @@ _kept: list[Nursery] = []
 
 
 @contextmanager
-def kept(*settings: Any) -> Iterator[None]:
+def kept(*settings: Any) -> Iterator[Nursery]:
     """One nursery, of these `settings`, for all that is started within."""
     _kept.append(Nursery(*settings))
     try:
-        yield
+        yield _kept[-1]
     finally:
         _kept.pop().close()
 
@@ -112,11 +118,8 @@ def kept(*settings: Any) -> Iterator[None]:
 @contextmanager
 def lent(*settings: Any) -> Iterator[Nursery]:
     """The one that is kept, else one of these `settings`, which ends behind it."""
-    if _kept:
-        yield _kept[-1]
-        return
-    with kept(*settings):
-        yield _kept[-1]
+    with nullcontext(_kept[-1]) if _kept else kept(*settings) as nursery:
+        yield nursery
 
 
 def prepare(ignored: Sequence[int]) -> None:
@@ -128,27 +131,32 @@ def prepare(ignored: Sequence[int]) -> None:
 
 
 def _ready(imports: Sequence[str]) -> bool:
-    """Whether processes may go on from here, with the modules."""
+    """Whether processes may go on from here, with the modules. What an import raises, ranks will meet, and tell."""
     if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
         return False
     threads.reserve()
-    with for_good():
-        for name in imports:
-            import_module(name)
+    try:
+        with for_good():
+            for name in imports:
+                import_module(name)
+    except (Exception, SystemExit):
+        return False
     return len(os.listdir("/proc/self/task")) == 1 and "libcuda.so" not in Path("/proc/self/maps").read_text()
 
 
 def _main(asked: Connection, imports: Sequence[str]) -> None:
     """Children for requests, until nobody can ask any more; in each of them it goes on as the command."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the launcher repeats it for the ranks
-    ready = _ready(imports)
+    if imports and not _ready(imports):
+        os.execv(sys.executable, [*sys.orig_argv[:-1], "[]"])
     while True:
         try:
             launcher, command, each = asked.recv()
         except EOFError:
             return
         if midwife := os.fork():
-            os.waitpid(midwife, 0)
+            if os.waitpid(midwife, 0)[1]:
+                sys.exit(1)  # it has said why; those that it did make end with the launcher
             asked.send("adopted")
             continue
         midwife, pids = os.getpid(), []
@@ -157,8 +165,6 @@ def _main(asked: Connection, imports: Sequence[str]) -> None:
             if not pids[-1]:
                 asked.close()
                 _begin(launcher, midwife, log)
-                if not ready:
-                    os.execve(command[0], command, environ)
                 _go_on(command, environ)
                 return
         asked.send(pids)

@@ -27,8 +27,11 @@ def apart(function: str, *arguments: Any) -> Any:
     ):
         asked, told = Path(folder) / ASKED, Path(folder) / TOLD
         asked.write_bytes(pickle.dumps((function, arguments)))
-        [child] = place.children([sys.executable, "-m", __name__, folder], [(dict(os.environ), None)])
-        code = child.wait()
+        try:
+            [child] = place.children([sys.executable, "-m", __name__, folder], [(dict(os.environ), None)])
+            code = child.wait()
+        except (EOFError, ConnectionError):
+            code = place.process.wait()
         if code:
             raise AlignerError(f"{function} ended with exit code {code}: expected a result")
         result, error = pickle.loads(told.read_bytes())

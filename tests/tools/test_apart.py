@@ -40,3 +40,10 @@ def test_results_errors_and_ends_by_one_nursery():
         assert caught.value.key == "seed" and caught.value.exit_code == 2
         with pytest.raises(AlignerError, match="leaves ended with exit code 9"):
             apart("functions_apart:leaves")
+
+
+def test_without_its_nursery():
+    with nursery.kept(["functions_apart"], dict(os.environ), ()) as place:
+        place.process.kill()
+        with pytest.raises(AlignerError, match="who ended with exit code -9"):
+            apart("functions_apart:who", 7)
