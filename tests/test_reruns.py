@@ -1,7 +1,12 @@
-"""The same seed twice gives the same bits, for every stage, with `run.deterministic=true`; another seed does not."""
+"""The same seed twice gives the same bits, for every stage, with `run.deterministic=true`, and however ranks start;
+another seed does not."""
 
 import pytest
 
+from aligner.cluster.launch import launch
+from aligner.config.freeze import FILE_NAME, freeze
+from aligner.config.resolve import compose
+from aligner.config.stage import imports
 from tests import stages
 
 pytestmark = pytest.mark.multirank
@@ -20,3 +25,12 @@ def test_the_same_seed_gives_the_same_bits(tiny_data, tiny_runs, tmp_path, stage
     )
     assert stages.same_weights(first, second)
     assert not stages.same_weights(first, other)
+
+
+def test_forked_ranks_give_the_bits_of_those_that_import_for_themselves(tiny_data, tmp_path):
+    for name in ("forked", "apart"):
+        cfg = compose(stages.overrides("grpo", tiny_data, tmp_path / name, "run.steps=2", "run.export=true"))
+        modules = imports(cfg) if name == "forked" else ()
+        assert launch(freeze(cfg, cfg.run.dir, FILE_NAME), 2, tmp_path / name, threads=1, imports=modules) == 0
+    assert stages.differences(tmp_path / "forked", tmp_path / "apart") == []
+    assert stages.same_weights(tmp_path / "forked", tmp_path / "apart")
