@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import sys
+from pathlib import Path
 
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LARGE = 2 << 20  # bytes of a large page
 _HUGEPAGE, _COLLAPSE = 14, 25  # Linux' advice: of pages that come, and of those that are there (since 6.1)
 
@@ -32,7 +33,7 @@ def ask_for_large_pages(start: int, stop: int) -> None:
     step, is waited for less. A system that gives them only where it is asked, if at all, is asked; elsewhere nothing is
     done. What is there stays."""
     start, stop = -(-start // _LARGE) * _LARGE, stop // _LARGE * _LARGE
-    if sys.platform != "linux" or start >= stop:
+    if start >= stop or not SETTING.exists() or "[never]" in SETTING.read_text():  # which _COLLAPSE would not heed
         return
     madvise = ctypes.CDLL(None).madvise
     for advice in (_HUGEPAGE, _COLLAPSE):

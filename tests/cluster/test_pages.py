@@ -1,3 +1,5 @@
+import ctypes
+import mmap
 import re
 import subprocess
 import sys
@@ -6,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from aligner.cluster import pages
 from aligner.engines.native import packs
 from aligner.engines.native.scratch import zeros
-
-LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 GENERATES = """
 import resource
@@ -45,10 +46,13 @@ def large_kib() -> int:
     return int(re.search(r"AnonHugePages:\s*(\d+)", Path("/proc/self/smaps_rollup").read_text()).group(1))
 
 
-@pytest.mark.skipif(
-    not LARGE_PAGES.exists() or "[madvise]" not in LARGE_PAGES.read_text(),
+GIVES_WHERE_ASKED = pytest.mark.skipif(
+    not pages.SETTING.exists() or "[madvise]" not in pages.SETTING.read_text(),
     reason="a system that gives where it is asked",
 )
+
+
+@GIVES_WHERE_ASKED
 def test_what_every_step_reads_lies_in_large_pages(monkeypatch):
     before = large_kib()
     plain = zeros(12, 1024, 1024, dtype=torch.float32, device=torch.device("cpu"))
@@ -63,3 +67,17 @@ def test_what_every_step_reads_lies_in_large_pages(monkeypatch):
     assert large_kib() - before >= (40 - 48) << 10
     packed.unpack()
     assert torch.equal(plain, wanted)
+
+
+@GIVES_WHERE_ASKED
+def test_nothing_is_asked_of_a_system_that_gives_none(monkeypatch, tmp_path):
+    """To gather small pages into large ones the kernel looks at no setting."""
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    there = mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    there.write(bytes(16 << 20))
+    start = ctypes.addressof(ctypes.c_char.from_buffer(there))
+    for setting, gained in ((tmp_path / "enabled", 0), (pages.SETTING, 14 << 10)):
+        monkeypatch.setattr(pages, "SETTING", setting)
+        before = large_kib()
+        pages.ask_for_large_pages(start, start + len(there))
+        assert gained <= large_kib() - before <= gained + (2 << 10)
