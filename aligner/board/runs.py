@@ -23,7 +23,7 @@ from aligner.board.series import SO_FAR, STEP_S, Series, number
 from aligner.cluster import watch
 from aligner.cluster.lock import BEAT_S
 from aligner.cluster.lock import NAME as LOCK
-from aligner.config.freeze import LOADER
+from aligner.config.freeze import from_yaml
 from aligner.errors import AlignerError, ConfigError, DataError
 from aligner.foreign import Record, read_record
 from aligner.run.alarms import FILE as ALARMS
@@ -244,7 +244,7 @@ def flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    return dict(flat(yaml.load(path.read_bytes(), LOADER) or {}))
+    return dict(flat(from_yaml(path.read_bytes()) or {}))
 
 
 def _epoch(text: Any) -> float:

@@ -22,25 +22,44 @@ PENDING_NAME = "config.pending.yaml"  # of a start in a used folder that may sti
 _NOT_HASHED = ("dir", "name", "resume", "accept_changes")  # of `run`: they do not change what it computes
 
 
-# libyaml's are ten times as fast; PyYAML may be built without it
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# libyaml's are ten times as fast; PyYAML may be built without it. It refuses halves of surrogate pairs, which Python
+# makes of file names that are no UTF-8: PyYAML's own know them.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _OwnDumper(yaml.SafeDumper):
+    pass
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
+    pass
+
+
+def _text(dumper: _Dumper | _OwnDumper, text: str) -> yaml.ScalarNode:
     """PyYAML writes Unicode's line breaks as they are and then reads a blank; quoted and escaped they survive."""
-
-
-def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     style = '"' if any(c in text for c in "\x85\u2028\u2029\ufeff") else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _text)
+for _kind in (_OwnDumper, _Dumper):
+    _kind.add_representer(str, _text)
 
 
 def to_yaml(cfg: Config) -> str:
     """The resolved config, keys in the schema's order. Long strings stay on one line."""
-    return yaml.dump(asdict(cfg), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+    data, how = asdict(cfg), {"sort_keys": False, "allow_unicode": True, "width": 10**6}
+    try:
+        return yaml.dump(data, Dumper=_Dumper, **how)
+    except UnicodeEncodeError:
+        return yaml.dump(data, Dumper=_OwnDumper, **how)
+
+
+def from_yaml(text: str | bytes) -> Any:
+    """What `to_yaml` wrote, or somebody else. Raises yaml.YAMLError, with PyYAML's own words, which say more."""
+    try:
+        return yaml.load(text, _LOADER)
+    except yaml.YAMLError:
+        return yaml.safe_load(text)
 
 
 def freeze(cfg: Config, folder: Path | str, name: str = FILE_NAME) -> Path:
@@ -91,7 +110,7 @@ def load_frozen(path: Path | str) -> Config:
     path = Path(path)
     path = path / FILE_NAME if path.is_dir() else path
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), LOADER)
+        data = from_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError("--frozen", str(path), "a config.yaml that can be read", f"{error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

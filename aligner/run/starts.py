@@ -141,7 +141,7 @@ def git_state(root: Path) -> tuple[str | None, bool | None]:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_S).stdout.strip()
 
     try:
-        top, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
+        top, _, commit = git("rev-parse", "--show-toplevel", "HEAD").rpartition("\n")
         if Path(top).resolve() != root.resolve():
             return None, None  # a checkout of something else, which an installed aligner lies in
         return commit, bool(git("status", "--porcelain"))

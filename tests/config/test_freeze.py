@@ -144,6 +144,7 @@ def test_the_file_follows_the_schema_and_is_replaced(tmp_path):
         ("data: {columns: {1: a}}", ConfigError, "data.columns"),
         ("critic: {optim: {lr: -1}}", ConfigError, "critic.optim.lr=-1"),
         ("optim: [", ConfigError, "written by aligner"),
+        ("optim: {lr: *x}", ConfigError, "found undefined alias 'x'"),
         ("3", ConfigError, "written by aligner"),
     ],
 )
@@ -153,6 +154,12 @@ def test_a_changed_file_is_checked(tmp_path, text, error, named):
     with pytest.raises(error) as caught:
         load_frozen(path)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["caf\udce9", "\U0001f600", "a\x85b\u2028\ufeff\udcff: #"])
+def test_names_of_files_that_are_no_utf8_survive(tmp_path, name):
+    cfg = compose([f"run.dir={quoted(name)}"])
+    assert cfg.run.dir == name and load_frozen(freeze(cfg, tmp_path)) == cfg
 
 
 def test_missing_and_unwritable(tmp_path):
