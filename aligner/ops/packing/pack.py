@@ -137,13 +137,13 @@ def pack(
 ) -> Packing:
     """Lay rows of `lengths` (int64 [B], on the CPU; each 1 .. width) end to end for context rank `rank` of `context`.
 
-    The last row is padded until N is a multiple of `multiple` (sequence parallelism splits the stream evenly); with
-    `padded` every row is padded to `width`. `over_heads`: attention sees the tokens of all context ranks (and a share
-    of the heads), so its segments are whole rows. `share`: the tokens [B, T] (on the CPU); a row that begins like a
-    row before it (a group's samples: with their prompt) then has only the rest of its tokens in the stream. Results are
-    the same, for less work. Not with padding or context parallelism. `routing` [B, T, layers, k]: experts that tokens
-    go to, and must have in common to be shared. `ragged`: rows in place of segments (`ops/packing/ragged.py`), without
-    masks and so as long as they like.
+    Rows are padded alike until N is a multiple of `multiple` (sequence parallelism splits the stream evenly); with
+    `padded` every row is padded to `width` first. `over_heads`: attention sees the tokens of all context ranks (and a
+    share of the heads), so its segments are whole rows. `share`: the tokens [B, T] (on the CPU); a row that begins like
+    a row before it (a group's samples: with their prompt) then has only the rest of its tokens in the stream. Results
+    are the same, for less work. Not with padding or context parallelism. `routing` [B, T, layers, k]: experts that
+    tokens go to, and must have in common to be shared. `ragged`: rows in place of segments (`ops/packing/ragged.py`),
+    without masks and so as long as they like.
     """
     shared, masks = None, not ragged
     if share is not None and not padded and context == 1:
@@ -161,10 +161,10 @@ def _pack_rows(
     chunks = 2 * context if context > 1 else 1
     full = torch.full_like(lengths, width) if padded else lengths
     chunk = -(-full // chunks)  # tokens of a chunk, by row
-    per_row = 2 * chunk if context > 1 else chunk  # of this rank
-    while int(per_row.sum()) % multiple:
-        chunk[-1] += 1
-        per_row = 2 * chunk if context > 1 else chunk
+    each = 2 if context > 1 else 1
+    lacking = -int(chunk.sum()) * each % multiple
+    chunk = _padded(chunk, (lacking if lacking % each == 0 else lacking + multiple) // each)
+    per_row = each * chunk  # of this rank
     start = per_row.cumsum(0) - per_row
     row = torch.repeat_interleave(per_row)
     offset = torch.arange(len(row)) - start[row]
@@ -197,6 +197,12 @@ def _pack_rows(
         q_index=q_index,
         out_index=out_index,
     )
+
+
+def _padded(lengths: Tensor, count: int) -> Tensor:
+    """With `count` more, from all rows alike: attention's cost grows with the square of a row's length."""
+    each, more = divmod(count, len(lengths))
+    return lengths + each + (torch.arange(len(lengths)) >= len(lengths) - more)
 
 
 @dataclass(frozen=True)
@@ -322,7 +328,7 @@ def shared_beginnings(
 
 def _pack_shared(lengths: Tensor, width: int, multiple: int, leader: Tensor, shared: Tensor, masks: bool) -> Packing:
     own = lengths - shared
-    own[-1] += -int(own.sum()) % multiple
+    own = _padded(own, -int(own.sum()) % multiple)
     start = own.cumsum(0) - own
     row = torch.repeat_interleave(own)
     size = len(row)

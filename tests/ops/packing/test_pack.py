@@ -11,7 +11,7 @@ cases = st.fixed_dictionaries(
         "lengths": st.lists(st.integers(1, 70), min_size=1, max_size=9),
         "extra": st.integers(0, 3),
         "context": st.sampled_from([1, 2, 3, 4]),
-        "multiple": st.sampled_from([1, 2, 3, 4]),
+        "multiple": st.sampled_from([1, 2, 3, 4, 64]),
         "padded": st.booleans(),
         "over_heads": st.booleans(),
     }
@@ -46,6 +46,15 @@ def test_every_token_is_on_one_rank_and_finds_its_way_back(case):
         )
         if not case["padded"] and case["context"] == 1:
             assert p.tokens < int(lengths.sum()) + case["multiple"]
+
+
+def test_no_row_is_much_longer_for_the_count_of_all():
+    lengths, tokens = torch.tensor([6, 9, 9, 7]), torch.arange(9).expand(4, 9)
+    for options in ({}, {"context": 2}, {"padded": True}, {"share": tokens}):
+        plain, more = (pack(lengths, 9, multiple=multiple, **options) for multiple in (1, 63))
+        added = more.lengths - plain.lengths
+        assert more.tokens % 63 == 0 and int(added.sum()) > 20
+        assert int(added.max() - added.min()) <= 2 * options.get("context", 0.5)
 
 
 def seen_by(segment: Segment) -> torch.Tensor:
