@@ -26,7 +26,7 @@ OFF_POLICY = ["run.steps=10", "batch.minibatch_samples=128", "optim.lr=2e-4"]
 ON_POLICY = ["run.steps=12", "batch.minibatch_samples=0", "optim.lr=3e-4"]
 MORE = {
     **dict.fromkeys(("rloo", "opo", "gpg"), ON_POLICY),
-    "online_dpo": ON_POLICY,
+    "online_dpo": [*ON_POLICY, "run.steps=24"],  # two of eight answers teach: slower
     "remax": [*ON_POLICY, "batch.group=16"],
     "gdpo": ["reward.functions=[{path: reasoning_gym},{path: length, args: {limit: 4}, weight: 0.1}]"],
     "ppo": ["reward.model=''", "critic.warmup_steps=0", "critic.optim.lr=1e-3"],
