@@ -187,17 +187,14 @@ def _print_config(args: argparse.Namespace) -> int:
 
 
 def _frozen_path(args: argparse.Namespace, cfg: Config) -> Path:
-    """Write the config into the run folder, unless it was read from there unchanged.
-
-    A folder that was used before keeps its config.yaml until its checkpoints have been accepted (`Run.steps`).
-    """
-    from aligner.config.freeze import FILE_NAME, PENDING_NAME, freeze, refuse
+    """Write the config into the run folder, unless it was read from there unchanged."""
+    from aligner.config.freeze import FILE_NAME, freeze_start, refuse
 
     target = Path(cfg.run.dir) / FILE_NAME
     if args.frozen and not args.overrides and target.exists() and target.samefile(args.frozen):
         refuse(cfg.run.dir)
         return target
-    return freeze(cfg, cfg.run.dir, PENDING_NAME if target.exists() else FILE_NAME)
+    return freeze_start(cfg)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -130,7 +130,7 @@ def measure(folder: Path, ranks: int, way: str) -> tuple[list[dict[str, Any]], f
     from aligner.cluster.launch import launch
     from aligner.config.freeze import FILE_NAME, freeze
     from aligner.config.resolve import compose
-    from aligner.config.stage import imports
+    from aligner.run.launched import imports
     from benchmarks.busy import arguments
 
     run = folder / f"grpo-{ranks}"

@@ -6,7 +6,7 @@ import pytest
 from aligner.cluster.launch import launch
 from aligner.config.freeze import FILE_NAME, freeze
 from aligner.config.resolve import compose
-from aligner.config.stage import imports
+from aligner.run.launched import imports
 from tests import stages
 
 pytestmark = pytest.mark.multirank

@@ -83,6 +83,13 @@ def freeze(cfg: Config, folder: Path | str, name: str = FILE_NAME) -> Path:
     return path
 
 
+def freeze_start(cfg: Config) -> Path:
+    """Into run.dir. A folder that was used before keeps its config.yaml until its checkpoints have been accepted
+    (`Run.steps`)."""
+    used = (Path(cfg.run.dir) / FILE_NAME).exists()
+    return freeze(cfg, cfg.run.dir, PENDING_NAME if used else FILE_NAME)
+
+
 def job_file(cfgs: Sequence[Config]) -> str:
     """What a job's config is called in its run folder, an array's in each one: by content, so that several jobs of one
     folder, waiting or requeued, each go on with their own."""

@@ -63,12 +63,3 @@ class Stage:
     debug: tuple[str, ...] = ()  # shuffle_rewards, first_step_checks: where they mean something
     check: Callable[[Config], None] = _fine  # of its own, raises ConfigError
     section: type | None = None  # its own keys, as stage.<name>.<key>: a dataclass that checks its values
-
-
-def imports(cfg: Config) -> list[str]:
-    """Modules that every rank of a run needs, and that start no threads: those that may be imported once for all."""
-    found = ["aligner.config.resolve", "aligner.build", f"aligner.stages.{cfg.stage.name}"]
-    found.append("transformers.models.auto.tokenization_auto")
-    if any(function.path == "reasoning_gym" for function in cfg.reward.functions):
-        found.append("reasoning_gym")
-    return found

@@ -10,12 +10,20 @@ from aligner.cluster.launch import launch
 from aligner.cluster.lock import RunLock
 from aligner.cluster.mpi import check_transport
 from aligner.config.schema import Config
-from aligner.config.stage import imports
 from aligner.config.validate import validate
 from aligner.errors import ConfigError
 from aligner.run.marker_files import DONE, STOPPED
 from aligner.run.starts import COMMAND, command_line
 from aligner.run.starts import FILE as STARTS
+
+
+def imports(cfg: Config) -> list[str]:
+    """Modules that every rank of a run needs, and that start no threads: those that may be imported once for all."""
+    found = ["aligner.config.resolve", "aligner.build", f"aligner.stages.{cfg.stage.name}"]
+    found.append("transformers.models.auto.tokenization_auto")
+    if any(function.path == "reasoning_gym" for function in cfg.reward.functions):
+        found.append("reasoning_gym")
+    return found
 
 
 def launch_run(cfg: Config, ranks: int, freeze: Callable[[], Path], command: Sequence[str], last: bool = False) -> int:

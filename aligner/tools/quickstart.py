@@ -21,12 +21,11 @@ from typing import Any
 
 from aligner.cluster import nursery
 from aligner.cluster.launch import STOPS
-from aligner.config.freeze import FILE_NAME, PENDING_NAME, freeze
+from aligner.config.freeze import freeze_start
 from aligner.config.resolve import compose, quoted
 from aligner.config.schema import Config
-from aligner.config.stage import imports
 from aligner.errors import AlignerError, ConfigError
-from aligner.run.launched import launch_run
+from aligner.run.launched import imports, launch_run
 from aligner.run.marker_files import STOPPED
 from aligner.run.memory import peak_rss_bytes
 from aligner.run.metrics import read_jsonl
@@ -140,9 +139,8 @@ class Quickstart:
     def stage(self, stage: str, cfg: Config) -> int:
         """What `aligner launch` does."""
         self.say(f"{stage}: {self.root / stage} (metrics.jsonl, checkpoints, hf)")
-        name = PENDING_NAME if (Path(cfg.run.dir) / FILE_NAME).exists() else FILE_NAME
         command = ["launch", "--ranks", str(self.ranks), *self.arguments(stage)]
-        return launch_run(cfg, self.ranks, lambda: freeze(cfg, cfg.run.dir, name), command)
+        return launch_run(cfg, self.ranks, lambda: freeze_start(cfg), command)
 
     def timed(self, stage: str, work) -> Any:
         start = time.perf_counter()

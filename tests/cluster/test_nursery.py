@@ -182,7 +182,7 @@ def test_ctrl_c_while_it_imports_waits_for_ranks_and_the_second_does_not(folder)
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="with a GPU ranks start each for itself")
 def test_what_stages_import_starts_no_thread_and_no_cuda():
     code = "from aligner.cluster.nursery import _ready\nfrom aligner.config.resolve import compose\n"
-    code += "from aligner.config.stage import imports\nfrom aligner.config.stages import STAGES\n"
+    code += "from aligner.run.launched import imports\nfrom aligner.config.stages import STAGES\n"
     code += "given = {name: imports(compose([f'stage={name}', 'data.train=x'])) for name in STAGES}\n"
     code += "names = {module for modules in given.values() for module in modules} | {'reasoning_gym'}\n"
     code += "assert len(names) == len(STAGES) + 4, names\nassert _ready(sorted(names))"
