@@ -71,7 +71,7 @@ class Side:
         if command[0] == sys.executable:
             environ["PYTHONPATH"] = str(HERE.parent)
         process = subprocess.Popen(
-            command,
+            [os.path.abspath(command[0]), *command[1:]],  # relative where PATH is, and the child is in another folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w"),

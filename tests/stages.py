@@ -159,6 +159,7 @@ def make_sums(root: Path, tens: str) -> Path:
 def sums_model(root: Path, *more: str) -> None:
     """`sft` beside these questions, trained on them."""
     settings = ["experiment=quickstart_sft", *SUMS, f"model.tokenizer={root / 'tokenizer'}", "run.stop.metric=''"]
+    settings += ["optim.betas=[0.9,0.95]", "optim.warmup_steps=50"]  # of which these few steps are enough
     run([*settings, f"run.dir={root / 'sft'}", f"data.train={root / 'train.jsonl'}", *more])
 
 

@@ -31,9 +31,9 @@ from aligner.run.memory import peak_rss_bytes
 from aligner.run.metrics import read_jsonl
 from aligner.tools.apart import apart
 
-STAGES = ("sft", "rm", "grpo", "ppo")
+STAGES = ("sft", "rm_init", "rm", "grpo", "ppo")
 HERE = "aligner.tools.quickstart"
-POLICIES = ("sft", "grpo", "ppo")
+POLICIES = ("sft", "rm_init", "grpo", "ppo")
 OWN_IMPORTS = ("aligner.tools.pairs", "aligner.tools.evaluate")  # what only this tool needs
 TASK = {"task": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 QUESTIONS = 15900  # of the 16,200 there are: finding the last ones by drawing takes long
@@ -232,6 +232,8 @@ def show(summary: dict[str, Any], total_s: float) -> None:
         else "ran to the end"
     )
     table.add_row("sft", f"{sft:.3f} of answers right", note, f"{seconds['sft']:.0f}")
+    known = f"{summary['rm_init']['accuracy']:.3f} of answers right"
+    table.add_row("rm_init", known, "what the reward model begins from", f"{seconds['rm_init']:.0f}")
     table.add_row("rm", f"{summary['rm']['pair_accuracy']:.3f} of pairs in order", "", f"{seconds['rm']:.0f}")
     for stage in ("grpo", "ppo"):
         accuracy = summary[stage]["accuracy"]

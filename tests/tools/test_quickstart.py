@@ -61,6 +61,7 @@ class TestQuickstart:
         _, summary, _ = finished
         sft = summary["sft"]["accuracy"]
         assert 0.28 <= sft <= 0.45 and summary["sft"]["stopped_early"]
+        assert summary["rm_init"]["accuracy"] - sft >= 0.3
         assert summary["rm"]["pair_accuracy"] >= 0.85
         assert summary["grpo"]["accuracy"] - sft >= 0.15
         assert summary["ppo"]["accuracy"] - sft >= 0.15
