@@ -231,13 +231,12 @@ def show(summary: dict[str, Any], total_s: float) -> None:
         if summary["sft"]["stopped_early"]
         else "ran to the end"
     )
-    table.add_row("sft", f"{sft:.3f} of answers right", note, f"{seconds['sft']:.0f}")
-    known = f"{summary['rm_init']['accuracy']:.3f} of answers right"
-    table.add_row("rm_init", known, "what the reward model begins from", f"{seconds['rm_init']:.0f}")
-    table.add_row("rm", f"{summary['rm']['pair_accuracy']:.3f} of pairs in order", "", f"{seconds['rm']:.0f}")
-    for stage in ("grpo", "ppo"):
-        accuracy = summary[stage]["accuracy"]
-        table.add_row(stage, f"{accuracy:.3f} of answers right", f"{accuracy - sft:+.3f}", f"{seconds[stage]:.0f}")
+    results = {stage: f"{summary[stage]['accuracy']:.3f} of answers right" for stage in POLICIES}
+    results["rm"] = f"{summary['rm']['pair_accuracy']:.3f} of pairs in order"
+    notes = {"sft": note, "rm_init": "what the reward model begins from", "rm": ""}
+    notes |= {stage: f"{summary[stage]['accuracy'] - sft:+.3f}" for stage in ("grpo", "ppo")}
+    for stage in STAGES:
+        table.add_row(stage, results[stage], notes[stage], f"{seconds[stage]:.0f}")
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(table)
     ppo = summary["ppo"]
