@@ -21,8 +21,9 @@ def vowels(text: str) -> float:
 
 @pytest.mark.slow
 def test_steerlm_steers(tiny_data, tmp_path):
-    """Answers are random letters, the attribute is how many of them are vowels. Asked for few and for many, the policy
-    answered with a share of 0.30 and 0.77."""
+    """Answers are random letters, the attribute is how many of them are vowels. Asked for few (for fewer still there
+    are not enough rows to learn from) and for many, the policy answered with a share of 0.26 and 0.80; seeds 1 and 2:
+    0.30 and 0.84, 0.22 and 0.80."""
     draw = random.Random(0)
     words = ["".join(draw.choice("aeioubcdfg") for _ in range(4)) for _ in range(64)]
     data = [
@@ -38,14 +39,14 @@ def test_steerlm_steers(tiny_data, tmp_path):
     rm = stages.stage("rm", tiny_data, tmp_path / "rm", train, QUESTION, f"model.init={sft}", *regression)
 
     sampling = [f"model.init={sft}", f"reward.model={rm}", "reward.functions=[]", "reward.model_standardize=false"]
-    sampling += ["stage.sample.best=0", "sampling.max_response_tokens=6", "batch.group=8"]
+    sampling += ["stage.sample.best=0", "sampling.max_response_tokens=6", "batch.group=16"]
     sampled = stages.stage("sample", tiny_data, tmp_path / "sampled", train, QUESTION, *sampling) / "sampled/best.jsonl"
 
     told = ["data.prompt_template='{scores[model]:+.0f} {question}'", f"data.train={sampled}"]
-    more = [f"model.init={sft}", "run.steps=300", whole]
+    more = [f"model.init={sft}", "run.steps=500", whole]
     steered = stages.stage("sft", tiny_data, tmp_path / "steered", *told, *more)
     found = {}
-    for wanted in ("-2", "+2"):
+    for wanted in ("-1", "+2"):
         asked = [
             f"data.prompt_template='{wanted} {{question}}'",
             f"model.init={steered}",
@@ -54,7 +55,7 @@ def test_steerlm_steers(tiny_data, tmp_path):
         run = stages.stage("sample", tiny_data, tmp_path / f"asked{wanted}", train, *asked)
         answers = rows(run / "sampled/all.jsonl")
         found[wanted] = sum(one["scores"]["vowels"] for one in answers) / len(answers)
-    assert found["+2"] > found["-2"] + 0.3, found
+    assert found["+2"] > found["-1"] + 0.3, found
 
 
 def test_constitutional_ai_goes_from_drafts_to_pairs(tiny_data, tiny_runs, tmp_path):

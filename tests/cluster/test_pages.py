@@ -57,7 +57,7 @@ from aligner.engines.native import packs
 from tests.cluster.test_pages import asked
 
 packs.worth_packing = lambda matrix: True
-packed = packs.Packs({"a": torch.ones(12, 1024, 1024)})
+packed = packs.Packs({"a": torch.ones(3, 2048, 2048)})
 packed.pack()
 places = [(packs.address(matrix), matrix.nbytes) for matrix in packed._packed["a"]]
 print(sum(asked(place, place + size) for place, size in places))
@@ -80,9 +80,9 @@ def test_large_pages_are_asked_for_what_every_step_reads():
     reason="a torch that packs",
 )
 def test_large_pages_are_asked_for_packed_matrices():
-    """In a process of its own, whose memory has no gaps."""
+    """In a process of its own. Each may lie by itself, in a gap of the memory, and then fills all but its ends."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", PACKS], check=True, capture_output=True, text=True)
-    assert int(done.stdout) >= (48 - 4) << 20
+    assert int(done.stdout) >= 3 * (16 - 4) << 20
 
 
 @MAY_BE_ASKED

@@ -12,6 +12,7 @@ from aligner.cluster.pages import ask_for_large_pages, give_back_freed_memory
 from aligner.ops.kernels.packed_products import address, pack, worth_packing
 
 _KEPT = 32 << 20  # bytes of a name that may stay with the process: giving pages back costs a trainer beside it new ones
+_GAP = 1 << 20  # bytes between two matrices that large pages may take with them
 
 
 class Packs:
@@ -70,7 +71,11 @@ class Packs:
 
 def _ask_for_large_pages(packed: Sequence[Tensor]) -> None:
     """They mostly lie one behind the other, and few of them fill such pages by themselves."""
-    start = min(address(matrix) for matrix in packed)
-    stop = max(address(matrix) + matrix.nbytes for matrix in packed)
-    if stop - start < 2 * sum(matrix.nbytes for matrix in packed):
-        ask_for_large_pages(start, stop)
+    places = sorted((address(matrix), address(matrix) + matrix.nbytes) for matrix in packed)
+    start, stop = places[0]
+    for first, last in places[1:]:
+        if first - stop > _GAP:
+            ask_for_large_pages(start, stop)
+            start = first
+        stop = last
+    ask_for_large_pages(start, stop)
