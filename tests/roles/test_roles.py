@@ -159,7 +159,7 @@ def test_leaving_out_what_nobody_reads_changes_nothing(ranks, head, cfg, world, 
             assert relative(a["weights"][name], wanted) <= 1e-5, name
     assert (fewer[-1]["kept"] < 0.9 * every[-1]["kept"]) == skips_layer  # on the last stage
     if head == "policy":
-        assert fewer[-1]["pairs"] < 0.9 * every[-1]["pairs"]
+        assert fewer[-1]["pairs"] < 0.95 * every[-1]["pairs"]  # rounded up, where shapes are compiled
 
 
 def test_rows_of_any_length_are_a_choice_of_the_run():

@@ -7,14 +7,12 @@ is about twice as fast (benchmarks/RESULTS.md). Both multiply and sum in float32
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 SMALLEST = 1 << 22  # multiplications of a product; below, starting oneDNN costs more than it saves
-KERNELS = "64"  # that oneDNN keeps, of 1,024: rows of many lengths need new ones in every step (benchmarks/RESULTS.md)
 
 
 @functools.cache
@@ -23,7 +21,6 @@ def use_onednn_products() -> torch.library.Library | None:
     nothing done, where MKL is no slower."""
     if not onednn_leads():
         return None
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS)  # read at the first product
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm", _mm, "CPU")
     library.impl("addmm", _addmm, "CPU")

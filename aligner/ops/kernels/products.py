@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.ops.kernels.bfloat16_products import widen_bfloat16_products, widened
-from aligner.ops.kernels.onednn_products import add_product, onednn_product, use_onednn_products
+from aligner.ops.kernels.onednn_products import add_product, onednn_leads, onednn_product, use_onednn_products
 from aligner.ops.kernels.packed_products import packed_linear, packed_linear_add
 
 
@@ -20,11 +20,10 @@ def use_fast_products(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def shape_step(count: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Of which number `count` rows should be made a multiple: of at most a sixteenth of it in bfloat16 where products
-    are oneDNN's, which compiles a kernel for each shape, in up to five times as long as a small product takes; else
-    of 1."""
-    onednn = device.type == "cpu" and dtype == torch.bfloat16 and not widened(device, dtype)
-    return 1 << max(0, count.bit_length() - 5) if onednn else 1
+    """Of which number `count` rows should be made a multiple: of at most a sixteenth of it where products are oneDNN's,
+    which compiles a kernel for each shape, in up to five times as long as a small product takes; else of 1."""
+    onednn = onednn_leads() if dtype == torch.float32 else dtype == torch.bfloat16 and not widened(device, dtype)
+    return 1 << max(0, count.bit_length() - 5) if device.type == "cpu" and onednn else 1
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor, base: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from aligner.ops.kernels import bfloat16_products
+from aligner.ops.kernels import bfloat16_products, products
 from aligner.ops.kernels.products import product_into, shape_step
 
 A, B, BASE = torch.randn(3, 5, 64), torch.randn(3, 64, 7), torch.randn(3, 5, 7)
@@ -23,12 +23,13 @@ def test_a_product_is_written_into_its_place(monkeypatch, slow, base):
 def test_shapes_are_few_where_each_is_compiled(monkeypatch):
     cpu = torch.device("cpu")
 
-    def steps(slow):
+    def steps(slow, leads):
         monkeypatch.setattr(bfloat16_products, "_slow_here", lambda: slow)
+        monkeypatch.setattr(products, "onednn_leads", lambda: leads)
         assert shape_step(1000, torch.device("meta"), torch.bfloat16) == shape_step(1000, cpu, torch.float64) == 1
         return [shape_step(1000, cpu, dtype) for dtype in (torch.float32, torch.bfloat16)]
 
-    assert [steps(slow) for slow in (True, False)] == [[1, 1], [1, 32]]
+    assert [steps(*x) for x in ((True, False), (True, True), (False, False))] == [[1, 1], [32, 1], [1, 32]]
     assert [shape_step(n, cpu, torch.bfloat16) for n in (1, 31, 32, 2047, 2048)] == [1, 1, 2, 64, 128]
     rounded = {-(-n // step) * step for n in range(1024, 4097) for step in [shape_step(n, cpu, torch.bfloat16)]}
     assert len(rounded) == 33
