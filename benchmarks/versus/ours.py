@@ -11,17 +11,11 @@ from pathlib import Path
 
 import torch
 
-from aligner.build import run_stage
-from aligner.cluster.env import RankEnv
 from aligner.cluster.threads import use
-from aligner.config.resolve import compose
 from aligner.config.sections.engine import EngineConfig
-from aligner.config.validate import validate
 from aligner.engines.native import engine as native
 from aligner.engines.native.load import engine_from_folder
 from aligner.engines.native.schedule import COUNT, ROW
-from aligner.run.loop import Run
-from aligner.run.stop import Boundary
 from aligner.types import SamplingParams
 from benchmarks.versus.gate import Gate, Over
 from benchmarks.versus.workload import EOS, PAD, Work, force_lengths, response_lengths
@@ -78,6 +72,14 @@ def overrides(work: Work) -> list[str]:
 
 
 def train(work: Work, gate: Gate) -> None:
+    # not before: what generates alone needs none of them, nor their memory
+    from aligner.build import run_stage
+    from aligner.cluster.env import RankEnv
+    from aligner.config.resolve import compose
+    from aligner.config.validate import validate
+    from aligner.run.loop import Run
+    from aligner.run.stop import Boundary
+
     settle, finish, more = Boundary.settle, Run.finish, {}
 
     def counted(
