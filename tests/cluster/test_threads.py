@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from aligner.cluster import threads
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 SEEN = """
 import json, os, threading
@@ -68,6 +70,7 @@ print(time.process_time() - start)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="libgomp spins less where it finds one core")
 def test_waiting_takes_no_core_from_whom_it_waits_for():
     environment = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
@@ -81,6 +84,16 @@ def test_waiting_takes_no_core_from_whom_it_waits_for():
     assert ours * 3 < libgomps, (ours, libgomps)
 
 
+@pytest.mark.parametrize(("running", "alone"), [("1/200", True), ("2/200", False), (None, False)])
+def test_it_waits_longer_where_nobody_else_wants_a_core(tmp_path, monkeypatch, running, alone):
+    load = tmp_path / "loadavg"
+    if running:  # this process among them
+        load.write_text(f"0.52 0.58 0.59 {running} 4711\n")
+    monkeypatch.setattr(threads, "LOAD", load)
+    monkeypatch.setattr(os, "cpu_count", lambda: len(os.sched_getaffinity(0)))
+    assert threads._alone() is alone
+
+
 @pytest.mark.slow
 def test_the_environment_and_then_the_cores_decide():
     cores = len(os.sched_getaffinity(0))
@@ -92,6 +105,7 @@ def test_the_environment_and_then_the_cores_decide():
     assert seen(ranks=1000)[0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, "1"])
 def test_too_late_for_torch_changes_nothing_but_the_number(given):
     main, other, _, told = seen(before="import torch; threads.reserve()", given=given)

@@ -422,7 +422,7 @@ class NativeModel:
                 out, bias = self.packs["out", self.attends[layer]], _of(self.out_bias, self.attends[layer])
             else:
                 out, bias = self.linear.out_of(layer), None
-            self._add(x, attend(layer, y), out, bias, layer, BEHIND)
+            x = self._add(x, attend(layer, y), out, bias, layer, BEHIND)
             y = self._normed(x, layer, BEFORE_MLP)
             place = self.place[layer]
             if layer in self.sparse:
@@ -430,7 +430,7 @@ class NativeModel:
                 continue
             gate, up = self._product("gate_up", place, y, _of(self.gate_up_bias, place)).chunk(2, dim=1)
             y = self._gate(gate).mul_(up)
-            self._add(x, y, self.packs["down", place], _of(self.down_bias, place), layer, BEHIND_MLP)
+            x = self._add(x, y, self.packs["down", place], _of(self.down_bias, place), layer, BEHIND_MLP)
         return self._norm(x, self.final_norm)
 
     def _product(self, name: str, place: int, y: Tensor, bias: Tensor | None) -> Tensor:
@@ -450,20 +450,18 @@ class NativeModel:
             return F.rms_norm(x.float(), size, 1 + weight.float(), eps).to(x.dtype)
         return F.rms_norm(x, size, weight, eps)
 
-    def _add(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, layer: int, norm: str) -> None:
-        """x [M, hidden] += y weight^T + bias, of all ranks' shares of y and weight; in some families normalised first,
-        or times a factor."""
+    def _add(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, layer: int, norm: str) -> Tensor:
+        """x [M, hidden] + y weight^T + bias, of all ranks' shares of y and weight; in some families normalised first,
+        or times a factor. Perhaps in place of x."""
         scale = self.cfg.scales.residual
         if self.peers.size == 1 and not self.family.post_norms and scale == 1:
-            add_linear(x, y, weight)
-            if bias is not None:
-                x += bias
-            return
+            x = add_linear(x, y, weight)
+            return x if bias is None else x.add_(bias)
         out = self.peers.add(linear(y, weight))
         if bias is not None:
             out += bias
         out = self._normed(out, layer, norm)
-        x += out if scale == 1 else out * scale
+        return x.add_(out if scale == 1 else out * scale)
 
     def _gate(self, x: Tensor) -> Tensor:
         return F.silu(x, inplace=True) if self.family.activation == "silu" else F.gelu(x, approximate="tanh")

@@ -42,6 +42,6 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return packed_linear(x, weight) if weight.is_mkldnn else F.linear(x, weight)
 
 
-def add_linear(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """out += x W^T, rounded once, of a plain or a packed matrix. Without autograd."""
-    return out.copy_(packed_linear_add(out, x, weight)) if weight.is_mkldnn else out.addmm_(x, weight.t())
+def add_linear(base: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """base + x W^T, rounded once, of a plain or a packed matrix; perhaps in place of `base`. Without autograd."""
+    return packed_linear_add(base, x, weight) if weight.is_mkldnn else base.addmm_(x, weight.t())
