@@ -27,6 +27,7 @@ def test_the_same_seed_gives_the_same_bits(tiny_data, tiny_runs, tmp_path, stage
     assert not stages.same_weights(first, other)
 
 
+@pytest.mark.slow
 def test_forked_ranks_give_the_bits_of_those_that_import_for_themselves(tiny_data, tmp_path):
     for name in ("forked", "apart"):
         cfg = compose(stages.overrides("grpo", tiny_data, tmp_path / name, "run.steps=2", "run.export=true"))

@@ -52,6 +52,7 @@ def test_a_killed_run_goes_on_with_what_its_agents_did(grpo, tmp_path):
     assert stages.differences(killed, grpo("other", *more))
 
 
+@pytest.mark.slow
 def test_an_agent_that_does_what_an_environment_does_is_trained_on_to_the_same_bits(grpo):
     """But for the words in which they end, and the sentinel's rows, which are the data's."""
     environment = grpo("environment", "environment.path=tests/assets/environments.py:Clock", "run.steps=2")
@@ -61,6 +62,7 @@ def test_an_agent_that_does_what_an_environment_does_is_trained_on_to_the_same_b
     assert all(name.startswith(("stop/", "refit/sentinel_")) for name in found)
 
 
+@pytest.mark.slow
 def test_requests_are_admitted_between_decode_steps_and_say_the_same(grpo):
     more = [f"{AGENT}seeded", "run.steps=1"]
     with patch("aligner.builders.environments.ServingEngine", int):
@@ -71,6 +73,7 @@ def test_requests_are_admitted_between_decode_steps_and_say_the_same(grpo):
     assert found[0] == pytest.approx(found[1]) and found[0]["environment/turns_mean"] > 1.2
 
 
+@pytest.mark.slow
 def test_eval_asks_the_agent_of_the_run(grpo, talker):
     """As the run's own evaluation does."""
     more = [f"{AGENT}seeded", "run.steps=1", "eval.prompts=3", "run.eval_every=1"]

@@ -47,6 +47,7 @@ def first_steps(tiny_data, teacher, tmp_path_factory):
     return get
 
 
+@pytest.mark.slow
 def test_cuts_packing_and_a_whole_list_of_tokens_give_the_same_run(first_steps):
     runs = [first_steps(name) for name in RUNS]
     for record, *others in zip(*runs, strict=True):

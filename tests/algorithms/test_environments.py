@@ -40,6 +40,7 @@ def grpo(train):
     return partial(train, "grpo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["grpo", "ppo", "online_dpo"])
 def test_trajectories_of_one_turn_are_trained_on_as_samples_are(train, talker, stage):
     """No answer calls a tool when the rows of both runs tell the model of it; all else is the same."""
@@ -62,6 +63,7 @@ def rolled(run):
     return [record["environment/turns_mean"] for record in stages.records(run)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["in an update", "while tools answer"])
 def test_a_killed_run_goes_on_with_the_answers_that_it_was_given(grpo, tmp_path, where):
     """The dice are other ones at each start. What a resumed run is made of is in its log: a run that reads all of it
@@ -85,6 +87,7 @@ def test_a_killed_run_goes_on_with_the_answers_that_it_was_given(grpo, tmp_path,
     assert len(keys) == len(set(keys))  # nothing was asked twice
 
 
+@pytest.mark.slow
 def test_turns_are_admitted_between_decode_steps_and_say_the_same(grpo):
     """An engine that takes each turn when its tool has answered, or when it is its turn, and then with the same bits
     however late tools are; in rounds, the same trajectories."""

@@ -69,6 +69,7 @@ def test_gpus(folder, monkeypatch, lines, message):
     assert any(message in text for text in report(folder, monkeypatch, "n1", min_free_bytes=1)["problems"])
 
 
+@pytest.mark.slow
 def test_the_sum_over_all_ranks(tmp_path):
     """Two gloo ranks, as `aligner launch` numbers them."""
     from aligner.cluster.launch import launch

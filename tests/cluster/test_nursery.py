@@ -179,6 +179,7 @@ def test_ctrl_c_while_it_imports_waits_for_ranks_and_the_second_does_not(folder)
         assert process.returncode != 0 if second else process.returncode == 130
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="with a GPU ranks start each for itself")
 def test_what_stages_import_starts_no_thread_and_no_cuda():
     code = "from aligner.cluster.nursery import _ready\nfrom aligner.config.resolve import compose\n"

@@ -38,6 +38,7 @@ def look(algorithm: AlgorithmConfig, key: str):
     return algorithm
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_the_method_alone_and_on_top_of_another_experiment(name):
     stage = "ppo" if name == "ppo" else "grpo"

@@ -35,6 +35,7 @@ def make(tmp_path):
     return compose_valid
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "distill", "grpo", "ppo", "sample", "online_dpo"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("parallel", ["single", "tp2", "pp2"])

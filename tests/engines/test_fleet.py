@@ -67,6 +67,7 @@ def same(found, wanted, rows=slice(None), atol=1e-5):
     assert torch.allclose(getattr(found, name), getattr(wanted, name)[rows, :width], atol=atol, rtol=0)
 
 
+@pytest.mark.slow
 @multirank
 @pytest.mark.parametrize("configs, samplings", [(MODELS, SAMPLINGS), (MORE, SAMPLINGS[:2])], ids=["MODELS", "MORE"])
 def test_two_ranks_are_one_engine(ranks, scored, configs, samplings):

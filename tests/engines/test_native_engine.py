@@ -123,6 +123,7 @@ def test_small_budgets_give_the_same_tokens():
         assert held <= budget * position
 
 
+@pytest.mark.slow
 def test_rows_with_memories_stay_within_small_budgets():
     """What linear layers remember goes with its row: prefilled, admitted, moved."""
     cfg, sampling = MORE["qwen3_next"], SamplingParams(10, stop_token_ids=(3, 11))

@@ -126,6 +126,7 @@ def test_keys_that_do_not_fit_together(overrides, key):
     assert caught.value.key == key
 
 
+@pytest.mark.slow
 def test_a_run_repeats_without_generating_and_notices_other_weights(tiny_data, tiny_runs, tmp_path):
     def grpo(name, *more):
         more = (f"model.init={tiny_runs['sft']}", "run.steps=3", "checkpoint.final=false", *more)

@@ -151,6 +151,7 @@ def test_templates_get_roles_texts_and_arguments_as_they_know_them(pool):
     assert (request["stop"], request["max_tokens"]) == (["x"], 3)
 
 
+@pytest.mark.slow
 def test_an_agent_plays_and_its_answers_are_in_the_log(pool):
     def play(talking):
         session, event = begin(talking)
@@ -167,6 +168,7 @@ def test_an_agent_plays_and_its_answers_are_in_the_log(pool):
     assert again.worker is None and told == events  # to the second on the clock: nobody was asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["raised", "hung", "died"])
 def test_what_fails_once_is_begun_again_with_the_answers_so_far(pool, tmp_path, kind):
     args = {"folder": str(tmp_path)}
@@ -199,6 +201,7 @@ def test_beyond_a_budget_requests_are_refused_and_the_result_still_counts(pool):
         assert found["value"] == score
 
 
+@pytest.mark.slow
 def test_requests_at_a_time_are_answered_one_after_the_other(pool):
     talking = pool("together")
     session, event = begin(talking)

@@ -183,6 +183,7 @@ def test_what_is_no_unicode_is_replaced(tmp_path):
     assert turn(pool, session, call("names"))["value"]["texts"] == ["é?"]
 
 
+@pytest.mark.slow
 def test_answers_are_read_before_anyone_is_asked(tmp_path):
     def play(pool, *numbers):
         session = Session("9", 2, {})

@@ -134,6 +134,7 @@ def until(process: subprocess.Popen, path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_the_run_and_the_same_command_goes_on(place, number):
     command = ["bash", str(ROOT / "launchers/sft.sbatch"), "data.train=train.jsonl"]
@@ -154,6 +155,7 @@ def test_a_signal_stops_the_run_and_the_same_command_goes_on(place, number):
     assert not Path("runs/sft/STOPPED").exists()
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_is_kept_for_ranks_that_do_not_listen_yet(place):
     command = ["bash", str(ROOT / "launchers/sft.sbatch"), "data.train=train.jsonl"]
     environ = {**os.environ, "STEPS": "100000", "LISTEN_AFTER_S": "2", "ALIGNER_ASK_AGAIN_S": "0.3"}
@@ -192,6 +194,7 @@ def test_a_nasty_override_is_in_the_frozen_config_and_a_nasty_folder_works(place
     assert load_frozen(folder).logging.wandb.project == NASTY and (Path(folder) / "DONE").exists()
 
 
+@pytest.mark.slow
 def test_the_chain_runs_one_by_one_without_a_scheduler(place):
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "sbatch").exists())
     chain = ["bash", str(ROOT / "launchers/pipeline.sh"), "runs/c h", "data.train=train.jsonl", "@sft", "seed=1"]
@@ -349,6 +352,7 @@ def test_a_second_job_in_the_folder_leaves_the_first_ones_config_alone(slurm, pl
     assert start("42", 7, "2") == 7
 
 
+@pytest.mark.slow
 def test_each_start_of_ranks_by_srun_has_a_secret_of_its_own(slurm, place):
     """Unless the user has given one. Ranks of mpirun, which may not take it to other nodes, share a file."""
     script = place / "tell.sh"

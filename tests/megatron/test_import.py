@@ -24,6 +24,7 @@ import wandb, torch.utils.tensorboard
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the fused functions are compiled")
 def test_the_first_import_is_light_and_leaves_nothing_behind():
     subprocess.run([sys.executable, "-c", CHILD], check=True)

@@ -126,6 +126,7 @@ def test_replicated_and_row_parallel_axes():
     assert axes["decoder.layers.0.self_attention.q_layernorm.weight"] is None
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("cfg", CASES)
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 20_000])
 def test_written_folder_loads_in_transformers(cfg, shard_bytes, tmp_path):

@@ -75,6 +75,7 @@ def test_the_numbers_stay(ranks, one, case):
         assert relative(found["after"][name], wanted) <= 1e-5, name
 
 
+@pytest.mark.slow
 def test_attributes_are_weighed_by_the_config(tiny_data, tiny_runs, tmp_path):
     """Also of a model of several: a head of two outputs is read as it was trained."""
     loss = "algorithm.reward_loss={kind: regression, attributes: [good, short]}"

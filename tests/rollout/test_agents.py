@@ -94,6 +94,7 @@ def test_other_conversations_of_an_agent_are_parts_of_its_row(play):
     assert told == ["well", "two", "well"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stop, script, more",
     [
@@ -111,6 +112,7 @@ def test_a_budget_ends_a_trajectory_and_its_agent_says_what_it_is_worth(play, st
     assert dies.trajectory.stop == stop and dies.trajectory.reward is None and not dies.trajectory.failure
 
 
+@pytest.mark.slow
 def test_what_failed_is_invalid_and_an_answer_that_was_cut_is_unfinished(play):
     (silent,), _, _ = play("silent", twice)
     assert silent.trajectory.stop == Stop.FAILED and "without a request" in silent.trajectory.failure
@@ -124,6 +126,7 @@ def test_what_failed_is_invalid_and_an_answer_that_was_cut_is_unfinished(play):
         play("asks", twice, {"requests": [{"messages": [{"role": "user", "content": "x" * 30}]}]}, "s", longest=20)
 
 
+@pytest.mark.slow
 def test_a_rollout_made_again_is_the_same_although_the_agent_is_not(play, tmp_path):
     rolls = lambda text, seed: call("roll") if text.count("<tool_call>") < 2 else "so"  # noqa: E731
     seeds = ((5, 6, 7, 8),)
@@ -168,6 +171,7 @@ def scripted(*answers):
     return lambda text, seed: next(left)
 
 
+@pytest.mark.slow
 def test_agents_of_a_framework_run_unchanged(play):
     """smolagents sends code back as the model wrote it, calls as text of its own: the row has a further part."""
     pytest.importorskip("smolagents")

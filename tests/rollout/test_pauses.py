@@ -131,6 +131,7 @@ def engine_of(window, **more):
     return NativeEngine(shape, config, device="cpu", dtype=torch.float32, pad_id=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restart", [0, 3])
 def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart):
     """After the window `restart` another process goes on, whose environments are made anew."""

@@ -222,6 +222,7 @@ def test_a_prompt_that_an_environment_makes_too_long_is_told(play, tmp_path):
         play(twice, path=f"{tmp_path / 'long.py'}:Long", tools=[f"{FILE}:add"])
 
 
+@pytest.mark.slow
 def test_a_rollout_made_again_hears_the_same_and_evaluation_is_not_logged(play, tmp_path):
     def rolls(text, seed):
         return call("roll") if text.count("<tool_call>") < 2 else "so"

@@ -58,6 +58,7 @@ def after_step(monkeypatch):
     return actions
 
 
+@pytest.mark.slow
 def test_it_holds_the_step_at_which_it_began(tiny_data, tiny_runs, tmp_path, slow_writer, after_step):
     """The write of step 2 begins and ends only after step 3: training has gone on, the checkpoint has not."""
     go, began = slow_writer

@@ -282,6 +282,7 @@ def prompts(run: Path) -> list[tuple[int, str]]:
     return [(row["step"], row["prompt"]) for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "evaluation"), [(5, []), (7, ["run.eval_every=2", "eval.prompts=4"])], ids=["step", "evaluation"]
 )

@@ -65,6 +65,7 @@ def test_term_stops_two_ranks_at_a_step_boundary_and_they_go_on(ranks, tiny_data
     assert stages.same_weights(run, tmp_path / "other") and stages.differences(run, tmp_path / "other") == []
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_a_signal_to_one_rank_stops_both(ranks, tiny_data, tiny_runs, tmp_path):
     more = [*MORE, f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}"]

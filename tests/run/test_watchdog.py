@@ -193,6 +193,7 @@ print(wall - awake)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_did_not_hang(tmp_path):
     """Nor did it take long: what else asks the clock sees the seconds in which it ran."""
     process = subprocess.Popen(

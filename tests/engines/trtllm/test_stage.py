@@ -29,6 +29,7 @@ def grpo(tiny_data, tiny_runs, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_run_equals_that_of_the_native_engine(grpo, monkeypatch, tmp_path):
     """The fake computes with the native engine: only what the adapter gets wrong can make a difference."""
     use_fake(monkeypatch, log=str(tmp_path / "log"))
@@ -70,6 +71,7 @@ def test_stale_weights_stop_the_run(grpo, monkeypatch):
         grpo("run", "trtllm", "refit.tolerance=10")
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_each_rank_has_an_engine_and_its_end_stops_and_saves_all(ranks, tiny_data, tiny_runs, tmp_path):
     more = ("engine=trtllm", f"model.init={tiny_runs['sft']}", *RUN, "batch.micro_batch_samples=8", "run.export=false")
