@@ -4,8 +4,7 @@
 #   --all    installs Slurm, MPI and Chromium with apt-get and vLLM into .venv-vllm if they are missing, and fails where a test is
 #            skipped for lack of them
 #   ROOM     the tests of a folder of tests/: rollout, engines/native, ...
-# Other arguments go to pytest. Without any, workers share the files: as many as there are cores, at most 4; one more for
-# --fast.
+# Other arguments go to pytest. Without any, workers share the files: one more than there are cores, at most 5.
 set -euo pipefail
 
 # shellcheck source=launchers/env.sh
@@ -39,7 +38,6 @@ for argument in "$@"; do
     case "$argument" in
         --fast)
             arguments+=(-m "not slow")
-            ((workers == 1)) || workers=$((workers + 1)) # a third of these tests' time they wait for other processes
             ;;
         --all)
             install_packages
@@ -55,6 +53,7 @@ for argument in "$@"; do
 done
 
 if ((workers > 1)); then
+    ((++workers)) # half of the tests' time they wait for other processes
     arguments+=(-n "$workers" --dist loadfile --no-loadscope-reorder)
     threads=$(($(nproc) / workers))
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
