@@ -7,8 +7,8 @@ its own: gloo's, when they copy gathered parameters, or a reward function's. `re
 
 A thread of a team waits for the others by spinning. Where other programs have their cores, that takes the core from the
 one it waits for: libgomp's six milliseconds or so are longer than the others' turns. `SPINS` are about a tenth of a
-millisecond, long enough for the next operation to find the team awake; `SPINS_BESIDE` others, so far as it takes less
-than their turns cost.
+millisecond, long enough for the next operation to find the team awake. Where others run they are `SPINS_BESIDE`: the
+team sleeps more often, and takes less from them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def inherited() -> None:
 
 
 def _alone() -> bool:
-    """Whether the machine has cores enough for this process's and for all that runs now, looked at three times: what
-    ends or begins with it runs for a moment."""
+    """Whether the machine has cores for this process and for all that runs now. The least of three looks counts, as
+    some of that runs for a moment only."""
     cores, least = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     for _ in range(3):
         if not LOAD.exists():
