@@ -39,21 +39,21 @@ def inherited() -> None:
     first = os.environ.get(VARIABLE, "").split(",")[0].strip()
     _given = int(first) if first.isdecimal() and int(first) else None
     os.environ[VARIABLE], _reserved = "1", True
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS if _alone() else SPINS_BESIDE)
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPINS if _alone() else SPINS_BESIDE
 
 
 def _alone() -> bool:
     """Whether the machine has cores for this process and for all that runs now. The least of three looks counts, as
     some of that runs for a moment only."""
-    cores, least = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    for _ in range(3):
-        if not LOAD.exists():
-            return False
-        running = int(LOAD.read_text().split()[3].partition("/")[0]) - 1  # without this one
-        least = min(least, running)
-        time.sleep(0.005)
-    return least + cores <= (os.cpu_count() or 1)
+    if not LOAD.exists():
+        return False
+    others = []
+    for pause_s in (0, 0.005, 0.005):
+        time.sleep(pause_s)
+        running = LOAD.read_text().split()[3].partition("/")[0]
+        others.append(int(running) - 1)  # without this one
+    return min(others) + len(os.sched_getaffinity(0)) <= (os.cpu_count() or 1)
 
 
 def use(threads: int, local_ranks: int) -> None:
