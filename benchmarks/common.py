@@ -20,7 +20,6 @@ import torch
 from aligner.ops.kernels.products import product_into
 
 PACKAGES = ("torch", "megatron-core", "transformers")
-SQUARE = 768  # of the product that is taken for the machine's best
 ROOT = Path(__file__).parents[1]
 
 

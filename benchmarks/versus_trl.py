@@ -5,13 +5,12 @@
 
 TRL is installed into an environment of its own under --peers, from which torch and transformers are the ones in use
 here. A ratio is TRL's seconds over ours of two neighbouring steps (sft: of seconds per token, as the packed rows
-differ), with --threads 1 CPU seconds, so that what else runs does not count; the table has their median. "At most" is
-the ratio if our matrix products, as many operations as the first step has, ran at the rate of a large square one and
-nothing else took any time. Memory is the largest resident set of each side's process. Exits 1 if a comparison could not
-be made. dpo and kto are compared on long-tailed answers, of which TRL pads each micro-batch, and (`.even`) on answers
-of one length. Steps before the first measured one (--warmup) are not counted. A comparison takes fewer steps, but at
-least one, when its share of what is left of --minutes is over. bfloat16 comes last, and where the CPU has no
-instructions for it only the smallest size, prompts of 64 tokens, without ppo: TRL's steps take minutes there.
+differ), with --threads 1 CPU seconds, so that what else runs does not count; the table has their median. Memory is
+the largest resident set of each side's process. Exits 1 if a comparison could not be made. dpo and kto are compared
+on long-tailed answers, of which TRL pads each micro-batch, and (`.even`) on answers of one length. Steps before the
+first measured one (--warmup) are not counted. A comparison takes fewer steps, but at least one, when its share of
+what is left of --minutes is over. bfloat16 comes last, and where the CPU has no instructions for it only the smallest
+size, prompts of 64 tokens, without ppo: TRL's steps take minutes there.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from rich.console import Console
 from rich.table import Table
 
 from aligner.ops.kernels.bfloat16_products import widened
-from benchmarks.common import SQUARE, Products, busy_seconds
 from benchmarks.versus.workload import SIZES, Work, build
 
 HERE = Path(__file__).parent
@@ -49,7 +47,6 @@ VERSION = "1.16.0"
 ACCELERATE = "1.12.0"
 LONG_PROMPTS = ("grpo", "generate")  # the stages for which the prompt's length is varied
 WORK = "work.json"  # in its folder
-PRODUCTS = 20  # of which the fastest tells the rate: the first finds its threads asleep
 EVEN = ("dpo", "kto")  # the stages that are also compared on answers of one length
 
 
@@ -135,19 +132,13 @@ def compare(
     work.write(folder / WORK)
     sides = [Side.start(name, command, folder, work.threads) for name, command in commands.items()]
     taken: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
-    rates, operations = [], 0.0
-    device = torch.device("cpu")
-    square = Products([(SQUARE, SQUARE, SQUARE)], getattr(torch, work.dtype), device)
     try:
         for n in range(warmup + steps):
             round_began = time.monotonic()
             for side in sides if n % 2 else sides[::-1]:
                 told = side.step()
-                if "operations" in told:
-                    operations = told["operations"] / told.get("tokens", 1)
                 if n >= warmup:
                     taken[side.name].append(told)
-            rates.append(square.operations / min(busy_seconds(square, device) for _ in range(PRODUCTS)))
             tell(f"{work.key}: {n + 1}/{warmup + steps}")
             now = time.monotonic()
             if n >= warmup and 2 * now - round_began - began > seconds:  # another round would end too late
@@ -161,7 +152,6 @@ def compare(
     return {
         "ratio": statistics.median(ratios),
         "ratios": ratios,
-        "at_most": statistics.median(each["peer"]) * max(rates) / operations if operations else None,
         "ours_s": statistics.median(t["seconds"] for t in taken["ours"]),
         "peer_s": statistics.median(t["seconds"] for t in taken["peer"]),
         "ours_peak_bytes": peak["ours"],
@@ -187,14 +177,13 @@ def works(options: argparse.Namespace, root: Path) -> list[Work]:
 
 
 def table(results: dict[str, dict[str, Any]], peer: str = "TRL") -> Table:
-    shown = Table("stage.size.dtype.prompt", "ours s", f"{peer} s", "ratio", "at most", "ours GiB", f"{peer} GiB")
+    shown = Table("stage.size.dtype.prompt", "ours s", f"{peer} s", "ratio", "ours GiB", f"{peer} GiB")
     for key, r in results.items():
         if "error" in r:
-            shown.add_row(key, "-", "-", "failed", "-", "-", "-")
+            shown.add_row(key, "-", "-", "failed", "-", "-")
             continue
         memory = (f"{r[f'{side}_peak_bytes'] / 2**30:.2f}" for side in ("ours", "peer"))
-        most = f"{r['at_most']:.1f}" if r["at_most"] else "-"
-        shown.add_row(key, f"{r['ours_s']:.3f}", f"{r['peer_s']:.3f}", f"{r['ratio']:.2f}", most, *memory)
+        shown.add_row(key, f"{r['ours_s']:.3f}", f"{r['peer_s']:.3f}", f"{r['ratio']:.2f}", *memory)
     return shown
 
 
@@ -215,7 +204,6 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = set(options.only.split(",")) - set(STAGES) or set(options.sizes.split(",")) - set(SIZES)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    torch.set_num_threads(options.threads)
     results: dict[str, dict[str, Any]] = {}
     console = Console()
     with tempfile.TemporaryDirectory(prefix="versus-") as root, console.status("") as status:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from aligner.cluster.threads import use
 from aligner.config.sections.engine import EngineConfig
@@ -22,30 +21,6 @@ from benchmarks.versus.gate import Gate, Over
 from benchmarks.versus.workload import EOS, PAD, Work, force_lengths, response_lengths
 
 REWARD = Path(__file__).with_name("workload.py")
-PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.mkldnn._linear_pointwise)
-
-
-def packed_operations(x: torch.Size, *_: object, out_shape: torch.Size, **__: object) -> int:
-    return 2 * out_shape.numel() * x[-1]
-
-
-class Counting:
-    """A gate that tells of the first step, which it slows, how many operations its matrix products are, those of
-    attention left out."""
-
-    def __init__(self, gate: Gate) -> None:
-        self._gate, self._steps = gate, 0
-        self._counter = FlopCounterMode(display=False, custom_mapping={PRODUCTS[-1]: packed_operations})
-
-    def __call__(self, **more: float) -> None:
-        if self._steps == 1:
-            self._counter.__exit__(None, None, None)
-            found = self._counter.get_flop_counts()["Global"]
-            more["operations"] = sum(found.get(product, 0) for product in PRODUCTS)
-        self._gate(**more)
-        if self._steps == 0:
-            self._counter.__enter__()
-        self._steps += 1
 
 
 def force(work: Work) -> None:
@@ -96,7 +71,7 @@ def overrides(work: Work) -> list[str]:
     return lines
 
 
-def train(work: Work, gate: Counting) -> None:
+def train(work: Work, gate: Gate) -> None:
     # not before: what generates alone needs none of them, nor their memory
     from aligner.build import run_stage
     from aligner.cluster.env import RankEnv
@@ -126,7 +101,7 @@ def train(work: Work, gate: Counting) -> None:
     run_stage(cfg, RankEnv())
 
 
-def generate(work: Work, gate: Counting) -> None:
+def generate(work: Work, gate: Gate) -> None:
     force(work)
     rows = [line.split('"')[3] for line in (Path(work.folder) / "rows.jsonl").read_text().splitlines()]
     dtype = getattr(torch, work.dtype)
@@ -142,7 +117,7 @@ def generate(work: Work, gate: Counting) -> None:
 
 def main() -> None:
     work = Work.read(Path(sys.argv[1]))
-    gate = Counting(Gate(work.threads))
+    gate = Gate(work.threads)
     use(work.threads, 1)
     try:
         (generate if work.stage == "generate" else train)(work, gate)
