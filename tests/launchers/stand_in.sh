@@ -38,7 +38,7 @@ while ((step < ${STEPS:-3})); do
         printf 'Traceback (most recent call last):\n  File "x"\nRuntimeError: [gloo/x] Connection closed by peer\n'
         exit 1
     fi
-    ((step - first < ${STOP_AFTER:-1000})) || stop=1
+    [[ -z "${STOP_AFTER:-}" ]] || ((step - first < STOP_AFTER)) || stop=1
     if ((stop)); then
         [[ "$rank" != 0 ]] || touch "$run/STOPPED"
         exit 0
