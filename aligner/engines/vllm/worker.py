@@ -5,8 +5,10 @@ The engine's core runs in this process; its workers too, or, with several ranks,
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -63,11 +65,24 @@ def import_vllm() -> Any:
     return vllm
 
 
+def import_architectures(api: Any, folder: str) -> None:
+    """Import what the config.json of `folder` names, on a CPU: vLLM would look at it in a process of its own, so as not
+    to begin CUDA here, which takes as long again as its own start."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        models = api.ModelRegistry.models
+        for name in json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("architectures", ()):
+            if name in models:  # vLLM says which it has
+                api.ModelRegistry.register_model(name, models[name].load_model_cls())
+
+
 class Worker(BaseWorker):
     """One method per call."""
 
     def __init__(self, settings: Settings):
         self.api = import_vllm()
+        import_architectures(self.api, settings.folder)
         self.engine = self.api.LLM(**engine_arguments(settings)).llm_engine
         super().__init__(settings)
         self._rpc("aligner_open", settings.memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import tempfile
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -88,13 +89,17 @@ class Shared:
 
     lent: Lent | None = None
     file: MemoryFile | None = None
+    cache = tempfile.TemporaryDirectory(prefix="vllm-")  # a new one: what a machine's first engine does, it does here
 
     @classmethod
     def start(cls, device, python):
         if cls.lent is None or cls.lent.ended():
             engine = VllmEngine.__new__(VllmEngine)
             engine.options, engine._group = VllmConfig(), None
-            cls.lent = Lent(*engine._process(torch.device("cpu"), python))
+            engine.worker = "tests.engines.vllm.lent:Kept"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("VLLM_CACHE_ROOT", cls.cache.name)
+                cls.lent = Lent(*engine._process(torch.device("cpu"), python))
             atexit.register(cls.lent.child.stop, 0)
         return cls.lent, cls.lent
 

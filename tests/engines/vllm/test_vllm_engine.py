@@ -1,6 +1,7 @@
 """The vLLM engine over the real package on a CPU: the contract of all engines, and what is its own."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +40,12 @@ class TestVllmEngine(EngineContract):
         with pytest.raises(ConfigError, match=f"engine.kv_cache_bytes.*{4 * block} bytes"):
             engine.generate([[1, 2, 3]], [[0]], SamplingParams(61))
         engine.logprobs(torch.ones(1, 63, dtype=torch.int64), torch.tensor([63]))
+
+
+def test_no_process_is_started_to_look_at_an_architecture():
+    """What one finds vLLM keeps, in a folder of this name."""
+    make_engine(LLAMA)
+    assert not (Path(Shared.cache.name) / "modelinfos").exists()
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in TestVllmEngine.models])
