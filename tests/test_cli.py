@@ -221,6 +221,7 @@ def program(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), str(ROOT)]))
 
 
+@pytest.mark.slow
 def test_multirun_runs_every_job_and_reports(program, capfd):
     assert main(["run", "-m", "data.train=train.jsonl", "seed=0,1", "run.dir=out", "optim=adamw"]) == 1
     out, err = capfd.readouterr()

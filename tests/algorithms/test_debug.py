@@ -95,6 +95,7 @@ def test_one_recording_for_any_number_of_ranks(tiny_data, tiny_runs, tmp_path, r
         assert float((crossed[name] - w).norm()) <= 3e-3 * float((w - start[name]).norm()), name
 
 
+@pytest.mark.slow
 def test_a_recording_that_does_not_fit_is_refused_before_training(tiny_data, tiny_runs, tmp_path):
     more = [f"model.init={tiny_runs['sft']}", "run.steps=1", *NOT_SAVED]
     original = stages.stage("grpo", tiny_data, tmp_path / "original", *more, "debug.record=1")
@@ -145,6 +146,7 @@ def test_the_last_rollouts_are_kept_with_what_was_learned_of_them(tiny_data, tin
     assert (plain / "steps.jsonl").read_bytes() == (original / "steps.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["grpo", "ppo"])
 def test_rollouts_only(tiny_data, tiny_runs, tmp_path, monkeypatch, stage):
     from aligner.builders.models import make_model

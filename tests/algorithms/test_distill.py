@@ -77,6 +77,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tiny_data, tiny_runs
         run(tiny_runs["sft"], tiny_data, tmp_path / "y", *start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "mixed", "jsd"])
 def test_it_comes_to_do_what_its_teacher_does(tiny_data, teacher, tmp_path, kind):
     more = [f"algorithm.distill.kind={kind}", "run.steps=40", "batch.micro_batch_samples=16", "optim.lr=1e-2"]
@@ -138,6 +139,7 @@ def test_stored_tokens_are_the_teachers(store, teacher, tiny_data, tmp_path):
                 assert record[metric] == pytest.approx(other[metric], abs=1e-6), (name, metric)
 
 
+@pytest.mark.slow
 def test_a_store_is_finished_and_never_mistaken(store, teacher, tiny_data, tiny_runs, tmp_path):
     here = f"algorithm.distill.teacher={teacher}"
     store("first", here, "run.steps=0")
@@ -190,6 +192,7 @@ def test_each_row_is_told_by_the_teacher_that_it_names(tiny_runs, tiny_data, tea
     assert abs(halves[0][0]["distill/kl"] - halves[1][0]["distill/kl"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_its_own_answers_are_told_by_the_teachers_of_their_prompts(
     tiny_runs, tiny_data, teacher, named, tmp_path, monkeypatch
 ):
@@ -220,6 +223,7 @@ def test_its_own_answers_are_told_by_the_teachers_of_their_prompts(
 OWN = ["algorithm.distill.on_policy=1", "algorithm.distill.kind=reverse_kl", "sampling.max_response_tokens=4"]
 
 
+@pytest.mark.slow
 def test_its_own_answers_are_what_it_learns_from(tiny_data, teacher, tmp_path):
     """From prompts alone, with the engine's weights those of each step."""
     prompts = stages.write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"say {c}:"} for c in stages.LETTERS])

@@ -151,6 +151,7 @@ def test_the_first_steps(first_steps, name):
         assert first["length/chosen"] == 2 and first["logps/chosen"] < 0
 
 
+@pytest.mark.slow
 def test_cuts_and_packing_give_the_same_run(first_steps):
     for names in (list(RUNS)[:3], list(RUNS)[-2:]):
         compare([[r for r in first_steps(name) if r["step"]] for name in names])
@@ -163,6 +164,7 @@ def compare(runs):
                 assert other[name] == pytest.approx(record[name], abs=2e-4), (record["step"], name)
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", [[], ["parallel.tensor=2"]])
 def test_ranks_sort_together(ranks, tiny_data, tiny_runs, tmp_path, first_steps, layout):

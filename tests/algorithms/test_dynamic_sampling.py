@@ -17,7 +17,7 @@ def grpo(tiny_data, tiny_runs, tmp_path):
     return run
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["algorithm.filter_groups=true"], ["algorithm.advantage=remax"]])
 def test_a_resumed_run_is_the_run_that_was_never_interrupted(grpo, more):
     more = [*more, "algorithm.filter_rounds=40", "optim.schedule=constant"]

@@ -116,7 +116,7 @@ def first_steps(tiny_data, tiny_runs, tmp_path_factory):
     return get
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_the_first_steps(first_steps, name):
     first, *_, last = first_steps(name)
@@ -126,6 +126,7 @@ def test_the_first_steps(first_steps, name):
     assert ("kto/unmatched" in first) == ("without" not in name)
 
 
+@pytest.mark.slow
 def test_cuts_packing_and_stored_references_give_the_same_run(first_steps):
     """Also without z0, which is 0 here: on this task other answers become less likely."""
     runs = [first_steps(name) for name in RUNS]
@@ -237,6 +238,7 @@ def test_a_first_step_that_is_not_its_value_is_refused(tiny_data, tiny_runs, tmp
         run(tiny_data, tmp_path / "x", f"model.init={tiny_runs['sft']}", "debug.first_step_checks=true")
 
 
+@pytest.mark.slow
 def test_it_prefers_as_the_data_does(tiny_data, tiny_runs, tmp_path):
     more = [f"model.init={tiny_runs['sft']}", f"data.eval={tiny_data / 'labels.jsonl'}", "optim.lr=2e-3"]
     more += ["run.eval_every=8", "checkpoint.every=8", "checkpoint.keep_best=1", "run.export=false"]

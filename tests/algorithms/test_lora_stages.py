@@ -23,6 +23,7 @@ def half(data, tmp_path_factory):
     return stages.stage("sft", data, tmp_path_factory.mktemp("half"), *LORA, "run.steps=2")
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_after_a_resume(data, tmp_path):
     more = [*LORA, "model.lora.dropout=0.2", "checkpoint.async_save=true", "checkpoint.every=1"]
     whole = stages.stage("sft", data, tmp_path / "whole", *more, "run.steps=3")
@@ -43,6 +44,7 @@ def test_engines_get_merged_weights_and_prove_it(data, tmp_path, capsys):
     assert not [name for name in weights if "lora" in name]
 
 
+@pytest.mark.slow
 def test_an_engine_that_merges_is_one_that_gets_merged_weights(data, tmp_path):
     """Numbers and weights of the run, also over a resume."""
     more = [*LORA, "model.lora.dora=true", "refit.verify=checksum", "checkpoint.every=1"]
@@ -110,6 +112,7 @@ def exported(run):
     return load_file(run / "hf" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_adapters_is_a_start(data, half, tmp_path):
     """The merged weights, as the run itself exported them; on top of them, and of adapters trained beside them."""
     step = half / "checkpoints" / "step-00000002"

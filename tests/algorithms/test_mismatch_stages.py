@@ -45,6 +45,7 @@ def injected(monkeypatch, what: str) -> list[str]:
     return ["engine.dtype=bfloat16"] if what == "bfloat16" else []
 
 
+@pytest.mark.slow
 def test_each_injection_shows_in_its_metric(grpo, monkeypatch):
     found = {}
     for what in ("clean", "stale weights", "rope base", "bfloat16"):
@@ -187,6 +188,7 @@ def test_a_correction_without_mismatch_changes_almost_nothing(tiny_data, tiny_ru
     assert stages.records(corrected)[0]["mismatch/weight_mean"] == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_gate_names_the_worst_sample_and_loses_nothing(tiny_data, tiny_runs, tmp_path, monkeypatch):
     """The engine goes stale after the first refit: the second rollout is over the gate, the step before it is saved."""
     deaf(monkeypatch)

@@ -38,6 +38,7 @@ def same(recomputed, found):
 WEIGHED = ["mismatch.correction=tis_token", "mismatch.cap=1", "engine.dtype=bfloat16", "run.steps=1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", [[], WEIGHED])
 def test_the_run_is_the_same_without_the_pass(correction, tiny_data, tiny_runs, tmp_path, monkeypatch):
     from aligner.roles.policy import Policy, Reference
@@ -59,6 +60,7 @@ def test_the_run_is_the_same_without_the_pass(correction, tiny_data, tiny_runs, 
     assert len(asked) == len(stages.records(found)) and set(asked) == {Reference}
 
 
+@pytest.mark.slow
 def test_a_proxy_with_one_update_a_rollout_is_the_policy_itself(tiny_data, tmp_path):
     """Its anchor is what auto has: bit by bit. With two it moves towards the engine, and the ratio with it."""
     ways = {"auto": "a", "proxy": "b", "engine": "c"}
@@ -76,7 +78,7 @@ def test_a_proxy_with_one_update_a_rollout_is_the_policy_itself(tiny_data, tmp_p
     assert one == pytest.approx(two, rel=1e-6) and one > 1.001
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", ["data", "parallel.pipeline=2", "parallel.tensor=2", "parallel.context=2"])
 def test_on_two_ranks(ranks, layout, tiny_data, tiny_runs, tmp_path):

@@ -54,6 +54,7 @@ def test_what_is_no_pair_is_in_no_sum_and_no_denominator(alone, loss):
     assert float(dpo_loss(none, cfg, alone)(TokenOutputs(logprobs[[2, 3, 6, 7]], None, None), none).loss) == 0
 
 
+@pytest.mark.slow
 def test_a_policy_with_adapters_is_its_own_reference(tiny_data, tiny_runs, tmp_path):
     """As in stage dpo; the bits are those of a second model."""
     more = [f"model.init={tiny_runs['sft']}", "run.steps=2", "model.lora.rank=2", "checkpoint.final=false"]
@@ -63,6 +64,7 @@ def test_a_policy_with_adapters_is_its_own_reference(tiny_data, tiny_runs, tmp_p
     assert stages.same_weights(own, other) and not stages.differences(own, other)
 
 
+@pytest.mark.slow
 def test_the_reward_rises(tiny_data, tiny_runs, tmp_path):
     more = [f"model.init={tiny_runs['sft']}", "run.steps=24", "sampling.temperature=1.3"]
     more.append("batch.micro_batch_samples=16")
@@ -74,6 +76,7 @@ def test_the_reward_rises(tiny_data, tiny_runs, tmp_path):
     assert last["dpo/loss"] < 0.6 < first["dpo/loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", [[], ["parallel.tensor=2"]])
 def test_two_ranks_learn_from_the_same_pairs(ranks, tiny_data, tiny_runs, tmp_path, layout):

@@ -19,6 +19,7 @@ def replayed(tiny_data, tmp_path_factory):
     return stages.stage("grpo", tiny_data, tmp_path_factory.mktemp("replay") / "run", *REPLAY, "debug.record=3")
 
 
+@pytest.mark.slow
 def test_a_mismatch_goes(tiny_data, tmp_path, replayed):
     """A bfloat16 engine and a float32 trainer, whose first rollout is the same with and without."""
     without = [text for text in REPLAY if "replay" not in text]
@@ -30,6 +31,7 @@ def test_a_mismatch_goes(tiny_data, tmp_path, replayed):
         assert found[0][metric] < 0.9 * plain[0][metric], metric
 
 
+@pytest.mark.slow
 def test_a_stored_rollout_has_its_routing(tiny_data, tmp_path, replayed, monkeypatch):
     """Killed in step 3; the checkpoint is of step 2. Step 3 is not generated again, and nothing differs."""
     from aligner.rollout.source import RolloutSource
@@ -43,6 +45,7 @@ def test_a_stored_rollout_has_its_routing(tiny_data, tmp_path, replayed, monkeyp
     assert stages.same_weights(run, replayed) and stages.differences(run, replayed) == []
 
 
+@pytest.mark.slow
 def test_recordings_train_the_same_and_without_routing_are_refused(tiny_data, tmp_path, replayed):
     more = [*REPLAY, f"debug.train_only={replayed}", "checkpoint.final=false"]
     again = stages.stage("grpo", tiny_data, tmp_path / "again", *more)

@@ -40,6 +40,7 @@ def test_every_sample_is_there_in_the_order_of_the_data(whole, tiny_data):
     assert set(content(whole)) == {"all.jsonl", "best.jsonl", "pairs.jsonl", "labels.jsonl"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", [0.0, 0.5, 1.0])
 def test_killed_in_the_middle_of_a_write(whole, tiny_data, tiny_runs, tmp_path, monkeypatch, written):
     """In the second batch, of which a part is in the file."""
@@ -92,6 +93,7 @@ def test_what_was_kept_and_is_damaged_is_no_beginning(tiny_data, tiny_runs, tmp_
         stages.stage("sample", tiny_data, run, *more)
 
 
+@pytest.mark.slow
 def test_other_stages_train_on_the_files(whole, tiny_data, tiny_runs, tmp_path):
     start = f"model.init={tiny_runs['sft']}"
     for stage, name in (("sft", "best"), ("dpo", "pairs"), ("kto", "pairs"), ("kto", "labels")):

@@ -58,6 +58,7 @@ def test_steerlm_steers(tiny_data, tmp_path):
     assert found["+2"] > found["-1"] + 0.3, found
 
 
+@pytest.mark.slow
 def test_constitutional_ai_goes_from_drafts_to_pairs(tiny_data, tiny_runs, tmp_path):
     """A model of letters has no principles: what is tested is that each step asks for what the one before has found."""
     start, folder = f"model.init={tiny_runs['sft']}", {}

@@ -186,6 +186,7 @@ def test_the_centre_term_holds_scores_near_zero(tiny_data, tiny_runs, tmp_path):
     assert means[1] < 0.5 * means[0]
 
 
+@pytest.mark.slow
 def test_regression_learns_two_attributes(tiny_data, tiny_runs, tmp_path):
     more = [
         f"model.init={tiny_runs['sft']}",
@@ -285,6 +286,7 @@ def test_ppo_learns_from_the_reward_model(tiny_data, tiny_runs, tmp_path):
     assert found[0]["critic/return_mean"] == pytest.approx(means[0], abs=0.3)
 
 
+@pytest.mark.slow
 def test_a_critic_is_fitted_to_what_followed_before_anything_else_learns(tiny_data, tiny_runs, tmp_path):
     """On the first rollout, which is generated once; toward the rewards themselves, whatever algorithm.lam says."""
     more = [f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}", "run.steps=1", "algorithm.lam=0.2"]

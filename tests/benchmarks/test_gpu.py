@@ -27,6 +27,7 @@ def test_the_benchmark_fits_the_card_it_is_for(name):
     assert 4 * 2 * seconds < 150
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_scaling_counts_the_bytes_of_the_formulas(ranks):
     parallel, world = scaling.CASES["tp2, sequence"]

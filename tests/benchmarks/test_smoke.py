@@ -15,7 +15,7 @@ AT_LEAST = {
 AT_MOST = {"refit": 2.8}  # 1.7 to 1.8 plain copies
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", [*AT_LEAST, *AT_MOST])
 def test_no_phase_has_become_twice_as_slow(ranks, phase):
     least, most = wanted = AT_LEAST.get(phase, 0.0), AT_MOST.get(phase, float("inf"))
@@ -23,6 +23,7 @@ def test_no_phase_has_become_twice_as_slow(ranks, phase):
     assert least <= found <= most
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_twice_as_long_leaves_the_corridor(ranks):
     (found,) = ranks.run("tests.benchmarks.jobs:slowed", factor=2, wanted=(0.0, AT_LEAST["packing"]))
     assert found < AT_LEAST["packing"]

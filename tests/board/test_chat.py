@@ -76,6 +76,7 @@ def test_a_model_that_is_closed_while_it_loads_is_not_waited_for(tmp_path):
     assert process.returncode == -9 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_board_that_is_interrupted_leaves_no_model_behind(tmp_path):
     """The process of a model that loads, and the folder for what it says."""
     published, temporary = _published(tmp_path), tmp_path / "tmp"

@@ -75,6 +75,7 @@ def test_a_run_in_progress_is_followed(look, serve, folder):
     chart(page, "reward/mean").get_by_text("186").first.wait_for()
 
 
+@pytest.mark.slow
 def test_a_board_without_runs_waits_for_them(look, serve, tmp_path):
     (tmp_path / "none").mkdir()
     page = look(serve(tmp_path / "none"))
@@ -84,6 +85,7 @@ def test_a_board_without_runs_waits_for_them(look, serve, tmp_path):
     page.locator("tbody").get_by_text("first").first.wait_for()
 
 
+@pytest.mark.slow
 def test_runs_are_filtered_sorted_and_chosen_by_keyboard(look, serve, folder):
     page = look(serve(folder))
     page.get_by_text("config that differs").wait_for()
@@ -113,6 +115,7 @@ def test_runs_are_filtered_sorted_and_chosen_by_keyboard(look, serve, folder):
     assert page.locator("#page-curves [role=group] button").all_inner_texts() == ["<b>evil", "a", "b"]
 
 
+@pytest.mark.slow
 def test_axes_smoothing_zoom_and_overlays(look, serve, folder):
     page = look(serve(folder) + "#curves")
     figure = chart(page, "reward/mean")
@@ -154,6 +157,7 @@ def test_axes_smoothing_zoom_and_overlays(look, serve, folder):
     )
 
 
+@pytest.mark.slow
 def test_what_models_write_is_text(look, serve, folder):
     report([str(folder)])
     for address in (serve(folder), (folder / "report.html").as_uri()):
@@ -185,6 +189,7 @@ def test_every_page_on_a_phone_and_in_contrast(look, serve, folder, scheme):
     assert page.evaluate(CONTRAST) == []
 
 
+@pytest.mark.slow
 def test_a_report_prints_in_light_whatever_the_screen(look, folder):
     report([str(folder)])
     page = look((folder / "report.html").as_uri(), scheme="dark")

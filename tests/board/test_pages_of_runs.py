@@ -41,6 +41,7 @@ def fits_a_phone(page) -> bool:
     return page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
+@pytest.mark.slow
 def test_groups_and_their_tokens(look, serve, tmp_path):
     tokenizer = byte_tokenizer(str(run_folder(tmp_path / "new", rows=2) / "hf"))
     columns = record(tmp_path / "new", 7, tokenizer.encode(TEXT))
@@ -76,6 +77,7 @@ def _styles(spans, numbers) -> list[str]:
     return [spans.nth(i).get_attribute("style") for i in numbers]
 
 
+@pytest.mark.slow
 def test_rows_are_searched(look, serve, tmp_path):
     run_folder(tmp_path / "old", rows=30)
     turns = [{"role": "assistant", "text": "call"}, {"role": "tool", "text": HOSTILE}]

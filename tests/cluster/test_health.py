@@ -100,6 +100,7 @@ def old_pythons():
                 yield str(path)
 
 
+@pytest.mark.slow
 def test_the_hosts_python_may_be_old(tmp_path):
     """Ranks have theirs in a container, the batch script asks the host's."""
     python = next(old_pythons(), None)

@@ -121,6 +121,7 @@ def test_a_lost_connection_is_no_cause_though_told_first(tmp_path, capfd, monkey
     assert last.startswith("rank 0 of 2 failed first (") and last.endswith("): error: no space left")
 
 
+@pytest.mark.slow
 def test_a_long_cause_is_told_whole_a_log_from_its_end(tmp_path, capfd):
     """The stacks of many ranks are longer than the tail of a log that is shown where nothing else is known."""
     code = "from aligner.cluster import failure\nlines = '\\n'.join(f'line {n}.' for n in range(200))\n"

@@ -66,6 +66,7 @@ def test_with_a_thread_each_rank_imports_for_itself(folder, monkeypatch, capfd):
     assert "fork() may lead to deadlocks" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raised", ["ImportError('a library is missing')", "SystemExit('a library is missing')"])
 def test_ranks_tell_what_an_import_raises(folder, capfd, raised):
     (folder / "broken.py").write_text(f"raise {raised}")

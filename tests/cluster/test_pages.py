@@ -32,6 +32,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 def test_a_step_of_an_engine_without_a_trainer_touches_few_new_pages():
     """A step takes 2.5 MB of logits, 600 pages, and as much again and again for what is made of them: in 12 steps
@@ -74,6 +75,7 @@ def test_large_pages_are_asked_for_what_every_step_reads():
     assert asked(start, stop) >= plain.nbytes - (4 << 20) and not plain.any()
 
 
+@pytest.mark.slow
 @MAY_BE_ASKED
 @pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"),

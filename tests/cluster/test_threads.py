@@ -46,10 +46,12 @@ def seen(wanted: int = 0, ranks: int = 1, before: str = "threads.reserve()", giv
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_only_the_main_thread_has_a_team():
     assert seen(wanted=3) == [3, 1, 0, "1"]
 
 
+@pytest.mark.slow
 def test_torch_alone_gives_every_thread_a_team():
     """What `reserve` is for: without it the threads of gloo make teams, and ours still has its number."""
     main, other, teams, _ = seen(wanted=3, before="")

@@ -78,6 +78,7 @@ def test_the_length_is_a_mean_where_the_loss_is_made_for_it():
     assert not PreferenceConfig(loss=["ipo"], length="sum").over_mean("ipo")
 
 
+@pytest.mark.slow
 def test_recipes_of_the_stage():
     assert {"apo", "cdpo", "cpo", "dpo", "dpo_norm", "hinge", "ipo", "mpo", "orpo", "robust", "rpo", "simpo"} == set(
         RECIPES

@@ -142,6 +142,7 @@ def sources(tiny_data, tmp_path):
     return [f"data.sources=[{{path: {tmp_path / 'first.jsonl'}, weight: 2}}, {second}]", "data.train=''"]
 
 
+@pytest.mark.slow
 def test_a_stage_on_sources_goes_on_as_if_it_had_never_stopped(tiny_data, sources, tmp_path, capsys):
     more = sources
     whole = stages.stage("sft", tiny_data, tmp_path / "whole", "run.steps=4", *more)

@@ -102,6 +102,7 @@ def test_logits_that_are_not_finite_are_told_to_the_rank_that_asked(ranks, steal
     assert first == "2 samples" and "weight version 3: the engine's logits are not finite in 2 of 2 samples" in second
 
 
+@pytest.mark.slow
 @multirank
 @pytest.mark.parametrize("world, width, steal", [(2, 1, False), (4, 2, False), (4, 2, True)])
 def test_replicas_answer_what_each_rank_asks(ranks, scored, world, width, steal):

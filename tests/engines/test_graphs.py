@@ -33,6 +33,7 @@ def plain(cfg, **engine_config):
     return NativeEngine(cfg, EngineConfig(**engine_config), device="cpu", dtype=torch.float32, pad_id=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_batch", [5, 512])
 def test_graphs_serve_later_rollouts_and_other_weights(max_batch):
     """Rows leave, others are admitted to the slots that graphs write to, weights change in place."""

@@ -110,6 +110,7 @@ def test_samples_are_told_as_they_end(max_batch):
     assert len(told) == len(rows)
 
 
+@pytest.mark.slow
 def test_small_budgets_give_the_same_tokens():
     """Few slots, several prefills, groups that get slots in parts, moved rows."""
     model, sampling = reference(LLAMA), SamplingParams(10, stop_token_ids=(3, 11))

@@ -66,6 +66,7 @@ def outcome(requests, pool):
     return event["value"]["value"]["found"]
 
 
+@pytest.mark.slow
 def test_a_client_is_answered_with_all_that_it_asks_for(pool):
     plain, whole = outcome([{}, {"logprobs": True, "extra_body": {"return_token_ids": True}}], pool)
     assert plain["choices"][0]["message"] == {"role": "assistant", "content": "hi"}
@@ -94,6 +95,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_done_is_refused_by_name(pool):
     found = outcome([more for more, *_ in REFUSED], pool)
     for refused, (_, status, param, words) in zip(found, REFUSED, strict=True):
@@ -102,6 +104,7 @@ def test_what_cannot_be_done_is_refused_by_name(pool):
         assert refused["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.slow
 def test_nothing_is_at_a_wrong_path_and_bad_json_is_told(pool):
     talking = pool("address")
     session, event = begin(talking)
@@ -129,6 +132,7 @@ def test_nothing_is_at_a_wrong_path_and_bad_json_is_told(pool):
             assert time.monotonic() < until
 
 
+@pytest.mark.slow
 def test_templates_get_roles_texts_and_arguments_as_they_know_them(pool):
     call = {"id": "c7", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
@@ -183,6 +187,7 @@ def test_what_fails_once_is_begun_again_with_the_answers_so_far(pool, tmp_path, 
     assert failed["failed"] == kind and failed["retried"] == 1
 
 
+@pytest.mark.slow
 def test_a_result_of_none_is_none_and_what_is_no_result_fails(pool):
     talking = pool("troubled", args={"fails": 0}, retries=0)
     session, event = begin(talking, {"kind": "shy"})
@@ -192,6 +197,7 @@ def test_a_result_of_none_is_none_and_what_is_no_result_fails(pool):
     assert "TypeError: a reward of 'much'" in reply(odd, session, event)["text"]
 
 
+@pytest.mark.slow
 def test_beyond_a_budget_requests_are_refused_and_the_result_still_counts(pool):
     talking = pool("stubborn")
     for key, row, score in (("1", {"verdict": 0.25}, 0.25), ("2", {}, None)):
@@ -231,6 +237,7 @@ def test_a_request_that_comes_while_another_waits_is_late():
     assert asyncio.run(play()) == [False, True, True, False]
 
 
+@pytest.mark.slow
 def test_a_client_that_gives_up_and_asks_again_has_asked_once(pool, tmp_path):
     """Answered when it has begun to ask again."""
     (tmp_path / "tries").mkdir()
@@ -243,6 +250,7 @@ def test_a_client_that_gives_up_and_asks_again_has_asked_once(pool, tmp_path):
     assert reply(talking, session, event, "four")["value"]["end"] == 4.0
 
 
+@pytest.mark.slow
 def test_a_command_line_is_an_agent_and_leaves_no_process(pool):
     talking = pool(f"python {FILE}")
     session, event = begin(talking)

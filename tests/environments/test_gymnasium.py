@@ -57,6 +57,7 @@ def test_without_the_package_its_extra_is_named(monkeypatch):
         load_tools(EnvironmentConfig(path=PATH))
 
 
+@pytest.mark.slow
 def test_a_run_plays_it(tmp_path):
     """A model that knows no more than to call something: what it hears is in its samples."""
     pytest.importorskip("gymnasium")

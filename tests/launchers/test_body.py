@@ -87,6 +87,7 @@ def test_a_launcher_runs_without_a_scheduler(place, stage):
     assert [(row[0], row[4], row[5]) for row in rows] == [("start", "0", "-"), ("end", "3", "finished")]
 
 
+@pytest.mark.slow
 def test_what_is_refused_starts_nothing(place):
     code, said = launch("sft", "--ranks", "2", "optim.lrr=1")
     assert code == 2 and "Did you mean `optim.lr`?" in said and not Path("runs").exists()
@@ -120,6 +121,7 @@ def _quiet(folder: Path) -> Path:
     return script
 
 
+@pytest.mark.slow
 def test_upstream_must_be_finished(place):
     Path("runs/up").mkdir(parents=True)
     code, said = launch("rm", "--upstream", "runs/up", "model.init=runs/up", "data.train=train.jsonl")
@@ -186,6 +188,7 @@ def test_overrides_reach_python_as_they_were_given(tmp_path_factory, words):
 NASTY = """it's "$HOME" ${seed} `id` $(id) {a: [1, 2]},\nline 2; día 日本 \\ * #"""
 
 
+@pytest.mark.slow
 def test_a_nasty_override_is_in_the_frozen_config_and_a_nasty_folder_works(place):
     folder = "runs/a 'b' \"c\" $d, é\n x"
     overrides = ["data.train=train.jsonl", f"logging.wandb.project={quoted(NASTY)}", f"run.dir={quoted(folder)}"]
@@ -325,6 +328,7 @@ def stopping(place: Path) -> str:
     return str(script)
 
 
+@pytest.mark.slow
 def test_stopped_is_requeued_and_the_restart_reads_what_was_frozen(slurm, place):
     launch("sft", "data.train=train.jsonl", "seed=7", ALIGNER_PYTHON=stopping(place))
     assert asked(slurm) == ["scontrol requeue 42"]
@@ -335,6 +339,7 @@ def test_stopped_is_requeued_and_the_restart_reads_what_was_frozen(slurm, place)
     assert Path("runs/sft/logs/42.0/rank-0000.log").exists() and Path("runs/sft/logs/42.1/rank-0000.log").exists()
 
 
+@pytest.mark.slow
 def test_a_second_job_in_the_folder_leaves_the_first_ones_config_alone(slurm, place):
     """Job 43 waits, or ran, between two starts of job 42: each reads what it was submitted with."""
 
@@ -514,6 +519,7 @@ def test_the_code_of_the_rank_that_failed_first_counts_not_sruns(slurm, place):
     assert said.strip().splitlines()[-1] == "  | error: optim.lr=-1: expected a number"
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_left_for_another_one_in_place(slurm, place):
     taken = "note 'DistNetworkError: port: x, name: EADDRINUSE, message: address already in use' 1\nexit 1\n"
     once = f'echo "$MASTER_PORT" >>ports\n(($(wc -l <ports) > 2)) || {{\n{taken}}}\ntouch "$run/DONE"\n'
@@ -530,6 +536,7 @@ def test_an_array_of_the_users_own_runs_what_each_task_says(slurm, place):
     assert Path("runs/task3/DONE").exists()
 
 
+@pytest.mark.slow
 def test_what_the_body_decides_is_what_triage_tells(slurm, place):
     triage = [str(ROOT / "slurm/triage"), "runs/sft"]
     words = ["data.train=train.jsonl", "--max-requeues", "2"]

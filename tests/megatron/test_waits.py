@@ -15,7 +15,7 @@ SENT, LOAD = ("moe.py", "_compute"), ("expert_load.py", "metrics")
 AUX = replace(MOE, moe=replace(MOE.moe, aux_coef=0.1))
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cfg", "layout", "world"),
     [

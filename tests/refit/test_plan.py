@@ -107,6 +107,7 @@ def layouts(draw):
     return cfg, trainer, engine or EngineGrid((pool[0],)), draw(st.sampled_from([1, 700, 5000, 1 << 30]))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(layouts())
 def test_every_engine_gets_every_element_once(layout):

@@ -139,6 +139,7 @@ def test_the_runs_own_engine_replies(tiny_data, tiny_runs, tmp_path, monkeypatch
     assert again.startswith(replies[0]) and other.startswith(others[0]) and len(set(replies)) > 1
 
 
+@pytest.mark.slow
 def test_a_judge_with_weights_of_its_own(tiny_data, tiny_runs, tmp_path, monkeypatch):
     """Replies as that model's own engine does, whatever the policy learns. A run that is killed and goes on gives the
     bits of one that was not, also where the judge's weights are on the host while nobody asks it."""

@@ -201,6 +201,7 @@ def test_a_long_response_is_searched_at_its_end(word):
     assert score(reference("42"), word * 8000 + "\n#### 42") == 1
 
 
+@pytest.mark.slow
 def test_the_helper_answers_whatever_it_is_asked():
     """One process gets them all: what cannot be compared scores 0, and the next is scored."""
     odd = ["9" * 5000, "\\boxed{" * 3000, "(" * 5000, "\ud800", "\0", "1/0", "\\frac{1}{0}", "$" + "{" * 4000 + "$"]

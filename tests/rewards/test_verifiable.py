@@ -52,6 +52,7 @@ def test_math(gold, response, score):
     assert math([sample(response, answer=gold)]) == [score]
 
 
+@pytest.mark.slow
 def test_math_kills_what_never_ends_and_goes_on():
     """9^9^9^9 is one C call that holds the interpreter lock: only a kill from outside stops it."""
     helper = verifiable._helper()

@@ -15,6 +15,7 @@ from tests.tiny import LLAMA, MOE, transformers_model, write_folder
 QUIET = ["run.steps=1", "run.export=false", "checkpoint.final=false", "reward.functions=[]"]
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_the_same_from_its_run_its_checkpoint_and_its_export(tiny_data, tiny_runs, tmp_path, capsys):
     run = tiny_runs["rm"]
     checkpoint = run / "checkpoints" / "step-00000020"

@@ -45,6 +45,7 @@ def test_an_answer_gets_the_least_or_the_product_of_its_steps(ranks, tiny_data):
         assert found[f"{over}, alone"] == pytest.approx(found[over], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_trained_one_scores_rollouts(tiny_data, tiny_runs, tmp_path):
     """Stage rm learns which steps are right, leaves what scoring needs beside the weights, and stage grpo reads it."""
     rows = [

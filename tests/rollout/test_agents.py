@@ -54,6 +54,7 @@ def twice(text, seed):
     return call("add", a=1, b=2) if "<tool_call>" not in text else "it is 3"
 
 
+@pytest.mark.slow
 def test_a_row_is_what_the_engine_saw_and_only_answers_count(play, tokenizer):
     samples, generations, engine = play("calculate", twice, seeds=((5, 6),))
     batch = collate(samples, generations, torch.tensor([0, 0]), tokenizer.pad_token_id)
@@ -84,6 +85,7 @@ def test_the_engines_tokens_stay_whatever_a_client_makes_of_an_answer(play, tmp_
         assert own.decode(engine.given[1]).count(wrote) == 1 and sample.trajectory.rows == 1
 
 
+@pytest.mark.slow
 def test_other_conversations_of_an_agent_are_parts_of_its_row(play):
     requests = [{"messages": [{"role": "user", "content": text}]} for text in ("one", "two")]
     (sample,), generations, _ = play("asks", lambda *_: "well", {"requests": requests})

@@ -22,7 +22,7 @@ def half(ranks, tiny_data, tmp_path_factory):
     return run
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("what", ["lacks the newest", "another run's"])
 def test_a_rank_that_sees_another_folder_ends_the_run(ranks, tiny_data, tmp_path, half, layout, what):
@@ -40,6 +40,7 @@ def test_a_rank_that_sees_another_folder_ends_the_run(ranks, tiny_data, tmp_path
     assert stages.checkpoints(run) == [1, 2] and [r["step"] for r in stages.records(run)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_rank_that_learns_of_a_checkpoint_late_is_waited_for(ranks, tiny_data, tmp_path, half):
     line = ["run.steps=4", "batch.micro_batch_samples=4"]
     whole, run = shutil.copytree(half, tmp_path / "whole"), shutil.copytree(half, tmp_path / "run")
@@ -71,6 +72,7 @@ def test_initial_weights_are_the_same_on_every_rank(ranks, tiny_data, tiny_runs,
     assert all(text.startswith(f"ViewError: rank 1 sees another {wrong}") for text in told), told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_node", [2, 4])
 def test_one_rank_of_a_node_looks_and_one_of_all_reads(ranks, tiny_runs, tmp_path, per_node):
     """Or 1,000 ranks would stat and read every file of a checkpoint 1,000 times before the first step."""

@@ -121,6 +121,7 @@ def test_records_that_a_power_cut_took_are_no_other_weights(tmp_path, capsys):
     assert [f["step"] for f in found] == [0, 1, 3, 4] and ["start" in f for f in found] == [True, False, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     "stage, layouts",

@@ -39,6 +39,7 @@ def go_on(data, root, *more):
     return stages.stage("sft", data, root / "run", *MORE, *at(root), *more)
 
 
+@pytest.mark.slow
 def test_a_lower_learning_rate_after_a_gradient_that_is_not_finite(tiny_data, again, capsys):
     """What the message advises. Steps 3 and 4 at a learning rate that ruins the weights, and once more at another."""
     with pytest.raises(AlignerError, match=r"Resume from the last checkpoint with a lower optim\.lr"):
@@ -79,6 +80,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_defines_a_run_is_refused_unless_it_is_accepted(tiny_data, again, capsys, what):
     more, change, message = CHANGES[what]

@@ -148,6 +148,7 @@ def test_tensorboard_holds_the_finite_numbers(tmp_path):
     assert [(e.step, e.value) for e in found.Scalars("a")] == [(1, 1.5), (2, 7.5)]
 
 
+@pytest.mark.slow
 def test_wandb_offline_needs_no_account(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

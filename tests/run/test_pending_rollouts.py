@@ -59,7 +59,7 @@ def stored(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "pending_rollouts").glob("*"))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MORE)
 def test_a_rollout_outlives_a_kill_in_its_step(tiny_data, tmp_path, arguments, interrupt, generated, case):
     """Killed in step 4; the checkpoint is of step 2. Steps 3 and 4 are not generated again, and nothing differs."""
@@ -82,6 +82,7 @@ def damage(run: Path, step: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_damaged_one_is_told_and_generated_again(tiny_data, tmp_path, arguments, interrupt, generated, capsys):
     more, run = arguments("grpo"), tmp_path / "run"
     whole = stages.stage("grpo", tiny_data, tmp_path / "whole", *more)
@@ -94,6 +95,7 @@ def test_a_damaged_one_is_told_and_generated_again(tiny_data, tmp_path, argument
     assert stages.same_weights(run, whole) and stages.differences(run, whole) == []
 
 
+@pytest.mark.slow
 def test_damage_of_a_description_is_told_and_it_is_generated_again(
     tiny_data, tmp_path, arguments, interrupt, generated, capsys
 ):

@@ -184,7 +184,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     tiny_data, tiny_runs, straight, tmp_path, capsys, damage
@@ -307,6 +307,7 @@ def test_a_reward_that_fails_in_a_run_costs_nothing(tiny_data, tiny_runs, tmp_pa
     assert kept[0]["state"]["alarms"] == kept[1]["state"]["alarms"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["rm", "ppo"])
 def test_only_the_last_few_and_the_best_are_kept(tiny_data, tiny_runs, tmp_path, stage):
     """In a whole run: the newest two."""

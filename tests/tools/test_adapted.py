@@ -36,6 +36,7 @@ def adapter(run, tmp_path_factory):
     return export(run, tmp_path_factory.mktemp("adapter") / "out")
 
 
+@pytest.mark.slow
 def test_peft_computes_what_the_run_learnt(run, adapter, tiny_runs):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     base = transformers.AutoModelForCausalLM.from_pretrained(tiny_runs["sft"] / "hf", dtype=torch.float32).eval()
@@ -95,6 +96,7 @@ def same(one, two, but=()):
             assert a[name] == pytest.approx(b[name], abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_model_without_its_adapters(tiny_data, tiny_runs, tmp_path):
     """reference=adapter (the default), model and stored: one run."""
     start = [f"model.init={tiny_runs['sft']}", "debug.first_step_checks=true"]
@@ -105,6 +107,7 @@ def test_the_reference_is_the_model_without_its_adapters(tiny_data, tiny_runs, t
         same(own, go(tiny_data, tmp_path / kind, *start, f"algorithm.preference.reference={kind}"))
 
 
+@pytest.mark.slow
 def test_training_from_an_adapter(tiny_data, tiny_runs, run, adapter, tmp_path):
     """The reference is that adapter: the run is that from the merged model, but for what the optimizer sees of it."""
     start = ["debug.first_step_checks=true"]

@@ -27,11 +27,13 @@ def functions(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]))
 
 
+@pytest.mark.slow
 def test_a_result():
     number, pid, parent = apart("functions_apart:who", 7)
     assert number == 7 and pid != os.getpid() == parent
 
 
+@pytest.mark.slow
 def test_results_errors_and_ends_by_one_nursery():
     with nursery.kept(["functions_apart", "torch"], dict(os.environ), ()):
         test_a_result()

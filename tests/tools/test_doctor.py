@@ -38,6 +38,7 @@ def test_what_would_stop_a_run_fails(overrides, name, word):
     assert doctor.main(compose(overrides), RankEnv()) == 1
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_loaded_and_needs_eos(tmp_path):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -61,6 +62,7 @@ def with_vllm(folder, version: str) -> str:
     return f"engine.vllm.python='{python}'"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.32.1", "0.31.2", ""])
 def test_the_environment_of_vllm(tmp_path, version):
     python = with_vllm(tmp_path, version)

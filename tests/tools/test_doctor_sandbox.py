@@ -26,6 +26,7 @@ def test_each_tier_contains_all_attacks(tier):
     assert {what: attack(sandbox, text) for what, text in ATTACKS.items()} == {what: [] for what in ATTACKS}
 
 
+@pytest.mark.slow
 def test_the_command_tells_of_each_tier(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     code = main(["doctor", "sandbox"])

@@ -121,6 +121,7 @@ def test_the_calls_give_what_the_table_lists(monkeypatch, tmp_path):
     assert given == {name: set(row.arguments[name]) for name in given} and len(given) == 3
 
 
+@pytest.mark.slow
 def test_built_engines_present_missing_and_not_run(monkeypatch, tmp_path):
     monkeypatch.setenv("FAKE_TRTLLM_VERSION", "1.2.1")
     found = rows(name="trtllm_engine", python=str(other_python(tmp_path)))
@@ -173,6 +174,7 @@ def test_the_fake_has_what_the_table_asks_of_each_version(monkeypatch, version):
             torch_api.version_row(version)
 
 
+@pytest.mark.slow
 def test_without_the_package(monkeypatch, tmp_path):
     cfg = compose(["engine=trtllm", f"run.dir='{tmp_path}'"])
     monkeypatch.setattr(doctor, "_torch", lambda env: iter(()))

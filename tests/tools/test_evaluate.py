@@ -53,6 +53,7 @@ def test_answers_are_kept_with_their_scores(folder, tiny_data):
     assert "bootstrap resamples of prompts" in written["interval_method"]
 
 
+@pytest.mark.slow
 def test_references_that_cannot_be_read_are_told_before_anything_is_generated(folder, tmp_path):
     rows = [{"prompt": "say a:", "completion": answer} for answer in ("1", "???", "3 apples")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

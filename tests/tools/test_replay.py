@@ -36,6 +36,7 @@ def steps(folder, *range_):
     return [{name: value for name, value in f.items() if name != "chain"} for f in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage, step, before, recorded", [("sft", 4, 2, 0), ("sft", 1, 0, 0), ("grpo", 5, 4, 1), ("grpo", 4, 2, 1)]
 )
@@ -88,6 +89,7 @@ def test_a_run_without_checkpoints_before_begins_anew(run):
     assert compare(folder, again, 2) == 0
 
 
+@pytest.mark.slow
 def test_a_recording_with_a_gap_behind_it_is_generated_again(run, tmp_path):
     """Else the prompts behind it would be its own once more. And a run that can only be read is repeated elsewhere."""
     folder = run("grpo")

@@ -142,6 +142,7 @@ def test_a_sweep_is_compared_with_its_failed_child(tmp_path, capsys):
     assert final_metric(sweep / "2_broken") is None
 
 
+@pytest.mark.slow
 def test_it_needs_neither_torch_nor_a_server(tmp_path):
     code = "import sys\nfrom aligner.tools.report import main\nmain(sys.argv[1:])\n"
     code += "print([m for m in ('torch', 'starlette', 'uvicorn') if m in sys.modules])"

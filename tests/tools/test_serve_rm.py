@@ -17,6 +17,7 @@ from aligner.types import Prompt, Sample
 from tests import stages
 
 
+@pytest.mark.slow
 def test_scores_over_http_are_those_of_the_model(tiny_runs, monkeypatch):
     monkeypatch.chdir(stages.ROOT)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

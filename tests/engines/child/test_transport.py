@@ -29,6 +29,7 @@ def table(pid: int, name: str) -> list[list[str]]:
     return [line.split() for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
 
 
+@pytest.mark.slow
 def test_the_connection_has_no_name_and_the_child_listens_nowhere():
     child, connection = spawn("aligner.engines.trtllm.torch_worker:Worker", clean_environment(os.environ, {}))
     try:
@@ -59,6 +60,7 @@ def read(memory: MemoryFile | CudaMemory) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_another_process_reads_what_was_written():
     memory = MemoryFile.create(4096)
     memory.tensor()[:12] = torch.arange(12)

@@ -284,6 +284,7 @@ def test_without_the_package(monkeypatch):
         make_built(LLAMA)
 
 
+@pytest.mark.slow
 class TestInAProcess(ChildEngineContract):
     """With a real child."""
 
@@ -297,6 +298,7 @@ class TestInAProcess(ChildEngineContract):
         self.monkeypatch.setenv("FAKE_TRTLLM_CRASH", {"generate": "run", "refit": "set_named_weights:2"}[where])
         return make_built(LLAMA, process=True)
 
+    @pytest.mark.slow
     def test_a_child_of_another_python_that_is_a_rank(self, tmp_path):
         for name in ("PYTHONPATH", "FAKE_TRTLLM_VERSION"):
             self.monkeypatch.delenv(name, raising=False)

@@ -52,6 +52,7 @@ def test_a_run_equals_that_of_the_native_engine(grpo, monkeypatch, tmp_path):
     assert len(updates) == 3
 
 
+@pytest.mark.slow
 def test_a_built_engine_serves_a_run(grpo, monkeypatch, tmp_path):
     """Another sampler: other responses than the native engine's, the same numbers for them as the trainer's."""
     use_fake(monkeypatch, version="1.2.1", log=str(tmp_path / "log"))
@@ -64,6 +65,7 @@ def test_a_built_engine_serves_a_run(grpo, monkeypatch, tmp_path):
     assert calls.count("build") == 1 and calls.count("refit_cuda_engine") == 2
 
 
+@pytest.mark.slow
 def test_stale_weights_stop_the_run(grpo, monkeypatch):
     """The package reports success and has every tensor; what it computes with is old."""
     use_fake(monkeypatch, stale="1")
@@ -83,6 +85,7 @@ def test_each_rank_has_an_engine_and_its_end_stops_and_saves_all(ranks, tiny_dat
     assert stages.checkpoints(tmp_path / "run") == [1]
 
 
+@pytest.mark.slow
 def test_what_a_version_cannot_do_is_refused_before_training(grpo, monkeypatch):
     use_fake(monkeypatch, version="1.3.0rc24")
     with pytest.raises(ConfigError, match=r"run.deterministic=True.*1\.3\.0rc24"):

@@ -273,6 +273,7 @@ class TestInAProcess(ChildEngineContract):
         self.monkeypatch.setenv("FAKE_TRTLLM_CRASH", {"generate": "run", "refit": "reload:2"}[where])
         return make_engine(LLAMA, process=True)
 
+    @pytest.mark.slow
     def test_the_end_of_the_process_in_sleep(self):
         self.monkeypatch.setenv("FAKE_TRTLLM_CRASH", "release")
         engine = fill(make_engine(LLAMA, process=True), reference(LLAMA))
@@ -282,6 +283,7 @@ class TestInAProcess(ChildEngineContract):
         with pytest.raises(RefitError, match="ended by signal 6 in sleep"):
             engine.begin_update(2)
 
+    @pytest.mark.slow
     def test_a_child_of_a_rank_is_no_rank(self, monkeypatch):
         for name, value in {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMI_RANK": "1"}.items():
             monkeypatch.setenv(name, value)
@@ -297,6 +299,7 @@ class TestInAProcess(ChildEngineContract):
         with pytest.raises(RefitError):
             engine.generate([[1]], [[0]], SamplingParams(1))
 
+    @pytest.mark.slow
     def test_a_child_goes_when_the_trainer_is_killed(self, tmp_path):
         self.monkeypatch.setenv("TMPDIR", str(tmp_path))  # nobody is left to remove its log
         script = (
@@ -311,6 +314,7 @@ class TestInAProcess(ChildEngineContract):
             time.sleep(0.1)
         assert done.returncode == -9
 
+    @pytest.mark.slow
     def test_a_child_that_hangs_is_stopped(self, monkeypatch):
         monkeypatch.setenv("FAKE_TRTLLM_HANG", "run")
         engine = fill(make_engine(LLAMA, process=True, generate_timeout_s=999), reference(LLAMA))
@@ -328,6 +332,7 @@ class TestInAProcess(ChildEngineContract):
         assert engine._channel.child.ended() == "ended by signal 9"
         engine.close()
 
+    @pytest.mark.slow
     def test_a_child_of_another_python_goes_when_nobody_holds_it(self, tmp_path):
         for name in ("PYTHONPATH", "FAKE_TRTLLM_VERSION"):
             self.monkeypatch.delenv(name, raising=False)

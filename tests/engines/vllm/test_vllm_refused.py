@@ -31,6 +31,7 @@ def test_without_an_environment_one_line_says_how_to_get_it():
         make_engine(LLAMA, python="/nowhere/python")
 
 
+@pytest.mark.slow
 def test_an_interpreter_without_vllm():
     with pytest.raises(ConfigError, match=r"engine.vllm.python=.*expected an interpreter with vLLM.*engine_env.sh"):
         make_engine(LLAMA, python="", process=True)

@@ -72,6 +72,7 @@ assert torch.equal(torch.ones(2, 2) @ torch.ones(2, 2), torch.full((2, 2), 2.0))
 """
 
 
+@pytest.mark.slow
 def test_it_is_installed_once_for_the_process_with_gradients():
     ended = subprocess.run([sys.executable, "-c", INSTALLED], capture_output=True, text=True)
     assert ended.returncode == 0 and not ended.stderr, ended.stderr

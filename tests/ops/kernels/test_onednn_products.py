@@ -94,5 +94,6 @@ assert torch.equal(torch.ones(2, 2) @ torch.ones(2, 2), torch.full((2, 2), 2.0))
 """
 
 
+@pytest.mark.slow
 def test_it_is_installed_once_for_the_process_with_gradients():
     subprocess.run([sys.executable, "-W", "error", "-c", INSTALLED], check=True)
