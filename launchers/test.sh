@@ -4,7 +4,8 @@
 #   --all    installs Slurm, MPI and Chromium with apt-get and vLLM into .venv-vllm if they are missing, and fails where a test is
 #            skipped for lack of them
 #   ROOM     the tests of a folder of tests/: rollout, engines/native, ...
-# Other arguments go to pytest. Without any, workers share the files: one more than there are cores, at most 5.
+# Other arguments go to pytest. Without any, workers share the files: as many as there are cores, at most 4, and one more for
+# the slow tests.
 set -euo pipefail
 
 # shellcheck source=launchers/env.sh
@@ -34,10 +35,12 @@ install_packages() {
 arguments=()
 workers=$(nproc)
 ((workers <= 4)) || workers=4
+waiting=1
 for argument in "$@"; do
     case "$argument" in
         --fast)
             arguments+=(-m "not slow")
+            waiting=0
             ;;
         --all)
             install_packages
@@ -53,7 +56,7 @@ for argument in "$@"; do
 done
 
 if ((workers > 1)); then
-    ((++workers)) # half of the tests' time they wait for other processes
+    workers=$((workers + waiting)) # half of the slow tests' time they wait for other processes
     arguments+=(-n "$workers" --dist loadfile --no-loadscope-reorder)
     threads=$(($(nproc) / workers))
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"

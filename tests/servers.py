@@ -42,7 +42,7 @@ class Server:
         self.url = f"{self.base_url}/get_reward"
 
     def start(self):
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def close(self):

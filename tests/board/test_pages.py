@@ -173,6 +173,7 @@ def test_what_models_write_is_text(look, serve, folder):
         assert page.evaluate("window.pwned") is None and page.locator("main img, main script").count() == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_on_a_phone_and_in_contrast(look, serve, folder, scheme):
     report([str(folder)])

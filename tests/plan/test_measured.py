@@ -311,6 +311,7 @@ def test_a_refit_of_engines_on_ranks_of_their_own_is_that_of_its_plan(name, grid
     assert 0.99 * receives <= refit_buffers(job, None) <= most * receives
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "grid", "tensor"),
     [

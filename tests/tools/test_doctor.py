@@ -22,6 +22,7 @@ def test_a_good_machine_passes(tmp_path, capsys):
     assert not (tmp_path / "deep").exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("overrides", "name", "word"),
     [

@@ -29,6 +29,7 @@ def rows(name="trtllm", **options) -> dict[str, tuple[str, list[str]]]:
     return {check: (status, detail.splitlines()) for check, status, detail in trtllm_checks(options, name)}
 
 
+@pytest.mark.slow
 def test_present_missing_and_not_run(monkeypatch, tmp_path):
     """Of another interpreter's package."""
     monkeypatch.setenv("PMI_RANK", "1")  # the package would take the doctor's process for a rank
