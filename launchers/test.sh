@@ -8,6 +8,7 @@
 # the slow tests.
 set -euo pipefail
 
+threads="${OMP_NUM_THREADS:-}" # before env.sh gives a process all cores
 # shellcheck source=launchers/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$ALIGNER_ROOT"
@@ -33,7 +34,8 @@ install_packages() {
 }
 
 arguments=()
-workers=$(nproc)
+cores=$(env -u OMP_NUM_THREADS nproc) # which else counts no more than those
+workers=$cores
 ((workers <= 4)) || workers=4
 waiting=1
 for argument in "$@"; do
@@ -58,8 +60,8 @@ done
 if ((workers > 1)); then
     workers=$((workers + waiting)) # half of the slow tests' time they wait for other processes
     arguments+=(-n "$workers" --dist loadfile --no-loadscope-reorder)
-    threads=$(($(nproc) / workers))
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
+    each=$((cores / workers))
+    export OMP_NUM_THREADS="${threads:-$((each > 0 ? each : 1))}"
 fi
 
 # tests write many small files, which takes longer on a disk than all else they do with them
