@@ -298,7 +298,6 @@ class TestInAProcess(ChildEngineContract):
         self.monkeypatch.setenv("FAKE_TRTLLM_CRASH", {"generate": "run", "refit": "set_named_weights:2"}[where])
         return make_built(LLAMA, process=True)
 
-    @pytest.mark.slow
     def test_a_child_of_another_python_that_is_a_rank(self, tmp_path):
         for name in ("PYTHONPATH", "FAKE_TRTLLM_VERSION"):
             self.monkeypatch.delenv(name, raising=False)

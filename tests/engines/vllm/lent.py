@@ -2,15 +2,10 @@
 
 import gc
 
-from aligner.engines.vllm.worker import Worker, import_vllm
+from aligner.engines.vllm.worker import Worker
 
+__all__ = ["Worker"]
 
-class Kept(Worker):
-    """vLLM looks for garbage several times where an engine takes another's place, each time through all that was ever
-    imported: most of such a change. Here what is imported stays out of it."""
-
-    def __init__(self, settings):
-        import_vllm()
-        gc.freeze()
-        gc.unfreeze = lambda: None
-        super().__init__(settings)
+# vLLM calls it where an engine ends, and then looks for garbage several times through all that was ever imported, which
+# `import_vllm` and vLLM itself had taken out of it: most of the time in which another engine takes its place
+gc.unfreeze = lambda: None

@@ -96,7 +96,7 @@ class Shared:
         if cls.lent is None or cls.lent.ended():
             engine = VllmEngine.__new__(VllmEngine)
             engine.options, engine._group = VllmConfig(), None
-            engine.worker = "tests.engines.vllm.lent:Kept"
+            engine.worker = "tests.engines.vllm.lent:Worker"
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("VLLM_CACHE_ROOT", cls.cache.name)
                 cls.lent = Lent(*engine._process(torch.device("cpu"), python))
