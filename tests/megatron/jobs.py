@@ -201,8 +201,9 @@ def sockets_of_layout(parallel: ParallelConfig) -> dict:
     return {"sizes": sizes, "limits": limits, "made": made - before, "used": _open_sockets() - before}
 
 
-def _groups_of(layout: groups.Layout) -> set[dist.ProcessGroup]:
-    return {g for g in (*vars(layout.pgs).values(), layout.peers) if g is not None}
+def _groups_of(layout: groups.Layout) -> list[dist.ProcessGroup]:
+    """In an order that all ranks share: each may wait for the other of a pair otherwise, all round the world."""
+    return list(dict.fromkeys(g for g in (*vars(layout.pgs).values(), layout.peers) if g is not None))
 
 
 def _open_sockets() -> int:
