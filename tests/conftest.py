@@ -67,6 +67,14 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"{seconds[file]:.2f}s {file}")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _of_files_before():
+    """What files before this one have left alive stays: the full collection at the end of each stage would look
+    through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def server(monkeypatch):
     """An HTTP server of the test's own (tests.servers.Server)."""
