@@ -5,22 +5,28 @@ the next one, and waking takes longer than a small operation. Any thread in whic
 its own: gloo's, when they copy gathered parameters, or a reward function's. `reserve` keeps these to one core each,
 `use` gives the main thread its cores.
 
-A thread of a team waits for the others by spinning. Where other programs have their cores, that takes the core from the
-one it waits for: libgomp's six milliseconds or so are longer than the others' turns. `SPINS` are about a tenth of a
-millisecond, long enough for the next operation to find the team awake. Where others run they are `SPINS_BESIDE`: the
-team sleeps more often, and takes less from them.
+A thread of a team waits for the others by spinning. `SPINS` are about a tenth of a millisecond, long enough for the
+next operation to find the team awake. Where other programs want the cores, whoever spins takes one from the thread that
+it waits for: while its threads wait for cores, a process has one OpenMP thread more than there are cores, which does
+nothing, and libgomp has all of them sleep.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 VARIABLE = "OMP_NUM_THREADS"
-SPINS, SPINS_BESIDE = "5000", "3000"  # measured: benchmarks/RESULTS.md
-LOAD = Path("/proc/loadavg")
+SPINS = "5000"  # measured: benchmarks/RESULTS.md
+TASKS = Path("/proc/self/task")
+LOOK_S = 0.25
+CROWDED, FREE = 0.15, 0.05  # share of the time in which threads that would run wait for a core: from here on, and below
+WATCH = "who wants the cores"
+GRAIN = 1 << 15  # elements that torch gives a thread at least
 
 _given: int | None = None  # what the environment said before `reserve`
 _reserved = False
@@ -40,20 +46,7 @@ def inherited() -> None:
     _given = int(first) if first.isdecimal() and int(first) else None
     os.environ[VARIABLE], _reserved = "1", True
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = SPINS if _alone() else SPINS_BESIDE
-
-
-def _alone() -> bool:
-    """Whether the machine has cores for this process and for all that runs now. The least of three looks counts, as
-    some of that runs for a moment only."""
-    if not LOAD.exists():
-        return False
-    others = []
-    for pause_s in (0, 0.005, 0.005):
-        time.sleep(pause_s)
-        running = LOAD.read_text().split()[3].partition("/")[0]
-        others.append(int(running) - 1)  # without this one
-    return min(others) + len(os.sched_getaffinity(0)) <= (os.cpu_count() or 1)
+        os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def use(threads: int, local_ranks: int) -> None:
@@ -71,3 +64,49 @@ def use(threads: int, local_ranks: int) -> None:
 
     torch.get_num_threads()  # torch's own start sets this thread's number, once
     ThreadpoolController().select(user_api="openmp").limit(limits=threads)
+    ours = threads > 1 and os.environ.get("GOMP_SPINCOUNT") == SPINS and TASKS.exists()
+    if ours and all(thread.name != WATCH for thread in threading.enumerate()):
+        threading.Thread(target=_watch, args=(threads,), daemon=True, name=WATCH).start()
+
+
+def _watch(team: int) -> None:
+    """Have the team sleep while other programs want the cores, and spin while they do not."""
+    (ran, waited), pause_s = _turns(), LOOK_S
+    sleeps: threading.Event | None = None
+    while True:
+        time.sleep(pause_s)
+        start = time.perf_counter()
+        before, (ran, waited) = (ran, waited), _turns()
+        pause_s = max(LOOK_S, 100 * (time.perf_counter() - start))  # however many threads there are
+        wanted = ran + waited - sum(before)
+        if wanted < LOOK_S / 10 * 1e9:  # it computes nothing
+            continue
+        share = (waited - before[1]) / wanted
+        if sleeps is None and share > CROWDED:
+            sleeps = threading.Event()
+            threading.Thread(target=_one_too_many, args=(team, sleeps), daemon=True).start()
+        elif sleeps is not None and share < FREE:
+            sleeps.set()
+            sleeps = None
+
+
+def _turns() -> tuple[int, int]:
+    """Nanoseconds for which the threads of this process ran, and waited for a core."""
+    ran = waited = 0
+    for task in TASKS.iterdir():
+        with suppress(OSError):  # it has just ended
+            mine = (task / "schedstat").read_text().split()
+            ran, waited = ran + int(mine[0]), waited + int(mine[1])
+    return ran, waited
+
+
+def _one_too_many(team: int, ended: threading.Event) -> None:
+    """A second team, with which libgomp manages one thread more than it has cores. It ends with this thread."""
+    import torch
+    from threadpoolctl import ThreadpoolController
+
+    torch.get_num_threads()
+    size = max(2, (os.cpu_count() or 1) - team + 2)
+    ThreadpoolController().select(user_api="openmp").limit(limits=size)
+    torch.ones(size * GRAIN).mul_(1.0)
+    ended.wait()

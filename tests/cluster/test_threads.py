@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-from aligner.cluster import threads
-
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 SEEN = """
 import json, os, threading
@@ -38,6 +36,7 @@ print(json.dumps([torch.get_num_threads(), other[0], count() - started, os.envir
 def seen(wanted: int = 0, ranks: int = 1, before: str = "threads.reserve()", given: str | None = None) -> list:
     """Threads of the main thread, of another, teams that gloo's threads made, and what children will find."""
     environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"} | {"PYTHONPATH": ROOT}
+    environment["GOMP_SPINCOUNT"] = "0"  # by itself a second team comes and goes with what else runs (`_watch`)
     if given:
         environment["OMP_NUM_THREADS"] = given
     code = SEEN.format(before=before, wanted=wanted, ranks=ranks)
@@ -86,14 +85,50 @@ def test_waiting_takes_no_core_from_whom_it_waits_for():
     assert ours * 3 < libgomps, (ours, libgomps)
 
 
-@pytest.mark.parametrize(("running", "alone"), [("1/200", True), ("2/200", False), (None, False)])
-def test_it_waits_longer_where_nobody_else_wants_a_core(tmp_path, monkeypatch, running, alone):
-    load = tmp_path / "loadavg"
-    if running:  # this process among them
-        load.write_text(f"0.52 0.58 0.59 {running} 4711\n")
-    monkeypatch.setattr(threads, "LOAD", load)
-    monkeypatch.setattr(os, "cpu_count", lambda: len(os.sched_getaffinity(0)))
-    assert threads._alone() is alone
+BESIDE = """
+import json, os, time
+from aligner.cluster import threads
+threads.reserve()
+import torch
+threads.use(2, 1)
+x = torch.ones(1 << 17)
+x.mul_(1.0)
+cores, tasks = os.sched_getaffinity(0), lambda: len(os.listdir("/proc/self/task"))
+alone = tasks()
+
+def crowded(on, least):
+    for task in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(task), on)
+    end = time.monotonic() + 300
+    while time.monotonic() < end and (tasks() > alone) != least:
+        x.mul_(1.0)
+    return tasks() - alone
+
+more = crowded({min(cores)}, {watched})
+start = time.process_time()
+for _ in range(2000):
+    x.mul_(1.0)
+print(json.dumps([time.process_time() - start, more, crowded(cores, False)]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="libgomp spins less where it finds one core")
+def test_a_team_that_waits_for_cores_sleeps_and_one_that_has_them_spins_again():
+    """One core for both threads, as another program's turns would leave them, and then two."""
+    environment = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+
+    def told(watched: bool, **more: str) -> list:
+        code = BESIDE.replace("{watched}", str(watched))
+        given = environment | {"PYTHONPATH": ROOT} | more
+        done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    sleeping, more, fewer = told(True)
+    spinning, *none = told(False, GOMP_SPINCOUNT="5001")
+    assert more > 0 and fewer == 0 and none == [0, 0]
+    assert sleeping * 1.5 < spinning, (sleeping, spinning)
 
 
 @pytest.mark.slow
