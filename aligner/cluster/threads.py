@@ -84,7 +84,7 @@ def _watch(team: int) -> None:
         share = (waited - before[1]) / wanted
         if sleeps is None and share > CROWDED:
             sleeps = threading.Event()
-            threading.Thread(target=_one_too_many, args=(team, sleeps), daemon=True).start()
+            threading.Thread(target=_one_too_many, args=(team, sleeps), daemon=True, name="one too many").start()
         elif sleeps is not None and share < FREE:
             sleeps.set()
             sleeps = None

@@ -86,36 +86,37 @@ def test_waiting_takes_no_core_from_whom_it_waits_for():
 
 
 BESIDE = """
-import json, os, time
+import json, os, threading, time
 from aligner.cluster import threads
 threads.reserve()
 import torch
 threads.use(2, 1)
 x = torch.ones(1 << 17)
-x.mul_(1.0)
 cores, tasks = os.sched_getaffinity(0), lambda: len(os.listdir("/proc/self/task"))
-alone = tasks()
+second = lambda: any(thread.name == "one too many" for thread in threading.enumerate())
 
-def crowded(on, least):
+def until(done, on):
     for task in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(task), on)
     end = time.monotonic() + 300
-    while time.monotonic() < end and (tasks() > alone) != least:
+    while time.monotonic() < end and not done():
         x.mul_(1.0)
-    return tasks() - alone
 
-more = crowded({min(cores)}, {watched})
+until(second if {watched} else lambda: True, {min(cores)})
 start = time.process_time()
 for _ in range(2000):
     x.mul_(1.0)
-print(json.dumps([time.process_time() - start, more, crowded(cores, False)]))
+used, most = time.process_time() - start, tasks()
+threads._turns = lambda: (time.monotonic_ns(), 0)  # it had all that it wanted, whatever else the machine does
+until(lambda: not second() and tasks() <= most - 2 * {watched}, cores)
+print(json.dumps([used, most - tasks()]))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="libgomp spins less where it finds one core")
 def test_a_team_that_waits_for_cores_sleeps_and_one_that_has_them_spins_again():
-    """One core for both threads, as another program's turns would leave them, and then two."""
+    """One core for both threads, as another program's turns would leave them, and then as many as they want."""
     environment = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
 
     def told(watched: bool, **more: str) -> list:
@@ -125,9 +126,8 @@ def test_a_team_that_waits_for_cores_sleeps_and_one_that_has_them_spins_again():
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    sleeping, more, fewer = told(True)
-    spinning, *none = told(False, GOMP_SPINCOUNT="5001")
-    assert more > 0 and fewer == 0 and none == [0, 0]
+    (sleeping, ended), (spinning, none) = told(True), told(False, GOMP_SPINCOUNT="5001")
+    assert ended >= 2 and none == 0  # the second team's two threads
     assert sleeping * 1.5 < spinning, (sleeping, spinning)
 
 
