@@ -65,6 +65,7 @@ class Quickstart:
         self.overrides = [text for text in overrides if not text.startswith("run.dir=")]
         self.ranks = ranks
         self.seconds: dict[str, float] = {}
+        self.before_s = _cpu_seconds()  # of the shell that this process was, with an installation
 
     def run(self) -> int:
         """Returns 0, or the exit code of the stage that failed. Bad overrides raise AlignerError before any work."""
@@ -77,7 +78,7 @@ class Quickstart:
             if code:
                 return code
             found = apart(f"{HERE}:accuracies", self.root, [configs[stage] for stage in POLICIES])
-        summary = summarize(self.root, configs, found, self.seconds, self.ranks)
+        summary = summarize(self.root, configs, found, self.seconds, self.ranks, self.cpu_seconds())
         show(summary, time.perf_counter() - start)
         from aligner.tools import report
 
@@ -148,8 +149,17 @@ class Quickstart:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
         return result
 
+    def cpu_seconds(self) -> float:
+        return round(_cpu_seconds() - self.before_s, 1)
+
     def say(self, text: str) -> None:
         print(f"\n== {text}", flush=True)
+
+
+def _cpu_seconds() -> float:
+    """Of this process and all that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def make_data(root: Path, seed: int) -> None:
@@ -191,7 +201,7 @@ def accuracies(root: Path, configs: list[Config]) -> list[float]:
 
 
 def summarize(
-    root: Path, configs: dict[str, Config], found: list[float], seconds: dict[str, float], ranks: int
+    root: Path, configs: dict[str, Config], found: list[float], seconds: dict[str, float], ranks: int, cpu_s: float
 ) -> dict[str, Any]:
     """The accuracy `found` of each policy, and the reward model's pair accuracy; writes summary.json."""
     summary: dict[str, Any] = {stage: {"accuracy": value} for stage, value in zip(POLICIES, found, strict=True)}
@@ -205,12 +215,12 @@ def summarize(
     summary["ppo"]["valid_accuracy"] = last(records["ppo"], "eval/accuracy")
     summary["ppo"]["model_gap"] = summary["ppo"]["model_right"] - summary["ppo"]["valid_accuracy"]
     summary["seconds"] = {stage: round(seconds[stage], 1) for stage in STAGES}
-    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     # an upper bound of what ran at the same time: this process and one child, or a stage's ranks, as large as its first
     rank = max(last(records[stage], "memory/peak_rss_bytes") for stage in STAGES)
-    summary["peak_rss_bytes"] = peak_rss_bytes() + max(children.ru_maxrss * 1024, int(ranks * rank))
+    summary["peak_rss_bytes"] = peak_rss_bytes() + max(child, int(ranks * rank))
     summary["ranks"] = ranks
-    summary["cpu_seconds"] = round(sum(u.ru_utime + u.ru_stime for u in (own, children)), 1)
+    summary["cpu_seconds"] = cpu_s
     summary["seed"] = configs["sft"].seed
     (root / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary

@@ -43,6 +43,12 @@ def test_a_folder_with_other_runs_is_not_touched(tmp_path):
     assert (tmp_path / "sft" / "precious").exists()
 
 
+def test_seconds_of_the_shell_that_it_was_are_not_its_own(tmp_path):
+    """The launcher installs, and is then replaced by the quick start."""
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 1: pass"], check=True)
+    assert Quickstart([f"run.dir={tmp_path}"], ranks=1).cpu_seconds() < 1
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The quick start of seed 0, run once: (folder, summary)."""
