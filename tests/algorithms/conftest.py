@@ -1,7 +1,8 @@
 """Fixtures of the tests in which a stage must learn."""
 
+import fcntl
+
 import pytest
-from filelock import FileLock
 
 from tests import stages
 
@@ -13,7 +14,8 @@ def sums(tmp_path_factory, worker_id):
     base = tmp_path_factory.getbasetemp()
     root = (base if worker_id == "master" else base.parent) / "sums"
     made = root / "made"
-    with FileLock(f"{root}.lock"):
+    with root.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
             stages.make_sums(root, "[1-4]")
             stages.sums_model(root, "run.steps=200", "batch.sequences=128", "batch.micro_batch_samples=128")
