@@ -30,13 +30,13 @@ from aligner.errors import AlignerError
 from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import sum_parts
 from aligner.megatron.expert_load import ExpertLoad
-from aligner.megatron.grad_norm import no_norms_apart, use_one_norm
 from aligner.megatron.groups import Layout
 from aligner.megatron.held import hold, share_frozen
 from aligner.megatron.lora import AdaptedModel, MergedWeights, SplitWeights, attach
 from aligner.megatron.model import Head, build_model, uses_transformer_engine
 from aligner.megatron.optimizer_state import fuse
 from aligner.megatron.pipeline import Pipeline
+from aligner.megatron.update import no_norms_apart, use_few_passes
 from aligner.megatron.weights import EMBEDDING, WeightSource, load_weights, local_parameters
 from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.ops.kernels.frozen import Frozen
@@ -189,7 +189,7 @@ class ShardedModel:
             config, [self.wrapped], use_gloo_process_groups=False, pg_collection=self.layout.pgs
         )
         fuse(optimizer)
-        use_one_norm()
+        use_few_passes()
         no_norms_apart(optimizer)
         return optimizer
 

@@ -9,7 +9,8 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs/patches.md"
 REASONS = {
     "megatron/core/optimizer/distrib_optimizer.py": ["model_param.type() == 'torch.cuda.FloatTensor'"],
-    "megatron/core/utils.py": ["l2_reduced = torch.norm(torch.tensor(l2))"],
+    "megatron/core/utils.py": ["l2_reduced = torch.norm(torch.tensor(l2))", "dst.copy_(src * scale)"],
+    "megatron/core/distributed/param_and_grad_buffer.py": ["= dist_reduce_scatter_func(", " dist_all_gather_func("],
     "megatron/core/optimizer/optimizer.py": ["optimizer.has_grad_norm_group(grad_norm_group)"],
     "megatron/core/optimizer/__init__.py": ["from torch.optim import AdamW as Adam"],
     "megatron/core/dist_checkpointing/strategies/filesystem_async.py": ["ctx.Manager().Queue()"],

@@ -43,9 +43,3 @@ def test_the_host_waits_for_numbers_it_needs_and_no_others(ranks, cfg, layout, w
         read = {place for place in told["logprobs"] if place not in CPU_ALONE}
         assert read <= {("batching.py", "forward_rows"), SENT} and (SENT not in read or parallel.expert > 1)
         assert told["logprobs"].get(("batching.py", "forward_rows"), 0) <= 1, "once for all micro-batches"
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_one_norm_of_many_is_megatrons(ranks, count):
-    (told,) = ranks.run("tests.megatron.wait_jobs:norms", count=count)
-    assert told["one"] == told["megatron"] and told["reads"] == 0

@@ -1,4 +1,5 @@
-"""What the ranks run for `test_waits.py`: which reads of an update step would let a host wait for a GPU."""
+"""What the ranks run for `test_waits.py` and `test_update.py`: which reads of an update step would let a host wait for
+a GPU, and what is done to gradients and weights."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from contextlib import ExitStack
 from unittest import mock
 
 import torch
-from megatron.core.utils import local_multi_tensor_l2_norm
+from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,12 +18,12 @@ from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron import train
-from aligner.megatron.grad_norm import norm_of_all
+from aligner.megatron.update import norm_of_all, scale_all
 from aligner.ops.kernels.upload import _mapped
 from aligner.roles.batching import micro_batches
 from aligner.roles.policy import Policy
 from tests.megatron.jobs import build, nll_loss
-from tests.tiny import ADAM, batch
+from tests.tiny import ADAM, LLAMA, batch
 
 WAITS = {"_local_scalar_dense", "nonzero", "bincount", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
 
@@ -120,6 +121,28 @@ def norms(count: int) -> dict:
     wanted, _ = local_multi_tensor_l2_norm(1, torch.zeros(1), [tensors], False)
     assert one.dtype == wanted.dtype and one.shape == wanted.shape
     return {"one": float(one), "megatron": float(wanted), "reads": reads.count}
+
+
+def scaled(count: int) -> dict:
+    """Over themselves, as Megatron clips, and into others."""
+    tensors = [torch.randn(7, i + 1) for i in range(count)]
+    over, wanted, into = ([t.clone() for t in tensors] for _ in range(3))
+    local_multi_tensor_scale(1, torch.zeros(1), [tensors, wanted], 0.3)
+    scale_all(1, torch.zeros(1), [over, over], 0.3)
+    scale_all(1, torch.zeros(1), [tensors, into], 0.3)
+    return {"over": over, "into": into, "megatron": wanted}
+
+
+def shares() -> dict:
+    """How often an optimizer step shares out gradients, and weights."""
+    model, full = build(LLAMA, ParallelConfig(), ADAM), batch(LLAMA)
+    each = len(full.lengths) // model.layout.data
+    mine = full.select(torch.arange(each) + each * model.layout.dp_rank)
+    with torch.profiler.profile() as profile:
+        model.step([mine], nll_loss(model, full))
+    counts = Counter({event.key: event.count for event in profile.key_averages()})
+    of = {"gradients": "c10d::reduce_scatter_tensor_coalesced_", "weights": "c10d::allgather_into_tensor_coalesced_"}
+    return {what: counts[name] for what, name in of.items()}
 
 
 class _Reads(TorchDispatchMode):

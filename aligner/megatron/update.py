@@ -1,0 +1,62 @@
+"""Between the last gradient and the new weights, without Apex or TransformerEngine: Megatron's own way reads the norm
+of each tensor by itself from the device, writes the scaled gradients twice, and copies what has nowhere to go."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.optimizer import MegatronOptimizer, clip_grads
+from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
+from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+from torch import Tensor
+
+
+@functools.cache
+def use_few_passes() -> None:
+    """In place of Megatron's functions where it would take those, for good; the same numbers come out. Idempotent."""
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = norm_of_all
+    if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
+        clip_grads.multi_tensor_scale_impl = scale_all
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(param_and_grad_buffer, name, unless_alone(getattr(param_and_grad_buffer, name)))
+
+
+def no_norms_apart(optimizer: MegatronOptimizer) -> None:
+    """No parameter here has a norm of its own (as Megatron's of multi-token prediction have). Megatron would ask all
+    ranks, once for each optimizer: a pipeline stage whose layers are all dense has one less than a stage with experts,
+    which would wait for its answer for ever."""
+    optimizer._has_grad_norm_group_cache = dict.fromkeys(SEPARATE_GRAD_NORM_GROUPS, False)
+
+
+def norm_of_all(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], per_tensor: bool, *unused: Any
+) -> tuple[Tensor, None]:
+    """float32 [1], of all tensors of all lists; `amp_C.multi_tensor_l2norm`'s signature."""
+    norms = torch._foreach_norm([tensor for tensors in tensor_lists for tensor in tensors])
+    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+
+
+def scale_all(chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float) -> None:
+    """The tensors of the first list times `scale`, into those of the second; `amp_C.multi_tensor_scale`'s signature."""
+    source, target = tensor_lists
+    if any(a is not b for a, b in zip(source, target, strict=True)):
+        torch._foreach_copy_(target, source)
+    torch._foreach_mul_(target, scale)
+
+
+def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """For the distributed optimizer, whose shard of a buffer is a view of it: where a group has one rank, that is all
+    of it, and gloo would copy it to itself (three times in a step)."""
+
+    @functools.wraps(collective)
+    def call(output: Tensor, input_: Tensor, *args: Any, group: Any, **kwargs: Any) -> Any:
+        if group.size() == 1 and output.data_ptr() == input_.data_ptr():
+            return None
+        return collective(output, input_, *args, group=group, **kwargs)
+
+    return call
