@@ -8,12 +8,16 @@ its own: gloo's, when they copy gathered parameters, or a reward function's. `re
 A thread of a team waits for the others by spinning. `SPINS` are about a tenth of a millisecond, long enough for the
 next operation to find the team awake. Where other programs want the cores, whoever spins takes one from the thread that
 it waits for: while its threads wait for cores, a process has one OpenMP thread more than there are cores, which does
-nothing, and libgomp has all of them sleep.
+nothing, and libgomp has all of them sleep. Meanwhile its threads ask for many short turns instead of few long ones
+(Linux from 6.12 on; no more time in all): the next operation begins when the last of them has had its own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+import struct
 import sys
 import threading
 import time
@@ -26,6 +30,8 @@ TASKS = Path("/proc/self/task")
 LOOK_S = 0.25
 CROWDED, FREE = 0.15, 0.05  # share of the time in which threads that would run wait for a core: from here on, and below
 WATCH = "who wants the cores"
+SHORT_NS = 100_000  # the shortest turn that Linux gives
+SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # numbers of the system call, which Python does not have
 GRAIN = 1 << 15  # elements that torch gives a thread at least
 
 _given: int | None = None  # what the environment said before `reserve`
@@ -84,8 +90,10 @@ def _watch(team: int) -> None:
         share = (waited - before[1]) / wanted
         if sleeps is None and share > CROWDED:
             sleeps = threading.Event()
+            _ask_for_turns(SHORT_NS)
             threading.Thread(target=_one_too_many, args=(team, sleeps), daemon=True, name="one too many").start()
         elif sleeps is not None and share < FREE:
+            _ask_for_turns(0)
             sleeps.set()
             sleeps = None
 
@@ -98,6 +106,18 @@ def _turns() -> tuple[int, int]:
             mine = (task / "schedstat").read_text().split()
             ran, waited = ran + int(mine[0]), waited + int(mine[1])
     return ran, waited
+
+
+def _ask_for_turns(nanoseconds: int) -> None:
+    """Of this length for all threads of this process; 0: as long as anybody's. Earlier kernels keep theirs."""
+    call = SCHED_SETATTR.get(platform.machine())
+    for task in TASKS.iterdir() if call is not None else ():
+        with suppress(OSError):  # it has just ended
+            thread = int(task.name)
+            policy, nice = os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)
+            if policy in (os.SCHED_OTHER, os.SCHED_BATCH):
+                wanted = struct.pack("=IIQiIQQQ", 48, policy, 0, nice, 0, nanoseconds, 0, 0)  # sched_attr, version 0
+                ctypes.CDLL(None).syscall(call, thread, wanted, 0)
 
 
 def _one_too_many(team: int, ended: threading.Event) -> None:

@@ -2,10 +2,13 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 
 import pytest
+
+from aligner.cluster import threads
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 SEEN = """
@@ -87,11 +90,18 @@ def test_waiting_takes_no_core_from_whom_it_waits_for():
 
 BESIDE = """
 import json, os, threading, time
+from pathlib import Path
 from aligner.cluster import threads
+os.nice(1)
 threads.reserve()
 import torch
 threads.use(2, 1)
 x = torch.ones(1 << 17)
+
+def slices():
+    lines = [line for file in Path("/proc/self/task").glob("*/sched") for line in file.read_text().splitlines()]
+    return sorted({int(line.split(":")[1]) for line in lines if line.startswith("se.slice ")})
+
 cores, tasks = os.sched_getaffinity(0), lambda: len(os.listdir("/proc/self/task"))
 second = lambda: any(thread.name == "one too many" for thread in threading.enumerate())
 
@@ -106,10 +116,11 @@ until(second if {watched} else lambda: True, {min(cores)})
 start = time.process_time()
 for _ in range(2000):
     x.mul_(1.0)
-used, most = time.process_time() - start, tasks()
+used, most, turns = time.process_time() - start, tasks(), slices()
 threads._turns = lambda: (time.monotonic_ns(), 0)  # it had all that it wanted, whatever else the machine does
 until(lambda: not second() and tasks() <= most - 2 * {watched}, cores)
-print(json.dumps([used, most - tasks()]))
+nice = {os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir("/proc/self/task")}
+print(json.dumps([used, most - tasks(), turns, slices(), nice == {os.nice(0)}]))
 """
 
 
@@ -126,9 +137,12 @@ def test_a_team_that_waits_for_cores_sleeps_and_one_that_has_them_spins_again():
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    (sleeping, ended), (spinning, none) = told(True), told(False, GOMP_SPINCOUNT="5001")
+    (sleeping, ended, short, usual, same), (spinning, none, *alike, _) = told(True), told(False, GOMP_SPINCOUNT="5001")
     assert ended >= 2 and none == 0  # the second team's two threads
     assert sleeping * 1.5 < spinning, (sleeping, spinning)
+    assert same and alike == [usual, usual]
+    if usual and tuple(int(n) for n in platform.release().split(".")[:2]) >= (6, 12):
+        assert short == [threads.SHORT_NS]
 
 
 @pytest.mark.slow
