@@ -46,7 +46,8 @@ def scale_all(chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Te
     source, target = tensor_lists
     if any(a is not b for a, b in zip(source, target, strict=True)):
         torch._foreach_copy_(target, source)
-    torch._foreach_mul_(target, scale)
+    if target:  # a rank may own nothing of a model
+        torch._foreach_mul_(target, scale)
 
 
 def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:

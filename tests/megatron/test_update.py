@@ -12,8 +12,9 @@ def test_one_norm_of_many_is_megatrons(ranks, count):
     assert told["one"] == told["megatron"] and told["reads"] == 0
 
 
-def test_all_are_scaled_as_by_megatron(ranks):
-    (told,) = ranks.run("tests.megatron.wait_jobs:scaled", count=3)
+@pytest.mark.parametrize("count", [0, 3])
+def test_all_are_scaled_as_by_megatron(ranks, count):
+    (told,) = ranks.run("tests.megatron.wait_jobs:scaled", count=count)
     for found in (told["over"], told["into"]):
         torch.testing.assert_close(found, told["megatron"], rtol=0, atol=0)
 
