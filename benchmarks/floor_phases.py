@@ -72,6 +72,7 @@ WORKS = {
     ),
     "3m": Work(model_of("3m")),
     "30m": Work(model_of("30m"), sequences=24),
+    "120m": Work(model_of("120m"), prompts=2, sequences=8),
     "check": Work(gpu.SHAPES["check"], 3, 2, 20, 4, sequences=4, micro_tokens=256),
 }
 
