@@ -110,14 +110,16 @@ def _turns() -> tuple[int, int]:
 
 def _ask_for_turns(nanoseconds: int) -> None:
     """Of this length for all threads of this process; 0: as long as anybody's. Earlier kernels keep theirs."""
-    call = SCHED_SETATTR.get(platform.machine())
-    for task in TASKS.iterdir() if call is not None else ():
+    call, libc = SCHED_SETATTR.get(platform.machine()), ctypes.CDLL(None)
+    if call is None:
+        return
+    for task in TASKS.iterdir():
         with suppress(OSError):  # it has just ended
             thread = int(task.name)
             policy, nice = os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)
             if policy in (os.SCHED_OTHER, os.SCHED_BATCH):
                 wanted = struct.pack("=IIQiIQQQ", 48, policy, 0, nice, 0, nanoseconds, 0, 0)  # sched_attr, version 0
-                ctypes.CDLL(None).syscall(call, thread, wanted, 0)
+                libc.syscall(call, thread, wanted, 0)
 
 
 def _one_too_many(team: int, ended: threading.Event) -> None:

@@ -21,5 +21,5 @@ def test_all_are_scaled_as_by_megatron(ranks, count):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_one_rank_shares_out_nothing(ranks, world):
-    for told in ranks.run("tests.megatron.wait_jobs:shares", world=world):
+    for told in ranks.run("tests.megatron.wait_jobs:exchanges", world=world):
         assert told == dict.fromkeys(("gradients", "weights"), world - 1)

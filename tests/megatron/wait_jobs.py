@@ -22,7 +22,7 @@ from aligner.megatron.update import norm_of_all, scale_all
 from aligner.ops.kernels.upload import _mapped
 from aligner.roles.batching import micro_batches
 from aligner.roles.policy import Policy
-from tests.megatron.jobs import build, nll_loss
+from tests.megatron.jobs import build, nll_loss, shares
 from tests.tiny import ADAM, LLAMA, batch
 
 WAITS = {"_local_scalar_dense", "nonzero", "bincount", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
@@ -133,13 +133,11 @@ def scaled(count: int) -> dict:
     return {"over": over, "into": into, "megatron": wanted}
 
 
-def shares() -> dict:
+def exchanges() -> dict:
     """How often an optimizer step shares out gradients, and weights."""
     model, full = build(LLAMA, ParallelConfig(), ADAM), batch(LLAMA)
-    each = len(full.lengths) // model.layout.data
-    mine = full.select(torch.arange(each) + each * model.layout.dp_rank)
     with torch.profiler.profile() as profile:
-        model.step([mine], nll_loss(model, full))
+        model.step([shares(model, full)], nll_loss(model, full))
     counts = Counter({event.key: event.count for event in profile.key_averages()})
     of = {"gradients": "c10d::reduce_scatter_tensor_coalesced_", "weights": "c10d::allgather_into_tensor_coalesced_"}
     return {what: counts[name] for what, name in of.items()}
