@@ -244,4 +244,9 @@ class Subject:
                 "own_gflops": own / 1e9,
                 "copy_gb_s": copied / 1e9,
             }
+        found["refit"]["pack_s"] = busy_seconds(self.pack, self.device)  # or the next prefill would
         return found
+
+    @torch.inference_mode()
+    def pack(self) -> None:
+        self.bench.engine.model.packs.pack()

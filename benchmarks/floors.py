@@ -8,7 +8,8 @@ slows the phase slows them too; told are medians of the repeats' ratios. With on
 
 The rate of products is the best of a large square product and of the phase's own shapes; `own shapes` is the share of
 the phase's time that its products need at the rate of those shapes: the rest of it is not products. Copies are of as
-many bytes as the phase moves. Exit code 1 if a refit beyond the processor's cache takes more than twice a copy.
+many bytes as the phase moves. Prefill and decode find matrices that are laid out for their products already. Exit
+code 1 if a refit beyond the processor's cache takes more than twice a copy.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def summary(name: str, phase: str, dtype: str, element: int, repeats: list[dict[
     if phase == "refit":
         row["bytes"] = parameters(WORKS[name].cfg) * element
         row["x_copy"] = statistics.median(r["seconds"] / r["floor_s"] for r in repeats)
+        row["pack_x_copy"] = statistics.median(r["pack_s"] / r["floor_s"] for r in repeats)
         row["judged"] = row["bytes"] > cache_bytes()
     return {key: value if value != float("inf") else None for key, value in row.items()}
 
@@ -76,7 +78,8 @@ def show(rows: list[dict[str, Any]]) -> None:
         if r["phase"] == "refit":
             judged = f"at most {LIMIT:g}" if r["judged"] else "not judged: within the processor's cache"
             print(
-                f"{r['model']}: a refit of {r['bytes'] / 1e6:.1f} MB takes {r['x_copy']:.2f} x a plain copy ({judged})"
+                f"{r['model']}: a refit of {r['bytes'] / 1e6:.1f} MB takes {r['x_copy']:.2f} x a plain copy ({judged}),"
+                f" to lay it out for its products {r['pack_x_copy']:.2f} x"
             )
 
 

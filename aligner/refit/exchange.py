@@ -127,7 +127,7 @@ class Exchange:
             return
         try:
             tensor = self.plan.tensors[part.tensor]
-            view = engine.place(tensor.name, part.start, part.stop)
+            view = engine.place(tensor.name, part.start, part.stop, self.changes is None)
             if view is None:
                 return
             if not self.lasting:
@@ -182,7 +182,7 @@ class Exchange:
             self._note(error)
 
     def _view(self, part: Part, engine: PlacingEngine) -> Tensor | None:
-        view = engine.place(self.plan.tensors[part.tensor].name, part.start, part.stop)
+        view = engine.place(self.plan.tensors[part.tensor].name, part.start, part.stop, self.changes is None)
         return None if view is None else self._as_words(part, view)
 
     def _held(self, views: list[Tensor | None], sizes: list[int]) -> Tensor:

@@ -45,7 +45,8 @@ class Share:
     def begin(self) -> None:
         self._ledger.begin(0)
 
-    def place(self, name: str, start: int, stop: int) -> Tensor | None:
+    def place(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
+        """Never afresh: what is merged lies beside what is not."""
         if name not in self.held:
             assert self.rest is not None, name
             return self.rest.place(name, start, stop)

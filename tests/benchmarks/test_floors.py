@@ -114,7 +114,7 @@ def test_no_product_is_in_bfloat16_where_there_are_no_instructions_for_it(ranks)
 def row(model: str, judged: bool, x_copy: float) -> dict:
     numbers = dict.fromkeys(("seconds", "floor_s", "ratio", "own_shapes", "matrix_gflops", "own_gflops"), 0.5)
     found = {"model": model, "dtype": "float32", "phase": "refit", "bound": "memory", "copy_gb_s": None} | numbers
-    return found | {"bytes": 120e6, "judged": judged, "x_copy": x_copy}
+    return found | {"bytes": 120e6, "judged": judged, "x_copy": x_copy, "pack_x_copy": 5.0}
 
 
 @pytest.mark.parametrize(("judged", "x_copy", "code"), [(True, 2.5, 1), (True, 1.9, 0), (False, 2.5, 0)])

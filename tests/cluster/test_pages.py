@@ -58,10 +58,9 @@ from aligner.engines.native import packs
 from tests.cluster.test_pages import asked
 
 packs.worth_packing = lambda matrix: True
-packed = packs.Packs({"a": torch.ones(3, 2048, 2048)})
+packed = packs.Packs({"a": packs.matrices(3, 2048, 2048, torch.float32, torch.device("cpu"))})
 packed.pack()
-places = [(packs.address(matrix), matrix.nbytes) for matrix in packed._packed["a"]]
-print(sum(asked(place, place + size) for place, size in places))
+print(sum(asked(*packs.place_of(matrix)) for matrix in packed._packed.values()))
 """
 MAY_BE_ASKED = pytest.mark.skipif(
     not pages.SETTING.exists() or "[never]" in pages.SETTING.read_text(), reason="a system that gives large pages"

@@ -9,24 +9,24 @@ import torch.distributed as dist
 from aligner.config.sections.engine import EngineConfig, RefitConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.parallel import ParallelConfig
-from aligner.engines.native.engine import NativeEngine
 from aligner.errors import RefitError
 from aligner.megatron.groups import neighbours
 from aligner.refit.factors import FactorExchange
 from aligner.refit.transfer import Refit
 from tests.megatron.jobs import build
 from tests.megatron.lora_jobs import FAST, shake
+from tests.refit.jobs import Packed
 
 
-class Refusing(NativeEngine):
+class Refusing(Packed):
     """An engine that cannot be written where it is told."""
 
     refuses = ""
 
-    def place(self, name: str, start: int, stop: int):
+    def place(self, name: str, start: int, stop: int, afresh: bool = False):
         if name == self.refuses:
             raise RuntimeError("no memory left")
-        return super().place(name, start, stop)
+        return super().place(name, start, stop, afresh)
 
 
 def _engine(cfg: ModelConfig, tensor: int, dtype: torch.dtype) -> Refusing:
@@ -89,7 +89,7 @@ def torn(cfg: ModelConfig, parallel: ParallelConfig, name: str) -> dict:
     assert isinstance(exchange, FactorExchange)
     share = exchange._merger.factors
     place, lost = share.place, "model.layers.1.mlp.up_proj.lora_B.weight" if last else ""
-    share.place = lambda n, a, b: torch.empty(b - a, cfg.lora.rank) if n == lost else place(n, a, b)
+    share.place = lambda n, a, *b: torch.empty(b[0] - a, cfg.lora.rank) if n == lost else place(n, a, *b)
     fails()
     share.place = place
     works()

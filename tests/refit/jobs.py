@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from aligner.config.sections.engine import EngineConfig, RefitConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.engines.native import packs
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.load import engine_from_folder
 from aligner.errors import RefitError
@@ -197,6 +199,19 @@ def shards(cfg: ModelConfig, trainer: TrainerGrid, rank: int) -> dict[str, torch
     }
 
 
+class Packed(NativeEngine):
+    """When an update begins, its matrices in float32 are laid out as rows are computed with them, on any machine."""
+
+    def __init__(self, *arguments, **more):
+        with mock.patch.object(packs, "worth_packing", lambda m: m.dtype == torch.float32 and m.numel() > 0):
+            super().__init__(*arguments, **more)
+
+    def begin_update(self, version: int) -> None:
+        with torch.inference_mode():
+            self.model.packs.pack()
+        super().begin_update(version)
+
+
 def engines_of(cfg: ModelConfig, engines: EngineGrid, dtype: torch.dtype, count: int) -> list[NativeEngine | None]:
     """So many alike on this rank, None where there is to be none."""
     rank, replicas = dist.get_rank(), len(engines.ranks) // engines.tensor
@@ -204,7 +219,7 @@ def engines_of(cfg: ModelConfig, engines: EngineGrid, dtype: torch.dtype, count:
     if rank not in engines.ranks:
         return [None] * count
     group = groups[engines.ranks.index(rank) // engines.tensor]
-    return [NativeEngine(cfg, EngineConfig(), device="cpu", dtype=dtype, pad_id=0, group=group) for _ in range(count)]
+    return [Packed(cfg, EngineConfig(), device="cpu", dtype=dtype, pad_id=0, group=group) for _ in range(count)]
 
 
 def placed(
@@ -278,19 +293,19 @@ class Losing(NativeEngine):
 
     fault = ""
 
-    def place(self, name: str, start: int, stop: int):
+    def place(self, name: str, start: int, stop: int, afresh: bool = False):
         if name == "model.layers.1.mlp.up_proj.weight":
             elsewhere = torch.empty(stop - start, self.model.cfg.hidden_size)
             if self.fault == "missing":
                 return elsewhere
             if self.fault == "doubled":
-                super().place(name, start, stop)
+                super().place(name, start, stop, afresh)
             if self.fault == "half":
-                super().place(name, start, (start + stop) // 2)
+                super().place(name, start, (start + stop) // 2, afresh)
                 return elsewhere
             if self.fault == "broken":
                 raise RuntimeError("no memory left")
-        return super().place(name, start, stop)
+        return super().place(name, start, stop, afresh)
 
 
 def faulty(cfg: ModelConfig, parallel: ParallelConfig, fault: str) -> str:

@@ -115,8 +115,8 @@ def refused():
 
     place = NativeEngine.place
 
-    def planted(self, name, start, stop):
-        return place(self, name, start + 1, stop + 1)
+    def planted(self, name, start, stop, *afresh):
+        return place(self, name, start + 1, stop + 1, *afresh)
 
     NativeEngine.place = planted
 

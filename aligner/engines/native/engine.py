@@ -113,14 +113,14 @@ class NativeEngine:
         if self.device.type == "cuda":  # copies are queued: the caller may overwrite its buffers after this returns
             torch.cuda.synchronize(self.device)
 
-    def place(self, name: str, start: int, stop: int) -> Tensor | None:
+    def place(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
         """See `PlacingEngine.place`. Copies into it are on the current stream, as the engine's own work."""
         tensor = self.model.tensors.get(name)
         if tensor is not None:
             low, high = self.model.interval(tensor)
             if not low <= start < stop <= high:
                 raise RefitError(f"{name} [{start}:{stop}] came, but this engine's rank holds [{low}:{high}]")
-        return self.model.part(tensor, start, stop) if self._ledger.accept_part(name, start, stop) else None
+        return self.model.part(tensor, start, stop, afresh) if self._ledger.accept_part(name, start, stop) else None
 
     def finish_update(self) -> None:
         for name, tensor in self.model.tensors.items():

@@ -6,7 +6,7 @@ the rotation is one complex product in place. Queries and keys are permuted alik
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from aligner.engines.native.attention import Behind, decode_attention, prefill_a
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.latent import LatentHeads
 from aligner.engines.native.linear import LinearLayers, Memories
-from aligner.engines.native.packs import Packs
+from aligner.engines.native.packs import Packs, matrices
 from aligner.engines.native.peers import Peers
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.scratch import Scratch, zeros
@@ -80,6 +80,9 @@ class NativeModel:
         def empty(*shape: int) -> Tensor:
             return zeros(*shape, dtype=dtype, device=device)
 
+        def packable(layers: int, rows: int, columns: int) -> Sequence[Tensor]:
+            return matrices(layers, rows, columns, dtype, device)
+
         low, high = self.interval(self.tensors["model.embed_tokens.weight"])
         self.first_token = low
         self.embedding = empty(high - low, hidden)
@@ -89,7 +92,7 @@ class NativeModel:
         self.norm_rows = [name for name in NORMS if f"decoder.layers.0.{name}.weight" in table]
         self.norms = empty(layers, len(self.norm_rows), hidden)
         self.final_norm = empty(hidden)
-        self.qkv = empty(len(attention), width, hidden)
+        self.qkv = packable(len(attention), width, hidden)
         self.qkv_bias = empty(len(attention), width) if cfg.qkv_bias else None
         self.wide = self.traits.wide_qk_norm  # one norm over all query heads of a token, one over its key heads
         wide = empty(len(attention), self.rotated * self.head_dim) if self.wide else None
@@ -98,10 +101,10 @@ class NativeModel:
         # of each position: planes, heads, numbers of a head
         self.cached = (2, self.groups, self.head_dim) if self.latent is None else (1, 1, self.latent.width)
         self.linear = LinearLayers(cfg, share, self.peers.rank, device, dtype) if cfg.layers_of("linear") else None
-        self.out = empty(len(attention), hidden, self.heads * cfg.value_channels)
+        self.out = packable(len(attention), hidden, self.heads * cfg.value_channels)
         self.sinks = empty(len(attention), self.heads) if self.traits.sinks else None
-        self.gate_up = empty(len(dense), 2 * ffn, hidden)
-        self.down = empty(len(dense), hidden, ffn)
+        self.gate_up = packable(len(dense), 2 * ffn, hidden)
+        self.down = packable(len(dense), hidden, ffn)
         self.out_bias = empty(len(attention), hidden) if cfg.output_bias else None
         self.gate_up_bias = empty(len(dense), 2 * ffn) if cfg.mlp_bias else None
         self.down_bias = empty(len(dense), hidden) if cfg.mlp_bias else None
@@ -121,8 +124,8 @@ class NativeModel:
         self.shared_gate = empty(len(sparse), 1, hidden) if self.traits.shared_gate else None
         self._views = self._hf_views()
         assert self._views.keys() == self.shapes.keys(), self._views.keys() ^ self.shapes.keys()
-        matrices = {"qkv": self.qkv, "out": self.out, "gate_up": self.gate_up, "down": self.down}
-        self.packs = Packs(matrices | {"head": self.head[None]}, ("head",) if cfg.tie_embeddings else ())
+        packable = {"qkv": self.qkv, "out": self.out, "gate_up": self.gate_up, "down": self.down, "head": [self.head]}
+        self.packs = Packs(packable, self._views, ("head",) if cfg.tie_embeddings else ())
         self.scratch = Scratch(device, dtype)
         self._rope = torch.empty(0, device=device)
         self._embedding_factor = embedding_factor(cfg, dtype)
@@ -155,7 +158,7 @@ class NativeModel:
                 fused = {}
             for kind, buffer in fused.items():
                 if buffer is not None:
-                    q, k, v = buffer[i, : sum(parts)].split(parts)
+                    q, k, v = buffer[i][: sum(parts)].split(parts)
                     q = self._with_gates(buffer[i]) if self.gated else self._halves(q)
                     views[at + f"self_attn.q_proj.{kind}"] = q
                     views[at + f"self_attn.k_proj.{kind}"] = self._halves(k)
@@ -237,9 +240,11 @@ class NativeModel:
         """The entries of `tensor.axis` that this rank holds."""
         return self.intervals[tensor.name]
 
-    def part(self, tensor: HfTensor, start: int, stop: int) -> Tensor:
-        """A view of entries [start, stop), which this rank holds; elements in Hugging Face's order."""
-        view, (low, high) = self.views[tensor.name], self.interval(tensor)
+    def part(self, tensor: HfTensor, start: int, stop: int, afresh: bool = False) -> Tensor:
+        """A view of entries [start, stop), which this rank holds; elements in Hugging Face's order. With `afresh` it
+        may have any content, and so may what lies beside it."""
+        self.packs.open(tensor.name, not afresh)
+        view, (low, high) = self._views[tensor.name], self.interval(tensor)
         if tensor.axis:
             return view[..., start - low : stop - low]
         each = (high - low) // view.shape[0]  # more than one where heads are split into halves

@@ -9,73 +9,111 @@ import torch
 from torch import Tensor
 
 from aligner.cluster.pages import ask_for_large_pages, give_back_freed_memory
-from aligner.ops.kernels.packed_products import address, pack, worth_packing
+from aligner.engines.native.scratch import zeros
+from aligner.ops.kernels.packed_products import overwrite, pack, place_of, worth_packing
 
-_KEPT = 32 << 20  # bytes of a name that may stay with the process: giving pages back costs a trainer beside it new ones
 _GAP = 1 << 20  # bytes between two matrices that large pages may take with them
+_KEPT = 32 << 20  # bytes of plain matrices that may stay with the process when they are packed first
+At = tuple[str, int]  # name and layer
+
+
+def matrices(layers: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Sequence[Tensor]:
+    """Zeros, one behind the other, unless they will be packed: then each in memory of its own."""
+    if worth_packing(torch.empty(1, dtype=dtype, device=device).expand(rows, columns)):
+        return [zeros(rows, columns, dtype=dtype, device=device) for _ in range(layers)]
+    return zeros(layers, rows, columns, dtype=dtype, device=device).unbind()
 
 
 class Packs:
-    """Of `matrices` [layers, n, k] by name: one layout takes the place of the other, which are never both there but for
-    one name at a time, and for those that are read `also_plain`. Plain ones stay the same tensors over the same
-    storage, which alone is emptied and filled again."""
+    """Of `plain` matrices [n, k] by name, one for each layer. Plain ones stay the same tensors over the same storage,
+    which alone is emptied when they are packed, but for those that are read `also_plain`. Packed ones stay where they
+    are while all are written anew, and go when plain ones are read. `views` of plain ones are what others know by name.
+    """
 
-    def __init__(self, matrices: Mapping[str, Tensor], also_plain: tuple[str, ...] = ()):
-        self._plain = dict(matrices)
+    def __init__(
+        self,
+        plain: Mapping[str, Sequence[Tensor]],
+        views: Mapping[str, Tensor] | None = None,
+        also_plain: tuple[str, ...] = (),
+    ):
+        self._plain = {(name, layer): m for name, layers in plain.items() for layer, m in enumerate(layers)}
         self._also_plain = also_plain
-        self._worth = [name for name, layers in matrices.items() if len(layers) and worth_packing(layers[0])]
-        self._packed: dict[str, list[Tensor]] = {}
-        self._emptied: set[str] = set()
+        self._packed: dict[At, Tensor] = {}
+        self._outdated: set[At] = set()  # of the packed ones: plain ones have been written since
+        self._emptied: set[At] = set()
+        self._worth = [at for at, matrix in self._plain.items() if worth_packing(matrix)]
+        storages = {self._plain[at].untyped_storage().data_ptr(): at for at in self._worth}
+        places = {name: view.untyped_storage().data_ptr() for name, view in (views or {}).items()}
+        self._places = {name: storages[place] for name, place in places.items() if place in storages}
 
-    def __getitem__(self, at: tuple[str, int]) -> Tensor:
-        """The matrix of a name and layer, in the layout that is there."""
-        name, layer = at
-        return self._packed[name][layer] if name in self._packed else self._plain[name][layer]
+    def __getitem__(self, at: At) -> Tensor:
+        """The matrix, in the layout that rows are computed with."""
+        return self._packed[at] if at in self._packed else self._plain[at]
 
     @property
     def held_bytes(self) -> int:
         """Of what is packed."""
-        return sum(matrix.nbytes for layers in self._packed.values() for matrix in layers)
+        return sum(matrix.nbytes for matrix in self._packed.values())
 
     def pack(self) -> None:
         """Before rows are computed."""
-        for name in self._worth:
-            if name not in self._packed:
-                plain = self._plain[name]
-                self._packed[name] = [pack(matrix) for matrix in plain]
-                _ask_for_large_pages(self._packed[name])
-                storage = plain.untyped_storage()
-                if name not in self._also_plain and storage.resizable():  # not if numpy has seen it
-                    storage.resize_(0)
-                    self._emptied.add(name)
+        new, freed = [], 0
+        for at in self._worth:
+            if at in self._packed and at not in self._outdated:
+                continue
+            plain = self._plain[at]
+            packed = pack(plain)
+            if at in self._packed:
+                overwrite(self._packed[at], packed)
+                self._outdated.remove(at)
+            else:
+                self._packed[at] = packed
+                new.append(packed)
+            storage = plain.untyped_storage()
+            if at[0] not in self._also_plain and storage.resizable():  # not if numpy has seen it
+                storage.resize_(0)
+                self._emptied.add(at)
+                freed += plain.nbytes if new else 0
+            if freed > _KEPT:
+                give_back_freed_memory()  # who never writes weights again has no use for it
+                freed = 0
+        _ask_for_large_pages(new)
 
     def unpack(self) -> None:
-        """Before plain ones are written or read. Their bits are what they were. Packed ones go last: where memory is
-        short, the next call finds them."""
-        while self._packed:
-            name = next(reversed(self._packed))
-            if name in self._emptied:
-                plain = self._plain[name]
-                plain.untyped_storage().resize_(plain.nbytes)
+        """Before plain ones are read. Their bits are what they were."""
+        for at in list(self._packed):
+            self._open(at, True)
+
+    def open(self, name: str, kept: bool) -> None:
+        """Before the view `name` is written or read; unless its matrix is `kept`, it may have any content."""
+        if name in self._places:
+            self._open(self._places[name], kept)
+
+    def _open(self, at: At, kept: bool) -> None:
+        """Packed ones go last: where memory is short, the next call finds them."""
+        if at in self._emptied:
+            plain = self._plain[at]
+            plain.untyped_storage().resize_(plain.nbytes)
+            if kept:
                 with torch.inference_mode():
-                    for layer, matrix in enumerate(plain):
-                        matrix.copy_(self._packed[name][layer].to_dense())
-                self._emptied.remove(name)
-            del self._packed[name]
-            if self._plain[name].nbytes > _KEPT:
-                give_back_freed_memory()  # plain ones are too large to be laid into what is kept of these
+                    plain.copy_(self._packed[at].to_dense())
+            self._emptied.remove(at)
+        if kept:
+            self._packed.pop(at, None)
+            self._outdated.discard(at)
+        elif at in self._packed:
+            self._outdated.add(at)
 
     def clear(self) -> None:
-        self._plain, self._packed, self._worth, self._emptied = {}, {}, [], set()
+        self._plain, self._packed, self._worth, self._places = {}, {}, [], {}
+        self._outdated, self._emptied = set(), set()
 
 
 def _ask_for_large_pages(packed: Sequence[Tensor]) -> None:
     """They mostly lie one behind the other, and few of them fill such pages by themselves."""
-    places = sorted((address(matrix), address(matrix) + matrix.nbytes) for matrix in packed)
-    start, stop = places[0]
-    for first, last in places[1:]:
-        if first - stop > _GAP:
-            ask_for_large_pages(start, stop)
-            start = first
-        stop = last
-    ask_for_large_pages(start, stop)
+    places = sorted(map(place_of, packed))
+    while places:
+        start, stop = places.pop(0)
+        while places and places[0][0] - stop <= _GAP:
+            stop = places.pop(0)[1]
+        ask_for_large_pages(start, stop)

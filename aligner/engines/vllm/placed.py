@@ -35,7 +35,7 @@ class PlacedVllmEngine(VllmEngine):
         everyone = [own] if self._group is None else gathered(own, self._group)
         return everyone[0].tensor(), own
 
-    def place(self, name: str, start: int, stop: int) -> Tensor | None:
+    def place(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
         """See `PlacingEngine.place`."""
         if not self._ledger.accept_part(name, start, stop):
             return None

@@ -7,6 +7,8 @@ order: so a row is the same whatever rows it is computed with.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -34,9 +36,16 @@ def pack(matrix: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight.default(matrix, _ROWS)
 
 
-def address(packed: Tensor) -> int:
-    """Of its first byte."""
-    return torch.ops.mkldnn.data_ptr(packed)
+def place_of(packed: Tensor) -> tuple[int, int]:
+    """The addresses of its first byte, and of the one behind its last."""
+    start = torch.ops.mkldnn.data_ptr(packed)
+    return start, start + torch.ops.mkldnn._nbytes(packed)
+
+
+def overwrite(packed: Tensor, other: Tensor) -> None:
+    """With another one of the same shape and dtype, where it lies."""
+    (start, stop), (source, _) = place_of(packed), place_of(other)
+    ctypes.memmove(start, source, stop - start)
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
