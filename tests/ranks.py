@@ -207,6 +207,7 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         gc.collect()
+        gc.freeze()  # what modules that a job imports have made stays: each collection would look through it again
         dist.destroy_process_group()
         parallel_state.destroy_global_memory_buffer()
 
