@@ -28,6 +28,7 @@ def made(rows, extra: int, padded: bool, multiple: int, share: bool):
 def sights(packing, spans, tokens) -> list[list[tuple[int, int]]]:
     """For each query of `spans`, in the order of their stream: (position, token) of each key that it sees."""
     stream, found, done = tokens.view(-1)[packing.source], {}, 0
+    keys = list(zip(packing.positions.tolist(), stream.tolist(), strict=True))
     for segment in spans.segments:
         queries, width = segment.rows * segment.q_width, segment.k_width
         places = (
@@ -42,8 +43,8 @@ def sights(packing, spans, tokens) -> list[list[tuple[int, int]]]:
         mask = square.expand(segment.rows, -1, -1) if segment.mask is None else segment.mask[:, 0]
         for row in range(segment.rows):
             for i in range(segment.q_width):
-                keys = places[row][mask[row, i]].tolist()
-                found[done + row * segment.q_width + i] = [(int(packing.positions[k]), int(stream[k])) for k in keys]
+                seen = places[row][mask[row, i]].tolist()
+                found[done + row * segment.q_width + i] = [keys[k] for k in seen]
         done += queries
     out = torch.arange(len(stream)) if spans.out_index is None else spans.out_index
     return [found[cell] for cell in out.tolist()]
