@@ -111,7 +111,7 @@ class PlacingEngine(Protocol):
     def place(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
         """Where entries [start, stop) of the tensor's `HfTensor.axis` go (counted in the whole tensor): a view whose
         elements are in the tensor's order. They count as written. None if they must not be (`finish_update` tells).
-        `afresh`: everything is written in this update, so the engine need not keep what it holds."""
+        `afresh`: all parts of all tensors are written in this update, so the engine need not keep what it holds."""
         ...
 
 

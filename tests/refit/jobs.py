@@ -288,7 +288,7 @@ def followed(
     return told
 
 
-class Losing(NativeEngine):
+class Losing(Packed):
     """An engine whose rank writes a tensor twice, leaves one out, or one half of one."""
 
     fault = ""

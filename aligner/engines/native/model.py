@@ -124,8 +124,8 @@ class NativeModel:
         self.shared_gate = empty(len(sparse), 1, hidden) if self.traits.shared_gate else None
         self._views = self._hf_views()
         assert self._views.keys() == self.shapes.keys(), self._views.keys() ^ self.shapes.keys()
-        packable = {"qkv": self.qkv, "out": self.out, "gate_up": self.gate_up, "down": self.down, "head": [self.head]}
-        self.packs = Packs(packable, self._views, ("head",) if cfg.tie_embeddings else ())
+        plain = {"qkv": self.qkv, "out": self.out, "gate_up": self.gate_up, "down": self.down, "head": [self.head]}
+        self.packs = Packs(plain, self._views, ("head",) if cfg.tie_embeddings else ())
         self.scratch = Scratch(device, dtype)
         self._rope = torch.empty(0, device=device)
         self._embedding_factor = embedding_factor(cfg, dtype)
@@ -243,7 +243,7 @@ class NativeModel:
     def part(self, tensor: HfTensor, start: int, stop: int, afresh: bool = False) -> Tensor:
         """A view of entries [start, stop), which this rank holds; elements in Hugging Face's order. With `afresh` it
         may have any content, and so may what lies beside it."""
-        self.packs.open(tensor.name, not afresh)
+        self.packs.open(tensor.name, afresh)
         view, (low, high) = self._views[tensor.name], self.interval(tensor)
         if tensor.axis:
             return view[..., start - low : stop - low]

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from aligner.cluster.pages import ask_for_large_pages, give_back_freed_memory
 from aligner.engines.native.scratch import zeros
-from aligner.ops.kernels.packed_products import overwrite, pack, place_of, worth_packing
+from aligner.ops.kernels.packed_products import pack, pack_over, place_of, worth_packing
 
 _GAP = 1 << 20  # bytes between two matrices that large pages may take with them
-_KEPT = 32 << 20  # bytes of plain matrices that may stay with the process when they are packed first
+_KEPT = 32 << 20  # bytes up to which a freed block stays with the process, and of such blocks that may stay
 At = tuple[str, int]  # name and layer
 
 
@@ -25,9 +25,11 @@ def matrices(layers: int, rows: int, columns: int, dtype: torch.dtype, device: t
 
 
 class Packs:
-    """Of `plain` matrices [n, k] by name, one for each layer. Plain ones stay the same tensors over the same storage,
-    which alone is emptied when they are packed, but for those that are read `also_plain`. Packed ones stay where they
-    are while all are written anew, and go when plain ones are read. `views` of plain ones are what others know by name.
+    """Of `plain` matrices [n, k] by name, one for each layer; each that is worth packing has a storage of its own.
+
+    Plain ones stay the same tensors over the same storage, which alone is emptied when they are packed, but for those
+    that are read `also_plain`. Packed ones stay where they are while all are written afresh, and go when plain ones are
+    read or written in part. `views` of plain ones are what others know by name.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class Packs:
         self._outdated: set[At] = set()  # of the packed ones: plain ones have been written since
         self._emptied: set[At] = set()
         self._worth = [at for at, matrix in self._plain.items() if worth_packing(matrix)]
+        assert all(self._plain[at].untyped_storage().nbytes() == self._plain[at].nbytes for at in self._worth)
         storages = {self._plain[at].untyped_storage().data_ptr(): at for at in self._worth}
         places = {name: view.untyped_storage().data_ptr() for name, view in (views or {}).items()}
         self._places = {name: storages[place] for name, place in places.items() if place in storages}
 
     def __getitem__(self, at: At) -> Tensor:
-        """The matrix, in the layout that rows are computed with."""
+        """The matrix, in the layout that rows are computed with, once `pack` has been called."""
+        assert at not in self._outdated, at
         return self._packed[at] if at in self._packed else self._plain[at]
 
     @property
@@ -61,44 +65,41 @@ class Packs:
         for at in self._worth:
             if at in self._packed and at not in self._outdated:
                 continue
-            plain = self._plain[at]
-            packed = pack(plain)
-            if at in self._packed:
-                overwrite(self._packed[at], packed)
-                self._outdated.remove(at)
-            else:
-                self._packed[at] = packed
+            plain, before = self._plain[at], self._packed.get(at)
+            packed = self._packed[at] = pack(plain) if before is None else pack_over(before, plain)
+            self._outdated.discard(at)
+            if packed is not before:
                 new.append(packed)
             storage = plain.untyped_storage()
             if at[0] not in self._also_plain and storage.resizable():  # not if numpy has seen it
                 storage.resize_(0)
                 self._emptied.add(at)
-                freed += plain.nbytes if new else 0
+                freed += plain.nbytes if before is None and plain.nbytes <= _KEPT else 0
             if freed > _KEPT:
-                give_back_freed_memory()  # who never writes weights again has no use for it
+                give_back_freed_memory()  # packed ones take as much; weights that come afresh would find it, if any do
                 freed = 0
         _ask_for_large_pages(new)
 
     def unpack(self) -> None:
         """Before plain ones are read. Their bits are what they were."""
         for at in list(self._packed):
-            self._open(at, True)
+            self._open(at)
 
-    def open(self, name: str, kept: bool) -> None:
-        """Before the view `name` is written or read; unless its matrix is `kept`, it may have any content."""
+    def open(self, name: str, afresh: bool) -> None:
+        """Before the view `name` is written or read; if its whole matrix is written `afresh`, that has any content."""
         if name in self._places:
-            self._open(self._places[name], kept)
+            self._open(self._places[name], afresh)
 
-    def _open(self, at: At, kept: bool) -> None:
-        """Packed ones go last: where memory is short, the next call finds them."""
+    def _open(self, at: At, afresh: bool = False) -> None:
+        """The plain one is there afterwards. A packed one goes last: where memory is short, the next call finds it."""
         if at in self._emptied:
             plain = self._plain[at]
             plain.untyped_storage().resize_(plain.nbytes)
-            if kept:
+            if not afresh:
                 with torch.inference_mode():
                     plain.copy_(self._packed[at].to_dense())
             self._emptied.remove(at)
-        if kept:
+        if not afresh:
             self._packed.pop(at, None)
             self._outdated.discard(at)
         elif at in self._packed:

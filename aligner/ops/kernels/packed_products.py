@@ -42,10 +42,16 @@ def place_of(packed: Tensor) -> tuple[int, int]:
     return start, start + torch.ops.mkldnn._nbytes(packed)
 
 
-def overwrite(packed: Tensor, other: Tensor) -> None:
-    """With another one of the same shape and dtype, where it lies."""
-    (start, stop), (source, _) = place_of(packed), place_of(other)
+def pack_over(packed: Tensor, matrix: Tensor) -> Tensor:
+    """`pack` a matrix of the same shape and dtype where another one is, which it takes the place of; elsewhere if it is
+    laid out in another way, as it may be with other numbers of threads."""
+    new = pack(matrix)
+    layouts = [torch.ops.mkldnn._get_mkldnn_serialized_md(x) for x in (packed, new)]
+    if not torch.equal(*layouts):
+        return new
+    (start, stop), (source, _) = place_of(packed), place_of(new)
     ctypes.memmove(start, source, stop - start)
+    return packed
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:

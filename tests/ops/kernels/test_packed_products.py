@@ -9,8 +9,10 @@ from aligner.ops.kernels.packed_products import (
     SMALLEST,
     SMALLEST_BESIDE_MKL,
     pack,
+    pack_over,
     packed_linear,
     packed_linear_add,
+    place_of,
     worth_packing,
 )
 from aligner.ops.kernels.products import add_linear, linear
@@ -52,6 +54,19 @@ def test_a_matrix_comes_back(dtype):
     weight = factors(dtype)[1]
     with torch.inference_mode():
         assert torch.equal(pack(weight).to_dense(), weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_matrix_takes_the_place_where_its_layout_is_the_same(dtype):
+    weight, other = factors(dtype)[1], factors(dtype)[1].flip(0)
+    with torch.inference_mode():
+        packed, plain = pack(weight), weight.to_mkldnn()
+        place = place_of(packed)
+        assert pack_over(packed, other) is packed and place_of(packed) == place
+        found = pack_over(plain, other)
+        assert found is not plain and torch.equal(plain.to_dense(), weight)
+        for matrix in (packed, found):
+            assert torch.equal(matrix.to_dense(), other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
