@@ -6,6 +6,7 @@ import ctypes
 from pathlib import Path
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+KEPT = 32 << 20  # bytes up to which a freed block stays with a process that keeps them: the most that glibc allows
 _LARGE = 2 << 20  # bytes of a large page
 _HUGEPAGE, _COLLAPSE = 14, 25  # Linux' advice: of pages that come, and of those that are there (since 6.1)
 
@@ -17,7 +18,7 @@ def keep_freed_memory() -> None:
     libraries are left alone."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its largest
+        mallopt(-3, KEPT)  # M_MMAP_THRESHOLD
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never
 
 

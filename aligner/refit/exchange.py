@@ -127,7 +127,7 @@ class Exchange:
             return
         try:
             tensor = self.plan.tensors[part.tensor]
-            view = engine.place(tensor.name, part.start, part.stop, self.changes is None)
+            view = self._place(part, engine)
             if view is None:
                 return
             if not self.lasting:
@@ -181,8 +181,11 @@ class Exchange:
         except (RefitError, RuntimeError) as error:
             self._note(error)
 
+    def _place(self, part: Part, engine: PlacingEngine) -> Tensor | None:
+        return engine.place(self.plan.tensors[part.tensor].name, part.start, part.stop, self.changes is None)
+
     def _view(self, part: Part, engine: PlacingEngine) -> Tensor | None:
-        view = engine.place(self.plan.tensors[part.tensor].name, part.start, part.stop, self.changes is None)
+        view = self._place(part, engine)
         return None if view is None else self._as_words(part, view)
 
     def _held(self, views: list[Tensor | None], sizes: list[int]) -> Tensor:

@@ -6,7 +6,8 @@ the rotation is one complex product in place. Queries and keys are permuted alik
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -80,9 +81,7 @@ class NativeModel:
         def empty(*shape: int) -> Tensor:
             return zeros(*shape, dtype=dtype, device=device)
 
-        def packable(layers: int, rows: int, columns: int) -> Sequence[Tensor]:
-            return matrices(layers, rows, columns, dtype, device)
-
+        packable = partial(matrices, dtype=dtype, device=device)
         low, high = self.interval(self.tensors["model.embed_tokens.weight"])
         self.first_token = low
         self.embedding = empty(high - low, hidden)

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from aligner.cluster.pages import ask_for_large_pages, give_back_freed_memory
+from aligner.cluster.pages import KEPT, ask_for_large_pages, give_back_freed_memory
 from aligner.engines.native.scratch import zeros
 from aligner.ops.kernels.packed_products import pack, pack_over, place_of, worth_packing
 
 _GAP = 1 << 20  # bytes between two matrices that large pages may take with them
-_KEPT = 32 << 20  # bytes up to which a freed block stays with the process, and of such blocks that may stay
 At = tuple[str, int]  # name and layer
 
 
@@ -35,7 +34,7 @@ class Packs:
     def __init__(
         self,
         plain: Mapping[str, Sequence[Tensor]],
-        views: Mapping[str, Tensor] | None = None,
+        views: Mapping[str, Tensor],
         also_plain: tuple[str, ...] = (),
     ):
         self._plain = {(name, layer): m for name, layers in plain.items() for layer, m in enumerate(layers)}
@@ -46,7 +45,7 @@ class Packs:
         self._worth = [at for at, matrix in self._plain.items() if worth_packing(matrix)]
         assert all(self._plain[at].untyped_storage().nbytes() == self._plain[at].nbytes for at in self._worth)
         storages = {self._plain[at].untyped_storage().data_ptr(): at for at in self._worth}
-        places = {name: view.untyped_storage().data_ptr() for name, view in (views or {}).items()}
+        places = {name: view.untyped_storage().data_ptr() for name, view in views.items()}
         self._places = {name: storages[place] for name, place in places.items() if place in storages}
 
     def __getitem__(self, at: At) -> Tensor:
@@ -74,8 +73,9 @@ class Packs:
             if at[0] not in self._also_plain and storage.resizable():  # not if numpy has seen it
                 storage.resize_(0)
                 self._emptied.add(at)
-                freed += plain.nbytes if before is None and plain.nbytes <= _KEPT else 0
-            if freed > _KEPT:
+                if before is None and plain.nbytes <= KEPT:
+                    freed += plain.nbytes
+            if freed > KEPT:
                 give_back_freed_memory()  # packed ones take as much; weights that come afresh would find it, if any do
                 freed = 0
         _ask_for_large_pages(new)
