@@ -96,9 +96,9 @@ def test_what_is_written_afresh_is_laid_out_where_the_last_was(pair, name):
 
 @pytest.fixture
 def large(monkeypatch):
-    """64 MB of matrices."""
+    """128 MB of matrices: what a process keeps of freed memory (`KEPT`, parts of large pages) is little beside it."""
     monkeypatch.setattr(packs, "worth_packing", lambda matrix: True)
-    generator, plain = torch.Generator().manual_seed(0), packs.matrices(16, 1024, 1024, torch.float32, CPU)
+    generator, plain = torch.Generator().manual_seed(0), packs.matrices(32, 1024, 1024, torch.float32, CPU)
     for matrix in plain:
         matrix.normal_(generator=generator)
     return plain, packs.Packs({"a": plain}, {f"a.{layer}": matrix for layer, matrix in enumerate(plain)})
@@ -115,7 +115,7 @@ def test_packed_ones_are_no_memory_of_the_process_once_plain_ones_are_there(larg
     for _ in range(3):
         large[1].pack()
         large[1].unpack()
-    assert resident_kib() - before < 48 << 10
+    assert resident_kib() - before < 96 << 10
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's")
@@ -129,7 +129,7 @@ def test_memory_does_not_grow_with_refits(large):
         for layer, matrix in enumerate(plain):
             packed.open(f"a.{layer}", True)
             matrix.fill_(1.0)
-    assert resident_kib() - before < 80 << 10
+    assert resident_kib() - before < 208 << 10
 
 
 def test_weights_outlast_a_lack_of_memory(large, monkeypatch):
