@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -123,6 +124,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ranks", type=numbers, default=[1, 2])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # its run, which has no end, and the loops end too
     folder = Path(tempfile.mkdtemp(prefix="busy-"))
     print(f"runs and logs: {folder}", flush=True)
     make_task(folder)

@@ -9,7 +9,9 @@ A thread of a team waits for the others by spinning. `SPINS` are about a tenth o
 next operation to find the team awake. Where other programs want the cores, whoever spins takes one from the thread that
 it waits for: while its threads wait for cores, a process has one OpenMP thread more than there are cores, which does
 nothing, and libgomp has all of them sleep. Meanwhile its threads ask for many short turns instead of few long ones
-(Linux from 6.12 on; no more time in all): the next operation begins when the last of them has had its own.
+(Linux from 6.12 on; no more time in all): the next operation begins when the last of them has had its own. If others
+want as much as a team of two on two cores, that shares the core of its main thread: who waits there makes room for whom
+it waits for, and need not wait until the other core has given others their turns.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ SPINS = "5000"  # measured: benchmarks/RESULTS.md
 TASKS = Path("/proc/self/task")
 LOOK_S = 0.25
 CROWDED, FREE = 0.15, 0.05  # share of the time in which threads that would run wait for a core: from here on, and below
+HALF, IDLE = 0.4, 0.25  # likewise, where others want as much as a team of two; of a core, which they have left
 WATCH = "who wants the cores"
 SHORT_NS = 100_000  # the shortest turn that Linux gives
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # numbers of the system call, which Python does not have
@@ -72,40 +75,61 @@ def use(threads: int, local_ranks: int) -> None:
     ThreadpoolController().select(user_api="openmp").limit(limits=threads)
     ours = threads > 1 and os.environ.get("GOMP_SPINCOUNT") == SPINS and TASKS.exists()
     if ours and all(thread.name != WATCH for thread in threading.enumerate()):
-        threading.Thread(target=_watch, args=(threads,), daemon=True, name=WATCH).start()
+        threading.Thread(target=_watch, args=(threads, threading.get_native_id()), daemon=True, name=WATCH).start()
 
 
-def _watch(team: int) -> None:
+def _watch(team: int, main: int) -> None:
     """Have the team sleep while other programs want the cores, and spin while they do not."""
-    (ran, waited), pause_s = _turns(), LOOK_S
+    turns, idle_s, pause_s = _turns(), _idle_s(main), LOOK_S
     sleeps: threading.Event | None = None
+    follower: int | None = None  # the thread that shares the main thread's core
     while True:
         time.sleep(pause_s)
         start = time.perf_counter()
-        before, (ran, waited) = (ran, waited), _turns()
+        (before, turns), (idle_before, idle_s) = (turns, _turns()), (idle_s, _idle_s(main))
+        ran, waited = ({thread: turns[thread][i] - before.get(thread, (0, 0))[i] for thread in turns} for i in (0, 1))
+        wanted = sum(ran.values()) + sum(waited.values())
+        if wanted >= LOOK_S / 10 * 1e9:  # else it computes nothing
+            share = sum(waited.values()) / wanted
+            left = share < FREE or (follower is not None and idle_s - idle_before > IDLE * pause_s)
+            if sleeps is None and share > CROWDED:
+                sleeps = threading.Event()
+                _ask_for_turns(SHORT_NS)
+                threading.Thread(target=_one_too_many, args=(team, sleeps), daemon=True, name="one too many").start()
+            elif sleeps is not None and left:
+                _ask_for_turns(0)
+                sleeps.set()
+                sleeps = None
+            elif follower is None and share > HALF and team == len(os.sched_getaffinity(main)) == 2:
+                others = ran.keys() - {main, *(thread.native_id for thread in threading.enumerate())}
+                follower = max(others, key=ran.__getitem__, default=None)
+        if follower is not None:
+            with suppress(OSError):  # it has just ended
+                os.sched_setaffinity(follower, os.sched_getaffinity(main) if sleeps is None else {_core(main)})
+            follower = None if sleeps is None else follower
         pause_s = max(LOOK_S, 100 * (time.perf_counter() - start))  # however many threads there are
-        wanted = ran + waited - sum(before)
-        if wanted < LOOK_S / 10 * 1e9:  # it computes nothing
-            continue
-        share = (waited - before[1]) / wanted
-        if sleeps is None and share > CROWDED:
-            sleeps = threading.Event()
-            _ask_for_turns(SHORT_NS)
-            threading.Thread(target=_one_too_many, args=(team, sleeps), daemon=True, name="one too many").start()
-        elif sleeps is not None and share < FREE:
-            _ask_for_turns(0)
-            sleeps.set()
-            sleeps = None
 
 
-def _turns() -> tuple[int, int]:
-    """Nanoseconds for which the threads of this process ran, and waited for a core."""
-    ran = waited = 0
+def _turns() -> dict[int, tuple[int, int]]:
+    """Nanoseconds for which each thread of this process ran, and waited for a core."""
+    found = {}
     for task in TASKS.iterdir():
         with suppress(OSError):  # it has just ended
-            mine = (task / "schedstat").read_text().split()
-            ran, waited = ran + int(mine[0]), waited + int(mine[1])
-    return ran, waited
+            ran, waited, _ = (task / "schedstat").read_text().split()
+            found[int(task.name)] = int(ran), int(waited)
+    return found
+
+
+def _idle_s(thread: int) -> float:
+    """For how long the cores that it may use have had nothing to do, since the system's start."""
+    lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
+    own = {f"cpu{core}" for core in os.sched_getaffinity(thread)}
+    return sum(int(idle) for name, _, _, _, idle, *_ in lines if name in own) / os.sysconf("SC_CLK_TCK")
+
+
+def _core(thread: int) -> int:
+    """That it runs on, or has run on last."""
+    return int((TASKS / str(thread) / "stat").read_text().rpartition(")")[2].split()[36])
 
 
 def _ask_for_turns(nanoseconds: int) -> None:

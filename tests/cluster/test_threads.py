@@ -117,7 +117,7 @@ start = time.process_time()
 for _ in range(2000):
     x.mul_(1.0)
 used, most, turns = time.process_time() - start, tasks(), slices()
-threads._turns = lambda: (time.monotonic_ns(), 0)  # it had all that it wanted, whatever else the machine does
+threads._turns = lambda: {0: (time.monotonic_ns(), 0)}  # it had all that it wanted, whatever else the machine does
 until(lambda: not second() and tasks() <= most - 2 * {watched}, cores)
 nice = {os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir("/proc/self/task")}
 print(json.dumps([used, most - tasks(), turns, slices(), nice == {os.nice(0)}]))
@@ -143,6 +143,56 @@ def test_a_team_that_waits_for_cores_sleeps_and_one_that_has_them_spins_again():
     assert same and alike == [usual, usual]
     if usual and tuple(int(n) for n in platform.release().split(".")[:2]) >= (6, 12):
         assert short == [threads.SHORT_NS]
+
+
+TWO = """
+import json, os, subprocess, sys, threading, time
+from contextlib import suppress
+from aligner.cluster import threads
+cores = set(sorted(os.sched_getaffinity(0))[:2])
+os.sched_setaffinity(0, cores)
+threads.reserve()
+import torch
+threads.use({team}, 1)
+x, main, tasks = torch.ones(1 << 17), threading.get_native_id(), lambda: map(int, os.listdir("/proc/self/task"))
+
+def bound():
+    found = set()
+    for task in tasks():
+        with suppress(OSError):  # it has just ended
+            found.add(tuple(os.sched_getaffinity(task)))
+    return {on == (threads._core(main),) for on in found if len(on) == 1}
+
+def until(done, limit_s):
+    end = time.monotonic() + limit_s
+    while not done() and time.monotonic() < end:
+        for _ in range(200):
+            x.mul_(1.0)
+    return done()
+
+others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+followed = until(lambda: bound() == {True}, {limit_s})
+main_is_free = os.sched_getaffinity(main) == cores
+for other in others:
+    other.kill()
+print(json.dumps([followed, main_is_free, until(lambda: not bound(), 600)]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a team needs two cores")
+def test_a_team_of_two_shares_a_core_while_others_want_both():
+    environment = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+
+    def told(team: int, limit_s: float) -> list:
+        code = TWO.replace("{team}", str(team)).replace("{limit_s}", str(limit_s))
+        given = environment | {"PYTHONPATH": ROOT}
+        done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    assert told(2, 600) == [True, True, True]
+    assert told(3, 5) == [False, True, True]  # whose cores are not as many
 
 
 @pytest.mark.slow
