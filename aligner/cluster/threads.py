@@ -80,34 +80,37 @@ def use(threads: int, local_ranks: int) -> None:
 
 def _watch(team: int, main: int) -> None:
     """Have the team sleep while other programs want the cores, and spin while they do not."""
-    turns, idle_s, pause_s = _turns(), _idle_s(main), LOOK_S
+    turns, idle_s, pause_s = _turns(), 0.0, LOOK_S
     sleeps: threading.Event | None = None
     follower: int | None = None  # the thread that shares the main thread's core
     while True:
         time.sleep(pause_s)
         start = time.perf_counter()
-        (before, turns), (idle_before, idle_s) = (turns, _turns()), (idle_s, _idle_s(main))
+        before, turns = turns, _turns()
+        slept_s, pause_s = pause_s, max(LOOK_S, 100 * (time.perf_counter() - start))  # however many threads there are
         ran, waited = ({thread: turns[thread][i] - before.get(thread, (0, 0))[i] for thread in turns} for i in (0, 1))
         wanted = sum(ran.values()) + sum(waited.values())
-        if wanted >= LOOK_S / 10 * 1e9:  # else it computes nothing
-            share = sum(waited.values()) / wanted
-            left = share < FREE or (follower is not None and idle_s - idle_before > IDLE * pause_s)
-            if sleeps is None and share > CROWDED:
-                sleeps = threading.Event()
-                _ask_for_turns(SHORT_NS)
-                threading.Thread(target=_one_too_many, args=(team, sleeps), daemon=True, name="one too many").start()
-            elif sleeps is not None and left:
-                _ask_for_turns(0)
-                sleeps.set()
-                sleeps = None
-            elif follower is None and share > HALF and team == len(os.sched_getaffinity(main)) == 2:
-                others = ran.keys() - {main, *(thread.native_id for thread in threading.enumerate())}
-                follower = max(others, key=ran.__getitem__, default=None)
+        left = False  # by the others
         if follower is not None:
-            with suppress(OSError):  # it has just ended
-                os.sched_setaffinity(follower, os.sched_getaffinity(main) if sleeps is None else {_core(main)})
-            follower = None if sleeps is None else follower
-        pause_s = max(LOOK_S, 100 * (time.perf_counter() - start))  # however many threads there are
+            _bind(follower, {_core(main)})
+            idle_before, idle_s = idle_s, _idle_s(main)
+            left = idle_s - idle_before > IDLE * slept_s
+        if wanted < LOOK_S / 10 * 1e9:  # it computes nothing
+            continue
+        share = sum(waited.values()) / wanted
+        if sleeps is None and share > CROWDED:
+            sleeps = threading.Event()
+            _ask_for_turns(SHORT_NS)
+            threading.Thread(target=_one_too_many, args=(team, sleeps), daemon=True, name="one too many").start()
+        elif sleeps is not None and (left or share < FREE):
+            _ask_for_turns(0)
+            sleeps.set()
+            if follower is not None:
+                _bind(follower, os.sched_getaffinity(main))
+            sleeps = follower = None
+        elif follower is None and share > HALF and team == len(os.sched_getaffinity(main)) == 2:
+            others = ran.keys() - {main, *(thread.native_id for thread in threading.enumerate())}
+            follower, idle_s = max(others, key=ran.__getitem__, default=None), _idle_s(main)
 
 
 def _turns() -> dict[int, tuple[int, int]]:
@@ -130,6 +133,11 @@ def _idle_s(thread: int) -> float:
 def _core(thread: int) -> int:
     """That it runs on, or has run on last."""
     return int((TASKS / str(thread) / "stat").read_text().rpartition(")")[2].split()[36])
+
+
+def _bind(thread: int, cores: set[int]) -> None:
+    with suppress(OSError):  # it has just ended
+        os.sched_setaffinity(thread, cores)
 
 
 def _ask_for_turns(nanoseconds: int) -> None:

@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,15 @@ def test_torch_alone_gives_every_thread_a_team():
     assert (main, other) == (3, 3) and teams >= 2
 
 
+def told(code: str, **more: str) -> Any:
+    """The JSON that it prints in a process whose waiting nothing decides but the package, and `more`."""
+    unset = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {name: text for name, text in os.environ.items() if name not in unset} | {"PYTHONPATH": ROOT} | more
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 SPINS = """
 import os, time
 from aligner.cluster import threads
@@ -77,14 +87,7 @@ print(time.process_time() - start)
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="libgomp spins less where it finds one core")
 def test_waiting_takes_no_core_from_whom_it_waits_for():
-    environment = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    ours, libgomps = (
-        float(subprocess.run([sys.executable, "-c", SPINS], env=given, capture_output=True, text=True).stdout)
-        for given in (
-            environment | {"PYTHONPATH": ROOT},
-            environment | {"PYTHONPATH": ROOT, "GOMP_SPINCOUNT": "300000"},
-        )
-    )
+    ours, libgomps = told(SPINS), told(SPINS, GOMP_SPINCOUNT="300000")
     assert ours * 3 < libgomps, (ours, libgomps)
 
 
@@ -128,16 +131,8 @@ print(json.dumps([used, most - tasks(), turns, slices(), nice == {os.nice(0)}]))
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="libgomp spins less where it finds one core")
 def test_a_team_that_waits_for_cores_sleeps_and_one_that_has_them_spins_again():
     """One core for both threads, as another program's turns would leave them, and then as many as they want."""
-    environment = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-
-    def told(watched: bool, **more: str) -> list:
-        code = BESIDE.replace("{watched}", str(watched))
-        given = environment | {"PYTHONPATH": ROOT} | more
-        done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    (sleeping, ended, short, usual, same), (spinning, none, *alike, _) = told(True), told(False, GOMP_SPINCOUNT="5001")
+    sleeping, ended, short, usual, same = told(BESIDE.replace("{watched}", "True"))
+    spinning, none, *alike, _ = told(BESIDE.replace("{watched}", "False"), GOMP_SPINCOUNT="5001")
     assert ended >= 2 and none == 0  # the second team's two threads
     assert sleeping * 1.5 < spinning, (sleeping, spinning)
     assert same and alike == [usual, usual]
@@ -185,17 +180,11 @@ print(json.dumps([followed, main_is_free, until(lambda: not bound(), 600)]))
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a team needs two cores")
 def test_a_team_of_two_shares_a_core_while_others_want_both():
-    environment = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    def shares(team: int, limit_s: float) -> list:
+        return told(TWO.replace("{team}", str(team)).replace("{limit_s}", str(limit_s)))
 
-    def told(team: int, limit_s: float) -> list:
-        code = TWO.replace("{team}", str(team)).replace("{limit_s}", str(limit_s))
-        given = environment | {"PYTHONPATH": ROOT}
-        done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    assert told(2, 600) == [True, True, True]
-    assert told(3, 5) == [False, True, True]  # whose cores are not as many
+    assert shares(2, 600) == [True, True, True]
+    assert shares(3, 5) == [False, True, True]  # whose cores are not as many
 
 
 @pytest.mark.slow
