@@ -215,7 +215,7 @@ aligner_ranks() {
     aligner_record start
     aligner_say "$ALIGNER_STAGE in $ALIGNER_RUN: job $ALIGNER_JOB, attempt $ALIGNER_ATTEMPT, step $ALIGNER_STARTED_STEP," \
         "$ALIGNER_RANKS ranks; logs in $ALIGNER_LOGS"
-    ALIGNER_CHILD=0 ALIGNER_ASKING=0
+    ALIGNER_CHILD=0 ALIGNER_ASKED="" ALIGNER_ASKING=0
     trap 'aligner_forward USR1' USR1
     trap 'aligner_forward USR2' USR2
     trap 'aligner_forward TERM' TERM
@@ -226,6 +226,7 @@ aligner_ranks() {
         aligner_start_slurm "$frozen"
     fi
     ALIGNER_CHILD=$!
+    [[ -z "$ALIGNER_ASKED" ]] || aligner_ask
     local last=127
     while true; do
         ALIGNER_SIGNALLED=0
@@ -243,15 +244,30 @@ aligner_ranks() {
 # srun ends the step at once when it gets TERM, so ranks learn of it as USR1: save, stop, write STOPPED.
 aligner_forward() {
     ALIGNER_SIGNALLED=1
-    ((ALIGNER_CHILD)) || return 0
-    local signal="${ALIGNER_SIGNAL:-USR1}"
-    [[ -n "${SLURM_JOB_ID:-}" ]] || signal="$1"
+    ALIGNER_ASKED="${ALIGNER_SIGNAL:-USR1}"
+    [[ -n "${SLURM_JOB_ID:-}" ]] || ALIGNER_ASKED="$1"
     aligner_say "got $1, telling the ranks to save and stop"
-    kill "-$signal" "$ALIGNER_CHILD" 2>/dev/null || return 0
+    ((ALIGNER_CHILD == 0)) || aligner_ask
+}
+
+# Asks until the child has ended: ranks that are still starting ignore it.
+aligner_ask() {
     ((ALIGNER_ASKING == 0)) || return 0
-    # ranks that are still starting ignore it
-    while sleep "${ALIGNER_ASK_AGAIN_S:-5}" && kill "-$signal" "$ALIGNER_CHILD"; do :; done >/dev/null 2>&1 &
+    while kill -0 "$ALIGNER_CHILD"; do
+        ! aligner_survives "$ALIGNER_CHILD" "$ALIGNER_ASKED" || kill "-$ALIGNER_ASKED" "$ALIGNER_CHILD"
+        sleep "${ALIGNER_ASK_AGAIN_S:-5}"
+    done >/dev/null 2>&1 &
     ALIGNER_ASKING=$!
+}
+
+# Whether the process blocks, ignores or catches the signal: one that has just been forked, or is not far yet, would end.
+aligner_survives() {
+    local number mask
+    number="$(kill -l "$2")"
+    while read -r mask; do
+        ! (((16#$mask >> (number - 1)) & 1)) || return 0
+    done < <(sed -n 's/^Sig\(Blk\|Ign\|Cgt\):\t//p' "/proc/$1/status")
+    return 1
 }
 
 aligner_start_here() {

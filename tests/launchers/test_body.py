@@ -168,6 +168,20 @@ def test_a_request_to_stop_is_kept_for_ranks_that_do_not_listen_yet(place):
     assert process.returncode == 75 and "stopped at step" in said, said
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_request_to_stop_neither_ends_ranks_that_are_not_ready_nor_gets_lost(tmp_path, early):
+    """A process that has just been forked would end by the signal, and before that there is none to ask."""
+    late = """bash -c 'sleep 0.5; trap "exit 9" USR1; for _ in {1..99}; do sleep 0.05; done' &"""
+    before, after = ("kill -USR1 $$; sleep 0.1;", "") if early else ("", "(sleep 0.2; kill -USR1 $$) &")
+    start = f"aligner_start_here() {{ {before} {late} }}; aligner_record() {{ :; }}"
+    said = f"source {ROOT}/launchers/body.sh; {start}; ALIGNER_LOGS=. ALIGNER_RUN=.; {after} aligner_ranks; exit $?"
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "ALIGNER_"))}
+    environ |= {"ALIGNER_ASK_AGAIN_S": "0.1", "ALIGNER_STAGE": "sft", "ALIGNER_JOB": "1", "ALIGNER_ATTEMPT": "0"}
+    environ |= {"ALIGNER_RANKS": "1"}
+    done = subprocess.run(["bash", "-c", said], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 9, done.stdout + done.stderr
+
+
 @given(st.lists(text, min_size=1, max_size=4))
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_overrides_reach_python_as_they_were_given(tmp_path_factory, words):
