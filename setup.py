@@ -25,7 +25,6 @@ INSTALL = [
     "tensorboard>=2.18",
     "wandb>=0.20",
     "math-verify>=0.8",
-    "reasoning-gym>=0.1.23",
     "httpx>=0.27",
 ]
 SERVE = ["starlette>=1.0", "uvicorn>=0.40"]
@@ -35,6 +34,7 @@ EXTRAS = {
     "trtllm_engine": ["tensorrt-llm>=1.0,<1.3"],
     "te": ["transformer-engine[pytorch]>=2.6"],
     "modelopt": ["nvidia-modelopt>=0.33"],
+    "reasoning_gym": ["reasoning-gym>=0.1.23"],
     "bitsandbytes": ["bitsandbytes>=0.45"],
     "mpi": ["mpi4py>=4.0"],
     "gymnasium": ["gymnasium>=1.0"],

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sourced by the launchers: finds Python 3.12, makes .venv, installs the pinned set once, activates it.
-# A second call is instant: .venv/aligner.stamp holds the hash of what was installed.
+# ALIGNER_EXTRAS=dev installs that extra as well. A second call is instant: .venv/aligner.stamp holds the hash of what was
+# installed, and its extras.
 set -euo pipefail
 
 ALIGNER_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -35,12 +36,14 @@ TEXT
 }
 
 _aligner_install() {
-    local venv="$ALIGNER_ROOT/.venv" stamp wanted python
+    local venv="$ALIGNER_ROOT/.venv" extras="${ALIGNER_EXTRAS:-}" stamp wanted has python
     stamp="$venv/aligner.stamp"
     # The place counts too: an editable installation points at this folder.
     wanted="$( (cat "$ALIGNER_ROOT/setup.py" "$ALIGNER_ROOT/constraints.txt"; echo "$ALIGNER_ROOT") | sha256sum | cut -d' ' -f1)"
-    if [[ -x "$venv/bin/python" && -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]]; then
-        return 0
+    has="$(cat "$stamp" 2>/dev/null || true)"
+    if [[ -x "$venv/bin/python" && ("$has" == "$wanted" || "$has" == "$wanted "*) ]]; then
+        [[ -n "$extras" && " $has " != *" $extras "* ]] || return 0
+        wanted="$has"
     fi
     if ! { [[ -x "$venv/bin/python" ]] && _aligner_is_312 "$venv/bin/python"; }; then
         python="$(_aligner_find_python)" || return 1
@@ -49,11 +52,11 @@ _aligner_install() {
     fi
     echo "installing aligner and its pinned dependencies into $venv (the first time takes minutes and about 6 GB)"
     "$venv/bin/python" -m pip install --disable-pip-version-check \
-        -c "$ALIGNER_ROOT/constraints.txt" -e "${ALIGNER_ROOT}[dev]" || {
+        -c "$ALIGNER_ROOT/constraints.txt" -e "$ALIGNER_ROOT${extras:+[$extras]}" || {
         echo "error: the installation failed; see the messages of pip above" >&2
         return 1
     }
-    echo "$wanted" >"$stamp"
+    echo "$wanted${extras:+ $extras}" >"$stamp"
 }
 
 _aligner_install

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Lint, format check and tests. What this machine lacks is skipped and listed at the end.
 #   --fast   leaves out the tests marked slow, and most cases of those marked few
-#   --all    installs Slurm, MPI and Chromium with apt-get and vLLM into .venv-vllm if they are missing, and fails where a test is
-#            skipped for lack of them
+#   --all    installs Slurm, MPI, Chromium and a C compiler with apt-get, reasoning-gym, and vLLM into .venv-vllm if they are
+#            missing, and fails where a test is skipped for lack of them
 #   ROOM     the tests of a folder of tests/: rollout, engines/native, ...
 # Other arguments go to pytest. Without any, workers share the files: as many as there are cores, at most 4, and one more for
 # the slow tests.
 set -euo pipefail
 
+export ALIGNER_EXTRAS=dev
 threads="${OMP_NUM_THREADS:-}" # before env.sh gives a process all cores
 # shellcheck source=launchers/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -17,14 +18,14 @@ install_packages() {
     local sudo=() folder program missing=0
     [[ "$(id -u)" == 0 ]] || sudo=(sudo -n)
     export PATH="$PATH:/usr/sbin:/sbin"
-    for program in slurmctld slurmd sbatch munged mpirun chromium; do
+    for program in slurmctld slurmd sbatch munged mpirun chromium cc; do
         command -v "$program" >/dev/null || missing=1
     done
     if ((missing)); then
-        command -v apt-get >/dev/null || { echo "error: --all needs apt-get, or Slurm, MPI and Chromium installed" >&2; exit 1; }
+        command -v apt-get >/dev/null || { echo "error: --all needs apt-get, or Slurm, MPI, Chromium and a C compiler installed" >&2; exit 1; }
         "${sudo[@]}" apt-get update -qq
         "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-            slurmctld slurmd slurm-client munge libpmix2 openmpi-bin chromium
+            slurmctld slurmd slurm-client munge libpmix2 openmpi-bin chromium gcc libc6-dev
     fi
     for folder in /usr/lib/*/pmix2/lib; do # the name that Slurm's plugin loads
         if [[ -e "$folder/libpmix.so.2" && ! -e "$folder/libpmix.so" ]]; then
@@ -46,6 +47,7 @@ for argument in "$@"; do
             ;;
         --all)
             install_packages
+            ALIGNER_EXTRAS=reasoning_gym _aligner_install
             "$ALIGNER_ROOT/launchers/engine_env.sh" vllm
             export ALIGNER_TEST_ALL=1
             ;;

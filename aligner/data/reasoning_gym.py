@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aligner.errors import DataError
+from aligner.errors import DataError, MissingExtraError
 
 DRAWS_PER_ROW = 20  # a small task repeats itself: give up after this many draws per wanted row
 
@@ -19,7 +19,10 @@ def generate(task: str, size: int, seed: int, **config: Any) -> list[dict[str, A
     Row i depends on (task, config, seed) only. Raises DataError for an unknown task or option, an entry that JSON
     cannot hold, or if the task does not have `size` different questions.
     """
-    import reasoning_gym
+    try:
+        import reasoning_gym
+    except ImportError as cause:
+        raise MissingExtraError("reasoning_gym", "reasoning_gym", f"the task {task!r}") from cause
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:

@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 
-from aligner.errors import RewardError
+from aligner.errors import MissingExtraError, RewardError
 from aligner.rewards.verifiable import reference
 from aligner.types import Sample
 
@@ -46,7 +46,10 @@ def _answer(response: str, tag: str) -> str | None:
 @functools.cache
 def _scorer(task: str) -> Callable:
     """The bound `score_answer` of a task's dataset object, made once: some tasks load word lists."""
-    import reasoning_gym as _  # noqa: F401  registers the tasks
+    try:
+        import reasoning_gym as _  # noqa: F401  registers the tasks
+    except ImportError as cause:
+        raise MissingExtraError("reasoning_gym", "reasoning_gym", "the reward `reasoning_gym`") from cause
     from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
     if task not in DATASETS:

@@ -21,8 +21,6 @@ def imports(cfg: Config) -> list[str]:
     """Modules that every rank of a run needs, and that start no threads: those that may be imported once for all."""
     found = ["aligner.config.resolve", "aligner.build", f"aligner.stages.{cfg.stage.name}"]
     found.append("transformers.models.auto.tokenization_auto")
-    if any(function.path == "reasoning_gym" for function in cfg.reward.functions):
-        found.append("reasoning_gym")
     return found
 
 

@@ -35,7 +35,6 @@ STAGES = ("sft", "rm_init", "rm", "grpo", "ppo")
 HERE = "aligner.tools.quickstart"
 POLICIES = ("sft", "rm_init", "grpo", "ppo")
 OWN_IMPORTS = ("aligner.tools.pairs", "aligner.tools.evaluate")  # what only this tool needs
-TASK = {"task": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 QUESTIONS = 15900  # of the 16,200 there are: finding the last ones by drawing takes long
 SPLITS = {"train": 0.85, "valid": 0.05, "test": 0.10}  # by hash of the question: disjoint by construction
 VOCABULARY = 320
@@ -164,15 +163,13 @@ def _cpu_seconds() -> float:
 
 def make_data(root: Path, seed: int) -> None:
     """data/{train,valid,test}.jsonl and tokenizer/, anew for the seed; a question is in exactly one of them."""
-    from aligner.data import reasoning_gym
+    from aligner.data.reasoning_gym import split, write_jsonl
     from aligner.data.tokenizer import train_tokenizer
+    from aligner.tools.sums import questions
 
-    rows = reasoning_gym.generate(size=QUESTIONS, seed=seed, **TASK)
-    parts = reasoning_gym.split(rows, SPLITS)
+    parts = split(questions(QUESTIONS, seed), SPLITS)
     for name, part in parts.items():
-        reasoning_gym.write_jsonl(
-            [row | {"completion": row["answer"]} for row in part], str(root / "data" / f"{name}.jsonl")
-        )
+        write_jsonl([row | {"completion": row["answer"]} for row in part], str(root / "data" / f"{name}.jsonl"))
     texts = [row["prompt"] + row["answer"] for row in parts["train"]]
     # plain prompts, no conversations: without a chat template `aligner chat` asks as the model was trained
     options = {"split_digits": True, "split_words": False, "chat_template": None}

@@ -1,9 +1,11 @@
 import pytest
-import reasoning_gym as upstream
 
 from aligner.data import reasoning_gym
 from aligner.data.readers import read_rows
 from aligner.errors import DataError
+from tests.needs import package
+
+upstream = package("reasoning_gym")
 
 TWO = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 

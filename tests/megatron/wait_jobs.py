@@ -6,14 +6,17 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from contextlib import ExitStack
+from pathlib import Path
 from unittest import mock
 
+import megatron.core
 import torch
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import aligner
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.parallel import ParallelConfig
@@ -25,6 +28,7 @@ from aligner.roles.policy import Policy
 from tests.megatron.jobs import build, nll_loss, shares
 from tests.tiny import ADAM, LLAMA, batch
 
+SOURCES = tuple(f"{Path(package.__path__[0])}/" for package in (aligner, megatron.core))
 WAITS = {"_local_scalar_dense", "nonzero", "bincount", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
 
 
@@ -53,7 +57,7 @@ class Waits(TorchDispatchMode):
 
     def note(self) -> None:
         frame = sys._getframe(1)
-        while not any(room in frame.f_code.co_filename for room in ("/aligner/", "/megatron/core/")):
+        while not frame.f_code.co_filename.startswith(SOURCES):
             frame = frame.f_back
         self.found[frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name] += 1
 

@@ -9,8 +9,9 @@ import pytest
 from aligner.errors import RewardError
 from aligner.rewards.reasoning_gym import reasoning_gym
 from aligner.types import Prompt, Sample
+from tests.needs import package
 
-rg = pytest.importorskip("reasoning_gym")
+rg = package("reasoning_gym")
 
 
 def sample(response: str, entry) -> Sample:
