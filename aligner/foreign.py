@@ -110,7 +110,7 @@ class Record:
         value = self._value(key, default)
         if value is default:
             return default
-        if not _is_number(value) or not value > above:
+        if not is_number(value) or not value > above:
             self.refuse(key, "a finite number" + (f" > {above:g}" if above > -math.inf else ""))
         return float(value)
 
@@ -131,7 +131,7 @@ class Record:
 
     def numbers(self, key: str, default: Any = REQUIRED) -> Any:
         value = self.list(key, default)
-        if value is not default and not all(_is_number(item) for item in value):
+        if value is not default and not all(is_number(item) for item in value):
             self.refuse(key, "a list of finite numbers")
         return value if value is default else [float(item) for item in value]
 
@@ -171,7 +171,8 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """A finite one, as JSON has it: no boolean, no text, and none beyond all floats."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -196,8 +197,9 @@ def _shown(cause: json.JSONDecodeError) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} comes twice")
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {twice!r} comes twice")
     return found
 
 

@@ -3,28 +3,32 @@ what is in the log of answers."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import random
 import threading
 import time
+from asyncio import sleep
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import httpx
 
 from aligner.answers import Answer, AnswerLog
 from aligner.config.sections.servers import LimitsConfig
-from aligner.errors import ConfigError, RewardError
+from aligner.errors import ConfigError, DataError, RewardError
+from aligner.foreign import parse_json
+from aligner.rewards.reply import Secret, read_reply
 from aligner.types import Sample
 
 # of requests that failed at last
 CAUSES = ("unreachable", "timeout", "status", "refused", "malformed", "breaker")
 AGAIN, NOT_THIS = (408, 429), (400, 413, 422)  # HTTP states beside 5xx; those that speak of one request
-FINAL = ("refused", "malformed", "breaker")  # not tried again
+FINAL = ("refused", "breaker")  # not tried again
 BREAKER, REST_S = 5, 30.0  # after so many failures in a row the server is left alone for so long
 BYTES = 4  # of a request that are taken for a token
 _jitter = random.SystemRandom()  # nothing that a run computes sees it, and ranks that are forked differ
@@ -66,19 +70,33 @@ class Form(Protocol):
         ...
 
 
+@dataclass
+class Request:
+    """Questions that one request asks, and where its first try, the second, ... go, over and over."""
+
+    connections: httpx.AsyncClient
+    urls: list[str]
+    items: Sequence[Item]
+    body: bytes
+    until: float
+
+    def __post_init__(self) -> None:
+        same = hashlib.sha256(self.body + repr([item[:2] for item in self.items]).encode()).hexdigest()
+        self.headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip", "Idempotency-Key": same}
+
+
 class Client:
     """Of equal servers, asked in turn."""
 
     def __init__(self, urls: Sequence[str], limits: LimitsConfig, form: Form):
         for url in urls or [""]:
             _check(url)
-        self._key = _key(limits.key_env)
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self.secret = Secret(_key(limits.key_env))
         self.urls, self.limits, self.form = list(urls), limits, form
         self.log: AnswerLog | None = None
         self.name = ""  # of the reward, in the log's keys
         self.failure = ""  # the last one
-        self._client = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=limits.concurrency))
+        self._certificates = httpx.create_ssl_context()  # read once
         self._lock = threading.Lock()
         self._row, self._open_until, self._free_at = 0, 0.0, 0.0  # failures in a row; the breaker; the rates
         self._counts = Counter[str]()
@@ -86,28 +104,31 @@ class Client:
     def ask(self, items: Sequence[Item]) -> list[Any]:
         """The answer to each, or a `Failed`. Raises RewardError for what asking again, or others, cannot mend."""
         until = time.monotonic() + self.limits.deadline_s
-        found = [self._found(item) for item in items]
-        open_ = [i for i, answer in enumerate(found) if answer is None]
+        answers = [self._logged(item) for item in items]
+        open_ = [i for i, answer in enumerate(answers) if answer is None]
         parts = [open_[start : start + self.form.size] for start in range(0, len(open_), self.form.size)]
-        with ThreadPoolExecutor(self.limits.concurrency) as pool:
-            asked = pool.map(lambda i: self._request(i, [items[k] for k in parts[i]], until), range(len(parts)))
-            for part, answers in zip(parts, asked, strict=True):
-                for place, answer in zip(part, answers, strict=True):
-                    found[place] = answer
-        return [self._told(answer) for answer in found]
+        loop = asyncio.new_event_loop()
+        try:
+            asked = loop.run_until_complete(self._all([[items[k] for k in part] for part in parts], until))
+        finally:
+            loop.close()  # which waits for no thread: that which looks up a name may be late
+        for part, those in zip(parts, asked, strict=True):
+            for place, answer in zip(part, those, strict=True):
+                answers[place] = answer
+        return [self._counted(answer) for answer in answers]
 
     def take_counts(self) -> dict[str, tuple[float, float]]:
         """Of questions since the last call: how many failed for each cause, and how many tries came on top."""
         counts, self._counts = self._counts, Counter()
         return {name: (float(counts[name]), float(counts["asked"])) for name in (*CAUSES, "retries")}
 
-    def _found(self, item: Item) -> Answer | None:
+    def _logged(self, item: Item) -> Answer | None:
         if self.log is None or not item.key:
             return None
         return self.log.find(f"{self.name}/{item.key}", item.number, item.part)
 
-    def _told(self, answer: Answer | None) -> Any:
-        """Counted alike where it is read from the log."""
+    def _counted(self, answer: Answer | None) -> Any:
+        """Alike where it is read from the log."""
         assert answer is not None
         self._counts.update({"asked": 1, "retries": answer["retried"]})
         if "failed" not in answer:
@@ -116,38 +137,56 @@ class Client:
         self.failure = f"{answer['failed']}: {answer['text']}"
         return Failed(answer["failed"], answer["text"])
 
-    def _request(self, number: int, items: Sequence[Item], until: float) -> list[Answer]:
-        first = number % len(self.urls)
-        answers = self._answers(items, self.urls[first:] + self.urls[:first], until)
-        for item, answer in zip(items, answers, strict=True):
+    async def _all(self, parts: Sequence[Sequence[Item]], until: float) -> list[list[Answer]]:
+        """`parts`: what a request each asks. The first error ends the others."""
+        headers = {"Authorization": f"Bearer {self.secret.key}"} if self.secret.key else {}
+        limits, room = httpx.Limits(max_connections=None), asyncio.Semaphore(self.limits.concurrency)
+
+        async def one(number: int, items: Sequence[Item], connections: httpx.AsyncClient) -> list[Answer]:
+            first = number % len(self.urls)
+            async with room:
+                body = json.dumps(self.form.body([item.part for item in items])).encode()
+                urls = self.urls[first:] + self.urls[:first]
+                return await self._answers(Request(connections, urls, items, body, until))
+
+        # no limits of its own: one clock bounds a request, and the semaphore their number
+        async with httpx.AsyncClient(headers=headers, verify=self._certificates, limits=limits, timeout=None) as made:
+            tasks = [asyncio.ensure_future(one(number, items, made)) for number, items in enumerate(parts)]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answers(self, request: Request) -> list[Answer]:
+        answers = await self._tries(request)
+        for item, answer in zip(request.items, answers, strict=True):
             if self.log is not None and item.key:
                 self.log.write(f"{self.name}/{item.key}", item.number, item.part, answer)
         return answers
 
-    def _answers(self, items: Sequence[Item], urls: list[str], until: float) -> list[Answer]:
-        """`urls`: where the first try, the second, ... go, over and over."""
-        body = json.dumps(self.form.body([item.part for item in items])).encode()
-        same = hashlib.sha256(body + repr([item[:2] for item in items]).encode()).hexdigest()
-        headers = {"Content-Type": "application/json", "Idempotency-Key": same}
+    async def _tries(self, request: Request) -> list[Answer]:
+        until = request.until
         for number in range(self.limits.retries + 1):
             try:
-                self._wait_turn(body, until)
-                values = self._tried(urls[number % len(urls)], body, headers, until, len(items))
+                await self._wait_turn(request.body, until)
+                values = await self._tried(request, request.urls[number % len(request.urls)])
                 return [{"value": value, "retried": number} for value in values]
             except Failed as failed:
                 last = failed.cause in FINAL or number == self.limits.retries or time.monotonic() >= until
                 if last:
-                    return [{"failed": failed.cause, "text": str(failed), "retried": number}] * len(items)
+                    return [{"failed": failed.cause, "text": str(failed), "retried": number}] * len(request.items)
                 pause_s = max(failed.wait_s, 0.2 * 2**number * _jitter.uniform(0.5, 1.5))  # not all ranks at once
-            time.sleep(max(0.0, min(pause_s, until - time.monotonic())))
+            await sleep(max(0.0, min(pause_s, until - time.monotonic())))
         raise AssertionError(self.limits.retries)
 
-    def _wait_turn(self, body: bytes, until: float) -> None:
+    async def _wait_turn(self, body: bytes, until: float) -> None:
         """Until the breaker is closed and the rates leave room. Raises Failed where that is too late."""
         while (now := time.monotonic()) < self._open_until:
             if self._open_until >= until:
                 raise Failed("breaker", f"not asked, after {BREAKER} failures in a row: {self.failure}")
-            time.sleep(self._open_until - now)
+            await sleep(self._open_until - now)
         tokens, limits = len(body) / BYTES + self.form.reply_tokens, self.limits
         rates = (1, limits.requests_per_minute), (tokens, limits.tokens_per_minute)
         seconds = max((60 * used / rate for used, rate in rates if rate), default=0.0)
@@ -156,12 +195,12 @@ class Client:
             if start >= until:
                 raise Failed("timeout", f"not asked within deadline_s={self.limits.deadline_s:g}")
             self._free_at = start + seconds
-        time.sleep(max(0.0, start - now))
+        await sleep(max(0.0, start - now))
 
-    def _tried(self, url: str, body: bytes, headers: dict[str, str], until: float, count: int) -> list[Any]:
+    async def _tried(self, request: Request, url: str) -> list[Any]:
         """One try. The breaker: after its rest one more failure opens it again, an answer closes it."""
         try:
-            values = self._post(url, body, headers, until, count)
+            values = self._values(url, *await self._post(request, url), len(request.items))
         except Failed as failed:
             with self._lock:
                 self.failure = f"{failed.cause}: {failed}"
@@ -173,18 +212,24 @@ class Client:
             self._row = 0
         return values
 
-    def _post(self, url: str, body: bytes, headers: dict[str, str], until: float, count: int) -> list[Any]:
-        timeout_s = max(0.001, min(self.limits.timeout_s, until - time.monotonic()))
+    async def _post(self, request: Request, url: str) -> tuple[httpx.Response, bytes]:
+        """A reply and its body. One clock from the name that is looked up to the last byte."""
+        limit_s = max(0.001, min(self.limits.timeout_s, request.until - time.monotonic()))
+        sent = {"content": request.body, "headers": request.headers}
         try:
-            reply = self._client.post(url, content=body, headers=headers, timeout=timeout_s)
-        except httpx.TimeoutException as error:
-            raise Failed("timeout", f"{url}: no answer within {timeout_s:.3g} s ({type(error).__name__})") from error
-        except httpx.DecodingError as error:
-            raise Failed("malformed", f"{url}: a reply that cannot be unpacked: {error}") from error
+            async with asyncio.timeout(limit_s), request.connections.stream("POST", url, **sent) as reply:
+                return reply, await read_reply(reply)
+        except TimeoutError:
+            raise Failed("timeout", f"{url}: no answer within {limit_s:.3g} s") from None
         except httpx.TransportError as error:
-            raise Failed("unreachable", f"{url}: {type(error).__name__}: {error}") from error
-        content = reply.content.replace(self._key.encode(), b"***") if self._key else reply.content
-        status, said = reply.status_code, repr(content.decode(errors="replace")[:200])
+            why = f"{type(error).__name__}: {self.secret.shown(str(error))}"
+            raise Failed("unreachable", f"{url}: {why}") from None
+        except ValueError as error:
+            raise Failed("malformed", f"{url}: {self.secret.shown(str(error))}") from None
+
+    def _values(self, url: str, reply: httpx.Response, content: bytes, count: int) -> list[Any]:
+        """What a reply says. Raises Failed, or RewardError for what asking again cannot mend."""
+        status, said = reply.status_code, repr(self.secret.shown(content))
         if status in AGAIN or status >= 500:
             wait = reply.headers.get("Retry-After", "")
             raise Failed("status", f"{url}: HTTP {status} {said}", float(wait) if wait.isdecimal() else 0.0)
@@ -193,9 +238,10 @@ class Client:
         if status != 200:
             raise RewardError(f"{url}: expected HTTP 200, found {status} {said}")
         try:
-            return self.form.read(json.loads(content), count)
-        except (ValueError, RecursionError, TypeError, LookupError):
+            values = self.form.read(parse_json(content, url, DataError), count)
+        except (DataError, ValueError, TypeError, LookupError):
             raise Failed("malformed", f"{url}: expected {self.form.expected}, found {said}") from None
+        return [self.secret.kept(value) if isinstance(value, str) else value for value in values]
 
 
 def _key(name: str) -> str:

@@ -17,6 +17,7 @@ from aligner.answers import AnswerLog
 from aligner.config.checks import one_of
 from aligner.config.options import from_plain
 from aligner.config.sections.servers import LimitsConfig
+from aligner.foreign import is_number
 from aligner.rewards.client import Client, Failed, Item, item_key
 from aligner.types import Sample
 
@@ -59,14 +60,14 @@ class Http:
 
     def read(self, reply: Any, count: int) -> list[float]:
         if self.format == "openrlhf":
-            scores = [float(value) for value in reply["rewards"]]
+            scores = reply["rewards"]
         elif self.format == "verify":
-            scores = [float(reply["reward"])]
+            scores = [reply["reward"]]
         else:
-            scores = [float(reply["reward" if "reward" in reply else "score"] if isinstance(reply, dict) else reply)]
-        if len(scores) != count or not all(map(math.isfinite, scores)):
+            scores = [reply["reward" if "reward" in reply else "score"] if isinstance(reply, dict) else reply]
+        if not isinstance(scores, list) or len(scores) != count or not all(map(is_number, scores)):
             raise ValueError(scores)
-        return scores
+        return [float(score) for score in scores]
 
     def _part(self, sample: Sample) -> dict[str, Any]:
         """What is sent of a sample."""

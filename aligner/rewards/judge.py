@@ -25,6 +25,7 @@ class Question(NamedTuple):
     vote: int = 0  # which of the replies to it
 
 
+LAST = 1 << 15  # characters of a reply that are read, from its end, where what counts stands
 NUMBER = r"-?\d+(\.\d+)?([eE]-?\d+)?"  # of a JSON object
 Reply = str | None | Failed  # None: it could not be asked
 Ask = Callable[[Sequence[Question], int], list[Reply]]  # (questions, tokens of a reply at most) -> a reply to each
@@ -108,6 +109,7 @@ class Judge:
         return [found[i : i + votes] for i in range(0, len(found), votes)]
 
     def _read(self, reply: str) -> str | None:
+        reply = reply[-LAST:]
         if self.config.parse != "json":
             return next(reversed(re.findall(self.config.regex, reply)), None)
         values = [found[self.config.member] for found in _objects(reply) if self.config.member in found]

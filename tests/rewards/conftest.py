@@ -10,5 +10,10 @@ from tests.clocks import Clock
 def clock(monkeypatch):
     """Of a client that asks one at a time."""
     made = Clock()
+
+    async def sleep(seconds):
+        made.sleep(seconds)
+
     monkeypatch.setattr(client, "time", made)
+    monkeypatch.setattr(client, "sleep", sleep)
     return made
