@@ -3,7 +3,7 @@ made again.
 
 <run.dir>/answers/step-00000013-rank-00000.jsonl, appended to: a line is a checksum, a blank, and JSON [key, number of
 the question, hash of the question, answer]. The key has the seed of the sample's request, which no other sample of the
-run has. A line cut off by a kill is none.
+run has. A line that does not have its checksum, as one cut off by a kill, is none, which rank 0 says.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -43,12 +44,23 @@ class AnswerLog:
         if self._before is None:
             self._before = self._earlier()
         for path in self._files() if _name(step) in self._before else ():  # not what others are writing
-            for _, (key, number, asked, answer) in _lines(path):
-                self._known.setdefault((key, number, asked), answer)
+            self._read(path)
         path = self.folder / f"{_name(step)}-rank-{self.rank:05d}.jsonl"
         torn = path.exists() and not path.read_bytes().endswith(b"\n")
         self._file = path.open("a", encoding="utf-8")
         self._file.write("\n" if torn else "")
+
+    def _read(self, path: Path) -> None:
+        damaged = 0
+        for line in _lines(path):
+            if (said := _sound(line)) is None:
+                damaged += 1
+            else:
+                key, number, asked, answer = said
+                self._known.setdefault((key, number, asked), answer)
+        if damaged and self.rank == 0:
+            what = f"{damaged} line{'s' * (damaged > 1)} without the right checksum"
+            print(f"warning: {path}: {what}: what it answered is asked again", file=sys.stderr, flush=True)
 
     def of(self, step: int) -> AnswerLog:
         """Another, of this rollout, where several are under way."""
@@ -80,8 +92,8 @@ class AnswerLog:
         since = _name(self._step if first is None else first)
         if self.rank == 0:
             for path in (one for one in self.folder.glob("step-*.jsonl") if one.name >= since):
-                sound = [line for line, (*_, answer) in _lines(path) if "failed" not in answer]
-                write_whole(path, "".join(f"{line}\n" for line in sound))
+                kept = [line for line in _lines(path) if (said := _sound(line)) and "failed" not in said[-1]]
+                write_whole(path, "".join(f"{line}\n" for line in kept))
         self._step = 0
 
     def close(self) -> None:
@@ -104,12 +116,14 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _lines(path: Path) -> Iterator[tuple[str, list[Any]]]:
-    """Those that are whole, each with what it says."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        digest, _, text = line.partition(" ")
-        if digest == _digest(text):
-            yield line, json.loads(text)
+def _lines(path: Path) -> list[str]:
+    return [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line]
+
+
+def _sound(line: str) -> list[Any] | None:
+    """What it says: key, number, hash of the question, answer."""
+    digest, _, text = line.partition(" ")
+    return json.loads(text) if digest == _digest(text) else None
 
 
 def _digest(text: str) -> str:

@@ -1,5 +1,7 @@
 """The log of answers from outside: what a start reads, and what it forgets."""
 
+import pytest
+
 from aligner.answers import AnswerLog
 
 
@@ -30,3 +32,37 @@ def test_failures_of_a_rollout_that_is_given_up_and_of_later_ones_are_asked_agai
         log.begin(step)
         assert log.find("a", 0, {}) == {"value": step}
         assert (log.find("a", 1, {}) is None) == (step > 1)
+
+
+DAMAGE = {
+    "a kill": (lambda lines: [*lines[:3], lines[3][:-9]], 1),
+    "a bit": (lambda lines: [lines[0].replace("value", "walue"), *lines[1:]], 1),
+    "text": (lambda lines: [*lines, "oops", "{}"], 2),
+    "zeros": (lambda lines: ["\0" * 300, *lines[1:]], 1),
+    "no UTF-8": (lambda lines: [lines[0] + "\udcff", *lines[1:]], 1),
+    "blank lines": (lambda lines: ["", *lines, "", ""], 0),
+    "nothing": (lambda lines: lines, 0),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_lines_that_are_damaged_are_told_once_and_asked_again(tmp_path, capsys, kind):
+    damage, count = DAMAGE[kind]
+    log = AnswerLog(tmp_path, 0)
+    log.begin(1)
+    for number in range(4):
+        log.write("a", number, {}, {"value": "x\u2028y\x0c\x85"})
+    log.close()
+    (path,) = tmp_path.iterdir()
+    whole = path.read_text().splitlines()
+    path.write_bytes("\n".join(damage(whole)).encode(errors="surrogateescape"))
+    known = 0
+    for rank in range(3):
+        again = AnswerLog(tmp_path, rank)
+        again.begin(1)
+        again.begin(1)
+        known = sum(again.find("a", number, {}) is not None for number in range(4))
+    said = capsys.readouterr().err.splitlines()
+    assert known == (4 if kind == "text" else 4 - count) and len(said) == bool(count)
+    assert all(str(path) in line and f"{count} line" in line for line in said)
+    path.unlink()

@@ -3,14 +3,19 @@
 POST anywhere: {"query": [prompt + response], "prompts": [...]} -> {"rewards", "scores": [...], "extra_logs"}
 
 Scores are those of `reward.model`: centred and scaled. So are the tokens, where a query begins with its prompt and the
-tokenizer reads back what it wrote. One process, one request at a time; no key: by default it listens on the loopback.
+tokenizer reads back what it wrote. One process, one request at a time; no key: by default it listens on the loopback,
+and only this machine's own names are answered, so that no page in a browser can ask it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
+import socket
+import sys
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -29,6 +34,8 @@ from aligner.tools.generate import model_folder
 from aligner.types import Prompt, Sample
 
 MAX_BYTES = 64 << 20  # of a request
+DIGITS = 19  # of its length
+IDLE_S = 60.0  # for which a client may say nothing
 
 
 def main(cfg: Config, host: str, port: int) -> int:
@@ -86,26 +93,69 @@ def _sample(tokenizer: Any, query: str, prompt: str) -> Sample:
     return Sample(Prompt(0, tuple(head), prompt), 0, query[len(prompt) :], tuple(tail), True)
 
 
-def server(answer: Any, host: str, port: int) -> ThreadingHTTPServer:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            length = self.headers.get("Content-Length", "")
-            if not length.isdigit() or int(length) > MAX_BYTES:
-                return self.say(413, {"error": f"Content-Length={length!r}: expected at most {MAX_BYTES} bytes"})
-            try:
-                return self.say(200, answer(parse_json(self.rfile.read(int(length)), "the request", DataError)))
-            except DataError as error:
-                return self.say(400, {"error": str(error)})
+def names(host: str) -> set[str]:
+    """By which a server that listens there may be asked, beside addresses of numbers. A page in a browser may have its
+    own name point here; it has no other way to speak to this machine."""
+    found = {"localhost", host.lower()}
+    if not is_address(host) or not ipaddress.ip_address(host).is_loopback:
+        found |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+    return found
 
-        def say(self, status: int, body: dict[str, Any]) -> None:
-            data = json.dumps(body).encode()
+
+def is_address(text: str) -> bool:
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(text))
+    return False
+
+
+def server(answer: Any, host: str, port: int) -> ThreadingHTTPServer:
+    known = names(host)
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE_S
+
+        def do_POST(self) -> None:
+            try:
+                status, body = self.answered()
+                data = json.dumps(body, allow_nan=False).encode()
+            except DataError as error:
+                status, data = 400, json.dumps({"error": str(error)}).encode()
+            except OSError:  # of the connection: there is nobody to tell
+                raise
+            except Exception as error:  # no number, or a device without memory
+                print(f"warning: no score: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                status, data = 500, json.dumps({"error": f"no score: {type(error).__name__}"}).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
 
+        def answered(self) -> tuple[int, dict[str, Any]]:
+            name, length = _name(self.headers.get("Host", "")), self.headers.get("Content-Length", "")
+            if not is_address(name) and name not in known:
+                expected = f"one of {', '.join(sorted(known))}, or an address; --host gives a further name"
+                return 421, {"error": f"Host={name[:80]!r}: expected {expected}"}
+            if not (length.isascii() and length.isdigit() and len(length) <= DIGITS and int(length) <= MAX_BYTES):
+                return 413, {"error": f"Content-Length={length[:80]!r}: expected at most {MAX_BYTES} bytes"}
+            return 200, answer(parse_json(self.rfile.read(int(length)), "the request", DataError))
+
         def log_message(self, *args: Any) -> None:
             """Not a line for each request."""
 
-    return ThreadingHTTPServer((host, port), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *unused: Any) -> None:
+            """A client that leaves is no event; anything else is one line."""
+            error = sys.exception()
+            if not isinstance(error, ConnectionError | TimeoutError):
+                print(f"warning: a request was not answered: {type(error).__name__}: {error}", file=sys.stderr)
+
+    return Server((host, port), Handler)
+
+
+def _name(host: str) -> str:
+    """Of a header `Host`: without its port, and without the brackets of an IPv6 address."""
+    name = host.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].rstrip(".")
