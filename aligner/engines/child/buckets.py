@@ -1,8 +1,8 @@
 """Tensors from the trainer to an engine's process: packed into one buffer that both see, a bucket at a time.
 
-CUDA: the trainer's buffer, opened by the child through an IPC handle, once. CPU: an anonymous file in memory, opened
-by way of the process that made it. The child answers each bucket before the buffer is used again: without that the
-next bucket would overwrite tensors that are still being read.
+CUDA: a buffer of each of the engine's ranks on its own device, opened by the child through an IPC handle, once. CPU: an
+anonymous file in memory, opened by way of the process that made it. The child answers each bucket before the buffer is
+used again: without that the next bucket would overwrite tensors that are still being read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,8 +20,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from aligner.errors import EngineError
+from aligner.ops.kernels.checksum import tensor_checksum
 
 ALIGN_BYTES = 256
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first of them that is set
+EXPANDABLE = "expandable_segments"
 
 
 def aligned(end: int) -> int:
@@ -59,7 +63,7 @@ class MemoryFile:
         os.ftruncate(fd, size)
         return cls(size, fd, os.getpid())
 
-    def tensor(self) -> Tensor:
+    def tensor(self, device: int = 0) -> Tensor:
         """uint8 [size]. Raises EngineError where the process that made it is not seen."""
         try:
             with open(f"/proc/{self.pid}/fd/{self.fd}", "r+b") as file:
@@ -76,7 +80,7 @@ class MemoryFile:
 
 @dataclass
 class CudaMemory:
-    """The trainer's CUDA buffer: what `torch.multiprocessing` pickles of it."""
+    """The CUDA buffer of a trainer's rank: what `torch.multiprocessing` pickles of it."""
 
     handle: Any
 
@@ -84,15 +88,45 @@ class CudaMemory:
     def of(cls, buffer: Tensor) -> CudaMemory:
         return cls(reduce_tensor(buffer))
 
-    def tensor(self) -> Tensor:
-        """In another process, whose first device is the trainer's, whatever its number there."""
+    def tensor(self, device: int = 0) -> Tensor:
+        """In another process, whose device of this number is the rank's, whatever its number there."""
         rebuild, arguments = self.handle
         arguments = list(arguments)
-        arguments[6] = 0  # of rebuild_cuda_tensor: storage_device
+        arguments[6] = device  # of rebuild_cuda_tensor: storage_device
         return rebuild(*arguments)
 
 
 Memory = MemoryFile | CudaMemory
+
+
+def cuda_buffer(size: int, device: torch.device) -> Tensor:
+    """uint8 [size] that another process can open."""
+    with fixed_segments():
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+@contextmanager
+def fixed_segments() -> Iterator[None]:
+    """Memory made within lies in no expandable segment. Another process would open such a segment by a file descriptor
+    of this one, which most containers and systems refuse to a child."""
+    settings = next((os.environ[name] for name in SETTINGS if os.environ.get(name)), "")
+    fields = [field.strip() for field in settings.split(",")]
+    fixed = [f"{EXPANDABLE}:False" if field.partition(":")[0].strip() == EXPANDABLE else field for field in fields]
+    if fixed == fields:
+        yield
+        return
+    change = torch._C._accelerator_setAllocatorSettings
+    torch.cuda.empty_cache()  # what is free of such a segment would be taken first
+    change(",".join(fixed))  # all of them: it resets what is not named
+    try:
+        yield
+    finally:
+        change(settings)
+
+
+def checksums(slots: Iterable[Slot], buffer: Tensor) -> dict[str, int]:
+    """Of the tensors as they arrived."""
+    return {slot.name: tensor_checksum(slot.view(buffer)) for slot in slots}
 
 
 class BucketWriter:

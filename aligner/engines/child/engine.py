@@ -26,12 +26,13 @@ from torch import Tensor
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import UpdateLedger
-from aligner.engines.child.buckets import BucketWriter, CudaMemory, Memory, MemoryFile, Slot
+from aligner.engines.child.buckets import BucketWriter, CudaMemory, Memory, MemoryFile, Slot, cuda_buffer
 from aligner.engines.child.process import Channel, Child, clean_environment, interpreter, spawn
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Row, Settings
 from aligner.errors import AlignerError, ConfigError, EngineError, RefitError
 from aligner.models.families import expected_hf_shapes
 from aligner.models.hf_config import hf_config
+from aligner.ops.reduce import gathered
 from aligner.types import STOP, Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 Decode = Callable[[list[int]], str]
@@ -78,12 +79,14 @@ class ChildEngine:
         self._released: list[str] = []  # tags of memory
         size = max(bucket_bytes, *(prod(shape) * dtype.itemsize for shape in shapes.values()))
         buffer, memory = self._buffer(size)
+        memories = [each or memory for each in self._of_ranks(memory)]
+        self._places = [*zip(*self._of_ranks((self._device_name(), os.sched_getaffinity(0))), strict=True)]
         self._writer = BucketWriter(buffer, dtype)
         self._folder = tempfile.TemporaryDirectory(prefix="aligner-engine-")
         self._channel: Channel | None = None
         settings = None
-        if memory is not None:
-            settings = self._settings(memory)
+        if self._leads:
+            settings = self._settings(memories)
             child, connection = (start or self._process)(self.device, self.options.python)
             self._channel = Channel(child, connection, f"{self.title} engine")
         self._finalizer = weakref.finalize(self, _release, self._channel, memory, self._folder)
@@ -105,35 +108,50 @@ class ChildEngine:
         """Of the child's environment."""
         return {}
 
+    def _of_ranks[T](self, value: T) -> list[T]:
+        """The `value` of each rank of this engine. Collective over them."""
+        return [value] if self._group is None else gathered(value, self._group)
+
     def _buffer(self, size: int) -> tuple[Tensor, Memory | None]:
-        """uint8 [size], and how the child sees it; of a rank without a child: one that only counts, and None."""
-        if self._leads and self.device.type != "cuda":
-            memory = MemoryFile.create(size)
-            return memory.tensor(), memory
-        buffer = torch.empty(size, dtype=torch.uint8, device=self.device if self._leads else "meta")
-        return buffer, CudaMemory.of(buffer) if self._leads else None
+        """uint8 [size], and how others see it: of each rank its own on its GPU; on CPUs one for all, so that the other
+        ranks get one that only counts, and None."""
+        if self.device.type == "cuda":
+            buffer = cuda_buffer(size, self.device)
+            return buffer, CudaMemory.of(buffer)
+        if not self._leads:
+            return torch.empty(size, dtype=torch.uint8, device="meta"), None
+        memory = MemoryFile.create(size)
+        return memory.tensor(), memory
+
+    def _device_name(self) -> str:
+        """As CUDA_VISIBLE_DEVICES names it; "" of a CPU."""
+        if self.device.type != "cuda":
+            return ""
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        seen = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
+        return seen[index] if seen else str(index)
 
     def _process(self, device: torch.device, python: str) -> tuple[Child, Any]:
-        """A process that sees the devices of this engine's ranks alone."""
+        """A process that sees the devices of this engine's ranks alone, in their order, and computes on the cores of
+        all of them."""
         extra = dict(self._variables())
+        devices, cores = self._places
         if device.type == "cuda":
-            count = 1 if self._group is None else self._group.size()
-            index = torch.cuda.current_device() if device.index is None else device.index
-            visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
-            visible = visible or [str(i) for i in range(torch.cuda.device_count())]
-            if index + count > len(visible):
-                expected = f"at most {len(visible) - index}: that many devices are seen from this rank's on"
-                raise ConfigError("engine.tensor_parallel", count, expected)
-            extra["CUDA_VISIBLE_DEVICES"] = ",".join(visible[index : index + count])
-        return spawn(self.worker, clean_environment(os.environ, extra), python, self.options.section)
+            if len(set(devices)) < len(devices):
+                expected = f"ranks that see each other's devices; theirs are {', '.join(devices)}"
+                hint = "Let each rank see all of its node's (Slurm: no --gpus-per-task, --gpu-bind=none)."
+                raise ConfigError("engine.tensor_parallel", len(devices), expected, hint)
+            extra["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        environ = clean_environment(os.environ, extra)
+        return spawn(self.worker, environ, python, self.options.section, set().union(*cores))
 
-    def _settings(self, memory: Memory) -> Settings:
+    def _settings(self, memories: list[Memory]) -> Settings:
         name = str(self.dtype).removeprefix("torch.")
         raw = hf_config(self.cfg, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype=name)
         (Path(self._folder.name) / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
         return Settings(
             self._folder.name,
-            memory,
+            memories,
             self.cfg.vocab_size,
             name,
             self.max_seq_len,
@@ -186,6 +204,8 @@ class ChildEngine:
             self._take(slots)
 
     def _take(self, slots: list[Slot]) -> None:
+        if self._group is not None:
+            dist.barrier(group=self._group)  # each rank has written its buffer
         taken = self._call("bucket", slots, error=RefitError)
         if taken != len(slots):
             raise RefitError(f"the engine took {taken} tensors of a bucket of {len(slots)}")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -88,10 +88,10 @@ class ChildProcess:
 
 
 def spawn(
-    worker: str, environ: Mapping[str, str], python: str = "", section: str = ""
+    worker: str, environ: Mapping[str, str], python: str = "", section: str = "", cores: Iterable[int] = ()
 ) -> tuple[ChildProcess, Connection]:
     """A process that serves `worker` (module:class; `python`: see `interpreter`), and this end of the connection to it.
-    Its output goes to a temporary file."""
+    Its output goes to a temporary file. `cores`: that it may use, also beyond this process's."""
     executable, environ = interpreter(python, environ, section)
     ours, theirs = socket.socketpair()
     handle, log = tempfile.mkstemp(prefix="aligner-engine-", suffix=".log")
@@ -108,6 +108,9 @@ def spawn(
     finally:
         os.close(handle)
         theirs.close()
+    if cores := set(cores):
+        with contextlib.suppress(OSError):  # a system that gives it none of them: it keeps this process's
+            os.sched_setaffinity(process.pid, cores)
     return ChildProcess(process, Path(log)), Connection(ours.detach())
 
 

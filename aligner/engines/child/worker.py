@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.engines.child.buckets import Memory, Slot
+from aligner.engines.child.buckets import Memory, Slot, checksums
 from aligner.errors import EngineError, RefitError
-from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import LENGTH, STOP
 
 _REASONS = {"stop": STOP, "length": LENGTH}
@@ -29,7 +28,7 @@ class Settings:
     """Everything a child needs to know; sent once."""
 
     folder: str  # holds config.json and nothing else
-    memory: Memory  # that weights come through
+    memories: list[Memory]  # that weights come through, of each rank of the engine
     vocab_size: int
     dtype: str
     max_seq_len: int
@@ -43,6 +42,7 @@ class Settings:
     checksums: bool
     tensor_parallel: int = 1
     block: int = 0  # tokens of a block of the KV cache, where it is to be said
+    lasting: bool = False  # what a bucket brought stays in the memory until the update has ended
 
     @property
     def max_num_tokens(self) -> int:
@@ -56,33 +56,18 @@ class BaseWorker(ABC):
     def __init__(self, settings: Settings):
         self.settings, self.whole = settings, False
         self._checksums: dict[str, int] = {}
-        self.buffer = settings.memory.tensor()
 
     def bucket(self, slots: list[Slot]) -> int:
-        """Its number of tensors, once they are no longer needed in the buffer."""
-        tensors = {slot.name: slot.view(self.buffer) for slot in slots}
-        if self.settings.checksums:
-            self._checksums |= {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
-        self.take(tensors)
-        self._synchronize()
+        """Its number of tensors, once they are no longer needed in the memory."""
+        self._checksums |= self.take(slots)
         return len(slots)
 
     @abstractmethod
-    def take(self, tensors: dict[str, Tensor]) -> None:
-        """The tensors of one bucket, views of the buffer."""
+    def take(self, slots: list[Slot]) -> dict[str, int]:
+        """Loads the tensors of one bucket; returns their checksums, or none where they are not asked for."""
 
     def checksums(self) -> dict[str, int]:
         return self._checksums
-
-    def _synchronize(self) -> None:
-        if self.buffer.is_cuda:
-            torch.cuda.synchronize()
-
-    def _give_back(self) -> None:
-        """What this process has freed, to the trainer, which shares the device."""
-        gc.collect()
-        if self.buffer.is_cuda:
-            torch.cuda.empty_cache()
 
     def _require(self) -> None:
         if not self.whole:
@@ -105,6 +90,34 @@ class BaseWorker(ABC):
                 raise EngineError(f"{len(tokens)} tokens came with {len(output.logprobs or ())} logprobs")
             found = _logprobs(output.logprobs, tokens)
         return tokens, found, _REASONS[reason], None
+
+
+class LocalWorker(BaseWorker):
+    """Of an engine that computes in this process, on one device."""
+
+    def __init__(self, settings: Settings):
+        super().__init__(settings)
+        self.buffer = settings.memories[0].tensor()
+
+    def take(self, slots: list[Slot]) -> dict[str, int]:
+        found = checksums(slots, self.buffer) if self.settings.checksums else {}
+        self.load({slot.name: slot.view(self.buffer) for slot in slots})
+        self._synchronize()
+        return found
+
+    @abstractmethod
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """The tensors of one bucket, views of the buffer."""
+
+    def _synchronize(self) -> None:
+        if self.buffer.is_cuda:
+            torch.cuda.synchronize()
+
+    def _give_back(self) -> None:
+        """What this process has freed, to the trainer, which shares the device."""
+        gc.collect()
+        if self.buffer.is_cuda:
+            torch.cuda.empty_cache()
 
 
 def _logprobs(entries: list, tokens: list[int]) -> list[float] | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aligner.engines.base import listed
 from aligner.engines.child.serve import Abort
-from aligner.engines.child.worker import KV_CACHE, BaseWorker, Progress, Row, Settings
+from aligner.engines.child.worker import KV_CACHE, LocalWorker, Progress, Row, Settings
 from aligner.engines.trtllm.build import build_runner
 from aligner.engines.trtllm.built_api import version_row
 from aligner.engines.trtllm.layout import Part, Target, layout
@@ -26,7 +26,7 @@ from aligner.models.hf_config import config_from_hf
 from aligner.types import LENGTH, STOP, SamplingParams
 
 
-class EngineWorker(BaseWorker):
+class EngineWorker(LocalWorker):
     """One method per call, as `torch_worker.Worker`."""
 
     def __init__(self, settings: Settings):
@@ -74,7 +74,7 @@ class EngineWorker(BaseWorker):
                 f"{len(self.layout)} are delivered; {'; '.join(told)}"
             )
 
-    def take(self, tensors: dict[str, Tensor]) -> None:
+    def load(self, tensors: dict[str, Tensor]) -> None:
         if self.refitter is None:
             raise RefitError("a bucket came outside of an update")
         for source, tensor in tensors.items():

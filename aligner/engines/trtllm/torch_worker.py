@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aligner.engines.child.serve import Abort
-from aligner.engines.child.worker import KV_CACHE, WEIGHTS, BaseWorker, Progress, Row, Settings
+from aligner.engines.child.worker import KV_CACHE, WEIGHTS, LocalWorker, Progress, Row, Settings
 from aligner.engines.native.sampler import picked_logprobs
 from aligner.engines.trtllm.sampling import NO_END_ID, RAW, logprob_source, sampling_arguments
 from aligner.engines.trtllm.torch_api import Version, version_row
@@ -64,7 +64,7 @@ def _sleep_value(row: Version, weights: bool, graphs: bool) -> Any:
     return SleepConfig(restore_modes=modes)
 
 
-class Worker(BaseWorker):
+class Worker(LocalWorker):
     """One method per call."""
 
     def __init__(self, settings: Settings):
@@ -103,7 +103,7 @@ class Worker(BaseWorker):
         with self.executor.control_action():
             self._each_module("pre_reload_weights")
 
-    def take(self, tensors: dict[str, Tensor]) -> None:
+    def load(self, tensors: dict[str, Tensor]) -> None:
         if self.partial:
             self._reload(tensors, allow_partial_loading=True)
         else:  # this model loads all its weights or none

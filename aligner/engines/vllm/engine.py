@@ -38,10 +38,10 @@ class VllmEngine(Replicated, ChildEngine):
         super().__init__(model, config, device=device, **more)
         self.tensor_parallel = config.tensor_parallel
 
-    def _settings(self, memory: Memory) -> Settings:
+    def _settings(self, memories: list[Memory]) -> Settings:
         """vLLM wants room for the longest row that it may be asked for: shorter ones are, where its cache is small."""
         fits = (self.config.kv_cache_bytes // (self.block * self.position_bytes) - 1) * self.block - 1
-        found = super()._settings(memory)
+        found = super()._settings(memories)
         return replace(found, max_seq_len=min(found.max_seq_len, max(fits, 1)), block=self.block)
 
     def _cache_bytes(self, row: int) -> int:

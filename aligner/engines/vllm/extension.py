@@ -6,10 +6,13 @@ its reload, which collects a layer's tensors, lays them out again and copies the
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from aligner.engines.child.buckets import Memory, Slot
+from aligner.engines.child.buckets import Memory, MemoryFile, Slot, checksums
 from aligner.errors import RefitError
 
 
@@ -18,9 +21,13 @@ class Extension:
 
     aligner_loading = False
 
-    def aligner_open(self, memory: Memory) -> None:
-        """Where the trainer's tensors come."""
-        self.aligner_buffer = memory.tensor()
+    def aligner_open(self, memories: list[Memory], lasting: bool) -> None:
+        """Where the trainer's tensors come: of each rank, or the same one for all. `lasting`: what comes stays there
+        until the update has ended."""
+        memory = memories[self.rank]
+        self.aligner_buffer = memory.tensor(self.model_runner.device.index or 0)
+        self.aligner_lasting = lasting
+        self.aligner_hashes = self.rank == 0 or not isinstance(memory, MemoryFile)
 
     def aligner_begin(self) -> None:
         from vllm.config import set_current_vllm_config
@@ -34,20 +41,25 @@ class Extension:
             _forget_packed_experts(self.model_runner.get_model())
         self.aligner_loading = True
 
-    def aligner_take(self, slots: list[Slot]) -> None:
-        """Copies: a layer whose tensors come in several buckets is laid out when the last has come."""
+    def aligner_take(self, slots: list[Slot], hashed: bool) -> dict[str, int]:
+        """Checksums of the tensors as they arrived here, if they are `hashed` and no other rank has the same memory."""
         from vllm.config import set_current_vllm_config
 
         if not self.aligner_loading:
             raise RefitError("a bucket came outside of an update")
-        device = self.model_runner.device
-        tensors: list[tuple[str, Tensor]] = [
-            (slot.name, slot.view(self.aligner_buffer).to(device, copy=True)) for slot in slots
-        ]
+        found = checksums(slots, self.aligner_buffer) if hashed and self.aligner_hashes else {}
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            self.model_runner.get_model().load_weights(tensors)
+            self.model_runner.get_model().load_weights(self._aligner_tensors(slots))
         if self.aligner_buffer.is_cuda:
             torch.cuda.synchronize()
+        return found
+
+    def _aligner_tensors(self, slots: list[Slot]) -> Iterator[tuple[str, Tensor]]:
+        """One after the other. vLLM keeps them until a layer has all of its own, perhaps in a later bucket: where the
+        next bucket takes their place, they are copies. Where it does not, it copies a rank's share to the device."""
+        for slot in slots:
+            tensor = slot.view(self.aligner_buffer)
+            yield slot.name, tensor if self.aligner_lasting else tensor.to(self.model_runner.device, copy=True)
 
     def aligner_finish(self) -> None:
         from vllm.config import set_current_vllm_config
@@ -60,8 +72,10 @@ class Extension:
             finalize_layerwise_reload(model, self.model_config)
             if self.model_runner.device.type == "cpu":
                 _pack_tied_head(model)
-        if self.aligner_buffer.is_cuda:
+        gc.collect()
+        if self.model_runner.device.type == "cuda":  # the trainer shares the device
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()
         self.aligner_loading = False
 
     def aligner_temper(self, temperature: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,29 +13,43 @@ from torch import Tensor
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.child.buckets import Memory, MemoryFile, Slot, aligned
+from aligner.engines.child.worker import Settings
 from aligner.engines.vllm.engine import VllmEngine
 from aligner.models.families import expected_hf_shapes
 from aligner.models.shards import hf_tensors
-from aligner.ops.reduce import gathered
 
 
 class PlacedVllmEngine(VllmEngine):
     """`PlacingEngine`: parts of tensors come in any order, so the buffer that the child reads holds the whole model, in
-    host memory on a GPU too. Each rank of an engine of several writes its share of it."""
+    host memory on a GPU too. Each rank of an engine of several writes its share of it. The child reads it at the end,
+    `bucket_bytes` in a call, from where it lies: each of its ranks copies what it needs of a tensor to its device."""
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, *, dtype: torch.dtype, **more: Any):
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        *,
+        dtype: torch.dtype,
+        bucket_bytes: int = 256 << 20,
+        **more: Any,
+    ):
+        self._bucket_bytes = bucket_bytes
         self._tensors = {tensor.name: tensor for tensor in hf_tensors(model)}
         self._slots: dict[str, Slot] = {}
         end = 0
         for name, shape in expected_hf_shapes(model).items():
             self._slots[name] = Slot(name, shape, dtype, end)
             end = aligned(end + prod(shape) * dtype.itemsize)
-        super().__init__(model, config, dtype=dtype, **more | {"bucket_bytes": end})
+        super().__init__(model, config, dtype=dtype, bucket_bytes=end, **more)
 
     def _buffer(self, size: int) -> tuple[Tensor, Memory | None]:
         own = MemoryFile.create(size) if self._leads else None
-        everyone = [own] if self._group is None else gathered(own, self._group)
-        return everyone[0].tensor(), own
+        first = self._of_ranks(own)[0]
+        assert first is not None
+        return first.tensor(), own
+
+    def _settings(self, memories: list[Memory]) -> Settings:
+        return replace(super()._settings(memories), lasting=True)
 
     def place(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
         """See `PlacingEngine.place`."""
@@ -48,5 +64,17 @@ class PlacedVllmEngine(VllmEngine):
         self._ledger.finish(self._load)  # not before every rank has written
 
     def _load(self) -> None:
-        self._take(list(self._slots.values()))
+        for slots in self._buckets():
+            self._take(slots)
         self._finish()
+
+    def _buckets(self) -> Iterator[list[Slot]]:
+        """Of at most `bucket_bytes`, or of one tensor."""
+        bucket: list[Slot] = []
+        for slot in self._slots.values():
+            if bucket and slot.start + slot.nbytes - bucket[0].start > self._bucket_bytes:
+                yield bucket
+                bucket = []
+            bucket.append(slot)
+        if bucket:
+            yield bucket

@@ -11,17 +11,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from aligner.config.sections.vllm import VERSION, VllmConfig, same_minor
+from aligner.engines.base import listed
+from aligner.engines.child.buckets import Slot
 from aligner.engines.child.serve import Abort
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, BaseWorker, Progress, Row, Settings
 from aligner.engines.vllm.sampling import sampling_arguments
-from aligner.errors import ConfigError, EngineError
+from aligner.errors import ConfigError, EngineError, RefitError
 from aligner.loading import for_good
 from aligner.types import SamplingParams
 
 _TAGS = {KV_CACHE: "kv_cache", WEIGHTS: "weights"}
+# of a device that vLLM wants to find free at its start: all else on it is the trainer's, and the cache has its own size
+_FREE = 0.01
 _EXTENSION = "aligner.engines.vllm.extension.Extension"
 
 
@@ -39,6 +41,7 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
         "max_num_seqs": settings.max_batch,
         "max_num_batched_tokens": settings.max_num_tokens,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "gpu_memory_utilization": _FREE,
         "block_size": settings.block,
         "enable_prefix_caching": settings.prefix_reuse,
         "enable_sleep_mode": settings.sleep,
@@ -85,11 +88,12 @@ class Worker(BaseWorker):
         import_architectures(self.api, settings.folder)
         self.engine = self.api.LLM(**engine_arguments(settings)).llm_engine
         super().__init__(settings)
-        self._rpc("aligner_open", settings.memory)
+        self._rpc("aligner_open", settings.memories, settings.lasting)
         self._requests, self._temperature = 0, 1.0
 
-    def _rpc(self, method: str, *arguments: Any) -> None:
-        self.engine.collective_rpc(method, args=arguments)
+    def _rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """What each rank of the engine returns."""
+        return self.engine.collective_rpc(method, args=arguments)
 
     def describe(self) -> dict[str, Any]:
         return {"version": self.api.__version__, "score_rows": self.settings.max_batch}
@@ -100,18 +104,17 @@ class Worker(BaseWorker):
         self.whole, self._checksums = False, {}
         self._rpc("aligner_begin")
 
-    def bucket(self, slots: list) -> int:
-        self._slots = slots
-        return super().bucket(slots)
-
-    def take(self, tensors: dict[str, Tensor]) -> None:
-        self._rpc("aligner_take", self._slots)
+    def take(self, slots: list[Slot]) -> dict[str, int]:
+        first, *others = [found for found in self._rpc("aligner_take", slots, self.settings.checksums) if found] or [{}]
+        for other in others:
+            if wrong := [name for name, value in first.items() if other[name] != value]:
+                raise RefitError(f"the ranks of the engine got other numbers of {listed(wrong)}")
+        return first
 
     def finish(self) -> None:
         self._rpc("aligner_finish")
         if not self.engine.reset_prefix_cache():
             raise EngineError("vLLM did not reset its prefix cache: it holds keys and values of the old weights")
-        self._give_back()
         self.whole = True
 
     # ---- memory

@@ -95,7 +95,7 @@ class Shared:
     def start(cls, device, python):
         if cls.lent is None or cls.lent.ended():
             engine = VllmEngine.__new__(VllmEngine)
-            engine.options, engine._group = VllmConfig(), None
+            engine.options, engine._places = VllmConfig(), [("",), (os.sched_getaffinity(0),)]
             engine.worker = "tests.engines.vllm.lent:Worker"
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("VLLM_CACHE_ROOT", cls.cache.name)

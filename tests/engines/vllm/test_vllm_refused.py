@@ -1,6 +1,9 @@
 """What the vLLM engine refuses, and what needs no vLLM to be shown."""
 
 import ast
+import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from itertools import accumulate
@@ -15,9 +18,10 @@ from aligner.config.sections.model.attention import AttentionConfig
 from aligner.config.sections.vllm import VllmConfig
 from aligner.config.validate_model import check_node, validate_model
 from aligner.engines.base import UpdateLedger
-from aligner.engines.child.worker import KV_CACHE, WEIGHTS
+from aligner.engines.child.process import interpreter
+from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Settings
 from aligner.engines.native.fleet import Fleet
-from aligner.engines.vllm.engine import VllmEngine
+from aligner.engines.vllm.engine import VARIABLES, VllmEngine
 from aligner.engines.vllm.sampling import sampling_arguments
 from aligner.engines.vllm.worker import Worker, import_vllm
 from aligner.errors import ConfigError, LayoutError, RefitError
@@ -96,23 +100,50 @@ def test_models_that_it_does_not_serve():
 
 
 @pytest.mark.parametrize(
-    ("seen", "rank", "width", "given"),
-    [("", 1, 1, "1"), ("", 2, 2, "2,3"), ("4,5,6", 1, 2, "5,6"), ("4,5,6", 2, 2, None), ("", 3, 2, None)],
+    ("seen", "given"),
+    [
+        ({1: ""}, "1"),
+        ({2: "", 3: ""}, "2,3"),
+        ({1: "4,5,6", 2: "4,5,6"}, "5,6"),
+        ({3: "", 0: ""}, "3,0"),  # neighbours in the job need not be neighbours on the node
+        ({0: "GPU-7a", 1: "GPU-7a,GPU-7b"}, "GPU-7a,GPU-7b"),
+    ],
 )
-def test_the_child_sees_the_devices_of_its_ranks(monkeypatch, seen, rank, width, given):
-    """Of a machine with four. The buffer of its weights is on the first of them."""
-    found = {}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(child, "spawn", lambda worker, environ, *more: found.update(environ))
+def test_the_child_sees_the_devices_of_its_ranks(monkeypatch, seen, given):
+    """In the order of the ranks, each of which sees some of its node's devices; and has their cores."""
+    found, cores = {}, []
+
+    def spawn(worker, environ, python, section, own):
+        found.update(environ)
+        cores.extend(sorted(own))
+
+    monkeypatch.setattr(child, "spawn", spawn)
+    names = []
+    for rank, visible in seen.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        names.append(of_device(torch.device("cuda", rank))._device_name())
+    engine = of_device(torch.device("cuda", min(seen)))
+    engine._places = [tuple(names), tuple({14 * rank, 14 * rank + 1} for rank in seen)]
+    engine._process(engine.device, "")
+    assert found["CUDA_VISIBLE_DEVICES"] == given and found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert cores == sorted(core for rank in seen for core in (14 * rank, 14 * rank + 1))
+
+
+def of_device(device):
     engine = VllmEngine.__new__(VllmEngine)
-    engine.options, engine._group = VllmConfig(), SimpleNamespace(size=lambda: width)
-    if given is None:
-        with pytest.raises(ConfigError, match=rf"engine.tensor_parallel={width}: expected at most 1"):
-            engine._process(torch.device("cuda", rank), "")
-    else:
-        engine._process(torch.device("cuda", rank), "")
-        assert found["CUDA_VISIBLE_DEVICES"] == given and found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    engine.options, engine.device = VllmConfig(), device
+    return engine
+
+
+def test_ranks_that_see_their_own_device_alone_are_no_replica():
+    """Each calls its own 0, so that a child cannot be given all of them."""
+    engine = of_device(torch.device("cuda", 0))
+    engine._places = [("0", "0"), ({0}, {1})]
+    expected = (
+        r"engine.tensor_parallel=2: expected ranks that see each other's devices; theirs are 0, 0.*--gpu-bind=none"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        engine._process(engine.device, "")
 
 
 def test_one_of_several_replicas_is_asked_as_a_native_one_is(monkeypatch):
@@ -148,10 +179,56 @@ def test_what_sleep_would_call_on_a_gpu():
     assert worker.engine.calls == [*kept, ("sleep", 2), ("wake_up", ["weights"])]
 
 
+CHECK = """import json, sys
+from types import SimpleNamespace
+from aligner.engines.vllm.worker import engine_arguments, import_vllm
+import_vllm()
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.worker.utils import request_memory
+
+settings = SimpleNamespace(**json.loads(sys.argv[1]))
+arguments = engine_arguments(settings)
+for left in (arguments, {k: v for k, v in arguments.items() if k != "gpu_memory_utilization"}):
+    snapshot = SimpleNamespace(total_memory=80 << 30, free_memory=8 << 30, device_="cuda:0")
+    try:
+        request_memory(snapshot, EngineArgs(**left))
+        print("starts")
+    except ValueError as error:
+        print(error)"""
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_vllms_own_check_lets_an_engine_start_beside_a_trainer(tmp_path):
+    """The GPU worker's, with a tenth of the device free; by vLLM's default it would not start."""
+    (tmp_path / "config.json").write_text("{}")
+    settings = Settings(str(tmp_path), [], 53, "float32", 64, 4, 1 << 24, *[False] * 4, 0, False, block=32)
+    python, environ = interpreter(str(PYTHON), dict(os.environ) | VARIABLES, "engine.vllm")
+    command = [python, "-c", CHECK, json.dumps(vars(settings) | {"max_num_tokens": settings.max_num_tokens})]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    ours, default = done.stdout.splitlines()[-2:]
+    assert ours == "starts" and "is less than desired GPU memory utilization (0.92" in default
+
+
+@needs_vllm
+def test_the_gpu_worker_makes_that_check_whatever_the_cache():
+    """So that a package which makes another is seen."""
+    calls = []
+    for node in ast.walk(tree("v1/worker/gpu_worker.py")):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "request_memory":
+            calls.append([ast.unparse(argument) for argument in node.args])
+    assert calls and all(call[1] == "self.cache_config" for call in calls)
+
+
+def tree(file):
+    (source,) = PYTHON.parents[1].glob(f"lib/python*/site-packages/vllm/{file}")
+    return ast.parse(source.read_text())
+
+
 @needs_vllm
 def test_the_package_has_what_a_gpu_would_need():
-    (source,) = PYTHON.parents[1].glob("lib/python*/site-packages/vllm/v1/engine/llm_engine.py")
-    (engine,) = (n for n in ast.parse(source.read_text()).body if getattr(n, "name", "") == "LLMEngine")
+    (engine,) = (n for n in tree("v1/engine/llm_engine.py").body if getattr(n, "name", "") == "LLMEngine")
     found = {n.name: [a.arg for a in n.args.args] for n in engine.body if isinstance(n, ast.FunctionDef)}
     assert "level" in found["sleep"] and "tags" in found["wake_up"] and "release_kv_cache_memory" in found
 

@@ -1,0 +1,183 @@
+"""One engine of several ranks: whose memory its child is told of, when it reads it, and which of its ranks opens
+which. What is not run here is a GPU: buffers lie in host memory, handles are theirs."""
+
+import os
+import subprocess
+import sys
+import weakref
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from aligner.engines.child import buckets
+from aligner.engines.child.buckets import MemoryFile, Slot, fixed_segments
+from aligner.engines.child.process import clean_environment, spawn
+from aligner.engines.vllm.extension import Extension
+from aligner.engines.vllm.placed import PlacedVllmEngine
+from aligner.engines.vllm.worker import Worker
+from aligner.errors import RefitError
+from aligner.ops.kernels.checksum import tensor_checksum
+
+
+@pytest.mark.multirank
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 3])
+def test_each_rank_writes_its_own_memory_before_the_child_is_told(ranks, tp):
+    told, *others = ranks.run("tests.engines.child.jobs:shared", world=tp, tp=tp)
+    assert others == [None] * (tp - 1)  # one child, of the first rank
+    assert len(set(told["pids"])) == tp and told["pids"][0] == told["own"]  # in the order of the ranks
+    assert told["devices"] == [f"device {rank}" for rank in range(tp)]
+    assert told["buckets"] > 3 and told["right"] and told["whole"] == [True] * tp
+
+
+class Handle:
+    """A memory that notes who opened it, and on which device."""
+
+    def __init__(self, number):
+        self.number, self.opened = number, []
+
+    def tensor(self, device=0):
+        self.opened.append(device)
+        return torch.full((64,), self.number, dtype=torch.uint8)
+
+
+def extension(rank=0, device="cpu", loader=None):
+    found = Extension()
+    found.rank, found.vllm_config, found.aligner_loading = rank, None, True
+    model = SimpleNamespace(load_weights=loader)
+    found.model_runner = SimpleNamespace(device=torch.device(device), get_model=lambda: model)
+    return found
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """Of the package what the extension imports around a bucket."""
+    config = ModuleType("vllm.config")
+    config.set_current_vllm_config = lambda config: nullcontext()
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
+
+
+def test_a_rank_opens_its_own_memory_on_its_own_device():
+    handles = [Handle(rank) for rank in range(3)]
+    for rank in range(3):
+        worker = extension(rank, f"cuda:{rank}")
+        worker.aligner_open(handles, lasting=False)
+        assert int(worker.aligner_buffer[0]) == rank and worker.aligner_hashes
+    assert [handle.opened for handle in handles] == [[0], [1], [2]]
+
+
+def test_of_one_memory_for_all_ranks_the_first_makes_the_checksums(vllm):
+    memory = MemoryFile.create(64)
+    slots = [Slot("w", (4,), torch.float32, 0)]
+    for rank in range(2):
+        worker = extension(rank, loader=list)
+        worker.aligner_open([memory] * 2, lasting=True)
+        wanted = {"w": tensor_checksum(torch.zeros(4))} if rank == 0 else {}
+        assert worker.aligner_take(slots, True) == wanted and worker.aligner_take(slots, False) == {}
+    memory.close()
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_tensors_come_one_after_the_other_and_are_copied_where_the_next_bucket_takes_their_place(vllm, lasting):
+    memory, copies = MemoryFile.create(4096), []
+
+    def load(tensors):
+        for i, (name, tensor) in enumerate(tensors):
+            assert name == f"w{i}" and torch.equal(tensor, torch.full((8,), float(i)))
+            assert all(copy() is None for copy in copies)  # as a loader leaves it that needs it no more
+            if not lasting:
+                copies.append(weakref.ref(tensor.untyped_storage()))
+            inside = worker.aligner_buffer.data_ptr() <= tensor.data_ptr() < worker.aligner_buffer.data_ptr() + 4096
+            assert inside == lasting
+            del tensor
+
+    worker = extension(loader=load)
+    worker.aligner_open([memory], lasting)
+    slots = [Slot(f"w{i}", (8,), torch.float32, 256 * i) for i in range(10)]
+    for i, slot in enumerate(slots):
+        slot.view(worker.aligner_buffer).fill_(i)
+    worker.aligner_take(slots, False)
+    memory.close()
+
+
+def test_ranks_that_got_other_numbers_are_told():
+    worker = Worker.__new__(Worker)
+    worker.settings, worker._checksums = SimpleNamespace(checksums=True), {}
+    answers = [{"a": 1, "b": 2}, {"a": 1, "b": 2}]
+    worker.engine = SimpleNamespace(collective_rpc=lambda name, args: answers)
+    assert worker.bucket([None] * 2) == 2 and worker.checksums() == {"a": 1, "b": 2}
+    answers[1] = {"a": 1, "b": 3}
+    with pytest.raises(RefitError, match="the ranks of the engine got other numbers of b"):
+        worker.bucket([None] * 2)
+    answers[1] = {}
+    assert worker.bucket([None] * 2) == 2  # one memory for all
+
+
+@pytest.mark.parametrize(("limit", "sizes"), [(1, [1, 1, 1, 1]), (512, [2, 2]), (300, [1, 1, 1, 1]), (5000, [4])])
+def test_a_whole_model_is_read_in_buckets(limit, sizes):
+    engine = PlacedVllmEngine.__new__(PlacedVllmEngine)
+    engine._bucket_bytes = limit
+    engine._slots = {f"w{i}": Slot(f"w{i}", (64,), torch.float32, 256 * i) for i in range(4)}
+    found = list(engine._buckets())
+    assert [len(bucket) for bucket in found] == sizes
+    assert [slot.name for bucket in found for slot in bucket] == list(engine._slots)
+
+
+@pytest.mark.parametrize(
+    ("variables", "within"),
+    [
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "expandable_segments:False"),
+        (
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512, expandable_segments: True"},
+            "max_split_size_mb:512,expandable_segments:False",
+        ),
+        (  # torch reads the first alone
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            None,
+        ),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None),
+        ({}, None),
+    ],
+)
+def test_a_buffer_lies_in_no_expandable_segment(monkeypatch, variables, within):
+    """torch's settings are those of the environment before and after, also where there is no memory."""
+    for name in buckets.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    calls = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    with pytest.raises(MemoryError), fixed_segments():
+        calls.append("made")
+        raise MemoryError
+    before = [] if within is None else ["empty", within]
+    assert calls == [*before, "made", *([] if within is None else [variables[next(iter(variables))]])]
+
+
+@pytest.mark.slow
+def test_torch_takes_such_settings():
+    program = "from aligner.engines.child.buckets import fixed_segments\nwith fixed_segments(): pass"
+    environ = dict(os.environ) | {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environ)
+
+
+@pytest.mark.slow
+def test_a_child_computes_on_the_cores_of_all_its_ranks():
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})  # as a launcher binds this rank
+    try:
+        child, connection = spawn(
+            "aligner.engines.trtllm.torch_worker:Worker", clean_environment(os.environ, {}), cores=allowed
+        )
+        assert os.sched_getaffinity(child.process.pid) == allowed
+        other, line = spawn("aligner.engines.trtllm.torch_worker:Worker", clean_environment(os.environ, {}))
+        assert os.sched_getaffinity(other.process.pid) == {min(allowed)}
+    finally:
+        os.sched_setaffinity(0, allowed)
+    for each, pipe in ((child, connection), (other, line)):
+        pipe.close()
+        each.stop(60)
