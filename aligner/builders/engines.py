@@ -49,6 +49,7 @@ from aligner.run.phases import PhaseMemory
 from aligner.types import TrainBatch
 
 SENTINEL_PROMPTS, SENTINEL_TOKENS = 8, 64
+SENTINEL_DECODED = 16  # tokens that engines in a process of their own generate after each of these prompts
 
 
 def _engine(job: Job, model: ModelConfig) -> RolloutEngine:
@@ -167,7 +168,8 @@ def make_refit(job: Job, model: ShardedModel) -> Refit:
 
 
 def make_verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset | PromptMixture) -> Verifier:
-    """Sentinel rows: the first prompts of the training set; logprobs at temperature 1 on both sides."""
+    """Sentinel rows: the first prompts of the training set; logprobs at temperature 1 on both sides. What is generated
+    after them is no longer than responses are: there is room for it."""
     first = [prompts[i].tokens[:SENTINEL_TOKENS] for i in range(min(SENTINEL_PROMPTS, len(prompts)))]
     # a prompt of one token has no logprob to compare
     rows = [torch.tensor(row if len(row) > 1 else (*row, job.tokenizer.eos_token_id)) for row in first]
@@ -176,7 +178,8 @@ def make_verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset
     plain = Policy(policy.model, policy.batch, temperature=1.0)
     power = POWER * (3 if quantized(job.cfg) else 1)  # its noise is that of the rounding, and not of zero mean
     trainer = lambda t, n: plain.logprobs(TrainBatch(t, n, torch.zeros(len(n), 0)))  # noqa: E731
-    return Verifier(refit, tokens, lengths, trainer, power=power)
+    decoded = min(SENTINEL_DECODED, job.cfg.sampling.max_response_tokens) if job.cfg.engine.child else 0
+    return Verifier(refit, tokens, lengths, trainer, power=power, decoded=decoded)
 
 
 def make_evaluator(

@@ -1,11 +1,11 @@
-"""Bytes of host memory for each GPU while a checkpoint is written, when most of them are taken; the step's rollout is
-still there."""
+"""Bytes of host memory for each GPU: while a checkpoint is written, when most of them are taken (the step's rollout is
+still there), and on ranks that only generate."""
 
 from __future__ import annotations
 
 from aligner.plan.adapters import trained_parameters
 from aligner.plan.job import Job, Part
-from aligner.plan.shapes import Count, Grid
+from aligner.plan.shapes import Count, Grid, parameters
 from aligner.plan.sizes import judge_bytes, model_bytes, optimizer_bytes, weight_bytes
 from aligner.plan.traffic import sent_in_parts
 
@@ -38,6 +38,15 @@ def host_items(job: Job) -> dict[str, float]:
                 items[name] += size
         stages.append(items)
     return max(stages, key=lambda items: sum(items.values()))
+
+
+def engine_host_bytes(job: Job) -> float:
+    """Of a rank that only generates: an engine in a process of its own reads the whole model from host memory in a
+    refit, one for all ranks of a replica."""
+    engine = job.engine
+    if engine is None or not (engine.ranks and engine.reserved):
+        return 0.0
+    return engine.element * parameters(job.policy.shape) / engine.tensor
 
 
 def _of_part(job: Job, part: Part, stage: int) -> dict[str, float]:

@@ -32,7 +32,7 @@ from aligner.plan.sizes import (
 )
 from aligner.plan.traffic import sent_in_parts
 
-SENTINEL_ROWS, SENTINEL_TOKENS = 8, 64  # as in `builders/engines.py`, which imports torch
+SENTINEL_ROWS, SENTINEL_TOKENS, SENTINEL_DECODED = 8, 64, 16  # as in `builders/engines.py`, which imports torch
 SCORED_LOGITS = 1 << 25  # as in `engines/native/engine.py`
 
 # item -> (what it is, keys that make it smaller)
@@ -245,7 +245,9 @@ def _proof(job: Job, trainer: bool, engine: bool) -> dict[str, float]:
     """Of a refit: logits of its rows, by the trainer's last stage and by the engine (float32, and what is made of it),
     one after the other."""
     m = job.policy.shape
-    tokens = SENTINEL_ROWS * min(SENTINEL_TOKENS, job.rows.prompt_longest)
+    assert job.engine is not None
+    decoded = min(SENTINEL_DECODED, job.rows.response_longest) * job.engine.reserved
+    tokens = SENTINEL_ROWS * (min(SENTINEL_TOKENS, job.rows.prompt_longest) + decoded)
     by_engine = 8.0 * min(tokens * m.vocab_size, SCORED_LOGITS)
     by_trainer = logits_bytes(job, job.policy, tokens / job.grid.context)
     return {"sentinel": max(engine * by_engine, trainer * by_trainer)}

@@ -10,7 +10,7 @@ from aligner.config.derived import nodes_told
 from aligner.config.schema import Config
 from aligner.config.validate_model import validate_on_gpu
 from aligner.plan.devices import GIB, Assumptions, Device, find_device
-from aligner.plan.host import host_items
+from aligner.plan.host import engine_host_bytes, host_items
 from aligner.plan.job import Job, job_of
 from aligner.plan.memory import Memory, generating, most_of, plan_memory, refuse, training
 from aligner.plan.shapes import parameters
@@ -99,6 +99,7 @@ class Prediction:
                 phase: {"total_bytes": memory.total(phase), "items": items} for phase, items in memory.phases.items()
             },
             "host_bytes": self.host,
+            "engine_host_bytes": engine_host_bytes(self.job),
             "step_s": self.step_s,
             "pretrain_s": self.pretrain_s,
             "tokens_per_gpu_s": self.tokens_per_gpu_s,
@@ -175,8 +176,14 @@ class Prediction:
         parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.host.items() if size)
         return (
             f"{per_gpu / GIB:.1f} GiB a GPU, {gpus * per_gpu / GIB:.1f} a node, while a checkpoint is written"
-            f"{f': {parts}' if parts else ''}"
+            f"{f': {parts}' if parts else ''}{self._engine_host_text()}"
         )
+
+    def _engine_host_text(self) -> str:
+        size = engine_host_bytes(self.job)
+        if not size:
+            return ""
+        return f"; {size / GIB:.1f} GiB a GPU on ranks that only generate: weights on their way to the engine"
 
 
 def shares_text(engines: float, trainer: float) -> str:

@@ -145,11 +145,13 @@ def engine_items(job: Job) -> tuple[dict[str, float], dict[str, float]]:
 def refit_buffers(job: Job, stage: int | None) -> float:
     """Of an engine that is written in place: two for the largest message that a rank sends, two for the largest that it
     receives; no pair of ranks exchanges more than what the one holds of the other's share. Else a bucket, and a whole
-    tensor twice. `stage` None: of a rank that only generates, and only receives; those that train then only send."""
+    tensor twice, a third time in an engine's own process. `stage` None: of a rank that only generates, and only
+    receives; those that train then only send."""
     engine, grid, m = job.engine, job.grid, job.policy.shape
     assert engine is not None
     if not engine.placed:
-        return job.bucket_bytes + 2 * job.element * m.hidden_size * max(m.vocab_size, 2 * m.ffn_hidden_size)
+        copies = 2 + engine.reserved
+        return job.bucket_bytes + copies * job.element * m.hidden_size * max(m.vocab_size, 2 * m.ffn_hidden_size)
     aligned = engine.tensor == grid.tensor or grid.tensor == 1  # a rank holds what its engine needs of its stage
 
     def message(sender: int, same: bool) -> float:

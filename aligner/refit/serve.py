@@ -51,6 +51,7 @@ class Server:
             "plan": self._plan,
             "refit": self._refit,
             "logprobs": self._logprobs,
+            "decoded": self._decoded,
             "checksums": self._checksums,
             "generate": self._generate,
             "play": self._play,
@@ -109,6 +110,9 @@ class Server:
 
     def _logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float) -> None:
         self._verify(lambda: self.engine.logprobs(tokens, lengths, temperature))
+
+    def _decoded(self, tokens: Tensor, lengths: Tensor, count: int) -> None:
+        self._verify(lambda: self.engine.decoded(tokens, lengths, count))  # of an engine that has a process of its own
 
     def _checksums(self) -> None:
         self._verify(self.engine.checksums)

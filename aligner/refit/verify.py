@@ -4,10 +4,16 @@ request.
 The sentinel compares the engine's logprobs with the trainer's CURRENT ones and with those of the PREVIOUS refit. A bare
 tolerance would pass an engine that missed one small step in bfloat16; being nearer to the previous weights gives it
 away.
+
+Logprobs of given tokens come from one forward pass. What generates runs other code: decode steps, recorded graphs, a
+sampler. Packages in a process of their own may hold stale weights there alone, so these also generate a few tokens
+after each row, whose logprobs are compared in the same way. What the trainer thought of them at the previous refit is
+known as far as the engine generated the same ones then: a stale one generates the same ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +24,7 @@ from aligner.config.sections.engine import RefitConfig
 from aligner.engines.base import RolloutEngine
 from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import EngineError
+from aligner.ops.reduce import gathered
 from aligner.refit.transfer import Refit, fail_together
 from aligner.types import ScalarMetrics
 
@@ -46,9 +53,22 @@ def staleness(engine: Tensor, current: Tensor, previous: Tensor, power: float = 
     return powerful and progress < 0.5, progress
 
 
+Generated = tuple[int, tuple[int, ...]]  # number of the row, and the tokens after it
+
+
+@dataclass
+class Verdict:
+    """On one kind of evidence: mean |logprob difference| of the worst engine, the least progress, and what is wrong."""
+
+    error: float
+    progress: float
+    causes: list[str]
+
+
 @dataclass
 class Verifier:
-    """Keeps the sentinel's last logprobs; `check` raises RefitError on every rank if any rank's engine disagrees."""
+    """Keeps the sentinel's last logprobs; `check` raises RefitError on every rank if any rank's engine disagrees.
+    `decoded`: tokens that the engine generates after each row; 0: none, it is the engine that scores."""
 
     refit: Refit
     tokens: Tensor  # int64 [B, T] sentinel rows
@@ -56,16 +76,21 @@ class Verifier:
     trainer_logprobs: object  # callable (tokens, lengths) -> float32 [B, T], collective over the model's ranks
     previous: Tensor | None = field(default=None)
     power: float = POWER
+    decoded: int = 0
+    generated: dict[Generated, Tensor] = field(default_factory=dict)  # at the last refit, with the trainer's logprobs
 
     def state_dict(self) -> dict[str, Any]:
         """The last logprobs and the rows they are of, so that the first refit after a resume gets its verdict."""
         previous = None if self.previous is None else self.previous.tolist()
-        return {"rows": self._rows(), "previous": previous}
+        generated = [[row, list(tokens), values.tolist()] for (row, tokens), values in self.generated.items()]
+        return {"rows": self._rows(), "previous": previous, "generated": generated}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Logprobs of other rows (the training set has changed) are forgotten."""
         known = state["previous"] is not None and state["rows"] == self._rows()
         self.previous = torch.tensor(state["previous"], dtype=torch.float32) if known else None
+        kept = state.get("generated", []) if known else []  # earlier checkpoints have none
+        self.generated = {(row, tuple(tokens)): torch.tensor(values) for row, tokens, values in kept}
 
     def _rows(self) -> list[list[int]]:
         return [row[:n] for row, n in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
@@ -76,9 +101,10 @@ class Verifier:
         mask = torch.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
         mask[:, 0] = False
         current = self.trainer_logprobs(self.tokens, self.lengths).cpu()[mask]  # type: ignore[operator]
-        views, cause = [current], ""
+        views, told, cause = [current], [], ""
         try:
             views = [logprobs.cpu()[mask] for logprobs in self._logprobs(engine)]
+            told = self._decoded(engine)
         except EngineError as error:
             cause = str(error)
         fail_together(cause)
@@ -90,25 +116,85 @@ class Verifier:
             wrong = [name for name, value in self.refit.checksums.items() if held.get(name) != value]
             if wrong:
                 causes.append(f"checksum of {len(wrong)} tensors differs, first {wrong[0]}")
-        error = float(torch.stack([(found - current).abs().mean() for found in views]).max())  # NaN if one is
-        coarser = max(TOLERANCE[dtype] for dtype in (engine.dtype, self.refit.model.dtype))
-        tolerance = config.tolerance or coarser
+        previous = [] if self.previous is None else [(found, current, self.previous) for found in views]
+        verdicts = [self._verdict("sentinel", [(found, current) for found in views], previous)]
+        if self.decoded:
+            verdicts.append(self._of_generated(told))
+        self.previous = current
+        fail_together("; ".join(causes + [cause for verdict in verdicts for cause in verdict.causes]))
+        return {
+            "refit/sentinel_error": max(verdict.error for verdict in verdicts),
+            "refit/sentinel_progress": min(verdict.progress for verdict in verdicts),
+        }
+
+    def _verdict(
+        self, title: str, pairs: list[tuple[Tensor, Tensor]], steps: list[tuple[Tensor, Tensor, Tensor]]
+    ) -> Verdict:
+        """`pairs`: of each engine its logprobs and the trainer's; `steps`: where they are known, with those of the
+        trainer's previous weights."""
+        error = float(torch.stack([(found - current).abs().mean() for found, current in pairs]).max())  # NaN if one is
+        coarser = max(TOLERANCE[dtype] for dtype in (self.refit.engine.dtype, self.refit.model.dtype))
+        tolerance = self.refit.config.tolerance or coarser
+        causes, progress = [], 1.0
         if not error <= tolerance:
-            causes.append(f"sentinel: mean |logprob difference| {error:.3g} > refit.tolerance {tolerance:.3g}")
-        progress = 1.0
-        if self.previous is not None:
-            verdicts = [staleness(found, current, self.previous, self.power) for found in views]
+            causes.append(f"{title}: mean |logprob difference| {error:.3g} > refit.tolerance {tolerance:.3g}")
+        if steps:
+            verdicts = [staleness(*step, self.power) for step in steps]
             progress = min(found for _, found in verdicts)
             if any(stale for stale, _ in verdicts):
                 causes.append(
-                    f"sentinel: nearer to the previous weights than to the current ones (progress {progress:.2f})"
+                    f"{title}: nearer to the previous weights than to the current ones (progress {progress:.2f})"
                 )
-        self.previous = current
-        fail_together("; ".join(causes))
-        return {"refit/sentinel_error": error, "refit/sentinel_progress": progress}
+        return Verdict(error, progress, causes)
+
+    def _of_generated(self, told: list[tuple[Tensor, Tensor]]) -> Verdict:
+        """The trainer reads what any rank's engine has generated: engines of one of its replicas may differ."""
+        rows = [[(i, tuple(own)) for i, own in enumerate(tokens.tolist())] for tokens, _ in told]
+        everyone = gathered({one for own in rows for one in own})
+        current = self._trainers(sorted(set().union(*everyone)))
+        pairs, steps = [], []
+        for own, (_, logprobs) in zip(rows, told, strict=True):
+            wanted = torch.stack([current[one] for one in own])
+            pairs.append((logprobs, wanted))
+            before = [self._known(one) for one in own]
+            if any(len(values) > 1 for values in before):  # the first token is the prompt's pass's
+                found, now = (torch.cat([x[i, 1 : len(b)] for i, b in enumerate(before)]) for x in (logprobs, wanted))
+                steps.append((found, now, torch.cat([values[1:] for values in before])))
+        self.generated = current
+        return self._verdict("sentinel, generated tokens", pairs, steps)
+
+    def _trainers(self, rows: Iterable[Generated]) -> dict[Generated, Tensor]:
+        """The trainer's logprobs of the generated tokens. Collective over the model's ranks, which all ask the same."""
+        rows = list(rows)
+        prompts = self._rows()
+        whole = [torch.tensor([*prompts[i], *tokens]) for i, tokens in rows]
+        lengths = torch.tensor([len(row) for row in whole])
+        padded = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
+        found = self.trainer_logprobs(padded, lengths).cpu()  # type: ignore[operator]
+        ends = enumerate(zip(rows, lengths.tolist(), strict=True))
+        return {one: found[at, n - len(one[1]) : n] for at, (one, n) in ends}
+
+    def _known(self, one: Generated) -> Tensor:
+        """Of the previous weights, of so many of the tokens as any engine generated then."""
+        row, tokens = one
+        best = torch.zeros(0)
+        for (other, then), values in self.generated.items():
+            ended = (i for i, (a, b) in enumerate(zip(tokens, then, strict=False)) if a != b)
+            same = next(ended, min(len(tokens), len(then)))
+            if other == row and same > len(best):
+                best = values[:same]
+        return best
 
     def _logprobs(self, engine: RolloutEngine) -> list[Tensor]:
         """Of this rank's engine, or of all replicas if they are on other ranks."""
         if isinstance(engine, RemoteEngine):
             return engine.logprobs_of_replicas(self.tokens, self.lengths)
         return [engine.logprobs(self.tokens, self.lengths)]
+
+    def _decoded(self, engine: Any) -> list[tuple[Tensor, Tensor]]:
+        """Likewise, if they generate."""
+        if not self.decoded:
+            return []
+        if isinstance(engine, RemoteEngine):
+            return engine.decoded_of_replicas(self.tokens, self.lengths, self.decoded)
+        return [engine.decoded(self.tokens, self.lengths, self.decoded)]

@@ -17,7 +17,7 @@ from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.errors import ConfigError
 from aligner.plan.activations import activation_bytes
 from aligner.plan.devices import DEVICES, GIB, Assumptions
-from aligner.plan.host import host_items
+from aligner.plan.host import engine_host_bytes, host_items
 from aligner.plan.job import Engine, Job, Part, Rows, job_of, shape_at
 from aligner.plan.lengths import Lengths, read_lengths
 from aligner.plan.memory import MemoryPlanError, engine_phases, plan_memory, refuse
@@ -533,6 +533,22 @@ def test_a_save_takes_nothing_on_the_device_and_its_share_on_the_host():
     assert host_items(away) == {"checkpoint": 14 * numbers / 8, "offloaded": (2 + 2 + 12 / 8) * numbers}
     assert predict(job, H100).data()["host_bytes"] == host_items(job)
     assert "\nhost memory 13.1 GiB a GPU, 104.7 a node" in predict(job, H100).text()
+
+
+@pytest.mark.parametrize(
+    ("engine", "width", "ranks", "share"),
+    [("vllm", 4, 8, 4), ("vllm", 1, 8, 1), ("native", 4, 8, 0), ("vllm", 4, 0, 0)],
+)
+def test_an_engine_of_its_own_process_reads_the_model_from_host_memory(engine, width, ranks, share):
+    """On ranks of its own: 70B in bfloat16 are 141 GB, of which each of four ranks writes a quarter; on the trainer's
+    ranks a bucket goes from device to device."""
+    line = ["stage=grpo", "model=llama3_70b", f"engine={engine}", f"engine.tensor_parallel={width}"]
+    line += [f"engine.ranks={ranks}", "parallel.tensor=8", "parallel.pipeline=4"]
+    job = job_of(compose(line), 32 + ranks)
+    wanted = 2 * parameters(job.policy.shape) / share if share else 0
+    assert engine_host_bytes(job) == predict(job, H100).data()["engine_host_bytes"] == wanted
+    text = predict(job, H100).text()
+    assert (f"; {wanted / GIB:.1f} GiB a GPU on ranks that only generate: weights" in text) == bool(share)
 
 
 def test_replayed_routing_is_on_the_host_and_in_the_budget_of_the_cache():

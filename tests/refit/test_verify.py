@@ -126,3 +126,137 @@ def test_rounding_is_not_taken_for_stale_weights(n, step):
 @pytest.mark.parametrize(("n", "step"), [(16, 6.0), (200, 3.0)])
 def test_a_step_beyond_the_rounding_gives_a_stale_engine_away(n, step):
     assert sum(staleness(*noisy(n, step, seed, stale=True))[0] for seed in range(500)) > 450
+
+
+class Bigram:
+    """A trainer, or an engine, whose logits are a matrix's row of the last token: `weights` score, `steps` decode."""
+
+    dtype = torch.float32
+
+    def __init__(self, weights, noise=0.0):
+        self.weights = self.steps = weights
+        self.weight_version, self.noise, self.rounding = 0, noise, torch.Generator().manual_seed(1)
+
+    def rounded(self, values):
+        return values + self.noise * torch.randn(values.shape, generator=self.rounding)
+
+    def logprobs(self, tokens, lengths, temperature=1.0):
+        found = torch.zeros(tokens.shape)
+        found[:, 1:] = self.weights.log_softmax(-1)[tokens[:, :-1], tokens[:, 1:]]
+        return self.rounded(found)
+
+    def decoded(self, tokens, lengths, count):
+        last = tokens.gather(1, lengths[:, None] - 1)[:, 0]
+        out, found = [], []
+        for _ in range(count):
+            best = self.rounded(self.steps.log_softmax(-1)[last]).max(-1)
+            last = best.indices
+            out.append(last)
+            found.append(best.values)
+        return torch.stack(out, 1), torch.stack(found, 1)
+
+
+def bigrams(step=0.02, noise=0.0, seed=0, **more):
+    """A verifier of such a pair, the pair, and what makes a step of the trainer."""
+    from types import SimpleNamespace
+
+    from aligner.config.sections.engine import RefitConfig
+    from aligner.refit.verify import Verifier
+
+    generator = torch.Generator().manual_seed(seed)
+    weights = 2 * torch.randn(40, 40, generator=generator)
+    trainer, engine = Bigram(weights, noise), Bigram(weights, noise)
+    model = SimpleNamespace(step_count=0, dtype=torch.float32)
+    refit = SimpleNamespace(engine=engine, config=RefitConfig(tolerance=9.0), model=model, checksums={})
+    tokens = torch.randint(0, 40, (6, 9), generator=generator)
+    verifier = Verifier(refit, tokens, torch.tensor([9, 4, 2, 9, 7, 5]), trainer.logprobs, decoded=8, **more)
+
+    def advance(stale=False):
+        trainer.weights = trainer.weights + step * torch.randn(40, 40, generator=generator)
+        model.step_count = engine.weight_version = engine.weight_version + 1
+        engine.weights = trainer.weights
+        if not stale:
+            engine.steps = trainer.weights
+
+    return verifier, engine, advance
+
+
+@pytest.mark.parametrize(("step", "noise"), [(0.02, 0.0), (0.02, 1e-4), (0.3, 0.01), (1.0, 0.05)])
+@pytest.mark.parametrize("seed", range(3))
+def test_decode_steps_with_old_weights_are_caught_while_scores_are_right(step, noise, seed):
+    from aligner.errors import RefitError
+
+    verifier, _, advance = bigrams(step, noise, seed)
+    verifier.check()
+    for _ in range(2):
+        advance()
+        told = verifier.check()
+        assert told["refit/sentinel_progress"] > 0.5 and told["refit/sentinel_error"] < 9
+    advance(stale=True)
+    with pytest.raises(RefitError, match="sentinel, generated tokens: nearer to the previous weights") as caught:
+        verifier.check()
+    assert "sentinel: " not in str(caught.value).split("on rank 0: ")[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_right_decode_steps_pass(seed):
+    """Whatever the step: also where it is far below the rounding, or changes every token."""
+    for step in (0.0, 1e-4, 0.05, 3.0):
+        verifier, _, advance = bigrams(step, 0.02, seed)
+        for _ in range(4):
+            verifier.check()
+            advance()
+
+
+def test_other_logprobs_of_generated_tokens_are_beyond_the_tolerance():
+    """Of a sampler that tells those of another distribution, from the first refit on."""
+    from aligner.errors import RefitError
+
+    verifier, engine, _ = bigrams()
+    verifier.refit.config.tolerance = 1e-3
+    verifier.check()
+    engine.steps = engine.weights / 0.5
+    with pytest.raises(
+        RefitError, match=r"sentinel, generated tokens: mean \|logprob difference\| .* > refit.tolerance"
+    ):
+        verifier.check()
+
+
+def test_a_resumed_run_knows_what_was_generated():
+    import json
+
+    from aligner.errors import RefitError
+
+    verifier, _, advance = bigrams()
+    verifier.check()
+    kept = json.loads(json.dumps(verifier.state_dict()))
+    advance(stale=True)
+    verifier.generated, verifier.previous = {}, None
+    assert verifier.check()["refit/sentinel_progress"] == 1.0  # nothing to compare with
+    verifier.load_state_dict(kept)
+    with pytest.raises(RefitError, match="generated tokens: nearer"):
+        verifier.check()
+    verifier.load_state_dict({name: kept[name] for name in ("rows", "previous")})  # of an earlier version
+    verifier.check()
+
+
+def test_of_several_replicas_the_worst_counts(monkeypatch):
+    from aligner.errors import RefitError
+
+    verifier, engine, advance = bigrams()
+    others = [Bigram(engine.weights), Bigram(engine.weights)]
+    monkeypatch.setattr(
+        verifier,
+        "_decoded",
+        lambda engine: [e.decoded(verifier.tokens, verifier.lengths, 8) for e in (engine, *others)],
+    )
+    verifier.check()
+    advance()
+    others[0].steps = engine.weights
+    with pytest.raises(RefitError, match="generated tokens: nearer"):
+        verifier.check()
+    others[1].steps = engine.weights
+    advance()
+    for other in others:
+        other.steps = engine.weights
+    verifier.check()

@@ -361,6 +361,13 @@ class ChildEngine:
             out[i, 1 : len(full) + 1] = torch.tensor(full)
         return out
 
+    def decoded(self, tokens: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """(int64, float32) [B, count]: the likeliest tokens after each row, found one by one, and their logprobs as the
+        sampler tells them. Of this engine alone, as `logprobs`, which runs no decode step."""
+        prompts = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+        found = self._generated(prompts, [[0]] * len(prompts), SamplingParams(count, temperature=0.0))
+        return found.tokens, found.logprobs
+
     def _scores(
         self, rows: list[tuple[list[int], int]], sampling: SamplingParams
     ) -> list[tuple[list[float], list[float]]]:

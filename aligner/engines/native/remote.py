@@ -123,6 +123,11 @@ class RemoteEngine:
         self._order("logprobs", tokens, lengths, temperature)
         return [answer.value for answer in self._answers()[:: self.tensor_parallel]]
 
+    def decoded_of_replicas(self, tokens: Tensor, lengths: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+        """See `ChildEngine.decoded`: of each replica."""
+        self._order("decoded", tokens, lengths, count)
+        return [tuple(answer.value) for answer in self._answers()[:: self.tensor_parallel]]
+
     def _answers(self) -> list[Answer]:
         found = self.bridge.answers()
         versions = {answer.version for answer in found}

@@ -74,12 +74,23 @@ def test_stale_weights_stop_the_run(grpo, monkeypatch):
 
 
 @pytest.mark.slow
+def test_stale_weights_in_decode_steps_alone_stop_the_run(grpo, monkeypatch):
+    """As of graphs that were captured before a refit: scores are those of the new weights, and hashes too."""
+    use_fake(monkeypatch, stale_graphs="1")
+    with pytest.raises(
+        RefitError, match="rank 0: sentinel, generated tokens: nearer to the previous weights"
+    ) as caught:
+        grpo("run", "trtllm", "refit.tolerance=10")
+    assert caught.value.args[0].count("nearer") == 1
+
+
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_each_rank_has_an_engine_and_its_end_stops_and_saves_all(ranks, tiny_data, tiny_runs, tmp_path):
     more = ("engine=trtllm", f"model.init={tiny_runs['sft']}", *RUN, "batch.micro_batch_samples=8", "run.export=false")
     line = stages.overrides("grpo", tiny_data, tmp_path / "run", *more, "run.steps=2")
-    # the sentinel's 8 rows, then a rollout: 9 calls of each step
-    first, second = ranks.run("tests.engines.jobs:trtllm", world=2, arguments=line, crashes={1: "run:18"})
+    # the sentinel's 8 rows and what follows them, then a rollout: 10 calls of each step
+    first, second = ranks.run("tests.engines.jobs:trtllm", world=2, arguments=line, crashes={1: "run:20"})
     assert "on rank 1: " in first and all("illegal memory access" in text for text in (first, second))
     assert [r["step"] for r in stages.records(tmp_path / "run")] == [1]
     assert stages.checkpoints(tmp_path / "run") == [1]

@@ -7,7 +7,8 @@ memory the way the package does, so that a caller that gets the order wrong gets
 from the environment: FAKE_TRTLLM_VERSION; FAKE_TRTLLM_LOG, a file that gets one line per call; FAKE_TRTLLM_CRASH and
 FAKE_TRTLLM_RAISE and FAKE_TRTLLM_HANG, the name of the call (with `:n`, the n-th) at which the process dies, raises or
 stops; FAKE_TRTLLM_WHOLE, whose models cannot load partially; FAKE_TRTLLM_STALE,
-whose models keep the first weights that they were given.
+whose models keep the first weights that they were given; FAKE_TRTLLM_STALE_GRAPHS, whose decode steps, but for a
+response's first token, do (at temperature 1 or 0).
 """
 
 import os

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -109,7 +110,18 @@ class PyExecutor:
         if greedy:
             sampling = SamplingParams(p.max_tokens, 0.0, stop_token_ids=stops)
         prompts = [r.prompt_token_ids for r in requests]
-        out = engine.generate(prompts, [[r.params.seed or 0] for r in requests], sampling)
+        seeds = [[r.params.seed or 0] for r in requests]
+        out = engine.generate(prompts, seeds, sampling)
+        if os.environ.get("FAKE_TRTLLM_STALE_GRAPHS") and p.max_tokens > 1:
+            old = next(iter(self._engines.values()))
+            after = [[*prompt, int(tokens[0])] for prompt, tokens in zip(prompts, out.tokens, strict=True)]
+            rest = old.generate(after, seeds, replace(sampling, max_response_tokens=p.max_tokens - 1))
+            tokens, logprobs = (
+                torch.cat([a[:, :1], b], 1) for a, b in ((out.tokens, rest.tokens), (out.logprobs, rest.logprobs))
+            )
+            out = replace(
+                out, tokens=tokens, logprobs=logprobs, lengths=rest.lengths + 1, finish_reason=rest.finish_reason
+            )
         for i, request in enumerate(requests):
             self._finish(engine, request, out, i)
 
@@ -118,7 +130,7 @@ class PyExecutor:
         tokens = out.tokens[i, :n].tolist()
         row = torch.tensor([[*request.prompt_token_ids, *tokens]])
         start = row.shape[1] - n
-        if getattr(p, "logprobs_mode", "raw") == "processed":
+        if getattr(p, "logprobs_mode", "raw") == "processed" or os.environ.get("FAKE_TRTLLM_STALE_GRAPHS"):
             values = out.logprobs[i, :n].tolist()
         else:
             values = engine.logprobs(row, torch.tensor([row.shape[1]]))[0, start:].tolist()
