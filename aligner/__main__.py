@@ -39,6 +39,7 @@ COMMANDS = {
     "doctor": "check this machine and a config before a run; `doctor sandbox`: where programs by models run",
     "keys": "list config keys with type, default and meaning",
 }
+OF_A_STAGE = ("run", "launch", "submit", "plan", "rehearse", "sample")  # what the stage does not read does nothing
 ALONE = ("eval", "chat", "serve")  # compute in this process, which is no rank
 METAVARS = dict.fromkeys(("report", "serve", "serve-rm"), "RUN_DIR | KEY=VALUE")
 EXAMPLES = """overrides (Hydra syntax) go anywhere after the subcommand:
@@ -164,16 +165,20 @@ def _config(args: argparse.Namespace) -> Config:
     with for_good():
         from aligner.config.freeze import FILE_NAME, load_frozen
         from aligner.config.resolve import compose, compose_over
+        from aligner.config.unread import compose_run, refuse_unread
 
-    frozen = args.frozen
+    runs, frozen = args.command in OF_A_STAGE, args.frozen
     if frozen is None and args.command in ("eval", "chat", "serve", "serve-rm"):
         given = [text.partition("=")[2].strip("'\"") for text in args.overrides if text.startswith("run.dir=")]
         if given and (Path(given[-1]) / FILE_NAME).is_file():
             frozen = given[-1]
     if frozen is None:
-        return compose(args.overrides, config_dir=args.config_dir)
+        return (compose_run if runs else compose)(args.overrides, config_dir=args.config_dir)
     base = load_frozen(frozen)
-    return compose_over(base, args.overrides) if args.overrides else base
+    cfg = compose_over(base, args.overrides) if args.overrides else base
+    if runs:
+        refuse_unread(cfg, args.overrides)
+    return cfg
 
 
 def _print_config(args: argparse.Namespace) -> int:

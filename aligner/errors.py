@@ -40,9 +40,9 @@ class UnknownKeyError(ConfigError):
     """A config key that does not exist; the message carries the nearest valid name."""
 
     def __init__(self, key: str, nearest: str | None):
-        hint = f"Did you mean `{nearest}`?" if nearest else "See `python -m aligner run --cfg` for all keys."
-        super().__init__(key, None, "an existing config key", hint)
-        self.args = (f"unknown config key `{key}`. {hint}",)
+        self.hint = f"Did you mean `{nearest}`?" if nearest else "See `python -m aligner run --cfg` for all keys."
+        super().__init__(key, None, "an existing config key", self.hint)
+        self.args = (f"unknown config key `{key}`. {self.hint}",)
 
 
 class DataError(AlignerError):

@@ -10,6 +10,12 @@ quoted() {
     printf '"%s"' "$(printf %s "$1" | sed -zE 's/\\+$/&&/; s/(\\*)"/\1\1\\"/g; s/(\\*)\$\{/\1\1\\${/g')"
 }
 
+# An override as one of several stages, some of which may not read it; what else `submit` takes as it is.
+shared() {
+    if [[ "$1" =~ ^\+{0,2}[A-Za-z_][A-Za-z0-9_./]*= ]]; then printf '?'; fi
+    printf '%s' "$1"
+}
+
 # `chain EACH FOLDER`: EACH calls `$1 NAME STAGE [--upstream RUN]... OVERRIDE...` for every run, in FOLDER/NAME.
 chain() {
     chain_folder="$2" chain_before=""

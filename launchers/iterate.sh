@@ -27,7 +27,7 @@ for word in "$@"; do
         :@sample) stage=sample ;;
         sample:@sft | sample:@dpo | sample:@kto) stage="${word#@}" ;;
         *:@*) usage ;;
-        :*) common+=("$word") ;;
+        :*) common+=("$(shared "$word")") ;;
         sample:*) sample+=("$word") ;;
         *) train+=("$word") ;;
     esac

@@ -19,11 +19,12 @@ from aligner.cluster.site import find_site
 from aligner.cluster.site import names as sites
 from aligner.config.checks import one_of
 from aligner.config.freeze import to_yaml
-from aligner.config.identity import reads
+from aligner.config.identity import uses
 from aligner.config.options import GROUPS, from_plain, key_type
 from aligner.config.reference import keys
 from aligner.config.resolve import compose, conf_dir, quoted
 from aligner.config.schema import Config
+from aligner.config.unread import refuse_unread
 from aligner.config.validate import validate
 from aligner.errors import AlignerError, ConfigError
 from aligner.foreign import Record
@@ -133,10 +134,12 @@ def check(board: Board, asked: Record) -> dict[str, Any]:
     except AlignerError as error:
         return found | {"error": _told(error), "plan": plan}
     found |= {"yaml": to_yaml(cfg), "plan": plan | _plan(wish, cfg)}
-    found["unread"] = [key.name for key in keys() if not reads(cfg.stage.name, key.name)]
+    found["unread"] = [key.name for key in keys() if not uses(cfg.stage.name, key.name)]
     try:
         if (ranks := wish.world_size()) < 1:
             raise ConfigError("--ranks" if wish.command == "launch" else "--nodes", ranks, "a number >= 1")
+        with _hydra:
+            refuse_unread(cfg, wish.overrides())
         validate(cfg, ranks)
     except AlignerError as error:
         found["error"] = _told(error)

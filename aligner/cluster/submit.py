@@ -26,6 +26,7 @@ from aligner.config.derived import batch_arithmetic
 from aligner.config.freeze import FILE_NAME, freeze, job_file, load_frozen
 from aligner.config.resolve import compose, conf_dir, job_labels, quoted, sweep
 from aligner.config.schema import Config
+from aligner.config.unread import compose_run
 from aligner.config.validate import validate
 from aligner.config.validate_model import check_node
 from aligner.errors import AlignerError, ConfigError
@@ -93,13 +94,13 @@ def composed(args: argparse.Namespace) -> list[Config]:
             raise ConfigError("--frozen", given, "a frozen config as it is, without overrides")
         return [load_frozen(args.frozen)]
     if not args.multirun:
-        return [compose(args.overrides, config_dir=args.config_dir)]
+        return [compose_run(args.overrides, config_dir=args.config_dir)]
     jobs = sweep(args.overrides)
     found = []
     for overrides, label in zip(jobs, job_labels(jobs), strict=True):
         base = compose(overrides, config_dir=args.config_dir)
         folder = str(Path(base.run.dir) / label)
-        found.append(compose([*overrides, f"run.dir={quoted(folder)}"], config_dir=args.config_dir))
+        found.append(compose_run([*overrides, f"run.dir={quoted(folder)}"], config_dir=args.config_dir))
     return found
 
 

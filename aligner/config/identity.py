@@ -17,7 +17,7 @@ from aligner.config.options import hints
 from aligner.config.schema import Config
 from aligner.config.sections.data import SourceConfig
 from aligner.config.sections.judge import JudgeConfig
-from aligner.config.stage import ROLLOUTS, SEQUENCES
+from aligner.config.stage import EVALUATION, ROLLOUTS, SEQUENCES, TRAINING
 from aligner.config.stages import STAGES
 
 
@@ -168,11 +168,24 @@ def _plain(value: Any) -> Any:
 
 @cache
 def reads(stage: str, key: str) -> bool:
-    """Whether this stage reads a key: all do that no entry above is about, and of `stage` its own section."""
+    """Whether a key defines what this stage trains: all do that no entry above is about, and of `stage` its own
+    section."""
     own = STAGES[stage].reads
     optional = (*OPTIONAL, *own, *(f"stage.{name}" for name in STAGES))
     prefix = _longest(dict.fromkeys(optional), key, "")
     return not prefix or prefix in (*own, f"stage.{stage}")
+
+
+@cache
+def uses(stage: str, key: str) -> bool:
+    """Whether this stage reads a key at all: its training, or its evaluation."""
+    own = STAGES[stage]
+    where = dict.fromkeys(TRAINING, own.trains) | dict.fromkeys(("refit",), own.answers or own.rollouts)
+    where |= {name: own.answers for name in EVALUATION if name.startswith("eval.")}
+    prefix = _longest(where, key, "")
+    if prefix and not where[prefix]:
+        return False
+    return reads(stage, key) or (own.answers and bool(_longest(dict.fromkeys(EVALUATION), key, "")))
 
 
 def _longest(table: Mapping[str, Any], key: str, default: str | None = None) -> str:

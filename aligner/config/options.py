@@ -8,10 +8,11 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
+from aligner.config.names import known_elsewhere
 from aligner.config.schema import Config
 from aligner.errors import ConfigError, UnknownKeyError
 
@@ -92,14 +93,21 @@ def type_name(kind: Any) -> str:
     return f"a section with the keys {', '.join(hints(kind))}"
 
 
-def nearest(key: str, root: type = Config) -> str | None:
-    """The valid dotted name (of a Config also group) that a wrong one most likely meant.
-
-    Same last part first (`lr` -> `optim.lr`), then similarity of the whole name.
+def nearest(key: str, root: type = Config, stage: str = "", reads: Callable[[str], bool] | None = None) -> str | None:
+    """The valid dotted name (of a Config also group) that a wrong one most likely meant, or a setting of it: a slip of
+    the keyboard, the end of a longer name, another trainer's name for `stage`, the same last part, what looks alike.
+    `reads`: which keys may be suggested.
     """
-    names = list(dict.fromkeys((*all_keys(root), *(GROUPS if root is Config else ()))))
-    leaf = key.rsplit(".", 1)[-1]
+    names = [n for n in dict.fromkeys((*all_keys(root), *(GROUPS if root is Config else ()))) if not reads or reads(n)]
+    slip = difflib.get_close_matches(key, names, n=1, cutoff=0.9)
+    parts = key.split(".")
+    ends = [end for n in range(1, len(parts)) if (end := ".".join(parts[n:])) in names]
+    found = [*slip, *ends] or _elsewhere(key, names, stage)
+    if found:
+        return found[0]
+    leaf = parts[-1]
     same_leaf = [n for n in names if n.rsplit(".", 1)[-1] == leaf]
+    same_leaf = [n for n in same_leaf if (owner := n.partition(".")[0]) not in REUSED or owner in parts] or same_leaf
     found = difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(
         key, names, n=1, cutoff=0.5
     )
@@ -108,6 +116,15 @@ def nearest(key: str, root: type = Config) -> str | None:
     leaves = {n.rsplit(".", 1)[-1]: n for n in reversed(names)}  # the first of equal leaves wins
     close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)
     return leaves[close[0]] if close else None
+
+
+def _elsewhere(key: str, names: Sequence[str], stage: str) -> list[str]:
+    """What another trainer's name means, in the same owner's section where there is one."""
+    setting = known_elsewhere(key, stage)
+    owned = f"{key.partition('.')[0]}.{setting}"
+    wanted = owned if owned in names else setting
+    name = re.sub(r"=.*", "", wanted)
+    return [wanted] if name in names or in_free_dict(name) else []
 
 
 def rekeyed(error: ConfigError, prefix: str) -> ConfigError:

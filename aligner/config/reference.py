@@ -11,8 +11,9 @@ import functools
 import importlib
 import inspect
 import io
+import re
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
 from typing import Any, get_args, get_origin
 
@@ -107,11 +108,21 @@ def _choices(cls: type, field: str) -> tuple[str, ...]:
 
 @functools.cache
 def _comments(cls: type) -> dict[str, str]:
-    """Field name -> the comment at it, there or in a class that it inherits."""
+    """Field name -> the comment at it, there or in a class that it inherits; lists that it names by a constant of its
+    module are written out."""
     found = {}
     for base in reversed([c for c in cls.__mro__ if is_dataclass(c)]):
-        found |= _own_comments(base)
+        constants = vars(importlib.import_module(base.__module__))
+        found |= {field: _spelled_out(text, constants) for field, text in _own_comments(base).items()}
     return found
+
+
+def _spelled_out(text: str, constants: Mapping[str, Any]) -> str:
+    def names(match: re.Match[str]) -> str:
+        value = constants.get(match[0])
+        return ", ".join(map(str, value)) if isinstance(value, tuple | dict) else match[0]
+
+    return re.sub(r"\b[A-Z][A-Z_]+\b", names, text)
 
 
 def _own_comments(cls: type) -> dict[str, str]:

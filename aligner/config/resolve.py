@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
@@ -32,8 +32,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from aligner.config.checks import all_finite
+from aligner.config.identity import uses
 from aligner.config.options import GROUPS, REUSED, all_keys, in_free_dict, key_type, nearest, rekeyed, type_name
 from aligner.config.schema import Config
+from aligner.config.stages import STAGES
 from aligner.errors import ConfigError, UnknownKeyError
 
 
@@ -55,12 +57,10 @@ def compose(overrides: list[str], *, config_dir: str | None = None) -> Config:
 
     Raises ConfigError (UnknownKeyError for keys that do not exist).
     """
-    with _hydra():
-        parsed = _single(overrides)
-        choices = tuple(str(o.input_line) for o in parsed if _chooses(o))
-        if config_dir is not None:
-            choices += (_searchpath(config_dir),)
-        values = [_value(o) for o in parsed if not _chooses(o)]
+    with hydra(), _stage_known(lambda: _stage_of(overrides, config_dir)):
+        parsed = single(overrides)
+        choices, _ = searched([o for o in parsed if chooses(o)], config_dir)
+        values = [_value(o) for o in parsed if not chooses(o)]
         # files of users may change while this process lives, the project's own do not
         chosen = _chosen.__wrapped__ if any("searchpath" in choice for choice in choices) else _chosen
         try:
@@ -77,8 +77,8 @@ def compose(overrides: list[str], *, config_dir: str | None = None) -> Config:
 
 def compose_over(base: Config, overrides: list[str]) -> Config:
     """A frozen config with values changed. Groups are already chosen there, so only `key=value` is allowed."""
-    with _hydra():
-        parsed = _single(overrides)
+    with hydra(), _stage_known(lambda: base.stage.name):
+        parsed = single(overrides)
     # Entries are set as they are: a frozen string may contain `${`, which must not become an interpolation.
     node = OmegaConf.structured(_escaped(base))
     for override in parsed:
@@ -94,13 +94,14 @@ def compose_over(base: Config, overrides: list[str]) -> Config:
 
 def sweep(overrides: list[str]) -> list[list[str]]:
     """Every job of a multirun: `a=1,2 b=range(0,3)` -> six lists of overrides, the last override varying fastest."""
-    with _hydra():
+    with hydra():
         parsed = [_checked(o) for o in _parse(overrides)]
         try:
             batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
         except HydraException as error:  # interval(): a range that has no end
             raise ConfigError("--multirun", " ".join(overrides), "choices that can be listed", str(error)) from None
-    return [list(job) for batch in batches for job in batch]
+    shared = {o.get_key_element() for o in parsed if str(o.input_line).startswith("?")}
+    return [[f"?{t}" if t.partition("=")[0] in shared else t for t in job] for batch in batches for job in batch]
 
 
 def job_labels(jobs: list[list[str]]) -> list[str]:
@@ -123,7 +124,40 @@ def _store_schema() -> None:
 
 
 @contextmanager
-def _hydra() -> Iterator[None]:
+def _stage_known(stage: Callable[[], str]) -> Iterator[None]:
+    """Unknown keys within are told with the nearest key that this stage reads."""
+    try:
+        yield
+    except UnknownKeyError as error:
+        place = str(error).partition(error.hint)[2]
+        again = UnknownKeyError(error.key, _nearest(error.key, stage()))
+        again.args = (f"{again}{place}",)
+        raise again from None
+
+
+def _nearest(key: str, stage: str) -> str | None:
+    """Of keys with the same last part one that the stage reads, if there is one."""
+    anywhere = nearest(key, stage=stage)
+    if not stage or anywhere is None or anywhere in GROUPS or uses(stage, anywhere):
+        return anywhere
+    here = nearest(key, stage=stage, reads=lambda name: uses(stage, name))
+    return here if here and here.rpartition(".")[2] == key.rpartition(".")[2] else anywhere
+
+
+def _stage_of(overrides: list[str], config_dir: str | None) -> str:
+    """Which stage the overrides choose, whatever else is wrong with them; "" where that is not to be told."""
+    groups = "|".join((*GROUPS, "hydra.searchpath"))
+    try:
+        parsed = _parse([text for text in overrides if re.match(rf"\??\+?({groups})=", text)])
+        choices, _ = searched([o for o in parsed if chooses(o)], config_dir)
+        name = str(OmegaConf.select(pickle.loads(_chosen.__wrapped__(choices)), "stage.name"))
+    except Exception:  # the error that is told is another one
+        return ""
+    return name if name in STAGES else ""
+
+
+@contextmanager
+def hydra() -> Iterator[None]:
     _store_schema()
     with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name="aligner"):
         yield
@@ -134,7 +168,9 @@ def _parse(overrides: list[str]) -> list[Override]:
     found = []
     for text in overrides:
         try:
-            found += parser.parse_overrides([text])
+            marked = text.startswith("?")
+            parsed = parser.parse_overrides([text[marked:]])
+            found += [replace(o, input_line=f"?{o.input_line}") for o in parsed] if marked else parsed
         except OverrideParseException as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError("override", text, "key=value, as Hydra reads it", _how_to_quote(text) or reason) from None
@@ -150,7 +186,7 @@ def _how_to_quote(text: str) -> str:
     return f"Quote a value with = ( [ quotes or letters beyond ASCII: {shlex.quote(f'{key}={quoted(value)}')}"
 
 
-def _single(overrides: list[str]) -> list[Override]:
+def single(overrides: list[str]) -> list[Override]:
     """The overrides of one job: parsed, checked, none of them a sweep."""
     parsed = [_checked(o) for o in _parse(overrides)]
     for override in parsed:
@@ -187,7 +223,7 @@ def _checked(override: Override) -> Override:
     return override
 
 
-def _chooses(override: Override) -> bool:
+def chooses(override: Override) -> bool:
     """Whether it chooses files: an option of a group, or where further groups are. Others set values."""
     key = override.key_or_group
     return key == "hydra.searchpath" or (key in GROUPS and not isinstance(override.value(), dict))
@@ -200,11 +236,17 @@ def _value(override: Override) -> Override:
     return replace(override, type=OverrideType.FORCE_ADD if free else OverrideType.CHANGE)
 
 
-def _searchpath(config_dir: str) -> str:
-    folder = Path(config_dir).expanduser().resolve()
-    if not folder.is_dir():
-        raise ConfigError("--config-dir", config_dir, "an existing folder")
-    return f"hydra.searchpath=[{quoted(f'file://{folder}')}]"
+def searched(choices: Sequence[Override], config_dir: str | None) -> tuple[tuple[str, ...], list[Path]]:
+    """These choices as Hydra reads them, and the user's folders in which it looks for their files."""
+    texts = tuple(str(o.input_line).removeprefix("?") for o in choices)
+    places = [text for o in choices if o.key_or_group == "hydra.searchpath" for text in o.value()]
+    if config_dir is not None:
+        folder = Path(config_dir).expanduser().resolve()
+        if not folder.is_dir():
+            raise ConfigError("--config-dir", config_dir, "an existing folder")
+        texts += (f"hydra.searchpath=[{quoted(f'file://{folder}')}]",)
+        places = [str(folder)]
+    return texts, [Path(text.removeprefix("file://")) for text in places if not text.startswith("pkg://")]
 
 
 def quoted(text: str) -> str:

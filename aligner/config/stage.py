@@ -24,6 +24,39 @@ ROLLOUTS = (
     "batch.epochs",
 )
 SEQUENCES = ("batch.sequences",)  # likewise stages without
+# what scores generated answers to data.eval, in stages that can have it: read beside a stage's own keys, and no part of
+# what its training is
+EVALUATION = (
+    "sampling.max_response_tokens",
+    "sampling.stop",
+    "engine",
+    "refit",
+    "reward.functions",
+    "reward.timeout_s",
+    "reward.max_invalid_fraction",
+    "reward.workers",
+    "reward.overlap",
+    "eval.generate",
+    "eval.temperature",
+    "eval.samples",
+    "eval.functions",
+    "eval.full_score",
+    "eval.max_response_tokens",
+)
+# what only training reads
+TRAINING = (
+    "optim",
+    "ema",
+    "ptx",
+    "eval",
+    "data.eval",
+    "run.eval_every",
+    "run.stop",
+    "run.export",
+    "batch.micro_batch_samples",
+    "batch.micro_batch_tokens",
+    "batch.balance",
+)
 
 
 def _one(cfg: Config) -> int:

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from aligner.cluster.launch import run_one
-from aligner.config.resolve import compose, job_labels, quoted, sweep
+from aligner.config.resolve import job_labels, quoted, sweep
+from aligner.config.unread import compose_run
 from aligner.errors import ConfigError
 from aligner.run.metrics import HEADLINE, each_jsonl
 from aligner.tools.report import write_after
@@ -28,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
     head += ["--cfg"] if args.cfg else []
     common, rows = set.intersection(*map(set, jobs)), []
     # all of them compose before the first one starts
-    bases = [compose(job, config_dir=args.config_dir).run.dir for job in jobs]
+    bases = [compose_run(job, config_dir=args.config_dir).run.dir for job in jobs]
     for job, base, label in zip(jobs, bases, job_labels(jobs), strict=True):
         name, folder = " ".join(text for text in job if text not in common), str(Path(base) / label)
         started = time.monotonic()

@@ -49,7 +49,7 @@ class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)
     weight_by: str = "rows"  # rows, tokens: what the weights of `sources` are shares of
     eval: str = ""  # held-out rows, likewise; empty: no evaluation
-    format: str = "auto"  # of DATA_FORMATS; auto: told from the columns (docs/data.md)
+    format: str = "auto"  # DATA_FORMATS; auto: told from the columns (docs/data.md)
     columns: dict[str, str] = field(default_factory=dict)  # our name -> the file's column name
     prompt_template: str = ""  # python format string over the row's columns, makes `prompt` where there is none
     completion_template: str = ""  # likewise `completion`

@@ -1,0 +1,108 @@
+"""Keys that somebody set and that the stage does not read: refused, because they would do nothing.
+
+The project's own files never count, they are for all stages. `?` before an override says that it is for several
+stages: `?critic.optim.lr=1e-5` is read where it means something, and `?experiment=mine` is a recipe of that kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml
+from hydra.core.default_element import ResultDefault
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+
+from aligner.config.identity import uses
+from aligner.config.names import known_elsewhere
+from aligner.config.options import GROUPS, in_free_dict, key_type, nearest
+from aligner.config.resolve import chooses, compose, conf_dir, hydra, searched, single
+from aligner.config.schema import Config
+from aligner.config.stages import STAGES
+from aligner.errors import ConfigError
+
+
+def compose_run(overrides: list[str], *, config_dir: str | None = None) -> Config:
+    """`compose`, for a command that runs the stage. Raises ConfigError also for what the stage does not read."""
+    cfg = compose(overrides, config_dir=config_dir)
+    refuse_unread(cfg, overrides, config_dir)
+    return cfg
+
+
+def refuse_unread(cfg: Config, overrides: Sequence[str], config_dir: str | None = None) -> None:
+    """Raise ConfigError for the first key that these overrides set, or files of the user's that they choose, and that
+    the config's stage does not read."""
+    stage, given = cfg.stage.name, dict(set_by_user(overrides, config_dir))
+    for key, (value, file) in given.items():
+        if not uses(stage, key) and key_type(key) is not None:
+            raise _unread(stage, key, value, file)
+
+
+def set_by_user(overrides: Sequence[str], config_dir: str | None = None) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """key -> its value, and the file where it stands ("" on the command line)."""
+    with hydra():
+        parsed = single(list(overrides))
+        yield from _in_files([o for o in parsed if chooses(o)], config_dir)
+    for override in parsed:
+        if not (chooses(override) or _shared(override)):
+            yield override.key_or_group, (override.value(), "")
+
+
+def _shared(override: Override) -> bool:
+    return str(override.input_line).startswith("?")
+
+
+def _in_files(choices: Sequence[Override], config_dir: str | None) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """What stands in the files that these choices lead to, but for the project's own."""
+    texts, folders = searched(choices, config_dir)
+    if not folders:
+        return
+    loader = GlobalHydra.instance().config_loader()
+    found = loader.compute_defaults_list("config", list(texts), RunMode.RUN).defaults
+    marked = [f"{o.key_or_group}/{o.value()}" for o in choices if _shared(o)]
+    for file in found:
+        path = next((p for f in folders if (p := f / f"{file.config_path}.yaml").is_file()), None)
+        if path is None or (conf_dir() / f"{file.config_path}.yaml").is_file() or _below(file, found, marked):
+            continue
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            content.pop("defaults", None)
+            prefix = f"{file.package}." if file.package else ""
+            for key, value in _leaves(content, prefix):
+                yield key, (value, str(path))
+
+
+def _below(file: ResultDefault, files: Sequence[ResultDefault], marked: Sequence[str]) -> bool:
+    """Whether it is one of the marked files, or is there because of one."""
+    parents = {f.config_path: f.parent for f in files if f.config_path != f.parent}
+    path: str | None = file.config_path
+    while path:
+        if path in marked:
+            return True
+        path = parents.get(path)
+    return False
+
+
+def _leaves(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and not in_free_dict(f"{key}.x"):
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _unread(stage: str, key: str, value: Any, file: str) -> ConfigError:
+    others = [name for name in STAGES if uses(name, key)]
+    able = f"; {', '.join(others)} {'reads' if len(others) == 1 else 'read'} this one" if others else ""
+    near = nearest(key, stage=stage, reads=lambda name: name not in GROUPS and uses(stage, name)) or ""
+    alike = near.rpartition(".")[2] == key.rpartition(".")[2] or near == known_elsewhere(key, stage)
+    hint = f"Did you mean `{near}`? " if near and alike else ""
+    hint += (
+        f"For a recipe of several stages: '?{key}=...'" if not file else "For a recipe of several stages: '?' before"
+    )
+    if file:
+        hint += f" the choice of {file}"
+    return ConfigError(key, value, f"a key that stage {stage} reads{able}", f"{hint}.")
