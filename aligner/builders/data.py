@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import partial
+from math import ceil
 from typing import Any
 
 from aligner.builders.job import Job
@@ -71,6 +73,17 @@ def make_prompts(job: Job, path: str, key: str, data: DataConfig, told_by: ToldB
     return dataset
 
 
+def settle_steps(job: Job, dataset: Sequence, key: str) -> None:
+    """Give run.steps the number that run.epochs means for the rows that were kept, of which a step takes as many as the
+    config says under `key`, and note how many there are."""
+    run, rows, taken = job.cfg.run, len(dataset), getattr(job.cfg.batch, key)
+    job.rows, job.taken = rows, taken
+    if run.epochs:
+        run.steps = ceil(Fraction(repr(run.epochs)) * rows / taken)
+    if taken > rows:
+        job.say(f"WARNING: batch.{key}={taken}: a step takes each of the {rows} rows about {taken / rows:.3g} times")
+
+
 def in_shares(job: Job, dataset: Mixture, count: int) -> list:
     """So many rows of a mixture, each source with its share."""
     return [dataset[int(row)] for row in make_stream(job, dataset, count).next()]
@@ -91,6 +104,8 @@ def make_stream(job: Job, dataset: Sequence, batch: int, section: str = "data") 
 
 
 def make_batches(job: Job, dataset: Any, collate: Callable[[Any, int], TrainBatch]) -> BatchSource:
+    """Settles run.steps."""
+    settle_steps(job, dataset, "sequences")
     return _dealt(job, dataset, make_stream(job, dataset, job.cfg.batch.sequences), collate)
 
 

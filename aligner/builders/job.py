@@ -71,6 +71,8 @@ class Job:
     tools: list[dict[str, Any]] = field(default_factory=list)  # schemas that prompts tell the model
     dialogue: Dialogue | None = None  # with them
     environment_scores: bool = False
+    rows: int = 0  # of the training data that were kept; 0: it has none
+    taken: int = 0  # of them by a step
     answers: AnswerLog = field(init=False)  # of tools, environments, judges and servers
     contents: dict[str, str] = field(default_factory=dict)  # key of a path -> hash of what this run finds there
 

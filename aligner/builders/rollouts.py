@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from aligner.builders.data import make_prompts, make_sampling, make_stream, make_training_set
+from aligner.builders.data import make_prompts, make_sampling, make_stream, make_training_set, settle_steps
 from aligner.builders.engines import make_evaluator, make_refit, make_verifier
 from aligner.builders.environments import find_tools, make_turns
 from aligner.builders.job import Job, digest, tokenizer_hash
@@ -14,6 +14,7 @@ from aligner.builders.rewards import make_rewards
 from aligner.config.freeze import rollout_key
 from aligner.data.dataset import PromptDataset
 from aligner.data.mixture import PromptMixture
+from aligner.errors import ConfigError
 from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.megatron.train import ShardedModel
 from aligner.models.fingerprint import file_fingerprint
@@ -43,12 +44,30 @@ from aligner.run.checkpoints import Stateful
 from aligner.run.rows import file_name
 
 
+def find_prompts(job: Job) -> PromptDataset | PromptMixture | None:
+    """What is answered; None where recordings are. Settles run.steps."""
+    cfg = job.cfg
+    if cfg.debug.train_only:
+        if cfg.run.epochs:
+            expected = "0 with debug.train_only: recordings have steps, not rows"
+            raise ConfigError("run.epochs", cfg.run.epochs, expected)
+        return None
+    if cfg.environment.on:
+        find_tools(job)
+    prompts = make_training_set(job, partial(make_prompts, job))
+    settle_steps(job, prompts, "prompts")
+    return prompts
+
+
 def make_rollouts(
-    job: Job, policy: Policy, reward_model: RewardModel | ProcessRewardModel | None
+    job: Job,
+    policy: Policy,
+    reward_model: RewardModel | ProcessRewardModel | None,
+    prompts: PromptDataset | PromptMixture | None,
 ) -> tuple[Rollouts, dict[str, Stateful], Evaluator | None]:
     """The source of rollouts, those of its parts that a checkpoint keeps, and what evaluates between them."""
     cfg = job.cfg
-    if cfg.debug.train_only:
+    if prompts is None:
         model = policy.model
         where = cfg.debug.train_only, cfg.run.steps, _origin(job), job.layout
         routed = model.cfg if cfg.mismatch.replay_routing else None
@@ -57,10 +76,7 @@ def make_rollouts(
         source.timers = job.timers
         job.contents["debug.train_only"] = seen[source.files[1].name]
         return _recorded(job, source), {}, None
-    if cfg.environment.on:
-        find_tools(job)
     rewards = make_rewards(job, reward_model)
-    prompts = make_training_set(job, partial(make_prompts, job))
     check_rows(rewards, prompts, len(prompts), job.say)
     rewards.probe([prompts[0], prompts[len(prompts) - 1]])
     refit = make_refit(job, policy.model)

@@ -50,6 +50,7 @@ TRAINING = (
     "ptx",
     "eval",
     "data.eval",
+    "run.epochs",
     "run.eval_every",
     "run.stop",
     "run.export",

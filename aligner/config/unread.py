@@ -33,11 +33,15 @@ def compose_run(overrides: list[str], *, config_dir: str | None = None) -> Confi
 
 def refuse_unread(cfg: Config, overrides: Sequence[str], config_dir: str | None = None) -> None:
     """Raise ConfigError for the first key that these overrides set, or files of the user's that they choose, and that
-    the config's stage does not read."""
+    the config's stage does not read; or where both run.steps and run.epochs say how long it is."""
     stage, given = cfg.stage.name, dict(set_by_user(overrides, config_dir))
     for key, (value, file) in given.items():
         if not uses(stage, key) and key_type(key) is not None:
             raise _unread(stage, key, value, file)
+    steps, file = given.get("run.steps", (None, ""))
+    if cfg.run.epochs and steps is not None and not (file and not given.get("run.epochs", ("", file))[1]):
+        expected = f"no value with run.epochs={cfg.run.epochs:g}, from which it follows"
+        raise ConfigError("run.steps", steps, expected, "To go by steps: run.epochs=0.")
 
 
 def set_by_user(overrides: Sequence[str], config_dir: str | None = None) -> Iterator[tuple[str, tuple[Any, str]]]:

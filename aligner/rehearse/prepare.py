@@ -46,7 +46,7 @@ def prepared(cfg: Config, folder: Path) -> Config:
         ptx=replace(cfg.ptx, data=_data(cfg, cfg.ptx.data, folder / "ptx.jsonl")) if cfg.ptx.coef else cfg.ptx,
         engine=replace(cfg.engine, name="native", window=0),  # windows are as their lag
         refit=replace(cfg.refit, transport="messages"),  # MPI is not here
-        run=replace(cfg.run, steps=STEPS, resume="never", eval_every=0, samples_every=0, stop=StopConfig()),
+        run=replace(cfg.run, steps=STEPS, epochs=0.0, resume="never", eval_every=0, samples_every=0, stop=StopConfig()),
         eval=replace(cfg.eval, functions=[]),
         checkpoint=CheckpointConfig(
             every=min(STEPS, cfg.checkpoint.every), rollouts=cfg.engine.lag > 0, async_save=cfg.checkpoint.async_save

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from aligner.algorithms.first_step import FirstStepChecks
 from aligner.builders.answers import make_answer_evaluation
-from aligner.builders.data import make_answers, make_batches, make_prompts, make_training_set
+from aligner.builders.data import make_answers, make_batches, make_prompts, make_training_set, settle_steps
 from aligner.builders.engines import make_refit
 from aligner.builders.job import Job
 from aligner.builders.rollouts import make_own_answers
@@ -39,15 +39,17 @@ def main(job: Job) -> None:
         prompts = make_training_set(job, partial(make_prompts, job, told_by=own.told_by))
     if own.store:
         train, vocab_size = tell_ahead(job, train)
-        if not cfg.run.steps:  # the files were what was wanted
-            return
+    if train is None:
+        settle_steps(job, prompts, "sequences")
     else:
+        batches = make_batches(job, train, collate_sft)
+        state["data"] = batches.stream
+    if own.store and not cfg.run.steps:  # the files were what was wanted
+        return
+    if not own.store:
         teachers = make_teachers(job)
         vocab_size = teachers[0].vocab_size
     student = make_student(job, vocab_size, teachers)
-    if train is not None:
-        batches = make_batches(job, train, collate_sft)
-        state["data"] = batches.stream
     if own.on_policy:
         refit = make_refit(job, student.model)
         answers, more = make_own_answers(job, student, refit, prompts, cfg.batch.sequences)

@@ -13,7 +13,7 @@ from aligner.algorithms.first_step import FirstStepChecks
 from aligner.algorithms.losses import policy_loss
 from aligner.builders.job import Job
 from aligner.builders.models import make_policy, make_reference, make_reward_model, optimizer_steps
-from aligner.builders.rollouts import make_rollouts
+from aligner.builders.rollouts import find_prompts, make_rollouts
 from aligner.builders.runs import finish, make_run, saved_first
 from aligner.config.derived import old_logprobs_in_update, response_limit
 from aligner.config.schema import Config
@@ -37,10 +37,11 @@ from aligner.run.mismatch import check_mismatch, correct_mismatch
 
 
 def main(job: Job) -> None:
-    cfg, reward_model = job.cfg, make_reward_model(job)
+    cfg, prompts = job.cfg, find_prompts(job)
+    reward_model = make_reward_model(job)
     policy = make_policy(job, optimizer_steps(job))
     reference = make_reference(job, policy) if cfg.algorithm.kl.coef else None
-    rollouts, state, evaluation = make_rollouts(job, policy, reward_model)
+    rollouts, state, evaluation = make_rollouts(job, policy, reward_model, prompts)
     kl = KLController(cfg.algorithm.kl)
     run = make_run(job, {"policy": policy.model}, state | {"kl": kl}, evaluation)
     with saved_first(run):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from aligner.algorithms.first_step import FirstStepChecks
 from aligner.builders.job import Job
 from aligner.builders.models import make_preference_models, make_reward_model
-from aligner.builders.rollouts import make_rollouts
+from aligner.builders.rollouts import find_prompts, make_rollouts
 from aligner.builders.runs import finish, make_run, saved_first
 from aligner.config.derived import response_limit
 from aligner.config.schema import Config
@@ -24,9 +24,10 @@ from aligner.stages.dpo import learn
 
 
 def main(job: Job) -> None:
-    cfg, reward_model = job.cfg, make_reward_model(job)
+    cfg, prompts = job.cfg, find_prompts(job)
+    reward_model = make_reward_model(job)
     policy, reference, models = make_preference_models(job)
-    rollouts, state, evaluation = make_rollouts(job, policy, reward_model)
+    rollouts, state, evaluation = make_rollouts(job, policy, reward_model, prompts)
     run = make_run(job, models, state, evaluation)
     with saved_first(run):
         online_dpo(run, rollouts, policy, reference, cfg)

@@ -18,7 +18,7 @@ from aligner.algorithms.first_step import FirstStepChecks
 from aligner.algorithms.losses import policy_loss
 from aligner.builders.job import Job
 from aligner.builders.models import make_critic, make_policy, make_reference, make_reward_model, optimizer_steps
-from aligner.builders.rollouts import make_rollouts
+from aligner.builders.rollouts import find_prompts, make_rollouts
 from aligner.builders.runs import finish, make_run, saved_first
 from aligner.config.derived import response_limit
 from aligner.config.schema import Config
@@ -37,12 +37,13 @@ from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch
 
 
 def main(job: Job) -> None:
-    cfg, reward_model, steps = job.cfg, make_reward_model(job), optimizer_steps(job)
+    cfg, prompts = job.cfg, find_prompts(job)
+    reward_model, steps = make_reward_model(job), optimizer_steps(job)
     warmup = steps // cfg.run.steps * cfg.critic.warmup_steps if cfg.run.steps else 0
     policy = make_policy(job, steps - warmup)
     reference = make_reference(job, policy) if cfg.algorithm.kl.coef else None
     critic = make_critic(job, steps + cfg.critic.pretrain_steps, policy)
-    rollouts, state, evaluation = make_rollouts(job, policy, reward_model)
+    rollouts, state, evaluation = make_rollouts(job, policy, reward_model, prompts)
     kl = KLController(cfg.algorithm.kl)
     run = make_run(job, {"policy": policy.model, "critic": critic.model}, state | {"kl": kl}, evaluation)
     with saved_first(run):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from aligner.builders.job import Job
 from aligner.builders.models import make_policy, make_reward_model
-from aligner.builders.rollouts import make_rollouts
+from aligner.builders.rollouts import find_prompts, make_rollouts
 from aligner.builders.runs import make_run, refuse_checkpoints
 from aligner.config.derived import response_limit
 from aligner.config.schema import Config
@@ -22,8 +22,9 @@ from aligner.run.mismatch import check_mismatch, correct_mismatch
 def main(job: Job) -> None:
     """Nothing is saved, resumed or exported: a second start begins with the first rollout."""
     refuse_checkpoints(job)
+    prompts = find_prompts(job)
     policy = make_policy(job, 0)
-    rollouts, _, evaluation = make_rollouts(job, policy, make_reward_model(job))
+    rollouts, _, evaluation = make_rollouts(job, policy, make_reward_model(job), prompts)
     run = make_run(job, {}, {}, evaluation)
     rollout_only(run, rollouts, policy, job.cfg)
     run.logger.close()

@@ -36,5 +36,7 @@ class RunConfig:
             raise ConfigError("run.dir", self.dir, "a folder for the run")
         at_least("run.steps", self.steps, 0)
         at_least("run.epochs", self.epochs, 0)
+        if self.epochs:
+            self.steps = 0  # not known before the data
         at_least("run.eval_every", self.eval_every, 0)
         at_least("run.samples_every", self.samples_every, 0)
