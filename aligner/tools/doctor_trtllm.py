@@ -33,6 +33,9 @@ def trtllm_checks(options: TrtllmConfig, name: str = "trtllm") -> Iterator[Row]:
     yield _version(found, table.VERSIONS)
     yield "trtllm present", "ok", "\n".join(found.present) or "nothing"
     yield "trtllm missing", "fail" if found.missing else "ok", "\n".join(found.missing) or "nothing"
+    if found.features:
+        told = [f"{name}: {'yes' if there else 'no'}" for name, there in found.features.items()]
+        yield "trtllm features", "ok", "\n".join(told)
     yield "trtllm not run", "warn", "\n".join(found.not_run)
 
 

@@ -9,6 +9,8 @@ from aligner.cluster.env import RankEnv
 from aligner.config.resolve import compose
 from aligner.config.sections.trtllm import TrtllmConfig
 from aligner.engines.trtllm import build, built_api, built_worker, torch_api, torch_worker
+from aligner.engines.trtllm.features import ARGS, FEATURES, PARAMS
+from aligner.engines.trtllm.package import accepted
 from aligner.engines.trtllm.sampling import runner_arguments, sampling_arguments
 from aligner.errors import ConfigError
 from aligner.tools import doctor
@@ -37,28 +39,34 @@ def test_present_missing_and_not_run(monkeypatch, tmp_path):
     found = rows(python=str(other_python(tmp_path)))
     assert found["trtllm"] == ("ok", ["1.4.0rc1, compared with the table's 1.4"])
     assert found["trtllm missing"] == ("ok", ["nothing"])
-    assert "tensorrt_llm:SamplingParams(logprobs_mode)" in found["trtllm present"][1]
+    assert "tensorrt_llm:SamplingParams(min_p)" in found["trtllm present"][1]
+    status, lines = found["trtllm features"]
+    assert status == "ok" and all(f"{name}: yes" in lines for name in FEATURES if name != "enable_sleep")
     assert found["trtllm not run"] == ("warn", list(torch_api.NOT_RUN))
 
 
 def test_the_table_has_all_that_the_child_uses(monkeypatch):
     use_fake(monkeypatch)
     (row,) = [v for v in torch_api.VERSIONS if v.prefix == "1.4"]
+    symbols = [*row.symbols, *(symbol for feature in FEATURES.values() for symbol in feature.symbols)]
     imported = {
         f"{node.module}:{name.name}"
         for node in ast.walk(ast.parse(Path(torch_worker.__file__).read_text()))
         if isinstance(node, ast.ImportFrom) and node.module.startswith("tensorrt_llm")
         for name in node.names
     }
+    imported -= {"tensorrt_llm:__version__"}
     assert len(imported) > 5
-    assert not {symbol for symbol in imported if not any(known.startswith(symbol) for known in row.symbols)}
-    settings = torch_worker.Settings("", None, 9, "float32", 8, 2, 99, True, True, True, True, 0, True)
-    given = set(torch_worker.engine_arguments(settings, row))
-    assert given == set(row.arguments["tensorrt_llm.llmapi.llm_args:TorchLlmArgs"])
+    assert not {symbol for symbol in imported if not any(known.startswith(symbol) for known in symbols)}
+    settings = torch_worker.Settings("", [], 9, "float32", 8, 2, 99, True, True, True, True, 0, True)
+    given = set(torch_worker.engine_arguments(settings, FEATURES))
+    assert given == {*row.arguments[ARGS], *FEATURES["sleep_config"].arguments[ARGS]}
     sampling = SamplingParams(4, temperature=0.7, min_p=0.1, stop_token_ids=(3,))
-    known = set(row.arguments["tensorrt_llm:SamplingParams"])
-    assert known == {*sampling_arguments(sampling, row, 0), "seed", "return_context_logits", "logprobs_mode"}
-    assert "logprobs_mode" in sampling_arguments(SamplingParams(4, temperature=0.7), row, 0)
+    known = set(row.arguments[PARAMS])
+    assert known == {*sampling_arguments(sampling, row, (), 0), "seed", "return_context_logits"}
+    plain = SamplingParams(4, temperature=0.7)
+    more = {*FEATURES["processed_logprobs"].arguments[PARAMS], *FEATURES["plain_logprobs"].arguments[PARAMS]}
+    assert set(sampling_arguments(plain, row, FEATURES, 0)) - set(sampling_arguments(plain, row, (), 0)) == more
 
 
 def test_what_is_missing_fails(monkeypatch):
@@ -160,7 +168,11 @@ def test_properties_of_older_configs_count():
         def use_fused_mlp(self):
             return self._use_fused_mlp
 
-    assert torch_api.accepted(PluginConfig) == {"dtype", "use_fused_mlp"}
+    assert accepted(PluginConfig) == {"dtype", "use_fused_mlp"}
+
+
+EXPECTED = {"1.3": {"sleep_config", "weights_tag", "processed_logprobs", "balancer"}}
+EXPECTED["1.4"] = EXPECTED["1.3"] | {"plain_logprobs", "update_hooks", "finalize"}
 
 
 @pytest.mark.parametrize("version", ["1.1.0", "1.2.1", "1.3.0rc24", "1.4.0rc1", "1.13.0"])
@@ -168,6 +180,8 @@ def test_the_fake_has_what_the_table_asks_of_each_version(monkeypatch, version):
     use_fake(monkeypatch, version=version)
     found = torch_api.compare()
     assert not found.missing and len(found.present) > 25
+    if "rc" in version:
+        assert {name for name, there in found.features.items() if there} == EXPECTED[version[:3]]
     assert found.row == ("" if version == "1.13.0" else version[:3])
     assert bool(found.refused) == (version == "1.1.0")
     if found.refused or not found.row:

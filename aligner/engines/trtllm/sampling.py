@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 
 from aligner.engines.trtllm.torch_api import Version
 from aligner.errors import ConfigError
-from aligner.types import SamplingParams
+from aligner.types import STOP, SamplingParams
 
-NO_END_ID = -1  # never generated: the stop tokens end a response, and then belong to it
+NO_END_ID = -1  # never generated
 TOP_K_MAX = 1024  # of the sampling kernels of the TensorRT engine's runtime
 RESCORE, RAW, PROCESSED = "rescore", "raw", "processed"
 
 
-def sampling_arguments(sampling: SamplingParams, row: Version, pad_id: int) -> dict[str, Any]:
+def sampling_arguments(sampling: SamplingParams, row: Version, features: Container[str], pad_id: int) -> dict[str, Any]:
     """Keyword arguments of `tensorrt_llm.SamplingParams`, without `seed`. `stop` is not among them: the engine has no
     tokenizer, so its caller cuts the responses. Every parameter is given: their defaults (32 tokens, greedy where
-    nothing is said) are not ours. Raises ConfigError on what this version would ignore."""
+    nothing is said) are not ours. Raises ConfigError on what this version would ignore.
+
+    The last stop token, a chat's end where there is one, is `end_id` as well: some samplers look at that alone (see
+    `ended`)."""
     if sampling.min_p and not row.min_p:
         expected = f"0 with TensorRT-LLM {row.prefix}, whose default sampler ignores it"
         raise ConfigError("sampling.min_p", sampling.min_p, expected, "1.4 and engine.name=native know it.")
     found = _distribution(sampling) | {
-        "end_id": NO_END_ID,
+        "end_id": sampling.stop_token_ids[-1] if sampling.stop_token_ids else NO_END_ID,
         "pad_id": pad_id,
         "max_tokens": sampling.max_response_tokens,
         "stop_token_ids": list(sampling.stop_token_ids) or None,
@@ -32,11 +35,26 @@ def sampling_arguments(sampling: SamplingParams, row: Version, pad_id: int) -> d
         "logprobs": 1,  # some versions know 0 or 1 only; some give the likeliest token and not the sampled one
         "detokenize": False,
     }
+    if "plain_logprobs" in features:
+        found |= {"logprobs": 0, "logprobs_simple_format": True}  # of the sampled token alone, a number
     if sampling.min_p and sampling.temperature:
         found["min_p"] = sampling.min_p
-    if logprob_source(sampling, row) == PROCESSED:
+    if logprob_source(sampling, features) == PROCESSED:
         found["logprobs_mode"] = "PROCESSED"  # the child turns it into the package's own constant
     return found
+
+
+def ended(
+    tokens: list[int], logprobs: list[float] | None, reason: int, stops: Sequence[int]
+) -> tuple[list[int], list[float] | None, int]:
+    """A response that ends with its stop token, whatever the sampler makes of stop tokens: one may go on after those
+    that are not `end_id`, another leaves `end_id` out (then without logprobs)."""
+    at = next((i + 1 for i, token in enumerate(tokens) if token in stops), 0)
+    if at:
+        return tokens[:at], None if logprobs is None else logprobs[:at], STOP
+    if reason == STOP and stops:
+        return [*tokens, stops[-1]], None, STOP
+    return tokens, logprobs, reason
 
 
 def _distribution(sampling: SamplingParams) -> dict[str, Any]:
@@ -79,7 +97,7 @@ def _stop_words(tokens: Sequence[int], rows: int) -> Any:
     return words.expand(rows, -1, -1).contiguous().numpy()
 
 
-def logprob_source(sampling: SamplingParams, row: Version) -> str:
+def logprob_source(sampling: SamplingParams, features: Container[str]) -> str:
     """RAW: the sampler's logprobs of the untempered distribution are the ones wanted. PROCESSED: those of the
     sampled-from one, where a version gives them. RESCORE: neither, or two kinds are wanted: a forward over the finished
     rows gives them."""
@@ -87,4 +105,4 @@ def logprob_source(sampling: SamplingParams, row: Version) -> str:
         return RESCORE
     if sampling.temperature in (0, 1):
         return RAW
-    return PROCESSED if row.processed_logprobs else RESCORE
+    return PROCESSED if "processed_logprobs" in features else RESCORE

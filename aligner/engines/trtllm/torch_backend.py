@@ -4,7 +4,8 @@
   TrtllmEngine  -- start(config.json) --------> LLM(load_format="dummy")
      begin_update, buckets, finish_update ----> pre-reload, partial reloads (each answered), finalise, reset prefixes
      generate, logprobs ----------------------> requests with a seed each; context logits
-Whatever fails between begin_update and finish_update leaves an engine that refuses to generate.
+Whatever fails between begin_update and finish_update leaves an engine that refuses to generate. Requests of all ranks
+are spread over the engines.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.trtllm import TrtllmConfig
 from aligner.engines.child.engine import ChildEngine
 from aligner.engines.child.process import interpreter
+from aligner.engines.native.fleet import Replicated
 from aligner.engines.trtllm.torch_api import Version, version_row
 from aligner.errors import MissingExtraError
 
@@ -30,8 +32,8 @@ def require_package(python: str = "", name: str = "trtllm") -> None:
         raise MissingExtraError("tensorrt_llm", name, f"engine.name={name}")
 
 
-class TrtllmEngine(ChildEngine):
-    """See `ChildEngine`."""
+class TrtllmEngine(Replicated, ChildEngine):
+    """See `ChildEngine` and `Replicated`."""
 
     name, title = "trtllm", "TensorRT-LLM"
     worker = "aligner.engines.trtllm.torch_worker:Worker"
@@ -40,6 +42,7 @@ class TrtllmEngine(ChildEngine):
 
     def __init__(self, model: ModelConfig, config: EngineConfig, **more: Any):
         super().__init__(model, config, **more)
+        self.tensor_parallel = config.tensor_parallel
         self.row: Version = self.find_row(self.version)
 
     @classmethod

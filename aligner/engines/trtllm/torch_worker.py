@@ -7,6 +7,9 @@ can be reached under MPI.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,13 +18,15 @@ from torch import Tensor
 from aligner.engines.child.serve import Abort
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, LocalWorker, Progress, Row, Settings
 from aligner.engines.native.sampler import picked_logprobs
-from aligner.engines.trtllm.sampling import NO_END_ID, RAW, logprob_source, sampling_arguments
-from aligner.engines.trtllm.torch_api import Version, version_row
+from aligner.engines.trtllm.features import NAME, REFIT, TAGS, features
+from aligner.engines.trtllm.package import Installed, resolve
+from aligner.engines.trtllm.sampling import NO_END_ID, RAW, ended, logprob_source, sampling_arguments
+from aligner.engines.trtllm.torch_api import version_row
 from aligner.errors import ConfigError, EngineError
 from aligner.types import SamplingParams
 
 
-def engine_arguments(settings: Settings, row: Version) -> dict[str, Any]:
+def engine_arguments(settings: Settings, has: Container[str]) -> dict[str, Any]:
     """Keyword arguments of `tensorrt_llm.LLM`."""
     from tensorrt_llm.llmapi import CudaGraphConfig, KvCacheConfig
 
@@ -43,25 +48,40 @@ def engine_arguments(settings: Settings, row: Version) -> dict[str, Any]:
         "allreduce_strategy": "NCCL",
     }
     if settings.sleep:
-        found[row.sleep_argument] = _sleep_value(row, settings.sleep_weights, settings.cuda_graphs)
+        found |= _sleep_argument(has, settings.sleep_weights, settings.cuda_graphs)
     return found
 
 
-def _sleep_value(row: Version, weights: bool, graphs: bool) -> Any:
-    if graphs and not row.sleep_config:
-        expected = f"false with engine.trtllm.sleep and TensorRT-LLM {row.prefix}, whose graphs do not survive it"
-        raise ConfigError("engine.trtllm.cuda_graphs", True, expected, "Or engine.trtllm.sleep=false.")
-    if weights and not row.sleep_config:
-        expected = f"false with TensorRT-LLM {row.prefix}, which has no tag for weights alone"
-        raise ConfigError("engine.trtllm.sleep_weights", True, expected)
-    if not row.sleep_config:
-        return True
-    from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType, SleepConfig
+def _sleep_argument(has: Container[str], weights: bool, graphs: bool) -> dict[str, Any]:
+    from tensorrt_llm import __version__
 
-    modes = {ExecutorMemoryType.KV_CACHE: "NONE"}
+    if weights and "weights_tag" not in has:
+        expected = f"false with TensorRT-LLM {__version__}, which has no tag for weights alone"
+        raise ConfigError("engine.trtllm.sleep_weights", True, expected)
+    if "sleep_config" not in has:
+        if "enable_sleep" not in has:
+            expected = f"false with TensorRT-LLM {__version__}, which has no way to sleep that is known here"
+            raise ConfigError("engine.trtllm.sleep", True, expected)
+        if graphs:
+            expected = f"false with engine.trtllm.sleep and TensorRT-LLM {__version__}, whose graphs do not survive it"
+            raise ConfigError("engine.trtllm.cuda_graphs", True, expected, "Or engine.trtllm.sleep=false.")
+        return {"enable_sleep": True}
+    from tensorrt_llm.llmapi.llm_args import SleepConfig
+
+    kinds = resolve(TAGS)
+    modes = {kinds.KV_CACHE: "NONE"}
     if weights:
-        modes[ExecutorMemoryType.MODEL_WEIGHTS_MAIN] = "NONE"  # by default they are copied to the host
-    return SleepConfig(restore_modes=modes)
+        modes[kinds.MODEL_WEIGHTS_MAIN] = "NONE"  # by default they are copied to the host
+    return {"sleep_config": SleepConfig(restore_modes=modes)}
+
+
+def memory_tags(tags: list[str], has: Container[str]) -> list[str]:
+    """With the KV cache all other memory that has a tag goes, but weights (a draft model's too): workspaces, pools of
+    graphs. Where sleep has no config, tags of other memory may be those of weights."""
+    if "sleep_config" not in has or KV_CACHE not in tags:
+        return tags
+    every = [kind.value for kind in resolve(TAGS)]
+    return [*tags, *(tag for tag in every if not tag.startswith("_") and not tag.endswith((WEIGHTS, KV_CACHE)))]
 
 
 class Worker(LocalWorker):
@@ -72,7 +92,8 @@ class Worker(LocalWorker):
 
         self.api = tensorrt_llm
         self.row = version_row(tensorrt_llm.__version__)
-        self.llm = tensorrt_llm.LLM(**engine_arguments(settings, self.row))
+        self.features = features(Installed(NAME))
+        self.llm = tensorrt_llm.LLM(**engine_arguments(settings, self.features))
         executor = getattr(self.llm, "_executor", None)
         self.executor = getattr(executor, "engine", None)
         if self.executor is None:
@@ -84,12 +105,31 @@ class Worker(LocalWorker):
         self.loader = self.executor.model_engine.model_loader
         self.partial = "allow_partial_loading" in inspect.signature(self.model.load_weights).parameters
         self._collected: dict[str, Tensor] = {}
+        self._begun = False
+        self._away: list[str] = []  # tags of memory that sleep has given back
         super().__init__(settings)
 
     def describe(self) -> dict[str, Any]:
-        return {"version": self.api.__version__, "partial": self.partial, "score_rows": 1}
+        found = {"version": self.api.__version__, "partial": self.partial, "score_rows": 1}
+        return found | {"features": sorted(self.features)}
 
     # ---- weights
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """A part of an update, while no request runs. Where it fails, the loader forgets what it has of the update."""
+        with self.executor.control_action():
+            try:
+                yield
+            except BaseException:
+                self._abort()
+                raise
+
+    def _abort(self) -> None:
+        if self._begun and "update_hooks" in self.features:
+            with suppress(Exception):  # what made it fail is the cause to tell
+                self.loader.abort_update_weights()
+        self._begun = False
 
     def _each_module(self, *methods: str) -> None:
         for module in self.model.modules():
@@ -100,29 +140,48 @@ class Worker(LocalWorker):
     def begin(self) -> None:
         self.whole = False
         self._collected, self._checksums = {}, {}
-        with self.executor.control_action():
+        with self._updating():
+            self._return(cache=False)
+            self._abort()  # an update that was given up
+            if "update_hooks" in self.features:
+                self.loader.begin_update_weights()
+            self._begun = True
             self._each_module("pre_reload_weights")
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         if self.partial:
             self._reload(tensors, allow_partial_loading=True)
         else:  # this model loads all its weights or none
-            self._collected |= {name: tensor.clone() for name, tensor in tensors.items()}
+            kept = self.settings.lasting
+            self._collected |= {name: tensor if kept else tensor.clone() for name, tensor in tensors.items()}
 
     def _reload(self, tensors: dict[str, Tensor], allow_partial_loading: bool) -> None:
-        with self.executor.control_action():
+        with self._updating():
             self.loader.reload(self.model, tensors, allow_partial_loading=allow_partial_loading)
 
     def finish(self) -> None:
         if self._collected:
             self._reload(self._collected, allow_partial_loading=False)
             self._collected = {}
-        with self.executor.control_action():
-            self._each_module("process_weights_after_loading", "post_load_weights")
+        with self._updating():
+            self._finalize()
             self.executor.reset_prefix_cache()  # keys and values of the old weights
             self._synchronize()
             self._give_back()
-        self.whole = True
+        self.whole, self._begun = True, False
+
+    def _finalize(self) -> None:
+        """What was loaded takes effect, where graphs and kernels read it."""
+        if "finalize" in self.features:
+            resolve(REFIT)(SimpleNamespace(engine=self.executor))  # it asks for nothing else of its worker
+        else:
+            if "update_hooks" in self.features:
+                self.loader.finalize_update_weights()
+            self._each_module("process_weights_after_loading", "post_load_weights")
+        balancer = getattr(self.executor.model_engine, "moe_load_balancer", None)
+        if balancer is not None and "balancer" in self.features:
+            balancer.register_weight_slots_after_to_cuda()
+            balancer.finalize_model()
 
     # ---- memory
 
@@ -133,18 +192,25 @@ class Worker(LocalWorker):
             self.whole = False
         with self.executor.control_action():
             self._synchronize()
-            release_with_tag(*tags)
+            self._away = memory_tags(tags, self.features)
+            release_with_tag(*self._away)
             self._synchronize()
             self._give_back()
 
     def wake(self, tags: list[str]) -> None:
-        from tensorrt_llm._torch.virtual_memory import materialize_with_tag
-
         with self.executor.control_action():
-            materialize_with_tag(*tags)
+            self._return(cache=KV_CACHE in tags)
             if KV_CACHE in tags:
                 self.executor.reset_prefix_cache()  # what its blocks held is gone
             self._synchronize()
+
+    def _return(self, cache: bool) -> None:
+        """All memory that is away; but for the cache's, which an update can do without, unless `cache`."""
+        from tensorrt_llm._torch.virtual_memory import materialize_with_tag
+
+        if back := [tag for tag in self._away if cache or tag != KV_CACHE]:
+            materialize_with_tag(*back)
+        self._away = [tag for tag in self._away if tag not in back]
 
     # ---- generation
 
@@ -154,7 +220,7 @@ class Worker(LocalWorker):
         """A row per (prompt, seed); None if it was aborted. Logprobs are None where the sampler's are not the ones
         wanted, or are not of the sampled tokens."""
         self._require()
-        arguments = sampling_arguments(sampling, self.row, self.settings.pad_id)
+        arguments = sampling_arguments(sampling, self.row, self.features, self.settings.pad_id)
         if "logprobs_mode" in arguments:
             from tensorrt_llm.sampling_params import LogprobMode
 
@@ -170,8 +236,9 @@ class Worker(LocalWorker):
                 progress(len(done))
         if aborted.asked:
             return None
-        wanted = logprob_source(sampling, self.row)
-        return [self._row(output, wanted == RAW or "logprobs_mode" in arguments) for output in done]
+        wanted = logprob_source(sampling, self.features) == RAW or "logprobs_mode" in arguments
+        rows = [self._row(output, wanted) for output in done]
+        return [(*ended(*row[:3], sampling.stop_token_ids), row[3]) for row in rows]
 
     def score(
         self, rows: list[tuple[list[int], int]], sampling: SamplingParams

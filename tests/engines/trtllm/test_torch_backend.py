@@ -24,6 +24,7 @@ from tests.engines.contract import (
     check_logprobs,
     fill,
     reference,
+    responses,
     seeds_for,
 )
 from tests.engines.trtllm.setup import forget_fake, make_engine, other_python, use_fake
@@ -68,8 +69,63 @@ def test_each_update_goes_through_the_same_order_of_calls(monkeypatch, tmp_path)
     calls = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
     reloads = calls.count("reload")
     assert reloads > 3  # so that fused parts came in different buckets
-    sweep = ["modules", *["reload"] * reloads, "modules", "reset_prefix_cache"]
+    sweep = ["begin", "modules", *["reload"] * reloads, "finalize", "modules", "reset_prefix_cache"]
     assert calls == ["LLM", *sweep, "run", "release", "materialize", "reset_prefix_cache", "shutdown"]
+
+
+@pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc24", "1.4.0rc1"])
+def test_experts_that_are_placed_by_load_get_their_weights(monkeypatch, tmp_path, version):
+    """At the end of each update, in versions that keep a state of it and in others."""
+    use_fake(monkeypatch, version=version, balancer="1", log=str(tmp_path / "log"))
+    model = reference(LLAMA)
+    engine = make_engine(LLAMA, sleep=False)
+    for number in (1, 2):
+        fill(engine, model, number)
+    engine.close()
+    calls = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
+    new = version.startswith("1.4")
+    ends = [["finalize"] * new + ["modules", "slots", "placed", "reset_prefix_cache"]] * 2
+    found = [call for call in calls if call not in ("reload", "LLM", "shutdown", "begin")]
+    assert found == [call for end in ends for call in ("modules", *end)]
+    assert engine.described["features"] and ("update_hooks" in engine.described["features"]) == new
+
+
+def test_an_update_that_fails_or_is_given_up_leaves_the_loader_free(monkeypatch, tmp_path):
+    use_fake(monkeypatch, log=str(tmp_path / "log"))
+    model = reference(LLAMA)
+    engine = make_engine(LLAMA)
+    import tensorrt_llm.calls as calls
+
+    monkeypatch.setenv("FAKE_TRTLLM_RAISE", "reload:2")
+    engine.begin_update(1)
+    with pytest.raises(RefitError, match="out of memory in reload"):
+        engine.update_weights(hf_weights(model).items())
+    monkeypatch.delenv("FAKE_TRTLLM_RAISE")
+    assert calls.COUNTS["abort"] == 1
+    engine.begin_update(2)
+    engine.update_weights(list(hf_weights(model).items())[:3])
+    fill(engine, model, 3)  # which begins where that was left
+    assert calls.COUNTS["abort"] == 2
+    check_logprobs(model, PROMPTS, 1, engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6)))
+
+
+@pytest.mark.parametrize("version", ["1.2.1", "1.4.0rc1"])
+@pytest.mark.parametrize("ends", ["end_id", "left out"])
+def test_a_response_ends_with_its_stop_token_whatever_a_sampler_makes_of_it(monkeypatch, version, ends):
+    """One that looks at one stop token alone, or leaves it out: as one that looks at all."""
+    model, sampling = reference(LLAMA), SamplingParams(12, stop_token_ids=(3, 11, 20))
+    seeds = seeds_for(PROMPTS, 8)
+
+    def generated(**settings):
+        use_fake(monkeypatch, version=version, **settings)
+        return fill(make_engine(LLAMA, sleep=False), model).generate(PROMPTS, seeds, sampling)
+
+    wanted = generated()
+    monkeypatch.setenv("FAKE_TRTLLM_ENDS", ends)
+    found = generated()
+    assert responses(found) == responses(wanted) and torch.equal(found.finish_reason, wanted.finish_reason)
+    assert {3, 11, 20} <= {row[-1] for row in responses(found)} and LENGTH in found.finish_reason
+    check_logprobs(model, PROMPTS, 8, found)
 
 
 def test_a_prefix_of_old_weights_is_not_reused():
@@ -181,7 +237,7 @@ def test_memory_that_was_released_is_not_used():
     engine.sleep()
     with pytest.raises(AssertionError, match="wake"):
         engine.generate([[1]], [[0]], SamplingParams(1))
-    with pytest.raises(EngineError, match="KV cache has been released"):
+    with pytest.raises(EngineError, match=r"illegal memory access.*'kv_cache', 'model', 'sampler'"):
         engine._call("generate", [([1], 0)], SamplingParams(1))
 
 
@@ -204,8 +260,28 @@ def test_weights_released_in_sleep_are_gone_until_a_refit(monkeypatch, tmp_path)
     engine.wake()
     assert torch.equal(engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(4)).tokens, before.tokens)
     moves = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith(("release", "mat"))]
-    both = ["release kv_cache model_weights", "materialize kv_cache model_weights"]
-    assert moves == [*both, both[0], "materialize model_weights", "materialize kv_cache"]
+    rest = "model_weights sampler executor_extra model"
+    both = [f"release kv_cache {rest}", f"materialize kv_cache {rest}"]
+    assert moves == [*both, both[0], f"materialize {rest}", "materialize kv_cache"]
+
+
+@pytest.mark.parametrize(
+    ("version", "away"), [("1.2.1", "kv_cache"), ("1.3.0rc24", "kv_cache sampler executor_extra model")]
+)
+def test_all_memory_but_the_weights_is_given_back_and_an_update_needs_all_but_the_cache(
+    monkeypatch, tmp_path, version, away
+):
+    """In the oldest versions the weights have the tag of the engine's other memory."""
+    use_fake(monkeypatch, version=version, log=str(tmp_path / "log"))
+    model = reference(LLAMA)
+    engine = fill(make_engine(LLAMA, cuda_graphs=False), model)
+    engine.sleep()
+    fill(engine, model, 2)
+    engine.wake()
+    check_logprobs(model, PROMPTS, 1, engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(4)))
+    moves = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith(("release", "mat"))]
+    rest = [f"materialize {more}"] if (more := away.partition(" ")[2]) else []
+    assert moves == [f"release {away}", *rest, "materialize kv_cache"]
 
 
 def test_what_sleep_cannot_do_in_old_versions(monkeypatch):

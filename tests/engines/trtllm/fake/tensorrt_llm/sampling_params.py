@@ -39,6 +39,10 @@ class _Base:
             raise ValueError(f"max_tokens must be positive, got {self.max_tokens}")
 
 
-_old = os.environ.get("FAKE_TRTLLM_VERSION", "1.4.0rc1").startswith(("1.0.", "1.1.", "1.2."))
-_new: list[Any] = [] if _old else [("logprobs_mode", LogprobMode, LogprobMode.RAW)]
+_version = os.environ.get("FAKE_TRTLLM_VERSION", "1.4.0rc1")
+_new: list[Any] = []
+if not _version.startswith(("1.0.", "1.1.", "1.2.")):
+    _new.append(("logprobs_mode", LogprobMode, LogprobMode.RAW))
+if _version.startswith("1.4"):
+    _new.append(("logprobs_simple_format", bool, False))
 SamplingParams = make_dataclass("SamplingParams", _new, bases=(_Base,), kw_only=True)

@@ -20,14 +20,17 @@ def _change(name: str, tags: tuple, there: bool) -> int:
     executor.require_control(name)
     if not executor.args.sleeps:
         raise RuntimeError("the engine was created without sleep")
+    if any(tag.value.startswith("_") for tag in tags):
+        raise ValueError(f"{tags}: a mark of the start is no tag to {name}")
     for tag in tags:
-        if tag is ExecutorMemoryType.MODEL_WEIGHTS_MAIN:
+        if (tag.value in executor.away) == (not there):
+            raise RuntimeError(f"{name} of {tag.value} in that state")
+        (executor.away.discard if there else executor.away.add)(tag.value)
+        if tag.value == "model_weights":
             executor.model_engine.model.mapped = there
             if executor.args.restore_mode(tag) == "NONE":
                 executor.model_engine.model.forget()
         if tag is ExecutorMemoryType.KV_CACHE:
-            if executor.kv_there == there:
-                raise RuntimeError(f"{name} of memory in that state")
             executor.kv_there = there
             if there:
                 executor.kv_dirty = bool(executor.prefixes)

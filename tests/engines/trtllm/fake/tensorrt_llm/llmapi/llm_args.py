@@ -6,9 +6,24 @@ from typing import Any
 OLD = os.environ.get("FAKE_TRTLLM_VERSION", "1.4.0rc1").startswith(("1.0.", "1.1.", "1.2."))
 
 
-class ExecutorMemoryType(str, Enum):  # noqa: UP042
-    MODEL_WEIGHTS_MAIN = "model_weights"
-    KV_CACHE = "kv_cache"
+if OLD:  # the engine's own memory and its weights have one tag
+
+    class ExecutorMemoryType(str, Enum):  # noqa: UP042
+        SAMPLER = "sampler"
+        INIT_KV_CACHE = "_no_capture_init_kv_cache"
+        EXTRA_RESOURCES = "executor_extra"
+        KV_CACHE = "kv_cache"
+        MODEL_ENGINE_MAIN = "model"
+else:
+
+    class ExecutorMemoryType(str, Enum):  # type: ignore[no-redef]  # noqa: UP042
+        SAMPLER = "sampler"
+        INIT_KV_CACHE = "_no_capture_init_kv_cache"
+        EXTRA_RESOURCES = "executor_extra"
+        KV_CACHE = "kv_cache"
+        MODEL_ENGINE_MAIN = "model"
+        MODEL_WEIGHTS_MAIN = "model_weights"
+        MODEL_WEIGHTS_DRAFT = "draft_model_weights"
 
 
 @dataclass(kw_only=True)

@@ -14,6 +14,7 @@ from aligner.models.families import expected_hf_shapes
 from aligner.models.hf_config import config_from_hf
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import SamplingParams
+from tensorrt_llm._torch.moe.fused_moe.moe_load_balancer import MoeLoadBalancer
 from tensorrt_llm._torch.pyexecutor.model import Model
 from tensorrt_llm._torch.pyexecutor.model_loader import ModelLoader
 from tensorrt_llm.calls import note
@@ -26,11 +27,14 @@ class PyExecutor:
     def __init__(self, args):
         self.args, self.queue, self.in_control = args, [], False
         self.kv_there, self.kv_dirty = True, False
+        self.away: set[str] = set()  # tags of released memory
         self.prefixes: dict[tuple, int] = {}  # prompt -> the weights its keys and values are of
         self.cfg = config_from_hf(args.model)
         partial = not os.environ.get("FAKE_TRTLLM_WHOLE")
         self.model_engine = SimpleNamespace(model=Model(expected_hf_shapes(self.cfg), partial))
         self.model_engine.model_loader = ModelLoader(self)
+        if os.environ.get("FAKE_TRTLLM_BALANCER"):
+            self.model_engine.moe_load_balancer = MoeLoadBalancer(self)
         self._engines: dict[int, NativeEngine] = {}
         LATEST.append(self)
 
@@ -58,6 +62,10 @@ class PyExecutor:
     def run(self) -> None:
         """All waiting requests of one kind."""
         note("run", str(len(self.queue)))
+        if self.away - {"kv_cache", "model_weights"}:
+            raise RuntimeError(
+                f"CUDA error: an illegal memory access was encountered: {sorted(self.away)} was released"
+            )
         if not self.kv_there:
             raise RuntimeError("CUDA error: the KV cache has been released")
         for request in [r for r in self.queue if r.cancelled]:
@@ -103,7 +111,9 @@ class PyExecutor:
     def _serve(self, engine: NativeEngine, requests: list) -> None:
         p = requests[0].params
         greedy = p.temperature == 0 or p.top_k == 1
-        stops = tuple(p.stop_token_ids or ()) + ((p.end_id,) if p.end_id >= 0 else ())
+        stops = (p.end_id,) if p.end_id >= 0 else ()
+        if os.environ.get("FAKE_TRTLLM_ENDS") != "end_id":
+            stops += tuple(p.stop_token_ids or ())
         sampling = SamplingParams(
             p.max_tokens, 0.0 if greedy else p.temperature or 1.0, p.top_p or 1.0, p.top_k or 0, p.min_p or 0.0, stops
         )
@@ -135,12 +145,15 @@ class PyExecutor:
         else:
             values = engine.logprobs(row, torch.tensor([row.shape[1]]))[0, start:].tolist()
         stopped = out.finish_reason[i] == 0
-        if stopped and not p.include_stop_str_in_output:
+        left_out = os.environ.get("FAKE_TRTLLM_ENDS") == "left out" and tokens[-1] == p.end_id
+        if stopped and (left_out or not p.include_stop_str_in_output):
             tokens, values = tokens[:-1], values[:-1]
         logprobs = None
         if p.logprobs is not None:
             logprobs = [{t: SimpleNamespace(logprob=v, rank=1)} for t, v in zip(tokens, values, strict=True)]
-            if OLD:  # the likeliest token's alone
+            if p.logprobs == 0 and getattr(p, "logprobs_simple_format", False):
+                logprobs = values
+            elif OLD:  # the likeliest token's alone
                 logprobs = [e if v > -0.5 else {} for e, v in zip(logprobs, values, strict=True)]
         reason = "stop" if stopped else "length"
         request.outputs = [SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)]
