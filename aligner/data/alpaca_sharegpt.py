@@ -2,8 +2,8 @@
 
 alpaca: {instruction, input?, output, system?, history?: [[question, answer], ...]}.
 sharegpt: {conversations: [{from, value}, ...], system?, tools?}; turns of the user's side (human, observation) and of
-the model's (gpt, function_call) alternate. With `chosen` and `rejected` both are preferences; `kto_tag` is our `label`.
-The columns as LLaMA-Factory reads them (its data/README.md).
+the model's (gpt, function_call) alternate. Turns of {role, content} are messages as they are. With `chosen` and
+`rejected` both are preferences; `kto_tag` is our `label`. The columns as LLaMA-Factory reads them (its data/README.md).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from aligner.data.messages import read_messages
 from aligner.errors import DataError
 
 Row = Mapping[str, Any]
@@ -85,6 +86,9 @@ def _conversation(row: Row, where: str) -> Turns:
     if not isinstance(listed, list) or not listed:
         _refuse(where, "conversations", listed, "a list of at least one {from, value}")
     turns = _system(row, where)
+    if isinstance(listed[0], Mapping) and listed[0].get("role") is not None and listed[0].get("from") is None:
+        messages = read_messages(listed, "conversations", where)
+        return messages if messages[: len(turns)] == turns else turns + messages
     if isinstance(listed[0], Mapping) and listed[0].get("from") == "system":
         first = {"role": "system", "content": _said(listed[0], "value", f"{where}, conversations[0]")}
         if turns and turns != [first]:
@@ -122,9 +126,14 @@ def _turn(turn: Any, answers: bool, where: str) -> dict[str, Any]:
 
 def _answer(row: Row, name: str, where: str) -> Turns:
     """`chosen` or `rejected`: one turn of the model's, or its text."""
-    if isinstance(row.get(name), str):
-        return [{"role": "assistant", "content": row[name]}]
-    return [_turn(row.get(name), True, f"{where}, {name}")]
+    value = row.get(name)
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    if isinstance(value, Mapping) and value.get("role") is not None:
+        value = [value]
+    if isinstance(value, list):
+        return read_messages(value, name, where)
+    return [_turn(value, True, f"{where}, {name}")]
 
 
 def _system(row: Row, where: str) -> Turns:

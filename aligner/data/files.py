@@ -16,6 +16,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from aligner.data.arrow import table_rows
+from aligner.data.splits import choose, note_on
 from aligner.errors import DataError
 from aligner.foreign import parse_json, record
 
@@ -114,7 +116,8 @@ class ParquetRows(Part):
             try:
                 if self._group[0] != number:
                     self._group = number, self._file.read_row_group(number)
-                found += self._group[1].slice(start - int(self._starts[number]), here - start).to_pylist()
+                table = self._group[1].slice(start - int(self._starts[number]), here - start)
+                found += table_rows(table, self._name)
             except self._errors as error:
                 raise DataError(f"{self._name}: expected a Parquet file ({error}, row group {number})") from error
             start = here
@@ -131,18 +134,21 @@ class SavedRows(Part):
             data = datasets.load_from_disk(str(root))
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{key}={str(root)!r}: expected a datasets.save_to_disk folder ({error})") from error
+        self.note, self._name = "", f"{key}={str(root)!r}"
         if isinstance(data, datasets.DatasetDict):
-            if len(data) != 1:
+            chosen = choose(list(data), key, str(root))
+            if len(chosen) != 1:
                 names = ", ".join(f"{root / name}" for name in data)
-                raise DataError(f"{key}={str(root)!r}: expected one split, found {len(data)}: name one of {names}")
-            data = next(iter(data.values()))
-        self._data = data.with_format(None)
+                raise DataError(f"{self._name}: expected one split, found {len(data)}: name one of {names}")
+            self.note = note_on(chosen, [name for name in data if name not in chosen], key, str(root))
+            data = data[chosen.pop()]
+        self._data = data.with_format("arrow")
 
     def __len__(self) -> int:
         return len(self._data)
 
     def read(self, start: int, stop: int) -> list[Row]:
-        return self._data.select(range(start, stop)).to_list()
+        return table_rows(self._data[start:stop], self._name) if start < stop else []
 
 
 def unpacked(file: Path, key: str) -> IO[bytes]:

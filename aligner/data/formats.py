@@ -1,12 +1,11 @@
 """Rows of a file -> typed rows of a stage. The conventional columns are `messages`; `prompt`, `completion`; these and
 `label`; `prompt`, `chosen`, `rejected`, `margin`; and `prompt` with any other fields. A text is a string, or a list of
-{role, content} messages, whose `tools` are a further column. `data.columns` renames, `data.prompt_template` and
-`data.completion_template` build columns; rows of two widespread formats are converted (`alpaca_sharegpt.py`).
+{role, content} messages, whose `tools` are a further column. Columns are renamed and built first (`columns.py`); rows
+of two widespread formats are converted (`alpaca_sharegpt.py`).
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +14,12 @@ from typing import Any, overload
 
 from aligner.config.sections.data import DataConfig
 from aligner.data.alpaca_sharegpt import converted, recognised
+from aligner.data.columns import columns_of, lookup
+from aligner.data.messages import Messages, Text, Tools, check_learned, read_messages, read_text, read_tools
+from aligner.data.pairs import prompt_and_answers, shared_prompt
 from aligner.errors import DataError
 
-Messages = list[dict[str, Any]]
-Text = str | Messages
 ToldBy = Callable[[Mapping[str, Any], str], int | None]  # row, where -> number of its teacher, None without several
-Tools = list[dict[str, Any]]  # JSON schemas of the functions a conversation may call
 
 NEEDS = {
     "messages": ("messages",),
@@ -124,8 +123,10 @@ class TypedRows[T](Sequence[T]):
             raise DataError(f"data.train={data.train!r}: expected at least one row, the dataset is empty")
         self._rows, self._data, self._usable, self._make = rows, data, usable, make
         self._where = getattr(rows, "where", lambda index: f"row {index + 1}")
-        self.format = _detect(_build(rows[0], data, self._where(0)), data, usable, self._where(0))
-        self.told = self.format if data.format == "auto" and self.format in CONVERTED else ""  # to be said
+        self.format = _detect(columns_of(rows[0], data, self._where(0)), data, usable, self._where(0))
+        told = data.format == "auto" and self.format in CONVERTED
+        said = [f"format {self.format}, told from the columns (data.format)"] if told else []
+        self.notes = [note for note in (getattr(rows, "note", ""), *said) if note]  # for the report
         self[0]
 
     def __len__(self) -> int:
@@ -146,7 +147,7 @@ class TypedRows[T](Sequence[T]):
 
     def _typed(self, index: int, original: Mapping[str, Any]) -> T:
         where, kind = self._where(index), self.format
-        row = _build(original, self._data, where)
+        row = columns_of(original, self._data, where)
         if kind in CONVERTED:
             kind = "preference" if "preference" in self._usable and row.get("chosen") is not None else self._usable[0]
             row = converted(self.format, row, kind, where)
@@ -164,16 +165,18 @@ def by_none(row: Mapping[str, Any], where: str) -> None:
 
 def sft_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, told_by: ToldBy = by_none) -> TypedRows[SftRow]:
     """Rows for supervised fine-tuning."""
-    return TypedRows(rows, data, ("messages", "prompt_completion"), partial(_sft_row, told_by))
+    return TypedRows(rows, data, ("messages", "prompt_completion"), partial(_sft_row, told_by, data.loss_on))
 
 
-def _sft_row(told_by: ToldBy, kind: str, where: str, row: dict[str, Any]) -> SftRow:
+def _sft_row(told_by: ToldBy, loss_on: str, kind: str, where: str, row: dict[str, Any]) -> SftRow:
     teacher = told_by(row, where)
     if kind == "messages":
-        messages = _messages(row["messages"], "messages", where)
-        return SftRow(messages=messages, where=where, tools=_tools(row, messages, where), told_by=teacher)
-    prompt, completion = _pair(row, "completion", where)
-    return SftRow(None, prompt, completion, where, _tools(row, prompt, where), teacher)
+        messages = read_messages(row["messages"], "messages", where)
+        if loss_on == "assistant":
+            check_learned(messages, "messages", where)
+        return SftRow(messages=messages, where=where, tools=read_tools(row, messages, where), told_by=teacher)
+    prompt, (completion,) = prompt_and_answers(row, ("completion",), where)
+    return SftRow(None, prompt, completion, where, read_tools(row, prompt, where), teacher)
 
 
 def text_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedRows[TextRow]:
@@ -188,27 +191,35 @@ def _text_row(_: str, where: str, row: dict[str, Any]) -> TextRow:
 
 
 def preference_rows(
-    rows: Sequence[Mapping[str, Any]], data: DataConfig, margin: bool = False, numbers: Mapping[str, str] | None = None
+    rows: Sequence[Mapping[str, Any]],
+    data: DataConfig,
+    margin: bool = False,
+    numbers: Mapping[str, str] | None = None,
+    whole: bool = False,
 ) -> TypedRows[PreferenceRow]:
-    """Pairs of answers. Without a `prompt` column, whole conversations share their first messages.
+    """Pairs of answers. Without a `prompt` column, what both texts begin with is the prompt; `whole`: strings stay as
+    they are, for a stage that learns no tokens.
 
     `margin`: each row must have a number in the column `margin`. `numbers`: likewise in these columns, each with the
     config key that asks for it.
     """
-    return TypedRows(rows, data, ("preference",), partial(_preference_row, margin, numbers or {}))
+    return TypedRows(rows, data, ("preference",), partial(_preference_row, margin, numbers or {}, whole))
 
 
-def _preference_row(margin: bool, numbers: Mapping[str, str], _: str, where: str, row: dict[str, Any]) -> PreferenceRow:
+def _preference_row(
+    margin: bool, numbers: Mapping[str, str], whole: bool, _: str, where: str, row: dict[str, Any]
+) -> PreferenceRow:
     value = None
     if margin or row.get("margin") is not None:
         value = _number(row, "margin", where)
     if row.get("prompt") is not None:
-        prompt, chosen = _pair(row, "chosen", where)
-        prompt, rejected = _pair(row, "rejected", where)
+        prompt, (chosen, rejected) = prompt_and_answers(row, ("chosen", "rejected"), where)
     else:
-        prompt, chosen, rejected = _shared_prompt(row, where)
+        prompt, chosen, rejected = shared_prompt(row, where)
+        if whole and isinstance(chosen, str):
+            prompt, chosen, rejected = "", row["chosen"], row["rejected"]
     asked = {name: _number(row, name, where, key) for name, key in numbers.items()}
-    return PreferenceRow(prompt, chosen, rejected, value, where, _tools(row, chosen, where), asked)
+    return PreferenceRow(prompt, chosen, rejected, value, where, read_tools(row, chosen, where), asked)
 
 
 def unpaired_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedRows[UnpairedRow]:
@@ -218,14 +229,14 @@ def unpaired_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedR
 
 def _unpaired_row(kind: str, where: str, row: dict[str, Any]) -> UnpairedRow:
     if kind == "preference":
-        pair = _preference_row(False, {}, kind, where, row)
+        pair = _preference_row(False, {}, False, kind, where, row)
         answers = (("chosen", pair.chosen, True), ("rejected", pair.rejected, False))
         return UnpairedRow(pair.prompt, answers, where, pair.tools)
     label = row["label"]
     if not isinstance(label, bool):
         raise DataError(f"{where}: label={label!r:.80}: expected true or false (data.columns)")
-    prompt, completion = _pair(row, "completion", where)
-    return UnpairedRow(prompt, (("completion", completion, label),), where, _tools(row, prompt, where))
+    prompt, (completion,) = prompt_and_answers(row, ("completion",), where)
+    return UnpairedRow(prompt, (("completion", completion, label),), where, read_tools(row, prompt, where))
 
 
 def scored_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, attributes: Sequence[str]) -> TypedRows[ScoredRow]:
@@ -234,9 +245,9 @@ def scored_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, attributes:
 
 
 def _scored_row(attributes: Sequence[str], _: str, where: str, row: dict[str, Any]) -> ScoredRow:
-    prompt, completion = _pair(row, "completion", where)
+    prompt, (completion,) = prompt_and_answers(row, ("completion",), where)
     scores = tuple(_number(row, name, where, "algorithm.reward_loss.attributes") for name in attributes)
-    return ScoredRow(prompt, completion, scores, where, _tools(row, prompt, where))
+    return ScoredRow(prompt, completion, scores, where, read_tools(row, prompt, where))
 
 
 def step_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedRows[StepsRow]:
@@ -254,8 +265,8 @@ def _steps_row(_: str, where: str, row: dict[str, Any]) -> StepsRow:
         if not isinstance(label, bool | int | float) or not 0 <= label <= 1:
             expected = "true, false, or a number from 0 to 1"
             raise DataError(f"{where}: label {number}: expected {expected} in `labels`, found {label!r}")
-    prompt = _text(row["prompt"], "prompt", where)
-    return StepsRow(prompt, tuple(steps), tuple(map(float, labels)), where, _tools(row, prompt, where))
+    prompt = read_text(row["prompt"], "prompt", where)
+    return StepsRow(prompt, tuple(steps), tuple(map(float, labels)), where, read_tools(row, prompt, where))
 
 
 def _short(value: Any) -> str:
@@ -275,41 +286,19 @@ def prompt_rows(
 def _prompt_row(told_by: ToldBy, tools: Tools | None, kind: str, where: str, row: dict[str, Any]) -> PromptRow:
     told_by(row, where)
     if kind == "messages":
-        prompt = _messages(row["messages"], "messages", where)
+        prompt = read_messages(row["messages"], "messages", where)
         prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
     else:
-        prompt = _text(row.get("prompt"), "prompt", where)
+        prompt = read_text(row.get("prompt"), "prompt", where)
     if isinstance(prompt, list) and (not prompt or prompt[-1]["role"] == "assistant"):
         raise DataError(f"{where}: expected `prompt` to end with a user turn (data.columns)")
     fields = {name: value for name, value in row.items() if name != "prompt"}
-    own = _tools(row, prompt, where)
+    own = read_tools(row, prompt, where)
     if tools is None:
         return PromptRow(prompt, fields, where, own)
     if own:
         raise DataError(f"{where}: expected no column `tools`: those of environment.tools and environment.path count")
     return PromptRow([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, fields, where, tools)
-
-
-def _build(original: Mapping[str, Any], data: DataConfig, where: str) -> dict[str, Any]:
-    row = dict(original)
-    for ours, theirs in data.columns.items():
-        if theirs not in original:
-            raise DataError(
-                f"{where}: data.columns.{ours}={theirs!r}: expected one of the columns {', '.join(map(str, original))}"
-            )
-        row[ours] = original[theirs]
-    built = {}
-    for name in ("prompt", "completion"):
-        template = getattr(data, f"{name}_template")
-        if template:
-            try:
-                built[name] = template.format(**row)
-            except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
-                raise DataError(
-                    f"{where}: data.{name}_template={template!r}: expected a format string over the columns "
-                    f"{', '.join(map(str, row))} ({type(error).__name__}: {error})"
-                ) from error
-    return row | built
 
 
 def _detect(row: Mapping[str, Any], data: DataConfig, usable: tuple[str, ...], where: str) -> str:
@@ -338,87 +327,11 @@ def _wrong_columns(where: str, row: Mapping[str, Any], usable: tuple[str, ...], 
     )
 
 
-def _pair(row: Mapping[str, Any], answer: str, where: str) -> tuple[Text, Text]:
-    """(prompt, answer), both strings or both messages; a plain answer to a conversation is an assistant turn."""
-    prompt, text = _text(row["prompt"], "prompt", where), _text(row[answer], answer, where)
-    if isinstance(prompt, list) and isinstance(text, str):
-        text = [{"role": "assistant", "content": text}]
-    if isinstance(prompt, str) and isinstance(text, list):
-        raise DataError(f"{where}: expected `prompt` to be a list of messages because `{answer}` is (data.columns)")
-    return prompt, text
-
-
-def _shared_prompt(row: Mapping[str, Any], where: str) -> tuple[Text, Text, Text]:
-    chosen, rejected = _text(row["chosen"], "chosen", where), _text(row["rejected"], "rejected", where)
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise DataError(f"{where}: expected `chosen` and `rejected` to be both strings or both messages (data.columns)")
-    if isinstance(chosen, str):
-        return "", chosen, rejected
-    same = 0
-    while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
-        same += 1
-    return chosen[:same], chosen[same:], rejected[same:]
-
-
-def _text(value: Any, name: str, where: str) -> Text:
-    return value if isinstance(value, str) else _messages(value, name, where)
-
-
-def _messages(value: Any, name: str, where: str) -> Messages:
-    if not isinstance(value, list) or not value:
-        raise DataError(
-            f"{where}: expected `{name}` to be {'' if name == 'messages' else 'a string or '}a list of "
-            f"{{role, content}} messages, found {str(value)[:80]!r} ({type(value).__name__}; data.columns)"
-        )
-    found = []
-    for message in value:
-        # Parquet gives every message the union of all keys, null where it had none
-        kept = {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else {}
-        if "tool_calls" in kept:
-            kept.setdefault("content", "")
-        if isinstance(kept.get("content"), list):
-            kept["content"] = _joined(kept["content"], name, where)
-        if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content"), str):
-            raise DataError(
-                f"{where}: expected messages of `{name}` with the strings `role` and `content`, "
-                f"found {str(message)[:120]} (data.columns)"
-            )
-        found.append(kept)
-    return found
-
-
-def _joined(parts: list[Any], name: str, where: str) -> str:
-    """The text of a content in OpenAI's parts, {type: text, text: ...} each."""
-    for part in parts:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise DataError(
-                f"{where}: expected a message of `{name}` to have a text as content, or a list of parts "
-                f"{{type: text, text: ...}}, found the part {str(part)[:120]} (data.columns)"
-            )
-    return "".join(part["text"] for part in parts)
-
-
-def _tools(row: Mapping[str, Any], text: Text, where: str) -> Tools | None:
-    """The column `tools` of a conversation: a list of JSON schemas, or its JSON text. Beside a plain text it is a
-    column like others."""
-    value = row.get("tools")
-    if isinstance(text, str) or value is None:
-        return None
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            value = row["tools"]
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError(
-            f"{where}: expected the column `tools` to be a list of JSON schemas, or its JSON text, found "
-            f"{str(value)[:80]!r} (data.columns)"
-        )
-    return value or None
-
-
 def _number(row: Mapping[str, Any], name: str, where: str, key: str = "algorithm.reward_loss.margin") -> float:
-    value = row.get(name)
+    try:
+        value = lookup(row, name)
+    except LookupError:
+        value = None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DataError(
             f"{where}: expected a finite number in the column `{name}` ({key}, data.columns), found {value!r}; "

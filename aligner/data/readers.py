@@ -15,6 +15,7 @@ from uuid import UUID
 
 from aligner.config.checks import DATA_FILES
 from aligner.data.files import Lines, ParquetRows, Row, SavedRows
+from aligner.data.splits import folders_with_files, split_files
 from aligner.errors import DataError
 from aligner.foreign import parse_json
 
@@ -24,8 +25,9 @@ WRITTEN = (bytes, date, time, timedelta, Decimal, UUID)  # of Parquet, beside JS
 class Rows(Sequence):
     """The rows of several files, of which each is read when it is asked for. Raises DataError where it cannot be."""
 
-    def __init__(self, parts: Sequence[tuple[str, Sequence[Row]]]):
-        """Name and rows of each."""
+    def __init__(self, parts: Sequence[tuple[str, Sequence[Row]]], note: str = ""):
+        """Name and rows of each. `note`: on what of a folder is left out."""
+        self.note = note
         self._parts, self._ends = list(parts), list(accumulate(len(part) for _, part in parts))
 
     def __len__(self) -> int:
@@ -78,7 +80,7 @@ class Rows(Sequence):
 
 
 def read_rows(path: str, key: str = "data.train") -> Rows:
-    """All rows of the dataset at `path`, in file order (files of a folder by name).
+    """All rows of the dataset at `path`, in file order (files of a folder by name; of several splits one, `splits.py`).
 
     Raises DataError, naming `key` and the file (and line), for a missing file, an empty dataset or, when they are read,
     malformed rows.
@@ -88,21 +90,23 @@ def read_rows(path: str, key: str = "data.train") -> Rows:
     root = Path(path).expanduser()
     if not root.exists():
         raise DataError(f"{key}={path!r}: expected an existing file or folder, found nothing there")
-    parts = _read_folder(root, key) if root.is_dir() else [(str(root), _read_file(root, key))]
-    rows = Rows(parts)
+    rows = _read_folder(root, key) if root.is_dir() else Rows([(str(root), _read_file(root, key))])
     if not rows:
         raise DataError(f"{key}={path!r}: expected at least one row, the dataset is empty")
     return rows
 
 
-def _read_folder(root: Path, key: str) -> list[tuple[str, Sequence[Row]]]:
+def _read_folder(root: Path, key: str) -> Rows:
     if (root / "dataset_dict.json").is_file() or (root / "dataset_info.json").is_file():
-        return [(str(root), SavedRows(root, key))]
-    files = sorted(f for f in root.iterdir() if f.name.endswith(DATA_FILES) and f.is_file())
+        saved = SavedRows(root, key)
+        return Rows([(str(root), saved)], saved.note)
+    files, note = split_files(root, key)
     if not files:
         expected = f"a datasets.save_to_disk folder, or files that end in {', '.join(DATA_FILES)}"
-        raise DataError(f"{key}={str(root)!r}: expected {expected}")
-    return [(str(file), _read_file(file, key)) for file in files]
+        folders = ", ".join(map(str, folders_with_files(root)))
+        hint = f"; found none but in {folders}: name one of them" if folders else ""
+        raise DataError(f"{key}={str(root)!r}: expected {expected}{hint}")
+    return Rows([(str(file), _read_file(file, key)) for file in files], note)
 
 
 def _read_file(file: Path, key: str) -> Sequence[Row]:

@@ -78,8 +78,8 @@ class Reading[Row]:
         self.limit, self.cut = getattr(data, limit_key), data.overlong == "truncate"
         self.report = DataReport(key, f"data.{limit_key}={self.limit}", rows=len(rows))
         self._shortest: int | None = None
-        if isinstance(rows, TypedRows) and rows.told:
-            self.report.note(f"format {rows.told}, told from the columns (data.format)")
+        for note in rows.notes if isinstance(rows, TypedRows) else ():
+            self.report.note(note)
 
     def chunks(self, text: Callable[[Row], Text]) -> Iterator[Sequence[Row]]:
         """A few rows at a time. `text`: of a row, what may be a conversation."""

@@ -89,7 +89,7 @@ def encode_sft(
             mask[:] = [1] * len(tokens)
         mask[:1] = [0]  # the first token has no logprob
         if not any(mask):
-            raise DataError(f"{rows[i].where}: expected at least one token to learn, found none in {rows[i]!r:.200}")
+            raise DataError(f"{rows[i].where}: expected at least one token to learn, found none in {len(tokens)}")
     return out
 
 

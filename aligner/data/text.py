@@ -9,7 +9,7 @@ import numpy as np
 
 from aligner.config.sections.data import DataConfig
 from aligner.data.dataset import SftDataset
-from aligner.data.formats import TextRow, ToldBy, by_none, sft_rows, text_rows
+from aligner.data.formats import TextRow, ToldBy, TypedRows, by_none, sft_rows, text_rows
 from aligner.data.items import SftItem
 from aligner.data.ragged import Ragged
 from aligner.data.reading import CHUNK, DataReport
@@ -30,6 +30,8 @@ class TextDataset(Sequence):
     ):
         self._width, self._across = data.max_tokens, data.across_documents
         self.report = DataReport(key, f"data.max_tokens={data.max_tokens}", rows=len(rows))
+        for note in rows.notes if isinstance(rows, TypedRows) else ():
+            self.report.note(note)
         self._documents = Ragged(np.int32)
         for start in range(0, len(rows), CHUNK):
             texts = [row.text for row in rows[start : start + CHUNK]]

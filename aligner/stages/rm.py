@@ -62,7 +62,7 @@ def _rows(job: Job, path: str, key: str, data: DataConfig) -> PreferenceDataset 
     loss, rows = job.cfg.algorithm.reward_loss, rows_of(job, path, key)
     dataset: PreferenceDataset | ScoredDataset
     if loss.kind == "bradley_terry":
-        dataset = PreferenceDataset(preference_rows(rows, data, loss.margin), job.tokenizer, data, key)
+        dataset = PreferenceDataset(preference_rows(rows, data, loss.margin, whole=True), job.tokenizer, data, key)
     else:
         dataset = ScoredDataset(scored_rows(rows, data, loss.attributes), job.tokenizer, data, key)
     job.say(dataset.report)

@@ -87,7 +87,7 @@ def _pairs(job: Job, folder: Path) -> Measured:
             for item, found, loss in zip(items, scores.tolist(), losses, strict=True)
         ]
         return "texts", len(items), {"eval/loss": (losses, [1.0] * len(items))}, records
-    typed = preference_rows(rows, cfg.data)
+    typed = preference_rows(rows, cfg.data, whole=True)
     items = _first(job, PreferenceDataset(typed, job.tokenizer, cfg.data, "data.eval"))
     scores = model.raw_scores(collate_preference(items, pad))[:, 0]
     losses, stats = bradley_terry(scores[0::2], scores[1::2], None, 0.0)

@@ -32,7 +32,8 @@ def test_alpaca_is_a_conversation_and_history_is_learned_too():
     row = {**ALPACA, "input": "", "system": "Short.", "history": [["hi", "ho"]]}
     found = sft_rows([row], DataConfig())
     assert found[0].messages == [system("Short."), user("hi"), model("ho"), user("Add."), model("3")]
-    assert found.told == "alpaca" and not sft_rows([row], DataConfig(format="alpaca")).told
+    line = "format alpaca, told from the columns (data.format)"
+    assert found.notes == [line] and not sft_rows([row], DataConfig(format="alpaca")).notes
 
 
 def test_alpaca_for_the_other_stages():
@@ -60,7 +61,7 @@ def test_columns_of_ours_come_first():
 def test_sharegpt_for_each_stage():
     messages = [user("q"), model("a"), user("r"), model("b")]
     found = sft_rows([talk(*TURNS, system="S")], DataConfig())
-    assert found[0].messages == [system("S"), *messages] and found.told == "sharegpt"
+    assert found[0].messages == [system("S"), *messages] and "sharegpt" in found.notes[0]
     assert sft_rows([talk(("system", "S"), *TURNS)], DataConfig())[0].messages == [system("S"), *messages]
     assert prompt_rows([talk(*TURNS)], DataConfig())[0].prompt == messages[:3]
     pair = talk(*TURNS[:3], chosen={"from": "gpt", "value": "b"}, rejected={"from": "gpt", "value": "c"})
@@ -136,3 +137,18 @@ def test_both_train_what_messages_train(chatml):
     for row in (talk(*TURNS[:2]), {"instruction": "q", "output": "a"}):
         item = SftDataset(sft_rows([row], DataConfig()), chatml, DataConfig())[0]
         assert item.tokens.tolist() == plain.tokens.tolist() and item.loss_mask.tolist() == plain.loss_mask.tolist()
+
+
+def test_conversations_of_roles_are_messages():
+    messages = [user("q"), model("a"), {"role": "tool", "content": "7"}, model("b")]
+    row = {"conversations": messages}
+    assert sft_rows([row], DataConfig())[0].messages == messages
+    assert sft_rows([row | {"system": "S"}], DataConfig())[0].messages == [system("S"), *messages]
+    assert prompt_rows([row], DataConfig())[0].prompt == messages[:3]
+    pair = {"conversations": messages[:3], "chosen": model("b"), "rejected": [model("c")]}
+    (found,) = preference_rows([pair], DataConfig())
+    assert (found.prompt, found.chosen, found.rejected) == (messages[:3], [model("b")], [model("c")])
+    with pytest.raises(DataError, match=r"row 1, conversations\[1\]\.role='asistant': .*Did you mean 'assistant'"):
+        sft_rows([{"conversations": [user("q"), {"role": "asistant", "content": "a"}]}], DataConfig())
+    with pytest.raises(DataError, match=r"row 1: expected messages of `conversations` with the strings `role`"):
+        sft_rows([{"conversations": [user("q"), {"from": "gpt", "value": "a"}]}], DataConfig())

@@ -1,3 +1,4 @@
+import contextlib
 import datetime
 import decimal
 import errno
@@ -6,11 +7,13 @@ import hashlib
 import io
 import json
 import tracemalloc
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets.data_files import get_data_patterns, resolve_pattern
 
 from aligner.data import files
 from aligner.data.readers import Rows, read_rows
@@ -162,14 +165,129 @@ def test_bad_content(tmp_path, name, content, message):
 
 
 def test_folder_without_data_and_ambiguous_split(tmp_path):
-    (tmp_path / "none").mkdir()
-    with pytest.raises(DataError, match=r"expected a datasets.save_to_disk folder, or files"):
+    (tmp_path / "none" / "main").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"expected a datasets.save_to_disk folder, or files .*\.parquet$"):
+        read_rows(str(tmp_path / "none"))
+    jsonl(tmp_path / "none" / "main" / "a.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"found none but in .*none/main: name one of them"):
         read_rows(str(tmp_path / "none"))
     one = datasets.Dataset.from_list(ROWS)
-    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "two")
-    with pytest.raises(DataError, match=r"expected one split, found 2.*two/train"):
+    datasets.DatasetDict({"a": one, "b": one}).save_to_disk(tmp_path / "two")
+    with pytest.raises(DataError, match=r"expected one split, found 2.*two/a"):
         read_rows(str(tmp_path / "two"))
-    assert len(read_rows(str(tmp_path / "two" / "test"))) == 3
+    assert len(read_rows(str(tmp_path / "two" / "b"))) == 3
+
+
+def hub(root, *names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        row = [{"file": name}]
+        if name.endswith(".parquet"):
+            pq.write_table(pa.Table.from_pylist(row), root / name)
+        else:
+            jsonl(root / name, row)
+    return str(root)
+
+
+def read_files(root, key):
+    return [row["file"] for row in read_rows(root, key)]
+
+
+LAYOUTS = [
+    ("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"),
+    ("data/train-00000-of-00001-a09b74b3ef9c3b56.parquet", "data/validation-00000-of-00001-1fd.parquet"),
+    ("train.jsonl", "test.jsonl", "valid.jsonl"),
+    ("train_0.jsonl", "train_1.jsonl", "dev.jsonl"),
+    ("train/a.jsonl", "train/b/c.jsonl", "test/a.jsonl"),
+    ("data/training/a.parquet", "data/evaluation/a.parquet"),
+    ("my.train.jsonl", "my.eval.jsonl"),
+    ("gsm8k_train.jsonl", "gsm8k_test.jsonl"),
+]
+
+
+@pytest.mark.parametrize("names", LAYOUTS)
+def test_splits_of_a_folder_are_those_of_the_hub(tmp_path, names):
+    """As `datasets` tells them; data.eval has the held-out one, of two validation."""
+    root = hub(tmp_path, *names)
+
+    def theirs(patterns):
+        found = set()
+        for pattern in patterns:
+            with contextlib.suppress(FileNotFoundError):
+                found |= {str(Path(file).relative_to(root)) for file in resolve_pattern(pattern, root)}
+        return sorted(found)
+
+    splits = {split: theirs(patterns) for split, patterns in get_data_patterns(root).items()}
+    assert read_files(root, "data.train") == splits.pop("train") == read_files(root, "ptx.data.train")
+    assert read_files(root, "data.eval") == (splits.get("validation") or splits["test"])
+    left = ", ".join(f"{split} ({len(found)})" for split, found in sorted(splits.items()))
+    assert read_rows(root).note == f"reads split train of {root}, leaves out {left}"
+
+
+@pytest.mark.parametrize(
+    "names, train, held_out",
+    [
+        (("a.jsonl", "b.jsonl"), ("a.jsonl", "b.jsonl"), ("a.jsonl", "b.jsonl")),
+        (("code.jsonl", "test.jsonl"), ("code.jsonl",), ("test.jsonl",)),
+        (("latest.jsonl", "devices.jsonl"), ("devices.jsonl", "latest.jsonl"), ("devices.jsonl", "latest.jsonl")),
+        (("test.jsonl",), ("test.jsonl",), ("test.jsonl",)),
+        (("train.jsonl", "more.jsonl"), ("more.jsonl", "train.jsonl"), ("more.jsonl", "train.jsonl")),
+        (
+            ("train-00000-of-00001.parquet", "hard-00000-of-00001.parquet", "test-00000-of-00001.parquet"),
+            ("train-00000-of-00001.parquet",),
+            ("test-00000-of-00001.parquet",),
+        ),
+        (
+            ("train-00000-of-00001.parquet", "train_small-00000-of-00001.parquet", "dev-00000-of-00001.parquet"),
+            ("train-00000-of-00001.parquet",),
+            ("dev-00000-of-00001.parquet",),
+        ),
+    ],
+)
+def test_folders_with_some_names_of_splits(tmp_path, names, train, held_out):
+    root = hub(tmp_path, *names)
+    assert read_files(root, "data.train") == list(train) and read_files(root, "data.eval") == list(held_out)
+
+
+def test_a_split_of_another_purpose_is_told(tmp_path):
+    alone = hub(tmp_path / "alone", "test.jsonl")
+    assert read_rows(alone).note == f"reads split test of {alone}, which has no other"
+    assert read_rows(alone, "data.eval").note == "" == read_rows(hub(tmp_path / "x", "a.jsonl")).note
+
+
+@pytest.mark.parametrize(
+    "names, key, message",
+    [
+        (("train_sft-00000-of-00001.parquet", "train_prefs-00000-of-00001.parquet"), "data.train", "one split train"),
+        (("test.jsonl", "dev.jsonl"), "data.train", "expected a split train, found test, validation"),
+        (
+            ("train-00000-of-00001.parquet", "hard-00000-of-00001.parquet"),
+            "data.eval",
+            "expected a split validation or test, found hard, train",
+        ),
+    ],
+)
+def test_folders_of_which_nobody_can_say_what_to_read(tmp_path, names, key, message):
+    with pytest.raises(DataError, match=rf"^{key}=.*{message}.*data\.sources"):
+        read_rows(hub(tmp_path, *names), key)
+
+
+def test_saved_splits_are_chosen_likewise(tmp_path):
+    splits = {name: datasets.Dataset.from_list([{"file": name}]) for name in ("train", "validation", "test")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path)
+    root = str(tmp_path)
+    assert read_files(root, "data.train") == ["train"] and read_files(root, "data.eval") == ["validation"]
+    assert read_rows(root).note == f"reads split train of {root}, leaves out test (1), validation (1)"
+
+
+def test_a_data_set_of_the_library_that_was_shuffled_is_read_in_its_order(tmp_path):
+    rows = [{"n": i, "s": {"a": i} if i % 2 else {"b": i}} for i in range(30)]
+    data = datasets.Dataset.from_list(rows).shuffle(seed=3)
+    data.save_to_disk(tmp_path)
+    order = data["n"]
+    found = read_rows(str(tmp_path))
+    assert list(found) == [rows[n] for n in order] and found[7:9] == [rows[n] for n in order[7:9]]
+    assert order != sorted(order)
 
 
 def test_content_is_of_values_alone(tmp_path):

@@ -1,0 +1,170 @@
+"""Messages and tools of a row -> what chat templates read, whatever the file was. Roles are known ones, contents are
+texts, every tool call has its arguments as a mapping. What cannot be brought to that is refused with its row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from aligner.errors import DataError
+from aligner.foreign import parse_json
+
+Messages = list[dict[str, Any]]
+Text = str | Messages
+Tools = list[dict[str, Any]]  # JSON schemas of the functions a conversation may call
+
+ROLES = (
+    *("system", "developer", "user", "assistant", "tool"),
+    *("function", "ipython", "observation", "environment", "document", "context", "control"),  # of some templates
+)
+_MEANT = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
+# further keys are the template's business; these are what a mistyped one is compared with
+KEYS = ("content", "tool_calls", "tool_call_id", "reasoning_content", "function_call", "function_calls")
+_TEXTS = ("reasoning_content", "reasoning", "thinking")
+
+
+def read_text(value: Any, name: str, where: str) -> Text:
+    """The column `name`, a string or messages. Raises DataError."""
+    return value if isinstance(value, str) else read_messages(value, name, where)
+
+
+def read_messages(value: Any, name: str, where: str) -> Messages:
+    """The messages of column `name`. A null of a message is an absent value. Raises DataError."""
+    if not isinstance(value, list) or not value:
+        raise DataError(
+            f"{where}: expected `{name}` to be {'' if name == 'messages' else 'a string or '}a list of "
+            f"{{role, content}} messages, found {str(value)[:80]!r} ({type(value).__name__}; data.columns)"
+        )
+    return [_message(message, name, f"{where}, {name}[{number}]", where) for number, message in enumerate(value)]
+
+
+def check_learned(messages: Messages, name: str, where: str) -> None:
+    """Raise DataError for messages of which nothing is learned, because none is the assistant's."""
+    if not any(message["role"] == "assistant" for message in messages):
+        roles = ", ".join(message["role"] for message in messages) or "no message"
+        raise DataError(f"{where}: expected a message of role assistant in `{name}`, to be learned, found {roles}")
+
+
+def _message(message: Any, name: str, place: str, where: str) -> dict[str, Any]:
+    kept = {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else {}
+    if "function_call" in kept:  # what OpenAI had before tool_calls
+        kept.setdefault("tool_calls", [{"type": "function", "function": kept.pop("function_call")}])
+    if "tool_calls" in kept:
+        kept["tool_calls"] = _calls(kept["tool_calls"], f"{place}.tool_calls")
+        if not kept["tool_calls"]:
+            del kept["tool_calls"]
+        else:
+            kept.setdefault("content", "")
+    if isinstance(kept.get("content"), list):
+        kept["content"] = _joined(kept["content"], name, where)
+    _check_keys(kept, place)
+    if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content"), str):
+        raise DataError(
+            f"{where}: expected messages of `{name}` with the strings `role` and `content`, "
+            f"found {str(message)[:120]} (data.columns)"
+        )
+    if kept["role"] not in ROLES:
+        near = _MEANT.get(kept["role"].strip().lower()) or _nearest(kept["role"].strip().lower(), ROLES)
+        _refuse(f"{place}.role", kept["role"], f"one of {', '.join(ROLES)}", f"Did you mean {near!r}?" if near else "")
+    return kept
+
+
+def _check_keys(message: Mapping[str, Any], place: str) -> None:
+    """Raise DataError for a key that is nearly one that templates read, where the message lacks that one: nobody would
+    read it."""
+    for key in message:
+        near = None if key in KEYS else _nearest(key, KEYS)
+        if near is not None and near not in message:
+            raise DataError(f"{place}: found the key {key!r}, which no template reads. Did you mean {near!r}?")
+    for key in _TEXTS:
+        if not isinstance(message.get(key, ""), str):
+            _refuse(f"{place}.{key}", message[key], "a string")
+
+
+@lru_cache(4096)
+def _nearest(word: str, known: Sequence[str]) -> str | None:
+    cutoff = 0.6 if known is ROLES else 0.85
+    return next(iter(get_close_matches(word, known, n=1, cutoff=cutoff)), None)
+
+
+def _calls(value: Any, place: str) -> list[dict[str, Any]]:
+    """Tool calls, perhaps as JSON text, each {function: {name, arguments}} or {name, arguments}."""
+    listed = parse_json(value, place, DataError, nan=True) if isinstance(value, str) and value.strip() else value or []
+    if not isinstance(listed, list):
+        _refuse(place, value, "a list of calls, {function: {name, arguments}}, or its JSON text")
+    return [_call(call, f"{place}[{number}]") for number, call in enumerate(listed)]
+
+
+def _call(call: Any, place: str) -> dict[str, Any]:
+    nested = isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
+    function = call["function"] if nested else call
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        _refuse(place, call, "a call, {function: {name, arguments}} or {name, arguments}")
+    known = dict(function)
+    written = known.pop("parameters", None) if "arguments" not in known else known["arguments"]
+    known["arguments"] = _arguments(written, f"{place}, arguments of {function['name']}")
+    return {**call, "function": known} if nested else known
+
+
+def _arguments(value: Any, place: str) -> dict[str, Any]:
+    """The arguments of a call as a mapping; they may be its JSON text. None, or a text of nothing, is no arguments."""
+    if isinstance(value, str) and value.strip():
+        value = parse_json(value, place, DataError, nan=True)
+    if value is None or value == "" or (isinstance(value, str) and not value.strip()):
+        return {}
+    if not isinstance(value, Mapping):
+        _refuse(place, value, "a JSON object, or its JSON text")
+    _check_json(value, place)
+    return dict(value)
+
+
+def _check_json(value: Any, place: str) -> None:
+    """Raise DataError for a value that a template could not write."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{place}: expected values that JSON has ({error}): {str(value)[:80]}") from None
+
+
+def _joined(parts: list[Any], name: str, where: str) -> str:
+    """The text of a content in OpenAI's parts, {type: text, text: ...} each."""
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise DataError(
+                f"{where}: expected a message of `{name}` to have a text as content, or a list of parts "
+                f"{{type: text, text: ...}}, found the part {str(part)[:120]} (data.columns)"
+            )
+    return "".join(part["text"] for part in parts)
+
+
+def read_tools(row: Mapping[str, Any], text: Text, where: str) -> Tools | None:
+    """The column `tools` of a conversation: a list of JSON schemas; it or each of them may be JSON text. Beside a plain
+    text it is a column like others. Raises DataError."""
+    value = row.get("tools")
+    if isinstance(text, str) or value is None:
+        return None
+    listed = _parsed(value)
+    listed = [_parsed(tool) for tool in listed] if isinstance(listed, list) else listed
+    if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
+        raise DataError(
+            f"{where}: expected the column `tools` to be a list of JSON schemas, or its JSON text, found "
+            f"{str(value)[:80]!r} (data.columns)"
+        )
+    _check_json(listed, f"{where}, tools")
+    return listed or None
+
+
+def _parsed(value: Any) -> Any:
+    """The value of a JSON text; what is no text, or no JSON, as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _refuse(place: str, value: Any, expected: str, hint: str = "") -> NoReturn:
+    raise DataError(f"{place}={str(value)[:80]!r}: expected {expected}" + (f". {hint}" if hint else " (data.columns)"))
