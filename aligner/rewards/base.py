@@ -18,7 +18,7 @@ Optional attributes of a reward object change how `RewardPipeline` runs it:
     take_counts  a method: name -> (numerator, denominator) since the last call, for the metric reward/<reward>/<name>
     keep_answers  a method: (log, name) -> None; the log of outside answers, which is to be read before anyone is asked
     checks_rows  True: its method `unreadable` is called with prompts before training; {place: why} of the rows that it
-                 cannot score
+                 cannot score. A `why` that is NotApplicable refuses a row only where no other reward scores it
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ from typing import Any, Protocol
 
 from aligner.errors import RewardError
 from aligner.types import Sample
+
+
+class NotApplicable(str):
+    """Why a reward has nothing to say of a row: it would score None."""
 
 
 class Reward(Protocol):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from aligner.answers import AnswerLog
 from aligner.config.sections.rewards import RewardConfig
 from aligner.errors import ConfigError, RewardError
-from aligner.rewards.base import Reward, scores_of
+from aligner.rewards.base import NotApplicable, Reward, scores_of
 from aligner.rewards.normalizer import Reduce, RunningNormalizer
 from aligner.rewards.workers import DaemonPool
 from aligner.types import Prompt, Sample
@@ -139,8 +139,8 @@ class RewardPipeline:
     def unreadable(
         self, prompts: Sequence[Prompt], rows: range, say: Callable[[str], None] = lambda text: None
     ) -> dict[int, str]:
-        """By row, why a function cannot score some of these; read in the pool, before training, a few at a time. `say`
-        is told now and then how far it is."""
+        """By row, why a function cannot score some of these, or why none scores it; read in the pool, before training,
+        a few at a time. `say` is told now and then how far it is."""
 
         def check(reward: Reward, part: range) -> dict[int, str]:
             return {part[place]: why for place, why in reward.unreadable([prompts[i] for i in part]).items()}
@@ -149,13 +149,18 @@ class RewardPipeline:
         checking = [reward for reward in self.rewards_of_threads if getattr(reward, "checks_rows", False)]
         jobs = [self._pool.submit(check, reward, part) for reward in checking for part in parts]
         found: dict[int, str] = {}
+        unscored: dict[int, list[str]] = {}
         since = time.monotonic()
         for number, job in enumerate(jobs, start=1):
-            found |= job.result()
+            for row, why in job.result().items():
+                if isinstance(why, NotApplicable):
+                    unscored.setdefault(row, []).append(why)
+                else:
+                    found[row] = why
             if time.monotonic() - since > SAY_EVERY_S:
                 since = time.monotonic()
                 say(f"checking that rows can be scored: {100 * number // len(jobs)} %")
-        return found
+        return {row: whys[0] for row, whys in unscored.items() if len(whys) == len(self.rewards)} | found
 
     def begin(self, step: int) -> None:
         """What is scored from now on is of this rollout."""

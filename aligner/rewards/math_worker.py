@@ -3,10 +3,10 @@
 
 A process, not a thread: sympy on a model's text can compute 9^(9^9) inside one C call that holds the interpreter lock
 and cannot be interrupted. The kernel's alarm with its default action kills this process then, whatever it is doing,
-and also when its parent is gone. Run as a file, so it imports nothing of the package, and math-verify late.
+and also when its parent is gone. It imports math-verify late.
 
-Where a response states its answer (docs/rewards.md): the last of `#### 42`, `<answer>42</answer>` and `\\boxed{42}`;
-where it has none of them, math-verify searches the text.
+What a response says is looked for in this order (docs/rewards.md): after the last mark, behind "the answer is", and in
+its end, by math-verify. A reference is a letter of multiple choice, words, or mathematics.
 """
 
 from __future__ import annotations
@@ -14,149 +14,187 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import re
 import resource
 import signal
 import sys
-from decimal import Decimal
+from typing import Any, NamedTuple
+
+from aligner.rewards.math_numbers import NUMBER, amount, brackets, formula, listed, plain
+from aligner.rewards.math_stated import is_answer, last_box, marked, sentences, tail, without_lead
+from aligner.rewards.math_words import PLACEHOLDERS, is_words, letter_in, reference_letter, says, unwrapped, words_of
 
 MEMORY_BYTES = 4 << 30  # of address space: a huge power shall fail here, not take the node's memory
-SEARCHED = 4000  # characters at the end of a response: math-verify's patterns take quadratic time
-LONGEST = 500  # characters of an answer after a mark; more is a text
-NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3}\b)?"
-# Words after a number that make it another number. What else stands there is taken for its unit.
-CHANGES = """and or not to by times over plus minus divided mod squared cubed pi sqrt hundred hundreds thousand
-thousands million millions billion billions trillion trillions dozen dozens half halves third thirds
-quarter quarters fifth fifths sixth sixths eighth eighths tenth tenths hundredth hundredths thousandth
-thousandths"""
-UNITS = "kg cm mm km ml cl dl lb lbs oz mph kwh"  # that may follow without a blank; `2xy` is a product
-SHORT = "m g s h l L V W A N J ft in yd mi hr am pm sq"  # that may follow a blank; another letter is a variable
-FUNCTIONS = "sin cos tan cot sec csc log ln exp sqrt pi max min gcd lcm mod arcsin arccos arctan"
+DECIMALS = 6  # to which math-verify compares numbers
+DIGITS = 4  # significant ones to which small numbers are compared
+SMALLEST = 6000  # decimals; what is smaller than 10 to the minus this is compared as a formula only
 
-_MARK = re.compile(r"(?<!#)####(?!#)[ \t]*(\S[^\n]*)")
-_NUMBERED_HEADING = re.compile(r"\W*\d+[.:)]+[*_]*\s\W*[^\W\d]")
-_STARTS = re.compile(r"(?:[*_`(\[{$€£¥+\-\s]|\\[(\[])*(?:\.?\d|\\[a-zA-Z]|[√π])")  # a number, or LaTeX
-_WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2,}")
-_UNIT = r"\s*[^\W\d_](?:[^\W\d_]|[\s/.²³-]|\^[23])*"
-_AMOUNT = re.compile(
-    rf"[*_`]*(?P<sign>-?)\s*[$€£¥]?\s*(?P<number>{NUMBER})\$?[*_`]*(?:\s*(?P<percent>\\?%|percent))?"
-    rf"(?:\s*[$€£¥°]|(?P<unit>{_UNIT}))?[*_`.]*"
-)
-_TEXT_NUMBER = re.compile(rf"\\(?:text|textbf|mbox|mathrm|mathbf)\{{\s*({NUMBER}|\d{{1,3}}(?:,\d{{3}})+)\s*\}}")
-_BOXED = re.compile(r"\\boxed\s*\{([^{}]+)\}")
-_DOLLARS = re.compile(rf"[*_`]*(?:\$([^$]+)\$|\\\((.+?)\\\))[*_`]*(?P<unit>{_UNIT})?[*_`.]*")
+_HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*(\S[^\n]*)")
+_COORDINATES = re.compile(r"(?<![\w\\^}$(\[])[(\[](?:[^()\[\]$\n,]{1,40},){1,9}[^()\[\]$\n,]{1,40}[)\]](?![$)\]])")
 
 
-def plain(text: str) -> str:
-    """As math-verify reads it: ASCII minus signs, no escaped dollars (a currency), no \\text around a number."""
-    text = re.sub(r"(?<!\\)\\\$", "", text.replace("\u2212", "-"))
-    return _TEXT_NUMBER.sub(lambda found: found[1].replace(",", ""), text)
+class Known(NamedTuple):
+    """A reference: a letter, words, and math-verify's candidates with the brackets around them; what it is not is
+    empty."""
 
-
-def is_unit(text: str) -> bool:
-    """Whether what follows a number names what is counted, and leaves the number what it is."""
-    first, *others = re.findall(r"[^\W\d_]+", text)
-    known = first.lower() in UNITS.split() or (text[0].isspace() and (len(first) > 2 or first in SHORT.split()))
-    return known and not {word.lower() for word in (first, *others)}.intersection(CHANGES.split())
-
-
-def amount(text: str) -> str:
-    """The number of `**$42 dollars**.`, with its `%`; the text itself where it is more than a number with a unit."""
-    text = text.strip()
-    found = _AMOUNT.fullmatch(text) if len(text) <= LONGEST else None
-    if found is None or (found["unit"] and not is_unit(found["unit"])):
-        return text
-    number = found["sign"] + found["number"].lstrip("+")
-    if "e" in number.lower():
-        number = format(Decimal(number), "f")  # math-verify reads e as Euler's number
-    return number + ("%" if found["percent"] else "")
-
-
-def expression(text: str) -> str:
-    """A stated answer as math-verify's input: the number, or all of it as LaTeX, so that no second answer is lost."""
-    text = re.sub(r"(?<=\d),(?=\d{3})", "", text).strip()
-    found = _DOLLARS.fullmatch(text) if len(text) <= LONGEST else None
-    if found and (not found["unit"] or is_unit(found["unit"])):
-        text = found[1] or found[2]
-    return f"${amount(text)}$"
-
-
-def is_answer(text: str) -> bool:
-    """Whether what follows `####` is an answer: a number or LaTeX, or mathematics without words; else a heading."""
-    if len(text) > LONGEST or _NUMBERED_HEADING.match(text):
-        return False
-    words = _WORD.findall(text)
-    return bool(_STARTS.match(text)) or (set(words).issubset(FUNCTIONS.split()) and bool(re.search(r"\w", text)))
-
-
-def stated(text: str) -> str:
-    """The part of a response that math-verify shall read: see the module."""
-    place, inner = text.rfind("\\boxed"), ""
-    for mark in _MARK.finditer(text):
-        if mark.start() > place and is_answer(mark[1]):
-            place, inner = mark.start(), mark[1]
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    if start > place:
-        inner = text[start + len("<answer>") : end].strip()
-        if "\n" in inner or not is_answer(inner):
-            return _tail(inner)
-    if inner:
-        return expression(inner)
-    return _tail(_BOXED.sub(lambda found: f"\\boxed{{{amount(found[1]).rstrip('%')}}}", text))
-
-
-def _tail(text: str) -> str:
-    """Its last characters, from the beginning of a line; from the last \\boxed on where that lies before."""
-    start, boxed = len(text) - SEARCHED, text.rfind("\\boxed")
-    if start <= 0:
-        return text
-    if 0 <= boxed < start:
-        return text[boxed : boxed + SEARCHED]
-    line = text.find("\n", start, boxed if boxed >= 0 else len(text))  # formulas between dollars end with their line
-    return text[max(start, line) :]
+    letter: str
+    words: str
+    candidates: list
+    brackets: str
+    text: str
 
 
 def gold_answer(text: str) -> str:
-    """Of a reference: what follows its last `####`, or all of it."""
-    text = plain(text)
-    marked = _MARK.findall(text)
-    return expression(marked[-1]) if marked else amount(text)
+    """Of a reference: what its last \\boxed{} holds, or what follows its last `####`, or all of it; as a formula, but
+    for formulas within a text."""
+    text = plain(text).strip()
+    box, inner = last_box(text)
+    hashes = _HASHES.findall(text)
+    if box >= 0 or hashes:
+        return formula(without_lead(inner if box >= 0 else hashes[-1]))
+    answer = formula(text)
+    return text if "$" in text and _words_around(text) else answer
+
+
+def _words_around(text: str) -> bool:
+    return re.search(r"[^\W\d_]{2,}", re.sub(r"\$[^$]*\$", "", text)) is not None and amount(text) == text
 
 
 def is_number(text: str) -> bool:
     """Whether a reference is one, with a unit or without: then math-verify can read it."""
-    return re.fullmatch(rf"\$?{NUMBER}%?\$?", gold_answer(text)) is not None
+    return re.fullmatch(rf"{NUMBER}%?", gold_answer(text)) is not None
 
 
-def parse_gold(text: str) -> list:
-    """A reference as math-verify's candidates."""
+def read(text: str) -> list:
+    """math-verify's candidates for a formula; empty where there is none."""
     from math_verify import parse
 
-    text = gold_answer(text)
-    if "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text:
-        return parse(text, parsing_timeout=None)
-    return parse(f"${text}$", parsing_timeout=None) or parse(text, parsing_timeout=None)
+    return parse(f"${text}$", parsing_timeout=None) if text.strip() else []
 
 
 @functools.lru_cache(maxsize=1024)  # the samples of a group have one reference
-def reference(gold: str) -> list:
-    """ValueError if there is no mathematical expression in it."""
+def reference(gold: str) -> Known:
+    """ValueError if there is no answer in it that could be compared."""
+    from math_verify import parse
+
+    if not gold.strip():
+        raise ValueError("the reference answer is empty")
+    if gold.strip(" .").casefold() in PLACEHOLDERS:
+        raise ValueError(f"the reference answer {gold!r} stands for none")
+    letter, rest = reference_letter(gold)
+    if letter and (rest or not gold.strip().islower()):
+        beside = reference(rest) if rest else Known("", "", [], "", "")
+        return beside._replace(letter=letter)
+    text = gold_answer(gold)
+    if is_words(text):
+        return Known("", words_of(text), [], "", text)
     try:
-        found = parse_gold(gold)
+        found = parse(text, parsing_timeout=None) if "$" in text else read(text)
     except (MemoryError, RecursionError, OverflowError) as cause:
         raise ValueError(f"the reference answer {gold[:200]!r} is too large: {cause}") from cause
     if all(isinstance(candidate, str) for candidate in found):  # only the text itself: nothing was understood
         raise ValueError(f"no mathematical expression found in the reference answer {gold[:200]!r}")
-    return found
+    return Known(letter, "", found, brackets(text), text)
 
 
-def score(known: list, response: str) -> float:
+def stated(response: str) -> tuple[str | None, str]:
+    """(its answer, where it states one; the text to be searched for it else)."""
+    inner, kind = marked(response)
+    if kind == "answer" and ("\n" in inner or not is_answer(without_lead(inner))):
+        return _of_sentence(inner)
+    return (without_lead(inner), "") if kind else _of_sentence(response)
+
+
+def _of_sentence(text: str) -> tuple[str | None, str]:
+    for sentence in sentences(text):
+        said = formula(sentence)
+        if re.fullmatch(rf"{NUMBER}%?", said) or brackets(said):
+            return sentence, ""
+    return None, coordinates(tail(text))
+
+
+def coordinates(text: str) -> str:
+    """With `(1,2)` as formulas, which math-verify would not find outside of dollars."""
+    pieces = re.split(r"(\$[^$]*\$|\\\([^\n]*?\\\)|\\\[.*?\\\])", text, flags=re.DOTALL)
+    pieces[::2] = [_COORDINATES.sub(_as_formula, piece) for piece in pieces[::2]]
+    return "".join(pieces)
+
+
+def _as_formula(match: re.Match) -> str:
+    words = re.search(r"[^\W\d_]{2,}", match[0])
+    return match[0] if words or not re.search(r"\d", match[0]) else f"${formula(match[0])}$"
+
+
+def score(known: Known, response: str) -> float:
     """1.0 where the response's final answer equals the reference, else 0.0."""
-    from math_verify import parse, verify
+    response = plain(response)
+    if known.letter:
+        letter = letter_in(response)
+        if letter or not (known.words or known.candidates):
+            return float(letter == known.letter)
+    if known.words:
+        return float(says(response, known.words))
+    return float(equals(known, *stated(response)))
 
-    answer = parse(stated(plain(response)), parsing_timeout=None)
-    return float(verify(known, answer, timeout_seconds=None)) if answer else 0.0
+
+def equals(known: Known, said: str | None, searched: str) -> bool:
+    from math_verify import parse
+
+    if said is None:
+        return same(known.candidates, parse(searched, parsing_timeout=None))
+    answer = formula(said)
+    if answer and _closed_up(answer) == _closed_up(known.text):
+        return True
+    if {known.brackets, brackets(answer)} == {"(", "{"}:
+        return False
+    apart = formula(listed(said)) if _is_list(known.candidates) else answer
+    return same(known.candidates, read(answer)) or (apart != answer and same(known.candidates, read(apart)))
+
+
+def _closed_up(text: str) -> str:
+    return unwrapped(text).casefold().replace(" ", "").replace("\\left", "").replace("\\right", "")
+
+
+def _is_list(candidates: list) -> bool:
+    from sympy import Set, Tuple
+
+    return any(isinstance(candidate, Set | Tuple) for candidate in candidates)
+
+
+def same(known: list, answer: list) -> bool:
+    """By math-verify; again with more decimals where a number is small, because it compares six of them."""
+    from math_verify import verify
+
+    if not answer or not verify(known, answer, timeout_seconds=None):
+        return False
+    decimals = max((decimals_of(each) for each in (*known, *answer)), default=DECIMALS)
+    if decimals <= DECIMALS:
+        return True
+    if decimals > SMALLEST:
+        return any(a == b for a in known for b in answer)
+    digits = 15 + decimals
+    return verify(known, answer, float_rounding=decimals, numeric_precision=digits, timeout_seconds=None)
+
+
+def decimals_of(expression: Any) -> int:
+    """How many decimals show `DIGITS` digits of the smallest number in an expression."""
+    import mpmath
+    from sympy import Abs, Basic, MatrixBase, preorder_traversal
+
+    if isinstance(expression, MatrixBase):
+        return max((decimals_of(entry) for entry in expression), default=DECIMALS)
+    if not isinstance(expression, Basic):
+        return DECIMALS
+    most, nodes = DECIMALS, preorder_traversal(expression)
+    for node in nodes:
+        if not node.is_number:
+            continue
+        nodes.skip()
+        size = Abs(node).evalf(5)
+        if size.is_Float and size > 0:
+            most = max(most, math.floor(-mpmath.mag(size.num) * math.log10(2)) + DIGITS)
+    return most
 
 
 def reply(request: dict) -> dict:

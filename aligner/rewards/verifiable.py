@@ -1,22 +1,23 @@
 """Rewards that a rule can check: math answers, exact answers, a format, a length.
 
-The reference answer is a column of the dataset row (`Prompt.fields`). A row where it is null scores None; a dataset
-without that column is an error.
+The reference answer is a column of the dataset row (`Prompt.fields`). A row where it is null or NaN scores None; a
+dataset without that column is an error.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 from aligner.errors import RewardError
+from aligner.rewards.base import NotApplicable
 from aligner.rewards.math_worker import is_number
 from aligner.types import Prompt, Sample
 
@@ -24,18 +25,21 @@ _local = threading.local()
 
 
 def reference(prompt: Prompt, field: str) -> Any:
-    """The row's column `field`. Raises RewardError if there is none."""
+    """The row's column `field`; None where it is NaN, as tables write a missing value. Raises RewardError if there is
+    no such column."""
     if field not in prompt.fields:
         have = ", ".join(prompt.fields) or "none"
         raise RewardError(f"args.field={field!r}: expected a column of the dataset, which has {have}")
-    return prompt.fields[field]
+    value = prompt.fields[field]
+    return None if isinstance(value, float) and value != value else value
 
 
 def math(samples: Sequence[Sample], field: str = "answer", timeout_s: float = 5.0) -> list[float | None]:
     """1.0 where the response's final answer is mathematically equal to the row's, by math-verify; else 0.0.
 
-    Reference answers: numbers, with a unit or without, LaTeX with or without dollars, `\\boxed{}`, or gsm8k solutions
-    that end in `#### 42`. Each thread that scores owns a helper process. A response that takes longer than `timeout_s`
+    Reference answers: numbers, with a unit or without, LaTeX with or without dollars, `\\boxed{}`, gsm8k solutions that
+    end in `#### 42`, a letter of multiple choice, or words (docs/rewards.md). Each thread that scores owns a helper
+    process. A response that takes longer than `timeout_s`
     or kills the helper scores 0.0: an answer that cannot be checked is not a right one.
     """
     golds = [reference(sample.prompt, field) for sample in samples]
@@ -47,12 +51,13 @@ def math(samples: Sequence[Sample], field: str = "answer", timeout_s: float = 5.
 
 def unreadable(prompts: Sequence[Prompt], field: str = "answer", timeout_s: float = 5.0) -> dict[int, str]:
     """By place, why the references of some of these rows cannot be read: no answer to them would score."""
-    found = {}
+    found: dict[int, str] = {}
     for place, gold in enumerate(reference(prompt, field) for prompt in prompts):
-        if gold is None or is_number(_text(gold)):
+        if gold is None:
+            found[place] = NotApplicable(f"`{field}` is null or NaN, and no other reward scores the row")
             continue
         try:
-            if not _ask(gold, None, timeout_s):
+            if not is_number(_text(gold)) and not _ask(gold, None, timeout_s):
                 found[place] = f"the reference answer {str(gold)[:200]!r} takes longer than {timeout_s:g} s to read"
         except RewardError as cause:
             found[place] = str(cause)
@@ -65,6 +70,10 @@ math.unreadable = unreadable  # type: ignore[attr-defined]
 
 
 def _text(gold: Any) -> str:
+    if isinstance(gold, list | tuple) and len(gold) == 1:
+        return _text(gold[0])
+    if isinstance(gold, list | tuple | dict):
+        raise RewardError(f"the reference answer is {gold!r:.200}: expected one text or number")
     return f"{Decimal(repr(gold)):f}" if isinstance(gold, float) else str(gold)  # 1e-05 would be 1 e - 5
 
 
@@ -95,9 +104,11 @@ def _helper() -> subprocess.Popen:
     """This thread's helper process, started when there is none. It ends when its standard input is closed."""
     helper = getattr(_local, "helper", None)
     if helper is None or helper.poll() is not None:
-        worker = Path(__file__).with_name("math_worker.py")
-        command = [sys.executable, "-P", str(worker)]  # -P: this folder shall not shadow `reasoning_gym` or `math`
-        helper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        command = [sys.executable, "-P", "-m", "aligner.rewards.math_worker"]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        helper = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=env
+        )
         _local.helper = helper
     return helper
 

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from aligner.rewards import math_worker
-from aligner.rewards.math_worker import SEARCHED, is_number, reference, score, stated
+from aligner.rewards.math_numbers import spelled
+from aligner.rewards.math_stated import SEARCHED
+from aligner.rewards.math_worker import is_number, reference, score, stated
+from tests.rewards.math_pairs import PAIRS
 
 # reference, response, score
 MARKED = [
@@ -142,7 +144,6 @@ REFERENCES = [
     ("\\text{Friday}", "\\boxed{\\text{Friday}}", 1),
 ]
 UPSTREAM = [  # math-verify's own: docs/rewards.md lists them. Where it learns better, change both
-    ("42", "\\boxed{7} is wrong, so \\boxed{42}", 0),
     ("43", "The answer is not 43 but 42.", 1),
     ("42", "It has 42 million", 1),
     ("42", "\\boxed{42 \\text{ million}}", 1),
@@ -161,12 +162,105 @@ def test_the_score_of_an_answer(gold, response, expected):
     assert score(reference(gold), response) == expected
 
 
+@pytest.mark.parametrize("response, gold, expected", PAIRS, ids=[f"{gold}|{text[:40]}" for text, gold, _ in PAIRS])
+def test_a_person_would_say_the_same(response, gold, expected):
+    assert score(reference(gold), response) == expected
+
+
+def test_the_pairs_are_right_and_wrong_in_equal_measure():
+    assert len(PAIRS) >= 150 and abs(sum(expected for *_, expected in PAIRS) / len(PAIRS) - 0.5) < 0.05
+
+
+coordinate = st.integers(-999, 999)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    coordinate, coordinate, st.sampled_from(["#### {}", "<answer>{}</answer>", "\\boxed{{{}}}", "The answer is {}."])
+)
+@example(100, 200, "#### {}")
+@example(1, 234, "The answer is {}.")
+def test_a_pair_is_its_two_numbers_and_no_third(first, second, form):
+    """Whatever blanks its comma has; never the number of their digits, nor the other way round."""
+    known = reference(f"({first}, {second})")
+    assert score(known, form.format(f"({first},{second})")) == score(known, form.format(f"( {first} , {second} )")) == 1
+    assert score(known, form.format(f"({second},{first})")) == (first == second)
+    digits = f"{first}{abs(second):03}"
+    assert score(reference(digits), form.format(f"({first},{second})")) == 0
+    assert score(known, form.format(digits)) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9999), st.integers(1, 9999), st.integers(-60, 3))
+@example(6630, 1600, -34)
+def test_numbers_of_any_size_are_compared_by_their_digits(first, second, power):
+    """Four digits of a small number; the oracle is the integers."""
+    known = reference(f"{first} \\times 10^{{{power}}}")
+    assert score(known, f"\\boxed{{{second} \\cdot 10^{{{power}}}}}") == (first == second)
+    assert score(known, f"#### {first}e{power}") == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 999_999_999))
+@example(42)
+@example(305)
+def test_numbers_in_words_are_read(number):
+    assert spelled(in_words(number)) == number
+    assert spelled(in_words(number).replace(" and ", " ")) == number
+
+
+SMALL = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen"""
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+
+
+def in_words(number: int) -> str:
+    """As it is said in English."""
+    for size, name in ((10**6, "million"), (10**3, "thousand"), (100, "hundred")):
+        if number >= size:
+            rest = f" and {in_words(number % size)}" if size == 100 else f" {in_words(number % size)}"
+            return f"{in_words(number // size)} {name}" + (rest if number % size else "")
+    if number < 20:
+        return SMALL.split()[number]
+    return TENS.split()[number // 10 - 2] + (f"-{in_words(number % 10)}" if number % 10 else "")
+
+
+@pytest.mark.parametrize("letter", "ABCDEFGHIJ")
+@pytest.mark.parametrize(
+    "form", ["Answer: {}", "The answer is ({}).", "**{}**", "\\boxed{{\\text{{{}}}}}", "{}) 42", "option {}"]
+)
+def test_a_letter_is_read_as_itself_alone(letter, form):
+    for other in "ABCDEFGHIJ":
+        assert score(reference(other), form.format(letter)) == (letter == other)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("answer is" + "\n" * 20000 + "x", "answer is" + " " * 30000 + "x", "answer: ( " * 3000, "A) x\n" * 5000),
+        *("\\text{" * 5000, "\\boxed{1}" * 5000, "(1," * 8000, "answer" + "*" * 20000 + "x", "<answer>" * 5000),
+    ],
+)
+def test_long_responses_leave_no_pattern_running(text):
+    """What takes square or cubic time in these lengths would not end; the process's alarm is not in this one."""
+    for gold in ("42", "B", "Friday", "(1, 2)"):
+        assert score(reference(gold), text) == 0
+
+
+@pytest.mark.parametrize(
+    "gold", ["", " ", "proof", "Proof.", "nan", "None", "null", "N/A", "not found", "???", "\\text{}", "$$"]
+)
+def test_a_reference_that_is_none_is_refused(gold):
+    with pytest.raises(ValueError, match="reference answer"):
+        reference(gold)
+
+
 @pytest.mark.parametrize("gold", ["42", "so\n#### 1,234.50 dollars", "-7 %", "$18$", "1e-05", "\\$36", "3 km", ".5"])
 def test_a_reference_that_is_taken_for_a_number_can_be_read(gold):
     assert is_number(gold) and reference(gold)
 
 
-@pytest.mark.parametrize("gold", ["???", "1 2", "x", "", "42, 43", "3 million", "\\frac12", "#### ", "so 3"])
+@pytest.mark.parametrize("gold", ["???", "1 2", "x", "", "42, 43", "42k", "\\frac12", "#### ", "so 3"])
 def test_other_references_are_not(gold):
     assert not is_number(gold)
 
@@ -197,7 +291,8 @@ def test_two_numbers_are_no_answer(right, other, between):
 
 @pytest.mark.parametrize("word", ["\\[ ", "$ ", "42 ", "<answer>", "#### ", "\\boxed{", "#### 1. ", "\n", "1 a. "])
 def test_a_long_response_is_searched_at_its_end(word):
-    assert len(stated(word * 8000)) <= SEARCHED + 2
+    answer, searched = stated(word * 8000)
+    assert len(answer or searched) <= SEARCHED + 2
     assert score(reference("42"), word * 8000 + "\n#### 42") == 1
 
 
@@ -207,6 +302,10 @@ def test_the_helper_answers_whatever_it_is_asked():
     odd = ["9" * 5000, "\\boxed{" * 3000, "(" * 5000, "\ud800", "\0", "1/0", "\\frac{1}{0}", "$" + "{" * 4000 + "$"]
     lines = [json.dumps({"gold": "42", "response": text, "timeout_s": 60}) for text in (*odd, "42")]
     done = subprocess.run(
-        [sys.executable, "-P", math_worker.__file__], input="\n".join(lines), capture_output=True, text=True, check=True
+        [sys.executable, "-P", "-m", "aligner.rewards.math_worker"],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert [json.loads(line) for line in done.stdout.splitlines()] == [{"score": 0.0}] * len(odd) + [{"score": 1.0}]

@@ -8,9 +8,10 @@ from functools import partial
 
 import pytest
 
-from aligner.config.sections.rewards import RewardFunctionConfig
+from aligner.config.sections.rewards import RewardConfig, RewardFunctionConfig
 from aligner.errors import RewardError
 from aligner.rewards import verifiable
+from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
 from aligner.rewards.verifiable import exact_match, format, length
 from aligner.types import Prompt, Sample
@@ -81,12 +82,25 @@ def test_math_refuses_a_reference_without_mathematics():
 
 
 def test_math_tells_which_references_cannot_be_read():
-    golds = ["42", None, "???", "42 dollars", 1e-05, "the cat", "\\$36"]
+    fine = ["42", "42 dollars", 1e-05, "the cat", "\\$36", 7, True, "B", "(1,2)", ["42"]]
+    none = ["???", "", " ", "proof", "nan", "None", ["1", "2"], {"value": 1}, [float("nan")]]
     loaded = load_function(RewardFunctionConfig(path="math", args={"timeout_s": PATIENT_S}))
-    found = loaded.unreadable([sample("", answer=gold).prompt for gold in golds])
-    assert list(found) == [2] and "'???'" in found[2]
+    found = loaded.unreadable([sample("", answer=gold).prompt for gold in fine + none])
+    assert list(found) == list(range(len(fine), len(fine + none))) and "'???'" in found[len(fine)]
     with pytest.raises(RewardError, match=r"args.field='answer'.*solution"):
         loaded.unreadable([sample("", solution="5").prompt])
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_row_without_a_reference_is_refused_where_nothing_else_scores_it(missing):
+    """Mixtures have rows for other functions: there it only does not apply."""
+    prompts = [sample("", answer=gold).prompt for gold in ("42", missing, "7")]
+    checker = load_function(RewardFunctionConfig(path="math", args={"timeout_s": PATIENT_S}))
+    other = load_function(RewardFunctionConfig(path="length", args={"limit": 5}))
+    found = RewardPipeline([(checker, 1.0)], RewardConfig()).unreadable(prompts, range(3))
+    assert list(found) == [1] and "`answer`" in found[1]
+    assert RewardPipeline([(checker, 1.0), (other, 1.0)], RewardConfig()).unreadable(prompts, range(3)) == {}
+    assert checker([sample("\\boxed{nan}", answer=missing)]) == exact_match([sample("nan", answer=missing)]) == [None]
 
 
 @pytest.mark.parametrize("gold, answer", [(1e-05, "0.00001"), (1e16, "10000000000000000"), (0.1, "1/10"), (7, "7")])
