@@ -12,6 +12,8 @@ Optional attributes of a reward object change how `RewardPipeline` runs it:
     late_score   of a function that limits the time of each sample itself: what has begun and is not ready at
                  reward.timeout_s gets this score, what has not begun makes its sample invalid; both are counted
                  (reward/<name>/late), and none ends the run
+    bounded      True: the function limits the time of each sample itself, and has a score where it is over; all of its
+                 samples are waited for, reward.timeout_s does not apply
     may_fail     True: NaN is an answer, too: the sample could not be scored, for a reason that is not its own, and is
                  invalid, whatever other functions say. More of these than reward.max_invalid_fraction end the run,
                  with the words of its method `failure`

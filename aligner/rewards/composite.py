@@ -6,9 +6,10 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
+from typing import Any
 
 from aligner.answers import AnswerLog
 from aligner.config.sections.rewards import RewardConfig
@@ -95,6 +96,15 @@ def _late_score(reward: Reward) -> float | None:
     return getattr(reward, "late_score", None)
 
 
+def _bounded(reward: Reward) -> bool:
+    return getattr(reward, "bounded", False)
+
+
+def _one_by_one(reward: Reward) -> bool:
+    """A function that limits the time of each sample, so that many of its samples may be slow."""
+    return _bounded(reward) or _late_score(reward) is not None
+
+
 class RewardPipeline:
     """Scores the samples of this rank. `reduce` sums a list of floats over data-parallel ranks (normalisation).
     `answers`: of rewards that ask outside, and of environments."""
@@ -117,7 +127,10 @@ class RewardPipeline:
         self.normalizer = RunningNormalizer()
         self._late = {r.name: [0.0, 0.0] for r in self.rewards_of_threads if _late_score(r) is not None}
         self._pool = DaemonPool(config.workers)
+        # Samples that others wait for: no other function shall wait behind them, and be late.
+        self._waited_for = DaemonPool(config.workers if any(_bounded(reward) for reward, _ in self.rewards) else 0)
         weakref.finalize(self, self._pool.close)
+        weakref.finalize(self, self._waited_for.close)
 
     def probe(self, prompts: Sequence[Prompt]) -> dict[str, Component]:
         """Call every function on two samples of real prompts, so that a broken one fails before training.
@@ -184,10 +197,7 @@ class RewardPipeline:
     def score_early(self, sample: Sample) -> Early:
         """Start the functions that score each sample for itself, while other samples are still generated."""
         return {
-            reward.name: self._pool.submit(
-                lambda reward=reward: scores_of(reward, [sample]),
-                last=_late_score(reward) is not None,
-            )
+            reward.name: self.submit(reward, lambda reward=reward: scores_of(reward, [sample]))
             for reward in self.rewards_of_threads
             if _per_sample(reward)
         }
@@ -254,8 +264,14 @@ class RewardPipeline:
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.normalizer.load_state_dict(state)
 
+    def submit(self, reward: Reward, function: Callable, *args: Any) -> Future:
+        """To the threads that score."""
+        pool = self._waited_for if _bounded(reward) else self._pool
+        return pool.submit(function, *args, last=_late_score(reward) is not None)
+
     def close(self) -> None:
         self._pool.close()
+        self._waited_for.close()
 
 
 class _Scoring:
@@ -272,7 +288,7 @@ class _Scoring:
             ahead = {place: found[reward.name] for place, found in begun.items() if reward.name in found}
             self._jobs |= {job: (reward, [place]) for place, job in ahead.items()}
             for part in self._chunks(reward, [i for i in range(len(samples)) if i not in ahead]):
-                job = pipeline._pool.submit(self._run, reward, part, last=_late_score(reward) is not None)
+                job = pipeline.submit(reward, self._run, reward, part)
                 self._jobs[job] = (reward, part)
 
     def components(self) -> dict[str, Component]:
@@ -294,7 +310,7 @@ class _Scoring:
         if not places:
             return [] if self._samples else [[]]  # of no samples at all: the function is named all the same
         parts = self._pipeline.config.workers if _per_sample(reward) else 1
-        size = 1 if _late_score(reward) is not None else -(-len(places) // parts)  # what is ready in time counts
+        size = 1 if _one_by_one(reward) else -(-len(places) // parts)  # what is ready in time counts
         return [places[start : start + size] for start in range(0, len(places), size)]
 
     def _start(self) -> None:
@@ -303,34 +319,44 @@ class _Scoring:
             self._started.set()
 
     def _run(self, reward: Reward, places: list[int]) -> Component:
-        self._start()
+        if not _bounded(reward):
+            self._start()
         return scores_of(reward, [self._samples[place] for place in places])
 
     def _wait(self) -> set[Future]:
         """Returns the jobs that are late and have a score for that."""
         limit_s = self._pipeline.config.timeout_s
-        if not self._jobs:
-            return set()
-        # The clock starts with the first function, not at submit: a batch may queue behind an earlier one.
-        begun = self._started.wait(limit_s)
-        left_s = max(0.0, self._start_s + limit_s - time.monotonic()) if begun else 0.0
-        finished, pending = wait(self._jobs, left_s, return_when=FIRST_EXCEPTION)
-        for job in finished:
-            if not job.cancelled() and job.exception() is not None:
-                self._cancel()
-                job.result()
-        if pending:
-            self._cancel()
+        bounded = {job: of for job, of in self._jobs.items() if _bounded(of[0])}
+        pending: set[Future] = set()
+        if limited := {job: of for job, of in self._jobs.items() if job not in bounded}:
+            # The clock starts with the first function, not at submit: a batch may queue behind an earlier one.
+            begun = self._started.wait(limit_s)
+            left_s = max(0.0, self._start_s + limit_s - time.monotonic()) if begun else 0.0
+            pending = self._unfinished(limited, left_s)
+        for job in pending:
+            job.cancel()
         counts: dict[str, int] = {}
         for reward, part in (self._jobs[job] for job in pending):
             if _late_score(reward) is None:
                 counts[reward.name] = counts.get(reward.name, 0) + len(part)
         if counts:
+            self._cancel()
             names = ", ".join(f"`{name}`" for name in counts)
             raise RewardError(
                 f"reward {names} still running with {max(counts.values())} of {len(self._samples)} samples pending: "
                 f"expected all scores within reward.timeout_s={limit_s:g}"
             )
+        if bounded:
+            self._unfinished(bounded, None)
+        return pending
+
+    def _unfinished(self, jobs: Iterable[Future], limit_s: float | None) -> set[Future]:
+        """Those of these jobs that are not ready by then. Raises what one of them raised."""
+        finished, pending = wait(jobs, limit_s, return_when=FIRST_EXCEPTION)
+        for job in finished:
+            if not job.cancelled() and job.exception() is not None:
+                self._cancel()
+                job.result()
         return pending
 
     def _cancel(self) -> None:

@@ -51,6 +51,7 @@ class FunctionReward:
         self.function, self.name, self.args, self.key = function, name, args, key
         self.per_sample = bool(getattr(function, "per_sample", False))
         self.late_score: float | None = getattr(function, "late_score", None)
+        self.bounded = bool(getattr(function, "bounded", False))
         self.may_fail = bool(getattr(function, "may_fail", False))
         self.checks_rows = hasattr(function, "unreadable")
         self.failure: Callable[[], str] = getattr(function, "failure", lambda: "no score in time")

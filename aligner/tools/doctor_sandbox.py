@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from aligner.errors import ConfigError
-from aligner.rewards.sandbox.run import TIERS, Given, Sandbox
+from aligner.rewards.sandbox.run import TIERS, Sandbox
 from aligner.tools.doctor import FAIL, OK, WARN, Check, show
 
 # what a program tries -> its text; it prints a line for each thing that it could do
@@ -110,7 +110,7 @@ def attack(sandbox: Sandbox, program: str) -> list[str]:
         server.settimeout(0)
         given = {"HOME": home, "PORT": server.getsockname()[1], "NAME": name, "PARENT": os.getpid()}
         text = "import os, time\n" + "".join(f"{key} = {value!r}\n" for key, value in given.items()) + program
-        (ended,) = sandbox.run(text, [Given()])
+        (ended,) = sandbox.run(text, [""])
         could = ended.out.splitlines() + _seen(lambda: server.accept()[1])
     left = [process.info["name"] for process in psutil.process_iter(["name"])]
     return could + [f"process {each} is left" for each in left if each == name[:15]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -18,12 +17,14 @@ import psutil
 import pytest
 
 from aligner.config.sections.rewards import RewardConfig, RewardFunctionConfig
-from aligner.errors import ConfigError, RewardError, RewardPathError, SandboxError
-from aligner.rewards.code import Code, Verdict, program
+from aligner.errors import ConfigError, RewardError, RewardPathError
+from aligner.rewards import code as code_module
+from aligner.rewards.code import Code, Verdict
+from aligner.rewards.code_blocks import programs
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
 from aligner.rewards.sandbox import run
-from aligner.rewards.sandbox.run import TIERS, Given, Sandbox
+from aligner.rewards.sandbox.run import TIERS, Sandbox
 from aligner.types import Prompt, Sample
 
 
@@ -83,7 +84,7 @@ FUNCTIONAL = {
         ("def f(x): return x + 1", CALLS, 1.0, "passed"),
         ("class Solution:\n    def g(self, a: List[int], b: str): return tuple(a)", FUNCTIONAL, 1.0, "passed"),
         ("class Solution:\n    def g(self, a, b): return b", FUNCTIONAL, 0.0, "wrong"),
-        ("class Solution:\n    def g(self, a, b): return object", FUNCTIONAL, 0.0, "error"),
+        ("class Solution:\n    def g(self, a, b): return object", FUNCTIONAL, 0.0, "unjudged"),
         ("while True: pass", ONE, 0.0, "cpu"),
         ("try:\n    while True: pass\nfinally:\n    print(42)", ONE, 0.0, "cpu"),
         ("x = [0] * 10**9", ONE, 0.0, "memory"),
@@ -125,7 +126,7 @@ def test_all_or_none_and_answers_without_a_program():
     assert reward([said]) == [0.0] and reward.take_counts()["no_code"] == (1.0, 1.0)
     assert reward([sample("print(42)", tests=None)]) == [None]
     blocks = "```\na\n```\ntext\n```py\nb\n```\n```text\nc\n```\n```python\nnot closed"
-    assert program(blocks) == "b\n" and program("```python\nx") is None
+    assert programs(blocks) == ["b\n"] and programs("```python\nx") == []
 
 
 @pytest.mark.parametrize(
@@ -169,24 +170,32 @@ def test_a_tier_that_is_not_there_says_what_to_install(monkeypatch):
     monkeypatch.setattr(run, "landlock_version", lambda: 0)  # a kernel without it
     with pytest.raises(ConfigError, match=r"no `bwrap`.*no `unshare`.*Linux 5.13.*doctor sandbox"):
         Sandbox()
-    assert next(iter(Sandbox("unsafe").run("print(1)", [Given()]))).out == "1\n"
+    assert next(iter(Sandbox("unsafe").run("print(1)", [""]))).out == "1\n"
 
 
-def test_a_sandbox_that_fails_says_nothing_of_the_program():
+def test_a_sandbox_that_fails_says_nothing_of_the_program(monkeypatch):
     named = load_function(RewardFunctionConfig(path="code"))
     code = named.function
-    code.sandbox.run = functools.partial(code.sandbox.run, wall_s=0.4)
+    monkeypatch.setattr(code_module, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(code.sandbox, "_command", lambda: ["/bin/sh", "-c", "echo no namespace >&2; exit 7"])
     pipeline = RewardPipeline(
         [(named, 1.0), (load_function(RewardFunctionConfig(path="length", args={"limit": 9})), 1)], RewardConfig()
     )
-    components = pipeline.functions([sample("import time\ntime.sleep(600)", **ONE), sample("print(42)", **ONE)])
-    assert math.isnan(components["code"][0])
+    components = pipeline.functions([sample("print(42)", **ONE), sample("def f(x): pass", **ASSERTS)])
+    assert all(map(math.isnan, components["code"]))
     scores = pipeline.combine(components, 2, update=False)
-    assert scores.valid[0] is False  # although the other function has a score for it
+    assert scores.valid == [False, False]  # although the other function has a score for them
     failed, why = pipeline.failed(components)
-    assert failed >= 1 and "`code`: the sandbox ended" in why and "ended from outside" in code.failure()
-    with pytest.raises(SandboxError):
-        list(code.sandbox.run("import time\ntime.sleep(600)", [Given()]))
+    assert failed == 2 and "`code`: the sandbox ended before its program: no namespace" in why
+
+
+def test_a_program_that_breaks_its_sandbox_has_a_score(monkeypatch):
+    """Where another program runs, it is the program: no answer is without a score."""
+    reward = Code()
+    monkeypatch.setattr(code_module, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(reward.sandbox, "works", lambda: None)
+    monkeypatch.setattr(reward.sandbox, "_command", lambda: ["/bin/false"])
+    assert scored(reward, "print(42)", **ONE) == (0.0, "error")
 
 
 @pytest.mark.slow

@@ -51,8 +51,10 @@ def _call(what: str, function, *args) -> int:
     return found
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int) -> None:
     _call("prctl", _libc.prctl, PR_SET_PDEATHSIG, 9, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def limits(cpu_s: int, memory_bytes: int) -> None:

@@ -1,17 +1,18 @@
-"""The process in a sandbox that runs one program once for each test: reads the job, then a test at a time, from its
-standard input, and answers to each on its standard output. A message: 8 bytes of length, then JSON.
+"""The process in a sandbox that runs one program, or judges one, once for each test: reads the job, then what to do,
+from its standard input, and answers on its standard output.
 
-Each run is a child of its own, forked from this warm interpreter before the test has been read, so that no object of
-the child holds it: a program's standard input and, once the program has ended, what is to be called or asserted lie in
-files without a name. What was expected stays outside, or is the assertion itself. The child confines itself first.
-Runs as a file, so it imports nothing of the package.
+Each run is a child of its own, forked from this warm interpreter, that confines itself first. A child that is asked for
+results talks with the process that judges it, in another sandbox, by messages that pass through here unread. So what a
+program shall return is in no process that the program shares memory, files or rights with.
+A message: a letter, 8 bytes of length, then its text. s: start a run (JSON), m: a message to or of the child,
+x: end the run; e: it has ended (JSON). Runs as a file, so it imports nothing of the package.
 """
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
-import random
 import resource
 import select
 import signal
@@ -21,16 +22,19 @@ import types
 import typing
 
 import confine
+import pace
+import served
+import wire
 
-MEMORY, WRONG = 99, 98  # exit codes of a program that ran out of it; of an assertion that does not hold
+MEMORY = 99  # exit code of a program that ran out of it
 LOOK_S = 0.1
-# A look finds a run idle that has computed less than a hundredth of the time at the least. One that waits for its turn
-# on a busy machine has computed more, and this process then looks later, too: the count does not depend on the load.
-IDLE_S, IDLE_LOOKS = 0.001, 100
+WAITS_S = 5.0  # that a program may wait in all, on its own account; so much again as it computes is the clock's error
+MODULES = ("confine", "pace", "served", "wire", "peer", "subjects", "verdicts")
 
 
-def receive() -> dict:
-    return json.loads(_exactly(int.from_bytes(_exactly(8), "little")))
+def receive() -> tuple[bytes, bytes]:
+    kind = _exactly(1)
+    return kind, _exactly(int.from_bytes(_exactly(8), "little"))
 
 
 def _exactly(count: int) -> bytes:
@@ -43,125 +47,186 @@ def _exactly(count: int) -> bytes:
     return bytes(data)
 
 
-def send(answer: dict) -> None:
-    text = json.dumps(answer).encode()
-    _write(1, len(text).to_bytes(8, "little") + text)
-
-
-def _write(fd: int, data: bytes) -> None:
+def send(kind: bytes, text: bytes) -> None:
+    data = memoryview(kind + len(text).to_bytes(8, "little") + text)
     while data:
-        data = data[os.write(fd, data) :]
+        data = data[os.write(1, data) :]
 
 
 def main() -> None:
-    job = receive()
+    job = json.loads(receive()[1])
+    if job["judges"]:
+        import verdicts
+
+        job["judge"] = verdicts.judge
     sys.path.remove(os.path.dirname(__file__))  # programs shall not find these modules
-    del sys.modules["confine"], sys.argv[1:]
+    for name in MODULES:
+        sys.modules.pop(name, None)
+    del sys.argv[1:]
     module = types.ModuleType("__main__")
     module.__dict__.update((name, getattr(typing, name)) for name in typing.__all__)  # starter code leaves it out
-    while run(job, module):
-        pass
+    builtins.exit = builtins.quit = sys.exit  # which Python makes only with its module `site`
+    clock = pace.Clock()
+    while True:
+        kind, text = receive()
+        if kind == b"s" and not Run(job, json.loads(text), module, clock).done():
+            return  # the child, whose program has ended
 
 
-def run(job: dict, module: types.ModuleType) -> bool:
-    """One test. False in the child, whose program has ended: a function of its own, so that the next child does not
-    find this test."""
-    stdin, check = os.memfd_create("stdin"), os.memfd_create("check")
-    (go, start), (out, stdout), (said, says) = os.pipe(), os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        sys.modules["__main__"] = module
-        child(job, module.__dict__, stdin, stdout, go, check, says)
-        return False
-    for fd in (go, stdout, says):
-        os.close(fd)
-    try:
-        test = receive()
+class Run:
+    """A child and what it says. It `owes` while the next message, or its end, has to come from it."""
+
+    def __init__(self, job: dict, test: dict, module: types.ModuleType, clock: pace.Clock):
+        self.job, self.clock = job, clock
+        self.owes, self.ended, self.started = True, "", b""
+        stdin = os.memfd_create("stdin")
         os.pwrite(stdin, test["stdin"].encode(errors="replace"), 0)
-        os.pwrite(check, json.dumps(test["check"]).encode(), 0)
-        os.write(start, b"1")
-        found = watch(pid, out, said, job["output_bytes"], job["cpu_s"])
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        _, status, usage = os.wait4(pid, 0)
-    send(found | _end(found["ended"], os.waitstatus_to_exitcode(status), usage, job["cpu_s"]))
-    for fd in (stdin, check, start, out, said):
-        os.close(fd)
-    return True
+        (self.out, stdout), (self.says, says), (asks, self.asks) = os.pipe(), os.pipe(), os.pipe()
+        parent, self.pid = os.getpid(), os.fork()
+        if self.pid == 0:
+            confine.die_with_parent(parent)
+            sys.modules["__main__"] = module
+            child(job, test, module, (stdin, stdout, asks, says))
+            return
+        for fd in (stdin, stdout, says, asks):
+            os.close(fd)
+        self.texts, self.unsent = {self.out: bytearray(), self.says: bytearray()}, bytearray()
+        self.exited = os.pidfd_open(self.pid)
 
-
-def watch(pid: int, out: int, said: int, output_bytes: int, cpu_s: int) -> dict:
-    """Reads what a run writes until it ends, writes or computes too much, or does nothing for long."""
-    texts, exited, ended = {out: bytearray(), said: bytearray()}, os.pidfd_open(pid), ""
-    clock = (~pid << 3) | 2  # the CPU clock of a process (clock_getcpuclockid)
-    poll, left = select.poll(), {out, said}
-    for fd in (out, said, exited):
-        os.set_blocking(fd, False)
-        poll.register(fd, select.POLLIN)
-    idle, looked, before = 0, time.monotonic(), time.clock_gettime(clock)
-    while not ended:
-        ready = {fd for fd, _ in poll.poll(1000 * LOOK_S)}
-        for fd in sorted(left & ready if exited not in ready else left):
-            if _drain(fd, texts[fd], output_bytes):
-                poll.unregister(fd)
-                left.remove(fd)
-        if sum(map(len, texts.values())) > output_bytes:
-            ended = "output"
-        elif exited in ready:
-            break
-        elif time.monotonic() - looked >= LOOK_S:
-            try:
-                now = time.clock_gettime(clock)
-            except OSError:
-                continue  # it has just ended
-            idle += now - before < IDLE_S
-            looked, before = time.monotonic(), now
-            if now >= cpu_s:
-                ended = "cpu"
-            elif idle >= IDLE_LOOKS:
-                ended = "hung"
-    os.close(exited)
-    out_text, said_text = (texts[fd].decode(errors="replace") for fd in (out, said))
-    return {"ended": ended, "out": out_text, "said": said_text}
-
-
-def _drain(fd: int, text: bytearray, most: int) -> bool:
-    """Reads what is there, a little more than `most` at the most; whether that was the last of it."""
-    while len(text) <= most:
-        try:
-            piece = os.read(fd, 1 << 16)
-        except BlockingIOError:
+    def done(self) -> bool:
+        """Waits for the end and tells of it. False in the child."""
+        if self.pid == 0:
             return False
-        if not piece:
-            return True
-        text += piece
-    return False
+        try:
+            self.watch()
+        finally:
+            os.kill(self.pid, signal.SIGKILL)
+            _, status, usage = os.wait4(self.pid, 0)
+            self.clock.stop()
+        code = os.waitstatus_to_exitcode(status)
+        out = self.texts[self.out].decode(errors="replace")
+        problem = (self.texts[self.says] if self.started == b"!" else b"").decode(errors="replace")
+        how, started = self.how(code, usage.ru_utime + usage.ru_stime), self.started == b"+"
+        end = {"how": how, "code": code, "out": out, "problem": problem, "started": started}
+        send(b"e", json.dumps(end).encode())
+        for fd in (self.out, self.says, self.asks, self.exited):
+            os.close(fd)
+        return True
+
+    def how(self, code: int, cpu_s: float) -> str:
+        """What has used up its time is late in either case, so that it does not matter when `watch` looked."""
+        late = cpu_s >= self.job["cpu_s"] or self.clock.spent >= self.job["total_s"]
+        if not self.ended and late:
+            return "cpu"
+        if not self.ended and code == -signal.SIGKILL:
+            return "killed"  # by somebody outside, which says nothing of the program
+        return self.ended or {MEMORY: "memory"}.get(code, "exit")
+
+    def watch(self) -> None:
+        """Until the child ends, writes or computes too much, or waits for long."""
+        poll, self.reading = select.poll(), {self.out, self.says}
+        for fd in (self.out, self.says, self.asks):
+            os.set_blocking(fd, False)
+        for fd in (self.out, self.says, self.exited, 0):
+            poll.register(fd, select.POLLIN)
+        self.clock.start()
+        begun, looked = self.clock.spent, time.monotonic()
+        while not self.ended:
+            ready = {fd for fd, _ in poll.poll(1000 * LOOK_S)}
+            for fd in sorted(self.reading & ready if self.exited not in ready else self.reading):
+                self.read(fd, poll)
+            self.pass_on()
+            if self.exited in ready:
+                return
+            if 0 in ready:
+                self.obey(poll)
+            if self.asks in ready:
+                self.write(poll)
+            if time.monotonic() - looked >= LOOK_S and not self.ended:
+                looked = time.monotonic()
+                self.look(begun)
+
+    def look(self, begun: float) -> None:
+        try:
+            computed = time.clock_gettime((~self.pid << 3) | 2)  # the CPU clock of a process (clock_getcpuclockid)
+        except OSError:
+            return  # it has just ended
+        self.clock.look()
+        if computed >= self.job["cpu_s"] or self.clock.spent >= self.job["total_s"]:
+            self.ended = "cpu"
+        elif self.clock.spent - begun - 2 * computed > WAITS_S:
+            self.ended = "hung"
+
+    def read(self, fd: int, poll: select.poll) -> None:
+        """What is there, a little more than allowed at the most."""
+        text, most = self.texts[fd], self.job["output_bytes"]
+        while len(text) <= most + 9:
+            try:
+                piece = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                return
+            if not piece:
+                poll.unregister(fd)
+                self.reading.discard(fd)
+                return
+            text += piece
+        self.ended = "output"
+
+    def pass_on(self) -> None:
+        """A whole message of the child to the judge, or of the judge to whom it judges."""
+        text = self.texts[self.says]
+        if text and not self.started:
+            self.started = bytes(text[:1])
+            del text[:1]
+        if self.started == b"!" or self.ended:
+            return
+        if text and not self.owes:
+            self.ended = "protocol"
+        elif len(text) >= 8:
+            length = int.from_bytes(text[:8], "little")
+            if length > self.job["output_bytes"]:
+                self.ended = "output"
+            elif len(text) >= 8 + length:
+                message = bytes(text[8 : 8 + length])
+                del text[: 8 + length]
+                self.owes = False
+                self.clock.stop()
+                send(b"m", message)
+
+    def obey(self, poll: select.poll) -> None:
+        kind, message = receive()
+        if kind == b"x":
+            self.ended = "stopped"
+        else:
+            self.unsent += len(message).to_bytes(8, "little") + message
+            poll.register(self.asks, select.POLLOUT)
+            self.owes = True
+            self.clock.start()
+
+    def write(self, poll: select.poll) -> None:
+        """A child that does not read holds up nobody."""
+        try:
+            del self.unsent[: os.write(self.asks, self.unsent[: 1 << 16])]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self.unsent.clear()
+        if not self.unsent:
+            poll.unregister(self.asks)
 
 
-def _end(ended: str, code: int, usage: resource.struct_rusage, cpu_s: int) -> dict:
-    """`ended`: why `watch` ended it, "" where it ended by itself. What has used up its time is late in either case, so
-    that it does not matter when `watch` looked."""
-    if not ended and usage.ru_utime + usage.ru_stime >= cpu_s:
-        ended = "cpu"
-    elif not ended and code == -signal.SIGKILL:
-        ended = "killed"  # by somebody outside, which says nothing of the program
-    return {"ended": ended or {MEMORY: "memory", WRONG: "wrong"}.get(code, "exit"), "code": code}
-
-
-def child(job: dict, names: dict, stdin: int, stdout: int, go: int, check: int, says: int) -> None:
+def child(job: dict, test: dict, module: types.ModuleType, fds: tuple[int, int, int, int]) -> None:
     """Returns into the end of the interpreter, as a program's end: threads are joined, exit functions called."""
+    stdin, stdout, asks, says = fds
     try:
         null = os.open("/dev/null", os.O_WRONLY)
         for fd, target in ((stdin, 0), (stdout, 1), (null, 2)):
             os.dup2(fd, target)
-        for fd in set(range(3, 64)) - {go, check, says}:
+        for fd in set(range(3, 64)) - {asks, says}:
             try:
                 os.close(fd)
             except OSError:
                 continue
-        confine.die_with_parent()
-        if not os.read(go, 1):
-            os._exit(0)
         confine.limits(job["cpu_s"], job["memory_bytes"])
         if job["landlock"]:
             confine.landlock(job["readable"])
@@ -171,25 +236,18 @@ def child(job: dict, names: dict, stdin: int, stdout: int, go: int, check: int, 
         os.write(says, f"!{error}".encode())
         os._exit(1)
     os.write(says, b"+")
-    random.seed(0)
+    channel = wire.Channel(asks, says)
     try:
-        exec(compile(job["program"], "<program>", "exec"), names)
-        if test := json.loads(os.pread(check, os.fstat(check).st_size, 0)):
-            _write(says, (test["word"] + _answer(test, names)).encode())
+        if job["judges"]:
+            job["judge"](json.loads(channel.read()), channel, module)
             os._exit(0)
+        if test["serves"]:
+            served.serve(job["program"], module.__dict__, channel)
+        os.close(asks)
+        os.close(says)
+        served.run(job["program"], module.__dict__)
     except MemoryError:
         os._exit(MEMORY)
-    except AssertionError:
-        os._exit(WRONG)
-
-
-def _answer(test: dict, names: dict) -> str:
-    """Asserts, or what a function returns to these arguments; the function, or a method of the class Solution."""
-    if "code" in test:
-        exec(test["code"], names)
-        return ""
-    owner = names["Solution"]() if "Solution" in names else types.SimpleNamespace(**names)
-    return json.dumps(getattr(owner, test["call"])(*test["args"]), default=list)
 
 
 if __name__ == "__main__":

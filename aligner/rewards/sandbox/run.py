@@ -1,6 +1,7 @@
 """Programs that a model wrote, run where they can do no harm.
 
     Sandbox -> tier's command (namespaces) -> inside.py -> a child for each test, confined (confine.py) -> the program
+            -> the same once more, for tests that are asserts or calls -> a child for each test -> verdicts.py
 
 A tier is what stands around the child. The child's own limits, Landlock where the kernel has it, and the table of
 system calls are the same in all of them, so that what a program may do, and its score, does not depend on the tier.
@@ -10,48 +11,27 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
-import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from aligner.config.checks import at_least, one_of
 from aligner.errors import ConfigError, SandboxError
 from aligner.rewards.sandbox.confine import landlock_version
+from aligner.rewards.sandbox.session import SILENT_S, Ended, Session
 
 TIERS = ("bubblewrap", "unshare", "landlock")  # the best first
 INSIDE = Path(__file__).with_name("inside.py")
-WALL_S = 900.0  # of a program with all its tests: far beyond its limits, for a machine that stands still
+TESTS = 20  # as many times the limit of one test is the limit of all tests of a program
+JUDGE_BYTES = 1 << 30  # of memory, for the tests of a row and what they are told
 FORMS = {
     "bubblewrap": "bwrap (Debian, Ubuntu, Fedora: package `bubblewrap`) and user namespaces",
     "unshare": "unshare (package `util-linux`), user namespaces and Landlock (Linux 5.13)",
     "landlock": "Landlock (Linux 5.13, in the kernel's `lsm=` list)",
 }
-
-
-@dataclass(frozen=True)
-class Given:
-    """What one run of a program is given. check: {}: nothing; {"code": asserts}; {"call": function, "args": [...]}."""
-
-    stdin: str = ""
-    check: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """how: exit, wrong (an assertion), cpu, memory, output, hung. code: the exit code, negative for a signal.
-    said: JSON of what the call returned, empty for asserts; None: the check was not reached, or raised."""
-
-    how: str
-    code: int
-    out: str
-    said: str | None
 
 
 class Sandbox:
@@ -64,6 +44,7 @@ class Sandbox:
             at_least(name, value, low)
             if not isinstance(value, int):
                 raise ConfigError(name, value, "a whole number")
+        self.silent_s = SILENT_S
         self.limits = {"cpu_s": cpu_s, "memory_bytes": memory_mb << 20, "output_bytes": output_mb << 20}
         missing = {}
         for self.tier in (tier,) if tier != "auto" else TIERS:
@@ -74,38 +55,55 @@ class Sandbox:
         hint = "`python -m aligner doctor sandbox` shows what there is; tier `unsafe` runs programs without a sandbox."
         raise ConfigError("tier", tier, "a sandbox that this machine has", f"{'; '.join(missing.values())}. {hint}")
 
-    def run(self, program: str, tests: Sequence[Given], wall_s: float = WALL_S) -> Iterator[Ended]:
-        """One after another; nothing of it is left when the iterator is at its end, or closed. Raises SandboxError
-        where the sandbox itself fails, or the machine stands still for `wall_s`: that says nothing of the program."""
+    def run(self, program: str | Sequence[str], inputs: Sequence[str]) -> Iterator[Ended]:
+        """A program (of several texts the last that is one) with each of these as its standard input, one after
+        another; nothing of it is left when the iterator is at its end, or closed. Raises SandboxError where the
+        sandbox itself fails: that says nothing of the program."""
+        with closing(self._session(program)) as session:
+            for text in inputs:
+                session.start(text)
+                yield _end(session)
+
+    def judge(self, program: str | Sequence[str], tests: Sequence[dict[str, Any]]) -> Iterator[Ended]:
+        """How a program stands these tests (verdicts.py), each evaluated in a sandbox of its own, that asks for what
+        the program's functions return. `how` is also passed, wrong, error or unjudged."""
+        with closing(self._session(program)) as session, ExitStack() as stack:
+            judge = None
+            for test in tests:
+                session.start(serves=True)
+                ended = session.next()
+                if not isinstance(ended, Ended):  # it has run, and waits to be asked
+                    judge = judge or stack.enter_context(closing(self._session("", judges=True)))
+                    judge.start()
+                    judge.tell(json.dumps(test).encode())
+                    ended = _judged(judge, session)
+                    judge.stop()
+                    session.stop()
+                yield ended
+
+    def _session(self, program: str | Sequence[str], judges: bool = False) -> Session:
+        limits = self.limits
+        if judges:
+            limits = {**limits, "memory_bytes": max(JUDGE_BYTES, limits["memory_bytes"])}
+            limits["output_bytes"] *= 2  # what a program returns may go back to it
         job = {
-            **self.limits,
-            "program": program,
+            **limits,
+            "program": [program] if isinstance(program, str) else list(program),
+            "judges": judges,
+            "total_s": TESTS * limits["cpu_s"],
             "readable": _readable(),
             "landlock": self.tier != "unsafe" and landlock_version() > 0,
             "seccomp": self.tier != "unsafe",
         }
-        process = subprocess.Popen(
-            self._command(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-            cwd="/",
-            start_new_session=True,  # a group of its own, to be killed as a whole
-        )
-        late = threading.Timer(wall_s, lambda: process.poll() is None and os.killpg(process.pid, signal.SIGKILL))
-        late.start()
+        return Session(self._command(), job, self.silent_s)
+
+    def works(self) -> str | None:
+        """What a first program shows that is wrong; None: nothing."""
         try:
-            _send(process, job)
-            for test in tests:
-                word = secrets.token_hex(16)  # a program that has not read it cannot say that its test has passed
-                _send(process, {"stdin": test.stdin, "check": test.check and {**test.check, "word": word}})
-                yield _ended(_receive(process), word)
-        finally:
-            with process:  # closes the pipes, at which `inside.py` ends its child and itself, and reaps it
-                process.communicate()
-            late.cancel()
-            late.join()
+            (ended,) = self.run("print(6 * 7)", [""])
+        except SandboxError as error:
+            return str(error)
+        return None if (ended.how, ended.out) == ("exit", "42\n") else f"a first program ended with {ended}"
 
     def _lacks(self) -> str | None:
         """Why this tier does not work here, found by using it."""
@@ -114,11 +112,7 @@ class Sandbox:
             return f"there is no `{program}` in PATH"
         if self.tier in ("unshare", "landlock") and not landlock_version():
             return "the kernel has no Landlock"
-        try:
-            (found,) = self.run("print(6 * 7)", [Given()], wall_s=60.0)
-        except SandboxError as error:
-            return str(error)
-        return None if (found.how, found.out) == ("exit", "42\n") else f"a first program ended with {found}"
+        return self.works()
 
     def _command(self) -> list[str]:
         python = [os.path.realpath(sys._base_executable), "-s", "-S", str(INSIDE)]  # the standard library alone
@@ -139,38 +133,23 @@ def _readable() -> list[str]:
     return [path for path in (*system, *sorted(python), str(INSIDE.parent)) if os.path.exists(path)]
 
 
-def _send(process: subprocess.Popen, message: dict) -> None:
-    assert process.stdin is not None
-    data = json.dumps(message).encode()
-    try:
-        process.stdin.write(len(data).to_bytes(8, "little") + data)
-        process.stdin.flush()
-    except BrokenPipeError:
-        raise _broken(process) from None
+def _end(session: Session) -> Ended:
+    """Of a run that is asked for nothing."""
+    message = session.next()
+    assert isinstance(message, Ended)
+    return message
 
 
-def _receive(process: subprocess.Popen) -> dict:
-    assert process.stdout is not None
-    head = process.stdout.read(8)
-    data = process.stdout.read(int.from_bytes(head, "little"))
-    if len(head) < 8 or len(data) < int.from_bytes(head, "little"):
-        raise _broken(process)
-    return json.loads(data)
-
-
-def _broken(process: subprocess.Popen) -> SandboxError:
-    assert process.stderr is not None
-    lines = process.stderr.read().decode(errors="replace").strip().splitlines()
-    code = process.wait()
-    why = lines[-1] if lines else f"it was ended from outside ({code})" if code < 0 else f"exit code {code}"
-    return SandboxError(f"the sandbox ended before its program: {why}")
-
-
-def _ended(answer: dict, word: str) -> Ended:
-    said = answer["said"]
-    if not said.startswith("+"):
-        raise SandboxError(f"a program could not be confined: {said[1:] or answer}")
-    if answer["ended"] == "killed":
-        raise SandboxError("somebody outside killed a program; out of memory on this machine?")
-    found = said[1:].removeprefix(word) if said[1:].startswith(word) else None
-    return Ended(answer["ended"], answer["code"], answer["out"], found)
+def _judged(judge: Session, program: Session) -> Ended:
+    """Passes on what they say to each other, until one of them decides."""
+    while True:
+        said = judge.next()
+        if isinstance(said, Ended):  # by its limits, or since an answer was too much for it
+            return Ended("unjudged")
+        if said[:1] == b"=":
+            return Ended(said[1:].decode())
+        program.tell(said[1:])
+        answer = program.next()
+        if isinstance(answer, Ended):
+            return answer
+        judge.tell(answer)

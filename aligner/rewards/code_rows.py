@@ -1,0 +1,144 @@
+"""The tests of a row, for the reward `code`.
+
+Columns, as the public sets have them (JSON, or its text), the first of these that a row has:
+    input_output        APPS, TACO: {"inputs": [...], "outputs": [...]}, with "fn_name" arguments and results
+    tests               [{"input": ..., "output": ...}, ...]
+    public_test_cases   LiveCodeBench, with private_test_cases; "testtype": "functional" with func_name in metadata
+    test_list           MBPP: asserts, with test_setup_code or test_imports
+    test                HumanEval: a function `check` of the function entry_point
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aligner.errors import RewardError
+from aligner.rewards.code_blocks import blocks
+from aligner.rewards.sandbox.subjects import UNREADABLE, Tests
+from aligner.types import Prompt
+
+COLUMNS = ("input_output", "tests", "public_test_cases", "test_list", "test")
+
+
+@dataclass(frozen=True)
+class Streams:
+    """A test of what a program reads and writes."""
+
+    given: str
+    expected: str
+
+
+Spec = dict[str, Any]  # a test of what functions return, for the process that judges (sandbox/verdicts.py)
+
+
+def tests_of(prompt: Prompt) -> list[Streams | Spec] | None:
+    """Of a row; None where its column is null. Raises RewardError for what cannot be read."""
+    fields = prompt.fields
+    column = next((name for name in COLUMNS if fields.get(name) is not None), None)
+    if column is None:
+        if fields.keys() & set(COLUMNS):
+            return None
+        have = ", ".join(fields) or "none"
+        raise RewardError(f"expected a column of tests, one of {', '.join(COLUMNS)}; the dataset has {have}")
+    try:
+        tests = _READERS[column](fields)
+    except (ValueError, TypeError, KeyError, AttributeError) as cause:
+        raise _unreadable(fields, column, f"{type(cause).__name__}: {cause}") from cause
+    if not tests:
+        raise RewardError(f"column {column}: expected at least one test")
+    helpers = _helpers(prompt) if column == "test" else []
+    return [test if isinstance(test, Streams) or "call" in test else {**test, "helpers": helpers} for test in tests]
+
+
+def check(prompt: Prompt) -> None:
+    """Raises RewardError for tests that cannot be read, or cannot be evaluated apart from the program."""
+    tests = tests_of(prompt)
+    for test in tests or ():
+        if isinstance(test, Streams) or "call" in test:
+            continue
+        column = "test" if test["check"] else "test_list"
+        try:
+            read = Tests(test["setup"], test["tests"], test["entry"], test["helpers"])
+            read.subjects()
+            if test["check"] and "check" not in read.defined():
+                raise ValueError("it defines no function `check`")
+        except UNREADABLE as cause:
+            raise _unreadable(prompt.fields, column, f"{type(cause).__name__}: {cause}") from cause
+        break  # the others of the row are read with it
+
+
+def _unreadable(fields: Mapping[str, Any], column: str, why: str) -> RewardError:
+    where = f"column {column}={str(fields[column])[:120]!r}"
+    return RewardError(f"{where}: expected tests as the docs of reward `code` have them ({why})")
+
+
+def _helpers(prompt: Prompt) -> list[str]:
+    """What a prompt shows may define what the tests use: so it is in HumanEval."""
+    shown = prompt.messages[-1].get("content") if prompt.messages else prompt.text
+    return [shown, *(text for _, text in blocks(shown))] if isinstance(shown, str) else []
+
+
+def _json(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _text(value: Any) -> str:
+    """A stream; some rows have its lines."""
+    return value if isinstance(value, str) else "\n".join(map(str, value))
+
+
+def _call(name: str, args: Sequence[Any], expected: Any) -> Spec:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a function is {name!r}")
+    return {"call": name, "args": list(args), "expected": expected}
+
+
+def _apps(fields: Mapping[str, Any]) -> list[Streams | Spec]:
+    table = _json(fields["input_output"])
+    pairs = list(zip(table["inputs"], table["outputs"], strict=True))
+    if name := table.get("fn_name"):
+        return [_call(name, args, expected) for args, expected in pairs]
+    return [Streams(_text(given), _text(expected)) for given, expected in pairs]
+
+
+def _pairs(fields: Mapping[str, Any]) -> list[Streams | Spec]:
+    return [_pair(test, {}) for test in _json(fields["tests"])]
+
+
+def _livecodebench(fields: Mapping[str, Any]) -> list[Streams | Spec]:
+    """Its private tests come as base64 of a pickle: reading one runs code, so whoever trusts it has to make JSON."""
+    meta = _json(fields.get("metadata") or "{}")
+    names = ("public_test_cases", "private_test_cases")
+    return [_pair(test, meta) for name in names for test in _json(fields.get(name) or "[]")]
+
+
+def _pair(test: Mapping[str, Any], meta: Mapping[str, Any]) -> Streams | Spec:
+    if test.get("testtype") != "functional":
+        return Streams(_text(test["input"]), _text(test["output"]))
+    args = [json.loads(line) for line in test["input"].splitlines()]
+    return _call(meta["func_name"], args, json.loads(test["output"]))
+
+
+def _mbpp(fields: Mapping[str, Any]) -> list[Streams | Spec]:
+    tests = list(_json(fields["test_list"]))
+    return [_asserts(fields, tests, place) for place in range(len(tests))]
+
+
+def _humaneval(fields: Mapping[str, Any]) -> list[Streams | Spec]:
+    return [_asserts(fields, [fields["test"]], 0, fields["entry_point"])]
+
+
+def _asserts(fields: Mapping[str, Any], tests: list[str], place: int, check: str = "") -> Spec:
+    setup = [fields.get("test_setup_code") or "", *(_json(fields.get("test_imports") or "[]"))]
+    entry = fields.get("entry_point") or []
+    entry = [entry] if isinstance(entry, str) else list(entry)
+    for text in (*setup, *tests, *entry):
+        if not isinstance(text, str):
+            raise TypeError(f"{text!r} is no text")
+    return {"setup": "\n".join(setup), "tests": tests, "place": place, "entry": entry, "check": check}
+
+
+_READERS = dict(zip(COLUMNS, (_apps, _pairs, _livecodebench, _mbpp, _humaneval), strict=True))
