@@ -38,6 +38,8 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    vocabulary: int = 0  # ids from here on, of embeddings that no token of the tokenizer has, are never sampled; 0: all
+    special: str = "keep"  # special tokens in the texts of answers: keep, strip
 
     @property
     def truncates(self) -> bool:

@@ -18,7 +18,7 @@ from aligner.data.mixture import Mixture, PromptMixture
 from aligner.data.readers import Rows, read_rows
 from aligner.data.stream import IndexStream, MixedStream, Stream
 from aligner.data.text import TextDataset, sft_dataset
-from aligner.data.tokenizer import stop_token_ids
+from aligner.data.tokenizer import sampled_with
 from aligner.ops.agree import same_view
 from aligner.ops.packing.balance import row_costs
 from aligner.ops.seeds import derive
@@ -124,5 +124,6 @@ def make_ptx(job: Job) -> Ptx:
 
 def make_sampling(job: Job, temperature: float, limit: int, plain: bool = False) -> SamplingParams:
     s = job.cfg.sampling
+    more = sampled_with(job.tokenizer) | {"special": s.special_tokens}
     cut = {} if plain else {"top_p": s.top_p, "top_k": s.top_k, "min_p": s.min_p}
-    return SamplingParams(limit, temperature, stop_token_ids=stop_token_ids(job.tokenizer), stop=tuple(s.stop), **cut)
+    return SamplingParams(limit, temperature, stop=tuple(s.stop), **more, **cut)

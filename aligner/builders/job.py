@@ -21,6 +21,7 @@ from aligner.config.schema import Config
 from aligner.config.validate_model import check_node, validate_model, validate_on_gpu
 from aligner.data.dialogue import Dialogue
 from aligner.data.shipped_templates import use_chat_template
+from aligner.data.shown import describe
 from aligner.engines.base import RolloutEngine
 from aligner.engines.bridge import Bridge
 from aligner.engines.native.fleet import FleetEngine
@@ -147,7 +148,11 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:
     generates = bridge is not None and bridge.generates
     if not generates:
         check_kernels(initial.config, resolve_dtype(cfg.model.dtype), device)
-    return Job(cfg, env, device, None if generates else build_layout(cfg.parallel), initial, bridge)
+    job = Job(cfg, env, device, None if generates else build_layout(cfg.parallel), initial, bridge)
+    if env.rank == 0:
+        for line in describe(initial.tokenizer, cfg.data.template_arguments):
+            job.say(line)
+    return job
 
 
 def digest(value: object) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aligner.data.formats import Messages, Tools
-from aligner.errors import ConfigError, DataError
+from aligner.data.rendering import rendered, template_of
+from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +38,9 @@ class Chat:
 
 def marks_answers(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options) -> bool:
     """Whether the template marks what the assistant says, and the tokenizer can tell the tokens of the marks."""
-    return tokenizer.is_fast and all(_GENERATION.search(_template(tokenizer, chat, options)) for chat in chats)
+    return tokenizer.is_fast and all(
+        _GENERATION.search(template_of(tokenizer, {**options, "tools": chat.tools}, chat.where)) for chat in chats
+    )
 
 
 def unread_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tools | None]) -> bool:
@@ -60,51 +63,17 @@ def render(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: O
     """`input_ids` of each chat, with return_assistant_tokens_mask=True also `assistant_masks`. Raises DataError that
     names the row which the template refuses."""
     found: dict[str, list] = {"input_ids": [[]] * len(chats), "assistant_masks": [[]] * len(chats)}
-    for chat in chats:
-        template = _template(tokenizer, chat, options)
-        if any(message.get("tool_calls") for message in chat.messages) and not _reads(template, "tool_calls"):
-            raise DataError(
-                f"{chat.where}: the chat template of model.tokenizer={tokenizer.name_or_path!r} leaves out `tool_calls`"
-                ", so that the turn would be empty: expected one that renders them (data.chat_template), or messages "
-                "without"
-            )
     together: dict[str, list[int]] = {}
     for i, chat in enumerate(chats):  # a call of transformers takes one list of tools
         together.setdefault(json.dumps(chat.tools, default=str) if chat.tools else "", []).append(i)
     settings = {"tokenize": True, "return_dict": True, "tokenizer_kwargs": {"verbose": False}, **options, **more}
     for places in together.values():
         part = [chats[i] for i in places]
-        for name, rows in _apply(tokenizer, part, {**settings, "tools": part[0].tools}).items():
+        messages, where = [chat.messages for chat in part], [chat.where for chat in part]
+        for name, rows in rendered(tokenizer, messages, where, {**settings, "tools": part[0].tools}).items():
             for i, row in zip(places, rows if name in found else (), strict=False):
                 found[name][i] = row
     return found
-
-
-def _apply(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], settings: dict[str, Any]) -> dict[str, list]:
-    import jinja2
-
-    try:
-        return tokenizer.apply_chat_template([chat.messages for chat in chats], **settings)
-    except jinja2.TemplateError as batch_error:
-        for chat in chats:
-            try:
-                tokenizer.apply_chat_template([chat.messages], **settings)
-            except jinja2.TemplateError as error:
-                raise DataError(
-                    f"{chat.where}: the chat template of model.tokenizer={tokenizer.name_or_path!r} refuses the roles "
-                    f"{[m['role'] for m in chat.messages]}: {error}"
-                ) from error
-        raise DataError(f"the chat template of model.tokenizer failed: {batch_error}") from batch_error
-
-
-def _template(tokenizer: PreTrainedTokenizerBase, chat: Chat, options: Options) -> str:
-    if tokenizer.chat_template is None and "chat_template" not in options:
-        raise DataError(
-            f"{chat.where}: model.tokenizer={tokenizer.name_or_path!r}: expected a chat template because the data is "
-            "conversational, found none; set data.chat_template (chatml, for one), add chat_template.jinja to the "
-            "folder, or use plain strings"
-        )
-    return tokenizer.get_chat_template(options.get("chat_template"), chat.tools)
 
 
 def _reads(template: str, variable: str) -> bool:

@@ -49,7 +49,7 @@ class SftDataset(TokenRows):
                     f"answers that the tokenizer's chat template does not keep as they are generated are learned by "
                     f"the shipped chat template {name} (data.chat_template)"
                 )
-            texts = encode_sft(tokenizer, chunk, data.loss_on, data.template_arguments, fix)
+            texts = reading.learned(encode_sft(tokenizer, chunk, data.loss_on, data.template_arguments, fix))
             for row, (tokens, mask) in zip(chunk, texts, strict=True):
                 # a row whose answer is cut off entirely has nothing to learn
                 if reading.fits(tokens, learns=any(mask[:limit])):
@@ -130,7 +130,7 @@ class PairDataset(Answers):
                 for row in chunk
                 for x in (row.chosen, row.rejected)
             ]
-            texts = encode_sft(tokenizer, answers, arguments=data.template_arguments, fix=fix)
+            texts = reading.learned(encode_sft(tokenizer, answers, arguments=data.template_arguments, fix=fix))
             for row, chosen, rejected in zip(chunk, texts[0::2], texts[1::2], strict=True):
                 _check_prompt(row, chosen, rejected)
                 learns = (

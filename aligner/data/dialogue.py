@@ -10,17 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aligner.data.chats import Chat
 from aligner.data.formats import Messages, Tools
-from aligner.data.templates import encode_plain
-from aligner.data.tool_calls import MARKS, Call, written
-from aligner.errors import ConfigError
+from aligner.data.rendering import THOUGHT, form_of, rendered_text, template_of
+from aligner.data.shown import OTHER, check_shown, shown_calls
+from aligner.data.templates import encode_behind, encode_plain
+from aligner.data.tool_calls import MARKS, Call, read_calls, spoken, written
+from aligner.errors import ConfigError, DataError
 from aligner.ops.packing.turns import TAIL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _USER = {"role": "user", "content": "a question"}
-_THOUGHT = "<think>\na thought\n</think>\n\n"
 _RESULT = "a result 7"
 
 
@@ -54,20 +56,21 @@ class Dialogue:
             raise self._no(f"a chat template that tells the model its tools: this one leaves out {missing[0]}")
         call = Call("a_tool", {"an_argument": 7})
         if self.calls == "auto":
-            answer = {"role": "assistant", "content": _THOUGHT, "tool_calls": [call.message(0)]}
-            told = self._try([_USER, answer]) or ""
-            shown = told.rpartition(_USER["content"])[2] or (self._try([_USER]) or "").replace("parameters", "")
-            self.calls = next((kind for kind, mark in MARKS.items() if mark in shown), "")
+            told = (self._try([_USER]) or "").replace("parameters", "")
+            by_words = next((kind for kind, mark in MARKS.items() if mark in told), "")
+            kind = shown_calls(self.tokenizer, self.arguments, self.tools)
+            self.calls = by_words if kind in ("", OTHER) else kind
             if not self.calls:
                 raise ConfigError("environment.calls", "auto", f"one of {', '.join(MARKS)}: the template shows none")
-        self.verbatim = self._renders(call)
+        form = form_of(self.tokenizer, template_of(self.tokenizer, {"tools": self.tools}, ""))
+        self.verbatim = not form.named_ids and self._renders(call)
         if not self.verbatim and not self._renders(call):
             raise self._no("a chat template that renders tool calls and messages of role `tool`")
 
     def _renders(self, call: Call) -> bool:
         """Whether two calls and their results are in the text of a conversation, with thoughts or without."""
         found = []
-        for thought in ("", _THOUGHT):
+        for thought in ("", THOUGHT):
             said = thought + written(self.calls, call.name, call.arguments or {})
             turns = [[self.said(said, thought, [call]), self.result(call, number, _RESULT)] for number in range(2)]
             found.append(self._try([_USER, *(message for turn in turns for message in turn)]) or "")
@@ -77,12 +80,16 @@ class Dialogue:
         hint = "Another one: data.chat_template."
         return ConfigError("model.tokenizer", self.tokenizer.name_or_path, expected, hint)
 
+    def read(self, text: str) -> tuple[str, list[Call]]:
+        """(what an answer says beside its calls, the calls)."""
+        return read_calls(text, self.calls, self.tools)
+
     def said(self, text: str, beside: str, calls: Sequence[Call], first: int = 0) -> dict[str, Any]:
         """The message of an answer, `text` without its stop token, with these calls, numbered from `first`, and what is
         said `beside` them."""
         readable = [call.message(first + i) for i, call in enumerate(calls) if call.name]
         if self.verbatim or not readable:
-            return {"role": "assistant", "content": text}
+            return {"role": "assistant", "content": spoken(text)}
         return {"role": "assistant", "content": beside, "tool_calls": readable}
 
     def result(self, call: Call, number: int, text: str) -> dict[str, Any]:
@@ -92,11 +99,13 @@ class Dialogue:
         return {"role": "tool", "name": call.name, "content": text, "tool_call_id": call.message(number)["id"]}
 
     def begin(self, messages: Messages) -> Given:
+        """Raises DataError where the template refuses, or leaves out what a message says."""
+        check_shown(self.tokenizer, [Chat(messages, "a conversation", self.tools)], self.arguments)
         text = self._render(messages)
         return Given(text, tuple(self._tokens(text)))
 
     def try_begin(self, messages: Messages) -> Given | None:
-        """None where the template refuses."""
+        """What a program asks, which sends what it likes: None where the template refuses."""
         text = self._try(messages)
         return None if text is None else Given(text, tuple(self._tokens(text)))
 
@@ -127,7 +136,7 @@ class Dialogue:
             found = self._tokens(self.decode([last]) + text)
             if found[:1] == [last]:
                 return found[1:]
-        return self._tokens(text)
+        return list(encode_behind(self.tokenizer, [text])[0])
 
     def _tokens(self, text: str) -> list[int]:
         return list(encode_plain(self.tokenizer, [text])[0])
@@ -136,13 +145,11 @@ class Dialogue:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _render(self, messages: Messages) -> str:
-        settings = {"tokenize": False, "add_generation_prompt": True, "tools": self.tools, **self.arguments}
-        return self.tokenizer.apply_chat_template(messages, **settings)
+        settings = {"add_generation_prompt": True, "tools": self.tools, **self.arguments}
+        return rendered_text(self.tokenizer, messages, "a conversation", **settings)
 
     def _try(self, messages: Messages) -> str | None:
-        import jinja2
-
         try:
             return self._render(messages)
-        except (jinja2.TemplateError, TypeError):  # the latter of tools that are no schemas
+        except DataError:
             return None

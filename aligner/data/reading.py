@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -10,13 +10,17 @@ import numpy as np
 
 from aligner.config.sections.data import DataConfig
 from aligner.data.chats import check_arguments, unread_tools
+from aligner.data.ends import Ends, spans
 from aligner.data.formats import Text, TypedRows
 from aligner.data.ragged import Ragged
+from aligner.data.shown import shows_key
+from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+RENDERED = {"role", "content", "tool_calls"}  # of a message: what is left out of these is refused
 CHUNK = 2048  # rows tokenized by one call: bounds the lists that exist at one time
 
 
@@ -78,6 +82,9 @@ class Reading[Row]:
         self.limit, self.cut = getattr(data, limit_key), data.overlong == "truncate"
         self.report = DataReport(key, f"data.{limit_key}={self.limit}", rows=len(rows))
         self._shortest: int | None = None
+        self._ends: Ends | None = None
+        self._learned = self._open = 0  # answers, and those without a stop token
+        self._keys: dict[tuple[str, str], None] = {}  # of messages, by role
         for note in rows.notes if isinstance(rows, TypedRows) else ():
             self.report.note(note)
 
@@ -86,11 +93,35 @@ class Reading[Row]:
         for first in range(0, len(self.rows), CHUNK):
             chunk = self.rows[first : first + CHUNK]
             if any(not isinstance(text(row), str) for row in chunk):
+                for row in chunk:
+                    self._note_keys(text(row))
                 check_arguments(self.tokenizer, self.data.template_arguments)
                 if unread_tools(self.tokenizer, [row.tools for row in chunk]):
                     self.report.note("the column `tools` has no effect: the chat template does not read it")
             yield chunk
+        if self._open:
+            self.report.note(
+                f"{self._open} of {self._learned} answers are learned without a token that ends them: the chat template "
+                "puts no stop token there, and generation may go on behind such an answer (data.chat_template)"
+            )
         self._check_left()
+
+    def _note_keys(self, text: Text) -> None:
+        """Say once of each key of the messages, beside role and content, whether the template leaves it out."""
+        pairs = {(m["role"], key) for m in text if isinstance(m, Mapping) for key in m.keys() - RENDERED}
+        for role, key in sorted(pairs - self._keys.keys()):
+            self._keys[role, key] = None
+            if not shows_key(self.tokenizer, role, key, self.data.template_arguments):
+                self.report.note(f"the chat template leaves out `{key}` of role {role}")
+
+    def learned(self, texts: Sequence[tuple[list[int], list[int]]]) -> Sequence[tuple[list[int], list[int]]]:
+        """The same (tokens, loss mask) of rows, whose answers without a stop token are counted."""
+        self._ends = self._ends or Ends(self.tokenizer, stop_token_ids(self.tokenizer))
+        for tokens, mask in texts:
+            for start, end in spans(mask):
+                self._learned += 1
+                self._open += not self._ends.ended(tokens, start, end)
+        return texts
 
     def answered(self, where: str, **answers: Text) -> bool:
         """Whether all answers of a row, by column, have some text. Else the row is dropped, and counted, if

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aligner.config.sections.data import DataConfig
+from aligner.data.rendering import try_text
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ FOLDER = Path(__file__).with_name("chat_templates")
 # in place of templates that render answers otherwise than they are generated, at once or when the conversation goes on
 FOR_TRAINING = ("qwen3", "qwen3_thinking", "phi3", "deepseek_r1")
 
+_END = "<|im_end|>"
 _USER = [{"role": "user", "content": "a question"}]
 _SYSTEM = [{"role": "system", "content": "a system's words"}]
 _ANSWER = [{"role": "assistant", "content": "an answer"}]
@@ -59,13 +61,20 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> N
     if name == "auto":
         return
     if name in shipped():
-        tokenizer.chat_template = shipped_template(name)
+        template = shipped_template(name)
+        tokenizer.chat_template = _fitting(template, tokenizer) if name == "chatml" else template
         return
     try:
         tokenizer.chat_template = Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         expected = f"auto, one of {', '.join(shipped())}, or a file with a Jinja template"
         raise ConfigError("data.chat_template", name, expected, f"{error}.") from None
+
+
+def _fitting(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """ChatML with the tokenizer's EOS at the end of turns, where it lacks the token that belongs there: a text of several
+    tokens would stop no generation."""
+    return template if _END in tokenizer.get_vocab() else template.replace(f"'{_END}\\n'", "eos_token + '\\n'")
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -90,9 +99,4 @@ def _rendered(
     tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any], chat: list, options: Mapping[str, Any]
 ) -> str | None:
     """None where the template refuses the conversation, or cannot do what it needs."""
-    import jinja2
-
-    try:
-        return tokenizer.apply_chat_template(chat, tokenize=False, **template, **options)
-    except (jinja2.TemplateError, TypeError):  # TypeError: the template adds a text to what is none
-        return None
+    return try_text(tokenizer, chat, **template, **options)

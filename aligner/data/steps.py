@@ -13,7 +13,7 @@ from aligner.data.formats import StepsRow
 from aligner.data.items import StepsItem
 from aligner.data.ragged import Ragged
 from aligner.data.reading import Reading, TokenRows
-from aligner.data.templates import encode_plain, encode_prompts
+from aligner.data.templates import encode_behind, encode_prompts
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class StepEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, separator: str):
         self.tokenizer, self.separator = tokenizer, separator
-        (self._end,) = encode_plain(tokenizer, [separator])
+        (self._end,) = encode_behind(tokenizer, [separator])
         if not self._end:
             expected = "a text that the tokenizer has tokens for"
             raise ConfigError("algorithm.reward_loss.separator", separator, expected)
@@ -34,7 +34,7 @@ class StepEncoder:
         """(tokens of all steps, the place of each step's last separator token in them)."""
         tokens: list[int] = []
         ends = []
-        for step in encode_plain(self.tokenizer, steps):
+        for step in encode_behind(self.tokenizer, steps):
             tokens += [*step, *self._end]
             ends.append(len(tokens) - 1)
         return tokens, ends

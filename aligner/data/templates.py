@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aligner.data.chats import Chat, Options, marks_answers, render
+from aligner.data.ends import Ends
 from aligner.data.formats import SftRow, Text, Tools
 from aligner.data.shipped_templates import answers_openings, shipped, shipped_template, training_template
+from aligner.data.shown import check_shown
+from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
 
 if TYPE_CHECKING:
@@ -30,6 +33,35 @@ def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     ids = tokenizer(unique, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     found = dict(zip(unique, ids, strict=True))
     return [found[text] for text in texts]
+
+
+def encode_behind(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
+    """As `encode_plain`, of texts that stand behind others: without the blank that some tokenizers (Llama 2's kind) put
+    before every text that they are given."""
+    anchor = _anchor(tokenizer)
+    if not anchor:
+        return encode_plain(tokenizer, texts)
+    (head,) = encode_plain(tokenizer, [anchor])
+    return [
+        ids[len(head) :] if ids[: len(head)] == head else alone
+        for ids, alone in zip(
+            encode_plain(tokenizer, [anchor + text for text in texts]), encode_plain(tokenizer, texts), strict=True
+        )
+    ]
+
+
+def _anchor(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A text to put before others while they are tokenised, where the tokenizer begins a text otherwise than it goes
+    on; empty where it does not."""
+    apart, whole = encode_plain(tokenizer, ["0", "00"])
+    joined = tokenizer.decode([*apart, *apart], clean_up_tokenization_spaces=False)
+    if whole == [*apart, *apart] or joined == "00":
+        return ""
+    for anchor in ("\n", ":", "=", "."):
+        (head,) = encode_plain(tokenizer, [anchor])
+        if tokenizer.unk_token_id not in head and tokenizer.decode(head).strip(" ") == anchor:
+            return anchor
+    return ""
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
@@ -54,6 +86,7 @@ def encode_prompts(
     for i, found in zip(plain, encode_plain(tokenizer, [prompts[i] for i in plain]), strict=True):
         ids[i] = _with_bos(found, bos)
     opened = [Chat(prompts[i], where[i], tools[i]) for i in chats]
+    check_shown(tokenizer, opened, arguments)
     for i, found in zip(chats, _openings(tokenizer, opened, arguments), strict=True):
         ids[i] = found
     return ids
@@ -76,7 +109,7 @@ def encode_sft(
     chats = [i for i, row in enumerate(rows) if row.messages is not None or not isinstance(row.prompt, str)]
     plain = sorted(set(range(len(rows))) - set(chats))
     prompts = encode_prompts(tokenizer, [rows[i].prompt for i in plain], [rows[i].where for i in plain])
-    answers = encode_plain(tokenizer, [rows[i].completion for i in plain])
+    answers = _completions(tokenizer, [rows[i].prompt for i in plain], [rows[i].completion for i in plain])
     eos = tokenizer.eos_token_id  # looked up once: it is slow
     for i, prompt, answer in zip(plain, prompts, answers, strict=True):
         answer = _with_eos(answer, eos)
@@ -86,11 +119,27 @@ def encode_sft(
         out[i] = found
     for i, (tokens, mask) in enumerate(out):
         if loss_on == "all":
-            mask[:] = [1] * len(tokens)
+            mask[:] = [1] * len(tokens)  # of plain texts, too
         mask[:1] = [0]  # the first token has no logprob
         if not any(mask):
-            raise DataError(f"{rows[i].where}: expected at least one token to learn, found none in {len(tokens)}")
+            raise DataError(f"{rows[i].where}: expected at least one token to learn, found none in {_shape(rows[i])}")
     return out
+
+
+def _shape(row: SftRow) -> str:
+    messages = row.messages if row.messages is not None else [*row.prompt, *row.completion]
+    if any(isinstance(message, str) for message in messages):
+        return f"a completion of {len(row.completion)} characters"
+    roles = [message["role"] for message in messages]
+    return f"a conversation of the roles {', '.join(roles):.200}: only turns of role `assistant` are learned"
+
+
+def _completions(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Text], texts: Sequence[str]) -> list[Ids]:
+    """Texts behind their prompts; one without a prompt begins."""
+    if all(prompts):
+        return encode_behind(tokenizer, texts)
+    both = zip(prompts, encode_behind(tokenizer, texts), encode_plain(tokenizer, texts), strict=True)
+    return [behind if prompt else alone for prompt, behind, alone in both]
 
 
 def encode_answers(
@@ -110,15 +159,17 @@ def encode_answers(
     chats = [i for i, answer in enumerate(answers) if not isinstance(answer, str)]
     plain = sorted(set(range(len(prompts))) - set(chats))
     starts = encode_prompts(tokenizer, [prompts[i] for i in plain], [where[i] for i in plain])
-    ends = encode_plain(tokenizer, [answers[i] for i in plain])
+    ends = _completions(tokenizer, [prompts[i] for i in plain], [answers[i] for i in plain])
     eos = tokenizer.eos_token_id
     for i, start, end in zip(plain, starts, ends, strict=True):
         out[i] = start + _with_eos(end, eos)
     whole = [Chat([*prompts[i], *answers[i]], where[i], tools[i]) for i in chats]
+    check_shown(tokenizer, whole, arguments)
     found = render(tokenizer, whole, arguments)["input_ids"]
     kept = _with_thoughts(tokenizer, whole, arguments) if fix and whole else {}
+    ends = Ends(tokenizer, stop_ids) if whole else None
     for place, i in enumerate(chats):
-        out[i] = _end_at_stop(tokenizer, kept.get(place, found[place]), stop_ids)
+        out[i] = ends.cut(kept.get(place, found[place]))
     return out
 
 
@@ -162,16 +213,6 @@ def shipped_in_use(tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow]) -
     return training_template(tokenizer)
 
 
-def _end_at_stop(tokenizer: PreTrainedTokenizerBase, ids: Ids, stop_ids: Sequence[int]) -> Ids:
-    """Cut white space that a template puts behind the stop token; add EOS if the template has no stop token."""
-    last = len(ids) - 1
-    while last >= 0 and ids[last] not in stop_ids and not tokenizer.decode(ids[last:]).strip():
-        last -= 1
-    if last >= 0 and ids[last] in stop_ids:
-        return ids[: last + 1]
-    return [*ids, tokenizer.eos_token_id]
-
-
 def _chats(rows: Sequence[SftRow]) -> list[Chat]:
     return [
         Chat(row.messages, row.where, row.tools)
@@ -197,11 +238,24 @@ def _in_danger(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> lis
 def _encode_chats(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow], loss_on: str, options: Options, fix: bool
 ) -> list[tuple[Ids, Ids]]:
+    """Each answer with the token that ends it."""
+    chats = _chats(rows)
+    check_shown(tokenizer, chats, options)
+    if loss_on == "all":
+        found = [(ids, [1] * len(ids)) for ids in render(tokenizer, chats, options)["input_ids"]]
+    else:
+        found = _masked(tokenizer, chats, options, fix)
+    ends = Ends(tokenizer, stop_token_ids(tokenizer)) if chats else None
+    for chat, (ids, mask) in zip(chats, found, strict=True):
+        ends.close(ids, mask, chat.messages[-1]["role"] == "assistant")
+    return found
+
+
+def _masked(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options, fix: bool
+) -> list[tuple[Ids, Ids]]:
     """With marks in the template by these, else by prefixes; but what a template without marks may forget by the
     shipped template that renders as it does up to there."""
-    chats = _chats(rows)
-    if loss_on == "all":
-        return [(ids, [0] * len(ids)) for ids in render(tokenizer, chats, options)["input_ids"]]
     if not chats or marks_answers(tokenizer, chats, options):
         return _by_marks(tokenizer, chats, options)
     forgotten = _in_danger(tokenizer, chats) if fix else []

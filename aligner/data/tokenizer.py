@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aligner.config.checks import hub_hint
+from aligner.data.rendering import THOUGHT, USER, try_text
 from aligner.errors import ConfigError, DataError
 from aligner.foreign import read_record
 
@@ -152,34 +153,72 @@ def byte_tokenizer(folder: str, chat_template: str | None = CHAT_TEMPLATE) -> Pr
     return train_tokenizer([], folder, 256 + 2 + len(ROLES), chat_template=chat_template)
 
 
-def decode_responses(tokenizer: PreTrainedTokenizerBase, tokens: Tensor, lengths: Sequence[int] | Tensor) -> list[str]:
-    """Texts of right-padded responses `tokens` int64 [N, R] with `lengths` [N]; special tokens are left out."""
+def decode_responses(
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Tensor,
+    lengths: Sequence[int] | Tensor,
+    ends: Sequence[int] | None = None,
+    special: str = "keep",
+) -> list[str]:
+    """Texts of right-padded responses `tokens` int64 [N, R] with `lengths` [N]. Special tokens stay, but for padding,
+    BOS and one of `ends` (by default the stop tokens) where it is the last; `special="strip"` leaves all out."""
     rows = [row[: int(n)] for row, n in zip(tokens.tolist(), lengths, strict=True)]
-    return tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
+    if not rows:
+        return []
+    if special == "strip":
+        return tokenizer.batch_decode(rows, skip_special_tokens=True)
+    ends = stop_token_ids(tokenizer) if ends is None else ends
+    never = {tokenizer.bos_token_id, tokenizer.pad_token_id}
+    rows = [row[:-1] if row and row[-1] in ends else row for row in rows]
+    rows = [[token for token in row if token not in never] if never.intersection(row) else row for row in rows]
+    return tokenizer.batch_decode(rows, skip_special_tokens=False)
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end a response: EOS, those of the folder's generation_config.json, and the end of a chat turn
-    (the first special token that the chat template puts behind an assistant's text, such as <|im_end|>)."""
+    """Tokens that end a response: EOS, those of the folder's generation_config.json, and the end of a chat turn."""
     found = [tokenizer.eos_token_id]
     path = Path(tokenizer.name_or_path) / "generation_config.json"
     if path.is_file():
         told = read_record(path, DataError)
         many = isinstance(told.fields.get("eos_token_id"), list)
         found += told.integers("eos_token_id") if many else [told.integer("eos_token_id", tokenizer.eos_token_id)]
-    if tokenizer.chat_template is not None:
-        answer = "an answer 7"
-        chat = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
-        tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(answer)[2]
-        special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-        ends = [i for i in tokenizer(tail, add_special_tokens=False)["input_ids"] if i in special]
-        found += ends[:1]
-    return tuple(dict.fromkeys(found))
+    end = turn_end(tokenizer)
+    return tuple(dict.fromkeys(found if end is None else [*found, end]))
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Of the ids that it knows, the largest and one more: there may be gaps."""
+    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+
+
+def sampled_with(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The fields of SamplingParams that the tokenizer decides."""
+    return {"stop_token_ids": stop_token_ids(tokenizer), "vocabulary": vocabulary_size(tokenizer)}
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The first special token that the chat template puts behind an answer (<|im_end|>); where it puts none at the end
+    of a conversation, the one right behind an answer that the conversation goes on from (GLM-4's <|user|>)."""
+    if tokenizer.chat_template is None:
+        return None
+    answer, question = "an answer 7", "a question 8"
+    chats = [[USER, {"role": "assistant", "content": thought + answer}] for thought in ("", THOUGHT)]
+    chat, text = next(((c, t) for c in chats if (t := try_text(tokenizer, c)) is not None), (chats[0], ""))
+    tail = text.rpartition(answer)[2]
+    special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    ends = [i for i in tokenizer(tail, add_special_tokens=False)["input_ids"] if i in special]
+    if ends:
+        return ends[0]
+    longer = try_text(tokenizer, [*chat, {"role": "user", "content": question}]) or ""
+    between = longer.rpartition(answer)[2].partition(question)[0].lstrip()
+    following = tokenizer(between, add_special_tokens=False)["input_ids"][:1]
+    never = (tokenizer.bos_token_id, tokenizer.pad_token_id)
+    return following[0] if following and following[0] in special and following[0] not in never else None
 
 
 def check_vocab(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Raise ConfigError if the tokenizer has ids that a model with `vocab_size` embeddings has no row for."""
-    needed = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)  # ids may have gaps
+    needed = vocabulary_size(tokenizer)
     if needed > vocab_size:
         expected = f"at least {needed}, the size of the tokenizer"
         raise ConfigError("model.vocab_size", vocab_size, expected, "Do model.init and model.tokenizer match?")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ TOKENIZER = (
     "chat_template.json",
 )
 NOT_CARRIED = ("quantization_config", "auto_map", "_name_or_path")  # of config.json: true of that folder alone
+# of config.json: 0 here means that training did without, which says nothing of the next one
+OF_TRAINING = ("attention_dropout", "router_aux_loss_coef")
 LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md")
 
 
@@ -34,6 +38,18 @@ def carry(origin: Path | None, folder: Path, *more: str) -> None:
     for name in (GENERATION, CARD, *LICENSES, *more):
         if origin is not None and (origin / name).is_file():
             shutil.copyfile(origin / name, folder / name)
+
+
+def write_generation(folder: Path, config: dict[str, Any], stops: Sequence[int]) -> None:
+    """Have the generation config of `folder`, of a model with this config.json, name the stop tokens that the model
+    was trained with."""
+    path = folder / GENERATION
+    ids = {name: config[name] for name in ("bos_token_id", "pad_token_id") if config.get(name) is not None}
+    fields = read_record(path, CheckpointError).fields if path.is_file() else ids
+    before = fields.get("eos_token_id")
+    if set(before if isinstance(before, list) else [before]) != set(stops):
+        fields = fields | {"eos_token_id": list(stops) if len(stops) > 1 else stops[0]}
+        path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def carry_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -59,6 +75,7 @@ def carried_config(origin: Path | None, own: dict[str, Any]) -> dict[str, Any]:
     if "ForSequenceClassification" not in own["architectures"][0]:
         before = {key: value for key, value in before.items() if key not in ("id2label", "label2id", "num_labels")}
     told = {key: before[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if before.get(key) is not None}
+    told |= {key: before[key] for key in OF_TRAINING if before.get(key) is not None and not own.get(key)}
     return before | own | told
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import CheckpointError, WriteError
 from aligner.foreign import read_record
 from aligner.megatron.train import ShardedModel
 from aligner.models.fused import joined, parts_of
 from aligner.models.safetensors_io import write_hf
-from aligner.models.small_files import carry, exported_config
+from aligner.models.small_files import carry, exported_config, write_generation
 from aligner.ops.agree import by_rank_0
 from aligner.refit.transfer import WeightStream
 
@@ -36,6 +37,8 @@ def export_hf(
 
         def add_files(path: Path) -> None:
             carry(origin, path)
+            if model.head.kind == "lm":
+                write_generation(path, config, stop_token_ids(tokenizer))
             tokenizer.save_pretrained(str(path))
             (path / EXTRA_FILE).write_text(json.dumps(extra or {}, indent=2) + "\n", encoding="utf-8")
 

@@ -179,7 +179,8 @@ def _rollouts() -> None:
             said.weight_version,
             None if said.full_logprobs is None else zeros.clone(),
         )
-        samples = make_samples(self.tokenizer, [request.prompt for request in requests], generations, group)
+        prompts = [request.prompt for request in requests]
+        samples = make_samples(self.tokenizer, prompts, generations, group, self.sampling)
         return Groups([request.slot for request in requests], generations, samples)
 
     def score(self: Any, groups: Groups) -> Groups:

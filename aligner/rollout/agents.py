@@ -16,7 +16,7 @@ from typing import Any
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.data.dialogue import Dialogue
 from aligner.data.formats import Tools
-from aligner.data.tool_calls import Call, read_calls
+from aligner.data.tool_calls import Call, spoken
 from aligner.environments.openai_api import MODEL, ChatRequest, Reply, told_sampling
 from aligner.errors import ConfigError
 from aligner.ops.packing.turns import Turn
@@ -77,7 +77,7 @@ def said(dialogue: Dialogue, request: ChatRequest, tokens: list[int], stopped: b
     elif kept[-1] in ends:
         text = decoded(kept[:-1])
     stopped = bool(places) or (stopped and whole)
-    beside, found = read_calls(text, dialogue.calls if stopped and request.calls else "")
+    beside, found = dialogue.read(text) if stopped and request.calls else (text, [])
     reason = "tool_calls" if any(call.name for call in found) else "stop" if stopped else "length"
     return Said(kept, text, beside, found, reason)
 
@@ -86,7 +86,7 @@ def message_of(found: Said, first: int = 0) -> dict[str, Any]:
     """As templates and rewards have it. Its calls are numbered from `first`. One that cannot be read is text."""
     calls = [call.message(first + i) for i, call in enumerate(found.calls) if call.name]
     if not calls:
-        return {"role": "assistant", "content": found.text}
+        return {"role": "assistant", "content": spoken(found.text)}
     return {"role": "assistant", "content": found.beside, "tool_calls": calls}
 
 

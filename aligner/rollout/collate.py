@@ -10,12 +10,15 @@ from torch import Tensor
 from aligner.data.tokenizer import decode_responses
 from aligner.ops.packing.routing import widened
 from aligner.ops.packing.rows import joined
-from aligner.types import STOP, Generations, Prompt, RolloutBatch, Sample
+from aligner.types import STOP, Generations, Prompt, RolloutBatch, Sample, SamplingParams
 
 
-def make_samples(tokenizer, prompts: Sequence[Prompt], generations: Generations, group: int) -> list[Sample]:
+def make_samples(
+    tokenizer, prompts: Sequence[Prompt], generations: Generations, group: int, sampling: SamplingParams
+) -> list[Sample]:
     """N = prompts x group samples, prompt-major, with decoded responses."""
-    texts = decode_responses(tokenizer, generations.tokens, generations.lengths)
+    how = sampling.stop_token_ids, sampling.special
+    texts = decode_responses(tokenizer, generations.tokens, generations.lengths, *how)
     rows, lengths = generations.tokens.tolist(), generations.lengths.tolist()
     finished = (generations.finish_reason == STOP).tolist()
     return [

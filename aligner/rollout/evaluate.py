@@ -104,7 +104,7 @@ class Evaluator:
             return self.turns.samples(requests, self.sampling)
         with raised_together(EngineError):
             generations = self.engine.generate([p.tokens for p in prompts], seeds, self.sampling)
-        return make_samples(self.tokenizer, prompts, generations, k)
+        return make_samples(self.tokenizer, prompts, generations, k, self.sampling)
 
     def _model_opinion(self, samples: list[Sample]) -> Sums:
         """The model is shared by tensor and pipeline ranks: they score their samples together, the first one counts."""

@@ -118,7 +118,8 @@ class Generator:
         self, requests: Sequence[Request], generations: Generations, begun: dict[int, Early] | None = None
     ) -> Groups:
         group = len(requests[0].seeds) if requests else 1
-        samples = make_samples(self.tokenizer, [request.prompt for request in requests], generations, group)
+        prompts = [request.prompt for request in requests]
+        samples = make_samples(self.tokenizer, prompts, generations, group, self.sampling)
         for sample, seed in zip(samples, (seed for request in requests for seed in request.seeds), strict=True):
             sample.seed = seed
         return Groups([request.slot for request in requests], generations, samples, begun=begun or {})
@@ -136,7 +137,8 @@ class Generator:
             return
 
         def finished(number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
-            (text,) = decode_responses(self.tokenizer, torch.tensor([tokens]), [len(tokens)])
+            how = self.sampling.stop_token_ids, self.sampling.special
+            (text,) = decode_responses(self.tokenizer, torch.tensor([tokens]), [len(tokens)], *how)
             request = requests[number]
             version, seed = self.engine.weight_version, request.seeds[index]
             sample = Sample(request.prompt, index, text, tuple(tokens), stopped, version, seed=seed)

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from aligner.data.templates import encode_prompts
-from aligner.data.tokenizer import decode_responses, stop_token_ids
+from aligner.data.tokenizer import decode_responses, sampled_with
 from aligner.engines.base import RolloutEngine
 from aligner.errors import EngineError
 from aligner.rewards.judge import Question, Reply
@@ -35,7 +35,7 @@ class EngineReplies:
         prompts = [[{"role": "user", "content": one.text}] if chat else one.text for one in mine]
         rows = encode_prompts(self.tokenizer, prompts, ["reward.judges"] * len(mine))
         fits = [i for i, row in enumerate(rows) if 0 < len(row) <= self.longest - tokens]
-        sampling = SamplingParams(tokens, 0.0, stop_token_ids=stop_token_ids(self.tokenizer))
+        sampling = SamplingParams(tokens, 0.0, **sampled_with(self.tokenizer))
         engine = self.engine()
         if self.own:
             engine.wake()
@@ -44,7 +44,8 @@ class EngineReplies:
         if self.own:
             engine.sleep()
         replies: list[Reply] = [None] * len(mine)
-        for i, text in zip(fits, decode_responses(self.tokenizer, found.tokens, found.lengths), strict=True):
+        texts = decode_responses(self.tokenizer, found.tokens, found.lengths, sampling.stop_token_ids)
+        for i, text in zip(fits, texts, strict=True):
             replies[i] = text
         if self.peers.size() == 1:
             return replies

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from aligner.answers import Answer
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.data.dialogue import Dialogue, Given
-from aligner.data.tool_calls import read_calls
+from aligner.data.tokenizer import decode_responses
 from aligner.engines.base import RolloutEngine, TellingEngine
 from aligner.engines.native.fleet import ServingEngine
 from aligner.engines.native.remote import RemoteEngine
@@ -273,7 +273,7 @@ class TurnGenerator:
         play.begun = None
         ends = stopped and tokens[-1] in self.sampling.stop_token_ids
         text = self.dialogue.decode(tokens[:-1] if ends else tokens)
-        beside, play.calls = read_calls(text, self.dialogue.calls) if stopped else (text, [])
+        beside, play.calls = self.dialogue.read(text) if stopped else (text, [])
         play.messages.append(self.dialogue.said(text, beside, play.calls))
         message = {"role": "assistant", "content": beside}
         called = [call.message(i) for i, call in enumerate(play.calls) if call.name]
@@ -347,13 +347,15 @@ class TurnGenerator:
             score = gamma ** max(0, turns - 1) * score + sum(gamma**k * r for k, r in enumerate(play.rewards))
         told, parts = tuple(play.told), forks[-1] + 1 if forks else 0
         assert play.stop is not None
+        how = self.sampling.stop_token_ids, self.sampling.special
+        (response,) = decode_responses(self.tokenizer, torch.tensor([list(last)]), [len(last)], *how)
         rewards = tuple(play.rewards)
         effort = play.seconds, play.retried, play.wrong, parts
         trajectory = Trajectory(told, play.stop, turns, score, play.failure, *effort, rewards, play.late)
         return Sample(
             play.prompt,
             play.index,
-            self.tokenizer.decode(list(last), skip_special_tokens=True),
+            response,
             tuple(row.tokens),
             play.stop in OPEN_ENDS,
             version,

@@ -13,6 +13,7 @@ from aligner.cluster.threads import use
 from aligner.config.schema import Config
 from aligner.data.shipped_templates import use_chat_template
 from aligner.data.templates import encode_prompts
+from aligner.data.tool_calls import spoken
 from aligner.errors import ConfigError, DataError
 from aligner.run.sample_table import printable
 from aligner.tools.generate import Answerer, model_folder, sampling_of
@@ -40,7 +41,7 @@ class Chat:
         self.turn += 1
         sample = self.model.answer([Prompt(self.turn, tuple(ids), text)], 1, self.sampling, self.seed)[0]
         if tokenizer.chat_template:
-            self.messages.append({"role": "assistant", "content": sample.response})
+            self.messages.append({"role": "assistant", "content": spoken(sample.response)})
         return sample.response
 
     def _ids(self, text: str) -> list[int]:

@@ -23,7 +23,7 @@ from aligner.cluster.seal import job_secret
 from aligner.config.freeze import freeze
 from aligner.config.resolve import compose
 from aligner.config.sections.model.config import ModelConfig
-from aligner.data.tokenizer import check_vocab, load_tokenizer
+from aligner.data.tokenizer import check_vocab, load_tokenizer, stop_token_ids
 from aligner.errors import CheckpointError, ConfigError
 from aligner.files import file_hash
 from aligner.megatron import bridge
@@ -40,7 +40,7 @@ from aligner.models.params import ParamSpec, hf_axis, to_hf
 from aligner.models.safetensors_io import INDEX, SINGLE, HfTensors, open_hf
 from aligner.models.safetensors_stream import SafetensorsFile
 from aligner.models.slices import Shard, of_experts, placed, read_shard
-from aligner.models.small_files import TOKENIZER, carry, carry_tokenizer, exported_config
+from aligner.models.small_files import TOKENIZER, carry, carry_tokenizer, exported_config, write_generation
 from aligner.ops.agree import by_rank_0
 from aligner.ops.reduce import gathered
 from aligner.refit.export import EXTRA_FILE
@@ -237,6 +237,8 @@ def _as_hf(
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     carry_tokenizer(tokenizer, out)
     carry(initial.origin, out)
+    if head.kind == "lm":
+        write_generation(out, config, stop_token_ids(tokenizer))
     if initial.extra:
         (out / EXTRA_FILE).write_text(json.dumps(initial.extra, indent=2) + "\n", encoding="utf-8")
     lines = [f"{digest}  {name}\n" for name, (digest, _) in sorted(written.items())]

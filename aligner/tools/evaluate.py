@@ -88,7 +88,9 @@ def _answers(cfg: Config, folder: Path, tools: Tools) -> Found:
     dataset = PromptDataset(rows, model.tokenizer, cfg.data, "data.eval")
     count = min(cfg.eval.prompts, len(dataset)) if cfg.eval.prompts else len(dataset)
     limit = cfg.eval.max_response_tokens or cfg.sampling.max_response_tokens
-    sampling = SamplingParams(limit, cfg.eval.temperature, stop=tuple(cfg.sampling.stop))
+    sampling = SamplingParams(
+        limit, cfg.eval.temperature, stop=tuple(cfg.sampling.stop), special=cfg.sampling.special_tokens
+    )
     functions, prompts = cfg.eval.functions or cfg.reward.functions, [dataset[i] for i in range(count)]
     weighted: list[tuple[Reward, float]] = [(load_function(f, i), f.weight) for i, f in enumerate(functions)]
     if tools.scores:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from aligner.answers import FOLDER, AnswerLog
 from aligner.config.schema import Config
-from aligner.data.tokenizer import stop_token_ids
+from aligner.data.tokenizer import sampled_with
 from aligner.environments.pool import Pool
 from aligner.environments.tools import Tools, schemas
 from aligner.ops.seeds import request_seed
@@ -27,7 +27,7 @@ def play(
 ) -> list[Sample]:
     """prompts x eval.samples trajectories, prompt-major. Nothing is logged."""
     told = schemas(tools)
-    sampling = replace(sampling, stop_token_ids=stop_token_ids(model.tokenizer))
+    sampling = replace(sampling, **sampled_with(model.tokenizer))
     dialogue = partial(dialogue_of, cfg, model.tokenizer)
     pool = Pool(cfg.environment, told, AnswerLog(Path(cfg.run.dir) / FOLDER, 0))
     generator = kind_of_generator(cfg.environment, dialogue)(

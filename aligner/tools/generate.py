@@ -13,7 +13,7 @@ from aligner.config.schema import Config
 from aligner.config.sections.engine import EngineConfig
 from aligner.data.dialogue import Dialogue
 from aligner.data.formats import Tools
-from aligner.data.tokenizer import load_tokenizer, stop_token_ids
+from aligner.data.tokenizer import load_tokenizer, sampled_with
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.load import engine_from_folder
 from aligner.errors import ConfigError
@@ -37,7 +37,8 @@ def model_folder(cfg: Config) -> Path:
 def sampling_of(cfg: Config) -> SamplingParams:
     """As evaluation samples, but cut as `sampling` says."""
     s, temperature = cfg.sampling, cfg.eval.temperature
-    return SamplingParams(s.max_response_tokens, temperature, s.top_p, s.top_k, s.min_p, stop=tuple(s.stop))
+    cut = s.top_p, s.top_k, s.min_p
+    return SamplingParams(s.max_response_tokens, temperature, *cut, stop=tuple(s.stop), special=s.special_tokens)
 
 
 def dialogue_of(cfg: Config, tokenizer: Any, tools: Tools) -> Dialogue:
@@ -75,7 +76,7 @@ class Answerer:
 
     def answer(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, seed: int) -> list[Sample]:
         """prompts x samples answers, prompt-major. Stop tokens are the tokenizer's."""
-        sampling = replace(sampling, stop_token_ids=stop_token_ids(self.tokenizer))
+        sampling = replace(sampling, **sampled_with(self.tokenizer))
         seeds = [[request_seed(seed, -1, prompt.id, i) for i in range(samples)] for prompt in prompts]
         found = self.engine.generate([prompt.tokens for prompt in prompts], seeds, sampling)
-        return make_samples(self.tokenizer, prompts, found, samples)
+        return make_samples(self.tokenizer, prompts, found, samples, sampling)

@@ -26,7 +26,7 @@ from aligner.config.schema import Config
 from aligner.config.sections.sampling import SamplingConfig
 from aligner.data.dialogue import Dialogue
 from aligner.data.shipped_templates import use_chat_template
-from aligner.data.tokenizer import stop_token_ids
+from aligner.data.tokenizer import sampled_with
 from aligner.engines.native.schedule import Pool, Wanted
 from aligner.environments.openai_api import SAMPLED, ApiError, ChatRequest, Reply, check_model, nowhere, require_server
 from aligner.errors import AlignerError, ConfigError
@@ -240,7 +240,7 @@ def open_model(cfg: Config) -> Served:
     use_chat_template(model.tokenizer, cfg.data)
     dialogues = Dialogues(partial(dialogue_of, cfg, model.tokenizer))
     dialogues.of([])  # a model without a chat template has none
-    sampling = replace(sampling_of(cfg), stop_token_ids=stop_token_ids(model.tokenizer))
+    sampling = replace(sampling_of(cfg), **sampled_with(model.tokenizer))
     name = folder.parent.name if folder.name == "hf" else folder.name
     return Served(secrets.token_urlsafe(32), name, Desk(model, cfg.cluster.threads), sampling, dialogues)
 

@@ -30,7 +30,7 @@ def digit(prompt, seed, n: int) -> int:
 
 
 class Letters:
-    pad_token_id = 0
+    pad_token_id, bos_token_id = 0, None
 
     def batch_decode(self, rows, skip_special_tokens):
         return ["".join(chr(96 + t) for t in row) for row in rows]

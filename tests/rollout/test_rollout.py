@@ -48,7 +48,7 @@ PAD = 0
 class Words:
     """A tokenizer of one letter for each token."""
 
-    pad_token_id = PAD
+    pad_token_id, bos_token_id = PAD, None
 
     def batch_decode(self, rows, skip_special_tokens):
         return ["".join(chr(96 + t) for t in row if t > 1 or not skip_special_tokens) for row in rows]
@@ -81,7 +81,7 @@ def make_generations(n: int, width: int = 5, seed: int = 1, cut: bool = False) -
 def make_rollout(prompts: int = 4, group: int = 3, seed: int = 1, first_slot: int = 0):
     found, generations = make_prompts(prompts), make_generations(prompts * group, seed=seed)
     slots = torch.arange(first_slot, first_slot + prompts).repeat_interleave(group)
-    rollout = collate(make_samples(Words(), found, generations, group), generations, slots, PAD)
+    rollout = collate(make_samples(Words(), found, generations, group, SamplingParams(9)), generations, slots, PAD)
     g = torch.Generator().manual_seed(seed)
     rollout.rewards = torch.rand(prompts * group, generator=g)
     rollout.valid = torch.ones(prompts * group, dtype=torch.bool)
@@ -94,7 +94,7 @@ def make_rollout(prompts: int = 4, group: int = 3, seed: int = 1, first_slot: in
 @pytest.mark.parametrize("cut", [False, True])
 def test_collate_is_the_slow_loop(cut):
     prompts, generations, group = make_prompts(4), make_generations(12, cut=cut), 3
-    samples = make_samples(Words(), prompts, generations, group)
+    samples = make_samples(Words(), prompts, generations, group, SamplingParams(9))
     batch = collate(samples, generations, torch.arange(4).repeat_interleave(group), PAD)
     source = generations.full_logprobs if cut else generations.logprobs
     total = int(batch.lengths.max())

@@ -9,7 +9,7 @@ from typing import Any
 from aligner.config.checks import above, at_least, one_of, within
 from aligner.errors import ConfigError
 
-CALL_FORMATS = ("hermes", "llama3", "mistral")
+CALL_FORMATS = ("hermes", "llama3", "mistral", "qwen3_coder", "glm45", "deepseek", "kimi_k2", "harmony")
 
 
 @dataclass
@@ -26,7 +26,9 @@ class EnvironmentConfig:
     workers: int = 2  # processes of a rank in which tools and environments run
     gamma: float = 1.0  # discount of a turn: reward = sum of gamma^k x what turn_reward gives after turn k
     weight: float = 1.0  # of the environment's reward in the sum, beside reward.functions
-    calls: str = "auto"  # how the model writes calls: hermes (Qwen), llama3, mistral; auto: told from the template
+    # how the model writes calls, by families (docs/environments.md): hermes (Qwen), llama3, mistral, qwen3_coder, glm45,
+    # deepseek, kimi_k2, harmony (gpt-oss); auto: told from the template
+    calls: str = "auto"
 
     def __post_init__(self) -> None:
         for name, low in {"max_turns": 1, "max_tokens": 1, "max_seconds": 0, "retries": 0, "workers": 1}.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from aligner.config.checks import above, at_least, within
+from aligner.config.checks import above, at_least, one_of, within
 from aligner.errors import ConfigError
 
 
@@ -16,6 +16,9 @@ class SamplingConfig:
     min_p: float = 0.0  # 0: off
     max_response_tokens: int = 64  # the token limit of a response
     stop: list[str] = field(default_factory=list)  # texts that end a response
+    # in the texts of answers, which rewards, judges, samples and data made of them have: keep, all but padding, BOS and
+    # the stop token at the end; strip, none
+    special_tokens: str = "keep"
 
     def __post_init__(self) -> None:
         at_least("sampling.temperature", self.temperature, 0)
@@ -24,6 +27,7 @@ class SamplingConfig:
         at_least("sampling.top_k", self.top_k, 0)
         within("sampling.min_p", self.min_p, 0, 1)
         at_least("sampling.max_response_tokens", self.max_response_tokens, 1)
+        one_of("sampling.special_tokens", self.special_tokens, ("keep", "strip"))
         if "" in self.stop:
             raise ConfigError(
                 "sampling.stop", self.stop, "texts of at least one character: every text has an empty one"

@@ -34,6 +34,8 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingP
     """logits float32 [n, V] (overwritten); seeds, positions int64 [n].
 
     Greedy (temperature 0) reports logprobs of the untempered distribution: those of a point mass say nothing.
+    Ids from `sampling.vocabulary` on are never sampled. Without cuts the logprobs still are those of the distribution
+    over all ids, which is the trainer's: the two stay comparable.
     Where logits are not finite (NaN, or all infinite) the token means nothing and its logprob is NaN: to find that out
     here would be to wait for the device in every step. `schedule.Batch` ends the row with the flags that it copies
     anyway; `engines.base.require_finite` refuses the samples.
@@ -47,17 +49,18 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingP
 
 
 def _sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingParams) -> Picked:
+    known = slice(sampling.vocabulary or None)
     if sampling.temperature == 0:
-        tokens = logits.argmax(-1)
+        tokens = logits[:, known].argmax(-1)
         return Picked(tokens, _at(logits, tokens) - logits.logsumexp(-1), None)
     if sampling.temperature != 1:
         logits.div_(sampling.temperature)
     if not sampling.truncates:
         probs = logits.softmax(-1)
-        tokens = _invert(probs, uniforms(seeds, positions))
+        tokens = _invert(probs[:, known], uniforms(seeds, positions))
         return Picked(tokens, _at(probs, tokens).log(), None)
     total = logits.logsumexp(-1)
-    kept = cut_logits(logits, sampling)
+    kept = cut_logits(logits[:, known], sampling)
     tokens = _invert(kept.softmax(-1), uniforms(seeds, positions))
     picked = _at(kept, tokens)
     return Picked(tokens, picked - kept.logsumexp(-1), picked - total)

@@ -1,0 +1,218 @@
+"""Conversations -> what a chat template makes of them. Nothing else renders one.
+
+A conversation is first put into the form that the template reads: a call's arguments as a mapping or as JSON text, the
+ids of calls where those carry the names, and `developer` as `system` where there is no such role. Whatever goes wrong
+inside a template is a DataError that names the row, the message and the template's line.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from aligner.errors import DataError
+from aligner.foreign import parse_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Conversation = Sequence[Mapping[str, Any]]
+USER = {"role": "user", "content": "a question"}
+THOUGHT = "<think>\na thought\n</think>\n\n"
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+_SOURCE = ("<template>", "<unknown>")  # a template's file name in tracebacks
+_VALUE = "a value 7"
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a template wants its conversations."""
+
+    text: bool = False  # a call's arguments as JSON text
+    named_ids: bool = False  # it shows the ids of calls in place of their names, as Kimi's `functions.look:0`
+    renamed: bool = False  # role `developer` is shown as `system`
+
+
+_forms: dict[tuple[str, str], Form] = {}  # by template and special tokens
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any], place: str) -> str:
+    """Raises DataError where there is none."""
+    own = settings.get("chat_template")
+    if tokenizer.chat_template is None and own is None:
+        raise DataError(
+            f"{place}: model.tokenizer={tokenizer.name_or_path!r}: expected a chat template because the data is "
+            "conversational, found none; set data.chat_template (chatml, for one), add chat_template.jinja to the "
+            "folder, or use plain strings"
+        )
+    return tokenizer.get_chat_template(own, settings.get("tools"))
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Conversation],
+    places: Sequence[str],
+    settings: Mapping[str, Any],
+) -> Any:
+    """What `apply_chat_template` gives for the list. `places`: file and row of each. Raises DataError."""
+    template = template_of(tokenizer, settings, places[0] if places else "")
+    form = form_of(tokenizer, template)
+    formed = [in_form(one, form, place) for one, place in zip(conversations, places, strict=True)]
+    try:
+        return tokenizer.apply_chat_template(formed, **settings)
+    except Exception as error:  # a template may raise anything; always raised again, with its cause
+        plain = {"tokenize": False} | {name: v for name, v in settings.items() if name not in _OF_TOKENS}
+        for one, place in zip(formed, places, strict=True):
+            _check(tokenizer, one, place, plain)
+        raise DataError(f"the chat template of model.tokenizer={tokenizer.name_or_path!r} failed: {error}") from error
+
+
+_OF_TOKENS = ("tokenize", "return_dict", "tokenizer_kwargs", "return_assistant_tokens_mask")
+
+
+def rendered_text(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, place: str, **settings: Any) -> str:
+    """Raises DataError."""
+    return rendered(tokenizer, [conversation], [place], {**settings, "tokenize": False})[0]
+
+
+def try_text(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **settings: Any) -> str | None:
+    """None where the template refuses the conversation, or fails."""
+    try:
+        return rendered_text(tokenizer, conversation, "", **settings)
+    except DataError:
+        return None
+
+
+def form_of(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
+    """Told from what the template makes of small conversations."""
+    key = template, repr(tokenizer.special_tokens_map)
+    if key not in _forms:
+        _forms[key] = _probed(tokenizer, template)
+    return _forms[key]
+
+
+def _probed(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
+    def text(chat: Conversation, tools: Any = None) -> str | None:
+        try:
+            return tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, chat_template=template)
+        except Exception:  # as above; here it only means that the template does not take this form
+            return None
+
+    def called(arguments: Any) -> str | None:
+        call = {"id": "call00007", "type": "function", "function": {"name": "look", "arguments": arguments}}
+        for thought in ("", THOUGHT):
+            answer = {"role": "assistant", "content": thought, "tool_calls": [call]}
+            for tools in (None, TOOLS):
+                if (found := text([USER, answer], tools)) is not None:
+                    return found
+        return None
+
+    as_mapping, as_text = called({"at": _VALUE}), called(json.dumps({"at": _VALUE}))
+    wants_text = as_text is not None and _VALUE in as_text
+    if as_mapping is not None and _VALUE in as_mapping:  # Python's quotes: printed as it is
+        wants_text &= f"'at': '{_VALUE}'" in as_mapping
+    shown = as_text if wants_text else as_mapping
+    named_ids = shown is not None and "call00007" in shown and "look" not in shown
+    developer, system = (text([{"role": role, "content": _VALUE}, USER]) or "" for role in ("developer", "system"))
+    return Form(wants_text, named_ids, _VALUE in system and _VALUE not in developer)
+
+
+def in_form(conversation: Conversation, form: Form, place: str) -> list[dict[str, Any]]:
+    """The messages as the template wants them. Raises DataError for arguments that are no JSON object."""
+    found = [dict(message) for message in conversation]
+    for number, message in enumerate(found):
+        if form.renamed and message.get("role") == "developer":
+            message["role"] = "system"
+        calls = message.get("tool_calls")
+        if isinstance(calls, Sequence) and not isinstance(calls, str):
+            where = f"{place}: messages[{number}].tool_calls"
+            message["tool_calls"] = [_call(call, form, f"{where}[{i}]") for i, call in enumerate(calls)]
+    if form.named_ids:
+        _name_ids(found)
+    return found
+
+
+def _call(call: Any, form: Form, where: str) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    inner = call.get("function", call)
+    if not isinstance(inner, Mapping) or inner.get("arguments") is None:
+        return call
+    arguments = inner["arguments"]
+    if form.text:
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str):
+        arguments = _object(arguments, f"{where}.function.arguments")
+    inner = {**inner, "arguments": arguments}
+    return {**call, "function": inner} if "function" in call else inner
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    value = parse_json(text, where, DataError) if text.strip() else {}
+    if isinstance(value, str):  # encoded twice
+        value = parse_json(value, where, DataError)
+    if not isinstance(value, dict):
+        raise DataError(f"{where}={text[:80]!r}: expected a JSON object, which the chat template shows")
+    return value
+
+
+def _name_ids(messages: list[dict[str, Any]]) -> None:
+    """Ids that carry the function's name, numbered through the conversation; results follow them."""
+    names: dict[str, str] = {}
+    waiting: list[str] = []
+    count = 0
+    for message in messages:
+        for i, call in enumerate(message.get("tool_calls") or ()):
+            if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+                continue
+            name, own = str(call["function"].get("name")), str(call.get("id") or "")
+            new = own if name in own else f"functions.{name}:{count}"
+            names[own] = new
+            waiting.append(new)
+            message["tool_calls"][i] = {**call, "id": new}
+            count += 1
+        if message.get("role") == "tool":
+            own = message.get("tool_call_id")
+            known = names.get(own, own) if own else next(iter(waiting), None)
+            if known is not None:
+                message["tool_call_id"] = known
+            if known in waiting:
+                waiting.remove(known)
+
+
+def _check(
+    tokenizer: PreTrainedTokenizerBase, conversation: list[dict[str, Any]], place: str, settings: Mapping[str, Any]
+) -> None:
+    """Raises DataError if the template fails on this conversation."""
+
+    def failure(messages: list[dict[str, Any]]) -> Exception | None:
+        try:
+            tokenizer.apply_chat_template([messages], **settings)
+        except Exception as error:
+            return error
+        return None
+
+    error = failure(conversation)
+    if error is None:
+        return
+    same = lambda other: (type(other), str(other)) == (type(error), str(error))  # noqa: E731
+    failing = (k for k in range(1, len(conversation) + 1) if same(failure(conversation[:k])))
+    number = next(failing, len(conversation)) - 1
+    at = [f"line {line} of the template"] if (line := _line(error)) else []
+    if conversation:
+        at.append(f"messages[{number}] ({conversation[number].get('role')})")
+    kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
+    roles = [message.get("role") for message in conversation]
+    raise DataError(
+        f"{place}: the chat template of model.tokenizer={tokenizer.name_or_path!r} refuses the roles "
+        f"{roles!r:.200}, at {', '.join(at)}: {kind}{error!s:.300}"
+    ) from error
+
+
+def _line(error: Exception) -> int | None:
+    """Where in the template an exception came from."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in _SOURCE]
+    return getattr(error, "lineno", None) or (lines[-1] if lines else None)

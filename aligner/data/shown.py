@@ -1,0 +1,160 @@
+"""What a chat template shows of a conversation, told from what it makes of marked ones: words that it leaves out would
+be missing from what a model reads and learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from aligner.data.rendering import THOUGHT, USER, Conversation, form_of, template_of, try_text
+from aligner.data.tokenizer import stop_token_ids, turn_end
+from aligner.data.tool_calls import format_of
+from aligner.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from aligner.data.chats import Chat
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+KEYS = (("user", "name"), ("tool", "name"), ("tool", "tool_call_id"), ("assistant", "reasoning_content"))
+OTHER = "other"
+MARK = "mark00007"  # nine letters or digits, as Mistral's ids of calls
+LOOK = {"id": "call00007", "type": "function", "function": {"name": "look", "arguments": {"at": "it 7"}}}
+_MOST = 20_000  # shapes that are known to be shown whole
+
+_whole: set[tuple[Any, ...]] = set()
+
+
+def check_shown(tokenizer: PreTrainedTokenizerBase, chats: Iterable[Chat], options: Mapping[str, Any]) -> None:
+    """Raise DataError for a conversation of which the template leaves out a message's content or a call. One of each
+    shape is looked at: what a template leaves out depends on roles and keys, not on words."""
+    for chat in chats:
+        template = template_of(tokenizer, {**options, "tools": chat.tools}, chat.where)
+        shape = template, repr(options), bool(chat.tools), *(_shape(message) for message in chat.messages)
+        if shape in _whole:
+            continue
+        marked = [_marked(message, i) for i, message in enumerate(chat.messages)]
+        text = try_text(tokenizer, marked, **options, tools=chat.tools)
+        if text is not None:  # else it is refused where it is rendered, or cannot be told
+            _check_marks(tokenizer, chat, marked, text.lower())
+        if len(_whole) >= _MOST:
+            _whole.clear()
+        _whole.add(shape)
+
+
+def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    content = message.get("content")
+    words = isinstance(content, str) and bool(content.strip())
+    thinks = words and "</think>" in content
+    return message.get("role"), *sorted(message), words, thinks, len(message.get("tool_calls") or ())
+
+
+def _marked(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The same with other words, by which it is known again."""
+    found, content = dict(message), message.get("content")
+    if isinstance(content, str) and content.strip():
+        found["content"] = (THOUGHT if "</think>" in content else "") + f"words-{number}-said"
+    if message.get("tool_calls"):
+        found["tool_calls"] = [_marked_call(call, number, i) for i, call in enumerate(message["tool_calls"])]
+    return found
+
+
+def _marked_call(call: Any, number: int, place: int) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    inner = call.get("function", call)
+    inner = {**inner, "name": f"name-{number}-{place}-x", "arguments": {"at": f"value-{number}-{place}-x"}}
+    return {**call, "function": inner} if "function" in call else inner
+
+
+def _check_marks(tokenizer: PreTrainedTokenizerBase, chat: Chat, marked: Conversation, text: str) -> None:
+    for number, message in enumerate(marked):
+        role, content = chat.messages[number].get("role"), message.get("content")
+        if isinstance(content, str) and content.endswith("-said") and f"words-{number}-said" not in text:
+            _refuse(tokenizer, chat, f"the content of messages[{number}] (role {role})")
+        for place in range(len(message.get("tool_calls") or ())):
+            if not all(f"{what}-{number}-{place}-x" in text for what in ("name", "value")):
+                _refuse(tokenizer, chat, f"`tool_calls` of messages[{number}] (role {role}), call {place + 1}")
+
+
+def _refuse(tokenizer: PreTrainedTokenizerBase, chat: Chat, what: str) -> None:
+    raise DataError(
+        f"{chat.where}: the chat template of model.tokenizer={tokenizer.name_or_path!r} leaves out {what}: the model "
+        "would neither read nor learn it. Expected a template that renders it (data.chat_template), or a conversation "
+        "without"
+    )
+
+
+def shows_key(tokenizer: PreTrainedTokenizerBase, role: str, key: str, options: Mapping[str, Any]) -> bool:
+    """Whether the template shows what a message of this role has under this key. True where that cannot be told."""
+    texts = [try_text(tokenizer, chat, **options) for chat in _conversations(role, {key: MARK})]
+    known = [text for text in texts if text is not None]
+    return not known or any(MARK in text for text in known)
+
+
+def _conversations(role: str, more: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """Small ones with a message of this role; of several the template may refuse some."""
+    message = {"role": role, "content": MARK if not more else "words", **more}
+    if role in ("system", "developer"):
+        return [[message, USER]]
+    if role == "assistant":
+        return [[USER, message], [USER, message | {"content": THOUGHT + message["content"]}]]
+    if role == "tool":
+        result = {"name": "look", "tool_call_id": "call00007"} | message
+        calls = [{"role": "assistant", "content": thought, "tool_calls": [LOOK]} for thought in ("", THOUGHT)]
+        return [[USER, call, result] for call in calls]
+    return [[message]]
+
+
+def shown_calls(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], tools: Any = None) -> str:
+    """The format in which the template writes a call, "other" for none that is known; empty where it writes none."""
+    text: Callable[..., str | None] = partial(try_text, tokenizer, tools=tools, **options)
+    opening, end = text([USER], add_generation_prompt=True) or "", turn_end(tokenizer)
+    for thought in ("", THOUGHT):
+        whole = text([USER, {"role": "assistant", "content": thought, "tool_calls": [LOOK]}])
+        if whole is None:
+            continue
+        said = whole[len(opening) :] if opening and whole.startswith(opening) else whole.rpartition(USER["content"])[2]
+        said = said.partition(tokenizer.decode([end]))[0] if end is not None else said
+        kind = format_of(said.removeprefix(thought), "look", {"at": "it 7"})
+        if kind or "it 7" in said:
+            return kind or OTHER
+    return ""
+
+
+def describe(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> list[str]:
+    """What the template shows, in a few lines."""
+    if tokenizer.chat_template is None:
+        return []
+    text: Callable[..., str | None] = partial(try_text, tokenizer, **options)
+    form = form_of(tokenizer, template_of(tokenizer, {}, ""))
+    roles = {role: [text(chat) for chat in _conversations(role, {})] for role in ROLES}
+    shown = [role for role, texts in roles.items() if any(MARK in (found or "") for found in texts)]
+    refused = [role for role, texts in roles.items() if all(found is None for found in texts)]
+    lost = [role for role in ROLES if role not in (*shown, *refused)]
+    keys = [
+        f"`{key}` of {role}" for role, key in KEYS if role in shown and not shows_key(tokenizer, role, key, options)
+    ]
+    told = [f"shows {_list(shown)}"]
+    told += ["shows developer as system"] if form.renamed and "developer" in shown else []
+    told += [f"leaves out {_list(lost)}"] if lost else []
+    told += [f"refuses {_list(refused)}"] if refused else []
+    kind = shown_calls(tokenizer, options)
+    calls = f"calls as {kind}, their arguments {'JSON text' if form.text else 'mappings'}" if kind else "no calls"
+    calls = "calls in no known format" if kind == OTHER else calls
+    lines = [f"roles: {'; '.join(told)}", calls, f"an answer ends with {_ending(tokenizer)}"]
+    lines += [f"leaves out {_list(keys)}"] if keys else []
+    return [f"chat template: {line}" for line in lines]
+
+
+def _ending(tokenizer: PreTrainedTokenizerBase) -> str:
+    end, stops = turn_end(tokenizer), stop_token_ids(tokenizer)
+    if end is None:
+        return f"no stop token: {tokenizer.eos_token} is learned behind the last one of a conversation"
+    return f"{tokenizer.convert_ids_to_tokens(end)}, one of the stop tokens {_list(tokenizer.convert_ids_to_tokens(stops))}"
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"

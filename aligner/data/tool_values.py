@@ -1,0 +1,78 @@
+"""Values of a call that are written as plain text: what they are is told by the tool's schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_WORDS: dict[str, Any] = {"true": True, "false": False, "null": None, "none": None}
+
+
+def types_of(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The schemas of a function's arguments, by name."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping) and function.get("name") == name:
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            return dict(properties) if isinstance(properties, Mapping) else {}
+    return {}
+
+
+def value_text(kind: str, value: Any) -> str:
+    """As templates write it: a text as it is, numbers and structures as JSON; qwen3_coder has Python's words."""
+    if isinstance(value, str):
+        return value
+    if kind == "qwen3_coder" and not isinstance(value, dict | list):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def value_of(kind: str, text: str, schema: Any) -> Any:
+    """What a text stands for. Of no known type: a text. One that is none of its types stays a text, which whoever is
+    called refuses."""
+    if kind == "qwen3_coder":  # each value has its own lines
+        text = text.removeprefix("\n").removesuffix("\n")
+    types = _types(schema)
+    if not types:
+        return text
+    word = text.strip()
+    value = _WORDS.get(word.lower(), text) if word.lower() in _WORDS else _parsed(word)
+    if value is None and ("null" in types or (isinstance(schema, Mapping) and schema.get("nullable"))):
+        return None
+    return value if any(_is(value, kind) for kind in types - {"string"}) else text
+
+
+def _types(schema: Any) -> set[str]:
+    """Names of the JSON types that a schema allows."""
+    if not isinstance(schema, Mapping):
+        return set()
+    kinds = schema.get("type", ())
+    found = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
+    for name in ("anyOf", "oneOf", "allOf"):
+        for one in schema.get(name) or ():
+            found |= _types(one)
+    if not found and isinstance(schema.get("enum"), list):
+        found = {_NAMES[type(value)] for value in schema["enum"] if type(value) in _NAMES}
+    if not found and "properties" in schema:
+        found = {"object"}
+    return found
+
+
+_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _is(value: Any, kind: str) -> bool:
+    if kind == "number":
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "integer":
+        return isinstance(value, int) and not isinstance(value, bool)
+    return {"boolean": bool, "array": list, "object": dict}.get(kind) is type(value)

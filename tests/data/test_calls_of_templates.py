@@ -1,0 +1,139 @@
+"""Calls as the families' templates write them, in short faithful copies: what is rendered is read back, and told."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aligner.data.dialogue import Dialogue
+from aligner.data.tokenizer import load_tokenizer
+from aligner.data.tool_calls import READERS, read_calls, written
+
+_EACH = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+_XML = (
+    _EACH + "{{ '\n<tool_call>\n<function=' + f.name + '>\n' }}{% for k, v in f.arguments|items %}"
+    "{{ '<parameter=' + k + '>\n' }}{{ v | tojson if v is mapping or (v is sequence and v is not string) else "
+    "v | string }}{{ '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>' }}{% endfor %}"
+)
+_GLM = (
+    _EACH + "{{ '\n<tool_call>' + f.name + '\n' }}{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v | tojson if v is not string else v }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}"
+)
+_V3 = (
+    "{% if m.tool_calls %}{{ '<｜tool▁calls▁begin｜>' }}"
+    + _EACH
+    + "{{ '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>'"
+    " + f.name + '\n```json\n' + f.arguments + '\n```<｜tool▁call▁end｜>' }}{% endfor %}{{ '<｜tool▁calls▁end｜>' }}"
+    "{% endif %}"
+)
+_V31 = _V3.replace("c.type + '<｜tool▁sep｜>' + f.name + '\n```json\n'", "f.name + '<｜tool▁sep｜>'").replace(
+    "\n```<", "<"
+)
+_KIMI = (
+    "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>{{ c.id }}"
+    "<|tool_call_argument_begin|>{{ c.function.arguments if c.function.arguments is string else "
+    "c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>{% endif %}"
+)
+_HARMONY = (
+    "{% for c in m.tool_calls[:1] %}{{ ' to=functions.' + c.function.name + '<|channel|>commentary json<|message|>' }}"
+    "{{ c.function.arguments | tojson }}<|call|>{% endfor %}"
+)
+
+
+def _whole(calls):
+    return (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'tool' %}{{ m.tool_call_id }}: {% endif %}{{ m.content }}{% if m.tool_calls %}"
+        + calls
+        + "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+TEMPLATES = {
+    "xml": ("qwen3_coder", _whole(_XML)),
+    "glm": ("glm45", _whole(_GLM)),
+    "v3": ("deepseek", _whole(_V3)),
+    "v31": ("deepseek", _whole(_V31)),
+    "kimi": ("kimi_k2", _whole(_KIMI)),
+    "harmony": ("harmony", _whole(_HARMONY)),
+}
+KINDS = {"text": "string", "count": "integer", "ratio": "number", "on": "boolean", "items": "array", "more": "object"}
+PROPERTIES = {name: {"type": kind} for name, kind in KINDS.items()}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "d", "parameters": {
+    "type": "object", "properties": PROPERTIES}}}]  # fmt: skip
+WORDS = st.lists(
+    st.sampled_from(["a", " ", "\n", '"', "'", "</parameter>", "</arg_value>", "é", "7", "{", "true", "\\"])
+)
+JSON = st.recursive(st.integers(-9, 9) | st.booleans() | st.text(max_size=4), lambda x: st.lists(x, max_size=2))
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": WORDS.map("".join),
+        "count": st.integers(-(10**6), 10**6),
+        "ratio": st.floats(-1e6, 1e6).map(lambda x: round(x, 3)),
+        "on": st.booleans(),
+        "items": st.lists(JSON, max_size=3),
+        "more": st.dictionaries(st.text(max_size=3), JSON, max_size=2),
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def dialogue(make_folder):
+    made = {}
+
+    def make(name):
+        if name not in made:
+            made[name] = Dialogue(load_tokenizer(make_folder(TEMPLATES[name][1])), TOOLS)
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_format_is_told_from_the_template(dialogue, name):
+    assert dialogue(name).calls == TEMPLATES[name][0]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=60, deadline=None)
+@given(arguments=ARGUMENTS)
+def test_a_call_that_a_template_renders_is_read_back(dialogue, name, arguments):
+    one = dialogue(name)
+    call = {"id": "x1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = one._render(chat)
+    said = text.partition("assistant\n")[2].rpartition("<|im_end|>")[0]
+    found = one.read(said)[1]
+    assert [(c.name, c.arguments) for c in found] == [("add", arguments)]
+
+
+@pytest.mark.parametrize("kind", READERS)
+@settings(max_examples=40, deadline=None)
+@given(arguments=ARGUMENTS)
+def test_a_call_that_is_written_is_read(kind, arguments):
+    (call,) = read_calls(written(kind, "add", arguments), kind, TOOLS)[1]
+    assert (call.name, call.arguments) == ("add", arguments)
+
+
+@pytest.mark.parametrize("kind", READERS)
+@given(st.text(alphabet='ab{}[]":,;\\ <|>/=\n', max_size=40))
+def test_no_text_breaks_a_reader(kind, text):
+    for mark in ("", "<tool_call>", "<tool_call><function=f>", "<tool_call>f<arg_key>", "<｜tool▁call▁begin｜>",
+                 "<|tool_call_begin|>", "<|channel|>commentary to=functions.f <|message|>"):  # fmt: skip
+        read_calls(mark + text, kind)
+
+
+@pytest.mark.parametrize(
+    "kind, text",
+    [
+        ("qwen3_coder", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+        ("qwen3_coder", "<tool_call>\n<function=f>\nso</function>\n</tool_call>"),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1\n</tool_call>"),
+        ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{oops<｜tool▁call▁end｜>"),
+        ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>[1]<|tool_call_end|>"),
+        ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{oops"),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why(kind, text):
+    (call,) = read_calls(text, kind)[1]
+    assert call.fault and not call.name
