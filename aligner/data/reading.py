@@ -101,8 +101,8 @@ class Reading[Row]:
             yield chunk
         if self._open:
             self.report.note(
-                f"{self._open} of {self._learned} answers are learned without a token that ends them: the chat template "
-                "puts no stop token there, and generation may go on behind such an answer (data.chat_template)"
+                f"{self._open} of {self._learned} answers are learned without a token that ends them: the chat "
+                "template puts no stop token there, and generation may go on behind such an answer (data.chat_template)"
             )
         self._check_left()
 

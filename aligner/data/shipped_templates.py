@@ -72,8 +72,8 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> N
 
 
 def _fitting(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """ChatML with the tokenizer's EOS at the end of turns, where it lacks the token that belongs there: a text of several
-    tokens would stop no generation."""
+    """ChatML with the tokenizer's EOS at the end of turns, where it lacks the token that belongs there: a text of
+    several tokens would stop no generation."""
     return template if _END in tokenizer.get_vocab() else template.replace(f"'{_END}\\n'", "eos_token + '\\n'")
 
 

@@ -153,7 +153,8 @@ def _ending(tokenizer: PreTrainedTokenizerBase) -> str:
     end, stops = turn_end(tokenizer), stop_token_ids(tokenizer)
     if end is None:
         return f"no stop token: {tokenizer.eos_token} is learned behind the last one of a conversation"
-    return f"{tokenizer.convert_ids_to_tokens(end)}, one of the stop tokens {_list(tokenizer.convert_ids_to_tokens(stops))}"
+    name, all_of_them = tokenizer.convert_ids_to_tokens(end), tokenizer.convert_ids_to_tokens(stops)
+    return f"{name}, one of the stop tokens {_list(all_of_them)}"
 
 
 def _list(names: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ class EnvironmentConfig:
     workers: int = 2  # processes of a rank in which tools and environments run
     gamma: float = 1.0  # discount of a turn: reward = sum of gamma^k x what turn_reward gives after turn k
     weight: float = 1.0  # of the environment's reward in the sum, beside reward.functions
-    # how the model writes calls, by families (docs/environments.md): hermes (Qwen), llama3, mistral, qwen3_coder, glm45,
+    # how the model writes calls (docs/environments.md): hermes (Qwen), llama3, mistral, qwen3_coder, glm45,
     # deepseek, kimi_k2, harmony (gpt-oss); auto: told from the template
     calls: str = "auto"
 

@@ -1,0 +1,114 @@
+"""What is handed to chat templates, what they leave out, and how their answers end."""
+
+import pytest
+import torch
+
+from aligner.config.sections.data import DataConfig
+from aligner.data.dataset import SftDataset
+from aligner.data.formats import SftRow, sft_rows
+from aligner.data.shipped_templates import use_chat_template
+from aligner.data.shown import describe
+from aligner.data.templates import encode_answers, encode_prompts, encode_sft
+from aligner.data.tokenizer import decode_responses, load_tokenizer, stop_token_ids
+from aligner.errors import DataError
+from tests.data.conftest import CHATML
+
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+TAIL = "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+WANTS = {
+    "mapping": HEAD + "{% for k, v in c.function.arguments.items() %}{{ k + '=' ~ v }}{% endfor %}" + TAIL,
+    "items": HEAD + "{% for k, v in c.function.arguments|items %}{{ k }}={{ v }}{% endfor %}" + TAIL,
+    "json": HEAD + "{{ c.function.arguments | tojson }}" + TAIL,
+    "text": HEAD + "{{ '!' + c.function.arguments }}" + TAIL,
+    "printed": HEAD + "{{ c.function.arguments }}" + TAIL,
+}
+GLM = (
+    "{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
+)
+
+
+def chat(*messages):
+    return SftRow(messages=[dict(zip(("role", "content"), m, strict=True)) for m in messages], where="f, row 3")
+
+
+def learned(tokenizer, row, **more):
+    ((ids, mask),) = encode_sft(tokenizer, [row], **more)
+    return tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+
+
+@pytest.mark.parametrize("form", WANTS)
+def test_arguments_have_the_form_that_the_template_reads(make_folder, form):
+    template = WANTS[form].replace("in m.tool_calls or [] %}", "in m.tool_calls or [] %}{{ c.function.name }} ", 1)
+    tokenizer = load_tokenizer(make_folder(template))
+    texts = []
+    for arguments in ({"a": 2}, '{"a": 2}'):
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        texts.append(learned(tokenizer, SftRow(messages=messages, where="r")))
+    assert len(set(texts)) == 1 and ("a=2" in texts[0] or '{"a": 2}' in texts[0])
+
+
+@pytest.mark.parametrize(
+    "fault, told", [("{{ 'a' + 7 }}", "TypeError"), ("{{ m.x.y }}", "UndefinedError"), ("{{ 1 // 0 }}", "ZeroDivision")]
+)
+def test_whatever_fails_inside_a_template_names_row_message_and_line(make_folder, fault, told):
+    template = "{% for m in messages %}\n{% if m.role == 'tool' %}\n" + fault + "{% endif %}{{ m.content }}{% endfor %}"
+    tokenizer = load_tokenizer(make_folder(template))
+    bad = chat(("user", "q"), ("tool", "x"), ("assistant", "a"))
+    with pytest.raises(DataError, match=rf"f, row 3: .*line 3 of the template, messages\[1\] \(tool\): {told}"):
+        encode_sft(tokenizer, [chat(("user", "q"), ("assistant", "a")), bad])
+    with pytest.raises(DataError, match=rf"row 9.*{told}"):
+        encode_prompts(tokenizer, [bad.messages[:2]], ["row 9"])
+
+
+def test_what_a_template_leaves_out_is_refused_or_told(make_folder):
+    only = CHATML.replace(
+        "{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant', 'system') %}"
+    )
+    tokenizer = load_tokenizer(make_folder(only))
+    assert "French" in tokenizer.decode(
+        encode_sft(tokenizer, [chat(("developer", "French"), ("assistant", "a"))])[0][0]
+    )
+    with pytest.raises(DataError, match=r"f, row 3: .*leaves out the content of messages\[1\] \(role tool\)"):
+        encode_sft(tokenizer, [chat(("user", "q"), ("tool", "q"), ("assistant", "a"))])
+    rows = [{"messages": [{"role": "user", "content": "q", "name": "Eve"}, {"role": "assistant", "content": "a"}]}]
+    report = str(SftDataset(sft_rows(rows, DataConfig()), tokenizer, DataConfig()).report)
+    assert "leaves out `name` of role user" in report
+    lines = "\n".join(describe(tokenizer, {}))
+    assert "leaves out tool" in lines and "ends with <|im_end|>" in lines and "developer as system" in lines
+
+
+def test_a_turn_that_the_next_one_closes_is_learned_with_what_opens_that(make_folder):
+    tokenizer = load_tokenizer(make_folder(GLM, eos="<|endoftext|>", pad="<s>", extra=["<|user|>"]))
+    row = chat(("user", "hi"), ("assistant", "yo"), ("user", "more"), ("assistant", "ok"))
+    assert learned(tokenizer, row) == "yo<|user|>ok<|user|>"
+    assert tokenizer.convert_tokens_to_ids("<|user|>") in stop_token_ids(tokenizer)
+    ids = encode_answers(tokenizer, [row.messages[:3]], [row.messages[3:]], ["r"], stop_token_ids(tokenizer))
+    assert tokenizer.decode(ids[0]).endswith("ok<|user|>")
+
+
+def test_chatml_ends_with_the_eos_of_a_tokenizer_without_its_tokens(byte):
+    byte = load_tokenizer(byte.name_or_path)
+    use_chat_template(byte, DataConfig(chat_template="chatml"))
+    row = chat(("user", "hi"), ("assistant", "yo"), ("user", "more"), ("assistant", "ok"))
+    assert learned(byte, row) == "yo<eos>\nok<eos>\n"
+
+
+def test_answers_without_a_stop_token_are_counted(byte):
+    byte = load_tokenizer(byte.name_or_path)
+    byte.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}" + (
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    messages = chat(("user", "hi"), ("assistant", "yo"), ("user", "more"), ("assistant", "ok")).messages
+    report = str(SftDataset(sft_rows([{"messages": messages}], DataConfig()), byte, DataConfig()).report)
+    assert "1 of 2 answers are learned without a token that ends them" in report
+
+
+def test_texts_of_answers_keep_special_tokens_but_for_the_end(make_folder):
+    tokenizer = load_tokenizer(make_folder(extra=["<think>", "</think>"]))
+    ids = tokenizer("<think>a</think>42<|im_end|>", add_special_tokens=False)["input_ids"]
+    tokens = torch.tensor([ids])
+    assert decode_responses(tokenizer, tokens, [len(ids)]) == ["<think>a</think>42"]
+    assert decode_responses(tokenizer, tokens, [len(ids) - 1]) == ["<think>a</think>42"]
+    assert decode_responses(tokenizer, tokens, [len(ids)], special="strip") == ["a42"]
