@@ -104,6 +104,7 @@ class Stop(StrEnum):
     TOKENS = "tokens"
     SECONDS = "seconds"
     TEMPLATE = "template"  # the chat template refuses to go on from the answer
+    PROMPT = "prompt"  # what environment or agent opened with is longer than data.max_prompt_tokens
     FAILED = "failed"  # a tool or the environment, again and again
 
 

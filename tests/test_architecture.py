@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # imports point down only; rooms on one level do not import each other
 LEVELS = [
-    {"types", "errors", "config", "files", "foreign", "loading", "user_code", "answers"},
+    {"types", "errors", "config", "files", "foreign", "loading", "user_code", "answers", "awaited", "processes"},
     {"ops", "plan"},
     {"models", "data", "rewards", "environments", "cluster"},
     {"megatron", "engines"},

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -20,9 +19,13 @@ from typing import Any
 
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.environments.endpoint import Listener, Say, loopback, make_app, new_secret
+from aligner.environments.limits import MAX_REQUEST
 from aligner.environments.openai_api import MODEL, ApiError, ChatRequest, check_model, check_sampling, nowhere
 from aligner.environments.tools import Tools, load_agent
-from aligner.environments.worker import Worker, number
+from aligner.environments.worker import Worker, encoded, number, words
+from aligner.errors import EnvironmentCodeError
+from aligner.foreign import parse_json
+from aligner.processes import guarded
 
 
 @dataclass(frozen=True)
@@ -100,13 +103,14 @@ class Agents(Worker):
     async def listen(self) -> None:
         place = loopback()
         self.address = f"http://127.0.0.1:{place.getsockname()[1]}"
-        self._serving = asyncio.create_task(Listener(make_app(self)).serve(sockets=[place]))
+        self._serving = asyncio.create_task(Listener(make_app(self, MAX_REQUEST)).serve(sockets=[place]))
 
     async def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
         secret, sampling = new_secret(), request["sampling"]
         task = Task(request["messages"], request["row"], request["seed"])
         told = {name: sampling[name] for name in ("model", "temperature", "top_p", "max_tokens")}
         program = asyncio.create_task(self._program(task, f"{self.address}/{secret}/v1", told))
+        program.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it may be that nobody asks
         talk = self.objects[request["key"]] = self.talks[secret] = Talk(secret, program, sampling)
         return await talk.next()
 
@@ -152,15 +156,18 @@ class Agents(Worker):
         return self.talks[secret]
 
     async def _program(self, task: Task, base_url: str, sampling: dict[str, Any]) -> Any:
-        if self.function is None:
-            return await _commanded(self.cfg.command, task, base_url, sampling)
-        return await _threaded(self.function, task, base_url, sampling, **self.cfg.args)
+        try:
+            if self.function is None:
+                return await _commanded(self.cfg.command, task, base_url, sampling)
+            return await _threaded(self.threads.run, self.function, task, base_url, sampling, **self.cfg.args)
+        except (SystemExit, KeyboardInterrupt) as error:  # which would end all agents of this process
+            raise RuntimeError(words(error)) from None
 
 
-async def _threaded(function: Callable, *args: Any, **more: Any) -> Any:
+async def _threaded(run: Callable, function: Callable, *args: Any, **more: Any) -> Any:
     """An agent that blocks shall block itself alone: a coroutine has a loop of its own."""
     if not asyncio.iscoroutinefunction(function):
-        return await asyncio.to_thread(function, *args, **more)
+        return await run(function, *args, **more)
     begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = []
 
     async def noted() -> Any:
@@ -168,7 +175,7 @@ async def _threaded(function: Callable, *args: Any, **more: Any) -> Any:
         return await function(*args, **more)
 
     try:
-        return await asyncio.to_thread(lambda: asyncio.run(noted()))
+        return await run(lambda: asyncio.run(noted()))
     except asyncio.CancelledError:
         for loop, task in begun:
             with suppress(RuntimeError):  # it has come to its end
@@ -176,23 +183,38 @@ async def _threaded(function: Callable, *args: Any, **more: Any) -> Any:
         raise
 
 
-async def _commanded(words: list[str], task: Task, base_url: str, sampling: dict[str, Any]) -> Any:
+async def _commanded(command: list[str], task: Task, base_url: str, sampling: dict[str, Any]) -> Any:
     process = await asyncio.create_subprocess_exec(
-        *words,
+        *guarded(command),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"},
         start_new_session=True,
     )
+    assert process.stdin is not None and process.stdout is not None
     try:
-        out, _ = await process.communicate(json.dumps({"task": asdict(task), "sampling": sampling}).encode())
+        with suppress(ConnectionError):  # it need not read that
+            process.stdin.write(encoded({"task": asdict(task), "sampling": sampling}))
+            process.stdin.close()
+        last = await _last_line(process.stdout)
+        await process.wait()
     finally:
-        with suppress(ProcessLookupError):  # it, and whatever it has started
-            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            process.terminate()  # its guard kills it, and whatever it has started
     if process.returncode:
         raise RuntimeError(f"the program ended with exit code {process.returncode}")
-    lines = out.decode(errors="replace").split("\n")
-    return json.loads(next((line for line in reversed(lines) if line.strip()), ""))
+    return parse_json(last, "its last line", EnvironmentCodeError)
+
+
+async def _last_line(output: asyncio.StreamReader) -> bytes:
+    """That has more than blanks. Of what is printed no more is kept."""
+    last, rest = b"", b""
+    while part := await output.read(1 << 16):
+        *lines, rest = (rest + part).split(b"\n")
+        last = next((line for line in reversed(lines) if line.strip()), last)
+        if len(rest) > MAX_REQUEST:
+            raise ValueError(f"its output: expected lines of at most {MAX_REQUEST} bytes")
+    return rest if rest.strip() else last
 
 
 def reward_of(value: Any) -> float | None:

@@ -48,11 +48,11 @@ def new_secret() -> str:
     return secrets.token_urlsafe(32)
 
 
-def make_app(backend: Backend) -> Starlette:
+def make_app(backend: Backend, max_bytes: int = MAX_BYTES) -> Starlette:
     async def complete(request: Request) -> Response:
         secret = request.path_params["secret"]
         backend.model(secret)
-        asked = read_request(await _body(request))
+        asked = read_request(await _body(request, max_bytes))
         asked.again = request.headers.get("x-stainless-retry-count", "0") != "0"  # of OpenAI's clients
         parts: asyncio.Queue[tuple[str, str] | None] = asyncio.Queue()
         answer = asyncio.create_task(backend.complete(secret, asked, lambda *part: parts.put_nowait(part)))
@@ -80,12 +80,12 @@ def make_app(backend: Backend) -> Starlette:
     return Starlette(routes=routes, exception_handlers={ApiError: refused, HTTPException: refused})
 
 
-async def _body(request: Request) -> Any:
+async def _body(request: Request, most: int) -> Any:
     data = bytearray()
     async for part in request.stream():
         data += part
-        if len(data) > MAX_BYTES:
-            raise ApiError(f"expected a request of at most {MAX_BYTES} bytes", status=413)
+        if len(data) > most:
+            raise ApiError(f"expected a request of at most {most} bytes", status=413)
     try:
         return parse_json(bytes(data), "the request", DataError)
     except DataError as error:

@@ -1,46 +1,56 @@
 """A process of tools and environments: JSON lines {id, op, key, ...} in, {id, value} or {id, cause, text} out.
 
 Requests of one trajectory (`key`) come one after the other, those of several at a time: coroutines share one loop,
-other functions have a thread each. What takes longer than it may is given up; what cannot be
-given up (a thread that holds the interpreter) is the parent's to kill. Ends with its standard input.
+other functions have a thread each. {id, begun} says that code of the user's runs for a request. What takes longer than
+it may is given up, and {left} tells of how many threads; what cannot be given up (a thread that holds the interpreter)
+is the parent's to kill. Ends with its standard input.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import json
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from aligner.config.options import from_plain
 from aligner.config.sections.environment import EnvironmentConfig
+from aligner.environments.limits import CHARS, MAX_LINE, MAX_WORDS
 from aligner.environments.tools import Tools, load_tools, misfit
 
 THREADS = 1024
+QUIET = ("ready", "forget")  # none of the user's code runs for them
 MODELS_FAULT = (ValueError, ArithmeticError)  # of a tool: its text goes to the model; anything else is a failure
 
 
 class Worker:
     def __init__(self, cfg: EnvironmentConfig, tools: Tools, schemas: dict[str, Any]):
-        self.cfg, self.tools, self.schemas = cfg, tools, schemas
+        self.cfg, self.tools, self.schemas, self.threads = cfg, tools, schemas, Threads()
         self.objects: dict[str, Any] = {}  # environments by trajectory
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        try:
-            work = getattr(self, f"_{request['op']}")(request)
-            return {"id": request["id"], "value": await asyncio.wait_for(work, self.cfg.timeout_s)}
-        except TimeoutError:
+        work = asyncio.create_task(_settled(getattr(self, f"_{request['op']}")(request)))
+        await asyncio.wait((work,), timeout=self.cfg.timeout_s)
+        if not work.done():
+            work.cancel()  # whether it minds that or not
             cause, text = "hung", f"no answer in {self.cfg.timeout_s:g} s"
-        except BaseException as error:  # the user's code may raise anything; told, counted and tried again
-            cause, text = "raised", f"{type(error).__name__}: {error}"
-        await self._forget(request)  # it is tried again in another one
-        return {"id": request["id"], "cause": cause, "text": text}
+        elif work.cancelled():
+            cause, text = "raised", "CancelledError"
+        else:
+            value, text = work.result()
+            if not text:
+                return {"id": request["id"], "value": value, "left": self.threads.left}
+            cause = "raised"  # it is told, counted and tried again
+        await self._forget(request)  # in another environment
+        return {"id": request["id"], "cause": cause, "text": text, "left": self.threads.left}
 
     async def _ready(self, request: dict[str, Any]) -> None:
         """It has read what it needs."""
@@ -49,26 +59,26 @@ class Worker:
         """The messages that it opens with."""
         if self.tools.kind is None:
             return []
-        found = self.objects[request["key"]] = await _called(self.tools.kind, **self.cfg.args)
+        found = self.objects[request["key"]] = await self._called(self.tools.kind, **self.cfg.args)
         row = {"seed": request["seed"]} | {k: v for k, v in request["row"].items() if k != "seed"}
         taken = inspect.signature(found.reset).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
             row = {name: value for name, value in row.items() if name in taken}
-        opening = await _called(found.reset, **row)
+        opening = await self._called(found.reset, **row)
         if isinstance(opening, str):
             return [{"role": "user", "content": opening}]
-        good = opening is None or (
-            isinstance(opening, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in opening)
-        )
-        if not good:
+        if opening is not None and not (isinstance(opening, list) and all(map(_is_message, opening))):
             raise TypeError(f"reset returned {opening!r:.200}: expected None, a text or a list of {{role, content}}")
         return opening or []
 
     async def _turn(self, request: dict[str, Any]) -> dict[str, Any]:
         """What each call gives, as text; the turn's reward, and whether the environment is done."""
         found = self.objects.get(request["key"])
-        texts = [await self._call(found, call["name"], call["arguments"]) for call in request["calls"]]
-        reward = await _called(found.turn_reward) if hasattr(found, "turn_reward") else None
+        texts, room = [], min(CHARS * self.cfg.max_tokens, MAX_LINE // 8)
+        for call in request["calls"]:
+            texts.append(cut(await self._call(found, call["name"], call["arguments"]), room))
+            room = max(0, room - len(texts[-1]))
+        reward = await self._called(found.turn_reward) if hasattr(found, "turn_reward") else None
         wrong = sum(text.startswith("error: ") for text in texts)
         return {"texts": texts, "wrong": wrong, "reward": number(reward), "done": bool(getattr(found, "done", False))}
 
@@ -86,14 +96,19 @@ class Worker:
             if why := misfit(value, known.get(argument, {})):
                 return f"error: {name}: {argument}: {why}"
         try:
-            value = await _called(function, **arguments)
+            value = await self._called(function, **arguments)
         except MODELS_FAULT as cause:
             return f"error: {cause}"
         return value if isinstance(value, str) else json.dumps(value)
 
+    async def _called(self, function: Callable, **arguments: Any) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return await function(**arguments)
+        return await self.threads.run(function, **arguments)
+
     async def _score(self, request: dict[str, Any]) -> float | None:
         found = self.objects[request["key"]]
-        return number(await _called(found.get_reward)) if hasattr(found, "get_reward") else 0.0
+        return number(await self._called(found.get_reward)) if hasattr(found, "get_reward") else 0.0
 
     async def _forget(self, request: dict[str, Any]) -> None:
         self.objects.pop(request["key"], None)
@@ -110,10 +125,72 @@ async def _agents(cfg: EnvironmentConfig) -> Worker:
     return found
 
 
-async def _called(function: Callable, **arguments: Any) -> Any:
-    if inspect.iscoroutinefunction(function):
-        return await function(**arguments)
-    return await asyncio.to_thread(function, **arguments)
+class Threads:
+    """A thread for each call, of the loop's executor. Those whose call was given up go on: they cannot be ended."""
+
+    def __init__(self) -> None:
+        self._calls: set[Call] = set()
+
+    @property
+    def left(self) -> int:
+        return sum(call.given_up for call in list(self._calls))
+
+    async def run(self, function: Callable, *args: Any, **arguments: Any) -> Any:
+        call = Call()
+        context = contextvars.copy_context()
+
+        def work() -> Any:
+            try:
+                return context.run(function, *args, **arguments)
+            finally:
+                self._calls.discard(call)
+
+        self._calls.add(call)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, work)
+        except asyncio.CancelledError:
+            call.given_up = True
+            raise
+
+
+class Call:
+    given_up = False
+
+
+async def _settled(work: Awaitable[Any]) -> tuple[Any, str]:
+    """What it gives, as far as JSON has it; or why not. The user's code may raise anything, and what wants to leave the
+    program would take all others with it."""
+    try:
+        value = await work
+        if (size := len(encoded(value))) > MAX_LINE - 100:
+            raise ValueError(f"an answer of {size} bytes: expected at most {MAX_LINE}")
+        return value, ""
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        return None, words(error)
+
+
+def words(error: BaseException) -> str:
+    try:
+        return cut(f"{type(error).__name__}: {error}", MAX_WORDS)
+    except Exception:
+        return type(error).__name__
+
+
+def cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}\n(cut here, of {len(text)} characters)"
+
+
+def encoded(value: Any) -> bytes:
+    """No tokenizer takes half a surrogate pair, as in names of files that are no UTF-8."""
+    return json.dumps(value, ensure_ascii=False).encode(errors="replace")
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str | list)
+    )
 
 
 def number(value: Any) -> float | None:
@@ -124,11 +201,16 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-async def serve(worker: Worker, lines: asyncio.StreamReader, out: Callable[[str], None]) -> None:
+async def serve(worker: Worker, lines: asyncio.StreamReader, out: Callable[[bytes], object]) -> None:
     tasks: set[asyncio.Task] = set()
 
+    def say(reply: dict[str, Any]) -> None:
+        out(encoded(reply) + b"\n")
+
     async def one(request: dict[str, Any]) -> None:
-        out(json.dumps(await worker.answer(request), ensure_ascii=False) + "\n")
+        if request["op"] not in QUIET:
+            say({"id": request["id"], "begun": True})
+        say(await worker.answer(request))
 
     while line := await lines.readline():
         task = asyncio.create_task(one(json.loads(line)))
@@ -139,8 +221,7 @@ async def serve(worker: Worker, lines: asyncio.StreamReader, out: Callable[[str]
 async def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent's: a batch system sends them to all processes
         signal.signal(number, signal.SIG_IGN)
-    # no tokenizer takes half a surrogate pair, as in names of files that are no UTF-8
-    replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)  # a child that is forked has nothing of it to write
     os.dup2(2, 1)  # what tools print shall not be taken for an answer
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(THREADS))
@@ -149,9 +230,15 @@ async def main() -> None:
     cfg = from_plain(EnvironmentConfig, json.loads(await lines.readline()), "environment", EnvironmentConfig)
     known = {schema["function"]["name"]: schema["function"] for schema in json.loads(await lines.readline())}
     worker: Worker = Worker(cfg, load_tools(cfg), known) if not cfg.agent else await _agents(cfg)
-    await serve(worker, lines, replies.write)
+    await serve(worker, lines, partial(_write, replies.fileno()))
     await worker.end()
     os._exit(0)  # a thread that hangs shall not keep the process
+
+
+def _write(handle: int, data: bytes) -> None:
+    """All of it: a line goes out whole before the next one."""
+    while data:
+        data = data[os.write(handle, data) :]
 
 
 if __name__ == "__main__":

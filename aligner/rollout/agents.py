@@ -106,11 +106,13 @@ class AgentGenerator(TurnGenerator):
         if "end" in value:
             play.stop, play.failure = Stop.FAILED, "raised: the agent came to its end without a request"
             return
-        messages = self._taken(play, value)
+        messages, what = self._taken(play, value), "environment.agent: a first request has a prompt"
+        if not self._opens(play, messages, what):
+            return
         if (given := play.dialogue and play.dialogue.try_begin(messages)) is None:
             self._end(play, Stop.TEMPLATE)
         else:
-            self._open(play, messages, given, "environment.agent: a first request has a prompt")
+            self._open(play, messages, given, what)
 
     def _next(self, play: AgentPlay, value: dict[str, Any], sampling: SamplingParams) -> None:
         if "end" in value:

@@ -106,13 +106,13 @@ class RolloutSource:
 
     def _check_failures(self, step: int, samples: list[Sample], metrics: ScalarMetrics) -> None:
         """Raises EnvironmentFailedError on every rank."""
-        if metrics[f"stop/{Stop.FAILED}"] == 1.0:
+        if metrics["environment/failed"] == 1.0:
             first = samples[0].trajectory
             assert first is not None
             self.score.rewards.forget_failures(step if self.ahead is None else self.ahead.give_up(step))
+            tries = f", asked {first.retried + 1} times (environment.retries)," if first.stop == Stop.FAILED else ""
             raise EnvironmentFailedError(
-                f"environment: all trajectories of a rollout failed, each asked {first.retried + 1} times "
-                f"(environment.retries); the first one {first.failure}"
+                f"environment: all trajectories of a rollout failed; the first one{tries} {first.failure}"
             )
 
     def _scored(self, requests: list[Request]) -> Groups:

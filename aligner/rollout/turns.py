@@ -23,7 +23,9 @@ from aligner.data.tokenizer import decode_responses
 from aligner.engines.base import RolloutEngine, TellingEngine
 from aligner.engines.native.fleet import ServingEngine
 from aligner.engines.native.remote import RemoteEngine
-from aligner.environments.pool import CAUSES, Pool, Session
+from aligner.environments.limits import CHARS
+from aligner.environments.pool import Pool, Session
+from aligner.environments.process import CAUSES
 from aligner.errors import DataError, EngineError
 from aligner.ops.packing.rows import column
 from aligner.ops.packing.turns import Row, Turn, rows_of
@@ -212,17 +214,34 @@ class TurnGenerator:
         return self.kind(place, index, seed, prompt, given, session, messages, rollout=request.rollout)
 
     def _opened(self, play: Play, opening: list[dict[str, Any]]) -> None:
-        if opening:
-            messages = play.messages + opening
-            self._open(play, messages, self.dialogue.begin(messages), "environment.path: reset made a prompt")
+        if not opening:
+            return
+        messages = play.messages + opening
+        if self._opens(play, messages, "environment.path: reset made a prompt"):
+            if (given := self.dialogue.try_begin(messages)) is None:
+                play.stop, play.failure = Stop.TEMPLATE, "template: the chat template does not render what reset made"
+            else:
+                self._open(play, messages, given, "environment.path: reset made a prompt")
+
+    def _opens(self, play: Play, messages: list[dict[str, Any]], what: str) -> bool:
+        """Whether it is worth the tokenizer's time."""
+        size, limit = characters(messages), CHARS * self.outside.longest_prompt
+        if size > limit:
+            self._too_long(play, f"{what} of {size} characters")
+        return size <= limit
 
     def _open(self, play: Play, messages: list[dict[str, Any]], given: Given, what: str) -> None:
         """With another prompt than the row's."""
-        play.messages, play.given, tokens = messages, given, given.tokens
-        if len(tokens) > self.outside.longest_prompt:
-            expected = f"at most data.max_prompt_tokens={self.outside.longest_prompt}"
-            raise DataError(f"{what} of {len(tokens)} tokens: expected {expected}")
-        play.prompt = replace(play.prompt, tokens=tokens, text=given.text, messages=tuple(messages))
+        if len(given.tokens) > self.outside.longest_prompt:
+            self._too_long(play, f"{what} of {len(given.tokens)} tokens")
+            return
+        play.messages, play.given = messages, given
+        play.prompt = replace(play.prompt, tokens=given.tokens, text=given.text, messages=tuple(messages))
+
+    def _too_long(self, play: Play, what: str) -> None:
+        """It has no answer that could be learned from."""
+        expected = f"expected at most data.max_prompt_tokens={self.outside.longest_prompt}"
+        play.stop, play.failure = Stop.PROMPT, f"prompt: {what}: {expected}"
 
     def _round(self, plays: list[Play], sampling: SamplingParams) -> None:
         """An answer of each; questions to tools and environments are on their way when it is there."""
@@ -319,6 +338,8 @@ class TurnGenerator:
             self._end(play, Stop.TURNS)
         elif cfg.max_seconds and play.seconds > cfg.max_seconds:
             self._end(play, Stop.SECONDS)
+        elif characters(play.messages) > CHARS * (self.outside.longest_prompt + cfg.max_tokens):
+            self._end(play, Stop.TOKENS)  # which is not worth the tokenizer's time
         elif (given := dialogue.follow(play.given, play.turns[-1].output, play.messages)) is None:
             self._end(play, Stop.TEMPLATE)
         elif self._tokens_behind(play, given) + sampling.max_response_tokens > cfg.max_tokens:
@@ -377,6 +398,12 @@ class TurnGenerator:
         )
 
 
+def characters(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Of their texts."""
+    texts = (message.get("content") or "" for message in messages)
+    return sum(len(text if isinstance(text, str) else str(text)) for text in texts)
+
+
 def trajectory_sums(samples: Sequence[Sample]) -> tuple[Sums, dict[str, float]]:
     """stop/<reason>, environment/*: sums to be divided and maxima, of samples of which some may be no trajectories."""
     found = [sample.trajectory for sample in samples if sample.trajectory is not None]
@@ -387,6 +414,7 @@ def trajectory_sums(samples: Sequence[Sample]) -> tuple[Sums, dict[str, float]]:
         for cause in CAUSES
     }
     sums |= {
+        "environment/failed": (float(sum(bool(t.failure) for t in found)), n),
         "environment/turns_mean": (float(sum(t.turns for t in found)), n),
         "environment/rows_mean": (float(sum(t.rows for t in found)), n),
         "environment/call_errors": (float(sum(t.wrong for t in found)), n),

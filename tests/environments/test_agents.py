@@ -164,12 +164,12 @@ def test_an_agent_plays_and_its_answers_are_in_the_log(pool):
         return session, [event, second, reply(talking, session, second, "it is 3")]
 
     live, events = play(pool("calculate"))
-    assert live.worker is not None
+    assert live.process is not None
     assert [m["role"] for m in events[1]["value"]["request"]["messages"]] == ["user", "assistant", "tool"]
     assert events[1]["value"]["request"]["messages"][2]["content"] == "3"
     assert events[2]["value"]["end"] == 1.0 and events[2]["value"]["value"]["turns"] == 4
     again, told = play(pool("calculate"))
-    assert again.worker is None and told == events  # to the second on the clock: nobody was asked
+    assert again.process is None and told == events  # to the second on the clock: nobody was asked
 
 
 @pytest.mark.slow

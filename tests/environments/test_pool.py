@@ -150,27 +150,28 @@ def test_one_that_holds_its_interpreter_is_killed_and_another_one_asked(tmp_path
 def test_a_process_that_ended_between_two_questions_is_replaced(tmp_path):
     pool, session = make_pool(tmp_path, path=f"{FILE}:Guess"), Session("1", 2, {})
     pool.ask(session, "reset", seed=2, row={}).result(300)
-    (worker,) = pool._workers
-    worker.process.kill()
-    asyncio.run_coroutine_threadsafe(worker.process.wait(), pool._loop).result(300)
+    before = session.process
+    before.transport.kill()
+    asyncio.run_coroutine_threadsafe(asyncio.wait([before.ended]), pool._loop).result(300)
     found = turn(pool, session, call("guess", number=1))
-    assert found["value"]["texts"] == ["too low"] and found["retried"] == 0 and worker.number == 1
+    assert found["value"]["texts"] == ["too low"] and found["retried"] == 0 and session.process is not before
 
 
 def test_its_processes_end_with_it_also_where_their_own_thread_lets_it_go(tmp_path):
     """As the collector may."""
     pool, let_go = make_pool(tmp_path, path=f"{FILE}:Guess"), asyncio.Event()
-    pool.ask(Session("1", 2, {}), "reset", seed=2, row={}).result(300)
+    session = Session("1", 2, {})
+    pool.ask(session, "reset", seed=2, row={}).result(300)
 
     async def hold(pool):
         await let_go.wait()
         return threading.current_thread()
 
-    loop, (worker,), held = pool._loop, pool._workers, asyncio.run_coroutine_threadsafe(hold(pool), pool._loop)
+    loop, process, held = pool._loop, session.process, asyncio.run_coroutine_threadsafe(hold(pool), pool._loop)
     del pool
     loop.call_soon_threadsafe(let_go.set)
     held.result(300).join(300)
-    assert loop.is_closed() and worker.process.returncode is not None
+    assert loop.is_closed() and process.transport.get_returncode() is not None
 
 
 def test_what_is_no_unicode_is_replaced(tmp_path):
@@ -195,16 +196,16 @@ def test_answers_are_read_before_anyone_is_asked(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])  # a kill: the answer to the second guess was being written
     again = make_pool(tmp_path, path=f"{FILE}:Guess")
     session, second = play(again, 0)
-    assert second[0] == first[0] and session.worker is None  # to the second on the clock: nobody was asked
+    assert second[0] == first[0] and session.process is None  # to the second on the clock: nobody was asked
     assert turn(again, session, call("guess", number=1))["value"] == first[1]["value"]
-    assert session.worker is not None and again.ask(session, "score").result(300)["value"] == 0.0
+    assert session.process is not None and again.ask(session, "score").result(300)["value"] == 0.0
     assert turn(again, session, call("guess", number=2))["value"]["texts"] == ["right"]
     other, _ = play(make_pool(tmp_path, path=f"{FILE}:Guess"), 3)  # another question than the one answered
-    assert other.worker is not None
+    assert other.process is not None
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0].replace("below", "above"), *lines[1:]]) + "\n")
     changed, _ = play(make_pool(tmp_path, path=f"{FILE}:Guess"))
-    assert changed.worker is not None  # a line that does not have its checksum is none
+    assert changed.process is not None  # a line that does not have its checksum is none
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from aligner.config.sections.rewards import RewardConfig
 from aligner.data.dialogue import Dialogue
 from aligner.data.tokenizer import train_tokenizer
 from aligner.data.tool_calls import written
+from aligner.environments.limits import CHARS
 from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
-from aligner.errors import DataError, EnvironmentFailedError
+from aligner.errors import EnvironmentFailedError
 from aligner.rewards.composite import RewardPipeline, Scores
 from aligner.rewards.environment import EnvironmentReward
 from aligner.rollout.collate import collate
@@ -208,18 +210,78 @@ def test_a_failing_environment_makes_the_sample_invalid_never_zero(play, tmp_pat
     assert math.isnan(scores.total[0]) and scores.valid == [False, True] and scores.total[1] == 0.0
     sums, _ = trajectory_sums(groups.samples)
     assert sums["environment/failed_raised"] == (1.0, 2.0) and sums["environment/retried"] == (1.0, 2.0)
-    with pytest.raises(EnvironmentFailedError, match=r"each asked 2 times \(environment\.retries\).*no network"):
-        RolloutSource(None, None, None, scorer, AlgorithmConfig())._check_failures(1, [broken], {"stop/failed": 1.0})
+    with pytest.raises(
+        EnvironmentFailedError, match=r"first one, asked 2 times \(environment\.retries\), .*no network"
+    ):
+        RolloutSource(None, None, None, scorer, AlgorithmConfig())._check_failures(
+            1, [broken], {"environment/failed": 1.0}
+        )
     answers = (tmp_path / "run" / "step-00000001-rank-00000.jsonl").read_text()  # a later start asks again
     assert "no network" not in answers and len(answers.splitlines()) == 3
     shy, _ = play(lambda text, seed: "no", path=f"{FILE}:Shy", folder="shy")  # no reward is none, not 0
     assert scorer.combined(scorer(shy), update=False).valid == [False]
 
 
-def test_a_prompt_that_an_environment_makes_too_long_is_told(play, tmp_path):
-    (tmp_path / "long.py").write_text("class Long:\n    def reset(self, seed):\n        return 'x' * 200\n")
-    with pytest.raises(DataError, match=r"environment\.path: reset made a prompt of 2\d\d tokens: .*_tokens=100"):
-        play(twice, path=f"{tmp_path / 'long.py'}:Long", tools=[f"{FILE}:add"])
+OPENS = {
+    "tokens": (
+        "'x' * 200",
+        Stop.PROMPT,
+        r"prompt: environment\.path: reset made a prompt of 2\d\d tokens: .*_tokens=100",
+    ),
+    "characters": ("'x' * 3_000_000", Stop.PROMPT, r"prompt: .* of 3000001 characters: expected at most .*_tokens=100"),
+    "a list": ("[{'role': 'user', 'content': 'y' * 40}] * 5", Stop.PROMPT, r"prompt: .* tokens"),
+    "what no template renders": ("'bad'", Stop.TEMPLATE, r"template: "),
+    "no text": ("[{'role': 'user', 'content': 3}]", Stop.FAILED, r"raised: TypeError: reset returned"),
+    "a size beyond an answer's": ("'x' * (17 << 20)", Stop.FAILED, r"raised: ValueError: an answer of \d+ bytes"),
+}
+
+
+@pytest.mark.parametrize("kind", OPENS)
+def test_one_opening_that_cannot_be_ends_one_trajectory(play, tmp_path, world, kind):
+    """Of a group with good ones; its reason is counted, and a rollout of nothing else says it."""
+    opening, stop, words = OPENS[kind]
+    refuses = "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('no') }}{% endif %}"
+    own = train_tokenizer([], str(tmp_path / "own"), 261, chat_template=refuses + TEMPLATE)
+    (tmp_path / "opens.py").write_text(
+        "class Opens:\n"
+        "    def reset(self, seed, n):\n"
+        f"        return 'so' if n else {opening}\n\n"
+        "    def get_reward(self):\n        return 1.0\n"
+    )
+    more = {"path": f"{tmp_path / 'opens.py'}:Opens", "tools": [f"{FILE}:add"], "retries": 0, "tokenizer": own}
+    groups, _ = play(lambda text, seed: "fine", seeds=((5, 6),), row={"n": 0}, **more)
+    good, _ = play(lambda text, seed: "fine", seeds=((5, 6),), row={"n": 1}, folder="good", **more)
+    for sample in groups.samples:
+        told = sample.trajectory
+        assert told.stop == stop and re.search(words, told.failure) and not sample.tokens and told.turns == 0
+    assert all(not sample.trajectory.failure and sample.finished for sample in good.samples)
+    sums, _ = trajectory_sums([*groups.samples, *good.samples])
+    assert sums[f"stop/{stop}"] == (2.0, 4.0) and sums["environment/failed"] == (2.0, 4.0)
+    scorer = Scorer(RewardPipeline([(EnvironmentReward(), 1.0)], RewardConfig()), world)
+    scores = scorer.combined(scorer(groups), update=False)
+    assert scores.valid == [False, False] and all(map(math.isnan, scores.total))
+    with pytest.raises(EnvironmentFailedError, match=words):
+        RolloutSource(None, None, None, scorer, AlgorithmConfig())._check_failures(
+            1, groups.samples, {"environment/failed": 1.0}
+        )
+
+
+@pytest.mark.parametrize("name", ["long", "endless"])
+def test_a_long_result_leaves_no_room_and_is_cut_for_the_log(play, tmp_path, name):
+    """100 MB of text, by one call or by many."""
+    (tmp_path / "says.py").write_text(
+        "class Says:\n    def reset(self, seed):\n        pass\n\n"
+        '    def long(self) -> str:\n        """Says."""\n        return "a b " * 25_000_000\n\n'
+        '    def endless(self) -> str:\n        """Says."""\n        return "\\x01" * 10_000_000\n'
+    )
+    script = lambda text, seed: "\n".join([call(name)] * (1 if name == "long" else 3))  # noqa: E731
+    groups, _ = play(script, path=f"{tmp_path / 'says.py'}:Says", max_tokens=200)
+    (sample,) = groups.samples
+    assert sample.trajectory.stop == Stop.TOKENS and not sample.trajectory.failure and len(sample.tokens) <= 200
+    texts = [message["content"] for message in sample.trajectory.messages if message["role"] == "tool"]
+    assert all("(cut here, of " in text for text in texts)
+    assert 200 < sum(map(len, texts)) < 200 * CHARS + 100 * len(texts)
+    assert (tmp_path / "run" / "step-00000001-rank-00000.jsonl").stat().st_size < 1 << 20
 
 
 @pytest.mark.slow
