@@ -306,13 +306,6 @@ CASES = {
         2,
         ["chat template", "model.tokenizer"],
     ),
-    "pad is EOS": (
-        "sft",
-        ["model.tokenizer={x}/pad_is_eos"],
-        DataError,
-        2,
-        ["model.tokenizer=", "distinct from EOS", "pad == eos == '<eos>'"],
-    ),
     "vocabulary mismatch": (
         "sft",
         ["model.init={sft}", "model.tokenizer={x}/larger"],
@@ -517,10 +510,9 @@ def places(tiny_data, tiny_runs, tmp_path_factory):
     stages.write_jsonl(x / "unnamed.jsonl", [*named, {"prompt": "a:", "completion": "b", "who": "c"}])
     (x / "broken.py").write_text("def f(:\n")
     train_tokenizer(["say say say"] * 9, str(x / "larger"), 265)
-    for name in ("no_eos", "no_chat", "pad_is_eos", "swapped"):
+    for name in ("no_eos", "no_chat", "swapped"):
         shutil.copytree(tiny_data / "tokenizer", x / name)
     edit(x / "no_eos" / "tokenizer_config.json", lambda c: c.update(eos_token=None))
-    edit(x / "pad_is_eos" / "tokenizer_config.json", lambda c: c.update(pad_token="<eos>"))
     edit(x / "no_chat" / "tokenizer_config.json", lambda c: c.pop("chat_template", None))
     (x / "no_chat" / "chat_template.jinja").unlink(missing_ok=True)
 

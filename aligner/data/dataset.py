@@ -75,7 +75,7 @@ class PreferenceDataset:
         reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
         self.report = reading.report
         self._chosen, self._rejected = Ragged(np.int32), Ragged(np.int32)
-        margins, stop, fix = [], stop_token_ids(tokenizer), data.chat_template == "auto"
+        margins, stop, fix, equal = [], stop_token_ids(tokenizer), data.chat_template == "auto", 0
         for chunk in reading.chunks(lambda row: row.chosen):
             prompts, where = [row.prompt for row in chunk], [row.where for row in chunk]
             answers = [*(row.chosen for row in chunk), *(row.rejected for row in chunk)]
@@ -88,6 +88,9 @@ class PreferenceDataset:
                     self._chosen.append(chosen[:limit])
                     self._rejected.append(rejected[:limit])
                     margins.append(row.margin or 0.0)
+                    equal += chosen == rejected
+        if equal:
+            self.report.note(f"{equal} pairs have equal answers: they have no gradient")
         self._margins = np.asarray(margins, dtype=np.float32)
 
     def __len__(self) -> int:
@@ -180,7 +183,8 @@ class ScoredDataset(TokenRows):
 
 
 class PromptDataset(TokenRows):
-    """Prompts to generate from. Longer ones than data.max_prompt_tokens are dropped, or keep their last tokens.
+    """Prompts to generate from. Longer ones than data.max_prompt_tokens are dropped; or texts keep their last tokens,
+    behind BOS where they begin with it. A conversation is never cut: its template's beginning would be lost.
 
     `Prompt.id` is the row number in the file, whatever was dropped before it. A column that only other rows have is
     None. A prompt is made when it is asked for, of what was kept of its row: files may be larger than memory, and
@@ -198,23 +202,27 @@ class PromptDataset(TokenRows):
         super().__init__(reading.report)
         self._rest = Ragged(np.uint8)
         self._columns: dict[str, None] = {}
-        numbers = count()
+        numbers, conversations = count(), False
         for chunk in reading.chunks(lambda row: row.prompt):
             self._columns |= {name: None for row in chunk for name in row.fields}
             where, tools = [row.where for row in chunk], [row.tools for row in chunk]
+            conversations |= any(not isinstance(row.prompt, str) for row in chunk)
             ids = encode_prompts(tokenizer, [row.prompt for row in chunk], where, tools, data.template_arguments)
-            texts = tokenizer.batch_decode([tokens[-limit:] for tokens in ids], skip_special_tokens=False)
-            for row, tokens, text, number in zip(chunk, ids, texts, numbers, strict=False):
-                if not tokens:
+            ids, whole = [_last(tokens, limit, tokenizer.bos_token_id) for tokens in ids], ids
+            texts = tokenizer.batch_decode(ids, skip_special_tokens=False)
+            for row, tokens, every, text, number in zip(chunk, ids, whole, texts, numbers, strict=False):
+                if not every:
                     raise DataError(
                         f"{row.where}: expected a prompt of at least one token, found {row.prompt!r} ({key})"
                     )
-                if reading.fits(tokens):
+                if reading.fits(every, learns=isinstance(row.prompt, str)):
                     messages = None if isinstance(row.prompt, str) else tuple(row.prompt)
                     # a pickle, because columns may hold what Parquet does; nobody else writes or reads it
                     rest = pickle.dumps((row.where, number, text, row.fields, messages))
-                    self._tokens.append(tokens[-limit:])
+                    self._tokens.append(tokens)
                     self._rest.append(np.frombuffer(rest, np.uint8))
+        if conversations and reading.cut and self.report.dropped:
+            self.report.note("conversations are dropped, not truncated: the template's beginning would be lost")
 
     def __getitem__(self, index: int) -> Prompt:
         _, number, text, fields, messages = pickle.loads(self._rest[index])
@@ -223,6 +231,14 @@ class PromptDataset(TokenRows):
     def where(self, index: int) -> str:
         """`file, row n` of a prompt."""
         return pickle.loads(self._rest[index])[0]
+
+
+def _last(tokens: list[int], limit: int, bos: int | None) -> list[int]:
+    """At most `limit` tokens: the last ones, behind BOS where the text begins with it."""
+    if len(tokens) <= limit:
+        return tokens
+    head = tokens[:1] if tokens[0] == bos and limit > 1 else []
+    return head + tokens[len(head) - limit :]
 
 
 def _check_prompt(row: PreferenceRow, chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[int]]):

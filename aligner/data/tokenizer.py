@@ -43,9 +43,9 @@ _announced: set[str] = set()
 def load_tokenizer(folder: str, announce: bool = True) -> PreTrainedTokenizerBase:
     """Load a tokenizer folder, without any network access.
 
-    A tokenizer without a pad token (Llama-3) gets a reserved, padding or unknown token it already has; that is printed
-    once if `announce`. Raises DataError if the folder is missing or holds no tokenizer, or if that has no EOS, no
-    possible pad token, or a pad token that is its EOS (padding would then be taken for the end of a text).
+    A tokenizer without a pad token (Llama-3) gets a reserved, padding or unknown token it already has, or else its EOS;
+    that is printed once if `announce`. The pad token may be EOS: rows have lengths and masks, nobody looks for padding
+    by its id. Raises DataError if the folder is missing or holds no tokenizer, or if that has no EOS.
     """
     if not folder or not Path(folder).expanduser().is_dir():
         hint = hub_hint("model.tokenizer", folder)
@@ -70,24 +70,12 @@ def load_tokenizer(folder: str, announce: bool = True) -> PreTrainedTokenizerBas
         raise DataError(
             f"model.tokenizer={folder!r}: expected an EOS token, found none; set eos_token in tokenizer_config.json"
         )
-    candidate = _pad_candidate(tokenizer)
     if tokenizer.pad_token_id is None:
-        if candidate is None:
-            raise DataError(
-                f"model.tokenizer={folder!r}: expected a pad token, found none and no reserved token to use; "
-                "add a special token (for example <pad>) and set pad_token in tokenizer_config.json"
-            )
-        tokenizer.pad_token = candidate
+        tokenizer.pad_token = _pad_candidate(tokenizer) or tokenizer.eos_token
         if announce and path not in _announced:
             _announced.add(path)
-            print(
-                f"tokenizer {folder}: no pad token, using {candidate!r} (id {tokenizer.pad_token_id})", file=sys.stderr
-            )
-    if tokenizer.pad_token_id == tokenizer.eos_token_id:
-        raise DataError(
-            f"model.tokenizer={folder!r}: expected a pad token distinct from EOS, found pad == eos == "
-            f"{tokenizer.eos_token!r}; set pad_token in tokenizer_config.json to {candidate or 'a new special token'!r}"
-        )
+            name = tokenizer.pad_token
+            print(f"tokenizer {folder}: no pad token, using {name!r} (id {tokenizer.pad_token_id})", file=sys.stderr)
     return tokenizer
 
 

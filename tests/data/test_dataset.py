@@ -218,6 +218,28 @@ def test_prompts_keep_row_numbers_fields_and_tail(byte):
     assert cut[0].text == "tail" and byte.decode(list(cut[0].tokens)) == "tail" and cut.report.truncated == 1
 
 
+def test_a_prompt_that_is_cut_keeps_its_head(with_bos, chatml):
+    """Of a text BOS; a conversation, which has its template's head, is dropped and counted."""
+    data = DataConfig(max_prompt_tokens=4, overlong="truncate")
+    bos = with_bos.bos_token_id
+    for text in ("zzzzzzzz", "zz"):
+        whole = with_bos(text)["input_ids"]
+        (found,) = PromptDataset(prompt_rows([{"prompt": text}], data), with_bos, data)
+        assert list(found.tokens) == ([bos, *whole[-3:]] if len(whole) > 4 else whole) and whole[0] == bos
+    chats = [[{"role": "user", "content": text}] for text in ("z", "z" * 40)]
+    rows = prompt_rows([{"prompt": chat} for chat in chats], data)
+    found = PromptDataset(rows, chatml, DataConfig(max_prompt_tokens=30, overlong="truncate"))
+    assert [prompt.id for prompt in found] == [0] and (found.report.dropped, found.report.truncated) == (1, 0)
+    assert "conversations are dropped, not truncated" in str(found.report)
+    with pytest.raises(DataError, match=r"Raise data\.max_prompt_tokens$"):
+        PromptDataset(rows[1:], chatml, DataConfig(max_prompt_tokens=30, overlong="truncate"))
+
+
+def test_equal_pairs_of_a_reward_model_are_counted(byte):
+    data = PreferenceDataset([PreferenceRow("p", "a", "a"), PreferenceRow("p", "a", "b")], byte, DataConfig())
+    assert "1 pairs have equal answers: they have no gradient" in str(data.report) and len(data) == 2
+
+
 def test_a_column_that_only_other_prompts_have_is_none(byte):
     rows = prompt_rows([{"prompt": "p", "answer": 4}, {"prompt": "q", "tests": ["t"]}], DataConfig())
     found = PromptDataset(rows, byte, DataConfig())

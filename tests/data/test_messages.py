@@ -103,10 +103,7 @@ def test_calls_in_their_other_shapes():
         ([call('{"a": 1, "a": 2}')], "the key 'a' comes twice"),
         ([call("[1]")], r"tool_calls\[0\], arguments of add=.*expected a JSON object, or its JSON text"),
         ([call('"{}"')], r"tool_calls\[0\], arguments of add=.*expected a JSON object"),
-        (
-            [call({"day": datetime.date(2026, 1, 2)})],
-            r"tool_calls\[0\], arguments of add: .*values that JSON has .*date",
-        ),
+        ([call({"d": datetime.date(2026, 1, 2)})], r"tool_calls\[0\], .* of add: expected values that JSON has .*date"),
         ([{"function": "add", "arguments": {}}], r"tool_calls\[0\]=.*expected a call"),
         (["add"], r"tool_calls\[0\]='add': expected a call"),
         ({"name": "add"}, r"tool_calls=.*expected a list of calls"),

@@ -7,6 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from aligner.config.sections.data import DataConfig
+from aligner.data.collate import collate_sft
+from aligner.data.dataset import SftDataset
+from aligner.data.formats import SftRow
 from aligner.data.tokenizer import (
     byte_tokenizer,
     check_vocab,
@@ -88,10 +92,22 @@ def test_no_eos_is_refused(make_folder):
         load_tokenizer(make_folder(eos=None))
 
 
-def test_pad_equal_to_eos_is_refused_with_a_distinct_suggestion(make_folder):
-    folder = make_folder(pad="<|im_end|>", extra=["<|reserved_special_token_0|>"])
-    with pytest.raises(DataError, match=r"pad == eos == '<\|im_end\|>'.*'<\|reserved_special_token_0\|>'"):
-        load_tokenizer(folder)
+def test_pad_may_be_eos_and_eos_is_still_learned(make_folder):
+    """As in all base models of Qwen: items and batches are those of a tokenizer with another pad token, but for the
+    padding."""
+    same, other = load_tokenizer(make_folder(pad="<|im_end|>")), load_tokenizer(make_folder())
+    assert same.pad_token_id == same.eos_token_id != other.pad_token_id
+    rows = [SftRow(prompt="what", completion=text) for text in (" is", " is the answer", "")]
+    batches = []
+    for tokenizer in (same, other):
+        data = SftDataset(rows, tokenizer, DataConfig())
+        batches.append(collate_sft([data[i] for i in range(3)], tokenizer.pad_token_id))
+    one, two = batches
+    assert one.lengths.tolist() == two.lengths.tolist() and one.loss_mask.tolist() == two.loss_mask.tolist()
+    for row, length, mask in zip(one.tokens, one.lengths.tolist(), one.loss_mask.tolist(), strict=True):
+        assert row[length - 1] == same.eos_token_id and mask[length - 2 : length].count(1) and not any(mask[length:])
+    for a, b, n in zip(one.tokens.tolist(), two.tokens.tolist(), one.lengths.tolist(), strict=True):
+        assert a[:n] == b[:n]
 
 
 @pytest.mark.parametrize(
@@ -110,9 +126,10 @@ def test_missing_pad_takes_a_reserved_token_and_says_so_once(make_folder, capsys
     assert capsys.readouterr().err == ""
 
 
-def test_missing_pad_without_a_candidate_is_refused(make_folder):
-    with pytest.raises(DataError, match=r"expected a pad token, found none"):
-        load_tokenizer(make_folder(pad=None))
+def test_missing_pad_without_a_candidate_is_eos(make_folder, capsys):
+    tokenizer = load_tokenizer(make_folder(pad=None))
+    assert tokenizer.pad_token == tokenizer.eos_token == "<|im_end|>"
+    assert "no pad token, using '<|im_end|>'" in capsys.readouterr().err
 
 
 def test_decode_responses_ignores_padding_and_specials(byte):
