@@ -152,3 +152,24 @@ def test_template_that_refuses_a_role_names_the_row(byte):
 def test_nothing_to_learn_names_the_row(request, name):
     with pytest.raises(DataError, match=r"data.jsonl, row 1: expected at least one token to learn"):
         encode_sft(request.getfixturevalue(name), [row([{"role": "user", "content": "q"}])])
+
+
+@pytest.mark.parametrize("text", ["4", " 4", "5+4", "44"])
+@pytest.mark.parametrize("prompt", ["Q:2+2=", "Q:4", ""])
+def test_a_completion_gets_no_blank_from_a_tokenizer_that_puts_one_before_texts(tmp_path, prompt, text):
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<unk>", "</s>", "<pad>", *"▁Q:0123456789+=\n", "▁4", "▁5"]
+    vocab = {name: i for i, name in enumerate(names)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "4"), ("▁", "5")], unk_token="<unk>"))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    core.add_special_tokens([AddedToken(x, special=True, normalized=False) for x in ("</s>", "<pad>")])
+    made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>", pad_token="<pad>")
+    made.save_pretrained(str(tmp_path))
+    tokenizer = load_tokenizer(str(tmp_path))
+    ((ids, _),) = encode_sft(tokenizer, [SftRow(prompt=prompt, completion=text, where="r")])
+    assert tokenizer.decode(ids[:-1]) == prompt + text and ids[-1] == tokenizer.eos_token_id
+    stop = [tokenizer.eos_token_id]
+    assert encode_answers(tokenizer, [prompt], [text], ["r"], stop) == [ids]

@@ -325,3 +325,17 @@ def test_attention_in_parts_and_both_ways(monkeypatch):
         monkeypatch.setattr(attention, "_SHORT_BF16", short)
         got = attention.decode_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, scratch, Scores())
         assert torch.allclose(got.view(9, 4, 8).float(), wanted, atol=0.05)
+
+
+@pytest.mark.parametrize("cut", [{}, {"temperature": 0.0}, {"temperature": 1.3}, {"top_k": 5}, {"top_p": 0.9}])
+def test_ids_beyond_the_tokenizer_are_never_sampled_and_logprobs_are_of_all(cut):
+    """Most of the mass lies there; without cuts the logprobs still are the trainer's."""
+    g = torch.Generator().manual_seed(3)
+    logits = torch.randn(400, 12, generator=g)
+    logits[:, 9:] += 4
+    sampling = SamplingParams(9, vocabulary=9, **cut)
+    found = sample(logits.clone(), torch.arange(400), torch.zeros(400, dtype=torch.int64), sampling)
+    assert int(found.tokens.max()) == 8
+    wanted = (logits / (sampling.temperature or 1)).log_softmax(-1).gather(1, found.tokens[:, None])[:, 0]
+    of_all = found.logprobs if found.full_logprobs is None else found.full_logprobs
+    assert torch.allclose(of_all, wanted, atol=1e-5)
