@@ -10,7 +10,8 @@ and the function has one of two signatures, with `reward.functions[i].args` as f
     def f(samples, **args) -> list[float | None]                      # samples: list[aligner.types.Sample]
     def f(prompts, completions, **columns) -> list[float | None]      # the convention of TRL
 
-or is a class that is made once, with args, and then called like the first.
+or is a class that is made once, with args, and then called like the first. Either may be `async def`: functions run at
+the same time on threads, and each call has an event loop of its own.
 
 The second is used when the function has a parameter `completions`: prompts and completions are texts, or, where the
 row's prompt is a conversation, lists of messages (a completion is one of the assistant's, or with environments all of
@@ -21,8 +22,9 @@ them if it takes **keywords.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from aligner.config.sections.rewards import RewardFunctionConfig
@@ -80,8 +82,10 @@ class FunctionReward:
 
     def _call(self, samples: Sequence[Sample]) -> Any:
         if not self._columns:
-            return self.function(list(samples), **self.args)
-        return self.function(**{**self._table(samples), **self.args})
+            values = self.function(list(samples), **self.args)
+        else:
+            values = self.function(**{**self._table(samples), **self.args})
+        return asyncio.run(_awaited(values)) if inspect.isawaitable(values) else values
 
     def _table(self, samples: Sequence[Sample]) -> dict[str, list]:
         table: dict[str, list] = {
@@ -124,6 +128,10 @@ class FunctionReward:
             raise RewardPathError(
                 f"{self.key}.args={self.args!r}: expected what `{self.name}(samples, ...)` needs: {cause}"
             ) from cause
+
+
+async def _awaited(values: Awaitable) -> Any:
+    return await values
 
 
 def _completion(sample: Sample) -> str | list[dict[str, Any]]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from aligner.config.sections.rewards import RewardFunctionConfig
+from aligner.config.sections.rewards import RewardConfig, RewardFunctionConfig
 from aligner.errors import RewardError
 from aligner.rewards.base import check_scores
+from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import FunctionReward, load_function
 from aligner.types import Prompt, Sample
 
@@ -76,6 +79,47 @@ def test_keywords_get_all_columns_and_absent_ones_are_none():
     rows[0].prompt.fields["answer"] = 4
     rows[1] = Sample(Prompt(1, (1,), "", {}), 0, "b", (1,), True)
     assert reward(f)(rows) == [4.0, None]
+
+
+async def waits(prompts, completions, answer, **columns):
+    await asyncio.sleep(0)
+    return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+
+class Waits:
+    async def __call__(self, samples):
+        return await asyncio.gather(*(self.one(s) for s in samples))
+
+    async def one(self, sample):
+        await asyncio.sleep(0)
+        return float(len(sample.response))
+
+
+def test_asynchronous_functions_are_awaited():
+    assert reward(waits)(samples("7", "8", answer="7")) == [1.0, 0.0]
+    assert reward(Waits())(samples("7", "88")) == [1.0, 2.0]
+
+
+def test_an_asynchronous_function_that_raises_names_the_sample():
+    async def f(samples):
+        await asyncio.sleep(0)
+        return [1 / (s.response != "bad") for s in samples]
+
+    with pytest.raises(RewardError, match=r"ZeroDivisionError") as caught:
+        reward(f)(samples("good", "bad"))
+    assert "prompt 11" in str(caught.value)
+
+
+def test_asynchronous_functions_run_at_the_same_time():
+    """Each waits for the other: one after the other, they would never end."""
+    both = threading.Barrier(2, timeout=60)
+
+    async def meets(samples):
+        await asyncio.to_thread(both.wait)
+        return [1.0 for _ in samples]
+
+    pair = [(FunctionReward(meets, name, {}, "reward.functions[0]"), 1.0) for name in ("one", "other")]
+    assert RewardPipeline(pair, RewardConfig()).functions(samples("a")) == {"one": [1.0], "other": [1.0]}
 
 
 @pytest.mark.parametrize(
