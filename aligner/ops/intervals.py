@@ -14,12 +14,14 @@ METHOD = f"{LEVEL:.0%}, percentiles of {RESAMPLES} bootstrap resamples"
 def bootstrap(numerators: Sequence[float], denominators: Sequence[float], seed: int = 0) -> tuple[float, float]:
     """The interval of sum(numerators) / sum(denominators), float [N] each: units (prompts, pairs, rows) are drawn with
     replacement, so that what belongs to one unit stays together. (Efron 1979, percentile method.) Where all units are
-    equal, the interval is a point, whatever N."""
+    equal, the interval is a point, whatever N. Draws of units that all have denominator 0 say nothing and are left
+    out."""
     top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     generator, count = np.random.default_rng(seed), len(top)
     means = np.empty(RESAMPLES)
     for i in range(RESAMPLES):
         drawn = generator.integers(0, count, count)
-        means[i] = top[drawn].sum() / bottom[drawn].sum()
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        weight = bottom[drawn].sum()
+        means[i] = top[drawn].sum() / weight if weight else np.nan
+    low, high = np.nanquantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)

@@ -14,6 +14,7 @@ Optional attributes of a reward object change how `RewardPipeline` runs it:
                  (reward/<name>/late), and none ends the run
     bounded      True: the function limits the time of each sample itself, and has a score where it is over; all of its
                  samples are waited for, reward.timeout_s does not apply
+    best_score   the largest that it can give: where that is less than eval.full_score, eval/accuracy does not ask it
     may_fail     True: NaN is an answer, too: the sample could not be scored, for a reason that is not its own, and is
                  invalid, whatever other functions say. More of these than reward.max_invalid_fraction end the run,
                  with the words of its method `failure`

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ class FunctionReward:
         self.per_sample = bool(getattr(function, "per_sample", False))
         self.late_score: float | None = getattr(function, "late_score", None)
         self.bounded = bool(getattr(function, "bounded", False))
+        self.best_score: float = getattr(function, "best_score", math.inf)
         self.may_fail = bool(getattr(function, "may_fail", False))
         self.checks_rows = hasattr(function, "unreadable")
         self.failure: Callable[[], str] = getattr(function, "failure", lambda: "no score in time")

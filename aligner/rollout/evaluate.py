@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from aligner.types import Sample, SamplingParams, ScalarMetrics, Sums
 
 
 class Verdict(NamedTuple):
-    correct: list[bool]  # full score from every function that applies
+    correct: list[bool]  # full score from every function that applies and can give it
     totals: list[float]  # weighted sum of the functions' scores
     components: dict[str, Component]  # each function's own scores
     means: Sums  # eval/*
@@ -40,9 +40,10 @@ def judge(samples: Sequence[Sample], rewards: RewardPipeline, config: EvalConfig
     """Score answers (prompt-major, `config.samples` each) by the reward functions."""
     components = rewards.functions(samples)
     full = config.full_score - 1e-6
+    able = able_to_give(config.full_score, rewards) or list(components)  # a penalty does not say what is right
     correct, totals = [], []
     for i in range(len(samples)):
-        known = [values[i] for values in components.values() if values[i] is not None]
+        known = [components[name][i] for name in able if components[name][i] is not None]
         correct.append(bool(known) and all(value >= full for value in known))
         terms = [(weight, components[reward.name][i] or 0.0) for reward, weight in rewards.rewards]
         totals.append(sum(weight * value for weight, value in terms if not math.isnan(value)))
@@ -53,10 +54,41 @@ def judge(samples: Sequence[Sample], rewards: RewardPipeline, config: EvalConfig
         "eval/response_tokens": (float(sum(len(s.tokens) for s in samples)), n),
         "eval/eos_fraction": (float(sum(s.finished for s in samples)), n),
     }
+    for name, values in components.items():
+        scores = known_scores(values)
+        means[f"eval/{name}/mean"] = (math.fsum(scores), float(len(scores)))
     if k > 1:
         right = [any(correct[i : i + k]) for i in range(0, len(correct), k)]
         means["eval/pass_at_k"] = (float(sum(right)), float(len(right)))
     return Verdict(correct, totals, components, means)
+
+
+def known_scores(component: Component) -> list[float]:
+    """Of the answers that a function applies to and could score."""
+    return [value for value in component if value is not None and not math.isnan(value)]
+
+
+def able_to_give(full_score: float, rewards: RewardPipeline) -> list[str]:
+    """The functions whose `best_score`, where they name one, is not below it."""
+    return [r.name for r, _ in rewards.rewards if getattr(r, "best_score", math.inf) >= full_score - 1e-6]
+
+
+def never_full(accuracy: float, maxima: Mapping[str, float], full_score: float, rewards: RewardPipeline) -> list[str]:
+    """A warning for each function that leaves the accuracy at 0: it cannot give full score, and none can; or it gave it
+    to no answer while others did. `maxima`: function -> its best score of this evaluation."""
+    hint = "Name in eval.functions what says that an answer is right, or read eval/<function>/mean."
+    able = able_to_give(full_score, rewards)
+    if not able and rewards.rewards:
+        return [f"WARNING: eval/accuracy is always 0: no function can give eval.full_score={full_score:g}. {hint}"]
+    best = {name: maxima[name] for name in able if math.isfinite(maxima[name])}
+    short = {name: value for name, value in best.items() if value < full_score - 1e-6}
+    if accuracy or len(short) == len(best):
+        return []
+    return [
+        f"WARNING: eval/accuracy is 0 because `{name}` gave no answer eval.full_score={full_score:g} (its best is "
+        f"{value:g}). {hint}"
+        for name, value in short.items()
+    ]
 
 
 @dataclass
@@ -73,10 +105,11 @@ class Evaluator:
     reward_model: RewardModel | ProcessRewardModel | None = None
     timers: Timers = field(default_factory=Timers)
     turns: TurnGenerator | None = None  # answers are trajectories
+    warned: bool = False  # that a function's scores leave the accuracy at 0
 
     def __call__(self) -> ScalarMetrics:
-        """`eval/accuracy`, `eval/reward`, `eval/response_tokens`, `eval/eos_fraction`, with k > 1 samples
-        `eval/pass_at_k` (any of the k is right).
+        """`eval/accuracy`, `eval/reward`, `eval/<function>/mean`, `eval/response_tokens`, `eval/eos_fraction`, with
+        k > 1 samples `eval/pass_at_k` (any of the k is right). Warns once where a function leaves the accuracy at 0.
 
         With a reward model also `eval/model_score` (its mean score) and `eval/model_right` (the fraction it scores
         above its `middle`: its mean, or even odds): where that grows and the accuracy does not, the policy exploits the
@@ -89,10 +122,20 @@ class Evaluator:
             samples = self._generate(range(count)[share(count, dist.get_world_size(), dist.get_rank())])
         with self.timers("score"):
             with raised_together():
-                means = judge(samples, self.rewards, self.config).means
+                verdict = judge(samples, self.rewards, self.config)
+            means = verdict.means
             if self.reward_model is not None:
                 means |= self._model_opinion(samples)
-        return reduce_metrics(means, {}, dist.group.WORLD)
+        best = {f"max {name}": max(known_scores(v), default=-math.inf) for name, v in verdict.components.items()}
+        metrics = reduce_metrics(means, best, dist.group.WORLD)
+        metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
+        maxima = {name.removeprefix("max "): metrics.pop(name) for name in best}
+        accuracy = metrics.get("eval/accuracy", 0.0)
+        if dist.get_rank() == 0 and not self.warned:
+            for warning in never_full(accuracy, maxima, self.config.full_score, self.rewards):
+                print(warning, flush=True)
+                self.warned = True
+        return metrics
 
     def _generate(self, rows: range) -> list[Sample]:
         k = self.config.samples

@@ -34,8 +34,8 @@ class Retention:
         keep = {path for _, path in found[-self.config.keep_last :]}
         if self.config.keep_best:
             sign = 1 if self.config.metric.endswith("loss") else -1
-            scored = [(sign * m, path) for _, path in found if (m := self._metric(path)) is not None]
-            keep |= {path for _, path in sorted(scored)[: self.config.keep_best]}
+            scored = [(sign * m, -step, path) for step, path in found if (m := self._metric(path)) is not None]
+            keep |= {path for _, _, path in sorted(scored)[: self.config.keep_best]}  # of equals the newest
         for _, path in found:
             if path not in keep:
                 try:

@@ -28,7 +28,7 @@ from aligner.rewards.base import Reward
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.environment import EnvironmentReward
 from aligner.rewards.functions import load_function
-from aligner.rollout.evaluate import judge
+from aligner.rollout.evaluate import Verdict, judge, known_scores, never_full
 from aligner.rollout.loss_inputs import shown_turns
 from aligner.rollout.references import refuse
 from aligner.run.metrics import rewrite_jsonl
@@ -102,12 +102,15 @@ def _answers(cfg: Config, folder: Path, tools: Tools) -> Found:
     else:
         samples = play(cfg, model, tools, prompts, sampling)
     verdict = judge(samples, rewards, cfg.eval)
+    best = {name: max(known_scores(scores), default=-math.inf) for name, scores in verdict.components.items()}
+    for warning in never_full(sum(verdict.correct), best, cfg.eval.full_score, rewards):
+        print(warning)
     rows = [_row(s, i, verdict.totals[i], verdict.components) for i, s in enumerate(samples)]
     print_samples(0, rows, cfg.logging.samples_shown)
     return Found(
         f"prompts x {cfg.eval.samples} samples",
         count,
-        _per_prompt(samples, verdict.correct, verdict.totals, cfg.eval.samples),
+        _per_prompt(samples, verdict, cfg.eval.samples),
         [row.record() | {"correct": right} for row, right in zip(rows, verdict.correct, strict=True)],
     )
 
@@ -120,12 +123,12 @@ def _row(sample: Sample, i: int, total: float, components: dict[str, list[float 
 
 
 def _per_prompt(
-    samples: Sequence[Sample], correct: Sequence[bool], totals: Sequence[float], k: int
+    samples: Sequence[Sample], verdict: Verdict, k: int
 ) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
     """The means of `judge`, by prompt: its k samples stay together when prompts are drawn."""
     values = {
-        "eval/accuracy": [float(right) for right in correct],
-        "eval/reward": totals,
+        "eval/accuracy": [float(right) for right in verdict.correct],
+        "eval/reward": verdict.totals,
         "eval/response_tokens": [float(len(sample.tokens)) for sample in samples],
         "eval/eos_fraction": [float(sample.finished) for sample in samples],
     }
@@ -133,8 +136,12 @@ def _per_prompt(
     means: dict[str, tuple[Sequence[float], Sequence[float]]] = {
         name: ([math.fsum(all_[i : i + k]) for i in starts], [float(k)] * len(starts)) for name, all_ in values.items()
     }
+    for name, component in verdict.components.items():
+        scores = [known_scores(component[i : i + k]) for i in starts]
+        if any(scores):
+            means[f"eval/{name}/mean"] = ([math.fsum(some) for some in scores], [float(len(some)) for some in scores])
     if k > 1:
-        means["eval/pass_at_k"] = ([float(any(correct[i : i + k])) for i in starts], [1.0] * len(starts))
+        means["eval/pass_at_k"] = ([float(any(verdict.correct[i : i + k])) for i in starts], [1.0] * len(starts))
     return means
 
 

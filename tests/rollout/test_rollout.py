@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from aligner.config.sections.algorithm import AlgorithmConfig, KLConfig, KLControllerConfig, OverlongConfig
 from aligner.config.sections.batch import BatchConfig
-from aligner.config.sections.rewards import EvalConfig, RewardConfig
+from aligner.config.sections.rewards import EvalConfig, RewardConfig, RewardFunctionConfig
 from aligner.data.items import PreferenceItem, ScoredItem, SftItem
 from aligner.errors import ConfigError, EngineError, RewardError
 from aligner.megatron.model import Head
 from aligner.ops.rl.advantages import gdpo, grpo
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import RewardPipeline, Scores
-from aligner.rewards.functions import FunctionReward
+from aligner.rewards.functions import FunctionReward, load_function
 from aligner.rollout.collate import collate, join_generations, make_samples
 from aligner.rollout.evaluate import Evaluator, judge
 from aligner.rollout.generate import Generator
@@ -591,6 +591,70 @@ def test_partial_credit_is_not_right():
         samples_of(["ab", "a"], 1), pipeline(lambda found: [len(s.response) / 2 for s in found]), EvalConfig()
     )
     assert verdict.correct == [True, False] and verdict.means["eval/reward"] == (3.0, 2.0)
+
+
+def scorers(**functions) -> RewardPipeline:
+    return RewardPipeline([(FunctionReward(f, n, {}, "f"), 1.0) for n, f in functions.items()], RewardConfig())
+
+
+def right(samples):
+    return [None if s.response == "?" else float(s.response == "y") for s in samples]
+
+
+def short(samples):
+    return [-0.1 * len(s.response) for s in samples]
+
+
+def test_means_are_told_of_each_function_where_it_applies():
+    verdict = judge(samples_of(["y", "n", "?", "y"], 1), scorers(right=right, short=short), EvalConfig())
+    assert verdict.means["eval/right/mean"] == (2.0, 3.0)
+    assert verdict.means["eval/short/mean"] == (pytest.approx(-0.4), 4.0)
+
+
+def test_a_function_that_cannot_give_full_score_says_nothing_of_what_is_right(monkeypatch):
+    """A penalty beside a checker; without its `best_score` the accuracy is 0."""
+    samples = samples_of(["y", "n", "y", "n"], 1)
+    assert judge(samples, scorers(right=right, short=short), EvalConfig()).means["eval/accuracy"] == (0.0, 4.0)
+    monkeypatch.setattr(short, "best_score", 0.0, raising=False)
+    assert judge(samples, scorers(right=right, short=short), EvalConfig()).means["eval/accuracy"] == (2.0, 4.0)
+    built_in = load_function(RewardFunctionConfig(path="length", args={"limit": 1}))
+    rewards = RewardPipeline([(FunctionReward(right, "right", {}, "f"), 1.0), (built_in, 1.0)], RewardConfig())
+    assert judge(samples, rewards, EvalConfig()).means["eval/accuracy"] == (2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    "functions, texts, words",
+    [
+        ({"right": right, "short": short}, ["y", "n"], "because `short` gave no answer eval.full_score=1"),
+        ({"right": right, "short": short}, ["n", "n"], ""),  # nothing was right: that is the model's
+        ({"right": right}, ["n", "n"], ""),
+        ({"right": right, "also": right}, ["y", "n"], ""),
+        ({"penalty": "length"}, ["y", "n"], "always 0: no function can give eval.full_score=1"),
+    ],
+)
+def test_a_function_that_leaves_the_accuracy_at_zero_is_named_once(world, capsys, functions, texts, words):
+    built_in = load_function(RewardFunctionConfig(path="length", args={"limit": 9}))
+    rewards = RewardPipeline(
+        [(built_in if f == "length" else FunctionReward(f, n, {}, "f"), 1.0) for n, f in functions.items()],
+        RewardConfig(),
+    )
+    evaluator = Evaluator(
+        Recorder(),
+        lambda: None,
+        make_prompts(2),
+        rewards,
+        Words(),
+        SamplingParams(5),
+        EvalConfig(),
+        Peers(0, 1),
+        seed=4,
+    )
+    evaluator._generate = lambda rows: samples_of(texts, 1)
+    evaluator()
+    out = capsys.readouterr().out
+    assert out.count("WARNING") == bool(words) and words in out
+    evaluator()
+    assert "WARNING" not in capsys.readouterr().out
 
 
 def test_what_waited_behind_slow_answers_is_not_right(monkeypatch):

@@ -358,6 +358,15 @@ def test_retention(tmp_path, process_group, metric, best):
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
 
 
+def test_of_equally_good_checkpoints_the_newest_stays(tmp_path, process_group):
+    from aligner.run.checkpoints import Checkpoints
+
+    kept = Checkpoints(tmp_path, CheckpointConfig(keep_last=1, keep_best=2), {}, {}, {"stage": "grpo"})
+    for step, value in enumerate([0.0, 0.0, 0.0, 0.0, None], 1):
+        kept.save(step, {} if value is None else {"eval/accuracy": value})
+    assert stages.checkpoints(tmp_path) == [3, 4, 5]
+
+
 def test_how_long_a_save_took_is_of_the_last_one_by_the_clock_it_is_given(tmp_path, process_group):
     """One that stands still while the process is stopped, in a run."""
     from aligner.run.checkpoints import Checkpoints

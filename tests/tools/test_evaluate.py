@@ -45,6 +45,7 @@ def test_answers_are_kept_with_their_scores(folder, tiny_data):
     found, written, samples = run(sft, *more)
     assert len(samples) == 12 and written["prompts"] == 6
     assert found["eval/reward"] == pytest.approx(sum(s["scores"]["vowels"] for s in samples) / 12)
+    assert found["eval/vowels/mean"] == pytest.approx(found["eval/reward"])
     assert found["eval/accuracy"] == pytest.approx(sum(s["correct"] for s in samples) / 12)
     assert all(s["correct"] == (s["scores"]["vowels"] >= 0.25) for s in samples)
     assert samples[0]["columns"] == {"completion": "a"} and samples[0]["prompt"] == samples[1]["prompt"] == "say a:"
