@@ -233,7 +233,7 @@ def test_splits_of_a_folder_are_those_of_the_hub(tmp_path, names):
         (("test.jsonl",), ("test.jsonl",), ("test.jsonl",)),
         (("train.jsonl", "more.jsonl"), ("more.jsonl", "train.jsonl"), ("more.jsonl", "train.jsonl")),
         (
-            ("train-00000-of-00001.parquet", "hard-00000-of-00001.parquet", "test-00000-of-00001.parquet"),
+            ("train-00000-of-00001.parquet", "hard-00000-of-00001-1f.parquet", "test-00000-of-00001.parquet"),
             ("train-00000-of-00001.parquet",),
             ("test-00000-of-00001.parquet",),
         ),
