@@ -40,6 +40,11 @@ _NO_TEXT = re.compile(r"[+*/=^<>]|-\s|(?:or|and)\b|[(\[]?[A-J][)\]]?$")  # besid
 _WORD = re.compile(r"[^\W_]+")
 
 
+def is_placeholder(reference: str) -> bool:
+    """Whether a reference is what data sets write where there is none."""
+    return reference.strip(" .").casefold() in PLACEHOLDERS
+
+
 def bare(text: str) -> str:
     """Without emphasis, dollars, LaTeX's wrappers of text, and repeated blanks and empty lines, on which patterns would
     take long."""

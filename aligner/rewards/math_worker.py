@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from aligner.rewards.math_numbers import NUMBER, amount, brackets, formula, listed, plain
 from aligner.rewards.math_stated import is_answer, last_box, marked, sentences, tail, without_lead
-from aligner.rewards.math_words import PLACEHOLDERS, is_words, letter_in, reference_letter, says, unwrapped, words_of
+from aligner.rewards.math_words import is_placeholder, is_words, letter_in, reference_letter, says, unwrapped, words_of
 
 MEMORY_BYTES = 4 << 30  # of address space: a huge power shall fail here, not take the node's memory
 DECIMALS = 6  # to which math-verify compares numbers
@@ -80,7 +80,7 @@ def reference(gold: str) -> Known:
 
     if not gold.strip():
         raise ValueError("the reference answer is empty")
-    if gold.strip(" .").casefold() in PLACEHOLDERS:
+    if is_placeholder(gold):
         raise ValueError(f"the reference answer {gold!r} stands for none")
     letter, rest = reference_letter(gold)
     if letter and (rest or not gold.strip().islower()):

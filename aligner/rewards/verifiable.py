@@ -19,6 +19,7 @@ from typing import Any
 from aligner.errors import RewardError
 from aligner.rewards.base import NotApplicable
 from aligner.rewards.math_worker import is_number
+from aligner.rewards.math_words import is_placeholder
 from aligner.types import Prompt, Sample
 
 _local = threading.local()
@@ -44,7 +45,7 @@ def math(samples: Sequence[Sample], field: str = "answer", timeout_s: float = 5.
     """
     golds = [reference(sample.prompt, field) for sample in samples]
     return [
-        None if gold is None else _ask(gold, sample.response, timeout_s)
+        None if gold is None or is_placeholder(_text(gold)) else _ask(gold, sample.response, timeout_s)
         for gold, sample in zip(golds, samples, strict=True)
     ]
 

@@ -81,6 +81,13 @@ def test_math_refuses_a_reference_without_mathematics():
         loaded([sample("5", answer="???")])
 
 
+@pytest.mark.parametrize("gold", ["proof", "Not found", "nan", "N/A"])
+def test_what_stands_for_no_reference_scores_nothing_and_is_refused_before(gold):
+    rows = [sample(f"\\boxed{{{text}}}", answer=gold) for text in (gold, "5")]
+    assert math(rows) == [None, None]
+    assert list(verifiable.unreadable([row.prompt for row in rows], timeout_s=PATIENT_S)) == [0, 1]
+
+
 def test_math_tells_which_references_cannot_be_read():
     fine = ["42", "42 dollars", 1e-05, "the cat", "\\$36", 7, True, "B", "(1,2)", ["42"]]
     none = ["???", "", " ", "proof", "nan", "None", ["1", "2"], {"value": 1}, [float("nan")]]
