@@ -18,8 +18,8 @@ from typing import Any
 
 from aligner.errors import RewardError
 from aligner.rewards.base import NotApplicable
-from aligner.rewards.math_worker import is_number
 from aligner.rewards.math_words import is_placeholder
+from aligner.rewards.math_worker import is_number
 from aligner.types import Prompt, Sample
 
 _local = threading.local()
