@@ -173,12 +173,28 @@ def _config(args: argparse.Namespace) -> Config:
         if given and (Path(given[-1]) / FILE_NAME).is_file():
             frozen = given[-1]
     if frozen is None:
-        return (compose_run if runs else compose)(args.overrides, config_dir=args.config_dir)
+        cfg = (compose_run if runs else compose)(args.overrides, config_dir=args.config_dir)
+        if runs and cfg.model.init != "random":
+            _check_shape(args, cfg)
+        return cfg
     base = load_frozen(frozen)
     cfg = compose_over(base, args.overrides) if args.overrides else base
     if runs:
         refuse_unread(cfg, args.overrides)
     return cfg
+
+
+def _check_shape(args: argparse.Namespace, cfg: Config) -> None:
+    """What was asked of the model's shape has to be that of the folder of `model.init`, if it is there yet."""
+    from aligner.config.unread import shape_asked
+
+    keys, preset = shape_asked(args.overrides, args.config_dir)
+    if keys or preset:
+        with for_good():
+            from aligner.roles.asked_shape import check_shape
+
+        if line := check_shape(cfg, keys, preset):
+            print(line, file=sys.stderr, flush=True)
 
 
 def _print_config(args: argparse.Namespace) -> int:
@@ -187,7 +203,12 @@ def _print_config(args: argparse.Namespace) -> int:
 
     if args.command == "report":
         _take_folders(args)
-    print(to_yaml(_config(args)), end="")
+    cfg = _config(args)
+    if cfg.model.init != "random":
+        from aligner.roles.asked_shape import with_real_shape
+
+        cfg = with_real_shape(cfg)
+    print(to_yaml(cfg), end="")
     return 0
 
 
@@ -264,6 +285,8 @@ def _submit(args: argparse.Namespace) -> int:
         from aligner.cluster import submit
         from aligner.rehearse.command import check
 
+    if not (args.frozen or args.multirun):
+        _config(args)  # refuses what only this does
     return submit.main(args, check)
 
 

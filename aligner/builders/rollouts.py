@@ -188,8 +188,12 @@ def _kept[Kind: (Ahead, Clock)](job: Job, ahead: Kind) -> Kind:
 def _parts[Kind: Parts](job: Job, kind: type[Kind] = Parts) -> Kind:
     """Where rollouts are stored until checkpoints make them useless; empty where this start continues nothing."""
     cfg = job.cfg
-    key = digest((rollout_key(cfg), sorted(job.contents.items()), job.initial.content))
-    parts = kind(Path(cfg.run.dir) / PENDING, key, job.layout, cfg.batch.prompts)
+    # config.yaml has the model's true shape, the config that a run began with may have a default one
+    key, other = (
+        digest((rollout_key(each), sorted(job.contents.items()), job.initial.content))
+        for each in (replace(cfg, model=job.initial.config), cfg)
+    )
+    parts = kind(Path(cfg.run.dir) / PENDING, key, job.layout, cfg.batch.prompts, other)
     if cfg.run.resume != "auto":
         parts.clear()
     return parts

@@ -7,12 +7,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from aligner.builders.job import Job, digest, tokenizer_hash
 from aligner.config.derived import response_limits
-from aligner.config.freeze import environment_code, reward_code
+from aligner.config.freeze import FILE_NAME, environment_code, freeze, load_frozen, reward_code
 from aligner.config.identity import definition, reads
 from aligner.config.schema import ROLLOUT_STAGES
 from aligner.engines.native.remote import RemoteEngine
@@ -53,9 +55,10 @@ def make_run(
     checkpoints.now = job.watchdog.clock.now
     checkpoints.on_save += job.on_save
     checkpoints.on_commit += job.on_commit
-    logger = MetricsLogger(run_dir, cfg.logging, dataclasses.asdict(cfg), job.env.rank)
+    shown = dataclasses.replace(cfg, model=job.initial.config)
+    logger = MetricsLogger(run_dir, cfg.logging, dataclasses.asdict(shown), job.env.rank)
     run = Run(cfg, job.env.rank, checkpoints, logger, alarms, job.boundary, evaluate)
-    run.accepted = job.start.accepted
+    run.accepted = partial(_accepted, job)
     run.chain, run.facts = Chain(run_dir, job.env.rank, models, job.seen, job.device), _facts(job, checkpoints)
     if cfg.debug.record and cfg.stage.name not in ROLLOUT_STAGES:
         job.seen.keeps = True
@@ -71,6 +74,20 @@ def make_run(
     run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.kv_cache_bytes, asked)
     run.timers.around = run.memory.phase
     return run
+
+
+def _accepted(job: Job) -> None:
+    """The folder is this run's: its config.yaml gets what the config alone did not say, the true shape of the model and
+    the steps that run.epochs means."""
+    folder = job.cfg.run.dir
+    if (Path(folder) / FILE_NAME).is_file():
+        kept = load_frozen(folder)
+        found = dataclasses.replace(kept, model=job.initial.config, run=copy(kept.run))
+        if kept.run.epochs:
+            found.run.steps = job.cfg.run.steps
+        if found != kept:
+            freeze(found, folder)
+    job.start.accepted()
 
 
 def _facts(job: Job, checkpoints: Checkpoints) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from aligner.config.freeze import load_frozen
 from aligner.config.options import from_plain
 from aligner.config.schema import Config
 from aligner.config.sections.model.attention import AttentionConfig
-from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.config import MOE_OF_THE_RUN, OF_THE_RUN, ModelConfig
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.lora import LoraConfig
@@ -34,10 +34,7 @@ from aligner.models.slices import HfSource
 from aligner.ops.agree import by_rank_0, same_view
 from aligner.refit.export import read_extra
 
-# what a run decides, whatever folder the weights come from
-_OF_THE_RUN = ("dtype", "recompute", "varlen_attention", "tokenizer", "init", "lora")
 SOURCE = "source"  # what `aligner import` puts beside the checkpoint: the small files of the imported folder
-_MOE_OF_THE_RUN = ("aux_coef", "aux_over")
 # keys that were there before others came: a checkpoint's identity has them, and of the others what is not the default,
 # so that old checkpoints stay what they are
 _OLD = {
@@ -116,6 +113,14 @@ def resolve(cfg: ModelConfig, init: str, seed: int, key: str = "model.init") -> 
     return _with_tokenizer(initial, cfg.tokenizer or str(place))
 
 
+def find_shape(cfg: ModelConfig, init: str) -> ModelConfig:
+    """The shape alone, in this process. Raises ConfigError, CheckpointError."""
+    place, state = _find(Path(init).expanduser(), "model.init")
+    if state is None:
+        return _for_run(config_from_hf(place), cfg)
+    return _for_run(from_plain(ModelConfig, state["identity"].get("model"), "model"), cfg)
+
+
 def _find(path: Path, key: str) -> tuple[Path, dict[str, Any] | None]:
     """A Hugging Face folder and None, or a checkpoint and its state.json. Raises ConfigError, CheckpointError."""
     if (path / "hf" / "config.json").exists():  # a finished run
@@ -182,9 +187,9 @@ def _small_files(init: Path) -> Path:
 
 def _for_run(shape: ModelConfig, cfg: ModelConfig) -> ModelConfig:
     """A shape found in a folder, with what the run decides."""
-    moe = dataclasses.replace(shape.moe, **{name: getattr(cfg.moe, name) for name in _MOE_OF_THE_RUN})
+    moe = dataclasses.replace(shape.moe, **{name: getattr(cfg.moe, name) for name in MOE_OF_THE_RUN})
     rope = dataclasses.replace(shape.rope_scaling, factors=cfg.rope_scaling.factors)
-    return dataclasses.replace(shape, moe=moe, rope_scaling=rope, **{n: getattr(cfg, n) for n in _OF_THE_RUN})
+    return dataclasses.replace(shape, moe=moe, rope_scaling=rope, **{n: getattr(cfg, n) for n in OF_THE_RUN})
 
 
 def _with_tokenizer(model: InitialModel, folder: str) -> InitialModel:
@@ -198,7 +203,7 @@ def _with_tokenizer(model: InitialModel, folder: str) -> InitialModel:
 
 def shape_of(cfg: ModelConfig) -> dict[str, Any]:
     """The fields that make two models' weights exchangeable: the identity of a checkpoint."""
-    shape = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in (*_OF_THE_RUN, "init_std")}
+    shape = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in (*OF_THE_RUN, "init_std")}
     sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "linear": LinearConfig()}
     sections |= {"scales": ScalesConfig(), "rope_scaling": RopeScalingConfig()}
     for name, plain in sections.items():
@@ -212,6 +217,6 @@ def shape_of(cfg: ModelConfig) -> dict[str, Any]:
     if cfg.moe.num_experts:  # the identity of a dense model is what it was before there were others
         usual = dataclasses.asdict(MoeConfig())
         shape["moe"] = {name: moe[name] for name in moe if name in _OLD["moe"] or moe[name] != usual[name]}
-        for name in _MOE_OF_THE_RUN:
+        for name in MOE_OF_THE_RUN:
             shape["moe"].pop(name, None)
     return shape

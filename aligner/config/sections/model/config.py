@@ -15,6 +15,10 @@ from aligner.config.sections.model.rope import RopeScalingConfig, check_rope
 from aligner.config.sections.model.scales import ScalesConfig
 from aligner.errors import ConfigError
 
+# what a run decides, whatever folder the weights come from
+OF_THE_RUN = ("dtype", "recompute", "varlen_attention", "tokenizer", "init", "lora")
+MOE_OF_THE_RUN = ("aux_coef", "aux_over")
+
 
 @dataclass
 class ModelConfig:
