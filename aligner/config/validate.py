@@ -131,7 +131,7 @@ def _engine_ranks(cfg: Config, world_size: int) -> None:
     if cfg.stage.name not in ROLLOUT_STAGES:
         raise ConfigError("engine.ranks", ranks, f"0 for stage {cfg.stage.name}: {', '.join(ROLLOUT_STAGES)} generate")
     if cfg.engine.name not in ("native", "vllm"):
-        expected = f"native or vllm with {among}: others stand on the trainer's ranks"
+        expected = f"native or vllm with {among}: on ranks of their own others are not implemented here"
         raise ConfigError("engine.name", cfg.engine.name, expected)
     if cfg.engine.quantization != "none":
         expected = f"none with {among}: whole tensors are quantised, and those ranks get shards"

@@ -57,6 +57,10 @@ def checks(cfg: Config, env: RankEnv) -> Iterator[Check]:
         from aligner.tools.doctor_trtllm import trtllm_checks
 
         yield from (Check(*found) for found in trtllm_checks(cfg.engine.trtllm, cfg.engine.name))
+    if cfg.engine.child is not None:
+        from aligner.tools.doctor_ipc import ipc_checks
+
+        yield from (Check(*found) for found in ipc_checks(cfg.engine.child))
     yield _run_dir(cfg)
     yield from _data(cfg)
     yield _tokenizer(cfg)

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 from aligner.config.sections.child import ChildConfig
 
-# why, and what would lift it
 ONE_RANK = (
-    "1 with engine.name=trtllm, one engine per rank: under MPI TensorRT-LLM has no way to replace the weights of an "
-    "engine of several ranks; its own way for that is Ray (orchestrator_type=ray and WorkerExtension.update_weights), "
-    "which this job does not start"
+    "1 with engine.name=trtllm, one engine per rank: replacing the weights of a TensorRT-LLM engine of several ranks "
+    "is not implemented here; engine=vllm and engine=native do it"
 )
 
 

@@ -217,7 +217,7 @@ def test_versions_that_cannot_serve_are_refused(monkeypatch, version, why):
 
 
 def test_larger_engines_are_refused_with_what_would_lift_it():
-    with pytest.raises(ConfigError, match=r"engine.tensor_parallel=2.*orchestrator_type=ray"):
+    with pytest.raises(ConfigError, match=r"engine.tensor_parallel=2.*not implemented here; engine=vllm and"):
         make_engine(LLAMA, tensor_parallel=2)
 
 
