@@ -251,3 +251,15 @@ def test_a_thousand_programs_leave_nothing_behind(tier, tmp_path, monkeypatch):
     counts = {name: round(n) for name, (n, _) in reward.take_counts().items() if n}
     each = count // 10
     assert counts == {"passed": 2 * each, "wrong": 2 * each, "error": 4 * each, "memory": each, "output": each}
+
+
+@pytest.mark.parametrize("tier", ["bubblewrap", "unshare"])
+def test_other_files_are_not_even_there(tier, tmp_path):
+    """Where a tier has namespaces. Landlock lets names and sizes be seen."""
+    try:
+        sandbox = Sandbox(tier)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    paths = [str(tmp_path), __file__, "/etc/passwd", "/home", "/proc/self", "/dev/shm", "/var"]
+    (ended,) = sandbox.run(f"import os, decimal, sqlite3\nprint([p for p in {paths} if os.path.lexists(p)])", [""])
+    assert ended.out == "[]\n"

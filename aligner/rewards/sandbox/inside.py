@@ -59,6 +59,8 @@ def main() -> None:
         import verdicts
 
         job["judge"] = verdicts.judge
+    if job["own_root"]:
+        confine.leave_other_files(job["readable"])
     sys.path.remove(os.path.dirname(__file__))  # programs shall not find these modules
     for name in MODULES:
         sys.modules.pop(name, None)

@@ -92,6 +92,7 @@ class Sandbox:
             "judges": judges,
             "total_s": TESTS * limits["cpu_s"],
             "readable": _readable(),
+            "own_root": self.tier == "unshare",
             "landlock": self.tier != "unsafe" and landlock_version() > 0,
             "seccomp": self.tier != "unsafe",
         }
@@ -116,14 +117,20 @@ class Sandbox:
 
     def _command(self) -> list[str]:
         python = [os.path.realpath(sys._base_executable), "-s", "-S", str(INSIDE)]  # the standard library alone
-        if self.tier == "unshare":  # no user is mapped, so that exec drops the rights in the namespace
-            return ["unshare", "--user", "--net", "--pid", "--ipc", "--fork", "--kill-child", *python]
+        if self.tier == "unshare":
+            apart = ["--user", "--map-root-user", "--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child"]
+            return [_program("unshare"), *apart, *python]
         if self.tier != "bubblewrap":
             return python
         binds = [text for path in _readable() for text in ("--ro-bind", path, path)]
         apart = ["--unshare-user", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
         device = ["--dev-bind", "/dev/null", "/dev/null"]
-        return ["bwrap", *apart, *binds, *device, "--remount-ro", "/", "--", *python]
+        return [_program("bwrap"), *apart, *binds, *device, "--remount-ro", "/", "--", *python]
+
+
+def _program(name: str) -> str:
+    """The sandbox itself gets no PATH."""
+    return shutil.which(name) or name
 
 
 def _readable() -> list[str]:

@@ -90,8 +90,8 @@ class Served:
         target = self._target(target)
         return getattr(type(target), name)(target, *args)
 
-    def do_next(self, target: Any, count: int) -> list:
-        return list(itertools.islice(target, count))
+    def do_next(self, number: int, count: int) -> list:
+        return list(itertools.islice(self._objects[number], count))
 
     def _target(self, target: Any) -> Any:
         if not isinstance(target, str):

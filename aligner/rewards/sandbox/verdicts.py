@@ -17,7 +17,7 @@ from itertools import count, islice
 from typing import Any, NoReturn
 
 from peer import Peer
-from subjects import Tests, is_class
+from subjects import UNREADABLE, Tests, is_class
 from wire import Channel, Corrupt
 
 PASSED, WRONG, ERROR, UNJUDGED = "passed", "wrong", "error", "unjudged"
@@ -70,17 +70,23 @@ class Judging:
 
     def asserts(self, module: types.ModuleType) -> None:
         tests = Tests(self.spec["setup"], self.spec["tests"], self.spec["entry"], self.spec["helpers"])
-        names, shared = module.__dict__, tests.shared()
-        own = dir(builtins) if self.spec["check"] else ()  # which `check` means where it uses them
-        names.update((name, Function(self, name)) for name in tests.subjects() if name not in own)
-        self.calls -= 1  # is no call of a test
+        names, check = module.__dict__, self.spec["check"]
+        own = dir(builtins) if check else ()  # which `check` means where it uses them
+        try:
+            subjects, shared, prelude = tests.subjects(), tests.shared(), tests.prelude()
+        except UNREADABLE:
+            self.refuse()  # a row that nobody has checked before
+        names.update((name, Function(self, name)) for name in subjects if name not in own)
         self.ask("setup", shared)
         sys.modules["__main__"] = module
-        exec(compile(tests.prelude(), "<setup>", "exec"), names)
+        exec(compile(prelude, "<setup>", "exec"), names)
         self.peer.classes = {name: names[name] for name in _classes(shared) if isinstance(names.get(name), type)}
+        self.calls -= 1  # the setup is no call of a test
         exec(compile(tests.tests[self.spec["place"]], "<test>", "exec"), names)
-        if self.spec["check"]:
-            names["check"](Function(self, self.spec["check"]))
+        if check and "check" not in names:
+            self.refuse()
+        if check:
+            names["check"](Function(self, check))
 
     def ask(self, *request: Any, accepts: tuple[str, ...] = ()) -> Any:
         self.calls += 1
