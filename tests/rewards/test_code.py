@@ -198,12 +198,69 @@ def test_a_program_that_breaks_its_sandbox_has_a_score(monkeypatch):
     assert scored(reward, "print(42)", **ONE) == (0.0, "error")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "text", ["import time\nwhile True: time.sleep(1)", "import threading\nthreading.Event().wait()"]
+    ("response", "program"),
+    [
+        ("```python\nprint(42)\n```\nOutput:\n```\n42\n```", "print(42)"),
+        ("```\nno Python at all\n```\n```py\nprint(42)\n```\n```text\n42\n```", "print(42)"),
+        ("```python\nprint(1)\n```\nBetter:\n```python\nprint(42)\n```", "print(42)"),
+        ("```\nprint(42)\n```\nOutput:\n```\n42\n```", "print(42)"),
+        ("```\nprint(42)\n```\n```\nInput: none\n```", "print(42)"),
+        ('````python\nx = """\n```\n"""\nprint(42)\n````', "print(42)"),
+        ("~~~python\nprint(42)\n~~~", "print(42)"),
+        ("1. So:\r\n   ```Python\r\nprint(42)\r\n   ```\r\nDone.", "print(42)"),
+        ("```python title=a.py\nprint(42)\n```", "print(42)"),
+    ],
 )
-def test_a_hung_program_has_failed(reward, text):
+def test_the_program_of_an_answer(reward, response, program):
+    assert any(program in text for text in programs(response))
+    assert reward([Sample(Prompt(0, (1,), "", ONE), 0, response, (1,), True)]) == [1.0]
+
+
+def test_blocks_take_linear_time():
+    """Openings that nothing closes: a search from each of them would take hours."""
+    assert programs("``` a\n" * 200_000) == []
+
+
+@pytest.mark.parametrize("end", ["exit()", "quit()", "exit(0)", "raise SystemExit", "import sys; sys.exit(None)"])
+def test_a_right_program_may_end_itself(reward, end):
+    assert scored(reward, f"print(42)\n{end}", **ONE) == (1.0, "passed")
+    assert scored(reward, f"def f(x): return x + 1\n{end}", **ASSERTS) == (1.0, "passed")
+
+
+SLEEPERS = [
+    "import time\nwhile True: time.sleep(1)",
+    "import threading\nthreading.Event().wait()",
+    "import time\nbegun = time.time()\nwhile time.time() < begun + 0.5: pass\ntime.sleep(600)",
+    "import time\nwhile True:\n    sum(range(100_000))\n    time.sleep(0.05)",
+    "import time, sys\nwhile True:\n    sys.stdout.write('4')\n    sys.stdout.flush()\n    time.sleep(0.2)",
+    "import os\nos.read(os.pipe()[0], 1)",
+    "import signal\nsignal.pause()",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", SLEEPERS)
+def test_a_program_that_waits_has_failed(reward, text):
     assert scored(reward, text, **ONE) == (0.0, Verdict.HUNG)
+    indented = text.replace("\n", "\n    ")
+    assert scored(reward, f"def f(x):\n    {indented}", **ASSERTS) == (0.0, Verdict.HUNG)
+
+
+@pytest.mark.slow
+def test_answers_that_wait_are_zeros_of_the_pipeline_whatever_its_limit():
+    pipeline = RewardPipeline([(load_function(RewardFunctionConfig(path="code")), 1.0)], RewardConfig(timeout_s=1.0))
+    texts = [SLEEPERS[2], SLEEPERS[3], "print(42)"] * 2
+    components = pipeline.functions([sample(text, **ONE) for text in texts])
+    assert components == {"code": [0.0, 0.0, 1.0] * 2} and pipeline.failed(components)[0] == 0
+
+
+@pytest.mark.slow
+def test_all_tests_of_an_answer_have_a_limit_too():
+    """Each of its 60 tests is within its own: an answer cannot hold a run for as long as it has tests."""
+    rows = {"tests": [{"input": "", "output": "42"}] * 60}
+    score, verdict = scored(Code(cpu_s=1), "import time\nwhile time.process_time() < 0.7: pass\nprint(42)", **rows)
+    assert verdict == "cpu" and 0.2 < score < 0.8
 
 
 @pytest.mark.slow

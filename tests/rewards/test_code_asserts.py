@@ -205,3 +205,10 @@ def test_rows_that_cannot_be_judged_are_named_before_training_and_score_nothing(
     assert words in reward().unreadable([row])[0]
     everything = "def f(*a): return 2\ndef check(*a): return 1\npoly = isclose = IsClose = find_zero = f"
     assert verdict(everything, row) == "unjudged"
+
+
+def test_a_test_runs_in_a_sandbox_too(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    test = f"f(1)\ntry:\n    open({str(secret)!r})\nexcept OSError:\n    pass\nelse:\n    assert False"
+    assert verdict("def f(x): return x", prompt(test)) == "passed"

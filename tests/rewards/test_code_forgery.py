@@ -12,13 +12,13 @@ from aligner.rewards.code import Code
 from aligner.rewards.sandbox.run import TIERS
 from aligner.types import Prompt, Sample
 
-MBPP = {"test_list": ["assert f(3) == [3, 'secret']", "assert abs(f(4)[0] - 4) < 1e-6 and f(4)[1] == 'secret'"]}
+MBPP = {"test_list": ["assert f(3) == [3, 'zyqvexa']", "assert abs(f(4)[0] - 4) < 1e-6 and f(4)[1] == 'zyqvexa'"]}
 HUMANEVAL = {
-    "test": "def check(candidate):\n    for n in range(3):\n        assert candidate(n) == [n, 'secret']\n",
+    "test": "def check(candidate):\n    for n in range(3):\n        assert candidate(n) == [n, 'zyqvexa']\n",
     "entry_point": "f",
 }
-CALLS = {"input_output": json.dumps({"inputs": [[3]], "outputs": [[3, "secret"]], "fn_name": "f"})}
-STREAM = {"tests": [{"input": "3", "output": "3 secret"}]}
+CALLS = {"input_output": json.dumps({"inputs": [[3]], "outputs": [[3, "zyqvexa"]], "fn_name": "f"})}
+STREAM = {"tests": [{"input": "3", "output": "3 zyqvexa"}]}
 ROWS = {"mbpp": MBPP, "humaneval": HUMANEVAL, "calls": CALLS, "stream": STREAM}
 
 ALWAYS = """
@@ -35,7 +35,7 @@ class Always(Base):
 def f(*args): return Always()
 """
 # What they look for must not be in themselves: so a pattern of which no part is the word.
-WORD = 'import re\nword = lambda text: re.search("[s][e][c][r][e][t]", text)\n'
+WORD = 'import re\nword = lambda text: re.search("[z][y][q][v][e][x][a]", text)\n'
 FRAMES = (
     WORD
     + """
@@ -187,5 +187,5 @@ def test_no_program_forges_a_verdict_or_goes_without_one(tier, what):
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_the_same_rows_have_a_right_answer(tier):
-    honest = "def f(n): return [n, 'secret']\nif __name__ == '__main__': print(3, 'secret')"
+    honest = "def f(n): return [n, 'zyqvexa']\nif __name__ == '__main__': print(3, 'zyqvexa')"
     assert [scored(reward(tier), honest, fields)[0] for fields in ROWS.values()] == [1.0] * 4

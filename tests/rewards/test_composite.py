@@ -227,6 +227,28 @@ def test_what_waited_behind_slow_answers_is_invalid_and_not_wrong(monkeypatch):
     assert sums["reward/invalid"] == (2.0, 5.0) and rewards.take_late() == {"reward/bounded/late": (4.0, 5.0)}
 
 
+def test_a_function_that_bounds_its_samples_is_waited_for_and_holds_up_no_other():
+    """Longer than reward.timeout_s, by more samples than there are threads, some of them begun early: all have their
+    score, and the other function has had a thread meanwhile."""
+    ended, others = threading.Event(), []
+
+    def own_limit(samples):
+        assert ended.wait(120)
+        return [3.0 for _ in samples]
+
+    def other(samples):
+        others.extend(samples)
+        threading.Timer(0.4, ended.set).start()
+        return [1.0 for _ in samples]
+
+    own_limit.bounded = True
+    rewards = pipeline([(per_sample(own_limit, "own"), 1.0), (custom(other, "other"), 1.0)], workers=2, timeout_s=0.2)
+    batch = samples(range(6))
+    early = {place: rewards.score_early(batch[place]) for place in range(3)}
+    assert rewards.functions(batch, early) == {"own": [3.0] * 6, "other": [1.0] * 6}
+    assert len(others) == 6 and rewards.take_late() == {}
+
+
 def test_slow_answers_keep_no_other_function_waiting(monkeypatch):
     """Asked for first, by the one thread, and never done but for one: the other function is scored all the same, where
     a queue in the order of calls would end the run."""
