@@ -33,11 +33,16 @@ def _chosen(texts: Sequence[str]) -> str:
             statements = ast.parse(text).body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
-        idle = all(
-            isinstance(s, ast.Expr) and not any(isinstance(n, ast.Call) for n in ast.walk(s)) for s in statements
-        )
+        idle = all(map(_idle, statements))
         readable.append((not idle, text))
     return max(enumerate(readable), key=lambda each: (each[1][0], each[0]))[1][1] if readable else texts[-1]
+
+
+def _idle(statement: ast.stmt) -> bool:
+    """What an output may be read as: `7`, `Result: 7`."""
+    if isinstance(statement, ast.AnnAssign):
+        return statement.value is None
+    return isinstance(statement, ast.Expr) and not any(isinstance(each, ast.Call) for each in ast.walk(statement))
 
 
 def serve(texts: Sequence[str], names: Names, channel: Channel) -> None:
