@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     args.last, args.begun = argv is None, ""
     flags = [text for text in rest if text.startswith("-")]
     if flags:
-        top.error(f"unknown option: {' '.join(flags)}")
+        top.error(f"unknown option: {' '.join(flags)}{_as_a_key(flags[0])}")
     args.overrides += rest  # overrides that stood behind an option
     if args.command in ALONE:
         from aligner.cluster.threads import reserve
@@ -141,6 +141,15 @@ def main(argv: list[str] | None = None) -> int:
             from aligner.tools.report import write_after
 
             write_after([args.begun])
+
+
+def _as_a_key(flag: str) -> str:
+    """How a setting that was written as an option is written here: `--learning_rate`."""
+    from aligner.config.names import known_elsewhere
+
+    name = flag.lstrip("-").partition("=")[0]
+    setting = known_elsewhere(name)
+    return f". Settings are KEY=VALUE: {setting if '=' in setting else f'{setting}=...'}" if setting else ""
 
 
 def _in_job(command: str) -> bool:

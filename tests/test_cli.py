@@ -45,6 +45,17 @@ def stage(monkeypatch):
     return calls
 
 
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [("--learning_rate=1e-5", "optim.lr=..."), ("--bf16", "model.dtype=bfloat16"), ("--nonsense", "")],
+)
+def test_a_setting_written_as_an_option_is_told_as_a_key(option, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "stage=sft", option])
+    error = capsys.readouterr().err.strip()
+    assert ended.value.code == 2 and error.endswith(told or option) and ("KEY=VALUE: " in error) == bool(told)
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"]])
 def test_help_comes_at_once(arguments):
     """Half a second on a laptop: it imports nothing large, and little of what is ours."""

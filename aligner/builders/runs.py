@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.builders.job import Job, digest, tokenizer_hash
+from aligner.builders.opening import opening
 from aligner.config.derived import response_limits
 from aligner.config.freeze import FILE_NAME, environment_code, freeze, load_frozen, reward_code
 from aligner.config.identity import definition, reads
@@ -73,6 +74,9 @@ def make_run(
     asked = any(judge.own for judge in cfg.reward.judges)
     run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.kv_cache_bytes, asked)
     run.timers.around = run.memory.phase
+    if job.env.rank == 0:
+        for line in opening(job, models):
+            job.say(line)
     return run
 
 

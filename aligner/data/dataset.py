@@ -14,7 +14,7 @@ from aligner.data.answers import Answers
 from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow
 from aligner.data.items import PairItem, PreferenceItem, ScoredItem, SftItem
 from aligner.data.ragged import Ragged
-from aligner.data.reading import Reading, TokenRows
+from aligner.data.reading import DataReport, Reading, TokenRows
 from aligner.data.templates import encode_answers, encode_prompts, encode_sft, shipped_in_use
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
@@ -75,7 +75,7 @@ class PreferenceDataset:
         reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
         self.report = reading.report
         self._chosen, self._rejected = Ragged(np.int32), Ragged(np.int32)
-        margins, stop, fix, equal = [], stop_token_ids(tokenizer), data.chat_template == "auto", 0
+        margins, equal, stop, fix = [], 0, stop_token_ids(tokenizer), data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: row.chosen):
             prompts, where = [row.prompt for row in chunk], [row.where for row in chunk]
             answers = [*(row.chosen for row in chunk), *(row.rejected for row in chunk)]
@@ -89,9 +89,8 @@ class PreferenceDataset:
                     self._rejected.append(rejected[:limit])
                     margins.append(row.margin or 0.0)
                     equal += chosen == rejected
-        if equal:
-            self.report.note(f"{equal} pairs have equal answers: they have no gradient")
         self._margins = np.asarray(margins, dtype=np.float32)
+        _tell_equal(equal, len(margins), self.report)
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -146,8 +145,7 @@ class PairDataset(Answers):
                     named = (row.numbers.get(name, 0.0) for name in ("chosen_reward", "rejected_reward"))
                     numbers.append((row.margin or 0.0, *named, row.numbers.get("weight", 1.0)))
         self._numbers = np.asarray(numbers, dtype=np.float32).reshape(-1, 4)
-        if equal:
-            self.report.note(f"{equal} pairs have equal answers: they have no gradient")
+        _tell_equal(equal, len(numbers), self.report)
 
     def __getitem__(self, index: int) -> PairItem:
         a, b = 2 * index, 2 * index + 1
@@ -239,6 +237,17 @@ def _last(tokens: list[int], limit: int, bos: int | None) -> list[int]:
         return tokens
     head = tokens[:1] if tokens[0] == bos and limit > 1 else []
     return head + tokens[len(head) - limit :]
+
+
+def _tell_equal(equal: int, pairs: int, report: DataReport) -> None:
+    """Raises DataError where no pair has two answers that differ."""
+    if equal and equal == pairs:
+        expected = "pairs of two answers that differ, at least one"
+        raise DataError(
+            f"{report.key}: expected {expected}, but all {pairs} have equal answers: nothing can be learned"
+        )
+    if equal:
+        report.note(f"{equal} pairs have equal answers: they have no gradient")
 
 
 def _check_prompt(row: PreferenceRow, chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[int]]):

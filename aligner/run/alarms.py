@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 FILE = "alarms.jsonl"
+FAR = -100.0  # of the explained variance: an error ten times as large as the returns' spread, also in the warm-up
 STREAK = 3  # noisy metrics must be bad this many records in a row
 
 TEXTS = {
@@ -16,6 +17,8 @@ TEXTS = {
     " tokens or temperatures, or the mask is wrong",
     "explained_variance": "critic/explained_variance={value:.3g} stays below 0 after warm-up: the critic predicts worse"
     " than a constant. Raise critic.warmup_steps or critic.optim.lr, or check reward.normalize",
+    "far_values": "critic/explained_variance={value:.3g}: the critic's values are far from the returns, or the returns"
+    " hardly differ. Lower critic.optim.lr, look at critic.init and the size of rewards, or set reward.normalize=true",
     "clip_fraction": "policy/clip_fraction={value:.3g} is above 0.4: the policy moves too far within one rollout. Lower"
     " optim.lr or batch.epochs, or raise batch.minibatch_samples; a mismatch of engine and trainer looks the same",
     "degenerate": "all groups are degenerate: every sample of a prompt has the same reward, so there is no gradient."
@@ -94,9 +97,9 @@ class Alarms:
         # k3 = exp(d) - d - 1 >= 0; float32 rounding alone gives values around -1e-7.
         sign("k3", "kl/ref_k3", known.get("kl/ref_k3", 0) < -1e-5)
         variance = known.get("critic/explained_variance", 0)
-        sign(
-            "explained_variance", "critic/explained_variance", variance < 0 and step > self.critic_warmup_steps, STREAK
-        )
+        low = FAR <= variance < 0
+        sign("explained_variance", "critic/explained_variance", low and step > self.critic_warmup_steps, STREAK)
+        sign("far_values", "critic/explained_variance", variance < FAR)
         sign("clip_fraction", "policy/clip_fraction", known.get("policy/clip_fraction", 0) > 0.4)
         sign("equal", "preference/equal_answers", known.get("preference/equal_answers", 0) > 0.5, STREAK)
         sign("one_label", "kto/desirable", known.get("kto/desirable", 0.5) in (0.0, 1.0), STREAK)

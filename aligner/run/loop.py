@@ -28,7 +28,7 @@ from aligner.run.changes import AnotherRunError
 from aligner.run.checkpoints import Checkpoints
 from aligner.run.marker_files import DONE, PROGRESS, STOPPED
 from aligner.run.memory import peak_rss_bytes
-from aligner.run.metrics import MetricsLogger, append_jsonl, truncate_jsonl
+from aligner.run.metrics import HEADLINE, MetricsLogger, append_jsonl, truncate_jsonl
 from aligner.run.phases import PhaseMemory
 from aligner.run.progress import ProgressBar
 from aligner.run.sample_table import FILE as SAMPLES
@@ -38,6 +38,7 @@ from aligner.run.timers import Timers
 from aligner.types import ScalarMetrics, TrainBatch
 
 Evaluate = Callable[[], ScalarMetrics]
+EVALUATION_SHOWN = 6  # numbers of the last one, on the terminal
 # failures that all ranks meet together, and that leave the models whole
 SHARED = (RewardError, MismatchError, MemoryLimitError, EngineError, EnvironmentFailedError)
 
@@ -157,6 +158,8 @@ class Run:
             self.logger.log(self.step, self.timers.take())
         self._complete()
         self._tell_progress()
+        if measured := _told(self.last_eval):
+            self._bar.write(f"evaluation at step {self.last_eval['_step']}: {measured}")
         if self.stopped and self.rank == 0 and self._bar:
             self._bar.write(f"{self.stage} stopped early at step {self.step}: {self.stopped}")
 
@@ -281,3 +284,10 @@ class Run:
     @property
     def dir(self) -> Path:
         return Path(self.config.dir)
+
+
+def _told(evaluation: ScalarMetrics) -> str:
+    """The numbers of an evaluation, those that say most first; empty without one."""
+    found = {k: v for k, v in evaluation.items() if k.startswith("eval/") and isinstance(v, int | float)}
+    names = sorted(found, key=lambda name: (HEADLINE.index(name) if name in HEADLINE else len(HEADLINE), name))
+    return ", ".join(f"{name} {found[name]:.4g}" for name in names[:EVALUATION_SHOWN])

@@ -24,6 +24,10 @@ HEADLINE = (
     "sft/loss",
     "rm/loss",
     "rm/accuracy",
+    "rewards/accuracies",
+    "dpo/loss",
+    "kto/loss",
+    "distill/loss",
     "kl/ref_k3",
     "policy/entropy",
 )

@@ -9,11 +9,19 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-# metric -> the short name shown. In this order; a stage shows those that it has.
+# metric -> the short name shown. In this order; a stage shows those that it has, of several of one name the last.
 SHOWN = {
+    "policy/loss": "loss",
     "sft/loss": "loss",
     "rm/loss": "loss",
+    "dpo/loss": "loss",
+    "kto/loss": "loss",
+    "distill/loss": "loss",
+    "policy/lr": "lr",
+    "rm/lr": "lr",
     "rm/accuracy": "pairs",
+    "rewards/accuracies": "pairs",
+    "distill/kl": "kl",
     "reward/mean": "reward",
     "response/tokens_mean": "len",
     "kl/ref_k3": "kl",

@@ -21,6 +21,7 @@ from aligner.config.sections.vllm import same_minor
 from aligner.errors import AlignerError, ConfigError
 
 OK, WARN, FAIL = "ok", "warn", "fail"
+NONE = "none"  # not there, and not asked for
 EXTRAS = {  # module -> extra, what it is for
     "transformer_engine": ("te", "fused Megatron layers on GPUs"),
     "tensorrt_llm": ("trtllm", "TensorRT-LLM generation on GPUs"),
@@ -72,7 +73,7 @@ def show(found: list[Check], title: str = "aligner doctor") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    colors = {OK: "green", WARN: "yellow", FAIL: "bold red"}
+    colors = {OK: "green", NONE: "dim", WARN: "yellow", FAIL: "bold red"}
     table = Table("check", "", "detail", title=title)
     for check in found:
         table.add_row(Text(check.name), Text(check.status, style=colors[check.status]), Text(check.detail))
@@ -130,14 +131,14 @@ def _extras() -> Iterator[Check]:
     for module, (extra, use) in EXTRAS.items():
         there = importlib.util.find_spec(module) is not None
         detail = f"for {use}" if there else f"not installed; for {use}: pip install 'aligner[{extra}]'"
-        yield Check(module, OK, detail)
+        yield Check(module, OK if there else NONE, detail)
 
 
 def _vllm(cfg: Config) -> Check:
     """Its environment is another one: there, of the right version, or how to get it; a failure if `cfg` asks for it."""
     from aligner.engines.child.process import clean_environment, interpreter
 
-    missing, options = FAIL if cfg.engine.name == "vllm" else OK, cfg.engine.vllm
+    missing, options = FAIL if cfg.engine.name == "vllm" else NONE, cfg.engine.vllm
     try:
         python, environ = interpreter(options.python, clean_environment(os.environ, {}), options.section)
     except ConfigError as error:

@@ -52,7 +52,7 @@ def write_after(given: list[str]) -> None:
     if not any((folder / "metrics.jsonl").is_file() for folder in folders):
         return
     try:
-        write_report(folders)
+        print(f"report: {write_report(folders)}", flush=True)
     except (Exception, KeyboardInterrupt) as error:
         print(f"warning: no report.html: {type(error).__name__}: {error}", file=sys.stderr)
 

@@ -31,6 +31,7 @@ BAD = {
     "entropy": {"policy/entropy": 0.1},
     "k3": {"kl/ref_k3": -0.01},
     "explained_variance": {"critic/explained_variance": -0.5},
+    "far_values": {"critic/explained_variance": -42413.0},
     "clip_fraction": {"policy/clip_fraction": 0.5},
     "equal": {"preference/equal_answers": 0.75},
     "one_label": {"kto/desirable": 1.0},
@@ -45,6 +46,7 @@ WORDS = {
     "entropy": "entropy collapsed to 0.1 nats from 2",
     "k3": "kl/ref_k3=-0.01 is negative",
     "explained_variance": "critic/explained_variance=-0.5",
+    "far_values": "critic/explained_variance=-4.24e+04: the critic's values are far from the returns",
     "clip_fraction": "policy/clip_fraction=0.5 is above 0.4",
     "equal": "preference/equal_answers=0.75: most pairs",
     "one_label": "kto/desirable=1: all answers",
@@ -108,6 +110,14 @@ def test_explained_variance_waits_for_the_warm_up():
     bad = {"critic/explained_variance": -1.0}
     assert run([bad] * 50, watch=watch) == []
     assert len(run([bad] * 5, start=51, watch=watch)) == 1
+
+
+def test_values_far_from_all_returns_are_told_at_once():
+    """Also in the warm-up, in which somewhat wrong values are usual."""
+    watch = Alarms(critic_warmup_steps=50)
+    assert run([{"critic/explained_variance": value} for value in (-0.5, -9.0, -99.0)], watch=watch) == []
+    (line,) = run([{"critic/explained_variance": -101.0}], start=4, watch=watch)
+    assert line.startswith("alarm at step 4: critic/explained_variance=-101: ")
 
 
 def test_a_policy_that_starts_certain_has_not_collapsed():

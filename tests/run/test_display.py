@@ -56,6 +56,24 @@ def test_progress_without_a_terminal_prints_plain_lines():
     assert lines[2] == "a note"
 
 
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"sft/loss": 0.5, "policy/loss": 0.7, "policy/lr": 3e-4},
+        {"dpo/loss": 0.5, "policy/loss": 0.7, "policy/lr": 3e-4},
+        {"kto/loss": 0.5, "policy/loss": 0.7, "policy/lr": 3e-4},
+        {"distill/loss": 0.5, "policy/loss": 0.7, "policy/lr": 3e-4},
+        {"rm/loss": 0.5, "rm/lr": 3e-4},
+        {"policy/loss": 0.5, "policy/lr": 3e-4},
+    ],
+)
+def test_every_stage_shows_its_loss_and_its_learning_rate(metrics):
+    file = io.StringIO()
+    with ProgressBar(1, 0, "any", file=file) as bar:
+        bar.update(1, metrics)
+    assert "loss=0.5" in file.getvalue() and "lr=0.0003" in file.getvalue() and "0.7" not in file.getvalue()
+
+
 def test_progress_on_a_terminal_is_a_bar_that_starts_at_the_resumed_step():
     file = Terminal()
     bar = ProgressBar(10, 4, "sft", file=file)

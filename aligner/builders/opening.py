@@ -1,0 +1,98 @@
+"""What a run says of itself before its first step: where it computes, what it trains, how long, and what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from aligner.builders.job import Job
+from aligner.config.schema import ROLLOUT_STAGES, Config
+from aligner.errors import AlignerError
+from aligner.foreign import read_record
+from aligner.megatron.train import ShardedModel
+from aligner.plan.shapes import parameters
+
+
+def opening(job: Job, models: Mapping[str, ShardedModel]) -> Iterable[str]:
+    """Lines for the terminal; `models` are those that a checkpoint has."""
+    cfg, dtype = job.cfg, _name(job.dtype)
+    yield f"{job.device.type}, {dtype}: {_sizes(job, models)}"
+    layout = f"{job.layout.data} x tensor {cfg.parallel.tensor} x pipeline {cfg.parallel.pipeline}"
+    shared = f", experts over {cfg.parallel.expert}" if job.initial.config.moe.num_experts else ""
+    engines = f"; {cfg.engine.ranks} more ranks generate" if cfg.engine.ranks else ""
+    yield f"{_ranks(job)}: data {layout} x context {cfg.parallel.context}{shared}{engines}"
+    yield _length(job)
+    yield f"writes to {cfg.run.dir}: {', '.join(_files(cfg, job.env.world_size))}"
+    yield from _warnings(job, dtype)
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sizes(job: Job, models: Mapping[str, ShardedModel]) -> str:
+    shape = job.initial.config
+    if not models:
+        return f"{parameters(shape):,} parameters, none of them trained"
+    found = []
+    for role, model in models.items():
+        kind, outputs = ("score", model.head.outputs) if model.head.kind == "score" else ("lm", 1)
+        count = f"{parameters(model.cfg, kind, outputs):,} parameters"
+        trained = "adapters alone are trained" if model.adapted is not None else "all trained"
+        found.append(f"{role} {count}, {trained if model.optim is not None else 'none of them trained'}")
+    return "; ".join(found)
+
+
+def _ranks(job: Job) -> str:
+    count = job.env.world_size - job.cfg.engine.ranks
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _length(job: Job) -> str:
+    run, rows, taken = job.cfg.run, job.rows, job.taken
+    text = f"{run.steps} step{'s' * (run.steps != 1)}"
+    if not rows:
+        return text
+    what = "prompts" if job.cfg.stage.name in ROLLOUT_STAGES else "rows"
+    return f"{text} of {taken} {what}, {rows / taken:.4g} an epoch of {rows}: {run.steps * taken / rows:.3g} epochs"
+
+
+def _files(cfg: Config, ranks: int) -> Iterable[str]:
+    if cfg.logging.jsonl:
+        yield "metrics.jsonl"
+    if cfg.logging.tensorboard:
+        yield "tensorboard/"
+    if cfg.logging.wandb.mode != "disabled":
+        yield f"W&B project {cfg.logging.wandb.project}"
+    if ranks > 1:
+        yield "logs/ (of the other ranks)"
+    if cfg.logging.jsonl:
+        yield "report.html at its end"
+
+
+def _warnings(job: Job, dtype: str) -> Iterable[str]:
+    cfg, stored = job.cfg, _stored(job)
+    if cfg.model.dtype == "auto" and stored and stored != dtype:
+        yield (
+            f"WARNING: model.dtype=auto is {dtype} on this device, and {cfg.model.init} holds {stored}: the "
+            f"export will be {dtype}. model.dtype={stored} keeps it"
+        )
+    warmup, learns = cfg.critic.warmup_steps, cfg.stage.name == "ppo" and not cfg.debug.rollout_only
+    if learns and 0 < cfg.run.steps <= warmup:
+        yield (
+            f"WARNING: run.steps={cfg.run.steps} are all within critic.warmup_steps={warmup}: the critic learns, and "
+            "the policy stays as it is"
+        )
+
+
+def _stored(job: Job) -> str:
+    """The dtype of the weights in the folder of model.init, as its config.json has it; empty where nothing says it."""
+    folder: Path | None = job.initial.folder
+    if folder is None:
+        return ""
+    try:
+        raw = read_record(folder / "config.json", AlignerError)
+        found = raw.fields.get("dtype") or raw.fields.get("torch_dtype")
+    except AlignerError:
+        return ""
+    return found if found in ("float32", "bfloat16") else ""

@@ -1,0 +1,119 @@
+"""What a run says before its first step and after its last one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from aligner.errors import DataError
+from aligner.megatron import model as megatron_model
+from tests import stages
+
+pytestmark = pytest.mark.slow
+SHORT = ["run.steps=2", "run.export=false", "checkpoint.final=false", "logging.progress=true"]
+
+
+def run(capsys, name, data, folder, *more: str):
+    """The lines of a run, and how its steps were shown."""
+    stages.stage(name, data, folder, *SHORT, *more)
+    told = capsys.readouterr()
+    return told.out.splitlines(), told.err.splitlines()
+
+
+def line(lines: list[str], begin: str) -> str:
+    (found,) = (text for text in lines if text.startswith(begin))
+    return found
+
+
+def test_where_what_how_long_and_to_where(tiny_data, tmp_path, capsys):
+    out, err = run(capsys, "sft", tiny_data, tmp_path, "batch.sequences=8", "logging.tensorboard=true")
+    record = json.loads((tmp_path / "starts.jsonl").read_text().splitlines()[0])
+    assert line(out, "cpu, float32: ") == f"cpu, float32: policy {record['parameters']:,} parameters, all trained"
+    assert line(out, "1 rank: ") == "1 rank: data 1 x tensor 1 x pipeline 1 x context 1"
+    assert line(out, "2 steps") == "2 steps of 8 rows, 4 an epoch of 32: 0.5 epochs"
+    files = f"writes to {tmp_path}: metrics.jsonl, tensorboard/, report.html at its end"
+    assert line(out, "writes to ") == files
+    assert not [text for text in out if "WARNING" in text]
+    assert "loss=" in err[-1] and "lr=0.003" in err[-1]
+
+
+def test_epochs_are_told_as_steps(tiny_data, tmp_path, capsys):
+    out, _ = run(capsys, "sft", tiny_data, tmp_path, "run.steps=0", "run.epochs=0.5", "batch.sequences=16")
+    assert line(out, "1 step ") == "1 step of 16 rows, 2 an epoch of 32: 0.5 epochs"
+
+
+def test_adapters_a_critic_and_what_is_not_trained(tiny_data, tiny_runs, tmp_path, capsys):
+    ppo = [f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}", "critic.warmup_steps=0"]
+    out, _ = run(capsys, "ppo", tiny_data, tmp_path / "a", *ppo, "model.lora.rank=2")
+    told = line(out, "cpu, float32: ")
+    assert (
+        "policy " in told
+        and "adapters alone are trained; critic " in told
+        and told.endswith("adapters alone are trained")
+    )
+    assert "prompts, 2 an epoch of 32" in line(out, "2 steps")
+    out, _ = run(capsys, "sample", tiny_data, tmp_path / "b", f"model.init={tiny_runs['sft']}")
+    assert line(out, "cpu, float32: ").endswith("parameters, none of them trained")
+
+
+@pytest.mark.parametrize(("steps", "told"), [(2, True), (3, False)])
+def test_a_policy_that_never_learns_is_told(steps, told, tiny_data, tiny_runs, tmp_path, capsys):
+    more = [f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}", "critic.warmup_steps=2"]
+    out, _ = run(capsys, "ppo", tiny_data, tmp_path, *more, f"run.steps={steps}")
+    found = [text for text in out if "critic.warmup_steps=2" in text]
+    assert bool(found) == told and all("run.steps=2" in text for text in found)
+    same = stages.records(tmp_path)
+    assert any("policy/loss" in record for record in same) != told
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "more"),
+    [
+        ("sft", "sequences", []),
+        ("dpo", "sequences", []),
+        ("grpo", "prompts", []),
+        ("distill", "sequences", ["algorithm.distill.on_policy=1"]),
+    ],
+)
+def test_steps_of_several_epochs_are_told(name, key, more, tiny_data, tiny_runs, tmp_path, capsys):
+    more = [*more, f"batch.{key}=80", "batch.micro_batch_samples=80", f"model.init={tiny_runs['sft']}", "run.steps=1"]
+    more += [f"algorithm.distill.teacher={tiny_runs['sft']}"] if name == "distill" else []
+    out, _ = run(capsys, name, tiny_data, tmp_path, *more)
+    assert line(out, "WARNING: batch.") == f"WARNING: batch.{key}=80: a step takes each of the 32 rows about 2.5 times"
+
+
+def test_another_dtype_than_the_folders_is_told(tiny_data, tiny_runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(megatron_model, "cpu_has_bf16", lambda: True)
+    init = f"model.init={tiny_runs['sft']}"
+    out, _ = run(capsys, "sft", tiny_data, tmp_path / "a", init, "model.dtype=auto", "run.export=true")
+    told = line(out, "WARNING: model.dtype=auto is bfloat16")
+    assert "holds float32: the export will be bfloat16. model.dtype=float32 keeps it" in told
+    assert {t.dtype for t in stages.weights(tmp_path / "a").values()} == {torch.bfloat16}
+    out, _ = run(capsys, "sft", tiny_data, tmp_path / "b", f"model.init={tmp_path / 'a'}", "model.dtype=auto")
+    assert not [text for text in out if "model.dtype" in text]
+    out, _ = run(capsys, "sft", tiny_data, tmp_path / "c", init, "model.dtype=bfloat16")  # as it was asked for
+    assert not [text for text in out if "WARNING" in text]
+
+
+def test_the_last_evaluation_is_told(tiny_data, tmp_path, capsys):
+    more = [f"data.eval={tiny_data / 'eval.jsonl'}"]
+    _, err = run(capsys, "sft", tiny_data, tmp_path / "a", *more)
+    value = stages.records(tmp_path / "a")[-1]["eval/loss"]
+    assert err[-1].startswith(f"evaluation at step 2: eval/loss {value:.4g}")
+    _, err = run(capsys, "sft", tiny_data, tmp_path / "b", *more, "run.eval_every=2")
+    assert len([text for text in err if text.startswith("evaluation at step")]) == 1
+    _, err = run(capsys, "sft", tiny_data, tmp_path / "c")
+    assert not [text for text in err if "evaluation" in text]
+
+
+@pytest.mark.parametrize("name", ["dpo", "rm"])
+def test_pairs_that_are_all_equal_are_refused(name, tiny_data, tmp_path, capsys):
+    rows = [{"prompt": f"say {c}:", "chosen": c, "rejected": c} for c in "abcdefgh"]
+    data = stages.write_jsonl(tmp_path / "equal.jsonl", rows)
+    with pytest.raises(DataError, match=r"data\.train: .* all 8 have equal answers"):
+        run(capsys, name, tiny_data, tmp_path / "a", f"data.train={data}")
+    data = stages.write_jsonl(tmp_path / "some.jsonl", [*rows, rows[0] | {"chosen": "?"}])
+    out, _ = run(capsys, name, tiny_data, tmp_path / "b", f"data.train={data}")
+    assert "8 pairs have equal answers: they have no gradient" in line(out, "data.train: ")
