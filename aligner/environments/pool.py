@@ -106,13 +106,13 @@ class Pool:
     def _worker(self, session: Session, apart: bool) -> _Worker:
         if apart:
             return self._apart
-        if session.process is None or session.process.over is not None:
+        if session.process is None or session.process.gone:
             return next(self._turn)
         assert session.worker is not None
         return session.worker
 
     async def _live(self, session: Session, worker: _Worker, number: int) -> Any:
-        if session.process is None or session.process.over is not None or session.worker is not worker:
+        if session.process is None or session.process.gone or session.worker is not worker:
             _leave(session)
             process = await worker.ready()
             session.worker, session.process, session.name = worker, process, f"{session.key}/{next(_numbers)}"
@@ -144,7 +144,7 @@ class _Worker:
 
 async def _forget(session: Session) -> None:
     process, name = session.process, session.name
-    if process is not None and process.over is None:
+    if process is not None and not process.gone:
         with suppress(Failed):
             await process.ask({"op": "forget", "key": name}, process.cfg.timeout_s)
     _leave(session)

@@ -68,10 +68,15 @@ class Process(asyncio.SubprocessProtocol):
         made._send(schemas)
         return made
 
+    @property
+    def gone(self) -> bool:
+        """Whether it answers no new question. What it has said before its end may still be on its way."""
+        return self.over is not None or self.ended.done()
+
     async def ask(self, question: dict[str, Any], limit_s: float) -> Any:
         """Raises Failed."""
-        if self.over is not None:
-            raise Failed(*self.over, blamed=False)
+        if self.gone:
+            raise Failed(*(self.over or ("died", self._end())), blamed=False)
         number, loop = next(_numbers), asyncio.get_running_loop()
         one = self._open[number] = _Open(loop.create_future())
         late = loop.call_later(limit_s + GRACE_S, self._late, limit_s)
@@ -89,7 +94,7 @@ class Process(asyncio.SubprocessProtocol):
         """Whether it takes no further trajectories. It ends with those that it has."""
         if self.over is None and self.left > LEFT and not self.keys:
             self.stop("died", "it was ended: too many of its threads hang")
-        return self.over is not None or self.left > LEFT
+        return self.gone or self.left > LEFT
 
     def stop(self, cause: str, text: str) -> None:
         """Nothing is asked of it any more."""

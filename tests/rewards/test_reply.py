@@ -6,6 +6,7 @@ import gzip
 import html
 import json
 import math
+import re
 import resource
 import socket
 import threading
@@ -54,12 +55,18 @@ class Raw:
         with connection:
             try:
                 data = b""
-                while b"\r\n\r\n" not in data:
+                while not whole(data):  # what was not read would reset the connection at its end
                     data += connection.recv(1 << 16)
                 self.heard.append(data)
                 self.talk(connection)
             except OSError:
                 self.left.set()  # the client has gone
+
+
+def whole(request: bytes) -> bool:
+    head, end, body = request.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head.lower())
+    return bool(end) and len(body) >= (int(length[1]) if length else 0)
 
 
 @pytest.fixture
