@@ -41,7 +41,8 @@ COMMANDS = {
 }
 OF_A_STAGE = ("run", "launch", "submit", "plan", "rehearse", "sample")  # what the stage does not read does nothing
 ALONE = ("eval", "chat", "serve")  # compute in this process, which is no rank
-METAVARS = dict.fromkeys(("report", "serve", "serve-rm"), "RUN_DIR | KEY=VALUE")
+OF_A_FOLDER = ("eval", "chat", "serve", "serve-rm")  # take a run folder alone, as run.dir=FOLDER
+METAVARS = dict.fromkeys(("report", *OF_A_FOLDER), "RUN_DIR | KEY=VALUE")
 EXAMPLES = """overrides (Hydra syntax) go anywhere after the subcommand:
   stage=grpo model=qwen3_0.6b         choose files of conf/stage, conf/model, ...
   optim.lr=1e-4 batch.group=16        set values
@@ -169,7 +170,7 @@ def _say(error: AlignerError, code: int, trace: str | None) -> None:
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """The composed config; or a run's frozen one with overrides on top: --frozen, and run.dir=... of eval, chat,
+    """The composed config; or a run's frozen one with overrides on top: --frozen, and the run folder of eval, chat,
     serve and serve-rm."""
     with for_good():
         from aligner.config.freeze import FILE_NAME, load_frozen
@@ -177,10 +178,10 @@ def _config(args: argparse.Namespace) -> Config:
         from aligner.config.unread import compose_run, refuse_unread
 
     runs, frozen = args.command in OF_A_STAGE, args.frozen
-    if frozen is None and args.command in ("eval", "chat", "serve", "serve-rm"):
-        given = [text.partition("=")[2].strip("'\"") for text in args.overrides if text.startswith("run.dir=")]
-        if given and (Path(given[-1]) / FILE_NAME).is_file():
-            frozen = given[-1]
+    if args.command in OF_A_FOLDER:
+        folder = _take_folder(args)
+        if frozen is None and (Path(folder) / FILE_NAME).is_file():
+            frozen = folder
     if frozen is None:
         cfg = (compose_run if runs else compose)(args.overrides, config_dir=args.config_dir)
         if runs and cfg.model.init != "random":
@@ -322,6 +323,8 @@ def _convert(args: argparse.Namespace) -> int:
 
     if args.overrides:
         raise ConfigError("FOLDER", args.overrides[0], "nothing behind the two folders but options")
+    if args.command == "export":
+        args.source = args.source.removeprefix("run.dir=")
     if not args.ranks:
         with for_good():
             from aligner.tools import convert
@@ -353,23 +356,27 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    cfg = _config_of_folder(args)
+    cfg = _config(args)
     with for_good():
         from aligner.tools import serve
 
     return serve.main(cfg, args.port, args.socket)
 
 
-def _config_of_folder(args: argparse.Namespace) -> Config:
+def _take_folder(args: argparse.Namespace) -> str:
+    """That of the run, which becomes run.dir where it stands alone; empty without any."""
+    from aligner.config.resolve import quoted
+
     folders = _take_folders(args)
-    if len(folders) > 1:
-        raise ConfigError("RUN", folders[1], "the folder of one run")
-    args.overrides += [f"run.dir='{folder}'" for folder in folders]
-    return _config(args)
+    named = [text.partition("=")[2].strip("'\"") for text in args.overrides if text.startswith("run.dir=")]
+    if len(folders) + bool(named) > 1:
+        raise ConfigError("RUN_DIR", folders[-1], "the folder of one run, alone or as run.dir=FOLDER")
+    args.overrides += [f"run.dir={quoted(folder)}" for folder in folders]
+    return ["", *named, *folders][-1]
 
 
 def _serve_rm(args: argparse.Namespace) -> int:
-    cfg = _config_of_folder(args)
+    cfg = _config(args)
     with for_good():
         from aligner.tools import serve_rm
 

@@ -202,6 +202,33 @@ def test_eval_and_chat_start_from_the_run_they_are_pointed_at(monkeypatch):
     assert main(["eval", "run.dir=runs/none"]) == 0 and seen[2].model.num_layers == 4
 
 
+@pytest.mark.parametrize("command", ["eval", "chat", "serve"])
+def test_a_run_folder_stands_for_its_run_dir(monkeypatch, tmp_path, command):
+    """Whatever its name."""
+    seen = []
+    name = "evaluate" if command == "eval" else command
+    fake = types.SimpleNamespace(main=lambda cfg, *rest: seen.append(cfg) or 0)
+    monkeypatch.setitem(sys.modules, f"aligner.tools.{name}", fake)
+    monkeypatch.setattr(f"aligner.tools.{name}", fake, raising=False)
+    for name in ("a", "a b", "a=b", "it's", 'q"u', "${x}", "[1]", "²"):
+        folder = tmp_path / name
+        folder.mkdir()
+        freeze(compose(["seed=7"]), folder)
+        assert main([command, str(folder), "eval.temperature=0.5"]) == 0
+        assert (seen[-1].run.dir, seen[-1].seed, seen[-1].eval.temperature) == (str(folder), 7, 0.5)
+    assert main([command, f"run.dir={tmp_path}/a"]) == 0 and seen[-1].seed == 7
+    count = len(seen)
+    assert main([command, str(tmp_path / "a"), f"run.dir={tmp_path}/a"]) == 2
+    assert main([command, str(tmp_path / "a"), str(tmp_path / "²")]) == 2 and len(seen) == count
+
+
+def test_export_takes_a_run_by_its_key_too(monkeypatch):
+    seen = []
+    monkeypatch.setattr("aligner.tools.convert.main", lambda args, env: seen.append(args.source) or 0)
+    assert main(["export", "run.dir=runs/a", "out"]) == main(["export", "runs/a", "out"]) == 0
+    assert seen == ["runs/a"] * 2
+
+
 def test_report_takes_folders_or_run_dir(monkeypatch):
     seen = []
     fake = types.ModuleType("aligner.tools.report")

@@ -16,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -65,6 +65,9 @@ def make_app(board: Board, pages: Mapping[str, Page], token: str) -> Starlette:
         status, text = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
         return JSONResponse({"error": text}, status, headers=HEADERS)
 
+    def left(_: Request, error: Exception) -> Response:
+        return Response(status_code=400)  # to nobody
+
     return Starlette(
         routes=[
             Route("/{token}/", index),
@@ -72,7 +75,7 @@ def make_app(board: Board, pages: Mapping[str, Page], token: str) -> Starlette:
             Route("/{token}/api/{name}", api, methods=["POST"]),
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False)],
-        exception_handlers={AlignerError: refused, HTTPException: refused},
+        exception_handlers={AlignerError: refused, HTTPException: refused, ClientDisconnect: left},
     )
 
 

@@ -11,7 +11,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+import traceback
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -55,7 +56,8 @@ def make_app(backend: Backend, max_bytes: int = MAX_BYTES) -> Starlette:
         asked = read_request(await _body(request, max_bytes))
         asked.again = request.headers.get("x-stainless-retry-count", "0") != "0"  # of OpenAI's clients
         parts: asyncio.Queue[tuple[str, str] | None] = asyncio.Queue()
-        answer = asyncio.create_task(backend.complete(secret, asked, lambda *part: parts.put_nowait(part)))
+        answer = asyncio.create_task(_told(backend.complete(secret, asked, lambda *part: parts.put_nowait(part))))
+        answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # its client may have left
         if not asked.stream:
             return JSONResponse(await answer | {"created": int(time.time())})
         answer.add_done_callback(lambda _: parts.put_nowait(None))
@@ -77,7 +79,23 @@ def make_app(backend: Backend, max_bytes: int = MAX_BYTES) -> Starlette:
         Route("/{secret}/v1/chat/completions", complete, methods=["POST"]),
         Route("/{secret}/v1/models", models, methods=["GET"]),
     ]
-    return Starlette(routes=routes, exception_handlers={ApiError: refused, HTTPException: refused})
+
+    def left(request: Request, error: Exception) -> Response:
+        return Response(status_code=400)  # to nobody
+
+    handlers = {ApiError: refused, HTTPException: refused, ClientDisconnect: left}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+async def _told(answer: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """Raises ApiError and nothing else: what was not foreseen is printed, and its client hears of it, too."""
+    try:
+        return await answer
+    except ApiError:
+        raise
+    except Exception as error:
+        traceback.print_exception(error)
+        raise ApiError(f"{type(error).__name__}: {error}", code="internal_error", status=500) from None
 
 
 async def _body(request: Request, most: int) -> Any:
@@ -138,8 +156,10 @@ def unix_socket(path: Path) -> socket.socket:
 class Listener(uvicorn.Server):
     """Leaves signals to its process, and tells nobody of requests: their paths are secret."""
 
-    def __init__(self, app: Starlette):
-        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+    def __init__(self, app: Starlette, end_s: int | None = None):
+        """`end_s`: for requests under way when it shall end; None: as long as they take."""
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=end_s)
+        super().__init__(config)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

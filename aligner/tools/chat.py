@@ -1,6 +1,6 @@
 """`aligner chat`: talk to a trained model on the terminal.
 
-python -m aligner chat run.dir=runs/quickstart/grpo
+python -m aligner chat runs/quickstart/grpo
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ class Chat:
         while True:
             what = self.messages if self.model.tokenizer.chat_template else text
             (ids,) = encode_prompts(self.model.tokenizer, [what], ["chat"], arguments=self.arguments)
+            if not ids:
+                self.messages.clear()
+                raise ConfigError("message", text, "one of which the model's tokenizer and template make tokens")
             if len(ids) <= limit:
                 return ids
             if len(self.messages) < 3:

@@ -1,7 +1,7 @@
 """`aligner eval`: a trained model on held-out rows. A policy's answers are scored by the reward functions; of a
 fine-tuned model without any, the loss of the rows' own answers is measured; of a reward model, how it orders pairs.
 
-python -m aligner eval run.dir=runs/quickstart/grpo data.eval=runs/quickstart/data/test.jsonl eval.prompts=0
+python -m aligner eval runs/quickstart/grpo data.eval=runs/quickstart/data/test.jsonl eval.prompts=0
 """
 
 from __future__ import annotations

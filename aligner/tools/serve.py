@@ -21,6 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from aligner.awaited import AwaitedThread
 from aligner.cluster.threads import use
 from aligner.config.schema import Config
 from aligner.config.sections.sampling import SamplingConfig
@@ -35,10 +38,13 @@ from aligner.tools.generate import Answerer, dialogue_of, model_folder, sampling
 from aligner.types import SamplingParams
 
 if TYPE_CHECKING:
-    from aligner.environments.endpoint import Say
+    from socket import socket as Socket
+
+    from aligner.environments.endpoint import Listener, Say
 
 AT_A_TIME = 32  # requests
 PERIOD = 1024  # requests whose answers the engine holds together
+END_S = 5  # for those who still listen when the engine has ended
 ROOM = 256  # tokens of a prompt, or the next power of two behind it
 
 Said = tuple[list[int], list[float], bool]  # tokens, their logprobs, whether the model came to its end
@@ -54,15 +60,17 @@ class Ask:
 
 
 class Desk:
-    """Where requests wait for the engine."""
+    """Where requests wait for the engine. None of them waits for ever: `thread` owes each an answer."""
 
     def __init__(self, model: Answerer, threads: int):
         self.model, self.threads = model, threads
         self.waiting: deque[Ask] = deque()
         self.changed = threading.Condition()
-        threading.Thread(target=self._generate, name="engine", daemon=True).start()
+        self.thread = AwaitedThread("engine", self._generate)
+        self.thread.start()
 
     def put(self, ask: Ask) -> None:
+        self.thread.owe(ask.said)
         with self.changed:
             self.waiting.append(ask)
             self.changed.notify()
@@ -79,13 +87,20 @@ class Desk:
             with self.changed:
                 self.changed.wait_for(lambda: self.waiting)
                 first = self.take()
-            together = Together(self, first)
+            asks, error = [first], "the engine gave no answer"
             try:
+                together = Together(self, first)
+                asks = together.asks
                 self.model.engine.serve(together, together.asked, together.finished, first.sampling)
-            except (AlignerError, RuntimeError) as error:  # the latter of torch, which may be out of memory
-                for ask in together.asks or [first]:
-                    if not ask.said.done():
-                        ask.said.set_exception(ApiError(str(error), code="engine", status=500))
+            except torch.AcceleratorError:  # this process cannot compute on its device any more
+                raise
+            except Exception as cause:  # of these requests: the next ones may fare better
+                error = (
+                    str(cause) if isinstance(cause, AlignerError | RuntimeError) else f"{type(cause).__name__}: {cause}"
+                )
+            for ask in asks or [first]:
+                if not ask.said.done():
+                    ask.said.set_exception(ApiError(error, code="engine", status=500))
 
 
 class Together(Pool):
@@ -179,7 +194,10 @@ class Served:
         if request.stream and not (calls or request.return_token_ids):  # logprobs come with the last part
             ask.hear = _writer(dialogue, request, partial(say, name))
         self.desk.put(ask)
-        words, logprobs, stopped = await asyncio.wrap_future(ask.said)
+        try:
+            words, logprobs, stopped = await asyncio.wrap_future(ask.said)
+        except RuntimeError as error:  # of a thread that has ended
+            raise ApiError(str(error), code="engine", status=503) from None
         tokenizer = self.desk.model.tokenizer
         found = said(dialogue, request, words, stopped, set(self.sampling.stop_token_ids))
         pieces = [tokenizer.decode([token]) for token in found.tokens]
@@ -198,6 +216,8 @@ class Served:
         if given is None:
             roles = ", ".join(message["role"] for message in request.messages)
             raise ApiError(f"messages: the model's chat template refuses the roles {roles}", "messages")
+        if not given.tokens:
+            raise ApiError("messages: the model's chat template makes no token of them", "messages")
         return dialogue, given.tokens
 
     def _sampling(self, request: ChatRequest, prompt: int) -> SamplingParams:
@@ -246,7 +266,7 @@ def open_model(cfg: Config) -> Served:
 
 
 def main(cfg: Config, port: int, socket: str) -> int:
-    """Serves until it is interrupted."""
+    """Serves until it is interrupted. Raises AlignerError where its engine cannot go on."""
     require_server("serve", cfg.run.dir)
     from aligner.environments.endpoint import Listener, loopback, make_app, unix_socket  # needs the extra `serve`
 
@@ -259,9 +279,18 @@ def main(cfg: Config, port: int, socket: str) -> int:
     where = "http://localhost" if socket else f"http://127.0.0.1:{place.getsockname()[1]}"
     print(f"{where}/{served.secret}/v1{f' on {socket}' if socket else ''}: model {served.name!r}", flush=True)
     try:
-        asyncio.run(Listener(make_app(served)).serve(sockets=[place]))
+        serve_while(served.desk, Listener(make_app(served), END_S), [place])
     finally:
         if socket:
             with suppress(FileNotFoundError):
                 Path(socket).unlink()
     return 0
+
+
+def serve_while(desk: Desk, listener: Listener, places: list[Socket]) -> None:
+    """Serves as long as the engine does. Raises AlignerError once it does not."""
+    never: Future[None] = desk.thread.owe(Future())
+    never.add_done_callback(lambda _: setattr(listener, "should_exit", True))
+    asyncio.run(listener.serve(sockets=places))
+    if never.done():
+        raise AlignerError(f"serve: {never.exception()}")

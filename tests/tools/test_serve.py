@@ -1,12 +1,16 @@
 """A trained model behind OpenAI's chat API, asked by its client; on the loopback and on a unix socket."""
 
 import asyncio
+import json
 import socket
 import stat
+import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -14,9 +18,9 @@ import torch
 
 from aligner.config.resolve import compose
 from aligner.data.tokenizer import stop_token_ids
-from aligner.errors import ConfigError
+from aligner.errors import AlignerError, ConfigError
 from aligner.tools.generate import Answerer, model_folder
-from aligner.tools.serve import Written, open_model
+from aligner.tools.serve import Ask, Desk, Written, open_model, serve_while
 from aligner.types import SamplingParams
 
 pytest.importorskip("uvicorn")
@@ -40,7 +44,7 @@ def listening(served, place: socket.socket):
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[place])), daemon=True)
     thread.start()
     try:
-        yield
+        yield server
     finally:
         server.should_exit = True
         thread.join()
@@ -158,6 +162,126 @@ def test_a_request_that_the_engine_has_cannot_be_taken_back(served, client, monk
         changed.setattr(served.desk.model.engine, "serve", serve)
         ask(client, "say a:", temperature=0.125)  # which no request before it has: it begins a generation of its own
     assert left == [False]
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), KeyError("k"), AssertionError(), MemoryError(), StopIteration()])
+def test_whatever_the_engine_raises_is_told_and_it_goes_on(served, client, monkeypatch, error):
+    def serve(pool, *_):
+        if isinstance(error, ValueError):
+            pool.take()
+        raise error
+
+    for stream in (False, True):
+        with monkeypatch.context() as changed, pytest.raises(openai.InternalServerError) as refused:
+            changed.setattr(served.desk.model.engine, "serve", serve)
+            ask(client, "say a:", stream=stream, temperature=0.125)
+        assert refused.value.body["code"] == "engine" and type(error).__name__ in refused.value.body["message"]
+    assert ask(client, "say a:").choices
+
+
+def test_a_request_that_the_engine_forgets_is_told_so(served, client, monkeypatch):
+    with monkeypatch.context() as changed, pytest.raises(openai.InternalServerError, match="no answer"):
+        changed.setattr(served.desk.model.engine, "serve", lambda pool, *_: pool.take())
+        ask(client, "say a:", temperature=0.125)
+
+
+@pytest.mark.parametrize("error", [torch.AcceleratorError("device-side assert"), SystemExit(3), KeyboardInterrupt()])
+def test_an_engine_that_cannot_go_on_ends_the_server_and_all_who_wait_hear_of_it(served, error):
+    """Those that it has, those that wait for it, and those that come too late."""
+    begun, go = threading.Event(), threading.Event()
+
+    def serve(pool, *_):
+        pool.take()
+        begun.set()
+        assert go.wait(120)
+        raise error
+
+    desk = Desk(SimpleNamespace(engine=SimpleNamespace(serve=serve, model=served.desk.model.engine.model)), 1)
+    mine, place, ended = replace(served, desk=desk), loopback(), []
+    url = f"http://127.0.0.1:{place.getsockname()[1]}/{mine.secret}/v1"
+    body = {"model": "sft", "messages": [{"role": "user", "content": "say a:"}]}
+
+    def serving():
+        with pytest.raises(AlignerError, match="the thread `engine` has ended") as raised:
+            serve_while(desk, Listener(make_app(mine), 120), [place])
+        ended.append(raised.value)
+
+    server = threading.Thread(target=serving, daemon=True)
+    server.start()
+    with httpx.Client(trust_env=False, timeout=120) as http, ThreadPoolExecutor(4) as pool:
+        asked = [{"stream": i % 2 == 1, "temperature": 0.5 + i} for i in range(4)]
+        replies = [pool.submit(http.post, f"{url}/chat/completions", json=body | more) for more in asked]
+        assert begun.wait(120)
+        while len(desk.waiting) < 3:
+            time.sleep(0.01)
+        go.set()
+        for reply in replies:
+            assert reply.result(120).status_code == 503 and reply.result().json()["error"]["code"] == "engine"
+    server.join(120)
+    assert type(error).__name__ in str(ended[0])
+    late = Ask((1,), 0, served.sampling)
+    desk.put(late)
+    with pytest.raises(RuntimeError, match="has ended"):
+        late.said.result(120)
+
+
+def test_messages_that_make_no_token_are_refused(tiny_runs, tmp_path):
+    """Some templates say nothing of an empty message, some nothing at all."""
+    template = tmp_path / "plain.jinja"
+    template.write_text("{{ messages[-1]['content'] }}")
+    served = open_model(
+        compose([f"run.dir={tiny_runs['sft']}", "sampling.max_response_tokens=4", f"data.chat_template={template}"])
+    )
+    place = loopback()
+    url = f"http://127.0.0.1:{place.getsockname()[1]}/{served.secret}/v1"
+    with listening(served, place), straight() as http:
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="makes no token of them"):
+                ask(client, "", stream=stream)
+        assert ask(client, "a").choices
+
+
+@pytest.mark.parametrize("left", ["in its request", "while it waits", "in its stream"])
+def test_of_a_client_that_leaves_nothing_is_told(left, capfd, caplog):
+    begun, spoken, gone = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow:
+        def model(self, secret):
+            begun.set()
+            return "m"
+
+        async def complete(self, secret, request, say):
+            say("id", "text ")
+            spoken.set()
+            while not gone.is_set():
+                say("id", "text ")
+                await asyncio.sleep(0.01)
+            return {"id": "id", "model": "m", "choices": [], "usage": {}}
+
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": "stream" in left})
+    head = f"POST /s/v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    place = loopback()
+    with listening(Slow(), place) as server:
+        for reset in (False, True):
+            begun.clear(), spoken.clear(), gone.clear()
+            with socket.create_connection(place.getsockname()) as client:
+                if left == "in its request":
+                    client.sendall((head + body[:5]).encode())
+                    assert begun.wait(120)
+                else:
+                    client.sendall((head + body).encode())
+                    assert spoken.wait(120)
+                    if left == "in its stream":
+                        assert client.recv(100)
+                if reset:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            gone.set()
+            until = time.monotonic() + 120
+            while server.server_state.connections or server.server_state.tasks:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+    assert capfd.readouterr().err == "" and caplog.records == []
 
 
 def test_what_the_model_cannot_do_is_refused(client):
