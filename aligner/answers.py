@@ -1,19 +1,24 @@
 """Every answer from outside (tools, environments, judges, servers), in the run folder: read first when a rollout is
 made again.
 
-<run.dir>/answers/step-00000013-rank-00000.jsonl, appended to: a line is a checksum, a blank, and JSON [key, number of
-the question, hash of the question, answer]. The key has the seed of the sample's request, which no other sample of the
-run has. A line that does not have its checksum, as one cut off by a kill, is none, which rank 0 says.
+<run.dir>/answers/step-00000013-rank-00000.jsonl, made with the first answer and appended to: a line is a checksum, a
+blank, and JSON [key, number of the question, hash of the question, answer]. The key has the seed of the sample's
+request, which no other sample of the run has. A line that does not have its checksum, as one cut off by a kill, is
+none, which rank 0 says. Files of rollouts that no checkpoint can be resumed before are deleted.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import shutil
+import stat
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,6 +26,7 @@ from aligner.errors import WriteError
 from aligner.files import write_whole
 
 FOLDER = "answers"  # in the run folder
+NAME = re.compile(r"step-(\d{8,18})-rank-(\d{5,})\.jsonl", re.ASCII)
 Answer = dict[str, Any]  # with the entry "failed", the cause, where there was none
 
 
@@ -28,31 +34,30 @@ class AnswerLog:
     def __init__(self, folder: Path, rank: int):
         self.folder, self.rank = folder, rank
         self._step = 0
-        self._before: set[str] | None = None  # rollouts that were asked about before this start
+        self._before: set[int] | None = None  # rollouts that were asked about before this start
         self._known: dict[tuple[str, int, str], Answer] = {}
         self._file: TextIO | None = None
         self._lock = threading.Lock()
 
     def begin(self, step: int) -> None:
-        """Questions are of this rollout from now on; what any rank had asked in it before this start is known. Raises
-        OSError."""
+        """Questions are of this rollout from now on; what any rank had asked in it before this start is known."""
         if step == self._step:
             return
         self.close()
         self._step, self._known = step, {}
-        self.folder.mkdir(parents=True, exist_ok=True)
         if self._before is None:
             self._before = self._earlier()
-        for path in self._files() if _name(step) in self._before else ():  # not what others are writing
+        for path in self._files(step, step) if step in self._before else ():  # not what others are writing
             self._read(path)
-        path = self.folder / f"{_name(step)}-rank-{self.rank:05d}.jsonl"
-        torn = path.exists() and not path.read_bytes().endswith(b"\n")
-        self._file = path.open("a", encoding="utf-8")
-        self._file.write("\n" if torn else "")
 
     def _read(self, path: Path) -> None:
         damaged = 0
-        for line in _lines(path):
+        try:
+            lines = _lines(path)
+        except OSError as error:
+            print(f"warning: {path}: {error.strerror}: its answers are asked again", file=sys.stderr, flush=True)
+            return
+        for line in lines:
             if (said := _sound(line)) is None:
                 damaged += 1
             else:
@@ -76,25 +81,33 @@ class AnswerLog:
 
     def write(self, key: str, number: int, question: Mapping[str, Any], answer: Answer) -> None:
         """By any thread."""
-        assert self._file is not None, "begin() first"
+        assert self._step, "begin() first"
+        path = self._path()
         text = json.dumps([key, number, _digest(json.dumps(question)), answer])
         try:
             with self._lock:
+                if self._file is None:
+                    self._file = _appended(path)
                 self._file.write(f"{_digest(text)} {text}\n")
                 self._file.flush()
         except OSError as error:
-            raise WriteError(f"{self._file.name}: answers from outside cannot be kept: {error}. Free space") from None
+            raise WriteError(f"{path}: answers from outside cannot be kept: {error}. Free space") from None
 
     def forget_failures(self, first: int | None = None) -> None:
         """Of this rollout, which is given up because of them, or from the `first` on, and of later ones, where engines
         are ahead: the next start shall ask again. What they still write is lost."""
         self.close()
-        since = _name(self._step if first is None else first)
-        if self.rank == 0:
-            for path in (one for one in self.folder.glob("step-*.jsonl") if one.name >= since):
-                kept = [line for line in _lines(path) if (said := _sound(line)) and "failed" not in said[-1]]
-                write_whole(path, "".join(f"{line}\n" for line in kept))
+        for path in self._files(self._step if first is None else first) if self.rank == 0 else ():
+            kept = [line for line in _lines(path) if (said := _sound(line)) and "failed" not in said[-1]]
+            write_whole(path, "".join(f"{line}\n" for line in kept)) if kept else path.unlink(missing_ok=True)
         self._step = 0
+
+    def drop(self, first: int) -> None:
+        """No start goes through rollouts before the `first` any more. On rank 0; what cannot be deleted stays."""
+        for path in self._files(0, first - 1) if self.rank == 0 else ():
+            for name in (path.name, f".{path.name}.tmp"):  # the latter of a kill in `forget_failures`
+                with suppress(OSError):
+                    path.with_name(name).unlink(missing_ok=True)
 
     def close(self) -> None:
         if self._file is not None:
@@ -105,15 +118,42 @@ class AnswerLog:
         """For a run that does not continue what was logged here."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _earlier(self) -> set[str]:
-        return {path.name.partition("-rank")[0] for path in self.folder.glob("step-*.jsonl")}
+    def _path(self) -> Path:
+        return self.folder / f"step-{self._step:08d}-rank-{self.rank:05d}.jsonl"
 
-    def _files(self) -> list[Path]:
-        return sorted(self.folder.glob(f"{_name(self._step)}-rank-*.jsonl"))
+    def _earlier(self) -> set[int]:
+        """Says, by rank 0, what else lies there."""
+        found = {path.name: int(NAME.fullmatch(path.name)[1]) for path in self._files(0)}  # type: ignore[index]
+        others = sorted(name for name in _listed(self.folder) - found.keys() if not name.startswith("."))
+        if others and self.rank == 0:
+            print(f"{self.folder}: ignored {len(others)} that are no log, as {others[0]!r:.80}", file=sys.stderr)
+        return set(found.values())
+
+    def _files(self, first: int, last: int | None = None) -> list[Path]:
+        """Of the rollouts from the `first` to the `last`, or to the newest."""
+        found = []
+        for name in sorted(_listed(self.folder)):
+            match, path = NAME.fullmatch(name), self.folder / name
+            if match and first <= int(match[1]) <= (int(match[1]) if last is None else last):
+                with suppress(OSError):  # gone since
+                    found += [path] if stat.S_ISREG(path.lstat().st_mode) else []
+        return found
 
 
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
+def _listed(folder: Path) -> set[str]:
+    try:
+        return set(os.listdir(folder))
+    except OSError:
+        return set()
+
+
+def _appended(path: Path) -> TextIO:
+    """Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torn = path.exists() and not path.read_bytes().endswith(b"\n")
+    file = path.open("a", encoding="utf-8")
+    file.write("\n" if torn else "")
+    return file
 
 
 def _lines(path: Path) -> list[str]:

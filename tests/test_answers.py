@@ -3,6 +3,7 @@
 import pytest
 
 from aligner.answers import AnswerLog
+from aligner.errors import WriteError
 
 
 def test_a_start_reads_what_earlier_ones_were_told_and_not_what_others_are_writing(tmp_path):
@@ -66,3 +67,66 @@ def test_lines_that_are_damaged_are_told_once_and_asked_again(tmp_path, capsys, 
     assert known == (4 if kind == "text" else 4 - count) and len(said) == bool(count)
     assert all(str(path) in line and f"{count} line" in line for line in said)
     path.unlink()
+
+
+def test_files_are_made_with_their_first_answer(tmp_path):
+    log = AnswerLog(tmp_path / "answers", 3)
+    for step in (1, 2, 3):
+        log.begin(step)
+        if step == 2:
+            log.write("a", 0, {}, {"value": step})
+    assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["step-00000002-rank-00003.jsonl"]
+    log.forget_failures(1)  # none of which would be left
+    assert len(list(tmp_path.rglob("*.jsonl"))) == 1
+    log.begin(4)
+    log.write("a", 0, {}, {"failed": "hung"})
+    AnswerLog(tmp_path / "answers", 0).forget_failures(2)
+    assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["step-00000002-rank-00003.jsonl"]
+
+
+def test_rollouts_that_no_start_goes_through_any_more_are_dropped_by_rank_0(tmp_path):
+    logs = [AnswerLog(tmp_path, rank) for rank in range(3)]
+    for step in (9, 10, 11, 100_000_000):
+        for log in logs:
+            log.begin(step)
+            log.write("a", 0, {}, {"value": step})
+    others = ["notes.txt", "step-1.bak", "step-00000001-rank-00000.jsonl.bak", "step-\u00b2\u00b2-rank-00000.jsonl"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    logs[1].drop(11)
+    assert len(list(tmp_path.iterdir())) == 12 + len(others)
+    logs[0].drop(11)
+    kept = sorted(path.name for path in tmp_path.iterdir() if path.name not in others)
+    assert kept == [f"step-{step:08d}-rank-{rank:05d}.jsonl" for step in (11, 100_000_000) for rank in range(3)]
+    assert len(list(tmp_path.iterdir())) == 6 + len(others)
+    for log in logs:  # which write on
+        log.write("a", 1, {}, {"value": 0})
+    later = AnswerLog(tmp_path, 0)
+    later.begin(11)
+    assert later.find("a", 0, {}) == {"value": 11}
+
+
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.write_bytes(bytes(range(256)) * 99)])
+@pytest.mark.parametrize(
+    "name", ["step-00000001-rank-00001.jsonl", "step-1.bak", "\u00b2", "step--0000001-rank-00000.jsonl"]
+)
+def test_strange_files_are_told_in_a_line_and_end_no_start(tmp_path, capsys, name, make):
+    make(tmp_path / name)
+    for rank in range(2):
+        log = AnswerLog(tmp_path, rank)
+        log.begin(1)
+        assert log.find("a", 0, {}) is None
+        log.begin(2)
+    log.forget_failures(1)
+    AnswerLog(tmp_path, 0).drop(9)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_log_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "answers").write_text("")
+    (tmp_path / "other" / "step-00000001-rank-00000.jsonl").mkdir(parents=True)
+    for folder in ("answers", "other"):
+        log = AnswerLog(tmp_path / folder, 0)
+        log.begin(1)
+        with pytest.raises(WriteError, match="answers from outside cannot be kept"):
+            log.write("a", 0, {}, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from aligner.config.sections.judge import JudgeConfig
 from aligner.config.sections.model.lora import LoraConfig
 from aligner.config.validate_model import validate_shares
 from aligner.engines.native.load import fill
-from aligner.errors import ConfigError, DataError
+from aligner.errors import CheckpointError, ConfigError, DataError
+from aligner.foreign import record
+from aligner.megatron.checkpoint_files import complete_checkpoints, read_state
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.endpoint import EndpointJudge
 from aligner.rewards.environment import EnvironmentReward
@@ -55,7 +58,22 @@ def make_rewards(job: Job, model: RewardModel | ProcessRewardModel | None) -> Re
         job.answers.clear()
     outside = job.cfg.environment.on or any(hasattr(reward, "keep_answers") for reward, _ in found)
     answers = job.answers if outside else None
+    if outside and job.env.rank == 0:
+        job.on_commit.append(lambda _: job.answers.drop(_first_rollout(job)))
     return RewardPipeline(found, job.cfg.reward, partial(_sum_over_data_ranks, job), answers)
+
+
+def _first_rollout(job: Job) -> int:
+    """The first that a start may go through, whichever checkpoint it resumes from: of windows one that was in flight
+    then. 0: not known."""
+    step, path = complete_checkpoints(Path(job.cfg.run.dir) / "checkpoints")[0]
+    try:
+        state = record(read_state(path)["state"], str(path), CheckpointError)
+        groups = state.record("clock").integers("groups") if "clock" in state else []
+    except CheckpointError as error:
+        job.say(f"warning: {error}: answers from outside stay")
+        return 0
+    return min([step, *(number // job.cfg.batch.prompts for number in groups)]) + 1
 
 
 def _over_http(judge: JudgeConfig) -> EndpointJudge:

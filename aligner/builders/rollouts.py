@@ -18,7 +18,7 @@ from aligner.errors import ConfigError
 from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.megatron.train import ShardedModel
 from aligner.models.fingerprint import file_fingerprint
-from aligner.ops.agree import same_view
+from aligner.ops.agree import by_rank_0, same_view
 from aligner.refit.transfer import Refit
 from aligner.roles.model_init import shape_of
 from aligner.roles.policy import Policy
@@ -196,6 +196,8 @@ def _parts[Kind: Parts](job: Job, kind: type[Kind] = Parts) -> Kind:
     parts = kind(Path(cfg.run.dir) / PENDING, key, job.layout, cfg.batch.prompts, other)
     if cfg.run.resume != "auto":
         parts.clear()
+    elif others := by_rank_0(parts.others):
+        job.say(f"{parts.folder}: ignored {len(others)} that are no rollout, as {others[0]!r:.80}")
     return parts
 
 

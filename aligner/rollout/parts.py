@@ -27,6 +27,7 @@ from aligner.ops.reduce import first_cause
 from aligner.rollout.sharing import share
 
 FOLDER = "pending_rollouts"  # in the run folder
+NAME = re.compile(r"step-(\d{8,18})", re.ASCII)
 PART = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
 Manifest = list[dict[str, Any]]  # the parts' descriptions, by data-parallel rank
 
@@ -53,7 +54,11 @@ class Parts:
         return self.folder / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
+        return sorted(int(match[1]) for path in self.folder.glob("step-*") if (match := NAME.fullmatch(path.name)))
+
+    def others(self) -> list[str]:
+        """What lies there and is no rollout."""
+        return sorted(path.name for path in self.folder.glob("*") if not NAME.fullmatch(path.name))
 
     def write(self, step: int, version: int, write: Callable[[Path], None], told: dict[str, Any]) -> None:
         """This data-parallel rank's part, which `write` makes; `told` is described with it. Raises OSError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -105,8 +106,8 @@ class MetricsLogger:
 
     Steps do not go back; a second `log` of the same step joins its record. Call `resume_at` before the first `log`.
 
-    To join, the record is cut off and written again. What will stand there lies in `metrics.joined.jsonl` first, so
-    that neither a kill nor a full disk in between loses the record; `resume_at` puts it back.
+    To join, the record is cut off and written again. What will stand there lies in `metrics.joined.jsonl` until it
+    does, so that neither a kill nor a full disk in between loses the record; `resume_at` puts it back.
     """
 
     def __init__(self, run_dir: str | Path, config: LoggingConfig, config_for_wandb: dict[str, Any], rank: int):
@@ -162,27 +163,44 @@ class MetricsLogger:
         record = {"step": step, "wall_time": round(time.time(), 3), **metrics}
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            if step == last:
+            if joins := step == last:
                 record = {**self._last, **record}
                 _replace(self._joined, [record])
                 os.truncate(self._path, self._offset)  # the last record is written again
             with self._path.open("ab") as file:
                 self._offset = os.fstat(file.fileno()).st_size
                 file.write(json.dumps(record).encode() + b"\n")
+                if joins:
+                    file.flush()
+                    os.fsync(file.fileno())
+            if joins:
+                self._joined.unlink(missing_ok=True)
         except OSError as cause:
             raise unwritable(self._path, cause) from cause
         self._last = record
 
     def _mend(self) -> None:
         """Put back the record that was cut off and never written."""
-        joined, records = read_jsonl(self._joined), read_jsonl(self._path)
-        last = records[-1]["step"] if records else -1
+        records = read_jsonl(self._path)
+        last = record(records[-1], str(self._path), AlignerError).integer("step", low=-1) if records else -1
+        joined = self._cut_off()
         try:
-            if joined and joined[-1]["step"] > last:
-                _replace(self._path, [*records, joined[-1]])
+            if joined and joined["step"] > last:
+                _replace(self._path, [*records, joined])
             self._joined.unlink(missing_ok=True)  # of these steps, which may be done again
         except OSError as cause:
             raise unwritable(self._path, cause) from cause
+
+    def _cut_off(self) -> dict[str, Any] | None:
+        """The record; what else is there is told."""
+        try:
+            *_, last = [None, *read_jsonl(self._joined)]
+            if last is not None:
+                record(last, str(self._joined), AlignerError).integer("step", low=-1)
+        except (AlignerError, OSError) as error:
+            print(f"warning: ignored: {error}", file=sys.stderr, flush=True)
+            return None
+        return last
 
     def _writer(self) -> Any:
         if self._tensorboard is None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from aligner.ops.reduce import first_cause
 from aligner.run.chain import Seen
 
 FOLDER = "rows"  # in the run folder
+NAME = re.compile(r"step-(\d{8,18})\.safetensors", re.ASCII)
 COLUMNS = ("tokens", "lengths", "loss_mask", "labels", "told_by")
 
 
@@ -29,7 +31,8 @@ def file_name(step: int) -> str:
 def delete_but(folder: Path, steps: range) -> None:
     """Recordings of other steps. Later ones are of a start that this one has taken back."""
     for path in folder.glob("step-*.safetensors"):
-        if int(path.stem.removeprefix("step-")) not in steps:
+        match = NAME.fullmatch(path.name)
+        if match and int(match[1]) not in steps and path.is_file():
             path.unlink()
 
 

@@ -69,13 +69,11 @@ def test_a_killed_run_goes_on_with_the_answers_that_it_was_given(grpo, tmp_path,
     """The dice are other ones at each start. What a resumed run is made of is in its log: a run that reads all of it
     is the same to the last bit."""
     more = [*stages.DICE, "run.steps=4", "checkpoint.every=2", "checkpoint.rollouts=false"]
-    if where == "in an update":
-        with pytest.raises(PowerCut), stages.power_cut_in_update(3):
+    cut = stages.power_cut_in_update(3) if where == "in an update" else stages.power_cut_at_answer(150)
+    with patch("aligner.answers.AnswerLog.drop"):  # `again` goes through all of them, which has no checkpoint
+        with pytest.raises(PowerCut), cut:
             grpo("killed", *more)
-    else:
-        with pytest.raises(PowerCut), stages.power_cut_at_answer(150):
-            grpo("killed", *more)
-    killed = grpo("killed", *more)
+        killed = grpo("killed", *more)
     assert min(rolled(killed)) > 1.2  # it does call
     shutil.copytree(killed / "answers", tmp_path / "again" / "answers")
     again = grpo("again", *more)
@@ -85,6 +83,20 @@ def test_a_killed_run_goes_on_with_the_answers_that_it_was_given(grpo, tmp_path,
     lines = [line for path in (killed / "answers").iterdir() for line in path.read_text().splitlines() if line]
     keys = [tuple(json.loads(line.partition(" ")[2])[:3]) for line in lines if not line.startswith(" ")]
     assert len(keys) == len(set(keys))  # nothing was asked twice
+
+
+@pytest.mark.slow
+def test_answers_stay_for_the_oldest_checkpoint_and_no_longer(grpo, tmp_path):
+    """A start that finds the newest checkpoint damaged goes through more rollouts, and is the same to the last bit."""
+    more = [*stages.DICE, "run.steps=5", "checkpoint.every=1", "checkpoint.keep_last=2", "checkpoint.rollouts=false"]
+    with pytest.raises(PowerCut), stages.power_cut_in_update(5):
+        grpo("killed", *more)
+    assert {int(path.name[5:13]) for path in (tmp_path / "killed" / "answers").iterdir()} == {4, 5}
+    shutil.copytree(tmp_path / "killed", tmp_path / "damaged")
+    (tmp_path / "damaged" / "checkpoints" / "step-00000004" / "state.json").write_text("{}")
+    whole, damaged = grpo("killed", *more), grpo("damaged", *more)
+    assert stages.same_weights(whole, damaged) and not stages.differences(whole, damaged)
+    assert {int(path.name[5:13]) for path in (whole / "answers").iterdir()} == {5}
 
 
 @pytest.mark.slow

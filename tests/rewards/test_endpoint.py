@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from itertools import count
+from unittest.mock import patch
 
 import pytest
 
@@ -255,10 +256,11 @@ def test_a_killed_run_goes_on_with_the_scores_that_it_was_given(tiny_data, tmp_p
     """Scores and grades are other ones each time, some fail. What a resumed run is made of is in its log: a run that
     reads all of it is the same to the last bit. No file has a key."""
     more = [*SMALL, *scored_by(server.base_url)]
-    with pytest.raises(stages.PowerCut), stages.power_cut_in_update(2):
-        stages.stage("grpo", tiny_data, tmp_path / "killed", *more)
-    asked = len(server.bodies)
-    killed = stages.stage("grpo", tiny_data, tmp_path / "killed", *more)
+    with patch("aligner.answers.AnswerLog.drop"):  # `again` goes through all of them, which has no checkpoint
+        with pytest.raises(stages.PowerCut), stages.power_cut_in_update(2):
+            stages.stage("grpo", tiny_data, tmp_path / "killed", *more)
+        asked = len(server.bodies)
+        killed = stages.stage("grpo", tiny_data, tmp_path / "killed", *more)
     assert len(server.bodies) < asked * 2  # the second rollout's were there
     shutil.copytree(killed / "answers", tmp_path / "again" / "answers")
     again = stages.stage("grpo", tiny_data, tmp_path / "again", *more)

@@ -109,6 +109,37 @@ def test_a_record_that_is_joined_outlives_a_kill(tmp_path, monkeypatch, moment):
     assert [r["step"] for r in records(tmp_path)] == [1]
 
 
+def test_what_a_joined_record_needed_is_gone_once_it_is_written(tmp_path):
+    log = logger(tmp_path)
+    for step in (1, 2):
+        log.log(step, {"a": step})
+        log.log(step, {"b": step})
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert [(r["a"], r["b"]) for r in records(tmp_path)] == [(1, 1), (2, 2)]
+
+
+GARBAGE = [b"garbage\n{}\n", bytes(range(256)) * 9, b'{"step": "x"}\n', b"{}\n", b"[1]\n{}\n", b'{"step": 1e400}\n']
+
+
+@pytest.mark.parametrize("data", [*GARBAGE, b"", b"\0" * 4096, b'{"step": 9, "a'])
+def test_garbage_where_a_joined_record_would_be_refuses_no_start(tmp_path, capsys, data):
+    log = logger(tmp_path)
+    log.log(1, {"a": 1})
+    (tmp_path / "metrics.joined.jsonl").write_bytes(data)
+    again = logger(tmp_path)
+    again.resume_at(1)
+    again.log(2, {"a": 2})
+    assert [r["a"] for r in records(tmp_path)] == [1, 2] and not (tmp_path / "metrics.joined.jsonl").exists()
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == (data in GARBAGE) and all("metrics.joined.jsonl" in line for line in said)
+
+
+def test_a_record_without_a_step_is_a_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(AlignerError, match=r"metrics.jsonl: no value for step"):
+        logger(tmp_path).resume_at(1)
+
+
 def test_a_fresh_start_forgets_everything(tmp_path):
     logger(tmp_path).log(0, {"a": 1})
     log = logger(tmp_path)

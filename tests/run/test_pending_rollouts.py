@@ -2,13 +2,14 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from aligner.config.freeze import rollout_key
 from aligner.config.resolve import compose
 from aligner.errors import DataError
-from aligner.rollout.parts import read_description
+from aligner.rollout.parts import Parts, read_description
 from tests import stages
 
 STEPS = [
@@ -57,6 +58,40 @@ def generated(monkeypatch):
 
 def stored(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "pending_rollouts").glob("*"))
+
+
+def test_only_what_a_rollout_is_named_is_one(tmp_path):
+    parts = Parts(tmp_path, "key", SimpleNamespace(data=1, dp_rank=0), 4)
+    strange = [
+        "step-1.bak",
+        "step-\u00b2",
+        "step-\u0663\u0663\u0663\u0663\u0663\u0663\u0663\u0663",
+        "step-",
+        "step--0000001",
+        "x",
+    ]
+    for name in [*strange, "step-00000002", "step-100000000"]:
+        (tmp_path / name).mkdir()
+    assert parts.steps() == [2, 100_000_000] and parts.others() == sorted(strange)
+
+
+@pytest.mark.slow
+def test_strange_names_in_a_run_folder_refuse_no_start(tiny_data, tmp_path, arguments, capfd):
+    """Each folder is told in a line, and goes on to the same result."""
+    more, run = [*arguments("grpo"), "debug.record=2"], tmp_path / "run"
+    whole = stages.stage("grpo", tiny_data, tmp_path / "whole", *more)
+    with stages.power_cut_in_update(4), pytest.raises(stages.PowerCut):
+        stages.stage("grpo", tiny_data, run, *more)
+    for folder in ("pending_rollouts", "answers", "rollouts", "checkpoints"):
+        for name in ("step-1.bak", "step-\u00b2", "step-1.bak.safetensors"):
+            (run / folder).mkdir(exist_ok=True)
+            (run / folder / name).write_bytes(bytes(range(256)))
+    (run / "metrics.joined.jsonl").write_bytes(b"garbage\n" * 3)
+    capfd.readouterr()
+    stages.stage("grpo", tiny_data, run, *more)
+    said = "".join(capfd.readouterr())
+    assert said.count("that are no rollout") == 1 and "metrics.joined.jsonl" in said and "Traceback" not in said
+    assert stages.same_weights(run, whole) and stages.differences(run, whole) == []
 
 
 @pytest.mark.slow
