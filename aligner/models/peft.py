@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -19,33 +20,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.model.lora import LoraConfig
+from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.errors import CheckpointError, ConfigError
-from aligner.foreign import Record, read_record, record
+from aligner.foreign import read_record
 from aligner.models.adapters import LORA_A, LORA_B, MAGNITUDE, adapter_table
 from aligner.models.families import FAMILIES
 from aligner.models.fused import parts_of
+from aligner.models.peft_rules import Rules, check_kind
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 KEY = "model.lora.init"
-# what adapter_config.json may say without a change of what its factors mean
-_IDLE = {
-    *("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "inference_mode"),
-    *(
-        "r",
-        "lora_alpha",
-        "lora_dropout",
-        "use_rslora",
-        "use_dora",
-        "rank_pattern",
-        "alpha_pattern",
-        "init_lora_weights",
-    ),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # the names of the tensors tell
-    *("auto_mapping", "megatron_core", "qalora_group_size", "runtime_config", "ephemeral_gpu_offload"),
-}
-_SAME_BASE = (True, False, "gaussian", "orthogonal", "eva")  # init_lora_weights that leave the base as it is
 
 
 def expected_adapter(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -78,7 +63,7 @@ def adapter_config(cfg: ModelConfig, base: str) -> dict[str, Any]:
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
         "rank_pattern": ranks,
-        "alpha_pattern": {leaf: _alpha(lora, rank) for leaf, rank in ranks.items()},
+        "alpha_pattern": {leaf: _alpha(lora, rank) for leaf, rank in ranks.items()} | _experts_alpha(lora, modules),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -103,28 +88,13 @@ def read_adapter(folder: Path, cfg: ModelConfig) -> dict[str, Tensor]:
     if not (folder / CONFIG).is_file():
         raise ConfigError(KEY, str(folder), f"a folder with {CONFIG}, as peft writes it")
     config = read_record(folder / CONFIG, CheckpointError)
-    check_config(config, cfg.lora)
+    check_kind(config, cfg.lora)
+    rules = Rules(config)
     try:
         found = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {folder / WEIGHTS}: {error}") from None
-    return _parted(folder / WEIGHTS, cfg, found, config)
-
-
-def check_config(config: Record, lora: LoraConfig) -> None:
-    """Raises CheckpointError, naming the key of ours, for what is not LoRA, rsLoRA or DoRA of this rank and scale."""
-    if config.text("peft_type") != "LORA":
-        config.refuse("peft_type", "LORA")
-    for key, field in (("r", "rank"), ("lora_alpha", "alpha"), ("use_rslora", "rslora"), ("use_dora", "dora")):
-        wanted = getattr(lora, field)
-        found = config.flag(key, False) if isinstance(wanted, bool) else config.number(key)
-        if found != wanted:
-            config.refuse(key, f"{json.dumps(wanted)}, the value of model.lora.{field}: set that to the adapter's")
-    if config.fields.get("init_lora_weights", True) not in _SAME_BASE:
-        config.refuse("init_lora_weights", "one that leaves the base as it is: merge the adapter into its base first")
-    for key, value in config.fields.items():
-        if key not in _IDLE and value and (key, value) != ("bias", "none"):
-            config.refuse(key, "nothing: plain LoRA, rsLoRA and DoRA are read")
+    return _parted(folder / WEIGHTS, cfg, found, rules)
 
 
 def _check_loadable(cfg: ModelConfig, modules: Iterable[str]) -> None:
@@ -146,6 +116,13 @@ def _check_loadable(cfg: ModelConfig, modules: Iterable[str]) -> None:
 
 def _leaf(module: str) -> str:
     return module.rpartition(".")[2]
+
+
+def _experts_alpha(lora: LoraConfig, modules: Iterable[str]) -> dict[str, float]:
+    """For transformers 5, in which peft joins experts' gate and up at twice the rank and twice alpha: the same scale
+    without rslora alone."""
+    gates = any(times == 2 for name in modules for _, times in _stacked(name))
+    return {"experts.gate_up_proj": _alpha(lora, 2 * lora.rank)} if lora.rslora and gates else {}
 
 
 def _alpha(lora: LoraConfig, rank: int) -> float:
@@ -194,29 +171,75 @@ def _joined(cfg: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     return found
 
 
-def _parted(where: Path, cfg: ModelConfig, tensors: Mapping[str, Tensor], config: Record) -> dict[str, Tensor]:
+def _parted(where: Path, cfg: ModelConfig, tensors: Mapping[str, Tensor], rules: Rules) -> dict[str, Tensor]:
     """By the modules that we have."""
     wanted, lora = expected_adapter(cfg), cfg.lora
     wholes = _wholes(cfg, _modules(wanted))
     inside = {part: stored for stored, whole in wholes.items() for part in whole.parts}
     names = {f"{inside.get(m, m)}.{end}" for m, end in map(_cut, wanted)}
+    adapted = sorted({_cut(name)[0] for name in names})
+    left_out = next((m for m in adapted if f"{PREFIX}{m}.{LORA_A}" not in tensors and not rules.adapts(m)), None)
+    if left_out and rules.narrowed:
+        rules.refuse_targets(f"none that leaves out {left_out}, which model.lora.targets={list(lora.targets)} adapts")
     _check_names(where, set(tensors), {PREFIX + name for name in names}, lora)
+    _check_targets(cfg, set(adapted), rules)
     found = {name: tensors[PREFIX + name] for name in names}
-    nothing = record({}, str(where), CheckpointError)
-    ranks, alphas = (config.record(key, nothing) for key in ("rank_pattern", "alpha_pattern"))
     for module in sorted({inside.get(m, m) for m in _modules(wanted)}):
-        rank = len(found[f"{module}.{LORA_A}"])
-        told = ranks.number(_leaf(module), lora.rank), alphas.number(_leaf(module), lora.alpha)
-        if told != (rank, _alpha(lora, rank)):
-            what = f"{module} of rank {rank} at alpha {_alpha(lora, rank):g}, the scale of all others"
-            raise CheckpointError(f"{where.parent / CONFIG}: rank {told[0]:g} and alpha {told[1]:g}: expected {what}")
-        if module in wholes:
+        rows, parts = len(found[f"{module}.{LORA_A}"]), wholes[module].parts if module in wholes else ()
+        _check_scale(where, module, rows, len(parts), lora, rules)
+        if parts:
             found = _split(where, module, found, wholes[module], lora.rank)
     wrong = next((name for name, shape in wanted.items() if tuple(found[name].shape) != shape), None)
     if wrong:
         told = f"{where}: {PREFIX}{wrong} has shape {tuple(found[wrong].shape)}: expected {wanted[wrong]}"
         raise CheckpointError(f"{told}. The adapter is of another base model")
     return {name: found[name] for name in wanted}
+
+
+def _check_targets(cfg: ModelConfig, adapted: set[str], rules: Rules) -> None:
+    """That adapter_config.json is for the modules that the file has factors for."""
+    everything = replace(cfg, lora=replace(cfg.lora, targets=[ALL_LINEAR]))
+    linear = _modules(expected_adapter(everything))
+    wholes = _wholes(everything, linear)
+    inside = {part: stored for stored, whole in wholes.items() for part in whole.parts}
+    for module in dict.fromkeys(inside.get(m, m) for m in linear):
+        if rules.adapts(module) != (module in adapted):
+            verb = "with" if module in adapted else "without"
+            rules.refuse_targets(f"modules {verb} {module}, as {WEIGHTS} beside it has")
+
+
+def _check_scale(where: Path, module: str, rows: int, parts: int, lora: LoraConfig, rules: Rules) -> None:
+    """That a module has the rank and scale of `model.lora`, a joined one so many times the rank."""
+    rank = rules.rank(module)
+    if rank not in (lora.rank, lora.rank * parts):
+        _refuse_value(rules, "rank", module, lora.rank)
+    if rank != rows:
+        told = f"{where}: {PREFIX}{module}.{LORA_A} has {rows} rows"
+        raise CheckpointError(f"{told}: expected {rank:g}, its rank by {CONFIG}")
+    if rules.alpha(module) != _alpha(lora, rows):
+        _refuse_value(rules, "alpha", module, _alpha(lora, rows))
+    for stacked, times in _stacked(module):
+        for kind, value in (("rank", lora.rank * times), ("alpha", _alpha(lora, lora.rank * times))):
+            if rules.has_pattern(kind, stacked) and getattr(rules, kind)(stacked) != value:
+                rules.refuse(kind, stacked, f"{value:g} for {stacked}, which has {times} of the experts' matrices")
+
+
+def _refuse_value(rules: Rules, kind: str, module: str, wanted: float) -> NoReturn:
+    expected = f"{wanted:g}, by model.lora.{kind}: set that to the adapter's"
+    if rules.has_pattern(kind, module):
+        expected = f"{wanted:g} for {module}, as model.lora has one {kind} for all; or merge the adapter into its base"
+    rules.refuse(kind, module, expected)
+
+
+def _stacked(module: str) -> list[tuple[str, int]]:
+    """The tensor in which transformers 5 has all experts' matrices of a kind, for which peft looks up patterns too, and
+    how many kinds it joins."""
+    before, experts, rest = module.partition(".experts.")
+    if not experts:
+        return []
+    before = before.removesuffix("block_sparse_moe") + "mlp" if before.endswith("block_sparse_moe") else before
+    down = _leaf(rest) in ("down_proj", "w2")
+    return [(f"{before}.experts.{'down_proj' if down else 'gate_up_proj'}", 1 if down else 2)]
 
 
 def _cut(name: str) -> tuple[str, str]:

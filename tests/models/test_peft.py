@@ -20,10 +20,13 @@ CASES = {
     "llama": (MODELS["llama"], LORA),
     "qwen2-rslora": (MODELS["qwen2"], replace(LORA, rslora=True)),
     "gemma3-dora": (WINDOWS["gemma3"], replace(LORA, dora=True)),
+    "gemma3-rslora-dora": (WINDOWS["gemma3"], replace(LORA, rslora=True, dora=True)),
     "phi3": (MORE["phi3"], LORA),  # its files join q, k, v and gate, up
     "phi3-part": (MORE["phi3"], replace(LORA, targets=["k_proj", "down_proj"], rslora=True)),
     "glm-dora": (MORE["glm"], replace(LORA, dora=True)),
     "qwen3_moe": (MOE, LORA),
+    "qwen3_moe-rslora": (MOE, replace(LORA, rslora=True)),
+    "mixtral-rslora": (MIXTRAL, replace(LORA, targets=["q_proj", "w1", "w2", "w3"], rslora=True)),
     "mixtral": (MIXTRAL, replace(LORA, targets=["q_proj", "w1", "w2", "w3"])),
 }
 
@@ -105,8 +108,8 @@ REFUSED = {
     "another base than W": ({"init_lora_weights": "pissa_niter_4"}, "merge"),
     "biases": ({"bias": "lora_only"}, "plain LoRA"),
     "others trained": ({"modules_to_save": ["lm_head"]}, "plain LoRA"),
-    "ranks by module": ({"rank_pattern": {"q_proj": 8}}, "rank 3"),
-    "alphas by module": ({"alpha_pattern": {"down_proj": 8}}, "alpha 7"),
+    "ranks by module": ({"rank_pattern": {"q_proj": 8}}, r"rank_pattern\.q_proj=8: expected 3 for model\.layers\.0"),
+    "alphas by module": ({"alpha_pattern": {"down_proj": 8}}, r"alpha_pattern\.down_proj=8: expected 7"),
 }
 
 
