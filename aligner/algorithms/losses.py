@@ -13,7 +13,7 @@ from aligner.algorithms.anchor import Anchor
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.ops.rl.aggregate import aggregate, denominator
 from aligner.ops.rl.covariance import choose_random, choose_top, covariance, token_keys
-from aligner.ops.rl.kl import kl_estimate
+from aligner.ops.rl.kl import NOISE, kl_estimate
 from aligner.ops.rl.mismatch import weight_sums
 from aligner.ops.rl.policy_loss import POLICY_LOSSES
 from aligner.roles.policy import TokenOutputs
@@ -28,11 +28,12 @@ def policy_loss(
     response_limit: int,
     group: dist.ProcessGroup,
     anchor: Anchor = Anchor(),  # noqa: B008 (frozen)
+    dtype: torch.dtype = torch.float32,
 ) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
     """The configured policy loss, plus KL in the loss and minus the entropy bonus where configured.
 
     Without old_logprobs `anchor` makes them of those of this pass, and the metrics that compare the policy with engine
-    and reference come from here.
+    and reference come from here. `dtype` is the model's: its rounding is what |log r| has no gradient for.
 
     What is of the whole minibatch, over all ranks of `group`, is computed here, before it is cut into micro-batches:
     the denominator, and for clip_cov and kl_cov the tokens, which are noted in `minibatch.chosen`.
@@ -40,7 +41,7 @@ def policy_loss(
     if cfg.policy_loss in ("clip_cov", "kl_cov"):
         minibatch.chosen = _choose(minibatch, cfg, group)
     total = denominator(minibatch.loss_mask, cfg.aggregation, response_limit, group)
-    mean = partial(aggregate, kind=cfg.aggregation, denominator=total)
+    mean, noise = partial(aggregate, kind=cfg.aggregation, denominator=total), NOISE[dtype]
 
     def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:
         mask = batch.loss_mask
@@ -50,12 +51,12 @@ def policy_loss(
             batch = anchor(batch, out.logprobs.detach())
             if batch.token_weights is not None:
                 means |= weight_sums(batch.response_mask, batch.token_weights)
-        term = POLICY_LOSSES[cfg.policy_loss](out.logprobs, batch, cfg)
+        term = POLICY_LOSSES[cfg.policy_loss](out.logprobs, batch, cfg, noise)
         # engine against trainer: weighs tokens, and the denominators do not know it
         weighed = term.per_token if batch.token_weights is None else term.per_token * batch.token_weights
         value = mean(weighed, mask)
         if cfg.kl.placement == "loss" and batch.ref_logprobs is not None:
-            kl = kl_estimate(out.logprobs, batch.ref_logprobs, cfg.kl.estimator)
+            kl = kl_estimate(out.logprobs, batch.ref_logprobs, cfg.kl.estimator, noise)
             if cfg.kl.importance_weighted:  # by the token's ratio, whatever the surrogate's is: it is a token's term
                 kl = kl * torch.exp((out.logprobs - batch.old_logprobs).clamp(-20, 20))
             value = value + kl_coef * mean(kl, mask)

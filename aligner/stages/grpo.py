@@ -83,7 +83,7 @@ def grpo(
         for epoch in range(cfg.batch.epochs):
             for minibatch in minibatches(rollout, cfg.batch, derive(cfg.seed, step), epoch, balancer):
                 anchor = Anchor(cfg.algorithm.old_logprobs, cfg.mismatch, before, policy.model.step_count)
-                loss = policy_loss(minibatch, cfg.algorithm, kl.coef, limit, group, anchor)
+                loss = policy_loss(minibatch, cfg.algorithm, kl.coef, limit, group, anchor, policy.model.dtype)
                 with run.timers("update"):
                     stats.append(policy.update(minibatch, loss))
                 checks.after_update(stats[-1], policy.model.dtype)

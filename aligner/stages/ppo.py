@@ -92,7 +92,7 @@ def ppo(
                     squared = value_loss(minibatch, cfg.critic.clip, group, cfg.algorithm.aggregation, limit)
                     critic_stats.append(critic.update(minibatch, squared))
                     if learn_policy:
-                        loss = policy_loss(minibatch, cfg.algorithm, kl.coef, limit, group)
+                        loss = policy_loss(minibatch, cfg.algorithm, kl.coef, limit, group, dtype=policy.model.dtype)
                         policy_stats.append(policy.update(minibatch, loss))
                         checks.after_update(policy_stats[-1], policy.model.dtype)
 

@@ -360,3 +360,30 @@ def test_attribute_loss_leaves_out_what_is_not_known():
     assert float(out.loss) == pytest.approx(((1 + 4) / 2 + 4) / 2)
     out.loss.backward()
     torch.testing.assert_close(scores.grad, torch.tensor([[0.5, -1.0], [0.0, -2.0]]))
+
+
+SIZES = {
+    "kl_cov": AlgorithmConfig(policy_loss="kl_cov", cov=COV),
+    "abs": AlgorithmConfig(kl=KLConfig(0.5, "abs", "loss")),
+}
+
+
+@pytest.mark.parametrize("dtype, noise", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
+@pytest.mark.parametrize("name", SIZES)
+def test_rounding_before_the_first_update_does_not_turn_gradients(name, dtype, noise):
+    """Old logprobs that another pass computed, in another layout, are as good as the update's own."""
+    batch = make_batch()
+    logprobs, _ = outputs(batch)
+    found = []
+    for seed in (None, 0, 1):
+        batch.old_logprobs = logprobs.detach().clone()
+        if seed is not None:
+            batch.old_logprobs += noise * torch.randn(B, T, generator=torch.Generator().manual_seed(seed))
+        batch.ref_logprobs, batch.chosen = batch.old_logprobs, None
+        loss = policy_loss(batch, SIZES[name], 0.5, LIMIT, dist.group.WORLD, dtype=dtype)
+        batch.chosen = None if batch.chosen is None else batch.loss_mask  # whoever is chosen
+        value = loss(TokenOutputs(logprobs, None, None), batch).loss
+        found.append(torch.autograd.grad(value, logprobs)[0])
+    assert found[0].abs().sum() > 0.1
+    for other in found[1:]:
+        assert (other - found[0]).norm() < 3 * noise * found[0].norm()

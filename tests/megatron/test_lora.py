@@ -1,5 +1,6 @@
 """Low-rank adapters on every layout, against one rank, against autograd, and against the merged weights."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.multirank
 JOBS = "tests.megatron.lora_jobs"
 LORA = LoraConfig(rank=3, alpha=6, targets=[ALL_LINEAR])
 SOME = replace(LLAMA, lora=replace(LORA, targets=["q_proj", "v_proj", "up_proj", "down_proj"]))
+RSLORA = replace(SOME, lora=replace(SOME.lora, rslora=True))
 DORA = replace(MODELS["qwen2"], lora=replace(LORA, dora=True, targets=["k_proj", "o_proj", "gate_proj", "down_proj"]))
 SPARSE = replace(MOE, lora=LORA)
 SPARSE_DORA = replace(MOE, lora=replace(DORA.lora, targets=["q_proj", "up_proj", "down_proj"]))
@@ -68,18 +70,23 @@ def test_gradients_and_optimizer_are_of_the_adapters_alone(run):
     assert scores["trained"] == numbers + 2 * SOME.hidden_size  # and the whole head
 
 
-@pytest.mark.parametrize("cfg", [SOME, DORA, SPARSE, SPARSE_DORA, replace(SOME, lora=replace(SOME.lora, rslora=True))])
+@pytest.mark.parametrize("cfg", [SOME, DORA, SPARSE, SPARSE_DORA, RSLORA])
 def test_merged_weights_say_what_the_adapters_say(run, cfg):
     ((adapted, merged),) = run("merged_is_adapted", cfg=cfg)
     torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("cfg", [SOME, DORA, SPARSE, SPARSE_DORA], ids=["lora", "dora", "experts", "dora of experts"])
+@pytest.mark.parametrize(
+    "cfg",
+    [SOME, RSLORA, DORA, SPARSE, SPARSE_DORA],
+    ids=["lora", "rslora", "dora", "experts", "dora of experts"],
+)
 def test_gradients_are_those_of_the_whole_weights_by_the_chain_rule(run, cfg):
     """y = W' x with W' = W + s B A, so dA = s B^T dW' and dB = s dW' A^T; with DoRA W' = (m / |V|) V with |V| held
     constant, so dm = sum dW' V / |V| along a row, and V's gradient is m / |V| times that of W'."""
     (found,) = run("gradients", cfg=cfg)
-    factors, scale = {n: t.double() for n, t in found["factors"].items()}, cfg.lora.scale
+    factors = {n: t.double() for n, t in found["factors"].items()}
+    scale = cfg.lora.alpha / (math.sqrt(cfg.lora.rank) if cfg.lora.rslora else cfg.lora.rank)
     modules = [name.removesuffix(".lora_A.weight") for name in factors if name.endswith("lora_A.weight")]
     for module in modules:
         a, b = factors[f"{module}.lora_A.weight"], factors[f"{module}.lora_B.weight"]

@@ -82,6 +82,12 @@ def test_each_expert_has_the_magnitudes_of_its_rows():
     }
 
 
+@pytest.mark.parametrize("rank, plain, by_root", [(1, 6.0, 6.0), (4, 1.5, 3.0), (16, 0.375, 1.5), (64, 0.09375, 0.75)])
+def test_the_scale_is_alpha_by_rank_or_by_its_root(rank, plain, by_root):
+    assert LoraConfig(rank=rank, alpha=6.0).scale == plain
+    assert LoraConfig(rank=rank, alpha=6.0, rslora=True).scale == by_root
+
+
 def test_a_run_says_how_much_it_trains():
     cfg = adapted(LLAMA, targets=["o_proj"])  # 2 layers of 2 * (32 + 32) numbers
     assert "scale 16, on o_proj: 256 parameters" in described(cfg, "lm", 1)

@@ -7,31 +7,46 @@ from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0  # |log ratio| before exp; e^20 is still far from the limits of float32
 K3_LIMIT = 10.0
+# nats between a token's logprobs from two forward passes of the same weights in other batches, by the model's dtype:
+# above what rounding does to nearly all tokens, below what an update does to those it moves
+NOISE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, noise: float = NOISE[torch.float32]) -> Tensor:
     """Per-token estimate of KL(policy || reference) from tokens the policy sampled, [..., T] -> [..., T] float32.
 
     d = logprobs - ref_logprobs:  k1 = d;  k2 = d^2 / 2;  k3 = exp(-d) - 1 + d, with d clamped to +-20 and the result
-    to +-10;  abs = |d|. `k1+` and `k3+` have the value of k1 and k3 and the gradient of k2, which is that of the true
-    KL in expectation (the gradient of k1 has expectation 0). Source: J. Schulman, "Approximating KL divergence" (2020);
-    straight-through forms as in verl.
+    to +-10;  abs = |d|, by `magnitude`. `k1+` and `k3+` have the value of k1 and k3 and the gradient of k2, which is
+    that of the true KL in expectation (the gradient of k1 has expectation 0). Source: J. Schulman, "Approximating KL
+    divergence" (2020); straight-through forms as in verl.
     """
     policy = logprobs if logprobs.element_size() >= 4 else logprobs.float()
     d = policy - ref_logprobs.to(policy.dtype)
     if estimator.endswith("+"):
         k2 = d.square() / 2
-        return _plain(d, estimator[:-1]).detach() + (k2 - k2.detach())
-    return _plain(d, estimator)
+        return _plain(d, estimator[:-1], noise).detach() + (k2 - k2.detach())
+    return _plain(d, estimator, noise)
 
 
-def _plain(d: Tensor, estimator: str) -> Tensor:
+def magnitude(d: Tensor, noise: float) -> Tensor:
+    """|d| of log-ratios, with the gradient sign(d) * clip(|d| / noise - 1, 0, 1): none up to `noise`, all from twice.
+
+    Where policy and reference are the same, d is what rounding left, of either sign, and the gradient of |d| would be
+    that of noise: another one in each layout. The derivative at 0 is 0 in the published code, too (torch's abs in
+    verl's kl_cov), which meets it wherever both logprobs come from the same pass. The value is |d| everywhere.
+    """
+    at = d.detach()
+    slope = at.sign() * (at.abs() / noise - 1).clamp(0, 1)
+    return at.abs() + slope * (d - at)
+
+
+def _plain(d: Tensor, estimator: str, noise: float) -> Tensor:
     if estimator == "k1":
         return d
     if estimator == "k2":
         return d.square() / 2
     if estimator == "abs":
-        return d.abs()
+        return magnitude(d, noise)
     assert estimator == "k3", f"KL estimator {estimator!r}"
     d = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return ((-d).expm1() + d).clamp(-K3_LIMIT, K3_LIMIT)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.config.sections.algorithm import AlgorithmConfig
+from aligner.ops.rl.kl import magnitude
 from aligner.ops.rl.policy_term import PolicyTerm, log_ratio
 from aligner.ops.rl.sequence_loss import gmpo, gspo
 from aligner.types import TrainBatch
@@ -105,31 +106,36 @@ def clip_cov(
     return term._replace(per_token=torch.where(chosen.bool(), 0.0, term.per_token))
 
 
-def kl_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, chosen: Tensor, coef: float) -> PolicyTerm:
-    """-A r, plus coef |lr| on the chosen tokens; nothing is clipped. Source: KL-Cov, arXiv:2505.22617."""
+def kl_cov(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, chosen: Tensor, coef: float, noise: float
+) -> PolicyTerm:
+    """-A r, plus coef |lr| on the chosen tokens; nothing is clipped. |lr| has no gradient within the `noise` of two
+    forward passes (`magnitude`): so in a rollout's first update there is none. Source: KL-Cov, arXiv:2505.22617."""
     lr = log_ratio(logprobs, old_logprobs)
-    loss = -advantages.float() * lr.exp() + torch.where(chosen.bool(), coef * lr.abs(), 0.0)
+    loss = -advantages.float() * lr.exp() + torch.where(chosen.bool(), coef * magnitude(lr, noise), 0.0)
     none = torch.zeros_like(lr, dtype=torch.bool)
     return PolicyTerm(loss, lr.detach().exp(), none, none)
 
 
-def _reinforce(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig) -> PolicyTerm:
+def _reinforce(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig, noise: float) -> PolicyTerm:
     ratio = log_ratio(logprobs, batch.old_logprobs).detach().exp()
     return reinforce(logprobs, batch.advantages)._replace(ratio=ratio)
 
 
-# `algorithm.policy_loss` -> f(logprobs, micro-batch, cfg.algorithm)
-POLICY_LOSSES: dict[str, Callable[[Tensor, TrainBatch, AlgorithmConfig], PolicyTerm]] = {
-    "ppo": lambda lp, b, c: ppo(lp, b.old_logprobs, b.advantages, c.clip_low, c.clip_high, c.dual_clip),
-    "gspo": lambda lp, b, c: gspo(lp, b.old_logprobs, b.advantages, b.loss_mask, c.clip_low, c.clip_high),
-    "cispo": lambda lp, b, c: cispo(lp, b.old_logprobs, b.advantages, c.ratio_cap),
-    "sapo": lambda lp, b, c: sapo(lp, b.old_logprobs, b.advantages, c.sapo.tau_pos, c.sapo.tau_neg),
-    "gmpo": lambda lp, b, c: gmpo(lp, b.old_logprobs, b.advantages, b.loss_mask, c.clip_low, c.clip_high),
-    "dppo": lambda lp, b, c: dppo(lp, b.old_logprobs, b.rollout_logprobs, b.advantages, c.dppo.limit, c.dppo.penalty),
+# `algorithm.policy_loss` -> f(logprobs, micro-batch, cfg.algorithm, NOISE of the model's dtype)
+POLICY_LOSSES: dict[str, Callable[[Tensor, TrainBatch, AlgorithmConfig, float], PolicyTerm]] = {
+    "ppo": lambda lp, b, c, _: ppo(lp, b.old_logprobs, b.advantages, c.clip_low, c.clip_high, c.dual_clip),
+    "gspo": lambda lp, b, c, _: gspo(lp, b.old_logprobs, b.advantages, b.loss_mask, c.clip_low, c.clip_high),
+    "cispo": lambda lp, b, c, _: cispo(lp, b.old_logprobs, b.advantages, c.ratio_cap),
+    "sapo": lambda lp, b, c, _: sapo(lp, b.old_logprobs, b.advantages, c.sapo.tau_pos, c.sapo.tau_neg),
+    "gmpo": lambda lp, b, c, _: gmpo(lp, b.old_logprobs, b.advantages, b.loss_mask, c.clip_low, c.clip_high),
+    "dppo": lambda lp, b, c, _: dppo(
+        lp, b.old_logprobs, b.rollout_logprobs, b.advantages, c.dppo.limit, c.dppo.penalty
+    ),
     "gpg": _reinforce,
     "reinforce": _reinforce,
-    "clip_cov": lambda lp, b, c: clip_cov(
+    "clip_cov": lambda lp, b, c, _: clip_cov(
         lp, b.old_logprobs, b.advantages, b.chosen, c.clip_low, c.clip_high, c.dual_clip
     ),
-    "kl_cov": lambda lp, b, c: kl_cov(lp, b.old_logprobs, b.advantages, b.chosen, c.cov.kl_coef),
+    "kl_cov": lambda lp, b, c, noise: kl_cov(lp, b.old_logprobs, b.advantages, b.chosen, c.cov.kl_coef, noise),
 }

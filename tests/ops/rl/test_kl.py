@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aligner.ops.rl.kl import adapt_kl_coef, kl_estimate
+from aligner.ops.rl.kl import NOISE, adapt_kl_coef, kl_estimate, magnitude
 
 D = [0.0, 1e-4, -1e-4, 0.3, -0.3, 2.0, -2.0, 25.0, -25.0]
 
@@ -37,6 +37,24 @@ def test_straight_through_has_the_gradient_of_k2(name):
     x = torch.tensor(D, requires_grad=True)
     kl_estimate(x, torch.zeros(len(D)), name).sum().backward()
     torch.testing.assert_close(x.grad, torch.tensor(D))
+
+
+@pytest.mark.parametrize("noise", NOISE.values())
+def test_a_magnitude_has_no_gradient_in_the_noise_and_all_of_it_beyond(noise):
+    d = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 100.0], dtype=torch.float64) * noise
+    d = torch.cat([d, -d]).requires_grad_()
+    value = magnitude(d, noise)
+    assert torch.equal(value, d.abs())
+    (slope,) = torch.autograd.grad(value.sum(), d)
+    wanted = torch.tensor([0.0, 0.0, 0.0, 0.5, 1.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(slope, torch.cat([wanted, -wanted]), rtol=1e-9, atol=1e-9)
+
+
+def test_the_size_of_the_noise_is_that_of_the_models_dtype():
+    x = torch.tensor(3e-3, requires_grad=True)
+    for dtype, slope in ((torch.float32, 1.0), (torch.bfloat16, 0.0)):
+        (found,) = torch.autograd.grad(kl_estimate(x, torch.zeros(()), "abs", NOISE[dtype]), x)
+        assert float(found) == slope
 
 
 def test_k3_is_never_negative_near_zero_in_float32():

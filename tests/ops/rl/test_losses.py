@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from aligner.config.sections import algorithm
 from aligner.config.sections.algorithm import AlgorithmConfig, CovConfig, DppoConfig, SapoConfig
 from aligner.ops.rl.aggregate import AGGREGATIONS, aggregate, denominator
+from aligner.ops.rl.kl import NOISE
 from aligner.ops.rl.policy_loss import POLICY_LOSSES, ppo, reinforce
 from aligner.ops.rl.reward_loss import bradley_terry, regression
 from aligner.ops.rl.value_loss import clipped_value_loss, explained_variance, explained_variance_sums
@@ -170,14 +171,14 @@ def test_policy_losses_are_their_loops(name, seed):
     logprobs, batch = policy_case(seed)
     want, want_grad = policy_reference(loop, logprobs, batch, cfg)
     x = logprobs.clone().requires_grad_()
-    term = POLICY_LOSSES[cfg.policy_loss](x, batch, cfg)
+    term = POLICY_LOSSES[cfg.policy_loss](x, batch, cfg, NOISE[torch.float32])
     on = batch.loss_mask.bool()
     loss = torch.where(on, term.per_token, 0.0)
     loss.sum().backward()
     torch.testing.assert_close(loss.double(), want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(x.grad.double(), want_grad, atol=1e-5, rtol=1e-4)
     # the ratio that is reported is of the policy now to before the update, and is 1 before the first one
-    start = POLICY_LOSSES[cfg.policy_loss](batch.old_logprobs, batch, cfg)
+    start = POLICY_LOSSES[cfg.policy_loss](batch.old_logprobs, batch, cfg, NOISE[torch.float32])
     torch.testing.assert_close(start.ratio[on], torch.ones_like(start.ratio[on]))
     assert not term.ratio.requires_grad
     if name not in ("gpg", "reinforce", "sapo", "kl_cov"):
@@ -190,10 +191,10 @@ def test_a_policy_loss_of_a_row_is_its_own(name):
     _, cfg = POLICY_CASES[name]
     logprobs, batch = policy_case(7)
     f, on = POLICY_LOSSES[cfg.policy_loss], batch.loss_mask.bool()
-    whole = f(logprobs, batch, cfg).per_token
-    parts = [f(logprobs[rows], batch.select(rows), cfg).per_token for rows in torch.arange(12).split(5)]
+    whole = f(logprobs, batch, cfg, 1e-4).per_token
+    parts = [f(logprobs[rows], batch.select(rows), cfg, 1e-4).per_token for rows in torch.arange(12).split(5)]
     torch.testing.assert_close(torch.cat(parts)[on], whole[on])
-    other = f(torch.where(on, logprobs, 0.0), batch, cfg).per_token
+    other = f(torch.where(on, logprobs, 0.0), batch, cfg, 1e-4).per_token
     torch.testing.assert_close(other[on], whole[on])
 
 
@@ -204,7 +205,7 @@ def test_the_first_update_has_the_policy_gradient(name):
     _, batch = policy_case(3)
     batch.chosen.zero_()
     x, on = batch.old_logprobs.clone().requires_grad_(), batch.loss_mask
-    term = POLICY_LOSSES[cfg.policy_loss](x, batch, cfg)
+    term = POLICY_LOSSES[cfg.policy_loss](x, batch, cfg, NOISE[torch.float32])
     (torch.where(on.bool(), term.per_token, 0.0) / on.sum(1, keepdim=True).clamp_min(1)).sum().backward()
     torch.testing.assert_close(x.grad, -batch.advantages * on / on.sum(1, keepdim=True).clamp_min(1))
     assert not (term.clipped_low | term.clipped_high).any()
@@ -218,7 +219,7 @@ def test_log_ratios_are_clamped_before_exp(name):
     batch.rollout_logprobs = batch.old_logprobs
     for far in (500.0, -500.0):
         x = (batch.old_logprobs + far).requires_grad_()
-        term = POLICY_LOSSES[cfg.policy_loss](x, batch, cfg)
+        term = POLICY_LOSSES[cfg.policy_loss](x, batch, cfg, NOISE[torch.float32])
         (grad,) = torch.autograd.grad(term.per_token.sum(), x)
         assert term.ratio.isfinite().all() and grad.isfinite().all()
         assert term.per_token.isfinite().all()
