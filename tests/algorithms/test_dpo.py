@@ -240,6 +240,17 @@ def test_a_reference_that_copies_the_policy_makes_every_step_a_first_one(tiny_da
     assert half[0] == pytest.approx(math.log(2), abs=1e-5) and half[2] < half[1] < half[0] - 1e-3 and kl[1] > 1e-6
 
 
+@pytest.mark.parametrize("every", [2, 3])
+def test_a_reference_follows_after_so_many_steps_and_in_no_other(tiny_data, tiny_runs, tmp_path, every):
+    """With alpha 1 the steps 1, 1 + n, 1 + 2n, ... are first ones."""
+    more = [f"model.init={tiny_runs['sft']}", f"algorithm.preference={{sync_every: {every}, sync_alpha: 1.0}}"]
+    records = stages.records(run("x", tiny_data, tmp_path / "x", *more, f"run.steps={2 * every + 2}"))
+    fresh = [record["step"] for record in records if record["kl"] < 1e-8]
+    assert fresh == [1, 1 + every, 1 + 2 * every]
+    assert all(abs(r["dpo/loss"] - math.log(2)) < 1e-5 for r in records if r["step"] in fresh)
+    assert all(r["kl"] > 1e-6 for r in records if r["step"] not in fresh)
+
+
 def test_equal_answers_are_counted_and_learn_nothing(tiny_data, tiny_runs, tmp_path):
     rows = [{"prompt": f"say {c}:", "chosen": c, "rejected": c} for c in stages.LETTERS]
     data = stages.write_jsonl(tmp_path / "equal.jsonl", rows)

@@ -62,15 +62,41 @@ def scores() -> Scores:
 FUNCTIONS = [RewardFunctionConfig(path="module:a"), RewardFunctionConfig(path="x.py:f", name="b", weight=0.5)]
 
 
-def estimate(rollout: RolloutBatch, **algorithm) -> torch.Tensor:
+def estimate(rollout: RolloutBatch, scored: Scores | None = None, **algorithm) -> torch.Tensor:
     cfg = Config(algorithm=AlgorithmConfig(**algorithm), reward=RewardConfig(functions=FUNCTIONS))
     set_token_rewards(rollout, cfg.algorithm, cfg.algorithm.kl.coef, T - 1)
-    return group_advantages(rollout, scores(), cfg, dist.group.WORLD)
+    return group_advantages(rollout, scored or scores(), cfg, dist.group.WORLD)
 
 
-@pytest.mark.parametrize(
-    ("name", "whiten"), [(n, w) for n in ESTIMATORS for w in (False, True) if not w or n not in ("gdpo", "pass_at_k")]
-)
+WAYS = [(n, w) for n in ESTIMATORS for w in (False, True) if not w or n not in ("gdpo", "pass_at_k")]
+
+
+def shares() -> dict[tuple[str, bool], torch.Tensor]:
+    """The job of a rank: the advantages of its groups, the first one or the other two, by every estimator."""
+    rows = [range(B), range(GROUP), range(GROUP, B)][dist.get_rank() + dist.get_world_size() - 1]
+    found = {}
+    for name, whiten in WAYS:
+        whole = scores()
+        columns = {key: [column[i] for i in rows] for key, column in whole.components.items()}
+        lists = ([x[i] for i in rows] for x in (whole.total, whole.raw, whole.valid, whole.clipped))
+        total, raw, valid, clipped = lists
+        mine = Scores(total, raw, columns, valid, clipped)
+        found[name, whiten] = estimate(make_rollout().select(torch.tensor(rows)), mine, advantage=name, whiten=whiten)
+    return found
+
+
+@pytest.mark.multirank
+def test_the_advantages_of_two_ranks_are_those_of_one(ranks):
+    """What is taken over the rollout is taken over all ranks: gdpo's and whitening's statistics, gpg's counts."""
+    alone = shares()
+    pair = ranks.run("tests.algorithms.test_group_advantages:shares", world=2)
+    for way, want in alone.items():
+        found = torch.cat([torch.nn.functional.pad(rank[way], (0, T - rank[way].shape[1])) for rank in pair])
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6, msg=lambda text, way=way: f"{way}: {text}")
+        assert want.abs().max() > 0.1, way
+
+
+@pytest.mark.parametrize(("name", "whiten"), WAYS)
 def test_what_must_be_exactly_zero(name, whiten):
     rollout = make_rollout()
     got = estimate(rollout, advantage=name, whiten=whiten)

@@ -1,6 +1,7 @@
 """Dynamic sampling and greedy baselines: a rollout source over a fake engine, on one rank and on two."""
 
 import hashlib
+from statistics import fmean, pstdev
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from aligner.config.sections.algorithm import AlgorithmConfig, OverlongConfig
 from aligner.config.sections.rewards import RewardConfig
 from aligner.data.stream import IndexStream
 from aligner.errors import RewardError
+from aligner.ops.reduce import sum_over
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import RewardPipeline
 from aligner.rollout.generate import Generator
@@ -208,6 +210,49 @@ def test_a_filtered_group_is_counted_once_by_the_running_normaliser(world):
     source.score.rewards = RewardPipeline([(Right(), 2.0)], RewardConfig(normalize=True))
     source.next(1)
     assert source.score.rewards.normalizer.state_dict()["count"] == PROMPTS * GROUP
+
+
+def normalised(steps: int = 3, **algorithm):
+    """The job of a rank: rollouts whose rewards are normalised. [(raw rewards, greedy ones, the normaliser)]"""
+    source = make_source(dist.get_world_size(), dist.get_rank(), **algorithm)
+    config = RewardConfig(normalize=True)
+    source.score.rewards = RewardPipeline([(Right(), 2.0)], config, reduce=summed)
+    out = []
+    for step in range(1, steps + 1):
+        rollout, _, scores = source.next(step)
+        out.append((scores.raw, scores.total, rollout.greedy_rewards, source.score.rewards.state_dict()))
+    return out
+
+
+def summed(values: list[float]) -> list[float]:
+    return sum_over(torch.tensor(values, dtype=torch.float64), dist.group.WORLD).tolist()
+
+
+@pytest.mark.parametrize("filtering", [False, True])
+@pytest.mark.parametrize("advantage", ["grpo", "remax"])
+def test_the_running_normaliser_sees_what_is_trained_on_and_nothing_else(world, advantage, filtering):
+    """Neither groups that a round of filtering drops, nor greedy responses, nor anything twice."""
+    seen = []
+    for raw, total, _, state in normalised(advantage=advantage, filter_groups=filtering):
+        seen += [value for value in raw if value == value]
+        mean, std = fmean(seen), pstdev(seen)
+        assert state["count"] == len(seen) and state["mean"] == pytest.approx(mean)
+        assert state["m2"] == pytest.approx(std**2 * len(seen))
+        assert [t for t in total if t == t] == pytest.approx([(v - mean) / std for v in raw if v == v])
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("filtering", [False, True])
+def test_two_ranks_normalise_as_one(ranks, world, filtering):
+    algorithm = {"advantage": "remax", "filter_groups": filtering}
+    alone = normalised(**algorithm)
+    pair = ranks.run("tests.rollout.test_groups:normalised", world=2, **algorithm)
+    for step, (raw, total, greedy, state) in enumerate(alone):
+        parts = [rank[step] for rank in pair]
+        for place, want in ((0, raw), (1, total)):
+            assert [x for part in parts for x in part[place]] == pytest.approx(want, nan_ok=True)
+        torch.testing.assert_close(torch.cat([part[2] for part in parts]), greedy, equal_nan=True)
+        assert all(part[3] == pytest.approx(state) for part in parts)
 
 
 def test_remax_generates_and_scores_one_greedy_response_for_each_prompt(world):
