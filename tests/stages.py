@@ -33,7 +33,7 @@ BASE = [
     "model.dtype=float32",
     "data.max_tokens=32",
     "data.max_prompt_tokens=16",
-    "optim.lr=3e-3",
+    "?optim.lr=3e-3",  # which `sample` does not read
 ]
 STAGES: dict[str, list[str]] = {
     "sft": ["batch.sequences=16", "batch.micro_batch_samples=8"],
