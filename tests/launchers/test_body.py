@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from aligner.config.stages import STAGES
 from aligner.engines.child.process import END_S
 
 ROOT = Path(__file__).parents[2]
+BODY = shlex.quote(str(ROOT / "launchers/body.sh"))
 STAND_IN = Path(__file__).parent / "stand_in.sh"
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20) | st.sampled_from(
     [
@@ -66,9 +68,7 @@ def launch(stage, *arguments, **environ):
 def test_the_threads_of_one_process_are_not_those_of_ranks(tmp_path, given):
     (tmp_path / "launchers").mkdir()
     (tmp_path / "launchers/env.sh").write_text('export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"\n')
-    said = (
-        f'source {ROOT}/launchers/body.sh; ALIGNER_ROOT={tmp_path}; aligner_python; echo "${{OMP_NUM_THREADS:-none}}"'
-    )
+    said = f'source {BODY}; ALIGNER_ROOT={tmp_path}; aligner_python; echo "${{OMP_NUM_THREADS:-none}}"'
     environ = {k: v for k, v in os.environ.items() if k not in ("ALIGNER_PYTHON", "OMP_NUM_THREADS")}
     environ |= {"OMP_NUM_THREADS": given} if given else {}
     done = subprocess.run(["bash", "-c", said], env=environ, capture_output=True, text=True, check=True)
@@ -174,7 +174,7 @@ def test_a_request_to_stop_neither_ends_ranks_that_are_not_ready_nor_gets_lost(t
     late = """bash -c 'sleep 0.5; trap "exit 9" USR1; for _ in {1..99}; do sleep 0.05; done' &"""
     before, after = ("kill -USR1 $$; sleep 0.1;", "") if early else ("", "(sleep 0.2; kill -USR1 $$) &")
     start = f"aligner_start_here() {{ {before} {late} }}; aligner_record() {{ :; }}"
-    said = f"source {ROOT}/launchers/body.sh; {start}; ALIGNER_LOGS=. ALIGNER_RUN=.; {after} aligner_ranks; exit $?"
+    said = f"source {BODY}; {start}; ALIGNER_LOGS=. ALIGNER_RUN=.; {after} aligner_ranks; exit $?"
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "ALIGNER_"))}
     environ |= {"ALIGNER_ASK_AGAIN_S": "0.1", "ALIGNER_STAGE": "sft", "ALIGNER_JOB": "1", "ALIGNER_ATTEMPT": "0"}
     environ |= {"ALIGNER_RANKS": "1"}
