@@ -117,8 +117,8 @@ class Run:
 
     def how(self, code: int, cpu_s: float) -> str:
         """What has used up its time is late in either case, so that it does not matter when `watch` looked."""
-        late = cpu_s >= self.job["cpu_s"] or self.clock.spent >= self.job["total_s"]
-        if not self.ended and late:
+        self.clock.computed += cpu_s
+        if not self.ended and (cpu_s >= self.job["cpu_s"] or self.over(0)):
             return "cpu"
         if not self.ended and code == -signal.SIGKILL:
             return "killed"  # by somebody outside, which says nothing of the program
@@ -154,10 +154,14 @@ class Run:
         except OSError:
             return  # it has just ended
         self.clock.look()
-        if computed >= self.job["cpu_s"] or self.clock.spent >= self.job["total_s"]:
+        if computed >= self.job["cpu_s"] or self.over(computed):
             self.ended = "cpu"
         elif self.clock.spent - begun - 2 * computed > WAITS_S:
             self.ended = "hung"
+
+    def over(self, computed: float) -> bool:
+        """Whether this run, with those before it, has used up the time of all."""
+        return max(self.clock.spent, self.clock.computed + computed) >= self.job["total_s"]
 
     def read(self, fd: int, poll: select.poll) -> None:
         """What is there, a little more than allowed at the most."""

@@ -15,6 +15,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.spent = 0.0
+        self.computed = 0.0  # CPU time of the runs that have ended
         self._passed = 0.0
         self._since: float | None = None
 
