@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aligner import loading
 from aligner.errors import NO_RESTART, AlignerError, ConfigError
 from aligner.loading import for_good
 
@@ -170,6 +171,15 @@ def _say(error: AlignerError, code: int, trace: str | None) -> None:
 
 
 def _config(args: argparse.Namespace) -> Config:
+    """`_composed`, by which this process imports Megatron from here on."""
+    cfg = _composed(args)
+    loading.kernels = cfg.model.kernels
+    if args.command in OF_A_STAGE and args.frozen is None and cfg.model.init != "random":
+        _check_shape(args, cfg)
+    return cfg
+
+
+def _composed(args: argparse.Namespace) -> Config:
     """The composed config; or a run's frozen one with overrides on top: --frozen, and the run folder of eval, chat,
     serve and serve-rm."""
     with for_good():
@@ -183,10 +193,7 @@ def _config(args: argparse.Namespace) -> Config:
         if frozen is None and (Path(folder) / FILE_NAME).is_file():
             frozen = folder
     if frozen is None:
-        cfg = (compose_run if runs else compose)(args.overrides, config_dir=args.config_dir)
-        if runs and cfg.model.init != "random":
-            _check_shape(args, cfg)
-        return cfg
+        return (compose_run if runs else compose)(args.overrides, config_dir=args.config_dir)
     base = load_frozen(frozen)
     cfg = compose_over(base, args.overrides) if args.overrides else base
     if runs:

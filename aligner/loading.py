@@ -1,4 +1,4 @@
-"""Imports that stay to the end of the process."""
+"""Imports that stay to the end of the process, and what they must be told before."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+kernels = "auto"  # `model.kernels` of this process: the first import of Megatron goes by it (aligner/megatron)
 
 
 @contextmanager

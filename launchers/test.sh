@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Lint, format check and tests. What this machine lacks is skipped and listed at the end.
 #   --fast   leaves out the tests marked slow, and most cases of those marked few
-#   --all    installs Slurm, MPI, Chromium and a C compiler with apt-get, reasoning-gym, and vLLM into .venv-vllm if they are
-#            missing, and fails where a test is skipped for lack of them
+#   --all    installs Slurm, MPI, Chromium and a C compiler with apt-get, reasoning-gym, vLLM into .venv-vllm, and
+#            TransformerEngine's Python into .te-python if they are missing, and fails where a test is skipped for lack of them
 #   ROOM     the tests of a folder of tests/: rollout, engines/native, ...
 # Other arguments go to pytest. Without any, workers share the files: as many as there are cores, at most 4, and one more for
 # the slow tests.
@@ -49,6 +49,7 @@ for argument in "$@"; do
             install_packages
             ALIGNER_EXTRAS=reasoning_gym _aligner_install
             "$ALIGNER_ROOT/launchers/engine_env.sh" vllm
+            "$ALIGNER_ROOT/launchers/te_python.sh"
             export ALIGNER_TEST_ALL=1
             ;;
         *)

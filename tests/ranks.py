@@ -42,10 +42,11 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """One process imports everything, which takes seconds, and forks the ranks, again where they were replaced."""
+    """One process imports everything, which takes seconds, and forks the ranks, again where they were replaced.
+    `first`: a module whose `install` it calls before."""
 
-    def __init__(self, size: int = 4) -> None:
-        self.size = size
+    def __init__(self, size: int = 4, first: str = "") -> None:
+        self.size, self.first = size, first
         self._process: subprocess.Popen | None = None
         self._leader = 0
 
@@ -55,7 +56,7 @@ class Ranks:
         self._asks, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "tests.ranks", str(theirs.fileno())],
+                [sys.executable, "-W", "ignore", "-m", "tests.ranks", str(theirs.fileno()), self.first],
                 cwd=ROOT,
                 env=environment,
                 pass_fds=[theirs.fileno()],
@@ -212,8 +213,10 @@ def _serve(pipe: Connection) -> None:
         parallel_state.destroy_global_memory_buffer()
 
 
-def _main(asked: socket.socket) -> None:
+def _main(asked: socket.socket, first: str) -> None:
     """Ranks on pipes that come through this socket, one generation after the other, until it closes."""
+    if first:
+        importlib.import_module(first).install()
     with for_good():  # else the collection after each job, and that at the end of each run, would look at all modules
         import torch
 
@@ -256,5 +259,5 @@ def _lead(log: int, numbers: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    _main(socket.socket(fileno=int(sys.argv[1])))
+    _main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
     os._exit(0)

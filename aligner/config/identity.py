@@ -45,6 +45,7 @@ KINDS: dict[str, Kind] = {
     "model.lora.dropout": D,  # the rest of the section: the identity of the checkpoint
     "model.dtype": T,
     "model.recompute": T,
+    "model.kernels": T,
     "model.varlen_attention": T,
     "model.rope_scaling.factors": D,
     "model.moe.aux_coef": D,

@@ -6,6 +6,7 @@ from aligner.config.derived import evaluation_functions, response_limit
 from aligner.config.schema import ROLLOUT_STAGES, STAGES, Config
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.families import TRAITS
+from aligner.config.sections.model.kernels import check_te
 from aligner.config.sections.model.rope import longest_row
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.config.sections.trtllm_engine import NAME as TRTLLM_ENGINE
@@ -24,6 +25,7 @@ def validate_model(cfg: Config, model: ModelConfig, scorer: bool = False) -> Non
     """What concerns a model's shape: `cfg.model`, or the shape found in the folder that `model.init` names (that of a
     `scorer`: a reward model or critic, which may be dense beside a policy with experts)."""
     if model is not cfg.model or cfg.model.init == "random":
+        check_te(model)
         _layout(model, cfg.parallel)
         _experts(cfg, model, scorer)
         if not scorer:

@@ -10,6 +10,8 @@ import warnings
 
 import torch
 
+from aligner.megatron import transformer_engine
+
 for _message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
@@ -31,6 +33,8 @@ def _import_without_extras() -> None:
     functions with torch.compile, which imports the compiler at once though none of them is called here, and it imports
     wandb and TensorBoard for a timer that is not used."""
     if torch.cuda.is_available():
+        import megatron.core.extensions.transformer_engine
+
         return
     compiler, torch.compile = torch.compile, lambda function, *args, **kwargs: function
     hidden = {"wandb", "torch.utils.tensorboard"} - sys.modules.keys()
@@ -54,4 +58,4 @@ def _keep_compiler_out() -> None:
     Adam.step = torch.no_grad()(Adam.step.__wrapped__)  # AdamW's too
 
 
-_import_without_extras()
+transformer_engine.load(_import_without_extras)

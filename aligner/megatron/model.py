@@ -23,10 +23,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from aligner.config.sections.model.attention import AttentionConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.families import TRAITS
-from aligner.config.sections.model.scales import ScalesConfig
+from aligner.config.sections.model.kernels import check_te, unfit_for_te
 from aligner.errors import ConfigError
 from aligner.megatron import varlen
 from aligner.megatron.attention import GatedMLP, NoCoreAttention, RMSNorm, StreamAttention, residual_adder
@@ -36,6 +35,7 @@ from aligner.megatron.kernels import gelu_tanh
 from aligner.megatron.latent import LatentAttention
 from aligner.megatron.moe import ExpertLayer, StreamLayer
 from aligner.megatron.sharing import checkpoint_entries, with_fields
+from aligner.megatron.transformer_engine import HERE
 from aligner.megatron.variants import NormedAttention, NormedMLP, scale_embeddings
 from aligner.models.families import FAMILIES, embedding_factor
 from aligner.ops.kernels.products import use_fast_products
@@ -54,23 +54,12 @@ class Head:
 
 
 def has_transformer_engine() -> bool:
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    return not HERE.lacks
 
 
 def uses_transformer_engine(cfg: ModelConfig) -> bool:
-    """What its modules, or this file's use of them, do not know runs on modules of our own: norms, gates, windows and
-    the like, sinks, adapters, biases but of queries, keys and values, and rotary embeddings other than Llama's."""
-    usual = cfg.attention == AttentionConfig() and cfg.scales == ScalesConfig() and cfg.rope_scaling.type == "llama3"
-    family, traits = FAMILIES[cfg.family], TRAITS[cfg.family]
-    own = (
-        cfg.lora.quantize_base != "none"
-        or family.own_modules
-        or traits.sinks
-        or cfg.output_bias
-        or cfg.mlp_bias
-        or cfg.mixed_layers
-    )
-    return has_transformer_engine() and usual and not own and not cfg.lora.rank
+    """Else the model is made of modules of our own."""
+    return cfg.kernels != "own" and has_transformer_engine() and not unfit_for_te(cfg)
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -91,7 +80,7 @@ def padded_vocab(vocab_size: int, tensor: int) -> int:
 
 
 def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
-    family = FAMILIES[cfg.family]
+    family, fused = FAMILIES[cfg.family], uses_transformer_engine(cfg)
     return TransformerConfig(
         num_layers=cfg.num_layers,
         hidden_size=cfg.hidden_size,
@@ -127,11 +116,13 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> 
         recompute_granularity="full" if cfg.recompute == "full" else None,
         recompute_method="uniform" if cfg.recompute == "full" else None,
         recompute_num_layers=1 if cfg.recompute == "full" else None,
-        gradient_accumulation_fusion=False,
+        # Megatron refuses to build the output layer with it where Apex's extension is not there
+        gradient_accumulation_fusion=fused and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=fused,  # SwiGLU: else its parts are kept for backward
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=fused,  # else it loops over rows, and the host reads how long they are
+        cp_comm_type="a2a" if fused and layout.over_heads else "p2p",
     )
 
 
@@ -229,16 +220,11 @@ class StageModel(GPTModel):
 
 def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ConfigError where the config asks for what this machine, or this model, cannot have."""
-    scaling = cfg.rope_scaling
-    shape = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position
-    if uses_transformer_engine(cfg) and scaling.factor != 1 and shape != (1.0, 4.0, 8192):
-        expected = "low_freq_factor 1, high_freq_factor 4, original 8192 (Llama 3.1)"
-        raise ConfigError("model.rope_scaling", scaling, expected)
-    if not cfg.varlen_attention:
-        return
-    if uses_transformer_engine(cfg):
-        raise ConfigError("model.varlen_attention", True, "false where TransformerEngine is installed: its own is used")
-    varlen.check(cfg, dtype, device)
+    check_te(cfg)
+    if cfg.kernels == "te" and not has_transformer_engine():
+        raise ConfigError("model.kernels", "te", "auto or own", f"TransformerEngine is not used here: {HERE.lacks}.")
+    if cfg.varlen_attention:
+        varlen.check(cfg, dtype, device)
 
 
 def _with_plain_strides(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:

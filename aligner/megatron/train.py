@@ -66,6 +66,13 @@ class CountedPackedSeqParams(PackedSeqParams):
     times: Times | None = None
 
 
+def packed_rows(packing: Packing, longest: int, times: Times | None) -> PackedSeqParams:
+    """What TransformerEngine's attention must know of a micro-batch whose longest row has so many tokens."""
+    ends = torch.nn.functional.pad(packing.lengths.cumsum(0), (1, 0)).int()
+    sizes = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+    return CountedPackedSeqParams(qkv_format="thd", **sizes, times=times)
+
+
 def last_hidden(hidden_states: Tensor, **unused) -> Tensor:
     """Megatron's hook in place of its output layer: [N, 1, H] as they are."""
     return hidden_states
@@ -200,10 +207,14 @@ class ShardedModel:
         near = windowed(packing, window).additive(self.dtype) if window else None
         times = self._times(batch, packing) if self.cfg.moe.num_experts else None  # once for all layers, by the host
         packing, batch = packing.additive(self.dtype), replace(batch, routing=None)
+        longest = int(packing.lengths.max())  # of the rows as they were lengthened; here the host need not wait
         if not self.layout.is_last_stage:
             batch = replace(batch, teacher=None, teacher_ids=None)
         batch, packing, near, times = upload([batch, packing, near, times], self.device)
-        return replace(batch, packing=packing), self._stream(packing, near, times)
+        if uses_transformer_engine(self.cfg):
+            return replace(batch, packing=packing), packed_rows(packing, longest, times)
+        local = None if near is None else self._rotated(near, True, times)
+        return replace(batch, packing=packing), replace(self._rotated(packing, False, times), local=local)
 
     def _times(self, batch: TrainBatch, packing: Packing) -> Times:
         times = packing.times()
@@ -239,15 +250,6 @@ class ShardedModel:
         # ranks that compute a row together must agree, whatever processors they have
         alone = self.layout.tensor * self.layout.context * self.layout.pipeline == 1
         return shape_step(count, self.device, self.dtype) if alone else 1
-
-    def _stream(self, packing: Packing, near: Packing | None, times: Times | None) -> Stream | PackedSeqParams:
-        if uses_transformer_engine(self.cfg):
-            ends = torch.nn.functional.pad(packing.lengths.cumsum(0), (1, 0)).int()
-            longest = packing.width  # cut to the longest row
-            sizes = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
-            return CountedPackedSeqParams(qkv_format="thd", **sizes, times=times)
-        local = None if near is None else self._rotated(near, True, times)
-        return replace(self._rotated(packing, False, times), local=local)
 
     def _rotated(self, packing: Packing, local: bool, times: Times | None) -> Stream:
         angles = packing.positions[:, None].float() * self._frequencies[local]

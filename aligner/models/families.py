@@ -75,13 +75,6 @@ class Family:
     default_attention_every: int = 0  # config.json has layer_types: linear_attention, but for layers n, 2n, ...
     default_local_base: float = 0.0  # of local layers, where they have a rotary base of their own; 0: they have not
 
-    @property
-    def own_modules(self) -> bool:
-        """Whether layers differ from those that Megatron's own modules can build."""
-        usual = self.pre_norms and self.activation == "silu" and not self.interleaved_rotary
-        usual = usual and not TRAITS[self.model_type].latent
-        return self.offset_norms or self.post_norms or not usual
-
 
 _GEMMA_NORMS = rows.norms(
     before="input_layernorm",

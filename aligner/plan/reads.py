@@ -24,12 +24,12 @@ class Reads:
 
 def reads(job: Job, part: Part, tokens: float) -> Reads:
     """Of each row a reward model reads the last token, every other model the token before each one of the response.
-    Counted as without TransformerEngine, whose attention computes every token."""
+    TransformerEngine's attention computes every token: counted so where `model.kernels` asks for it."""
     rows, grid = job.rows, job.grid
     last = part.name == "reward" or STAGES[job.stage].scores
     each = 1.0 if last else rows.response_mean
     pairs = tokens * each / (rows.mean if job.packing else rows.longest)
-    elsewhere = grid.context > 1 or grid.sequence or part.shape.moe.num_experts
+    elsewhere = grid.context > 1 or grid.sequence or part.shape.moe.num_experts or part.shape.kernels == "te"
     too_large = not part.shape.varlen_attention and pairs * rows.mean > LAST_LAYER_MASK
     if elsewhere or pairs > WORTH * tokens or too_large:
         return Reads(pairs, tokens, rows.context)

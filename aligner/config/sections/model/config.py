@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from aligner.config.checks import above, at_least, one_of
 from aligner.config.sections.model.attention import AttentionConfig, check_layers
 from aligner.config.sections.model.families import TRAITS, check_traits
+from aligner.config.sections.model.kernels import KERNELS
 from aligner.config.sections.model.latent import LatentConfig, check_latent
 from aligner.config.sections.model.linear import LinearConfig, check_linear
 from aligner.config.sections.model.lora import LoraConfig
@@ -16,7 +17,7 @@ from aligner.config.sections.model.scales import ScalesConfig
 from aligner.errors import ConfigError
 
 # what a run decides, whatever folder the weights come from
-OF_THE_RUN = ("dtype", "recompute", "varlen_attention", "tokenizer", "init", "lora")
+OF_THE_RUN = ("dtype", "recompute", "kernels", "varlen_attention", "tokenizer", "init", "lora")
 MOE_OF_THE_RUN = ("aux_coef", "aux_over")
 
 
@@ -49,6 +50,9 @@ class ModelConfig:
     tokenizer: str = ""  # a Hugging Face tokenizer folder; empty: the one in `model.init`
     dtype: str = "auto"  # auto, float32, bfloat16
     recompute: str = "none"  # none, full (recompute every layer's activations in backward)
+    kernels: str = (
+        "auto"  # auto (te on a GPU, where it imports and knows the model), own, te (TransformerEngine's modules)
+    )
     varlen_attention: bool = False  # on CUDA: attention of rows of any length in one call, without padding and masks
 
     def __post_init__(self) -> None:
@@ -65,6 +69,7 @@ class ModelConfig:
         at_least("model.head_dim", self.head_dim, 0)
         at_least("model.vocab_size", self.vocab_size, 0)
         one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        one_of("model.kernels", self.kernels, KERNELS)
         one_of("model.recompute", self.recompute, ("none", "full"))
         if self.num_heads % self.num_kv_heads:
             raise ConfigError("model.num_kv_heads", self.num_kv_heads, f"a divisor of model.num_heads={self.num_heads}")

@@ -34,6 +34,7 @@ class Traits:
     gated_attention: bool = False  # attention's output is multiplied by the sigmoid of gates, made with the queries
     shared_gate: bool = False  # the output of the MLP for every token is multiplied by the sigmoid of a gate
     linear: bool = False  # layers without attention: `model.linear`
+    own_layers: bool = False  # they differ from those that Megatron's own modules, and TransformerEngine's, can build
 
 
 _BIASES = ("qkv_bias", "mlp_bias")
@@ -48,18 +49,26 @@ TRAITS = {
     "mistral": Traits(_WINDOW),
     "qwen2": Traits(_LAYERS, qkv_bias=True),
     "qwen3": Traits((*_LAYERS, "qkv_bias"), qk_norm=True, output_bias=True),
-    "gemma2": Traits((*_GEMMA, "attention.softcap", "scales.logits_softcap"), tied=True, norms=4, output_bias=True),
-    "gemma3_text": Traits((*_GEMMA, "attention.local_rope_base"), qk_norm=True, tied=True, norms=4, output_bias=True),
+    "gemma2": Traits(
+        (*_GEMMA, "attention.softcap", "scales.logits_softcap"), tied=True, norms=4, output_bias=True, own_layers=True
+    ),
+    "gemma3_text": Traits(
+        (*_GEMMA, "attention.local_rope_base"), qk_norm=True, tied=True, norms=4, output_bias=True, own_layers=True
+    ),
     "phi3": Traits((*_WINDOW, "attention.rotary_fraction"), fused=True),
-    "glm": Traits(("qkv_bias", "attention.rotary_fraction"), fused=True),
-    "glm4": Traits(("qkv_bias", "attention.rotary_fraction"), fused=True, norms=4),
+    "glm": Traits(("qkv_bias", "attention.rotary_fraction"), fused=True, own_layers=True),
+    "glm4": Traits(("qkv_bias", "attention.rotary_fraction"), fused=True, norms=4, own_layers=True),
     "granite": Traits(
         (*_BIASES, "attention.multiplier", "scales.embedding", "scales.residual", "scales.logits"), output_bias=True
     ),
     "smollm3": Traits((*_BIASES, *_LAYERS, "attention.nope_layers"), tied=True, output_bias=True),
-    "olmo2": Traits(("qkv_bias",), qk_norm=True, wide_qk_norm=True, output_bias=True),
+    "olmo2": Traits(("qkv_bias",), qk_norm=True, wide_qk_norm=True, output_bias=True, own_layers=True),
     "olmo3": Traits(
-        ("qkv_bias", *_LAYERS, "attention.local_rope_base"), qk_norm=True, wide_qk_norm=True, output_bias=True
+        ("qkv_bias", *_LAYERS, "attention.local_rope_base"),
+        qk_norm=True,
+        wide_qk_norm=True,
+        output_bias=True,
+        own_layers=True,
     ),
     "qwen3_moe": Traits((*_WINDOW, "qkv_bias", "moe.dense_layers"), qk_norm=True, experts=True, output_bias=True),
     "mixtral": Traits(_WINDOW, experts=True),
@@ -72,7 +81,7 @@ TRAITS = {
         sinks=True,
         expert_bias=True,
     ),
-    "deepseek_v3": Traits((*_LATENT, *_GROUPED), experts=True, latent=True, sigmoid_router=True),
+    "deepseek_v3": Traits((*_LATENT, *_GROUPED), experts=True, latent=True, sigmoid_router=True, own_layers=True),
     "qwen3_next": Traits(
         (*_LINEAR, "attention.rotary_fraction", "moe.dense_layers", "moe.shared_ffn_hidden_size"),
         qk_norm=True,
@@ -80,6 +89,7 @@ TRAITS = {
         gated_attention=True,
         shared_gate=True,
         linear=True,
+        own_layers=True,
     ),
 }
 MOE_FAMILIES = tuple(name for name, traits in TRAITS.items() if traits.experts)

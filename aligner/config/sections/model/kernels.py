@@ -1,0 +1,46 @@
+"""Whose modules a model is made of: `model.kernels`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aligner.config.sections.model.attention import AttentionConfig
+from aligner.config.sections.model.families import TRAITS
+from aligner.config.sections.model.rope import RopeScalingConfig
+from aligner.config.sections.model.scales import ScalesConfig
+from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aligner.config.sections.model.config import ModelConfig
+
+KERNELS = ("auto", "own", "te")
+
+
+def unfit_for_te(model: ModelConfig) -> str:
+    """What of this model TransformerEngine's modules, or Megatron's use of them, do not know; empty: nothing."""
+    traits = TRAITS[model.family]
+    reasons = {
+        f"the layers of model.family={model.family}": traits.own_layers or traits.sinks,
+        "adapters (model.lora)": bool(model.lora.rank) or model.lora.quantize_base != "none",
+        "a bias behind attention (model.qkv_bias)": model.output_bias,
+        "biases in the MLP (model.mlp_bias)": model.mlp_bias,
+        "what model.attention asks for": model.attention != AttentionConfig(),
+        "what model.scales asks for": model.scales != ScalesConfig(),
+        "layers of several kinds": model.mixed_layers,
+        "this model.rope_scaling: only Llama 3.1's": not _rotates_as_llama(model.rope_scaling),
+        "model.varlen_attention, which is another attention": model.varlen_attention,
+        "model.dtype=float32: its attention computes in 16 bits": model.dtype == "float32",
+    }
+    return next((reason for reason, there in reasons.items() if there), "")
+
+
+def _rotates_as_llama(scaling: RopeScalingConfig) -> bool:
+    shape = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position
+    return scaling.type == "llama3" and (scaling.factor == 1 or shape == (1.0, 4.0, 8192))
+
+
+def check_te(model: ModelConfig) -> None:
+    """Raises ConfigError where TransformerEngine is asked for, for a model that it cannot be."""
+    reason = unfit_for_te(model) if model.kernels == "te" else ""
+    if reason:
+        raise ConfigError("model.kernels", "te", f"auto or own: TransformerEngine's modules do not know {reason}")

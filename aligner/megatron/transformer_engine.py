@@ -1,0 +1,72 @@
+"""Whether this process has TransformerEngine. Megatron imports it wherever it is installed, and fails with one that
+does not load: it is tried before Megatron is, and hidden where it does not serve.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from aligner import loading
+
+NAME, EXTENSION = "transformer_engine", "transformer_engine_torch"
+
+
+@dataclass
+class Presence:
+    lacks: str = ""  # why it is not used; empty: it is
+    broken: bool = False  # installed, on a GPU, and of no use
+
+
+HERE = Presence("Megatron is not imported yet")
+
+
+def load(megatron: Callable[[], None]) -> None:
+    """Imports `megatron` with TransformerEngine, or without it where that fails."""
+    settle(loading.kernels)
+    try:
+        megatron()
+    except Exception as error:
+        if HERE.lacks:
+            raise
+        _hide(Presence(f"Megatron-Core does not load with it: {_words(error)}", broken=True), "megatron")
+        megatron()
+
+
+def settle(kernels: str) -> None:
+    """Import it, or hide it, by `model.kernels`."""
+    if kernels == "own":
+        _hide(Presence("model.kernels=own"))
+    elif importlib.util.find_spec(NAME) is None:
+        _hide(Presence("it is not installed"))
+    elif not torch.cuda.is_available():
+        _hide(Presence("there is no GPU"))
+    else:
+        try:
+            importlib.import_module(f"{NAME}.pytorch")  # which its own __init__ leaves out if it fails
+        except Exception as error:
+            _hide(Presence(f"it does not import: {_words(error)}", broken=True))
+        else:
+            _be(Presence())
+
+
+def _be(presence: Presence) -> None:
+    HERE.lacks, HERE.broken = presence.lacks, presence.broken
+
+
+def _hide(presence: Presence, *also: str) -> None:
+    """From Megatron, transformers and whoever else looks for it; what came of an import that failed is removed."""
+    _be(presence)
+    for name in [name for name in sys.modules if name.split(".")[0] in (NAME, EXTENSION, *also)]:
+        del sys.modules[name]
+    sys.modules[NAME] = None  # type: ignore[assignment]  # an import then fails, and find_spec says None
+
+
+def _words(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
