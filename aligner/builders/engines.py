@@ -118,7 +118,7 @@ def serve(job: Job) -> int:
         engines = EngineGrid(bridge.engines, cfg.engine.tensor_parallel)
         return planned(trainer, engines, model, (job.dtype, dtype), job.device, cfg.refit, bridge)
 
-    memory = PhaseMemory(cfg.memory, job.device, {}, engine, cfg.engine.kv_cache_bytes)
+    memory = PhaseMemory(cfg.memory, job.device, {}, engine, cfg.engine.cache_bytes)
     memory.rank = bridge.rank
     job.timers.on_phase = job.watchdog.phase
     check_memory = lambda: memory.check(memory.take(alone=True))  # noqa: E731

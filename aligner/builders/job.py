@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from aligner.answers import FOLDER, AnswerLog
+from aligner.builders.sizes import decide
 from aligner.cluster.env import RankEnv
 from aligner.cluster.mpi import check_transport, communicator
 from aligner.cluster.seal import job_secret
@@ -113,7 +114,11 @@ def start(cfg: Config, env: RankEnv) -> Job:
     secret = lambda: job_secret(Path(cfg.run.dir))  # noqa: E731
     device = init_distributed(env, cfg.cluster.backend, _timeout_s(cfg), secret)
     try:
-        return _joined(cfg, env, device)
+        sizes = decide(cfg, env, device)
+        job = _joined(cfg, env, device)
+        if sizes:
+            job.say(sizes)
+        return job
     except BaseException:
         leave_distributed()
         raise

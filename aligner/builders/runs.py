@@ -72,7 +72,7 @@ def make_run(
         memories[role] = FrozenMemory(job.device, judge.model.views.values, cfg.memory.pin)
     here = None if isinstance(job.engine, RemoteEngine) else job.engine
     asked = any(judge.own for judge in cfg.reward.judges)
-    run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.kv_cache_bytes, asked)
+    run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.cache_bytes, asked)
     run.timers.around = run.memory.phase
     if job.env.rank == 0:
         for line in opening(job, models):

@@ -35,6 +35,19 @@ def at_least(key: str, value: float, low: float) -> None:
         raise ConfigError(key, value, f"a number >= {low}")
 
 
+AUTO = "auto"
+Auto = int | str  # a key's integer, or `auto`
+
+
+def auto_or(key: str, value: Auto, low: int) -> Auto:
+    """`auto`, or the integer >= low. An interpolation gives integers as texts."""
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if value != AUTO and not (isinstance(value, int) and value >= low):
+        raise ConfigError(key, value, f"auto, or an integer >= {low}")
+    return value
+
+
 def above(key: str, value: float, low: float) -> None:
     if not value > low:
         raise ConfigError(key, value, f"a number > {low}")

@@ -72,7 +72,9 @@ def batch_arithmetic(cfg: Config, world_size: int) -> str:
 def _micro_batches(cfg: Config, total: int, dp: int) -> str:
     if cfg.batch.micro_batch_tokens:
         return f"micro-batches of at most {cfg.batch.micro_batch_tokens} micro_batch_tokens x {dp} dp"
-    micro = min(cfg.batch.micro_batch_samples, total // dp)
+    if cfg.batch.sizes_itself:
+        return f"micro-batches of a size that fits the memory (batch.micro_batch_samples=auto) x {dp} dp"
+    micro = min(cfg.batch.micro_batch_rows, total // dp)
     return f"{total // dp // micro} micro-batches x {micro} micro_batch_samples x {dp} dp"
 
 

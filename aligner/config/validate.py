@@ -349,6 +349,6 @@ def _sequence_batch(cfg: Config, world_size: int) -> None:
 
 def _whole_micro_batches(cfg: Config, per_rank: int, meaning: str) -> None:
     """Packing by tokens takes any number of rows; a larger micro-batch than a rank's share is that share."""
-    micro = min(cfg.batch.micro_batch_samples, per_rank)
-    if not cfg.batch.micro_batch_tokens and per_rank % micro:
+    micro = min(cfg.batch.micro_batch_rows, per_rank)
+    if not cfg.batch.sizes_itself and not cfg.batch.micro_batch_tokens and per_rank % micro:
         raise ConfigError("batch.micro_batch_samples", micro, f"a divisor of {meaning}={per_rank}")

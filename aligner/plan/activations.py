@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from aligner.plan.adapters import adapter_widths, is_adapted
 from aligner.plan.job import Job, Part
 from aligner.plan.linear import gathered_width, rule_activations
 from aligner.plan.shapes import Grid, attention_widths, latent_widths, mlp_width, stage_layers, stage_linear, widest_mlp
+from aligner.plan.shared import Shared, shared
 
 
 def layer_activations(part: Part, grid: Grid, sparse: bool) -> tuple[float, float]:
@@ -45,24 +46,47 @@ def _linear_activations(part: Part, grid: Grid, sparse: bool) -> tuple[float, fl
     return own, gathered_width(m) / grid.tensor if grid.context > 1 and not grid.over_heads else 0.0
 
 
-def _tokens(job: Job, part: Part) -> tuple[int, float]:
-    """(micro-batches, tokens of the largest one over all context-parallel ranks)."""
+@dataclass(frozen=True)
+class Stream:
+    """The micro-batches of an optimizer step."""
+
+    count: int
+    tokens: float  # that the largest one computes, over all context-parallel ranks
+    shared: Shared | None
+
+
+def _stream(job: Job, part: Part) -> Stream:
     count, tokens = job.micro_batches(worst=True)
+    alike = shared(job, tokens, count, in_order=not job.micro_tokens)
+    tokens = tokens if alike is None else alike.tokens
     if part is not job.policy:
-        return count, tokens
+        return Stream(count, tokens, alike)
     more, others = job.ptx_micro_batches(worst=True)
-    return count + more, max(tokens, others)
+    return Stream(count + more, max(tokens, others), None if others > tokens else alike)
+
+
+def _put_together(part: Part, grid: Grid, alike: Shared, linear: bool) -> float:
+    """Elements that a layer keeps beside those of a stream without shared prompts: keys and values of whole rows in
+    place of the stream's, for followers with as many heads as queries have (no fused kernel with a mask knows fewer),
+    and attention's output before it is put back into the stream."""
+    if linear:
+        return 0.0
+    a, k, v, out = attention_widths(part.shape)
+    keys = k + max(v, k)
+    wide = a + max(out, a) if alike.mask else keys
+    return (a * alike.tokens + keys * (alike.leaders - alike.tokens) + wide * alike.followers) / grid.tensor
 
 
 def _layers(job: Job, part: Part, stage: int) -> list[float]:
     """Elements that each layer of a stage keeps of a micro-batch."""
     grid, m = job.grid, part.shape
-    _, tokens = _tokens(job, part)
-    layers = []
+    stream = _stream(job, part)
+    tokens, layers = stream.tokens, []
     for sparse, linear in zip(stage_layers(m, grid, stage), stage_linear(m, grid, stage), strict=True):
         per_token, per_gathered = (_linear_activations if linear else layer_activations)(part, grid, sparse)
         per_token += adapter_widths(m, sparse, linear, grid.tensor) if is_adapted(part) else 0
         layers.append(per_token * tokens / grid.context + per_gathered * tokens)
+        layers[-1] += _put_together(part, grid, stream.shared, linear) if stream.shared else 0.0
         if linear:  # in float32; where others' tokens are gathered, of rows from their beginning
             again = 1 + 1 / (2 * grid.context) if grid.context > 1 and not grid.over_heads else 1 / grid.context
             layers[-1] += rule_activations(m) / grid.tensor * again * tokens * 4 / job.element
@@ -74,12 +98,13 @@ def activation_bytes(job: Job, part: Part, stage: int) -> float:
     With recomputation each layer keeps its input alone. The last layer counts like the others: rows may be almost all
     response."""
     grid, m, layers = job.grid, part.shape, _layers(job, part, stage)
-    count, tokens = _tokens(job, part)
-    own, share = tokens / grid.context, grid.tensor if grid.sequence else 1
+    stream = _stream(job, part)
+    own, share = stream.tokens / grid.context, grid.tensor if grid.sequence else 1
     ends = (stage == 0) * m.hidden_size / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
     kept = len(layers) * own * m.hidden_size / share if job.recompute else sum(layers)
-    in_flight = min(count, grid.pipeline - stage)
-    return job.element * in_flight * (kept + ends * own)
+    in_flight = min(stream.count, grid.pipeline - stage)
+    mask = stream.shared.mask if stream.shared else 0.0
+    return job.element * in_flight * (kept + ends * own + mask)
 
 
 def backward_bytes(job: Job, part: Part, stage: int) -> float:
@@ -87,7 +112,7 @@ def backward_bytes(job: Job, part: Part, stage: int) -> float:
     (4 F / tp: gate and up, their product and what it was made of; 2 H for each of an expert's k tokens), with sequence
     parallelism its gathered input, that input's gradient; a gradient to or from a neighbouring stage."""
     grid, m = job.grid, part.shape
-    _, tokens = _tokens(job, part)
+    tokens = _stream(job, part).tokens
     sparse = any(stage_layers(m, grid, stage))
     each = 4 * widest_mlp(m) / grid.tensor + sparse * 2 * m.moe.top_k * m.hidden_size
     each += m.hidden_size * (2 if grid.sequence else 1)

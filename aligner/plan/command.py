@@ -17,6 +17,7 @@ from aligner.plan.job import Job, job_of, shape_at
 from aligner.plan.lengths import read_lengths
 from aligner.plan.memory import MemoryPlanError, refuse
 from aligner.plan.prediction import Prediction, predict, shares_text
+from aligner.plan.sizing import Room, sized
 from aligner.plan.split import splits
 from aligner.plan.sweep import sweep
 
@@ -86,7 +87,8 @@ def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, 
     if not shape.vocab_size:
         expected = "the size of the vocabulary, which a plan cannot take from a tokenizer"
         raise ConfigError("model.vocab_size", 0, expected, "Or choose a model: model=llama3_8b.")
-    job_for = partial(
+    sizes = partial(sized, ranks=args.gpus, room=Room.of(device), engine_tensor=args.engine_tensor_parallel)
+    plain = partial(
         job_of,
         gpus=args.gpus,
         gpus_per_node=min(args.gpus_per_node, args.gpus),
@@ -95,7 +97,7 @@ def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, 
         lengths=read_lengths(args.lengths) if args.lengths else (),
         engine_tensor=args.engine_tensor_parallel,
     )
-    return device, shape, job_for
+    return device, shape, lambda one: plain(sizes(one))
 
 
 def _table(found: list[Prediction], top: int) -> str:
@@ -114,6 +116,7 @@ def _table(found: list[Prediction], top: int) -> str:
             if value > 1
         ]
         keys += ["parallel.sequence=true"] * grid.sequence + ["model.recompute=full"] * job.recompute
+        keys += [f"{key}={value}" for key, value in p.sizes.items()]
         lines.append(
             f"{name:<34}{p.step_s:8.1f}{p.tokens_per_gpu_s:14.0f}{100 * p.mfu:7.0f}{p.memory.peak_bytes / GIB:7.1f}  "
             f"{p.memory.peak:<10}{' '.join(keys)}".rstrip()

@@ -130,7 +130,9 @@ class Job:
     epochs: int = 1
     micro_rows: int = 8
     micro_tokens: int = 0  # > 0: instead of micro_rows
+    unit: int = 1  # rows of what `batch.micro_batch_samples` counts
     packing: bool = True
+    share: bool = False  # the prompts of rows that follow each other in a micro-batch: see `shared.py`
     recompute: bool = False
     logprob_tokens: int = 16384
     logits_bytes: float = 1 << 30
@@ -281,7 +283,7 @@ def job_of(
             engine_tensor or e.tensor_parallel,
             size,
             e.max_batch,
-            float(e.kv_cache_bytes),
+            float(e.cache_bytes),
             reserved=e.child is not None,
             padded=native,
             launches=native and not e.cuda_graphs,
@@ -307,11 +309,13 @@ def job_of(
         element=element,
         minibatches=rows.count // minibatch_samples(cfg) if rollout else 1,
         epochs=b.epochs if rollout else 1,
-        micro_rows=b.micro_batch_samples * pairs,
+        micro_rows=b.micro_batch_rows * pairs,
         micro_tokens=b.micro_batch_tokens,
+        unit=pairs,
         packing=b.packing,
+        share=b.share_prompts and b.packing and cfg.parallel.context == 1 and not cfg.mismatch.replay_routing,
         recompute=cfg.model.recompute == "full",
-        logprob_tokens=b.logprob_tokens,
+        logprob_tokens=b.logprob_budget,
         logits_bytes=b.logits_bytes,
         bucket_bytes=cfg.refit.bucket_bytes,
         offload=tuple(cfg.memory.offload),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import ceil
 from typing import Any
 
 from aligner.config.derived import nodes_told
@@ -12,8 +13,10 @@ from aligner.config.validate_model import validate_on_gpu
 from aligner.plan.devices import GIB, Assumptions, Device, find_device
 from aligner.plan.host import engine_host_bytes, host_items
 from aligner.plan.job import Job, job_of
+from aligner.plan.limits import Limit, limits
 from aligner.plan.memory import Memory, generating, most_of, plan_memory, refuse, training
 from aligner.plan.shapes import parameters
+from aligner.plan.sizing import Room, sized
 from aligner.plan.times import Machine, Phase, plan_times, pretrain_phase, update_mfu
 from aligner.plan.windows import Windows, window_of
 
@@ -76,6 +79,20 @@ class Prediction:
             return step_s, found.window, found.engines, found.trainer
         return self.step_s, 0, *self.at_work
 
+    @cached_property
+    def limits(self) -> list[Limit]:
+        """Of each phase, the key that limits it."""
+        return limits(self.job, self.machine, self.phases)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Key -> what it is here, given or found for `auto`."""
+        job = self.job
+        by_tokens = {"batch.micro_batch_tokens": job.micro_tokens}
+        found = by_tokens if job.micro_tokens else {"batch.micro_batch_samples": job.micro_rows // job.unit}
+        found |= {"batch.logprob_tokens": job.logprob_tokens} if job.asked else {}
+        return found | ({"engine.kv_cache_bytes": int(job.engine.kv_bytes)} if job.engine else {})
+
     @property
     def tokens_per_gpu_s(self) -> float:
         return self.job.rows.tokens / self.step_s / self.job.gpus
@@ -100,6 +117,8 @@ class Prediction:
             },
             "host_bytes": self.host,
             "engine_host_bytes": engine_host_bytes(self.job),
+            "sizes": self.sizes,
+            "limits": [vars(limit) for limit in self.limits],
             "step_s": self.step_s,
             "pretrain_s": self.pretrain_s,
             "tokens_per_gpu_s": self.tokens_per_gpu_s,
@@ -147,6 +166,8 @@ class Prediction:
             f"{100 * self.mfu:.0f} % of the peak (operations made)",
             *(self._lag_lines() if self.lag else []),
             *([f"critic.pretrain_steps {self.pretrain_s:.1f} s, once"] if self.pretrain_s else []),
+            f"sizes {' '.join(f'{key}={value}' for key, value in self.sizes.items())}{self._slots_text()}",
+            *(str(limit) for limit in self.limits),
             f"memory {memory.peak_bytes / GIB:.1f} of {memory.limit_bytes / GIB:.1f} GiB in {memory.peak}"
             f"{self._apart_text()}",
             f"host memory {self._host_text()}",
@@ -164,6 +185,12 @@ class Prediction:
             f"engine.window={found.window}: step about {step_s:.1f} s, {shares_text(found.engines, found.trainer)}; "
             f"tokens {found.mean:.1f} steps old, a sample's first {found.oldest:.1f}",
         ]
+
+    def _slots_text(self) -> str:
+        if "generate" not in self.phases:
+            return ""
+        rows = ceil(self.job.rows.count / self.job.replicas)
+        return f" ({self.job.slots()[0]} of an engine's {rows} rows are decoded together)"
 
     def _apart_text(self) -> str:
         if not self.ranks:
@@ -201,7 +228,8 @@ def check(cfg: Config, gpus: int, gpus_per_node: int, kinds: dict[str, str]) -> 
     """ConfigError for what no GPU computes, MemoryPlanError if the config cannot fit so many. `kinds`: the device by
     the key that names it, of all of them, or first of those that train, then of those that only generate."""
     devices = [find_device(name, key) for key, name in kinds.items()]
-    job = job_of(cfg, gpus, gpus_per_node=gpus_per_node)
+    room = Room(devices[0].memory_bytes, devices[-1].memory_bytes, cuda=True)
+    job = job_of(sized(cfg, gpus, room), gpus, gpus_per_node=gpus_per_node)
     validate_on_gpu(cfg, job.policy.shape)
     sides = (training(job), generating(job)) if len(devices) > 1 else (training(job) + generating(job),)
     for device, phases in zip(devices, sides, strict=True):

@@ -1,10 +1,11 @@
-"""Every layout of a config on so many GPUs that divides and fits, the fastest first."""
+"""Every layout of a config on so many GPUs that divides and fits, each with its fastest sizes, the fastest first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from aligner.config.checks import AUTO
 from aligner.config.schema import Config
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.parallel import ParallelConfig
@@ -45,10 +46,28 @@ def sweep(
             validate_layout(one, gpus)
         except ConfigError:
             continue
-        job = job_for(one)
-        memory = plan_memory(job, device, Assumptions())
-        if memory.fits:
-            found.append(predict(job, device))
-        elif nearest is None or memory.peak_bytes < nearest.peak_bytes:
-            nearest = memory
+        fitting = []
+        for job in _sizes(one, job_for):
+            memory = plan_memory(job, device, Assumptions())
+            if memory.fits:
+                fitting.append(predict(job, device))
+            elif nearest is None or memory.peak_bytes < nearest.peak_bytes:
+                nearest = memory
+        if fitting:
+            found.append(min(fitting, key=lambda p: p.step_s))
     return sorted(found, key=lambda p: p.step_s), nearest
+
+
+def _sizes(cfg: Config, job_for: Callable[[Config], Job]) -> Iterator[Job]:
+    """As the config says; with the cache and the micro-batches that the memory allows; and with smaller micro-batches,
+    of which a pipeline may want more."""
+    given = job_for(cfg)
+    yield given
+    free = replace(cfg.batch, micro_batch_samples=AUTO, micro_batch_tokens=0, logprob_tokens=AUTO)
+    found = job_for(replace(cfg, batch=free, engine=replace(cfg.engine, kv_cache_bytes=AUTO)))
+    if found != given:
+        yield found
+    if found.micro_tokens and cfg.parallel.pipeline > 1:
+        for tokens in (found.micro_tokens // 2, found.micro_tokens // 4):
+            if tokens >= found.rows.longest:
+                yield replace(found, micro_tokens=tokens)

@@ -67,7 +67,7 @@ def micro_batches(
     """The micro-batches of this rank's rows, by `batch.micro_batch_tokens` if set, else `batch.micro_batch_samples`
     units. With packing, the data-parallel ranks of `group` get equally many. Documents, and forks, become rows."""
     if not batch.micro_batch_tokens:
-        parts = list(torch.arange(len(minibatch.lengths)).split(batch.micro_batch_samples * unit))
+        parts = list(torch.arange(len(minibatch.lengths)).split(batch.micro_batch_rows * unit))
     else:
         parts = split(minibatch.lengths, batch, batch.micro_batch_tokens, unit)
         if batch.packing and group is not None and group.size() > 1:
@@ -117,7 +117,7 @@ def forward_rows(
         if model.exchanges:
             model.forward([], read)
         return torch.zeros(0, width, *beyond, dtype=dtype)
-    parts = split(rows.lengths, batch, batch.logprob_tokens, unit)
+    parts = split(rows.lengths, batch, batch.logprob_budget, unit)
     none = torch.zeros(count, 0)
     all_rows = TrainBatch(rows.tokens, rows.lengths, loss_mask=none, wanted=wanted, routing=routing)
     outputs = model.forward([all_rows.select(part) for part in parts], read)

@@ -141,7 +141,7 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("online_dpo", ["batch.epochs=2"], 1, "batch.epochs"),
         ("online_dpo", ["batch.minibatch_samples=64"], 1, "batch.minibatch_samples"),
         ("online_dpo", ["batch.prompts=9"], 2, "batch.prompts"),
-        ("online_dpo", ["batch.prompts=12"], 1, "batch.micro_batch_samples"),
+        ("online_dpo", ["batch.prompts=12", "batch.micro_batch_samples=8"], 1, "batch.micro_batch_samples"),
         ("online_dpo", ["reward.normalize=true"], 1, "reward.normalize"),
         ("online_dpo", ["reward.functions=[]"], 1, "reward.functions"),
         ("online_dpo", ["debug.rollout_only=true"], 1, "debug.rollout_only"),
@@ -174,11 +174,14 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("ppo", ["parallel.tensor=2"], 1, "world size"),
         ("ppo", ["critic.parallel.tensor=2"], 2, "critic.parallel"),
         ("sft", ["batch.sequences=9"], 2, "batch.sequences"),
-        ("sft", ["batch.sequences=12"], 1, "batch.micro_batch_samples"),
+        ("sft", ["batch.sequences=12", "batch.micro_batch_samples=8"], 1, "batch.micro_batch_samples"),
         ("rm", ["batch.sequences=9"], 2, "batch.sequences"),
         ("grpo", ["batch.prompts=9"], 2, "batch.prompts"),
         ("grpo", ["batch.minibatch_samples=100"], 1, "batch.minibatch_samples"),
         ("grpo", ["batch.prompts=4", "batch.group=9", "batch.minibatch_samples=9"], 2, "batch.minibatch_samples"),
+        ("sft", ["batch.micro_batch_samples=many"], 1, "batch.micro_batch_samples"),
+        ("sft", ["batch.logprob_tokens=0"], 1, "batch.logprob_tokens"),
+        ("grpo", ["engine.kv_cache_bytes=-1"], 1, "engine.kv_cache_bytes"),
         ("grpo", ["batch.minibatch_samples=64", "batch.micro_batch_samples=24"], 1, "batch.micro_batch_samples"),
         ("grpo", ["batch.group=1"], 1, "batch.group"),
         ("grpo", ["batch.group=1", "algorithm.advantage=rloo"], 1, "batch.group"),
@@ -262,9 +265,10 @@ def test_arithmetic_is_printed_with_numbers(make):
         "64 minibatch_samples = 2 micro-batches x 16 micro_batch_samples x 2 dp",
     ]
     assert (
-        batch_arithmetic(make("sft", "parallel=tp2"), 4)
+        batch_arithmetic(make("sft", "parallel=tp2", "batch.micro_batch_samples=8"), 4)
         == "32 sequences = 2 micro-batches x 8 micro_batch_samples x 2 dp"
     )
+    assert "(batch.micro_batch_samples=auto) x 2 dp" in batch_arithmetic(make("sft", "batch.sequences=12"), 2)
     assert batch_arithmetic(make("grpo", "engine.ranks=2"), 4).endswith("x 2 dp")
     assert "at most 512 micro_batch_tokens x 1 dp" in batch_arithmetic(make("rm", "batch.micro_batch_tokens=512"), 1)
 

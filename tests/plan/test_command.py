@@ -94,6 +94,67 @@ def test_a_sweep_lists_what_fits_fastest_first(capsys):
     assert "no layout of 8 GPUs fits" in capsys.readouterr().err
 
 
+def test_a_plan_says_what_limits_each_phase(capsys):
+    """The value that is named is one with which the phase takes the time that is told, and fits."""
+    line = ["plan", "--json", "--gpus", "16", *EIGHT, *TIGHT, "sampling.max_response_tokens=2048"]
+
+    def planned(*more):
+        assert main([*line, *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    few = planned("engine.kv_cache_bytes=1073741824")
+    limits = {limit["phase"]: limit for limit in few["limits"]}
+    assert limits.keys() == few["time"].keys()
+    cache = limits["generate"]
+    assert cache["key"] == "engine.kv_cache_bytes" and cache["value"] > 1 << 33
+    more = planned(f"engine.kv_cache_bytes={cache['value']}")
+    assert more["time"]["generate"]["seconds"] == pytest.approx(cache["then_s"])
+    assert cache["then_s"] < 0.5 * cache["seconds"]
+    assert few["sizes"]["engine.kv_cache_bytes"] == 1 << 30
+    rows = next(x for x in planned("engine.max_batch=4")["limits"] if x["phase"] == "generate")
+    assert rows["key"] == "engine.max_batch" and rows["value"] == 8
+    assert main([*(word for word in line if word != "--json"), "engine.kv_cache_bytes=1073741824"]) == 0
+    assert f"generate is limited by engine.kv_cache_bytes: {cache['value']} takes" in capsys.readouterr().out
+
+
+def test_a_pipeline_with_few_micro_batches_is_told_of_smaller_ones(capsys):
+    line = [
+        "plan",
+        "--json",
+        "--gpus",
+        "16",
+        "stage=sft",
+        "model=llama3_8b",
+        "parallel.pipeline=4",
+        "model.recompute=full",
+    ]
+    assert main([*line, "batch.sequences=64", "batch.micro_batch_tokens=16384"]) == 0
+    update = next(x for x in json.loads(capsys.readouterr().out)["limits"] if x["phase"] == "update")
+    assert (
+        update["key"] == "batch.micro_batch_tokens" and update["value"] < 16384 and update["then_s"] < update["seconds"]
+    )
+
+
+def test_auto_is_what_the_device_has_room_for(capsys):
+    found = {}
+    for device in ("h100", "h200"):
+        line = ["plan", "--json", "--device", device, "--gpus", "16", *EIGHT, "parallel.tensor=2", "batch.prompts=1024"]
+        assert main([*line, "parallel.sequence=true", "sampling.max_response_tokens=4096"]) == 0
+        found[device] = json.loads(capsys.readouterr().out)
+        assert found[device]["fits"]
+    small, large = (found[name]["sizes"]["engine.kv_cache_bytes"] for name in ("h100", "h200"))
+    assert large > 2 * small > 1 << 34 and found["h200"]["step_s"] < found["h100"]["step_s"]
+
+
+def test_a_sweep_varies_cache_and_micro_batches(capsys):
+    line = ["plan", "--sweep", "--json", "--top", "3", "--gpus", "16", *EIGHT, "sampling.max_response_tokens=2048"]
+    assert main([*line, "engine.kv_cache_bytes=1073741824", "batch.micro_batch_samples=1"]) == 0
+    best = json.loads(capsys.readouterr().out)[0]
+    assert best["sizes"]["engine.kv_cache_bytes"] > 1 << 33 and best["sizes"]["batch.micro_batch_tokens"] >= 2048
+    assert main([*(word for word in line if word != "--json"), "engine.kv_cache_bytes=1073741824"]) == 0
+    assert f"engine.kv_cache_bytes={best['sizes']['engine.kv_cache_bytes']}" in capsys.readouterr().out.splitlines()[1]
+
+
 def test_a_sweep_of_experts_shards_them(capsys):
     moe = ["model=qwen3_30b_a3b", "stage=sft", "batch.sequences=64", "batch.micro_batch_tokens=4096"]
     assert main(["plan", "--sweep", "--json", "--gpus", "16", *moe]) == 0

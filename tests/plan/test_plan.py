@@ -410,7 +410,7 @@ def test_with_a_lag_a_step_takes_the_longer_of_both_sides(cache):
 def test_windows_are_planned_by_their_clock():
     """The window that is proposed is as long as what the trainer does meanwhile; a larger lag keeps both sides at work,
     and makes older tokens."""
-    line = [*APART, "engine.ranks=2", "engine.kv_cache_bytes=40_000_000_000"]
+    line = [*APART, "engine.ranks=2", "engine.kv_cache_bytes=40_000_000_000", "batch.micro_batch_samples=16"]
     line.append("sampling.max_response_tokens=1024")
 
     def planned(*more):

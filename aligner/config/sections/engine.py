@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from aligner.config.checks import above, at_least, one_of
+from aligner.config.checks import AUTO, Auto, above, at_least, auto_or, one_of
 from aligner.config.quantization import KINDS
 from aligner.config.sections.child import ChildConfig
 from aligner.config.sections.trtllm import ONE_RANK, TrtllmConfig
@@ -12,6 +12,8 @@ from aligner.config.sections.trtllm_engine import NAME as TRTLLM_ENGINE
 from aligner.config.sections.trtllm_engine import check_engine
 from aligner.config.sections.vllm import VllmConfig
 from aligner.errors import ConfigError
+
+CACHE_BYTES = 1 << 30  # in place of `auto`, where nothing is known of a machine
 
 
 @dataclass
@@ -29,7 +31,7 @@ class EngineConfig:
     spares: int = 0
     # with `ranks`: without a sign of life, after which one of them counts as lost (Python that cannot run gives none)
     silent_s: float = 60.0
-    kv_cache_bytes: int = 1 << 30  # of a rank
+    kv_cache_bytes: Auto = AUTO  # of a rank; auto: of a GPU what `plan` leaves, on a CPU 1 GiB (docs/memory.md)
     max_batch: int = 512  # rows decoded together
     dtype: str = "auto"  # auto: the trainer's compute dtype
     quantization: str = "none"  # none, int8, fp8: of the layers' matrices, at every refit
@@ -37,6 +39,11 @@ class EngineConfig:
     answers: str = ""  # engine.name=recorded: a folder that debug.record_answers wrote
     trtllm: TrtllmConfig = field(default_factory=TrtllmConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
+
+    @property
+    def cache_bytes(self) -> int:
+        """`kv_cache_bytes` as far as it is known."""
+        return CACHE_BYTES if isinstance(self.kv_cache_bytes, str) else self.kv_cache_bytes
 
     @property
     def child(self) -> ChildConfig | None:
@@ -47,7 +54,7 @@ class EngineConfig:
         one_of("engine.name", self.name, ("native", "vllm", "trtllm", TRTLLM_ENGINE, "recorded"))
         one_of("engine.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         one_of("engine.quantization", self.quantization, KINDS)
-        at_least("engine.kv_cache_bytes", self.kv_cache_bytes, 1)
+        self.kv_cache_bytes = auto_or("engine.kv_cache_bytes", self.kv_cache_bytes, 1)
         at_least("engine.max_batch", self.max_batch, 1)
         at_least("engine.tensor_parallel", self.tensor_parallel, 1)
         at_least("engine.ranks", self.ranks, 0)

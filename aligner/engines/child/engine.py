@@ -156,7 +156,7 @@ class ChildEngine:
             name,
             self.max_seq_len,
             self.config.max_batch,
-            self.config.kv_cache_bytes,
+            self.config.cache_bytes,
             self.options.sleep,
             self.options.sleep_weights,
             self.options.prefix_reuse,
@@ -305,9 +305,9 @@ class ChildEngine:
             if row > limit:
                 raise ConfigError(key, limit, f"at least {row} (prompt + response tokens)")
         needed = self._cache_bytes(row)
-        if needed > self.config.kv_cache_bytes:
+        if needed > self.config.cache_bytes:
             expected = f"at least {needed} bytes for one row of {row} tokens"
-            raise ConfigError("engine.kv_cache_bytes", self.config.kv_cache_bytes, expected)
+            raise ConfigError("engine.kv_cache_bytes", self.config.cache_bytes, expected)
 
     def _cache_bytes(self, row: int) -> int:
         """The least that holds a row of so many tokens."""

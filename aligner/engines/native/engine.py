@@ -224,7 +224,7 @@ class NativeEngine:
         batch = Batch(plan, sampling, self.device, routes)  # its output tensors must not be inference tensors
         with torch.inference_mode():
             self.model.packs.pack()
-            budget = self.config.kv_cache_bytes * self.cache.token_bytes // token_bytes
+            budget = self.config.cache_bytes * self.cache.token_bytes // token_bytes
             self.cache.resize(plan.prefixes.slots, plan.positions, plan.chunk_tokens, budget, plan.chunk_prompts)
             if routes is not None:
                 routes.resize(plan.slots, plan.positions)

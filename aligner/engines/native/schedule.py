@@ -170,12 +170,12 @@ def plan_generation(
         longest = whole if pool is not None else max((w.length for w in waiting), default=1)
         most = (w.length + min(config.window, sampling.max_response_tokens - w.begun) for w in waiting)
         positions = whole if pool is not None else max(most, default=2) - 1
-    budget, more = config.kv_cache_bytes // room.token_bytes, -(-room.row_bytes // room.token_bytes)  # in positions
+    budget, more = config.cache_bytes // room.token_bytes, -(-room.row_bytes // room.token_bytes)  # in positions
     if needed + 2 * more > budget:
         least = (needed + 2 * more) * room.token_bytes
         raise ConfigError(
             "engine.kv_cache_bytes",
-            config.kv_cache_bytes,
+            config.cache_bytes,
             f"at least {least} bytes for one row of {longest} prompt tokens and "
             f"{sampling.max_response_tokens} response tokens in phase generate",
         )

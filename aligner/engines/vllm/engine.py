@@ -40,7 +40,7 @@ class VllmEngine(Replicated, ChildEngine):
 
     def _settings(self, memories: list[Memory]) -> Settings:
         """vLLM wants room for the longest row that it may be asked for: shorter ones are, where its cache is small."""
-        fits = (self.config.kv_cache_bytes // (self.block * self.position_bytes) - 1) * self.block - 1
+        fits = (self.config.cache_bytes // (self.block * self.position_bytes) - 1) * self.block - 1
         found = super()._settings(memories)
         return replace(found, max_seq_len=min(found.max_seq_len, max(fits, 1)), block=self.block)
 

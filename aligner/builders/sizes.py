@@ -1,0 +1,81 @@
+"""Numbers in place of `auto`: what the run had before, else what this job's memory allows. Every rank gets the same,
+and the run's record keeps them, so that each further start computes the same bit by bit."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from aligner.cluster.env import RankEnv
+from aligner.config.freeze import FILE_NAME, PENDING_NAME, freeze, load_frozen
+from aligner.config.schema import Config
+from aligner.errors import AlignerError
+from aligner.ops.agree import by_rank_0
+from aligner.ops.reduce import gathered
+from aligner.plan.sizing import KEYS, Room, sized, taken_over, undecided
+
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container or a job
+
+
+def decide(cfg: Config, env: RankEnv, device: torch.device) -> str:
+    """Changes `cfg`. What was decided, in a line; empty where nothing was to be. Collective over the world."""
+    if not undecided(cfg):
+        return ""
+    each = gathered(memory_bytes(device, env.local_world_size))
+    trainers = len(each) - cfg.engine.ranks
+    room = Room(min(each[:trainers]), min(each[trainers:] or each), device.type == "cuda")
+
+    def chosen() -> Config:
+        earlier = _earlier(cfg)
+        known = cfg if earlier is None else taken_over(cfg, earlier)
+        found = sized(known, env.world_size, room)
+        _keep(found)
+        return found
+
+    found = by_rank_0(chosen)
+    cfg.batch, cfg.engine = found.batch, found.engine
+    return _line(found)
+
+
+def memory_bytes(device: torch.device, local_ranks: int) -> int:
+    """Of a rank's device, or its share of the machine or of what a container may use of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in map(Path, LIMITS):
+        text = path.read_text().strip() if path.is_file() else ""
+        found += [int(text)] if text.isdecimal() else []
+    return min(found) // local_ranks
+
+
+def _earlier(cfg: Config) -> Config | None:
+    """The record of the run that goes on, else of the one whose checkpoint it begins with."""
+    if cfg.run.resume == "never":
+        return None
+    folders = [Path(cfg.run.dir)]
+    if cfg.run.resume != "auto":
+        start = Path(cfg.run.resume).expanduser().absolute()
+        folders += [start, *start.parents[:3]]
+    for folder in folders:
+        with suppress(AlignerError):  # there is none, or of a version with other keys
+            if (folder / FILE_NAME).is_file() and not undecided(record := load_frozen(folder)):
+                return record
+    return None
+
+
+def _keep(found: Config) -> None:
+    """In the run's record of this start, if it has one."""
+    folder = Path(found.run.dir)
+    name = next((name for name in (PENDING_NAME, FILE_NAME) if (folder / name).is_file()), "")
+    if name:
+        record = load_frozen(folder / name)
+        record.batch, record.engine = found.batch, found.engine
+        freeze(record, folder, name)
+
+
+def _line(cfg: Config) -> str:
+    values = [f"{key}={getattr(getattr(cfg, key.partition('.')[0]), key.partition('.')[2])}" for key in KEYS]
+    return f"sizes: {' '.join(text for text in values if not text.endswith(('=auto', '=0')))}"

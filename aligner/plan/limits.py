@@ -1,0 +1,104 @@
+"""Which key limits a phase: the one whose other value, which fits the memory as well, would make it fastest; where
+there is none, what most of its time goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+from aligner.plan.job import Job
+from aligner.plan.memory import plan_memory
+from aligner.plan.sizing import TOKENS, largest_cache, whole_cache
+from aligner.plan.times import Machine, Phase, generate_phase, update_phase
+
+WORTH = 0.95  # of a phase's seconds: what saves less is not told
+GRADUAL = 2  # micro-batches and rows are tried so many times as large, or as small
+
+# what most of a phase's time goes to -> the keys that change it
+PARTS = {
+    "bubble": "parallel.pipeline",
+    "tp communication": "parallel.tensor",
+    "cp communication": "parallel.context",
+    "ep communication": "parallel.expert",
+    "pp communication": "parallel.pipeline",
+    "dp communication": "batch.minibatch_samples (more samples in an optimizer step)",
+    "edp communication": "batch.minibatch_samples (more samples in an optimizer step)",
+    "engines communication": "refit.skip_unchanged, engine.tensor_parallel",
+    "optimizer": "optim.distributed, batch.minibatch_samples",
+    "products": "operations (more GPUs, or a smaller model)",
+    "prefill": "operations (more GPUs, or a smaller model)",
+    "decode": "memory bandwidth (more GPUs, engine.tensor_parallel, engine.quantization)",
+    "copy": "engine.tensor_parallel",
+}
+CACHE = (
+    "the memory that is left to engine.kv_cache_bytes (memory.offload=[gradients,optimizer], engine.tensor_parallel, "
+    "engine.quantization)"
+)
+Change = tuple[str, int, Job]  # key, its value, the job with it
+
+
+@dataclass(frozen=True)
+class Limit:
+    phase: str
+    seconds: float
+    key: str
+    value: int = 0  # 0: no value of it alone that fits would help
+    then_s: float = 0.0
+
+    def __str__(self) -> str:
+        told = f"{self.phase} is limited by {self.key}"
+        return f"{told}: {self.value} takes {self.then_s:.1f} s, not {self.seconds:.1f}" if self.value else told
+
+
+def limits(job: Job, machine: Machine, phases: dict[str, Phase]) -> list[Limit]:
+    found = []
+    for name, phase in phases.items():
+        if phase.seconds <= 0:
+            continue
+        best = Limit(name, phase.seconds, "", 0, WORTH * phase.seconds)
+        if name in _TRIED:
+            changes, seconds = _TRIED[name]
+            for key, value, changed in changes(job, machine):
+                then_s = seconds(changed, machine).seconds
+                if then_s < best.then_s and plan_memory(changed, machine.device, machine.assumed).fits:
+                    best = replace(best, key=key, value=value, then_s=then_s)
+        found.append(best if best.key else Limit(name, phase.seconds, _largest(job, name, phase)))
+    return found
+
+
+def _largest(job: Job, name: str, phase: Phase) -> str:
+    """What a phase's time goes to, where no other value of a key helps."""
+    if name == "generate" and job.slots()[0] < min(job.engine.max_batch, ceil(job.rows.count / job.replicas)):
+        return CACHE
+    part = max(phase.parts, key=phase.parts.__getitem__).removeprefix("judges' ")
+    return PARTS.get(part, part)
+
+
+def _generating(job: Job, machine: Machine) -> Iterator[Change]:
+    engine = job.engine
+    assert engine is not None
+    cached = largest_cache(job, machine.device.memory_bytes, machine.device.memory_bytes)
+    if cached.engine.kv_bytes > engine.kv_bytes:
+        yield "engine.kv_cache_bytes", int(cached.engine.kv_bytes), cached
+    rows = ceil(job.rows.count / job.replicas)
+    if job.slots()[0] == engine.max_batch < rows:
+        most = min(rows, GRADUAL * engine.max_batch)
+        more = replace(job, engine=replace(engine, max_batch=most))
+        if engine.kv_bytes == whole_cache(job):  # `auto` grows with the rows
+            more = largest_cache(more, machine.device.memory_bytes, machine.device.memory_bytes)
+        yield "engine.max_batch", most, more
+
+
+def _updating(job: Job, machine: Machine) -> Iterator[Change]:
+    """Twice and half as large micro-batches, and so on."""
+    now = job.micro_tokens or job.micro_rows * job.rows.longest
+    for tokens in TOKENS:
+        if tokens >= job.rows.longest and tokens not in (now, job.micro_tokens):
+            yield "batch.micro_batch_tokens", tokens, replace(job, micro_tokens=tokens)
+
+
+_TRIED: dict[str, tuple[Callable[[Job, Machine], Iterator[Change]], Callable[[Job, Machine], Phase]]] = {
+    "generate": (_generating, generate_phase),
+    "update": (_updating, update_phase),
+}

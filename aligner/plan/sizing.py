@@ -1,0 +1,179 @@
+"""What `auto` means in sizes that change no numbers but how fast they come: the engine's cache, micro-batches, and
+passes without gradient. The same on equal machines, since it reads how much memory there is, not what is free just now.
+
+On a GPU: the largest that every phase has room for by `plan_memory`. On a CPU, whose memory is for others too: what was
+found to be fast enough (docs/memory.md), less on a small machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import inf
+
+from aligner.config.checks import AUTO
+from aligner.config.derived import data_parallel, minibatch_samples
+from aligner.config.schema import Config
+from aligner.config.sections.batch import LOGPROB_TOKENS, ROWS
+from aligner.config.sections.engine import CACHE_BYTES
+from aligner.config.stages import STAGES
+from aligner.plan.activations import activation_bytes
+from aligner.plan.devices import Assumptions, Device
+from aligner.plan.job import Job, job_of, shape_at
+from aligner.plan.memory import Phases, generating, training
+
+KEYS = ("engine.kv_cache_bytes", "batch.micro_batch_samples", "batch.micro_batch_tokens", "batch.logprob_tokens")
+TOKENS = tuple(1 << n for n in range(15, 7, -1))  # of a micro-batch, the most first: products gain nothing beyond
+CPU_TOKENS, CPU_SHARE = 16384, 8  # on a CPU; of a rank's memory a cache, and activations, get one part in so many
+VOCABULARY = 1 << 17  # where only the tokenizer knows how large it is
+MICRO_BATCHES = 4  # at least so many for each stage of a pipeline, which else waits for itself
+UNIT = 64 << 20  # a cache is a multiple of it
+HEADROOM = 0.95  # of what is left, for the cache
+AWAKE_SHARE = 0.2  # of the memory, that micro-batches leave to a cache that does not sleep
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of memory for each rank that trains, and for each that only generates."""
+
+    trainer: float
+    engine: float
+    cuda: bool
+
+    @classmethod
+    def of(cls, device: Device) -> Room:
+        return cls(device.memory_bytes, device.memory_bytes, True)
+
+
+def undecided(cfg: Config) -> bool:
+    return cfg.engine.kv_cache_bytes == AUTO or cfg.batch.sizes_itself or cfg.batch.logprob_tokens == AUTO
+
+
+def sized(cfg: Config, ranks: int, room: Room, engine_tensor: int = 0) -> Config:
+    """The config with numbers in place of `auto`; `engine_tensor` as of `job_of`. Raises ConfigError as that."""
+    if not undecided(cfg):
+        return cfg
+    known = shape_at(cfg.model, cfg.model.init).vocab_size
+    shaped = cfg if known else replace(cfg, model=replace(cfg.model, vocab_size=VOCABULARY))
+    job = job_of(shaped, ranks, engine_tensor=engine_tensor)
+    job = (_on_gpu if room.cuda else _on_cpu)(cfg, job, room)
+    batch, engine = cfg.batch, cfg.engine
+    if batch.sizes_itself:
+        by_tokens = batch.packing or cfg.parallel.expert == 1
+        share = {"micro_batch_tokens": job.micro_tokens} if by_tokens else {"micro_batch_samples": _rows(cfg, ranks)}
+        batch = replace(batch, **share)
+    if batch.logprob_tokens == AUTO:
+        batch = replace(batch, logprob_tokens=job.logprob_tokens)
+    if engine.kv_cache_bytes == AUTO:
+        cache = job.engine.kv_bytes if job.engine else min(CACHE_BYTES, room.engine / CPU_SHARE)
+        engine = replace(engine, kv_cache_bytes=int(cache))
+    return replace(cfg, batch=batch, engine=engine)
+
+
+def _rows(cfg: Config, ranks: int) -> int:
+    """Of a micro-batch where tokens do not decide."""
+    stage = STAGES[cfg.stage.name]
+    each = minibatch_samples(cfg) if stage.rollouts and not stage.pairs else cfg.batch.prompts
+    share = max(1, (each if stage.rollouts else cfg.batch.sequences) // data_parallel(cfg, ranks))
+    return next(n for n in range(min(ROWS, share), 0, -1) if share % n == 0)
+
+
+def _cached(job: Job, size: float) -> Job:
+    return job if job.engine is None else replace(job, engine=replace(job.engine, kv_bytes=float(size)))
+
+
+def _on_gpu(cfg: Config, job: Job, room: Room) -> Job:
+    own = cfg.engine.kv_cache_bytes == AUTO
+    asleep = _cached(job, UNIT if job.sleeps else AWAKE_SHARE * room.trainer) if own else job
+    longest = job.rows.longest
+    if cfg.batch.sizes_itself:
+        rows = job.learned / job.grid.data
+        stages = job.grid.pipeline
+        most = rows * longest / (MICRO_BATCHES * stages if stages > 1 else 1)
+        tokens = [n for n in TOKENS if n >= longest and (n <= most or n < 2 * longest)] or [longest]
+        asleep = _first((replace(asleep, micro_tokens=n) for n in tokens), cfg, room)
+    if cfg.batch.logprob_tokens == AUTO:
+        passes = [n for n in TOKENS if n <= LOGPROB_TOKENS]
+        asleep = _first((replace(asleep, logprob_tokens=n) for n in passes), cfg, room)
+    return _with_cache(asleep, room, cfg.memory.limit.of) if own and job.engine is not None else asleep
+
+
+def _first(jobs: Iterable[Job], cfg: Config, room: Room) -> Job:
+    """The first that fits, else the last."""
+    for job in jobs:
+        if _fits(job, room, cfg.memory.limit.of):
+            break
+    return job
+
+
+def _fits(job: Job, room: Room, limit_of: Callable[[str], float]) -> bool:
+    """`limit_of`: bytes that a phase may use, 0: all."""
+    assumed = Assumptions()
+
+    def within(ranks: list[Phases], memory: float) -> bool:
+        limit = memory * assumed.usable - assumed.context_bytes
+        needed = ((name, sum(items.values())) for phases in ranks for name, items in phases.items())
+        return all(size <= min(limit, limit_of(name) or inf) for name, size in needed)
+
+    return within(training(job), room.trainer) and within(generating(job), room.engine)
+
+
+def largest_cache(job: Job, trainer: float, engine: float) -> Job:
+    """With the largest cache that fits GPUs of these bytes."""
+    return _with_cache(job, Room(trainer, engine, cuda=True), lambda phase: 0)
+
+
+def _with_cache(job: Job, room: Room, limit_of: Callable[[str], float]) -> Job:
+    """The largest cache that fits, but no larger than all rows at once need."""
+    high = whole_cache(job)
+    if _fits(_cached(job, high), room, limit_of):
+        return _cached(job, high)
+    count = _most(lambda n: _fits(_cached(job, n * UNIT), room, limit_of), int(high // UNIT))
+    return _cached(job, max(1, int(HEADROOM * count)) * UNIT if count else CACHE_BYTES)
+
+
+def whole_cache(job: Job) -> float:
+    """Bytes with which `engine.max_batch` rows are decoded together, or all that there are."""
+    assert job.engine is not None
+    _, held = replace(job, engine=replace(job.engine, kv_bytes=float(1 << 60), reserved=False)).slots()
+    return float(-(-int(held) // UNIT) * UNIT)
+
+
+def _most(holds: Callable[[int], bool], high: int) -> int:
+    """The largest number from 0 to `high` for which it holds, as it does for all below."""
+    low = 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
+
+
+def _on_cpu(cfg: Config, job: Job, room: Room) -> Job:
+    """Of float32 numbers, whatever the config says."""
+    share = room.trainer / CPU_SHARE
+    wide = replace(job, element=4)
+
+    def needs(tokens: int) -> float:
+        one = replace(wide, micro_tokens=tokens)
+        return max((activation_bytes(one, part, 0) for part in one.parts if part.trained), default=0.0)
+
+    tokens = next((n for n in TOKENS if n <= CPU_TOKENS and needs(n) <= share), TOKENS[-1])
+    job = replace(job, micro_tokens=tokens if cfg.batch.sizes_itself else job.micro_tokens)
+    if cfg.batch.logprob_tokens == AUTO:
+        job = replace(job, logprob_tokens=LOGPROB_TOKENS if room.trainer >= 4 << 30 else LOGPROB_TOKENS // 4)
+    if cfg.engine.kv_cache_bytes == AUTO:
+        job = _cached(job, min(CACHE_BYTES, room.engine // CPU_SHARE))
+    return job
+
+
+def taken_over(cfg: Config, earlier: Config) -> Config:
+    """With what `earlier` found for `auto`, so that a run goes on with the same numbers bit by bit."""
+    batch, engine = cfg.batch, cfg.engine
+    if batch.sizes_itself and not earlier.batch.sizes_itself:
+        was = earlier.batch
+        batch = replace(batch, micro_batch_samples=was.micro_batch_samples, micro_batch_tokens=was.micro_batch_tokens)
+    if batch.logprob_tokens == AUTO:
+        batch = replace(batch, logprob_tokens=earlier.batch.logprob_tokens)
+    if engine.kv_cache_bytes == AUTO:
+        engine = replace(engine, kv_cache_bytes=earlier.engine.kv_cache_bytes)
+    return replace(cfg, batch=batch, engine=engine)

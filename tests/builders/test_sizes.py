@@ -1,0 +1,82 @@
+"""Sizes that are `auto`: one answer for all ranks, kept in the run's record, and for every later start."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.build import run_stage
+from aligner.builders import sizes
+from aligner.cluster.env import RankEnv
+from aligner.config.freeze import PENDING_NAME, freeze, freeze_start, load_frozen
+from aligner.config.resolve import compose
+from aligner.plan.devices import GIB
+from tests import stages
+from tests.stages import overrides, same_weights
+
+AUTO = ["batch.micro_batch_samples=auto"]
+
+
+def start(run_dir: Path, data: Path, *more: str) -> None:
+    """As `aligner run` does, in this process."""
+    stages.settle()
+    cfg = compose(overrides("sft", data, run_dir, *AUTO, "checkpoint.every=2", *more))
+    freeze_start(cfg)
+    try:
+        assert run_stage(cfg, RankEnv()) == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    def set_bytes(size):
+        monkeypatch.setattr(sizes, "memory_bytes", lambda device, ranks: size)
+
+    return set_bytes
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_sizes_on_another_machine(tiny_data, tmp_path, memory, capsys):
+    memory(48 * 1024 * 24)  # micro-batches of a few rows
+    whole, parts, other = tmp_path / "whole", tmp_path / "parts", tmp_path / "other"
+    start(whole, tiny_data, "run.steps=4")
+    said = capsys.readouterr().out
+    record = load_frozen(whole)
+    few = record.batch.micro_batch_tokens
+    assert 0 < few < 16384 and f"batch.micro_batch_tokens={few}" in said and "engine.kv_cache_bytes=" in said
+    start(parts, tiny_data, "run.steps=2")
+    memory(64 * GIB)
+    start(parts, tiny_data, "run.steps=4")
+    assert load_frozen(parts).batch == record.batch and not (parts / PENDING_NAME).exists()
+    assert stages.differences(whole, parts) == [] and same_weights(whole, parts)
+    start(other, tiny_data, f"run.resume={parts / 'checkpoints'}", "run.steps=6")  # begins with another run's
+    assert load_frozen(other).batch == record.batch
+    start(parts, tiny_data, "run.resume=never", "run.steps=1")  # anew
+    assert load_frozen(parts).batch.micro_batch_tokens == 16384
+
+
+def test_the_smallest_rank_decides(monkeypatch, tmp_path):
+    cfg = compose(["stage=sft", "model=tiny", f"run.dir={tmp_path}"])
+    freeze(cfg, tmp_path)
+    monkeypatch.setattr(sizes, "gathered", lambda own: [64 * GIB, GIB // 4, 64 * GIB])
+    line = sizes.decide(cfg, RankEnv(0, 0, 3, 3), torch.device("cpu"))
+    assert cfg.engine.kv_cache_bytes == GIB // 32 and f"engine.kv_cache_bytes={GIB // 32}" in line
+    assert load_frozen(tmp_path).engine.kv_cache_bytes == GIB // 32
+
+
+def test_what_is_set_is_neither_asked_nor_told(monkeypatch, tmp_path):
+    line = ["batch.micro_batch_samples=4", "batch.logprob_tokens=100", "engine.kv_cache_bytes=1000000"]
+    cfg = compose(["stage=sft", "model=tiny", f"run.dir={tmp_path}", *line])
+    monkeypatch.setattr(sizes, "gathered", None)
+    assert sizes.decide(cfg, RankEnv(), torch.device("cpu")) == "" and cfg.batch.micro_batch_samples == 4
+
+
+def test_a_container_has_what_it_may_use(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(sizes, "LIMITS", (str(limit),))
+    free = sizes.memory_bytes(torch.device("cpu"), 1)
+    for text, wanted in (("max\n", free), (f"{1 << 28}\n", 1 << 28), (f"{1 << 62}\n", free)):
+        limit.write_text(text)
+        assert sizes.memory_bytes(torch.device("cpu"), 1) == wanted
+    assert sizes.memory_bytes(torch.device("cpu"), 4) == free // 4
