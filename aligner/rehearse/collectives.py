@@ -153,7 +153,7 @@ class Collectives:
         out = func(*args, **kwargs)
         for t in tree_leaves(out):
             if on_device(t):
-                self.device.track(t)
+                self.device.track(t, what)
         return out
 
     def _replace(self) -> None:

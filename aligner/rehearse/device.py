@@ -98,7 +98,7 @@ class Device(TorchDispatchMode):
     def reset_peak(self) -> None:
         self.peak = self.now
 
-    def track(self, t: FakeTensor) -> None:
+    def track(self, t: FakeTensor, op: str) -> None:
         storage = t.untyped_storage()
         key = storage._cdata
         if key in self.live:
@@ -106,7 +106,7 @@ class Device(TorchDispatchMode):
         size = -(-storage.nbytes() // BLOCK) * BLOCK
         line = place(3)
         self.live[key] = (size, line)
-        self.record.phase.made[line] += 1
+        self.record.phase.made[line, op] += 1
         if t.dtype is FLOAT64:
             self.record.phase.doubles[line] += 1
         weakref.finalize(storage, self._free, key).atexit = False
@@ -195,7 +195,7 @@ class Device(TorchDispatchMode):
         for t in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if on_device(t):
                 made = True
-                self.track(t)
+                self.track(t, func._overloadpacket.__name__)
         phase.kernels += made
         count = flop_registry.get(func._overloadpacket)
         if count is not None:

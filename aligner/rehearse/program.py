@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from aligner.ops import agree
 from aligner.rehearse.device import Device, on_device
+from aligner.rehearse.record import BETWEEN
 from aligner.types import STOP, Generations, Sample
 
 DECODED = 5  # steps of the engine after which rows are told to have ended: every further one repeats the last
@@ -215,7 +216,7 @@ def _checkpoints(device: Device) -> None:
         device.enter("load")
         for name, model in self.models.items():
             checkpoint.load_model(model, self.folder / name)
-        device.enter("between")
+        device.enter(BETWEEN)
         return 0
 
     def load(state: dict[str, Any], folder: str, strict: Any = None) -> dict[str, Any]:
@@ -278,6 +279,6 @@ def _phases(device: Device) -> None:
             yield
             for of in memory:
                 device.record.phase.held = {k: int(v) for k, v in of.held_bytes().items() if v}
-        device.enter("between")
+        device.enter(BETWEEN)
 
     Timers.__call__, PhaseMemory._enter = timed, sorted_out

@@ -26,7 +26,7 @@ from aligner.config.stages import STAGES
 from aligner.data.tokenizer import byte_tokenizer
 from aligner.files import write_whole
 from aligner.plan.devices import find_device
-from aligner.rehearse import apart, cuda, program
+from aligner.rehearse import apart, cuda, program, shortened
 from aligner.rehearse.collectives import SPOKEN, Collectives, Speech, UnheardError, join
 from aligner.rehearse.device import Device
 from aligner.rehearse.record import Record
@@ -35,7 +35,8 @@ from aligner.run.chain import code
 
 def main(path: str) -> None:
     """The file: `device`, `processes` at a time, and `cases`: config, tokenizer, gpus, rank, `out` for its record, and
-    the rank that it `hears` with the record of that `speaker`, which comes before it. Prints what has ended."""
+    the rank that it `hears` with the record of that `speaker`, which comes before it. Prints the events of
+    `progress.py`."""
     asked = json.loads(Path(path).read_text())
     warnings.filterwarnings("ignore")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -47,6 +48,7 @@ def main(path: str) -> None:
     collectives = Collectives(device, record)
     program.install(device, collectives.name)
     apart.install(collectives)
+    shortened.install(record)
     for module in ("aligner.build", *(f"aligner.stages.{name}" for name in STAGES)):
         import_module(module)  # once, for all that is forked
     code()
@@ -69,7 +71,12 @@ def main(path: str) -> None:
         case = running.pop(child)
         if not Path(case["out"]).is_file():
             _ended(case, os.waitstatus_to_exitcode(status))
-        print(json.dumps({"rank": case["rank"], "out": case["out"]}), flush=True)
+        _tell(1, rank=case["rank"], ended=True)
+
+
+def _tell(pipe: int, **event: Any) -> None:
+    """In one write, so that those of several processes do not mix."""
+    os.write(pipe, json.dumps(event).encode() + b"\n")
 
 
 def _ended(case: dict[str, Any], code: int) -> None:
@@ -87,7 +94,9 @@ def _ended(case: dict[str, Any], code: int) -> None:
 def rehearse(case: dict[str, Any], device: Device, collectives: Collectives) -> None:
     """In a process that ends with it."""
     out, start = Path(case["out"]), time.process_time()
-    log = out.with_suffix(".log").open("w")
+    log, events = out.with_suffix(".log").open("w"), os.dup(1)
+    device.record.listener = lambda phase: _tell(events, rank=case["rank"], phase=phase)
+    device.record.listener(device.record.name)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     faulthandler.enable(log)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +16,7 @@ ROOT = str(Path(__file__).resolve().parents[1])
 HERE = str(Path(__file__).resolve().parent)
 MEGATRON = "/megatron/core/"
 _own: dict[str, str] = {}  # file -> its name in reports, "" for what is not ours
+BETWEEN = "between"  # two phases
 MADE = 16  # lines with most tensors that are kept
 GROWN_MARKS = 3  # a line whose tensors were more at each of so many marks in a row keeps what it makes
 
@@ -70,9 +74,21 @@ class Phase:
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # (what, place): times
     attention: Counter[tuple[str, str]] = field(default_factory=Counter)  # (kernel, place): times
     entries: int = 0
-    made: Counter[str] = field(default_factory=Counter)  # place: tensors made on the device
+    micro_batches: int = 0  # that models are given
+    made: Counter[tuple[str, str]] = field(default_factory=Counter)  # (place, operation): tensors made on the device
     doubles: Counter[str] = field(default_factory=Counter)  # place: those in float64
     uploads: Counter[str] = field(default_factory=Counter)  # place: copies from memory that is not pinned
+
+
+COUNTERS = ("waits", "attention", "made", "doubles", "uploads")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was counted of a phase at some moment."""
+
+    phase: Phase
+    sequences: dict[str, int]  # how many calls
 
 
 class Record:
@@ -86,6 +102,7 @@ class Record:
         self.whole = True  # else it ended where a rank that has failed was to speak
         self.grows: dict[str, str] = {}  # place -> what of it grows
         self._marks: dict[str, list[Counter[str]]] = defaultdict(list)
+        self.listener: Callable[[str], None] | None = None  # is told of each phase
         self.enter("build")
 
     def enter(self, name: str) -> None:
@@ -93,6 +110,36 @@ class Record:
         self.name = name
         self.phase = self.phases.setdefault(name, Phase())
         self.phase.entries += 1
+        if self.listener is not None and name != BETWEEN:
+            self.listener(name)
+
+    def counts(self) -> Counts:
+        return Counts(deepcopy(self.phase), {key: len(calls) for key, calls in self.sequences.items()})
+
+    def repeat(self, since: Counts, times: int) -> None:
+        """What came since then counts so many times more. Of a group's calls this is one entry: ranks that repeat
+        differently differ in it."""
+        phase, before = self.phase, since.phase
+        phase.flops += times * (phase.flops - before.flops)
+        phase.kernels += times * (phase.kernels - before.kernels)
+        for name in COUNTERS:
+            now, then = getattr(phase, name), getattr(before, name)
+            now.update({key: times * (number - then[key]) for key, number in now.items()})
+        for key, entry in phase.comm.items():
+            for i, then in enumerate(before.comm.get(key, (0, 0))):
+                entry[i] += times * (entry[i] - then)
+        for key, calls in self.sequences.items():
+            if new := len(calls) - since.sequences.get(key, 0):
+                calls.append((f"these {new} calls {times} times more", calls[-1][1]))
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Memory alone is looked at."""
+        phase = self.phase
+        before = deepcopy(phase)
+        yield
+        for name in ("flops", "kernels", "comm", *COUNTERS):
+            setattr(phase, name, getattr(before, name))
 
     def fail(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
@@ -121,6 +168,7 @@ class Record:
                 "peak_bytes": phase.peak_bytes,
                 "held": phase.held,
                 "entries": phase.entries,
+                "micro_batches": phase.micro_batches,
                 "flops": phase.flops,
                 "kernels": phase.kernels,
                 "collectives": [[*key, calls, size] for key, (calls, size) in phase.comm.items()],

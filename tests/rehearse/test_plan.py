@@ -1,12 +1,14 @@
 """The calculator against the code: memory of each phase and bytes of collectives, at full width and reduced depth."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from aligner.config.resolve import compose
 from aligner.plan.devices import find_device
 from aligner.plan.job import job_of
+from aligner.plan.memory import stage_phases
 from aligner.plan.traffic import pass_calls, step_calls
 from aligner.rehearse.command import cases_of, run
 from aligner.rehearse.ranks import stage_of
@@ -14,7 +16,8 @@ from aligner.rehearse.report import Rehearsal
 
 ROWS = ["data.max_prompt_tokens=512", "data.max_tokens=4096", "batch.sequences=16", "batch.micro_batch_samples=1"]
 ROLLOUT = ["data.max_prompt_tokens=2048", "sampling.max_response_tokens=16", "batch.prompts=8", "batch.group=2"]
-ROLLOUT += ["batch.minibatch_samples=0", "batch.share_prompts=false"]  # prompts that rows share are not in the plan
+ROLLOUT += ["batch.minibatch_samples=0", "batch.share_prompts=false", "batch.micro_batch_samples=16"]
+SHARED = ["data.max_prompt_tokens=1024", "sampling.max_response_tokens=1024", "batch.prompts=16", "batch.group=8"]
 APART = ["engine.ranks=4", "engine.tensor_parallel=2", "engine.lag=1", "refit.verify=checksum"]
 APART += ["refit.transport=mpi_window"]  # rehearsed as messages
 CASES = {
@@ -23,6 +26,25 @@ CASES = {
     "adapters": ["stage=grpo", "model=llama3_8b", "model.lora.rank=16", "algorithm.kl.coef=0.1", *ROLLOUT],
     "apart": ["stage=grpo", "model=llama3_8b", "parallel.tensor=2", *ROLLOUT, *APART],
     "experts": ["stage=sft", "model=qwen3_30b_a3b", "parallel.expert=4", "parallel.context=2", *ROWS],
+}
+SHARING = {
+    "group": ["stage=grpo", "model=llama3_8b", "batch.micro_batch_samples=16", *SHARED],
+    "group by tokens": ["stage=grpo", "model=qwen3_1.7b", "batch.micro_batch_tokens=16384", *SHARED],
+    "minibatches": [
+        *("stage=grpo", "model=qwen3_1.7b", "batch.minibatch_samples=64", "batch.micro_batch_samples=8", *SHARED),
+        *("parallel.tensor=2", "parallel.sequence=true", "algorithm.kl.coef=0.1"),
+    ],
+    "group through stages": [
+        *("stage=ppo", "model=qwen3_1.7b", "parallel.pipeline=2", "batch.micro_batch_samples=4", *SHARED),
+    ],
+    "pairs of a prompt": [
+        *("stage=dpo", "model=qwen3_1.7b", "batch.micro_batch_samples=4", "batch.sequences=16"),
+        *("data.max_prompt_tokens=1024", "data.max_tokens=2048", "model.recompute=full"),
+    ],
+    "group of experts": [
+        *("stage=grpo", "model=gpt_oss_20b", "model.moe.num_experts=8", "parallel.expert=4"),
+        *("batch.micro_batch_samples=8", *SHARED),
+    ],
 }
 KINDS = {  # as torch calls them
     "all_reduce": ("allreduce", "allreduce_coalesced"),
@@ -57,6 +79,24 @@ def test_a_plan_has_the_memory_and_the_messages_of_the_code(tmp_path):
             heard, wanted = _sent(phases["update"]), _planned(found, rank)
             for kind in KINDS:  # what is smaller are metrics
                 assert heard[kind] == pytest.approx(wanted[kind], rel=1e-3, abs=1e6), (name, rank, kind)
+
+
+@pytest.mark.slow
+def test_a_plan_counts_shared_prompts_once(tmp_path):
+    configs = {name: compose([*more, "model.num_layers=4"]) for name, more in SHARING.items()}
+    jobs = {name: cases_of(cfg, GPUS, "stages", tmp_path / name) for name, cfg in configs.items()}
+    records = iter(run([case for _, cases in jobs.values() for case in cases], "h100", tmp_path))
+    for name, (cfg, cases) in jobs.items():
+        found = Rehearsal(cfg, GPUS, find_device("h100"), {case["rank"]: next(records) for case in cases}, 0.0)
+        assert not found.faults and not found.one_by_one, name
+        for rank, record in found.records.items():
+            for phase in ("logprobs", "update"):
+                if phase in record["phases"] and phase in found.planned[rank]:
+                    peak, planned = record["phases"][phase]["peak_bytes"], found.planned[rank][phase]
+                    assert planned == pytest.approx(peak, rel=0.05), (name, rank, phase)
+            apart = stage_phases(replace(found.job, share=False), stage_of(rank, cfg, GPUS))["update"]
+            recomputed = cfg.model.recompute == "full"  # little is kept of a token
+            assert sum(apart.values()) > (1.01 if recomputed else 1.1) * found.planned[rank]["update"], name
 
 
 def _sent(phase: dict) -> Counter:

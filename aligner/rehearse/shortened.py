@@ -1,0 +1,79 @@
+"""Micro-batches of which only some are run: of a run of like ones the first few and the last, and what one of them does
+is counted as often as there are others. A job with a thousand of them is then rehearsed in minutes.
+
+Patches, for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from aligner.rehearse.record import Counts, Record
+from aligner.types import TrainBatch
+
+
+def kept(kinds: Sequence[Any], stages: int) -> list[tuple[int, int]]:
+    """(number of a micro-batch that is run, how many of its kind that come behind it are not). Enough of a kind for
+    every stage of a pipeline to be in its steady state, in which between two forward passes there is a backward one:
+    then as many activations are there as ever."""
+    found, start = [], 0
+    for _, group in groupby(kinds):
+        count = len(list(group))
+        first = min(count, stages + 1)
+        left_out = max(0, count - first - 1)
+        found += [(start + i, left_out * (i == first - 1)) for i in range(first)]
+        found += [(start + count - 1, 0)] * (count > first)
+        start += count
+    return found
+
+
+def install(record: Record) -> None:
+    from aligner.megatron.train import ShardedModel
+
+    run = ShardedModel._run
+
+    def shortened(
+        self: Any, micro_batches: Sequence[TrainBatch], collect: Callable, forward_only: bool, non_loss: bool
+    ) -> list:
+        record.phase.micro_batches += len(micro_batches)
+        plan = kept([_kind(batch) for batch in micro_batches], self.layout.pipeline)
+        if len(plan) == len(micro_batches):
+            return run(self, micro_batches, collect, forward_only, non_loss)
+        prepare, begun = self._prepare, iter(range(len(plan)))
+        repeat: list[tuple[Counts, int]] = []  # what was counted before the one to be repeated, and how often it is
+
+        def prepared(batch: TrainBatch) -> Any:
+            if repeat:
+                record.repeat(*repeat.pop())
+            if left_out := plan[next(begun)][1]:
+                repeat.append((record.counts(), left_out))
+            return prepare(batch)
+
+        self._prepare = prepared
+        try:
+            found = run(self, [micro_batches[number] for number, _ in plan], collect, forward_only, non_loss)
+        finally:
+            del self._prepare
+        if not found:  # not the last stage
+            return found
+        with record.uncounted():
+            more = [
+                [_again(output) for _ in range(left_out)] for (_, left_out), output in zip(plan, found, strict=True)
+            ]
+        return [each for output, others in zip(found, more, strict=True) for each in (output, *others)]
+
+    ShardedModel._run = shortened
+
+
+def _kind(batch: TrainBatch) -> tuple:
+    """Micro-batches of one kind are computed alike."""
+    return batch.tokens.shape, int(batch.lengths.sum()), int(batch.lengths.max()), bool(batch.ptx)
+
+
+def _again(output: Any) -> Any:
+    """What another micro-batch of the kind gives: as much memory, where that grows with its rows."""
+    return torch.empty_like(output) if isinstance(output, torch.Tensor) else output
