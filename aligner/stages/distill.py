@@ -56,7 +56,8 @@ def main(job: Job) -> None:
         state |= more
     run = make_run(job, {"policy": student.model}, state, make_answer_evaluation(job, student, refit))
     same = bool(teachers) and all(job.contents[f"{KEY}.{name}"] == job.initial.content for name in own.models())
-    checks = FirstStepChecks(cfg.debug.first_step_checks and same)
+    nothing_to_learn = same and own.outside != "zero"  # its own k tokens alone are more to learn
+    checks = FirstStepChecks(cfg.debug.first_step_checks and nothing_to_learn)
     with saved_first(run):
         distill(run, student, teachers, batches, answers, own, checks)
     finish(job, run, student.model)

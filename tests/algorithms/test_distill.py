@@ -77,6 +77,15 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tiny_data, tiny_runs
         run(tiny_runs["sft"], tiny_data, tmp_path / "y", *start)
 
 
+def test_a_student_learns_not_to_say_what_is_outside(tiny_data, tiny_runs, tmp_path):
+    """With outside=zero also one that is its own teacher: the loss is -log of the k tokens' mass, which grows."""
+    more = ["algorithm.distill={top_k: 4, outside: zero}", "debug.first_step_checks=true", "optim.lr=1e-2"]
+    records = run(tiny_runs["sft"], tiny_data, tmp_path / "x", f"model.init={tiny_runs['sft']}", *more)
+    losses = [record["distill/divergence"] for record in records]
+    assert losses[0] >= -math.log(records[0]["distill/top_k_mass"]) > 1e-3 and losses[2] < losses[0]
+    assert all(record["distill/kl"] == pytest.approx(record["distill/divergence"], abs=1e-6) for record in records)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "mixed", "jsd"])
 def test_it_comes_to_do_what_its_teacher_does(tiny_data, teacher, tmp_path, kind):

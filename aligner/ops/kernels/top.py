@@ -99,12 +99,14 @@ def bucketed(logp: Tensor, logq: Tensor, outside: str) -> tuple[Tensor, Tensor]:
 
     tail         [N, k + 1]: one more for all the others together, log(1 - sum)
     renormalise  [N, k]: as if there were no others
-    zero         [N, k] as they are: to the teacher the others are impossible (forward_kl, whose sum they leave)
+    zero         [N, k]: the teacher as if there were no others, the student as it is. The sum of forward_kl is then
+                 KL(teacher on its k tokens, student), never negative; it is -log of the mass of the k tokens, not 0,
+                 where both are the same. Likewise NeMo-RL's `zero_outside_topk` (its forward KL)
     """
     assert outside in ("tail", "renormalise", "zero"), outside
-    if outside == "zero":
-        return logp, logq
     masses = [x.logsumexp(-1, keepdim=True) for x in (logp, logq)]
+    if outside == "zero":
+        return logp - masses[0], logq
     if outside == "renormalise":
         return logp - masses[0], logq - masses[1]
     return tuple(torch.cat([x, log1mexp(m.clamp_max(HIGHEST))], -1) for x, m in zip((logp, logq), masses, strict=True))

@@ -191,12 +191,26 @@ def test_the_tail_sees_mass_that_the_student_puts_elsewhere(divergence):
     assert top_k(elsewhere, teacher, 4, "tail", divergence).min() > 0.05
 
 
-def test_zero_is_the_part_of_the_sum_that_is_known():
+@pytest.mark.parametrize("k", [1, 3, V])
+def test_zero_is_a_kl_from_a_teacher_that_never_says_the_others(k):
+    """Of the whole vocabulary, with the teacher's other probabilities 0: value and gradient; so never negative."""
     student, teacher, _ = make(torch.float64)
-    logp, ids = top_logprobs(teacher, 3, vocab_size=V)
-    logq = torch.log_softmax(student[:, :V], -1).gather(-1, ids)
-    found = top_k(student, teacher, 3, "zero", Divergence("forward_kl"))
-    torch.testing.assert_close(found, (logp.exp() * (logp - logq)).sum(-1))
+    ids = teacher[:, :V].topk(k, -1).indices
+    nothing = torch.full_like(teacher[:, :V], -torch.inf)
+    p = torch.softmax(nothing.scatter(1, ids, teacher.gather(1, ids)), -1)
+    grads = []
+    for ours in (True, False):
+        x = student.clone().requires_grad_()
+        if ours:
+            value = top_k(x, teacher, k, "zero", Divergence("forward_kl"))
+        else:
+            value = torch.nn.functional.kl_div(torch.log_softmax(x[:, :V], -1), p, reduction="none").sum(-1)
+        grads.append((value.detach(), torch.autograd.grad(value.sum(), x)[0]))
+    torch.testing.assert_close(*grads)
+    assert (grads[0][0] > 0).all()
+    same = top_k(teacher, teacher, k, "zero", Divergence("forward_kl"))
+    mass = torch.softmax(teacher[:, :V], -1).gather(1, ids).sum(-1)
+    torch.testing.assert_close(same, -mass.log(), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("divergence", KINDS[:4], ids=lambda d: d.kind)
