@@ -43,7 +43,7 @@ def auto_or(key: str, value: Auto, low: int) -> Auto:
     """`auto`, or the integer >= low. An interpolation gives integers as texts."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
-    if value != AUTO and not (isinstance(value, int) and value >= low):
+    if value != AUTO and not (type(value) is int and value >= low):  # True is no count
         raise ConfigError(key, value, f"auto, or an integer >= {low}")
     return value
 
