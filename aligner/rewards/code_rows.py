@@ -87,6 +87,8 @@ def _json(value: Any) -> Any:
 
 def _text(value: Any) -> str:
     """A stream; some rows have its lines."""
+    if isinstance(value, Mapping):
+        raise TypeError(f"{value!r} is no text")
     return value if isinstance(value, str) else "\n".join(map(str, value))
 
 

@@ -177,7 +177,7 @@ class Liar:
         (f"{LIAR}def f(x): return [Liar()]", prompt("assert f(1) == [3]"), "unjudged"),
         ("def f(x): return f", prompt("assert f(1)"), "unjudged"),
         ("def f(x): return open", prompt("assert f(1) == open"), "unjudged"),
-        ("def f(x): return 1", prompt("f(1)\nwhile True: pass"), "unjudged"),
+        ("def f(x): return 1", prompt("f(1)\nwhile True: pass\nassert f(1)"), "unjudged"),
         ("def f(x): return 10**9", prompt("assert [0] * f(1) * 100"), "unjudged"),
         ("def f(x): x.clear(); return []", prompt("x = (1, 2)\nassert f(x) == []"), "error"),
         ("def poly(*a): return 0\ndef find_zero(xs): return 7", prompt(None, text=POLY, **FIND_ZERO), "wrong"),
@@ -188,16 +188,51 @@ def test_what_decides_is_data(program, row, how):
     assert verdict(program, row) == how
 
 
+SUITE = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 9)\n"
+IDLE = [
+    "print(f(1) == 9)",
+    "f(1) == 9",
+    "assert (f(1) == 9, 'message')",
+    "assert True\nf(1)",
+    "def test():\n    assert f(1) == 9",
+    "try:\n    assert f(1) == 9\nexcept AssertionError:\n    print('wrong')",
+    "try:\n    f(1)\n    assert False\nexcept:\n    pass",
+    f"{SUITE}unittest.main(argv=[''], exit=False)",
+    f"{SUITE}unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))",
+]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        f"{SUITE}unittest.main()",
+        "def test():\n    assert f(1) == 9\ntest()",
+        "try:\n    assert f(1) == 9\nexcept AssertionError:\n    raise SystemExit(1)",
+        "try:\n    ok = f(1) == 9\nexcept Exception:\n    pass\nelse:\n    assert ok",
+        "same(f(1), 9)",
+        "try:\n    f(9)\n    assert False\nexcept ValueError:\n    pass",
+    ],
+)
+def test_checks_that_are_reached(test):
+    row = prompt(test, test_setup_code="def same(a, b):\n    assert a == b")
+    assert reward().unreadable([row]) == {}
+    assert verdict("def f(x):\n    if x == 1: return 9\n    raise ValueError", row) == "passed"
+    assert verdict("def f(x): return 8", row) == "wrong"
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
         (prompt("assert isclose(f(1), 2)"), "`f`, `isclose`: name in a column entry_point"),
-        (prompt("assert True"), "call no function of the answer"),
+        (prompt("assert [1][0]"), "call no function of the answer"),
+        *((prompt(test), "no assert that can fail") for test in IDLE),
+        (prompt(None, test="def check(c):\n    print(c(1) == 2)", entry_point="f"), "no assert that can fail"),
+        (prompt(None, test="def check(c):\n    return c(1) == 2", entry_point="f"), "no assert that can fail"),
         (prompt("import numpy as np\nassert f(1) == np.e"), "only Python's standard library"),
         (prompt("from math import *\nassert f(1) == pi"), "import by name"),
         (prompt("assert f(1) =="), "SyntaxError"),
         (prompt("assert IsClose(f(1), 2)"), "hand a result to IsClose"),
-        (prompt(None, test="x = 1", entry_point="f"), "no function `check`"),
+        (prompt(None, test="assert f(1)", entry_point="f"), "no function `check`"),
         (prompt(None, **FIND_ZERO), "`poly`, which neither they nor test_setup_code define"),
     ],
 )
@@ -205,6 +240,11 @@ def test_rows_that_cannot_be_judged_are_named_before_training_and_score_nothing(
     assert words in reward().unreadable([row])[0]
     everything = "def f(*a): return 2\ndef check(*a): return 1\npoly = isclose = IsClose = find_zero = f"
     assert verdict(everything, row) == "unjudged"
+
+
+def test_inputs_that_a_test_draws_are_the_same_each_time():
+    row = prompt("import random\nx = random.random()\nassert f(x) == 0.8444218515250481")
+    assert [verdict("def f(x): return x", row) for _ in range(2)] == ["passed"] * 2
 
 
 def test_a_test_runs_in_a_sandbox_too(tmp_path):

@@ -19,7 +19,8 @@ HUMANEVAL = {
 }
 CALLS = {"input_output": json.dumps({"inputs": [[3]], "outputs": [[3, "zyqvexa"]], "fn_name": "f"})}
 STREAM = {"tests": [{"input": "3", "output": "3 zyqvexa"}]}
-ROWS = {"mbpp": MBPP, "humaneval": HUMANEVAL, "calls": CALLS, "stream": STREAM}
+MAPPED = {"test_list": ["assert all(map(lambda n: f(n) == [n, 'zyqvexa'], range(3)))"]}
+ROWS = {"mbpp": MBPP, "humaneval": HUMANEVAL, "calls": CALLS, "stream": STREAM, "mapped": MAPPED}
 
 ALWAYS = """
 class Always(Base):
@@ -90,6 +91,23 @@ def say(**message):
 """
 PATCHED = "import builtins, json, sys\n{line}\ndef f(*args): return None\n"
 
+# Its reply gives an object of the judge an attribute: the next call is answered by it.
+FILLED = (
+    REPLY
+    + """
+for fd in range(3, 64):
+    try:
+        os.read(fd, 0)
+        asks = fd
+    except OSError: pass
+def Foo(*args):
+    say(value=[0], nodes=[[["object", 0], ["startswith", [1]]], ["foreign", ["object", 1]]])
+    os.read(asks, int.from_bytes(os.read(asks, 8), "little"))
+    say(value=True)
+    os._exit(0)
+"""
+)
+
 PROGRAMS = {
     "no function": "pass",
     "always equal": ALWAYS.replace("Base", "object"),
@@ -115,6 +133,7 @@ PROGRAMS = {
     "SystemExit in the call": "def f(*a): raise SystemExit(0)",
     "AssertionError in the call": "def f(*a): raise AssertionError",
     "StopIteration in the call": "def f(*a): raise StopIteration",
+    "a kind of StopIteration": "class E(StopIteration): pass\ndef f(*a): raise E",
     "an exception without a class": "class E(Exception): pass\nE.__name__ = 'SystemExit'\ndef f(*a): raise E",
     "a BaseException": "def f(*a): raise KeyboardInterrupt",
     "writes a verdict": FORGED.format(data="b'=passed'"),
@@ -188,4 +207,10 @@ def test_no_program_forges_a_verdict_or_goes_without_one(tier, what):
 @pytest.mark.parametrize("tier", TIERS)
 def test_the_same_rows_have_a_right_answer(tier):
     honest = "def f(n): return [n, 'zyqvexa']\nif __name__ == '__main__': print(3, 'zyqvexa')"
-    assert [scored(reward(tier), honest, fields)[0] for fields in ROWS.values()] == [1.0] * 4
+    assert [scored(reward(tier), honest, fields)[0] for fields in ROWS.values()] == [1.0] * len(ROWS)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_reply_does_not_change_an_object_of_the_judge(tier):
+    row = {"test_list": ["assert Foo(1).startswith('zyqvexa')"]}
+    assert scored(reward(tier), FILLED, row) == (0.0, "error")

@@ -36,7 +36,11 @@ class Tests:
     helpers: Sequence[str] = ()
 
     def subjects(self) -> set[str]:
-        """Names that stand for the program's. Raises ValueError where that cannot be told, or cannot run."""
+        """Names that stand for the program's. Raises ValueError where that cannot be told, or cannot run, or where a
+        test would pass whatever they do."""
+        for test in self.tests:
+            if not _can_fail(self.setup, test):
+                raise ValueError(f"no assert that can fail is reached in {test[:80]!r}")
         unbound = [self._unbound(test) for test in self.tests]
         own = set(dir(builtins))
         used = set().union(*unbound) - own
@@ -128,6 +132,47 @@ def _definitions(text: str, entry: set[str]) -> list[str]:
     return [
         ast.unparse(each) for each in statements if isinstance(each, kinds) and getattr(each, "name", "") not in entry
     ]
+
+
+def _can_fail(setup: str, test: str) -> bool:
+    """Whether a failed check would be seen: not one in a function that nobody calls, nor one that is caught."""
+    helpers = [each for each in ast.parse(setup).body if isinstance(each, ast.FunctionDef)]
+    tree = ast.Module([*helpers, *ast.parse(test).body], [])
+    used = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name)} | {"check"}
+    return not any(map(_reports, ast.walk(tree))) and any(map(_checks, _reached(tree, used)))
+
+
+def _reports(node: ast.AST) -> bool:
+    """A run of unittest that prints its failures and goes on."""
+    if isinstance(node, ast.keyword):
+        return node.arg == "exit"
+    return getattr(node, "attr", getattr(node, "id", "")) == "TextTestRunner"
+
+
+def _reached(tree: ast.AST, used: set[str]) -> Iterator[ast.AST]:
+    for each in ast.iter_child_nodes(tree):
+        function = isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+        if function and each.name not in used and not isinstance(tree, ast.ClassDef):  # type: ignore[attr-defined]
+            continue
+        if isinstance(each, ast.Try) and any(map(_swallows, each.handlers)):
+            each = ast.Try([], each.handlers, each.orelse, each.finalbody)
+        yield each
+        yield from _reached(each, used)
+
+
+def _swallows(handler: ast.ExceptHandler) -> bool:
+    """A failed assertion."""
+    kinds = (
+        {each.id for each in ast.walk(handler.type) if isinstance(each, ast.Name)} if handler.type else {"Exception"}
+    )
+    return bool(kinds & {"AssertionError", "Exception", "BaseException"})
+
+
+def _checks(node: ast.AST) -> bool:
+    if isinstance(node, ast.Assert):  # not of a tuple, which is never false: assert (x, "message")
+        return not (isinstance(node.test, ast.Tuple) or (isinstance(node.test, ast.Constant) and node.test.value))
+    name = getattr(node, "attr", getattr(node, "id", ""))
+    return isinstance(node, ast.Raise) or name.startswith(("assert", "fail", "exit", "_exit"))
 
 
 def _check_imports(source: str) -> None:

@@ -226,8 +226,9 @@ class Unpacker:
         return getattr(importlib.import_module(VALUES[tag][0]), tag)(*values)
 
 
-def _tag(node: list) -> str:
-    return "instance" if isinstance(node[0], list) else node[0]
+def _tag(node: list) -> Any:
+    """Any other list than one that names an instance is no tag: it would fill an object of the judge."""
+    return "instance" if isinstance(node[0], list) and node[0][0] == "instance" else node[0]
 
 
 def _is_table(target: Any) -> bool:
