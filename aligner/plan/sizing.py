@@ -28,7 +28,7 @@ CPU_TOKENS, CPU_SHARE = 16384, 8  # on a CPU; of a rank's memory a cache, and ac
 VOCABULARY = 1 << 17  # where only the tokenizer knows how large it is
 MICRO_BATCHES = 4  # at least so many for each stage of a pipeline, which else waits for itself
 UNIT = 64 << 20  # a cache is a multiple of it
-HEADROOM = 0.95  # of what is left, for the cache
+HEADROOM, CHILD_HEADROOM = 0.95, 0.85  # of what is left, for the cache; an engine's own process has a context, too
 AWAKE_SHARE = 0.2  # of the memory, that micro-batches leave to a cache that does not sleep
 
 
@@ -65,7 +65,7 @@ def sized(cfg: Config, ranks: int, room: Room, engine_tensor: int = 0) -> Config
     if batch.logprob_tokens == AUTO:
         batch = replace(batch, logprob_tokens=job.logprob_tokens)
     if engine.kv_cache_bytes == AUTO:
-        cache = job.engine.kv_bytes if job.engine else min(CACHE_BYTES, room.engine / CPU_SHARE)
+        cache = job.engine.kv_bytes if job.engine else CACHE_BYTES if room.cuda else cpu_cache(room)
         engine = replace(engine, kv_cache_bytes=int(cache))
     return replace(cfg, batch=batch, engine=engine)
 
@@ -129,7 +129,8 @@ def _with_cache(job: Job, room: Room, limit_of: Callable[[str], float]) -> Job:
     if _fits(_cached(job, high), room, limit_of):
         return _cached(job, high)
     count = _most(lambda n: _fits(_cached(job, n * UNIT), room, limit_of), int(high // UNIT))
-    return _cached(job, max(1, int(HEADROOM * count)) * UNIT if count else CACHE_BYTES)
+    share = CHILD_HEADROOM if job.engine is not None and job.engine.reserved else HEADROOM
+    return _cached(job, max(1, int(share * count)) * UNIT if count else CACHE_BYTES)
 
 
 def whole_cache(job: Job) -> float:
@@ -148,6 +149,10 @@ def _most(holds: Callable[[int], bool], high: int) -> int:
     return low
 
 
+def cpu_cache(room: Room) -> int:
+    return max(1, min(CACHE_BYTES, int(room.engine / CPU_SHARE)) // UNIT) * UNIT
+
+
 def _on_cpu(cfg: Config, job: Job, room: Room) -> Job:
     """Of float32 numbers, whatever the config says."""
     share = room.trainer / CPU_SHARE
@@ -162,7 +167,7 @@ def _on_cpu(cfg: Config, job: Job, room: Room) -> Job:
     if cfg.batch.logprob_tokens == AUTO:
         job = replace(job, logprob_tokens=LOGPROB_TOKENS if room.trainer >= 4 << 30 else LOGPROB_TOKENS // 4)
     if cfg.engine.kv_cache_bytes == AUTO:
-        job = _cached(job, min(CACHE_BYTES, room.engine // CPU_SHARE))
+        job = _cached(job, cpu_cache(room))
     return job
 
 
