@@ -210,6 +210,7 @@ IDLE = [
         "try:\n    assert f(1) == 9\nexcept AssertionError:\n    raise SystemExit(1)",
         "try:\n    ok = f(1) == 9\nexcept Exception:\n    pass\nelse:\n    assert ok",
         "same(f(1), 9)",
+        "assert f(x=1) == 9 and dict(exit=f(1))",
         "try:\n    f(9)\n    assert False\nexcept ValueError:\n    pass",
     ],
 )

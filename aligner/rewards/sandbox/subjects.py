@@ -144,9 +144,13 @@ def _can_fail(setup: str, test: str) -> bool:
 
 def _reports(node: ast.AST) -> bool:
     """A run of unittest that prints its failures and goes on."""
-    if isinstance(node, ast.keyword):
-        return node.arg == "exit"
-    return getattr(node, "attr", getattr(node, "id", "")) == "TextTestRunner"
+    if isinstance(node, ast.Call):
+        return _name(node.func) == "main" and any(each.arg == "exit" for each in node.keywords)
+    return _name(node) == "TextTestRunner"
+
+
+def _name(node: ast.AST) -> str:
+    return getattr(node, "attr", getattr(node, "id", ""))
 
 
 def _reached(tree: ast.AST, used: set[str]) -> Iterator[ast.AST]:
@@ -171,8 +175,7 @@ def _swallows(handler: ast.ExceptHandler) -> bool:
 def _checks(node: ast.AST) -> bool:
     if isinstance(node, ast.Assert):  # not of a tuple, which is never false: assert (x, "message")
         return not (isinstance(node.test, ast.Tuple) or (isinstance(node.test, ast.Constant) and node.test.value))
-    name = getattr(node, "attr", getattr(node, "id", ""))
-    return isinstance(node, ast.Raise) or name.startswith(("assert", "fail", "exit", "_exit"))
+    return isinstance(node, ast.Raise) or _name(node).startswith(("assert", "fail", "exit", "_exit"))
 
 
 def _check_imports(source: str) -> None:
