@@ -81,7 +81,7 @@ def test_cfg_prints_the_resolved_config_on_every_command_with_one(command, capsy
 
 
 def test_run_validates_prints_freezes_and_starts_the_stage(stage, capsys):
-    assert main(["run", "data.train=train.jsonl", "seed=3"]) == 0
+    assert main(["run", "data.train=train.jsonl", "seed=3", "batch.micro_batch_samples=8"]) == 0
     (cfg, env) = stage[0]
     assert (cfg.seed, env.world_size) == (3, 1)
     assert load_frozen("runs/sft/config.yaml") == cfg

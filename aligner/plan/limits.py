@@ -72,7 +72,7 @@ def _largest(job: Job, name: str, phase: Phase) -> str:
     if name == "generate" and job.slots()[0] < min(job.engine.max_batch, ceil(job.rows.count / job.replicas)):
         return CACHE
     part = max(phase.parts, key=phase.parts.__getitem__).removeprefix("judges' ")
-    return PARTS.get(part, part)
+    return "engine.tensor_parallel" if name == "generate" and "communication" in part else PARTS.get(part, part)
 
 
 def _generating(job: Job, machine: Machine) -> Iterator[Change]:
@@ -85,7 +85,7 @@ def _generating(job: Job, machine: Machine) -> Iterator[Change]:
     if job.slots()[0] == engine.max_batch < rows:
         most = min(rows, GRADUAL * engine.max_batch)
         more = replace(job, engine=replace(engine, max_batch=most))
-        if engine.kv_bytes == whole_cache(job):  # `auto` grows with the rows
+        if engine.kv_bytes >= whole_cache(job):  # `auto` grows with the rows
             more = largest_cache(more, machine.device.memory_bytes, machine.device.memory_bytes)
         yield "engine.max_batch", most, more
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 
 from aligner.config.checks import AUTO
 from aligner.config.derived import data_parallel, minibatch_samples
@@ -94,7 +94,8 @@ def _on_gpu(cfg: Config, job: Job, room: Room) -> Job:
         asleep = _first((replace(asleep, micro_tokens=n) for n in tokens), cfg, room)
     if cfg.batch.logprob_tokens == AUTO:
         passes = [n for n in TOKENS if n <= LOGPROB_TOKENS]
-        asleep = _first((replace(asleep, logprob_tokens=n) for n in passes), cfg, room)
+        fitting = _first((replace(asleep, logprob_tokens=n) for n in passes), cfg, room)
+        asleep = fitting if _fits(fitting, room, cfg.memory.limit.of) else asleep  # else something else is too large
     return _with_cache(asleep, room, cfg.memory.limit.of) if own and job.engine is not None else asleep
 
 
@@ -134,10 +135,16 @@ def _with_cache(job: Job, room: Room, limit_of: Callable[[str], float]) -> Job:
 
 
 def whole_cache(job: Job) -> float:
-    """Bytes with which `engine.max_batch` rows are decoded together, or all that there are."""
+    """Bytes with which `engine.max_batch` rows are decoded together: of rollouts and judges' questions, also where a
+    rollout has fewer, since an evaluation may have more. No less than on any machine."""
     assert job.engine is not None
-    _, held = replace(job, engine=replace(job.engine, kv_bytes=float(1 << 60), reserved=False)).slots()
-    return float(-(-int(held) // UNIT) * UNIT)
+    free = replace(job.engine, kv_bytes=float(1 << 60), reserved=False)
+    most = 0.0
+    for rows in (job.rows, *(judge.rows for judge in job.judges if not judge.model)):
+        count = max(rows.count, ceil(free.max_batch * job.replicas))
+        many = replace(job, engine=free, rows=replace(rows, count=count, prompts=max(rows.prompts, count)))
+        most = max(most, many.slots()[1])
+    return max(float(CACHE_BYTES), ceil(most / UNIT) * UNIT)
 
 
 def _most(holds: Callable[[int], bool], high: int) -> int:
