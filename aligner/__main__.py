@@ -249,6 +249,7 @@ def _run(args: argparse.Namespace) -> int:
     from aligner.config.derived import batch_arithmetic
     from aligner.config.validate import validate
 
+    loading.check_torch()
     world = join()
     env = world.env
     if args.multirun:

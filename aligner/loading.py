@@ -1,12 +1,16 @@
-"""Imports that stay to the end of the process, and what they must be told before."""
+"""Imports that stay to the end of the process, and what must be known before them."""
 
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from aligner.errors import ConfigError
+
+TORCH = (2, 11)  # the lower bound of setup.py
 kernels = "auto"  # `model.kernels` of this process: the first import of Megatron goes by it (aligner/megatron)
 
 
@@ -23,3 +27,22 @@ def for_good() -> Iterator[None]:
         if len(sys.modules) > loaded:
             gc.freeze()
         gc.enable()
+
+
+def new_enough(version: str) -> bool:
+    """Of torch, as it names itself: 2.13.0+cu130, 2.12.0a0+5aff3928d8.nv26.05."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= TORCH
+
+
+def check_torch() -> None:
+    """Before the seconds of its import. Raises ConfigError for one that is too old, which would fail at its first use
+    of what is newer; one that is not there says so itself."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        return
+    if not new_enough(found):
+        hint = "Images keep their own torch: the base of slurm/container/Dockerfile has one that fits."
+        raise ConfigError("torch", found, f"{TORCH[0]}.{TORCH[1]} or later", hint)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from aligner import loading
 from aligner.cluster.env import RankEnv
 from aligner.config.freeze import load_frozen
 from aligner.config.stages import STAGES
@@ -43,6 +44,7 @@ def main(path: str) -> None:
     torch.set_num_threads(1)
     record = Record()
     device = Device(record, int(find_device(asked["device"]).memory_bytes))
+    loading.kernels = load_frozen(asked["cases"][0]["config"]).model.kernels
     cuda.install(device, asked["device"])
     program.files_are_the_same()
     collectives = Collectives(device, record)
@@ -87,7 +89,7 @@ def _ended(case: dict[str, Any], code: int) -> None:
     places = [f"{file}:{line}" for file, line in frames if not file.startswith("aligner/rehearse/")]
     text = f"the process ended with {code}: {' '.join(log.split())[:500]}"
     record.errors.append({"phase": "?", "place": places[0] if places else "?", "text": text})
-    found = {"rank": case["rank"], "cpu_s": 0.0, "host_bytes": 0}
+    found = {"rank": case["rank"], "cpu_s": 0.0, "host_bytes": 0, "transformer_engine_lacks": None}
     write_whole(out, json.dumps(record.data() | found))
 
 
@@ -101,6 +103,7 @@ def rehearse(case: dict[str, Any], device: Device, collectives: Collectives) -> 
     os.dup2(log.fileno(), 2)
     faulthandler.enable(log)
     from aligner.build import run_stage
+    from aligner.megatron.transformer_engine import HERE
 
     torch.set_num_threads(1)  # makes the pools that a fork has lost, before two threads ask for them at once
     record, speaker = device.record, Path(case["speaker"])
@@ -121,6 +124,7 @@ def rehearse(case: dict[str, Any], device: Device, collectives: Collectives) -> 
         record.fail(error)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     found = {"rank": case["rank"], "cpu_s": time.process_time() - start, "host_bytes": usage.ru_maxrss * 1024}
+    found["transformer_engine_lacks"] = HERE.lacks
     write_whole(out, json.dumps(record.data() | found))
     sys.stdout.flush()
     sys.stderr.flush()

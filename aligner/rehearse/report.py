@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from aligner.config.schema import Config
+from aligner.config.sections.model.kernels import unfit_for_te
 from aligner.plan.devices import GIB, Assumptions, Device
 from aligner.plan.job import Job, job_of
 from aligner.plan.memory import engine_phases, stage_phases
@@ -96,10 +97,13 @@ class Rehearsal:
 
     @property
     def path(self) -> str:
-        there = [name for name in ("transformer_engine", "apex") if importlib.util.find_spec(name)]
-        if there:
-            return f"With {' and '.join(there)}, whose own kernels fail on tensors without storage"
-        return "TransformerEngine and Apex are not installed: Megatron's local path was rehearsed"
+        lacks = {record["transformer_engine_lacks"] for record in self.records.values()} - {None}
+        why = max(lacks, default="no rank came that far") or unfit_for_te(self.cfg.model)
+        te, apex = not why, importlib.util.find_spec("apex") is not None
+        if te or apex:
+            there = " and ".join(["TransformerEngine"] * te + ["Apex"] * apex)
+            return f"With {there}, whose own kernels fail on tensors without storage"
+        return f"Without TransformerEngine ({why}) and Apex: Megatron's local path was rehearsed"
 
     def data(self) -> dict[str, Any]:
         kept = ("errors", "grows", "phases", "cpu_s", "host_bytes")

@@ -19,11 +19,11 @@ from aligner.config.schema import ROLLOUT_STAGES, Config
 from aligner.config.sections.vllm import VERSION as VLLM_VERSION
 from aligner.config.sections.vllm import same_minor
 from aligner.errors import AlignerError, ConfigError
+from aligner.loading import TORCH, new_enough
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 NONE = "none"  # not there, and not asked for
 EXTRAS = {  # module -> extra, what it is for
-    "transformer_engine": ("te", "fused Megatron layers on GPUs"),
     "tensorrt_llm": ("trtllm", "TensorRT-LLM generation on GPUs"),
     "modelopt": ("modelopt", "quantization"),
     "mpi4py": ("mpi", "ranks placed by MPI"),
@@ -52,6 +52,7 @@ def checks(cfg: Config, env: RankEnv) -> Iterator[Check]:
     yield _python()
     yield from _torch(env)
     yield _megatron()
+    yield _transformer_engine(cfg.model.kernels)
     yield from _extras()
     yield _vllm(cfg)
     if cfg.engine.name.startswith("trtllm"):
@@ -91,9 +92,8 @@ def _torch(env: RankEnv) -> Iterator[Check]:
     except ImportError as error:
         yield Check("torch", FAIL, f"cannot be imported: {error}")
         return
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    late = version >= (2, 11)
-    yield Check("torch", OK if late else FAIL, torch.__version__ + ("" if late else ": expected >= 2.11"))
+    late, bound = new_enough(torch.__version__), ".".join(map(str, TORCH))
+    yield Check("torch", OK if late else FAIL, torch.__version__ + ("" if late else f": expected >= {bound}"))
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         bf16 = "bfloat16" if torch.cuda.is_bf16_supported() else "no bfloat16"
@@ -125,6 +125,22 @@ def _megatron() -> Check:
     tested = version in TESTED_VERSIONS
     detail = version if tested else f"{version}: tested with {', '.join(TESTED_VERSIONS)}"
     return Check("megatron-core", OK if tested else WARN, detail)
+
+
+def _transformer_engine(kernels: str) -> Check:
+    """As the trainer would have it: it is tried as Megatron is imported."""
+    name, use = "transformer_engine", "for fused Megatron layers on GPUs"
+    try:
+        from aligner.megatron.transformer_engine import HERE
+    except ImportError:
+        return Check(name, NONE, f"{use}; not looked at without Megatron-Core")
+    if not HERE.lacks:
+        return Check(name, OK, use)
+    if kernels == "te":
+        return Check(name, FAIL, f"model.kernels=te: {HERE.lacks}")
+    if HERE.broken:
+        return Check(name, WARN, f"not used: {HERE.lacks}. model.kernels=own leaves it out without a warning")
+    return Check(name, NONE, f"not used: {HERE.lacks}; {use}: pip install 'aligner[te]'")
 
 
 def _extras() -> Iterator[Check]:

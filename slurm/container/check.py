@@ -1,0 +1,50 @@
+"""Whether an image has what a run needs of it: ends with 1 and a line for each thing that is missing. Run at its build
+(Dockerfile), and by hand in an image of your own."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+
+TORCH = (2, 11)  # the lower bound of setup.py
+NEEDED = (
+    "megatron.core",
+    "transformers",
+    "datasets",
+    "hydra",
+    "safetensors",
+    "threadpoolctl",
+    "math_verify",
+    "httpx",
+    "mpi4py",
+)
+TE = "transformer_engine.pytorch"
+
+
+def problems() -> Iterator[str]:
+    torch = yield from _imported("torch")
+    if torch is not None:
+        if tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) < TORCH:
+            yield f"torch {torch.__version__}: expected {'.'.join(map(str, TORCH))} or later"
+        if not hasattr(torch.nn.functional, "grouped_mm"):
+            yield f"torch {torch.__version__}: has no torch.nn.functional.grouped_mm, which experts need"
+        yield from _imported(TE)
+    for name in NEEDED:
+        yield from _imported(name)
+
+
+def _imported(name: str):
+    """The module, or None behind a line that says why not: libraries that do not fit end in all kinds of errors."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        yield f"{name} does not import: {type(error).__name__}: {error}"
+        return None
+
+
+if __name__ == "__main__":
+    found = list(problems())
+    print("\n".join(found) or f"all there, with torch {sys.modules['torch'].__version__}")
+    sys.exit(1 if found else 0)
