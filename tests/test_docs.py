@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from aligner.__main__ import OF_A_FOLDER, OF_A_STAGE, parser
+from aligner.config.resolve import compose, sweep
+from aligner.config.stages import STAGES
+from aligner.config.unread import compose_run
+from aligner.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)")
 FUNCTION = re.compile(r"\[`([\w.]+)`\]\((\.\./aligner/[\w/]+\.py)\)")
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+BLOCK = re.compile(r"```\w*\n(.*?)```|`([^`\n]+)`", re.DOTALL)
+CHAINS = re.compile(r"launchers/(?:pipeline|iterate)\.sh")
+LAUNCHER = re.compile(rf"launchers/({'|'.join(STAGES)})\.sbatch")
+COMMAND = re.compile(r"(?:python -m )?aligner (\w[\w-]*) ?(.*)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -58,3 +70,88 @@ def test_every_threat_has_a_test():
     assert len(rows) > 10
     for row in rows:
         assert re.search(r"`tests/[\w/]+\.py::\w+`", row), row
+
+
+def commands(page: Path) -> Iterator[str]:
+    """What a page has of shell commands, each in one line: those of its blocks, and those within its sentences."""
+    for block, inline in BLOCK.findall(page.read_text()):
+        for line in re.sub(r" *\\\n *", " ", block or inline).splitlines():
+            if COMMAND.search(line) or CHAINS.search(line) or LAUNCHER.search(line):
+                yield line
+
+
+def settings(text: str) -> list[str]:
+    """The words of a command line, without what stands for something: `...`, <a run>, $1, "$question"."""
+    words = shlex.split(re.sub(r"<[^>]*>", "some", text), comments=True)
+    return [word for word in words if "..." not in word and "$" not in word]
+
+
+def composed(line: str) -> int:
+    """Compose what a command line runs as the command would; how many configs that were."""
+    if found := CHAINS.search(line):
+        return composed_chain(settings(line[found.end() :]))
+    if found := LAUNCHER.search(line):
+        given = [word for word in settings(line[found.end() :]) if "=" in word and not word.startswith("-")]
+        compose_run([f"stage={found[1]}", *given])
+        return 1
+    command, rest = COMMAND.search(line).groups()
+    words = settings(rest)
+    if command not in (*OF_A_STAGE, *OF_A_FOLDER, "doctor") or not any("=" in word for word in words):
+        return 0
+    args, _ = parser().parse_known_args([command, *words])
+    given = [word for word in args.overrides if "=" in word]
+    if args.config_dir or args.frozen:  # files of the reader's own
+        return 0
+    given = ["stage=sample", *given] if command == "sample" else given
+    jobs = sweep(given) if getattr(args, "multirun", False) else [given]
+    for job in jobs:
+        (compose_run if command in OF_A_STAGE else compose)(job)
+    return len(jobs)
+
+
+def composed_chain(words: list[str]) -> int:
+    """launchers/pipeline.sh and iterate.sh: what stands before the first stage is for all that read it."""
+    first = next((i for i, word in enumerate(words) if word.startswith("@")), len(words))
+    shared = [f"?{word}" for word in words[:first] if "=" in word and not word.startswith("-")]
+    chain: list[list[str]] = []
+    for word in words[first:]:
+        chain.append([f"stage={word[1:]}", *shared]) if word.startswith("@") else chain[-1].append(word)
+    for stage in chain:
+        compose_run(stage)
+    return len(chain)
+
+
+@pytest.mark.slow
+def test_the_commands_of_all_pages_set_what_their_stages_read():
+    wrong, tried = [], 0
+    for file, line in ((page, line) for page in PAGES for line in commands(page)):
+        try:
+            tried += composed(line) > 0
+        except ConfigError as error:
+            wrong.append(f"{file.name}: {line}: {error}")
+    assert not wrong, "\n".join(wrong)
+    assert tried > 60
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python -m aligner run stage=sft critic.clip=0.1 ...",
+        "aligner plan --gpus 8 stage=dpo model=llama3_8b batch.prompts=4",
+        "launchers/iterate.sh runs/x 3 @sample optim.lr=1",
+        "bash launchers/dpo.sbatch --ranks 2 batch.group=3",
+        "aligner eval runs/x data.evil=x",
+    ],
+)
+def test_a_command_with_a_key_that_its_stage_does_not_read_is_seen(line):
+    with pytest.raises(ConfigError):
+        composed(line)
+
+
+def test_what_a_chain_shares_is_for_the_stages_that_read_it():
+    shared = "launchers/pipeline.sh runs/x critic.clip=0.1"
+    assert composed(f"{shared} @sft @rm run.steps=2 @ppo optim.lr=1e-4  # three") == 3
+
+
+def test_every_stage_has_a_launcher():
+    assert {path.stem for path in (ROOT / "launchers").glob("*.sbatch")} == set(STAGES)

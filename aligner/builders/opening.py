@@ -18,13 +18,19 @@ def opening(job: Job, models: Mapping[str, ShardedModel]) -> Iterable[str]:
     """Lines for the terminal; `models` are those that a checkpoint has."""
     cfg, dtype = job.cfg, _name(job.dtype)
     yield f"{job.device.type}, {dtype}: {_sizes(job, models)}"
-    layout = f"{job.layout.data} x tensor {cfg.parallel.tensor} x pipeline {cfg.parallel.pipeline}"
-    shared = f", experts over {cfg.parallel.expert}" if job.initial.config.moe.num_experts else ""
-    engines = f"; {cfg.engine.ranks} more ranks generate" if cfg.engine.ranks else ""
-    yield f"{_ranks(job)}: data {layout} x context {cfg.parallel.context}{shared}{engines}"
+    if job.env.world_size > 1:
+        yield _layout(job)
     yield _length(job)
     yield f"writes to {cfg.run.dir}: {', '.join(_files(cfg, job.env.world_size))}"
     yield from _warnings(job, dtype)
+
+
+def _layout(job: Job) -> str:
+    cfg = job.cfg
+    layout = f"{job.layout.data} x tensor {cfg.parallel.tensor} x pipeline {cfg.parallel.pipeline}"
+    shared = f", experts over {cfg.parallel.expert}" if job.initial.config.moe.num_experts else ""
+    engines = f"; {cfg.engine.ranks} more ranks generate" if cfg.engine.ranks else ""
+    return f"{_ranks(job)}: data {layout} x context {cfg.parallel.context}{shared}{engines}"
 
 
 def _name(dtype: object) -> str:
@@ -55,7 +61,9 @@ def _length(job: Job) -> str:
     if not rows:
         return text
     what = "prompts" if job.cfg.stage.name in ROLLOUT_STAGES else "rows"
-    return f"{text} of {taken} {what}, {rows / taken:.4g} an epoch of {rows}: {run.steps * taken / rows:.3g} epochs"
+    epochs = f"{run.steps * taken / rows:.3g}"
+    text += f" of {taken} {what}: {epochs} epoch{'s' * (epochs != '1')}"
+    return f"{text} ({rows / taken:.4g} steps an epoch of {rows})"
 
 
 def _files(cfg: Config, ranks: int) -> Iterable[str]:

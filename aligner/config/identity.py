@@ -184,7 +184,7 @@ def uses(stage: str, key: str) -> bool:
     where = dict.fromkeys(TRAINING, own.trains) | dict.fromkeys(("refit",), own.answers or own.rollouts)
     where |= {name: own.answers for name in EVALUATION if name.startswith("eval.")}
     prefix = _longest(where, key, "")
-    if prefix and not where[prefix]:
+    if (prefix and not where[prefix]) or _longest(dict.fromkeys(own.unread), key, ""):
         return False
     return reads(stage, key) or (own.answers and bool(_longest(dict.fromkeys(EVALUATION), key, "")))
 

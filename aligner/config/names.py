@@ -40,6 +40,7 @@ _LOSS = {
     "sample": "",
 }
 _TEMPERATURE = _rollouts("sampling.temperature", "eval.temperature") | {"distill": "algorithm.distill.temperature"}
+_PROMPT = {"": "data.max_prompt_tokens"} | dict.fromkeys(("rm", "dpo", "kto"), "data.max_tokens")
 _REFERENCE = {
     "": "algorithm.kl.coef",
     "dpo": "algorithm.preference.reference",
@@ -165,9 +166,9 @@ NAMES: dict[str, str | Mapping[str, str]] = {
     "max_len": "data.max_tokens",
     "cutoff_len": "data.max_tokens",
     "max_total_sequence_length": "data.max_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_input_seq_length": "data.max_prompt_tokens",
-    "prompt_max_len": "data.max_prompt_tokens",
+    "max_prompt_length": _PROMPT,
+    "max_input_seq_length": _PROMPT,
+    "prompt_max_len": _PROMPT,
     "truncation": "data.overlong",
     "dataset": "data.train",
     "dataset_name": "data.train",

@@ -13,7 +13,7 @@ from dataclasses import is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from aligner.config.checks import Auto
-from aligner.config.names import known_elsewhere
+from aligner.config.names import NAMES, known_elsewhere
 from aligner.config.schema import Config
 from aligner.errors import ConfigError, UnknownKeyError
 
@@ -122,7 +122,9 @@ def nearest(key: str, root: type = Config, stage: str = "", reads: Callable[[str
 
 def _elsewhere(key: str, names: Sequence[str], stage: str) -> list[str]:
     """What another trainer's name means, in the same owner's section where there is one."""
-    setting = known_elsewhere(key, stage)
+    *above, leaf = key.split(".")
+    alike = difflib.get_close_matches(leaf, NAMES, n=1, cutoff=0.9)
+    setting = known_elsewhere(key, stage) or known_elsewhere(".".join([*above, *alike]) if alike else "", stage)
     owned = f"{key.partition('.')[0]}.{setting}"
     wanted = owned if owned in names else setting
     name = re.sub(r"=.*", "", wanted)

@@ -29,6 +29,7 @@ SEQUENCES = ("batch.sequences",)  # likewise stages without
 EVALUATION = (
     "sampling.max_response_tokens",
     "sampling.stop",
+    "sampling.special_tokens",
     "engine",
     "refit",
     "reward.functions",
@@ -43,6 +44,9 @@ EVALUATION = (
     "eval.full_score",
     "eval.max_response_tokens",
 )
+# of `data`, which all stages read: for rows whose answers are learned token by token, and for answers compared
+LEARNED = ("data.loss_on", "data.across_documents")
+COMPARED = ("data.empty_answers",)
 # what only training reads
 TRAINING = (
     "optim",
@@ -83,6 +87,7 @@ def _fine(cfg: Config) -> None:
 @dataclass(frozen=True)
 class Stage:
     reads: tuple[str, ...]  # of the sections and keys that not every stage reads (config/identity.py)
+    unread: tuple[str, ...] = ()  # of those that all others read: what it does not
     rollouts: bool = False  # it generates; else it takes sequences of data.train
     generates: Callable[[Config], bool] = _no  # without rollouts, it has an engine that answers rows of data.train
     trains: bool = True  # else no weight changes

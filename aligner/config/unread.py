@@ -18,7 +18,7 @@ from hydra.types import RunMode
 
 from aligner.config.identity import uses
 from aligner.config.names import known_elsewhere
-from aligner.config.options import GROUPS, in_free_dict, key_type, nearest
+from aligner.config.options import GROUPS, REUSED, in_free_dict, key_type, nearest
 from aligner.config.resolve import chooses, compose, conf_dir, hydra, searched, single
 from aligner.config.schema import Config
 from aligner.config.sections.model.config import MOE_OF_THE_RUN, OF_THE_RUN
@@ -113,10 +113,16 @@ def _leaves(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
+def _may_be_meant(name: str, key: str) -> bool:
+    """Whether a key may be suggested for another one: of a section that is used twice, only to who named that place."""
+    owner = name.partition(".")[0]
+    return name not in GROUPS and (owner not in REUSED or owner == key.partition(".")[0])
+
+
 def _unread(stage: str, key: str, value: Any, file: str) -> ConfigError:
     others = [name for name in STAGES if uses(name, key)]
     able = f"; {', '.join(others)} {'reads' if len(others) == 1 else 'read'} this one" if others else ""
-    near = nearest(key, stage=stage, reads=lambda name: name not in GROUPS and uses(stage, name)) or ""
+    near = nearest(key, stage=stage, reads=lambda name: _may_be_meant(name, key) and uses(stage, name)) or ""
     alike = near.rpartition(".")[2] == key.rpartition(".")[2] or near == known_elsewhere(key, stage)
     hint = f"Did you mean `{near}`? " if near and alike else ""
     hint += (

@@ -75,6 +75,10 @@ def test_no_name_of_ours_is_taken_for_another_one():
         ("grpo", "trainer.total_epochs", "run.epochs"),
         ("grpo", "ppo_epochs", "batch.epochs"),
         ("sft", "epochs", "run.epochs"),
+        ("sft", "optim.learning_rat", "optim.lr"),
+        ("grpo", "num_generation", "batch.group"),
+        ("dpo", "max_prompt_length", "data.max_tokens"),
+        ("grpo", "data.max_prompt_lenght", "data.max_prompt_tokens"),
     ],
 )
 def test_a_name_of_another_trainer_leads_to_ours(stage, name, key):

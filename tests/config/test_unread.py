@@ -30,7 +30,7 @@ CHECKS = ("aligner.config.validate", "aligner.config.validate_model", "aligner.c
 IN_VAIN = (
     *("engine.name", "engine.ranks", "engine.kv_cache_bytes", "refit.transport", "sampling.max_response_tokens"),
     *("environment.path", "environment.tools", "environment.agent", "critic.warmup_steps", "reward.judges"),
-    *("mismatch.correction", "mismatch.replay_routing", "run.eval_every"),
+    *("mismatch.correction", "mismatch.replay_routing", "run.eval_every", "engine.quantization"),
 )
 IN_VAIN_OF = {"online_dpo": ("algorithm.advantage", "algorithm.kl.placement")}
 
@@ -137,6 +137,12 @@ def recipe(tmp_path):
         ("experiment=quickstart_ppo algorithm.kto.beta=1", "algorithm.kto.beta", "algorithm.kl.coef", "kto"),
         ("stage=online_dpo algorithm.lam=0.9", "algorithm.lam", "", "grpo, ppo"),
         ("stage=kto ++critic.clip=0.1", "critic.clip", "", "ppo"),
+        ("stage=dpo data.loss_on=all", "data.loss_on", "", "distill, sft"),
+        ("stage=grpo data.across_documents=true", "data.across_documents", "", "distill, sft"),
+        ("stage=sft data.empty_answers=drop", "data.empty_answers", "", "dpo, kto"),
+        ("stage=rm ptx.coef=1", "ptx.coef", "", "distill, dpo"),
+        ("stage=sample ptx.data.train=x", "ptx.data.train", "", "distill, dpo"),
+        ("stage=sample data.shuffle=false", "data.shuffle", "", "distill, dpo"),
     ],
 )
 def test_a_key_that_the_stage_does_not_read_is_refused(overrides, key, near, readers):

@@ -31,8 +31,7 @@ def test_where_what_how_long_and_to_where(tiny_data, tmp_path, capsys):
     out, err = run(capsys, "sft", tiny_data, tmp_path, "batch.sequences=8", "logging.tensorboard=true")
     record = json.loads((tmp_path / "starts.jsonl").read_text().splitlines()[0])
     assert line(out, "cpu, float32: ") == f"cpu, float32: policy {record['parameters']:,} parameters, all trained"
-    assert line(out, "1 rank: ") == "1 rank: data 1 x tensor 1 x pipeline 1 x context 1"
-    assert line(out, "2 steps") == "2 steps of 8 rows, 4 an epoch of 32: 0.5 epochs"
+    assert line(out, "2 steps") == "2 steps of 8 rows: 0.5 epochs (4 steps an epoch of 32)"
     files = f"writes to {tmp_path}: metrics.jsonl, tensorboard/, report.html at its end"
     assert line(out, "writes to ") == files
     assert not [text for text in out if "WARNING" in text]
@@ -41,7 +40,7 @@ def test_where_what_how_long_and_to_where(tiny_data, tmp_path, capsys):
 
 def test_epochs_are_told_as_steps(tiny_data, tmp_path, capsys):
     out, _ = run(capsys, "sft", tiny_data, tmp_path, "run.steps=0", "run.epochs=0.5", "batch.sequences=16")
-    assert line(out, "1 step ") == "1 step of 16 rows, 2 an epoch of 32: 0.5 epochs"
+    assert line(out, "1 step ") == "1 step of 16 rows: 0.5 epochs (2 steps an epoch of 32)"
 
 
 def test_adapters_a_critic_and_what_is_not_trained(tiny_data, tiny_runs, tmp_path, capsys):
@@ -53,7 +52,7 @@ def test_adapters_a_critic_and_what_is_not_trained(tiny_data, tiny_runs, tmp_pat
         and "adapters alone are trained; critic " in told
         and told.endswith("adapters alone are trained")
     )
-    assert "prompts, 2 an epoch of 32" in line(out, "2 steps")
+    assert line(out, "2 steps").endswith("prompts: 1 epoch (2 steps an epoch of 32)")
     out, _ = run(capsys, "sample", tiny_data, tmp_path / "b", f"model.init={tiny_runs['sft']}")
     assert line(out, "cpu, float32: ").endswith("parameters, none of them trained")
 

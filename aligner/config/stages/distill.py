@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aligner.config.checks import exists
 from aligner.config.sections.distill import KEY
-from aligner.config.stage import SEQUENCES, Stage
+from aligner.config.stage import COMPARED, SEQUENCES, Stage
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def generates(cfg: Config) -> bool:
 
 STAGE = Stage(
     reads=(*SEQUENCES, KEY, "sampling", "engine"),
+    unread=COMPARED,
     generates=generates,
     beside=beside,
     passes=passes,

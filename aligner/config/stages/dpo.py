@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aligner.config.adapters import check_reference
 from aligner.config.sections.preference import KEY
-from aligner.config.stage import SEQUENCES, Stage
+from aligner.config.stage import LEARNED, SEQUENCES, Stage
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def check(cfg: Config) -> None:
 
 STAGE = Stage(
     reads=(*SEQUENCES, "algorithm.preference"),
+    unread=LEARNED,
     answers=False,
     unit="sequences (pairs)",
     rows=rows,

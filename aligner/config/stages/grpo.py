@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aligner.config.sections.algorithm import GROUP_BASELINES, OTHER_BASELINES
-from aligner.config.stage import ROLLOUTS, Stage
+from aligner.config.stage import COMPARED, LEARNED, ROLLOUTS, Stage
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def check(cfg: Config) -> None:
 
 STAGE = Stage(
     reads=(*ROLLOUTS, "environment"),
+    unread=(*LEARNED, *COMPARED),
     rollouts=True,
     beside=beside,
     debug=("shuffle_rewards", "first_step_checks"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aligner.config.adapters import check_reference
 from aligner.config.sections.kto import KEY
-from aligner.config.stage import SEQUENCES, Stage
+from aligner.config.stage import LEARNED, SEQUENCES, Stage
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def check(cfg: Config) -> None:
 
 STAGE = Stage(
     reads=(*SEQUENCES, "algorithm.kto"),
+    unread=LEARNED,
     answers=False,
     beside=beside,
     passes=passes,

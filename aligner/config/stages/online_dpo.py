@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aligner.config.sections.preference import KEY
-from aligner.config.stage import Stage
+from aligner.config.stage import COMPARED, LEARNED, Stage
 from aligner.config.stages import dpo
 from aligner.errors import ConfigError
 
@@ -48,6 +48,7 @@ STAGE = Stage(
         "batch.prompts",
         "batch.group",
     ),
+    unread=(*LEARNED, *COMPARED),
     rollouts=True,
     pairs=True,
     unit="pairs",

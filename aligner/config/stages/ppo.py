@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from aligner.config.stage import ROLLOUTS, Stage
+from aligner.config.stage import COMPARED, LEARNED, ROLLOUTS, Stage
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def _trunk(cfg: Config) -> None:
 
 STAGE = Stage(
     reads=(*ROLLOUTS, "critic", "environment"),
+    unread=(*LEARNED, *COMPARED),
     rollouts=True,
     beside=beside,
     debug=("first_step_checks",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aligner.config.stage import SEQUENCES, Stage
+from aligner.config.stage import COMPARED, LEARNED, SEQUENCES, Stage
 
 if TYPE_CHECKING:
     from aligner.config.schema import Config
@@ -16,6 +16,7 @@ def rows(cfg: Config) -> int:
 
 STAGE = Stage(
     reads=(*SEQUENCES, "algorithm.reward_loss"),
+    unread=(*LEARNED, *COMPARED, "ptx"),
     scores=True,
     answers=False,
     unit="sequences (pairs)",

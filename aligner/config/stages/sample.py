@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aligner.config.checks import at_least, one_of
-from aligner.config.stage import Stage
+from aligner.config.stage import COMPARED, LEARNED, Stage
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def check(cfg: Config) -> None:
 
 STAGE = Stage(
     reads=("sampling", "engine", "reward", "algorithm.overlong", "batch.prompts", "batch.group"),
+    unread=(*LEARNED, *COMPARED, "data.shuffle", "data.weight_by"),
     rollouts=True,
     trains=False,
     answers=False,

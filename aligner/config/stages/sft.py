@@ -1,5 +1,5 @@
 """Stage sft: supervised fine-tuning."""
 
-from aligner.config.stage import SEQUENCES, Stage
+from aligner.config.stage import COMPARED, SEQUENCES, Stage
 
-STAGE = Stage(reads=SEQUENCES)
+STAGE = Stage(reads=SEQUENCES, unread=COMPARED)
