@@ -268,13 +268,17 @@ def _run(args: argparse.Namespace) -> int:
             _frozen_path(args, cfg)
         with for_good():
             from aligner.build import run_stage
-            from aligner.run.starts import last_start_ns, left_by_exit, stopped_by_hand
+            from aligner.run.starts import last_start_ns, left_by_exit, note_failed, stopped_by_hand
 
         before = last_start_ns(cfg.run.dir)
         try:
             code = run_stage(cfg, env, signals) or 0
         except SystemExit as cause:  # of a library, or of code that a dataset or a model brings
             raise left_by_exit(cause) from cause
+        except Exception as error:
+            if env.rank == 0:
+                note_failed(cfg.run.dir, error)
+            raise
         finally:
             if env.rank == 0 and last_start_ns(cfg.run.dir) != before:
                 args.begun = cfg.run.dir

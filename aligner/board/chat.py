@@ -6,19 +6,20 @@ Imports no torch.
 from __future__ import annotations
 
 import ctypes
-import os
 import signal
 import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from aligner.board import own
 from aligner.board.jobs import command, tail
 from aligner.board.runs import Board
 from aligner.config.freeze import FILE_NAME
@@ -31,6 +32,7 @@ SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
 PLAIN = "{{ messages[-1]['content'] }}"  # for a model without a chat template: each message is a prompt of its own
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # before a fork: a child of several threads may not load it
+_STARTER = ThreadPoolExecutor(1)  # a process ends with the thread that has started it: this one lasts as long as we do
 
 
 @dataclass(frozen=True)
@@ -43,37 +45,56 @@ class Model:
 
 def known(board: Board) -> dict[str, Model]:
     """By name: runs that have exported their model, checkpoints, and folders of Hugging Face among those of the board
-    and in them."""
+    and in them. Reward models do not talk."""
     found = {}
     for name, run in board.runs().items():
-        if _is_model(run.folder / "hf"):
+        if own.within(run.folder, "hf") and _talks(run.folder / "hf"):
             found[name] = Model(run.folder)
-        steps = sorted((run.folder / "checkpoints").glob("step-*[0-9]"))
-        found |= {f"{name} {folder.name}": Model(folder, run.folder) for folder in steps}
+        if own.within(run.folder, "checkpoints") and run.stage != "rm":
+            steps = sorted((run.folder / "checkpoints").glob("step-*[0-9]"))
+            found |= {f"{name} {folder.name}": Model(folder, run.folder) for folder in steps}
     for place in board.folders:
-        inside = sorted(path for path in place.iterdir() if path.is_dir())
-        found |= {str(path): Model(path) for path in (place, *inside) if _is_model(path)}
+        inside = sorted(path for path in place.iterdir() if path.is_dir() and not path.is_symlink())
+        found |= {str(path): Model(path) for path in (place, *inside) if _talks(path)}
     return found
 
 
-def _is_model(folder: Path) -> bool:
-    return os.path.isfile(folder / "config.json")  # unlike a Path's own: no error where others' folders are closed
+def _talks(folder: Path) -> bool:
+    """Whether a language model is there, by its config.json."""
+    with suppress(OSError, AlignerError):
+        told = parse_json(own.content(folder, "config.json", own.CONFIG_BYTES), "config.json", AlignerError, nan=True)
+        return isinstance(told, dict) and "Classification" not in str(told.get("architectures"))
+    return False
 
 
 @dataclass
 class Talk:
-    """A model that is served."""
+    """A model that is served. Its process is first what exports the model, where it is a checkpoint's."""
 
-    process: subprocess.Popen
+    process: subprocess.Popen | None
     folder: tempfile.TemporaryDirectory  # what the process says, and the model that was exported for it
-    plain: bool
+    plain: bool = False
+    model: Model | None = None  # to be started
     _url: str = ""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _over: bool = False  # closed, or come to nothing
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of who waits for its address
+    _starting: threading.Lock = field(default_factory=threading.Lock)  # of its process
+
+    @property
+    def lives(self) -> bool:
+        return not self._over and (self.model is not None or self.process is None or self.process.poll() is None)
 
     def url(self) -> str:
         """Returns when it can be talked to. Raises AlignerError with what the process says if it ends before."""
-        assert self.process.stdout is not None
         with self._lock:
+            if self.model is not None:
+                try:
+                    self._start(self.model)
+                except BaseException:
+                    self._over = True
+                    raise
+                self.model = None
+            assert self.process is not None and self.process.stdout is not None
             for line in self.process.stdout if not self._url else ():
                 if line.startswith("http://"):  # the first line that it prints
                     self._url = line.partition(": ")[0]
@@ -83,6 +104,30 @@ class Talk:
             raise AlignerError(self.last_words())
         return self._url
 
+    def _start(self, model: Model) -> None:
+        home, hf = Path(self.folder.name), next(path for path in (model.folder / "hf", model.folder) if path.is_dir())
+        log, given = home / "log", [str(model.folder)]
+        with log.open("wb") as output:
+            if model.run is not None:
+                hf = home / "hf"
+                if self._run(["export", *given, str(hf)], output, output).wait():
+                    raise AlignerError(self.last_words())
+                given = ["--frozen", str(model.run / FILE_NAME), str(hf)]
+            if has_template(hf):
+                self.plain = False
+            else:
+                self.plain = True
+                (home / "plain.jinja").write_text(PLAIN, encoding="utf-8")
+                given.append(f"data.chat_template={quoted(str(home / 'plain.jinja'))}")
+            self._run(["serve", "--port", "0", *given], subprocess.PIPE, output)
+
+    def _run(self, argv: Sequence[str], stdout: Any, stderr: Any) -> subprocess.Popen:
+        with self._starting:
+            if self._over:
+                raise AlignerError("it was closed")
+            self.process = _STARTER.submit(_with_the_board, command(argv), stdout, stderr).result()
+        return self.process
+
     def last_words(self) -> str:
         try:
             return _last(tail(Path(self.folder.name) / "log"))
@@ -90,19 +135,20 @@ class Talk:
             return "it was closed"
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        with self._starting:
+            self._over = True
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
         self.folder.cleanup()
 
 
 @dataclass
 class Talks:
-    """Calls come from several threads."""
+    """Calls come from several threads, and none waits for what another one starts."""
 
     by_name: dict[str, Talk] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    # a process ends with the thread that has started it: this one lasts as long as the board
-    _starter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def open(self, name: str, model: Model) -> Talk:
         """Returns when it can be talked to. Raises AlignerError, also if it is closed meanwhile."""
@@ -112,34 +158,13 @@ class Talks:
             if name not in self.by_name:
                 if len(self.by_name) >= MOST:
                     raise AlignerError(f"{name!r}: expected at most {MOST} models at a time; close one first")
-                self.by_name[name] = self._started(model)
+                self.by_name[name] = Talk(None, tempfile.TemporaryDirectory(prefix="aligner-chat-"), model=model)
             talk = self.by_name[name]
         talk.url()
         return talk
 
-    def _started(self, model: Model) -> Talk:
-        folder = tempfile.TemporaryDirectory(prefix="aligner-chat-")
-        home, hf = Path(folder.name), next(path for path in (model.folder / "hf", model.folder) if path.is_dir())
-        log, given = home / "log", [str(model.folder)]
-        with log.open("wb") as output:
-            if model.run is not None:
-                hf = home / "hf"
-                argv = command(["export", *given, str(hf)])
-                done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-                if done.returncode:
-                    text = tail(log)
-                    folder.cleanup()
-                    raise AlignerError(_last(text))
-                given = ["--frozen", str(model.run / FILE_NAME), str(hf)]
-            if plain := not has_template(hf):
-                (home / "plain.jinja").write_text(PLAIN, encoding="utf-8")
-                given.append(f"data.chat_template={quoted(str(home / 'plain.jinja'))}")
-            serve = command(["serve", "--port", "0", *given])
-            process = self._starter.submit(_with_the_board, serve, output).result()
-        return Talk(process, folder, plain)
-
     def living(self) -> list[str]:
-        return [name for name, talk in list(self.by_name.items()) if talk.process.poll() is None]
+        return [name for name, talk in list(self.by_name.items()) if talk.lives]
 
     def close(self, *names: str) -> None:
         """Without names all."""
@@ -174,13 +199,13 @@ def has_template(hf: Path) -> bool:
     return told.is_file() and "chat_template" in read_record(told, AlignerError)
 
 
-def _with_the_board(argv: Sequence[str], output: Any) -> subprocess.Popen:
+def _with_the_board(argv: Sequence[str], stdout: Any, stderr: Any) -> subprocess.Popen:
     """Ends with this process, however that does."""
     return subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=output,
+        stdout=stdout,
+        stderr=stderr,
         text=True,
         start_new_session=True,
         preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),

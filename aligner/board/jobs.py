@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aligner.board import own
 from aligner.board.compose import Wish, composed
 from aligner.board.runs import Board
 from aligner.cluster.lock import NAME as LOCK
@@ -27,7 +28,6 @@ from aligner.errors import AlignerError, ConfigError, DataError
 from aligner.foreign import Record
 
 LOG = "logs/board.log"  # in the run folder
-TAIL_BYTES = 4000
 DRY_S = 120
 
 
@@ -88,17 +88,25 @@ class Jobs:
         if pid is None:
             told = "expected a run that goes on on this machine. A job of Slurm's: scancel JOB"
             raise AlignerError(f"stop {str(folder)!r}: {told}")
-        os.kill(pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it has just ended
+            meant = os.pidfd_open(pid)
+            try:
+                if self.pid(folder) == pid:  # still, so that the number is not another's by now
+                    signal.pidfd_send_signal(meant, signal.SIGTERM)
+            finally:
+                os.close(meant)
         return self.told(folder)
 
     def told(self, folder: Path) -> dict[str, Any]:
         """`code`: how a run that was started here ended; None while it goes on, or if it was started elsewhere."""
-        ours, log = self.started.get(folder), folder / LOG
+        ours, log = self.started.get(folder), ""
+        with suppress(OSError), own.opened(folder, LOG) as file:
+            log = own.end(file)
         return {
             "folder": str(folder),
             "pid": self.pid(folder),
             "code": ours.poll() if ours else None,
-            "log": tail(log) if log.is_file() else "",
+            "log": log,
         }
 
     def pid(self, folder: Path) -> int | None:
@@ -107,7 +115,7 @@ class Jobs:
         if ours and ours.poll() is None:
             return ours.pid
         with suppress(OSError):
-            return user_here(folder) if (folder / LOCK).stat().st_uid == os.geteuid() else None
+            return user_here(folder) if (folder / LOCK).lstat().st_uid == os.geteuid() else None
         return None
 
 
@@ -130,10 +138,9 @@ def _output(argv: Sequence[str]) -> str:
 
 
 def tail(path: Path) -> str:
-    """The end of a log."""
+    """The end of a log of ours."""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        return file.read().decode(errors="replace")
+        return own.end(file)
 
 
 # --- endpoints

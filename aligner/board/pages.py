@@ -20,7 +20,7 @@ class Page:
 
 
 PAGES = {
-    "runs": Page({"runs": told.table, "details": told.details}, {"runs": {}, "details": {}}),
+    "runs": Page({"runs": told.table, "details": told.details}, {"runs": {}, "details": {"report": True}}),
     "curves": Page(
         {"metrics": told.metrics, "curves": told.curves, "phases": told.phases},
         {"metrics": {}, "curves": {}, "phases": {}},

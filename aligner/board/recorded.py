@@ -6,23 +6,27 @@ Of a file only what is shown is read: small columns, and the rows of a page. Imp
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
+from aligner.board import own
 from aligner.board.query import Query, rounded
+from aligner.board.runs import read_settings
 from aligner.config.options import from_plain
 from aligner.errors import AlignerError, DataError
 from aligner.foreign import parse_json, record
 from aligner.run.sample_table import plain
 
 FOLDER = "rollouts"  # in the run folder
+NAME = re.compile(r"step-(\d{8,18})\.safetensors", re.ASCII)
 FORMAT, VERSION = "aligner-rollout", 1
 GROUPS = 2  # of a page
 PAGE_TOKENS = 16384  # of a page: further samples have theirs when they are asked for
@@ -43,8 +47,10 @@ NUMBERS = {
 
 def steps(folder: Path) -> list[int]:
     """Those of a run whose rollouts are there."""
-    names = (path.stem.removeprefix("step-") for path in (folder / FOLDER).glob("step-*.safetensors"))
-    return sorted(int(name) for name in names if name.isdecimal())
+    if not own.within(folder, FOLDER):
+        return []
+    names = (NAME.fullmatch(name) for name in os.listdir(folder / FOLDER))
+    return sorted(int(match[1]) for match in names if match)
 
 
 @dataclass(frozen=True)
@@ -64,16 +70,21 @@ class Recording:
     @classmethod
     def of(cls, folder: Path, step: int) -> Recording:
         """Of a run folder. Raises DataError for what is no recording, or damaged."""
-        path = folder / FOLDER / f"step-{step:08d}.safetensors"
-        try:
+        name = f"{FOLDER}/step-{step:08d}.safetensors"
+        path = folder / name
+        with _readable(path):
+            own.opened(folder, name).close()
             found = path.stat()
             header, small = _small(path, found.st_mtime_ns, found.st_size)
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(path, error) from None
-        return cls(path, header, small, _decoder(folder))
+            return cls(path, header, small, _decoder(folder))
 
     def page(self, query: Query) -> tuple[list[dict[str, Any]], bool]:
-        """Groups of samples, with their tokens as far as PAGE_TOKENS go, and whether there are more behind them."""
+        """Groups of samples, with their tokens as far as PAGE_TOKENS go, and whether there are more behind them. Raises
+        DataError."""
+        with _readable(self.path):
+            return self._page(query)
+
+    def _page(self, query: Query) -> tuple[list[dict[str, Any]], bool]:
         rewards, group = self.small["scores/total"], self.small["group"]
         prompts = dict(zip(self.header.slots, self.header.prompts, strict=True))
         rows = {slot: np.flatnonzero(group == slot).tolist() for slot in prompts}
@@ -111,16 +122,17 @@ class Recording:
         it), and by name the `numbers` that the recording has, null for given tokens. Raises DataError."""
         if not 0 <= row < len(self.header.responses):
             raise DataError(f"{self.path}: row {row}: expected one from 0 to {len(self.header.responses) - 1}")
-        try:
-            with safe_open(str(self.path), "np") as file:
-                whole = int(self.small["lengths"][row])
-                columns = {
-                    name: file.get_slice(name)[row : row + 1][0, :whole]
-                    for name in {"tokens", "response_mask", *(part for parts in NUMBERS.values() for part in parts)}
-                    if name in file.keys()  # noqa: SIM118 (no mapping)
-                }
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(self.path, error) from None
+        with _readable(self.path):
+            return self._tokens(row)
+
+    def _tokens(self, row: int) -> dict[str, Any]:
+        with safe_open(str(self.path), "np") as file:
+            whole = int(self.small["lengths"][row])
+            columns = {
+                name: file.get_slice(name)[row : row + 1][0, :whole]
+                for name in {"tokens", "response_mask", *(part for parts in NUMBERS.values() for part in parts)}
+                if name in file.keys()  # noqa: SIM118 (no mapping)
+            }
         made = columns["response_mask"] > 0
         first = int(made.argmax()) if made.any() else whole
         seen = slice(first, first + SAMPLE_TOKENS)
@@ -164,14 +176,23 @@ def _small(path: Path, mtime_ns: int, size: int) -> tuple[Header, dict[str, np.n
         raise DataError(f"{path}: {error}") from None
     rows, one = len(header.responses), ("scores/total", "group", "lengths", "finished", "valid", "sample_index")
     wrong = [name for name in one if shapes.get(name) != [rows]]
+    wrong += [name for name in small if shapes[name] != [rows] and name.startswith(("scores/", "trained/"))]
     wrong += [name for name in ("tokens", "response_mask") if shapes.get(name, [])[:1] != [rows]]
     if wrong or len(header.slots) != len(header.prompts):
         raise DataError(f"{path}: expected {wrong or ['slots']} of {rows} samples")
     return header, small
 
 
-def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path}: cannot be read as a recorded rollout ({error})")
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Whatever is in the file, it is a DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        raise DataError(f"{path}: cannot be read as a recorded rollout ({told:.400})") from None
 
 
 # --- tokens as text
@@ -180,9 +201,9 @@ def _unreadable(path: Path, error: Exception) -> DataError:
 def _decoder(folder: Path) -> Callable[[Sequence[int]], list[str]]:
     """By the tokenizer of a run; where there is none, the ids stand for the texts."""
     places = [folder / "hf", folder / "source"]
-    with suppress(OSError, yaml.YAMLError, TypeError, ValueError, KeyError, AttributeError):  # whatever config.yaml is
-        model = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["model"]
-        named, init = (Path(str(model.get(key) or "-")).expanduser() for key in ("tokenizer", "init"))
+    with suppress(Exception):  # whatever config.yaml is
+        settings = read_settings(folder)
+        named, init = (Path(str(settings.get(key) or "-")).expanduser() for key in ("model.tokenizer", "model.init"))
         places = [named, *places, init, init / "hf"]
     file = next((path for place in places if (path := place / "tokenizer.json").is_file()), None)
     if file is None:

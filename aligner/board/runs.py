@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import re
@@ -19,20 +20,24 @@ from typing import Any
 import numpy as np
 import yaml
 
+from aligner.board import own
 from aligner.board.series import SO_FAR, STEP_S, Series, number
 from aligner.cluster import watch
 from aligner.cluster.lock import BEAT_S
 from aligner.cluster.lock import NAME as LOCK
 from aligner.config.freeze import from_yaml
 from aligner.errors import AlignerError, ConfigError, DataError
-from aligner.foreign import Record, read_record
+from aligner.foreign import MAX_DEPTH, Record, parse_json, record
 from aligner.run.alarms import FILE as ALARMS
-from aligner.run.metrics import read_jsonl
+from aligner.run.metrics import jsonl_records
 from aligner.run.starts import FILE as STARTS
 
 MARKS = ("metrics.jsonl", "config.yaml")  # what makes a folder a run
 DEPTH = 4  # of folders within those given: runs/chain/stage, and a sweep of them
 BUDGET = 4 << 20  # bytes of metrics that one request reads: about a sixth of a second
+ATTEMPTS = "logs/attempts.tsv"  # of the batch script
+LOGS, ENTRIES = 3, 10_000  # whose ends are shown, and that are looked at
+SAID = 500  # characters of what is wrong
 FROM = ("model.init", "reward.model", "critic.init", "algorithm.distill.teacher")  # keys that may name another run
 
 
@@ -48,48 +53,57 @@ class Run:
     @property
     def damage(self) -> list[str]:
         """What is wrong with its files, a line each."""
-        return [text for text in (*self._damage.values(), self.series.damage, self._newer()) if text]
+        found = [text[:SAID] for text in (*self._damage.values(), self.series.damage) if text]
+        with suppress(Exception):  # of what `starts` has
+            found += [text for text in [self._newer()] if text]
+        return found
+
+    def fail(self, error: Exception) -> None:
+        """Something in its files was not foreseen: it shall cost this run alone."""
+        self._damage["?"] = f"cannot be shown whole: {type(error).__name__}: {' '.join(str(error).split())}"
 
     @property
     def settings(self) -> dict[str, Any]:
         """The config by dotted key, whatever keys it has: those of a newer version, too."""
-        return self._read("config.yaml", _settings, {})
+        return self._read("config.yaml", read_settings, {})
+
+    @property
+    def stage(self) -> str:
+        return str(self.settings.get("stage.name") or "")
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        return self._read(STARTS, read_jsonl, [])
+        return self._read(STARTS, _records, [])
 
     @property
     def alarms(self) -> list[dict[str, Any]]:
-        return self._read(ALARMS, read_jsonl, [])
+        return self._read(ALARMS, _records, [])
 
     @property
     def summary(self) -> dict[str, Any]:
-        return self._read("summary.json", lambda path: read_record(path, AlignerError, nan=True).fields, {})
+        return self._read("summary.json", _fields, {})
 
     @property
     def config(self) -> str:
-        path = self.folder / "config.yaml"
         with suppress(OSError):
-            return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+            return own.content(self.folder, "config.yaml", own.CONFIG_BYTES).decode(errors="replace")
         return ""
 
-    def _read(self, name: str, read: Callable[[Path], Any], empty: Any) -> Any:
+    def _read(self, name: str, read: Callable[[Path, str], Any], empty: Any) -> Any:
         """What is read of a file, again when it has changed; `empty` where there is none, or none that can be read."""
-        path = self.folder / name
         try:
-            found = path.stat()
+            found = os.stat(self.folder / name)
         except OSError:
-            return empty
-        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+            self._damage.pop(name, None)
             return empty
         state = found.st_ino, found.st_size, found.st_mtime_ns
         if self._files.get(name, (None,))[0] != state:
             self._damage.pop(name, None)
             try:
-                self._files[name] = state, read(path)
-            except (OSError, AlignerError, yaml.YAMLError, ValueError, RecursionError) as cause:  # 4th: of YAML's dates
-                text = " ".join(str(cause).removeprefix(f"{self.folder}/").split())
+                self._files[name] = state, read(self.folder, name)
+            except Exception as cause:  # whatever is in it: YAML alone has dates, numbers and depths that raise others
+                words = cause.strerror if isinstance(cause, OSError) else str(cause) or type(cause).__name__
+                text = " ".join(str(words).removeprefix(f"{self.folder}/").split())
                 self._damage[name] = text if text.startswith(name) else f"{name}: {text}"
                 self._files[name] = state, empty
         return self._files[name][1]
@@ -107,18 +121,40 @@ class Run:
 
     @property
     def result(self) -> str:
-        """How its last start ended."""
-        return str(self.starts[-1].get("result", "no end recorded: running, or killed")) if self.starts else ""
+        """How its last start ended; of starts that came to nothing the error, as far as a log has it."""
+        if self.starts:
+            return str(self.starts[-1].get("result", "no end recorded: running, or killed"))[:SAID]
+        lines = [line for text in self.logs.values() for line in text.splitlines() if line.startswith("error")]
+        return lines[-1][:SAID] if lines else ""
+
+    @property
+    def logs(self) -> dict[str, str]:
+        """The ends of its newest logs by name, the newest last."""
+        found = {}
+        for name in newest_logs(self.folder):
+            with suppress(OSError), own.opened(self.folder, name) as file:
+                found[name] = own.end(file)
+        return found
 
     def state(self, jobs: dict[str, str]) -> str:
         """By the queue, its own files, and the lock, which whoever uses the folder keeps fresh."""
-        found = watch.state_of(self.folder, jobs)
+        found = watch.state_of(self.folder, jobs) if self.recorded else "not started"
         if found not in ("ended", "not started"):
             return found
         with suppress(OSError):
-            if time.time() - (self.folder / LOCK).stat().st_mtime < 4 * BEAT_S:
+            lock = os.lstat(self.folder / LOCK)
+            if stat.S_ISREG(lock.st_mode) and abs(time.time() - lock.st_mtime) < 4 * BEAT_S:
                 return "running"
         return "ended" if self.starts or self.series.size else found
+
+    @property
+    def recorded(self) -> bool:
+        """Whether what the batch script has noted can be read."""
+        return self._read(ATTEMPTS, own.content, None) is not None or not os.path.lexists(self.folder / ATTEMPTS)
+
+    @property
+    def job(self) -> str | None:
+        return watch.last_job(self.folder) if self.recorded else None
 
     def seconds(self) -> float | None:
         """From each start to its end, or to its last record of metrics where no end was recorded; None: not known."""
@@ -139,7 +175,7 @@ class Run:
     def goodput(self, running: bool) -> float | None:
         """Seconds of steps that count, of all that were allocated or that it ran; None: not known."""
         now = time.time()
-        tries = watch.attempts(self.folder, running, now)
+        tries = watch.attempts(self.folder, running, now) if self.recorded else []
         whole = watch.allocated_s(tries, now) if tries else self.seconds()
         steps = self.series.newest(SO_FAR + STEP_S)
         return min(1.0, steps / whole) if steps and whole and self.series.part == 1 else None
@@ -220,7 +256,7 @@ def within(folder: Path, depth: int) -> Iterator[Path]:
 
 def natural(path: Path) -> list[tuple[int, str]]:
     """10_x after 9_x."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name) if part]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name) if part]
 
 
 def names(folders: Sequence[Path]) -> list[str]:
@@ -230,6 +266,28 @@ def names(folders: Sequence[Path]) -> list[str]:
     while len({part[-depth:] for part in parts}) < len(set(parts)):
         depth += 1
     return [os.fsencode("/".join(part[-depth:])).decode("utf-8", "backslashreplace") for part in parts]
+
+
+def newest_logs(folder: Path) -> list[str]:
+    """Of `launch`, of the board, and of the ranks of the newest job; the newest last."""
+    times, jobs = {}, {}
+    for name, found in _entries(folder, "logs"):
+        if stat.S_ISDIR(found.st_mode):
+            jobs[name] = found.st_mtime
+        elif name.endswith(".log"):
+            times[name] = found.st_mtime
+    for job in sorted(jobs, key=jobs.__getitem__)[-1:]:
+        times |= {name: found.st_mtime for name, found in _entries(folder, job) if name.endswith(".log")}
+    return sorted(times, key=times.__getitem__)[-LOGS:]
+
+
+def _entries(folder: Path, name: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Of a folder in a run folder, by their names in that, links aside."""
+    if own.within(folder, name):
+        with suppress(OSError), os.scandir(folder / name) as entries:
+            for entry in itertools.islice(entries, ENTRIES):
+                with suppress(OSError):
+                    yield f"{name}/{entry.name}", entry.stat(follow_symlinks=False)
 
 
 def mapping(value: Any) -> dict[str, Any]:
@@ -243,8 +301,34 @@ def flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
     return [pair for key, inner in value.items() for pair in flat(inner, f"{prefix}.{key}" if prefix else str(key))]
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    return dict(flat(from_yaml(path.read_bytes()) or {}))
+def read_settings(folder: Path, name: str = "config.yaml") -> dict[str, Any]:
+    """By dotted key. Raises OSError, AlignerError, and whatever PyYAML does."""
+    data = own.content(folder, name, own.CONFIG_BYTES)
+    try:
+        _refuse_bombs(name, data, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError:  # see `from_yaml`
+        _refuse_bombs(name, data, yaml.SafeLoader)
+    return dict(flat(from_yaml(data) or {}))
+
+
+def _refuse_bombs(name: str, data: bytes, loader: Any) -> None:
+    """What stands for much more than it says, or ends the interpreter's stack, libyaml's too. Raises AlignerError."""
+    depth = 0
+    for event in yaml.parse(data, loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise AlignerError(f"{name}: expected no aliases, by which a short file stands for a long one")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise AlignerError(f"{name}: expected YAML nested at most {MAX_DEPTH} deep")
+
+
+def _records(folder: Path, name: str) -> list[dict[str, Any]]:
+    return list(jsonl_records(own.content(folder, name).splitlines(keepends=True), str(folder / name)))
+
+
+def _fields(folder: Path, name: str) -> dict[str, Any]:
+    where = str(folder / name)
+    return record(parse_json(own.content(folder, name), where, AlignerError, nan=True), where, AlignerError).fields
 
 
 def _epoch(text: Any) -> float:
@@ -263,4 +347,4 @@ def _ours() -> str:
 
 
 def _version(text: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", text)[:3]]
+    return [int(part) for part in re.findall(r"\d{1,9}", text)[:3]]

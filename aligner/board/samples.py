@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aligner.board import recorded
+from aligner.board import own, recorded
 from aligner.board.query import Query, rounded
 from aligner.board.runs import Board, Run
 from aligner.errors import AlignerError, DataError
@@ -67,10 +68,12 @@ class Table:
     def _known(self) -> list[Place]:
         """With what has been added; all anew where the file is another one, as behind a resume."""
         with self._lock:
-            if not self.path.is_file():
+            try:
+                opened = own.opened(self.path.parent, self.path.name)
+            except OSError:
                 return []
-            with self.path.open("rb") as file:
-                found = self.path.stat()
+            with opened as file:
+                found = os.fstat(file.fileno())
                 if found.st_ino != self._inode or found.st_size < self._end:
                     self._inode, self._end, self._places = found.st_ino, 0, []
                 file.seek(self._end)
@@ -93,7 +96,7 @@ class Table:
     def _rows(self, places: Sequence[Place], query: Query) -> Iterator[dict[str, Any]]:
         if not places:  # and maybe no file
             return
-        with self.path.open("rb") as file:
+        with own.opened(self.path.parent, self.path.name) as file:
             for place in places:
                 file.seek(place.offset)
                 row = self._row(file.read(place.size))
@@ -153,29 +156,31 @@ def sample_tokens(board: Board, asked: Record) -> Any:
 
 
 def _has(run: Run) -> bool:
-    return (run.folder / FILE).is_file() or bool(recorded.steps(run.folder))
+    return own.within(run.folder, FILE) or bool(recorded.steps(run.folder))
 
 
 def _view(run: Run, query: Query, step: str) -> dict[str, Any]:
     """`step` is a number, TABLE, or empty: the last that was recorded, else TABLE. Raises DataError."""
     known, table = recorded.steps(run.folder), _table(run.folder / FILE)
     step = step or (str(known[-1]) if known else TABLE)
-    if step != TABLE and not step.isdecimal():
+    if step != TABLE and not (step.isdecimal() and len(step) < 19):
         raise DataError(f"step={step!r:.40}: expected a number, or {TABLE}")
     view = {"run": run.name, "step": step, "recorded": known, "steps": table.steps(), "rows": [], "groups": []}
-    if step != TABLE and int(step) in known:
-        view["groups"], view["more"] = recorded.Recording.of(run.folder, int(step)).page(query)
-    else:
-        view["rows"], view["more"] = table.page(query, None if step == TABLE else int(step))
+    try:
+        if step != TABLE and int(step) in known:
+            view["groups"], view["more"] = recorded.Recording.of(run.folder, int(step)).page(query)
+            return view
+    except DataError as error:
+        view["damage"] = str(error)
+    view["rows"], view["more"] = table.page(query, None if step == TABLE or "damage" in view else int(step))
     return view
 
 
 def _reported(run: Run, query: Query, most: int) -> dict[str, Any]:
     """The newest `most` samples, without what cannot be read: a report is of what can."""
-    try:
-        view = _view(run, query, "")
-    except DataError as error:
-        print(f"warning: {error}", file=sys.stderr)
-        view = _view(run, query, TABLE)
+    view = _view(run, query, "")
+    if "damage" in view:
+        print(f"warning: {view['damage']}", file=sys.stderr)
+        view |= _view(run, query, TABLE)
     groups = [group | {"samples": group["samples"][:most]} for group in view["groups"][:1]]
     return view | {"rows": view["rows"][:most], "groups": groups}

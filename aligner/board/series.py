@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from aligner.board import own
 from aligner.errors import AlignerError
 from aligner.foreign import parse_json, record
 
@@ -21,6 +21,8 @@ CAPACITY = 4096  # points that a metric keeps
 BLOCK = 4 << 20  # bytes read at a time
 END = 64 << 10  # bytes of the end of a file, which is looked at before all is read
 LONGEST = 64 << 20  # of a line
+NOTHING = -1, -1  # the state of a file that cannot be read, or is not there
+NAMES = 10_000  # of metrics
 ANCHOR = 64  # bytes before the place where reading goes on, by which a file that was written again is known
 STEP_S, RATE = "time/step_s", "throughput/tokens_per_s"
 TOKENS = "tokens"  # trained on so far
@@ -163,15 +165,16 @@ class Series:
     def look(self, budget: int) -> int:
         """Read on, about so many bytes, and the end; how many were read. Raises nothing: see `damage`."""
         try:
-            if stat.S_ISREG(self.path.stat().st_mode):
-                with self.path.open("rb") as file:
-                    return self._look(file, budget)
-            self.damage = f"{self.path.name}: cannot be read: no regular file"  # a pipe would be waited for
+            with own.opened(self.path.parent, self.path.name) as file:
+                return self._look(file, budget)
         except FileNotFoundError:
             self.size = 0
             self._forget()
         except OSError as cause:
             self.damage = f"{self.path.name}: cannot be read: {cause.strerror}"
+        except Exception as cause:  # whatever is in it
+            self.damage = f"{self.path.name}: cannot be read: {type(cause).__name__}: {cause}"
+        self._state = NOTHING  # there is no more to read
         return 0
 
     def _look(self, file: BinaryIO, budget: int) -> int:
@@ -215,7 +218,10 @@ class Series:
         self._offset, self._anchor, self._end = self._offset + len(data), data[-ANCHOR:], {}
         lines = data.split(b"\n")[:-1]
         for name, points in columns_of(self._records(lines), self._sums).items():
-            self._columns[name].extend(points)
+            if name in self._columns or len(self._columns) < NAMES:
+                self._columns[name].extend(points)
+            else:
+                self.damage = self.damage or f"{self.path.name}: expected at most {NAMES} metrics: others are not shown"
         self._line += len(lines)
 
     def _records(self, lines: list[bytes]) -> list[dict[str, Any]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import numpy as np
 
 from aligner.board.runs import FROM, Answer, Board, Run, flat, mapping
 from aligner.board.series import SO_FAR, STEP_S, TOKENS, Points, number, thin
-from aligner.cluster import watch
 from aligner.foreign import Record
 from aligner.run.metrics import HEADLINE, finite
 
 POINTS = 400  # of a curve, unless more are asked for
 MOST, FEWEST = 2000, 100
 TOGETHER = 500_000  # points of all curves that nobody asked to have finer: a report of many runs stays small
+LONGEST = 10_000  # characters of a value
 BINS = 120  # of the breakdown by phase
 GROUPS = ("eval", "reward", "sft", "rm", "dpo", "kto", "distill", "rewards", "logps", "preference", "length")
 GROUPS += ("response", "policy", "kl", "critic", "advantage", "mismatch", "staleness")
@@ -43,9 +44,27 @@ def table(board: Board, asked: Record) -> Any:
     runs = board.chosen(asked)
     board.look(runs)
     folders, jobs = {run.folder.resolve(): run.name for run in runs}, board.jobs()
-    rows = sorted((_row(run, jobs, folders) for run in runs), key=lambda row: row["started"] or "later")
+    rows = [_of(run, lambda run: _row(run, jobs, folders), _damaged(run)) for run in runs]
+    rows.sort(key=lambda row: row["started"] or "later")
     headline = [name for name in HEADLINE if any(name in row["last"] for row in rows)]
     return {"folders": [str(folder) for folder in board.folders], "headline": headline, "runs": rows}
+
+
+def _of[T](run: Run, tell: Callable[[Run], T], nothing: Callable[[], T]) -> T:
+    """What is told of a run. Whatever lies in its folder takes nothing from others."""
+    try:
+        return tell(run)
+    except Exception as error:
+        run.fail(error)
+        return nothing()
+
+
+def _damaged(run: Run) -> Callable[[], dict[str, Any]]:
+    """Its row, where there cannot be a better one."""
+    empty = dict.fromkeys(("job", "step", "steps", "left_s", "step_s", "goodput", "tokens_per_s", "peak_bytes"))
+    texts = {"chain": run.folder.parent.name, "stage": "", "state": "damaged", "started": "", "result": ""}
+    lists = {"from": {}, "last": {}, "alarms": 0, "read": 1.0}
+    return lambda: {"name": run.name, **texts, **empty, **lists, "damage": run.damage}
 
 
 def _row(run: Run, jobs: dict[str, str], folders: dict[Path, str]) -> dict[str, Any]:
@@ -61,7 +80,7 @@ def _row(run: Run, jobs: dict[str, str], folders: dict[Path, str]) -> dict[str, 
         "stage": text(settings.get("stage.name")),
         "from": {key: name for key in FROM if (name := _named(settings.get(key), folders)) not in ("", run.name)},
         "state": state,
-        "job": watch.last_job(run.folder),
+        "job": run.job,
         "step": step,
         "steps": total,
         "left_s": number((total - (step or 0)) * step_s) if running and total and step_s else None,
@@ -102,9 +121,10 @@ def metrics(board: Board, asked: Record) -> Any:
 
 def _metric(name: str, runs: list[Run]) -> dict[str, Any]:
     ranges = [values for run in runs if len(values := _finite(run.series.points(name)))]
+    several = any(len(values) > 1 for values in ranges)  # else it could not change
     low, high = min((v.min() for v in ranges), default=math.nan), max((v.max() for v in ranges), default=math.nan)
     last = {run.name: value for run in runs if (value := run.series.newest(name)) is not None}
-    return {"name": name, "still": float(low) if low == high else None, "last": last}
+    return {"name": name, "still": float(low) if several and low == high else None, "last": last}
 
 
 def _finite(points: Points) -> np.ndarray:
@@ -119,15 +139,18 @@ def curves(board: Board, asked: Record) -> Any:
     most = min(MOST, asked.integer("points", max(FEWEST, min(POINTS, share)), low=2))
     found, clocks = {}, {}
     for run in runs:
-        series = run.series
-        wanted = asked.texts("metrics", sorted(series.names()))
-        drawn = {name: _curve(series.points(name), most) for name in wanted}
+        wanted = asked.texts("metrics", sorted(run.series.names()))
+        drawn = {name: _curve(run.series.points(name), most) for name in wanted}
         found[run.name] = {name: curve for name, curve in drawn.items() if curve["x"]}
-        steps, walls = series.points("wall_time")
-        begun = float(walls[0]) if len(walls) and not math.isnan(walls[0]) else 0.0
-        passed = _curve((steps, walls - begun), POINTS)
-        clocks[run.name] = {"begun": begun, "wall": passed, "tokens": _curve(series.points(TOKENS), POINTS)}
+        clocks[run.name] = _clock(run)
     return {"curves": found, "clocks": clocks}
+
+
+def _clock(run: Run) -> dict[str, Any]:
+    steps, walls = run.series.points("wall_time")
+    begun = float(walls[0]) if len(walls) and not math.isnan(walls[0]) else 0.0
+    passed = _curve((steps, walls - begun), POINTS)
+    return {"begun": begun, "wall": passed, "tokens": _curve(run.series.points(TOKENS), POINTS)}
 
 
 def _curve(points: Points, most: int) -> dict[str, list[Any]]:
@@ -139,7 +162,8 @@ def _curve(points: Points, most: int) -> dict[str, list[Any]]:
 @alone
 def phases(board: Board, asked: Record) -> Any:
     """Where the seconds went: by phase, in all and of a step along the run. Phases with a slash are part of others."""
-    return {"phases": {run.name: told for run in board.chosen(asked) if (told := _phases(run))}}
+    runs = board.chosen(asked)
+    return {"phases": {run.name: told for run in runs if (told := _of(run, _phases, lambda: None))}}
 
 
 def _phases(run: Run) -> dict[str, Any] | None:
@@ -177,7 +201,10 @@ def details(board: Board, asked: Record) -> Any:
     keys = dict.fromkeys(key for one in settings.values() for key in one)
     values = {key: {name: text(one[key]) for name, one in settings.items() if key in one} for key in keys}
     differ = {key: row for key, row in values.items() if len(row) < len(runs) or len(set(row.values())) > 1}
-    told = {run.name: _details(run) for run in runs}
+    told = {run.name: _of(run, _details, partial(_no_details, run)) for run in runs}
+    if not asked.flag("report", False):  # which others are sent
+        for run in runs:
+            told[run.name]["logs"] = _of(run, lambda run: run.logs, dict)
     return {"details": told, "differ": differ if len(runs) > 1 else {}, "summary": summary(board.folders)}
 
 
@@ -194,6 +221,10 @@ def _details(run: Run) -> dict[str, Any]:
         "config": run.config,
         "damage": run.damage,  # after all files were read
     }
+
+
+def _no_details(run: Run) -> dict[str, Any]:
+    return {"facts": {"folder": str(run.folder)}, "alarms": [], "config": "", "damage": run.damage}
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -220,4 +251,8 @@ def _facts(run: Run) -> dict[str, Any]:
 
 
 def text(value: Any) -> str:
-    return "" if value is None else str(value)
+    """Of whatever JSON or YAML has, as much as somebody reads."""
+    try:
+        return "" if value is None else str(value)[:LONGEST]
+    except (ValueError, RecursionError):  # an integer of too many digits; too deep
+        return "?"

@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from aligner.cluster import failure
 from aligner.errors import AlignerError, ConfigError
@@ -27,6 +29,7 @@ NAME = "lock.json"
 BEAT_S = 15.0
 STALE_S = 300.0
 POLL_S = 1.0
+MAX_BYTES = 1 << 16  # of the file
 
 
 def _started(pid: int) -> int | None:
@@ -56,17 +59,38 @@ def _place() -> str:
 
 
 def user_here(folder: Path) -> int | None:
-    """The process on this machine that uses a run folder; None: nobody does, or only elsewhere."""
+    """The process on this machine that uses a run folder; None: nobody does, or only elsewhere. Whoever can write the
+    file can name any process in it: the one meant is of this user, and has the file open."""
     owner = _read(folder / NAME)
     here = owner.get("place") == _place() and _lives(owner["pid"], owner["started"])
-    return owner["pid"] if here else None
+    return owner["pid"] if here and _has_open(owner["pid"], folder / NAME) else None
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    process = Path(f"/proc/{pid}")
+    try:
+        if process.stat().st_uid != os.geteuid():
+            return False
+        wanted, files = path.lstat(), os.listdir(process / "fd")
+    except OSError:
+        return False
+    for number in files:
+        with suppress(OSError):  # closed since
+            file = process / "fd" / number
+            if os.readlink(file).endswith(f"/{path.name}") and os.path.samestat(file.stat(), wanted):
+                return True
+    return False
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What the file says; empty if there is none, or none that is whole."""
+    """What the file says; empty if there is none, or none that a run has written."""
     try:
-        return read_record(path, AlignerError).fields
-    except AlignerError:
+        if not stat.S_ISREG(path.lstat().st_mode) or path.lstat().st_size > MAX_BYTES:
+            return {}
+        found = read_record(path, AlignerError)
+        found.integer("pid", low=2), found.integer("started"), found.text("id"), found.text("place")
+        return found.fields
+    except (OSError, AlignerError):
         return {}
 
 
@@ -94,6 +118,7 @@ class RunLock:
         self.mine: dict[str, Any] = {}
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._file: TextIO | None = None  # open as long as the folder is used: see `user_here`
 
     def __enter__(self) -> RunLock:
         self.mine = _myself()
@@ -104,6 +129,7 @@ class RunLock:
             try:
                 while not self._make(aside):
                     self._follow(aside)
+                self._file = self.path.open(encoding="utf-8")
             finally:
                 aside.unlink(missing_ok=True)
         except OSError as error:
@@ -117,6 +143,8 @@ class RunLock:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
+        if self._file is not None:
+            self._file.close()
         if _read(self.path).get("id") == self.mine["id"]:
             self.path.unlink(missing_ok=True)
 
@@ -190,16 +218,27 @@ class RunLock:
         return ConfigError("run.dir", str(self.folder), expected, hint)
 
     def _beat(self) -> None:
+        try:
+            why = self._until_lost()
+        except BaseException as error:  # whatever it is: nobody else keeps the file fresh
+            why = f"{self.path}: its thread has ended by {type(error).__name__}: {error}"
+        if why:
+            self.lost(why)
+
+    def _until_lost(self) -> str:
+        """Why it is; empty where the folder is left."""
         while not self._ended.wait(self.beat_s):
             try:
                 owner = json.loads(self.path.read_text(encoding="utf-8"))
-                if owner.get("id") != self.mine["id"]:
-                    return self.lost(f"{self.path} is of {_named(owner)} now: this run was silent for too long")
+                if not isinstance(owner, dict) or owner.get("id") != self.mine["id"]:
+                    named = _named(owner if isinstance(owner, dict) else {})
+                    return f"{self.path} is of {named} now: this run was silent for too long"
                 os.utime(self.path)
             except FileNotFoundError:
-                return self.lost(f"{self.path} is gone: the run folder was deleted or moved")
+                return f"{self.path} is gone: the run folder was deleted or moved"
             except (OSError, ValueError):  # a file system that is away for a moment
                 continue
+        return ""
 
 
 def _named(owner: dict[str, Any]) -> str:

@@ -130,10 +130,12 @@ def total_steps(run: Path) -> int:
 def queue() -> dict[str, str]:
     """State of every job in the queue, empty without Slurm. A dead controller must not hang us."""
     try:
-        done = subprocess.run(["squeue", "-h", "-o", "%A %T"], capture_output=True, text=True, timeout=30)
+        argv = ["squeue", "-h", "-o", "%A %T"]
+        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    return dict(line.split(None, 1) for line in done.stdout.splitlines() if line.strip())
+    words = (line.split(None, 1) for line in done.stdout.splitlines())
+    return {line[0]: line[1] for line in words if len(line) == 2}
 
 
 def expand(folders: list[str]) -> list[Path]:

@@ -12,6 +12,7 @@ Until a rank comes, a thread of it beats in the store that all ranks share.
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -46,10 +47,14 @@ class RollCall:
 
         def beat() -> None:
             number = 0
-            with suppress(RuntimeError):  # the store ends with rank 0
+            try:
                 while not ended.wait(BEAT_S):
                     number += 1
                     self._say(own, rank, str(number))
+            except RuntimeError:  # the store ends with rank 0
+                return
+            except BaseException as error:  # which the trainer hears of as silence
+                print(f"error: rank {rank}: its heart has ended by {error!r}", file=sys.stderr, flush=True)
 
         heart = threading.Thread(target=beat, name="heart", daemon=True)
         self._say(own, rank, "0")

@@ -78,6 +78,13 @@ class _Writing:
             self.error = _io_message(self.aside, error)
         self.seconds = self.now() - self.started_s
 
+    def write_aside(self) -> None:
+        """In a thread, of whose end `finish` hears, whatever it is: it makes no checkpoint of half a one."""
+        try:
+            self.write()
+        except BaseException as error:
+            self.error = _io_message(self.aside, error)
+
 
 class Checkpoints:
     """Saves and restores one run. All methods are collective over the world."""
@@ -139,7 +146,7 @@ class Checkpoints:
             self._writing.write()
             self.finish()
         else:
-            self._writing.thread = threading.Thread(target=self._writing.write, name="checkpoint", daemon=True)
+            self._writing.thread = threading.Thread(target=self._writing.write_aside, name="checkpoint", daemon=True)
             self._writing.thread.start()
 
     @property
@@ -273,10 +280,11 @@ def _fresh_folder(aside: Path, models: Iterable[str]) -> None:
             (aside / name).mkdir(parents=True)
 
 
-def _io_message(folder: Path, cause: Exception) -> str:
+def _io_message(folder: Path, cause: BaseException) -> str:
     code = getattr(cause, "errno", None) or getattr(cause.__cause__, "errno", None)
     # writers in threads hand over no errno: a disk without room for another megabyte tells as much
     full = code == errno.ENOSPC or (folder.exists() and shutil.disk_usage(folder).free < 1 << 20)
     hint = " (no space left)" if full else ""
     advice = "Earlier checkpoints are untouched; free space or change run.dir"
-    return f"cannot write checkpoint {folder}{hint}: {cause}. {advice}"
+    what = str(cause) if isinstance(cause, OSError | RuntimeError) else f"{type(cause).__name__}: {cause}"
+    return f"cannot write checkpoint {folder}{hint}: {what}. {advice}"

@@ -52,17 +52,23 @@ def each_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip(b" \r\n\t\0"):
-                continue
-            try:
-                value = parse_json(line.removesuffix(b"\n"), str(path), AlignerError, line=number, nan=True)
-                fields = record(value, f"{path}:{number}", AlignerError).fields
-            except AlignerError:
-                if not any(rest.strip(b" \r\n\t\0") for rest in file):  # the write was cut off
-                    return
-                raise
-            yield fields
+        yield from jsonl_records(file, str(path))
+
+
+def jsonl_records(lines: Iterable[bytes], where: str) -> Iterator[dict[str, Any]]:
+    """As `read_jsonl`, of the lines of a file."""
+    rest = iter(lines)
+    for number, line in enumerate(rest, 1):
+        if not line.strip(b" \r\n\t\0"):
+            continue
+        try:
+            value = parse_json(line.removesuffix(b"\n"), where, AlignerError, line=number, nan=True)
+            fields = record(value, f"{where}:{number}", AlignerError).fields
+        except AlignerError:
+            if not any(later.strip(b" \r\n\t\0") for later in rest):  # the write was cut off
+                return
+            raise
+        yield fields
 
 
 def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

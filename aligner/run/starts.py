@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 FILE = "starts.jsonl"
+FAILED = "logs/failed_start.log"  # why the last start before the first of these came to nothing
 COMMAND = "ALIGNER_COMMAND"  # for ranks: what the user typed at their launcher
 PACKAGES = ("aligner", "torch", "megatron-core", "transformers", "transformer-engine", "tensorrt-llm")
 GIT_S = 10.0
@@ -72,6 +73,16 @@ class Start:
                     append_jsonl(self.path, [{"ended": now(), "result": result}])
                 except WriteError as cause:  # how a run ended does not depend on this line
                     print(f"warning: {cause}", file=sys.stderr)
+
+
+def note_failed(run_dir: str | Path, error: BaseException) -> None:
+    """A first start that came to nothing, for those who look at the folder. A used one stays as it was."""
+    folder = Path(run_dir)
+    if (folder / FILE).exists():
+        return
+    with suppress(OSError):  # the error is told anyway
+        (folder / FAILED).parent.mkdir(parents=True, exist_ok=True)
+        (folder / FAILED).write_text(f"{now()}\nerror: {redacted(str(error) or repr(error))}\n", encoding="utf-8")
 
 
 def start_record(ranks: int, device: torch.device, **facts: Any) -> dict[str, Any]:

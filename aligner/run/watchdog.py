@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 from aligner.cluster import failure
@@ -55,7 +56,7 @@ class Watchdog:
             self.clock.start()
             faulthandler.register(signal.SIGPROF, file=sys.__stderr__, chain=True)  # of the keeper
             self._keeper = Keeper(self.stuck_s)
-            self._thread = threading.Thread(target=self._watch, args=(self._keeper,), name="watchdog", daemon=True)
+            self._thread = threading.Thread(target=self._guarded, args=(self._keeper,), name="watchdog", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
@@ -74,6 +75,16 @@ class Watchdog:
         if self.world_size > 1 and self._thread is not None:
             self._claim({"rank": self.rank, "text": why})
 
+    def _guarded(self, keeper: Keeper) -> None:
+        """Without it nobody would hear of a phase that hangs, and the keeper of no beat."""
+        try:
+            self._watch(keeper)
+        except BaseException:
+            text = f"{traceback.format_exc()}error: watchdog: its thread has ended"
+            print(text, file=sys.stderr, flush=True)
+            failure.record(text, EXIT_CODE)
+            os._exit(EXIT_CODE)
+
     def _watch(self, keeper: Keeper) -> None:
         while not self._ended.wait(self.poll_s):
             # a thread of C's, which needs no lock of Python's, tells; who ends the process counts the seconds in which
@@ -86,7 +97,7 @@ class Watchdog:
             where = f"in phase `{name or 'between phases'}` for {now - since:.0f} s ({key}={limit_s:g})"
             if limit_s and now - since > limit_s and self._claim({"rank": self.rank, "text": where}):
                 self._fire(where)
-            elif (self.folder / FIRED).exists():
+            elif os.path.exists(self.folder / FIRED):  # unlike a Path's own: no error where the disk is away
                 self._dump()
                 if not self._ended.wait(2 * GRACE_S):  # whoever asked ends the job
                     os._exit(EXIT_CODE)

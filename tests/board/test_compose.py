@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
+import sys
 
 import pytest
 import yaml
@@ -15,6 +17,7 @@ from aligner import __main__ as command_line
 from aligner.board.compose import Wish, check, composed, form, shown
 from aligner.board.jobs import Jobs
 from aligner.board.runs import Board
+from aligner.cluster import lock
 from aligner.cluster.lock import RunLock
 from aligner.config.freeze import to_yaml
 from aligner.config.options import GROUPS
@@ -129,3 +132,19 @@ def test_nothing_starts_or_stops_that_may_not(tmp_path, monkeypatch):
             jobs.stop(tmp_path / "still")
     with pytest.raises(ConfigError, match="command='rm'"):
         ask(command="rm")
+
+
+def test_no_process_is_signalled_that_a_lock_only_names(tmp_path):
+    """All of the user's (-1), a group's (0), a bystander, the board's own parent."""
+    run, jobs = run_folder(tmp_path / "run"), Jobs()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as bystander:
+        for pid in (-1, 0, 1, -bystander.pid, bystander.pid, os.getppid(), True, str(bystander.pid)):
+            named = lock._myself() | {"pid": pid}
+            named["started"] = lock._started(abs(int(pid))) or 1
+            (run / "lock.json").write_text(json.dumps(named))
+            assert jobs.pid(run) is None
+            with pytest.raises(AlignerError, match="expected a run that goes on"):
+                jobs.stop(run)
+        assert bystander.poll() is None
+        bystander.communicate(b"\n")
+    assert bystander.returncode == 0

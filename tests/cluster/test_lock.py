@@ -82,6 +82,63 @@ def test_a_second_process_is_refused_in_one_line(holder, tmp_path):
     assert user_here(tmp_path) == holder.pid
 
 
+def mine() -> dict:
+    return lock._myself()
+
+
+ODD = [{"pid": -1}, {"pid": 0}, {"pid": 1}, {"pid": True}, {"pid": "7"}, {"pid": 7.5}, {"pid": 2**70}, {"pid": [7]}]
+ODD += [{"started": None}, {"started": "x"}, {"place": 7}, {"id": None}]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_file_that_no_run_has_written_names_nobody(tmp_path, odd):
+    write(tmp_path, **mine() | odd)
+    assert user_here(tmp_path) is None and lock._read(tmp_path / NAME) == {}
+
+
+def test_a_process_that_does_not_have_the_file_open_is_not_named_by_it(holder, tmp_path):
+    """Whoever can write the file could name any process, with the time of its start."""
+    others = tmp_path / "others"
+    others.mkdir()
+    for pid in (os.getpid(), os.getppid(), holder.pid):
+        write(others, **mine() | {"pid": pid, "started": lock._started(pid)})
+        assert user_here(others) is None
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / NAME).symlink_to(tmp_path / NAME)
+    assert user_here(tmp_path / "link") is None and user_here(tmp_path) == holder.pid
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"7", b"\xff\x00" * 99, b"[" * 10**5, b'{"a":"' + b"x" * 10**6 + b'"}'])
+def test_rubbish_is_a_file_of_nobody(tmp_path, data, at_once, monkeypatch):
+    (tmp_path / NAME).write_bytes(data)
+    assert user_here(tmp_path) is None
+    old = time.time() - 3600
+    os.utime(tmp_path / NAME, (old, old))
+    with RunLock(tmp_path):
+        assert user_here(tmp_path) == os.getpid()
+    for make in (lambda path: path.mkdir(), os.mkfifo):
+        make(tmp_path / NAME)
+        assert user_here(tmp_path) is None
+        (tmp_path / NAME).rmdir() if (tmp_path / NAME).is_dir() else (tmp_path / NAME).unlink()
+
+
+@pytest.mark.parametrize("data", [b"[]", b'{"id": "another"}', b"7"])
+def test_whoever_holds_it_hears_that_it_is_anothers_now(tmp_path, data):
+    told, heard = [], threading.Event()
+    with RunLock(tmp_path, lambda why: (told.append(why), heard.set()), beat_s=0.01):
+        (tmp_path / NAME).write_bytes(data)
+        assert heard.wait(120)
+    assert "this run was silent for too long" in told[0]
+
+
+def test_a_thread_that_ends_ends_the_run(tmp_path, monkeypatch):
+    told, heard = [], threading.Event()
+    monkeypatch.setattr(lock, "json", SimpleNamespace(loads=lambda text: 1 / 0, dumps=json.dumps))
+    with RunLock(tmp_path, lambda why: (told.append(why), heard.set()), beat_s=0.01):
+        assert heard.wait(120)
+    assert "its thread has ended by ZeroDivisionError" in told[0]
+
+
 def test_one_that_was_killed_is_followed_at_once_and_told(holder, tmp_path, capfd, at_once):
     holder.send_signal(signal.SIGKILL)
     holder.wait()

@@ -110,16 +110,25 @@ def test_a_kill_while_it_is_written_leaves_the_one_before(tiny_data, tmp_path, s
 
 
 @pytest.mark.slow
-def test_a_write_that_fails_stops_the_run_and_touches_nothing(tiny_data, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(28, "No space left on device"), "no space left"),
+        (MemoryError("m"), "MemoryError"),
+        (SystemExit(0), "Sys"),
+    ],
+)
+def test_a_write_that_fails_stops_the_run_and_touches_nothing(tiny_data, tmp_path, monkeypatch, error, told):
+    """Whatever ends the thread that writes."""
     run, write = tmp_path / "run", ModelSave.write
 
     def fails(self):
         if "step-00000004" in str(self.folder):
-            raise OSError(28, "No space left on device")
+            raise error
         write(self)
 
     monkeypatch.setattr(ModelSave, "write", fails)
-    with pytest.raises(SaveError, match=r"step-00000004.*no space left.*Earlier checkpoints are untouched") as caught:
+    with pytest.raises(SaveError, match=rf"step-00000004.*{told}.*Earlier checkpoints are untouched") as caught:
         stages.stage("sft", tiny_data, run, *MORE, "checkpoint.async_save=true")
     assert isinstance(caught.value, CheckpointError) and caught.value.transient
     assert stages.checkpoints(run) == [2] and not list((run / "checkpoints").glob("*.tmp"))

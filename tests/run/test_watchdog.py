@@ -82,6 +82,26 @@ def test_a_phase_over_its_limit_ends_the_process_with_its_stacks(tmp_path):
     assert "cluster.watchdog.score_s=10" in json.loads((tmp_path / "failure.json").read_text())["text"]
 
 
+ODD = """
+class Odd(Given):
+    def now(self):
+        if threading.current_thread().name == "watchdog":
+            raise ERROR
+        return self.seconds
+dog = watchdog(Odd(), score_s=10)
+dog.start()
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("error", ["KeyError('score')", "SystemExit(0)", "MemoryError()"])
+def test_a_watchdog_that_ends_ends_the_process(tmp_path, error):
+    """Nobody would hear of a phase that hangs any more."""
+    done = child(ODD.replace("ERROR", error), tmp_path)
+    assert done.returncode == 1 and "error: watchdog: its thread has ended" in done.stderr
+    assert error.partition("(")[0] in done.stderr and "its thread" in (tmp_path / "failure.json").read_text()
+
+
 SHORT = """
 class Passes(Given):
     "While the watchdog looks a phase ends, and of the next one pass 8 seconds."

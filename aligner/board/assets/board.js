@@ -74,6 +74,10 @@ export const api = {
     return once;
   },
 
+  well() {
+    problem.hidden = true;
+  },
+
   fail(error) {
     problem.textContent = error instanceof TypeError ? `the board does not answer (${error.message})` : error.message;
     problem.hidden = false;

@@ -43,11 +43,19 @@ export async function mount(element, api) {
   }).catch(api.fail));
 
   async function send() {
-    const text = message.value.trim(), talking = slots.filter((slot) => slot.ready());
+    const text = message.value.trim(), wanted = slots.filter((slot) => slot.named());
     if (!text || sends.disabled) return;
-    if (!talking.length) return api.fail(new Error("choose a model first"));
-    message.value = "";
+    if (!wanted.length) return api.fail(new Error("choose a model first"));
+    api.well();
     sends.disabled = true;
+    await Promise.all(wanted.map((slot) => slot.opened())); // what loads is waited for
+    const talking = slots.filter((slot) => slot.ready());
+    if (!talking.length) {
+      sends.disabled = false;
+      if (slots.some((slot) => slot.named())) api.fail(new Error("the model could not be opened: choose another"));
+      return;
+    }
+    message.value = "";
     ends.hidden = false;
     abort = new AbortController();
     await Promise.all(talking.map((slot) => slot.say(text)));
@@ -64,18 +72,19 @@ export async function mount(element, api) {
   function slotOf(label, chosen) {
     const log = el("div", {class: "talk", role: "log", "aria-label": `talk with ${label}`, tabindex: 0});
     const state = el("span", {class: "dim", role: "status"}, chosen ? "ready" : "");
-    const select = el("select", {onchange: () => change(select.value)});
+    const select = el("select", {onchange: () => { opened = change(select.value); }});
     const offer = (names) => select.replaceChildren(...["", ...names].map((name) => el("option", {value: name, selected: name === named}, name || "none")));
-    let named = chosen, model = chosen, history = [], painted = [], opening = 0;
+    let named = chosen, model = chosen, history = [], painted = [], opening = 0, opened = Promise.resolve();
 
     async function change(name) {
       const mine = ++opening, before = named;
       named = name;
       model = "";
       clear();
+      api.well();
       try {
         if (before && slots.every((slot) => slot.named() !== before)) await api.ask("close_talk", {model: before});
-        state.textContent = name ? "loading ..." : "";
+        state.textContent = name ? "loading; what you send is answered then" : "";
         const found = name ? await api.ask("open_talk", {model: name}) : null;
         if (mine !== opening) return;
         model = name;
@@ -125,6 +134,6 @@ export async function mount(element, api) {
     }
 
     return {element: el("div", {}, el("div", {class: "controls"}, el("label", {}, label, select), state), log),
-      ready: () => model !== "", named: () => named, offer, say, clear, paint};
+      ready: () => model !== "", named: () => named, opened: () => opened, offer, say, clear, paint};
   }
 }

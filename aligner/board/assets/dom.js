@@ -12,6 +12,11 @@ export function el(tag, properties = {}, ...children) {
   return made;
 }
 
+// A name that may break behind what joins its words, and nowhere else.
+export function breakable(name) {
+  return name.split(/(?<=[/_.-])/).flatMap((word, i) => (i ? [el("wbr"), word] : [word]));
+}
+
 // At most four digits, large ones with k, M, G or T; "" for what is none.
 export function number(value) {
   if (typeof value !== "number" || !Number.isFinite(value)) return "";

@@ -1,6 +1,6 @@
 // The table of runs: choose, filter, sort; and what there is to say of those chosen.
 
-import { bytes, duration, el, number, shown, table } from "board/dom.js";
+import { breakable, bytes, duration, el, number, shown, table } from "board/dom.js";
 
 const percent = (value) => (typeof value === "number" ? `${(100 * value).toFixed(0)} %` : "");
 
@@ -72,11 +72,11 @@ export function mount(element, api) {
     const heads = Object.keys(shownColumns).map((name) => el("button", {"data-key": `sort ${name}`, onclick: () => sort(name)},
       name, sorted === name ? (down ? " ▾" : " ▴") : ""));
     const rows = visible().map((row) => [
-      api.report ? row.name : el("label", {class: "choice"}, el("input", {type: "checkbox", checked: api.chosen.has(row.name), "data-key": `choose ${row.name}`,
+      api.report ? el("span", {class: "choice"}, el("span", {}, breakable(row.name))) : el("label", {class: "choice"}, el("input", {type: "checkbox", checked: api.chosen.has(row.name), "data-key": `choose ${row.name}`,
         onchange: (event) => {
           event.target.checked ? api.chosen.add(row.name) : api.chosen.delete(row.name);
           api.choose(told.runs.map((each) => each.name).filter((name) => api.chosen.has(name)));
-        }}), row.name),
+        }}), el("span", {}, breakable(row.name))),
       ...Object.entries(shownColumns).filter(([name]) => name !== "run").map(([, [, show]]) => show(row)),
     ]);
     body.replaceChildren(told.runs.length ? table(api.report ? Object.keys(shownColumns) : heads, rows, "table of runs") : "");
@@ -106,6 +106,8 @@ export function mount(element, api) {
     if (Object.keys(summary).length) parts.unshift(el("h2", {}, "summary"),
       table(["result", "value"], Object.entries(summary).map(([key, value]) => [key, typeof value === "number" ? shown(key, value) : value])));
     for (const name of names) if (details[name].config) parts.push(folded(`config ${name}`, `config of ${name}`, el("pre", {}, details[name].config)));
+    for (const name of names) for (const [file, text] of Object.entries(details[name].logs ?? {}))
+      parts.push(folded(`log ${name} ${file}`, `end of ${file} of ${name}`, el("pre", {class: "log"}, text)));
     if (names.length) below.replaceChildren(...parts);
     else below.replaceChildren();
   }

@@ -89,7 +89,8 @@ export async function mount(element, api) {
     if (view.groups.length) return el("div", {}, head, view.groups.map((group) => groupOf(view, group)));
     const none = view.rows.length ? null : el("p", {}, "No sample is like that.");
     const more = view.recorded.length ? null : el("p", {class: "dim"}, `No numbers of tokens: ${hint}.`);
-    return el("div", {}, head, more, none, view.rows.map(row));
+    const damage = view.damage ? el("p", {class: "problem"}, view.damage) : null;
+    return el("div", {}, head, damage, more, none, view.rows.map(row));
   }
 
   function groupOf(view, group) {

@@ -41,8 +41,7 @@ class Abort:
         try:
             yield
         except BaseException:
-            for future in list(futures):
-                future.abort()
+            _let_go(futures)
             raise
         finally:
             self._over.set()
@@ -56,12 +55,22 @@ class Abort:
                         continue
                     raise EOFError
                 self.connection.recv()  # nothing but `abort` comes while a call runs
-            except (EOFError, OSError):
+            except Exception as error:  # also what cannot be read: nobody would listen any more
+                if not isinstance(error, EOFError | OSError):
+                    traceback.print_exc()
                 self.orphaned = True
             self.asked = True
-            for future in list(futures):
-                future.abort()
+            _let_go(futures)
             return
+
+
+def _let_go(futures: list) -> None:
+    """All of them, whatever the package says to it."""
+    for future in list(futures):
+        try:
+            future.abort()
+        except Exception:
+            traceback.print_exc()
 
 
 def serve(connection: Connection, make_worker: Callable[..., Any]) -> None:

@@ -1,0 +1,45 @@
+"""The process around an engine: whatever comes, requests under way are let go."""
+
+import multiprocessing
+import threading
+
+import pytest
+
+from aligner.engines.child.serve import Abort
+
+
+class Request:
+    def __init__(self, fails):
+        self.fails, self.gone = fails, threading.Event()
+
+    def abort(self):
+        self.gone.set()
+        if self.fails:
+            raise ValueError("no such request")
+
+
+@pytest.mark.parametrize("what", ["an abort", "the end", "what cannot be read", "an error of the trainer's"])
+def test_all_are_let_go(what, capfd):
+    """Also behind one whose abort fails."""
+    ours, theirs = multiprocessing.Pipe()
+    requests, abort = [Request(i == 0) for i in range(3)], Abort(ours)
+
+    def say():
+        if what == "an abort":
+            theirs.send("abort")
+        elif what == "the end":
+            theirs.close()
+        elif what == "what cannot be read":
+            theirs.send_bytes(b"\xff no pickle")
+
+    try:
+        with abort.watching(requests):
+            if what == "an error of the trainer's":
+                raise KeyError("x")
+            say()
+            assert all(request.gone.wait(120) for request in requests)
+    except KeyError:
+        pass
+    assert all(request.gone.is_set() for request in requests)
+    assert abort.orphaned == (what in ("the end", "what cannot be read"))
+    assert "no such request" in capfd.readouterr().err
