@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -218,3 +220,72 @@ def test_models_answer_token_by_token_side_by_side(look, serve, random_model):
     for status in page.locator("#page-chat .talks [role=status]").all():
         expect(status).to_be_empty()
     assert talk.process.wait(300) == -9
+
+
+@pytest.mark.slow
+def test_what_is_sent_while_a_model_loads_is_answered_then(look, serve, tmp_path, monkeypatch):
+    """And what was said because none was chosen goes."""
+    loaded = threading.Event()
+
+    class Slow:
+        def living(self):
+            return []
+
+        def open(self, name, model):
+            assert loaded.wait(300)
+            return SimpleNamespace(plain=False)
+
+        def say(self, name, body):
+            yield {"text": f"heard {body['messages'][-1]['content']}"}
+
+    monkeypatch.setattr(chat, "TALKS", Slow())
+    (run_folder(tmp_path / "a") / "hf").mkdir()
+    (tmp_path / "a" / "hf" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    page = look(serve(tmp_path))
+    go(page, "chat", ".talks")
+    page.get_by_label("message").fill("hello")
+    page.get_by_role("button", name="send").click()
+    expect(page.get_by_role("alert")).to_contain_text("choose a model first")
+    choice(page, "model").select_option("a")
+    expect(page.get_by_role("alert")).to_be_hidden()
+    page.get_by_role("button", name="send").click()
+    expect(page.get_by_role("button", name="send")).to_be_disabled()
+    expect(page.get_by_role("alert")).to_be_hidden()
+    loaded.set()
+    expect(page.locator(".turn.own pre")).to_have_text("heard hello")
+
+
+@pytest.mark.slow
+def test_names_break_between_words_and_logs_are_text(look, serve, tmp_path):
+    name = "quickstart_grpo-of_a-long_name.with_many-parts"
+    folder = run_folder(tmp_path / name)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1.0, "eval/accuracy": 0.5}\n')
+    (folder / "logs").mkdir()
+    (folder / "logs" / "board.log").write_text(f"{HOSTILE}\nerror: the end\n")
+    page = look(serve(tmp_path), width=PHONE["width"])
+    label = page.locator("label.choice span").first
+    assert label.text_content() == name and fits_a_phone(page)
+    lines = page.evaluate(LINES)
+    assert "".join(lines) == name and all(line[-1] in "_-." for line in lines[:-1])
+    log = page.locator("pre.log")
+    assert log.text_content() == f"{HOSTILE}\nerror: the end\n" and page.title() == "aligner board"
+    go(page, "curves", "figure")
+    assert "eval/accuracy" in page.locator("figure").first.inner_text()
+
+
+# the text of each line of the first name, as the browser breaks it
+LINES = """() => {
+  const element = document.querySelector("label.choice span");
+  const found = []; let top = null;
+  const walk = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
+  for (let node = walk.nextNode(); node; node = walk.nextNode())
+    for (let i = 0; i < node.length; i++) {
+      const range = document.createRange();
+      range.setStart(node, i); range.setEnd(node, i + 1);
+      const y = range.getBoundingClientRect().top;
+      if (top === null || Math.abs(y - top) > 3) found.push("");
+      top = y;
+      found[found.length - 1] += node.data[i];
+    }
+  return found;
+}"""
