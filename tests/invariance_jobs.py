@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 from aligner.algorithms.anchor import Anchor
+from aligner.algorithms.first_step import FirstStepChecks
 from aligner.algorithms.losses import policy_loss
 from aligner.config.sections.algorithm import AlgorithmConfig, RewardLossConfig
 from aligner.config.sections.batch import BatchConfig
@@ -28,20 +30,22 @@ from aligner.ops.rl import advantages
 from aligner.ops.rl.by_rank import with_partners
 from aligner.ops.rl.kto import mismatched
 from aligner.roles.critic import Critic
-from aligner.roles.policy import Policy
+from aligner.roles.policy import Policy, Reference
 from aligner.roles.ptx import Ptx
 from aligner.roles.reward_model import RewardModel
 from aligner.roles.teacher import Student, Teacher
 from aligner.rollout.balance import Balancer
 from aligner.rollout.record import read_recording
 from aligner.rollout.unpaired import with_reference, zero_point
+from aligner.run.timers import Timers
 from aligner.stages.distill import distill_loss
-from aligner.stages.dpo import dpo_loss
+from aligner.stages.dpo import dpo_loss, learn
 from aligner.stages.kto import kto_loss
 from aligner.stages.ppo import value_loss
 from aligner.stages.rm import preference_loss
 from aligner.stages.sft import sft_loss
 from aligner.types import RolloutBatch, TrainBatch
+from tests import invariance_losses
 from tests.megatron.jobs import build, build_on, weights
 from tests.tiny import random_routing, wild_source
 
@@ -52,7 +56,7 @@ STEEP = replace(PLAIN, lr=1e8)
 ADAM = OptimConfig(lr=1e-3)
 
 
-POLICIES = ("sft", "dpo", "dpo_by_rank", "kto", "distill", "distill_top_k", "grpo", "grpo_proxy", "ppo")
+SCORED = ("rm", "critic")  # models with a score head
 PLAIN_BATCH = BatchConfig(micro_batch_samples=16, share_prompts=False)
 
 
@@ -70,7 +74,13 @@ class Case:
     replay: bool = False  # a policy's tokens go to experts by lot
 
 
-PAIRS = ("rm", "dpo", "dpo_by_rank", "kto")  # two rows that stay together; of kto an answer and a mismatched one
+PAIRS = (
+    "rm",
+    "dpo",
+    "dpo_by_rank",
+    "kto",
+    *invariance_losses.PAIRS,
+)  # two rows that stay together; of kto an answer and a mismatched one
 # sums, means and odds, the tail of the longer answer, weights from the whole distribution, NLL
 ROWS = PreferenceConfig(["sigmoid", "ipo", "rpo_bwd_kl"], [1.0, 0.01, 0.5], ld_alpha=0.5, wpo=True, nll_coef=0.3)
 BY_RANK = PreferenceConfig(["aot", "aot_unpaired"], beta=0.5, ld_alpha=0.5)
@@ -118,11 +128,11 @@ def replay(file: Path, stage: str, model: ModelConfig, case: Case, count: int, w
 def _replay(recording, stage: str, model: ModelConfig, case: Case, without: str) -> dict:
     cfg = replace(model, vocab_size=recording.header.origin.vocab_size, recompute=case.recompute)
     rows = prepare(recording.rollout, without)
-    if case.replay and stage in POLICIES:
+    if case.replay and stage not in SCORED:
         rows.routing = random_routing(cfg, rows)
     result = {}
     for name, optim, steps in (("steep", STEEP, 1), ("sgd", PLAIN, 2), ("adam", ADAM, 2)):
-        head = Head("lm" if stage in POLICIES else "score")
+        head = Head("score" if stage in SCORED else "lm")
         optim = replace(optim, distributed=case.distributed)
         on_trunk = stage == "critic" and cfg.lora.rank > 0
         kind = Head() if on_trunk else head
@@ -132,10 +142,19 @@ def _replay(recording, stage: str, model: ModelConfig, case: Case, without: str)
         sharded = build_on(sharded, optim) if on_trunk else sharded
         start, losses = weights(sharded), []
         layout = sharded.layout
-        mine = share(rows, stage, layout.data, layout.dp_rank)
+        if stage in invariance_losses.POLICY:
+            size = len(rows.lengths) // layout.data
+            at = range(layout.dp_rank * size, (layout.dp_rank + 1) * size)
+            mine = invariance_losses.with_advantages(stage, recording.rollout, rows, at, layout.pgs.dp)
+        else:
+            mine = share(rows, stage, layout.data, layout.dp_rank)
         mine = mine if stage in PAIRS else Balancer(cfg, layout.pgs.dp)(mine)
-        for _ in range(steps):
-            losses.append(update(stage, sharded, mine, case.batch))
+        reference = frozen(sharded, case.batch) if stage == "dpo_sync" else None
+        for step in range(1, steps + 1 + (stage == "dpo_sync" and steps > 1)):
+            if reference is not None:
+                losses.append(follow(step, sharded, reference, mine, case.batch))
+            else:
+                losses.append(update(stage, sharded, mine, case.batch))
         after = weights(sharded)
         if name == "steep":
             scale = optim.lr / optim.eps
@@ -211,11 +230,15 @@ def share(rows: TrainBatch, stage: str, ranks: int, rank: int) -> TrainBatch:
 def learner(cfg: DistillConfig, sharded, mine: TrainBatch, batch: BatchConfig) -> tuple[Student, TrainBatch]:
     """A student, and the rows with what its teacher says of them."""
     model, layout = sharded.cfg, sharded.layout
-    parallel = ParallelConfig(layout.tensor, layout.pipeline, layout.context, sequence=layout.sequence)
-    parallel.context_mode = "alltoall" if layout.over_heads else "allgather"
     shape = replace(model, **TEACHER, vocab_size=model.vocab_size + 3, recompute="none")
     teacher = Teacher(
-        build(shape, parallel, dtype=sharded.dtype, source=wild_source(shape, 5), packed=batch.packing),
+        build(
+            shape,
+            replace(parallel_of(layout), expert=1),
+            dtype=sharded.dtype,
+            source=wild_source(shape, 5),
+            packed=batch.packing,
+        ),
         batch,
         cfg,
         model.vocab_size,
@@ -223,6 +246,30 @@ def learner(cfg: DistillConfig, sharded, mine: TrainBatch, batch: BatchConfig) -
     student = Student(sharded, batch, cfg=cfg, vocab_size=model.vocab_size)
     student.heads = [] if cfg.top_k else [teacher.head(sharded)]
     return student, teacher.tell(mine)
+
+
+def frozen(sharded, batch: BatchConfig) -> Reference:
+    """A model with the weights that training starts with."""
+    return Reference(build(sharded.cfg, parallel_of(sharded.layout), dtype=sharded.dtype, packed=batch.packing), batch)
+
+
+def parallel_of(layout) -> ParallelConfig:
+    parallel = ParallelConfig(layout.tensor, layout.pipeline, layout.context, sequence=layout.sequence)
+    parallel.context_mode = "alltoall" if layout.over_heads else "allgather"
+    parallel.expert = layout.expert
+    return parallel
+
+
+def follow(step: int, sharded, reference: Reference, mine: TrainBatch, batch: BatchConfig) -> float:
+    """A step of stage dpo whose reference follows."""
+    cfg, policy = invariance_losses.PAIRS["dpo_sync"], Policy(sharded, batch, entropy=False)
+    run, off = SimpleNamespace(timers=Timers()), FirstStepChecks(False)
+    return learn(run, step, with_numbers(mine), policy, reference, cfg, off)["policy/loss"]
+
+
+def with_numbers(mine: TrainBatch) -> TrainBatch:
+    """Pairs with margins, rewards and weights."""
+    return replace(mine, labels=torch.stack([mine.labels, mine.labels, torch.ones_like(mine.labels)], 1))
 
 
 def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
@@ -234,10 +281,9 @@ def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
         stats = role.update(mine, preference_loss(len(mine.lengths) // 2, cfg, group), 2)
     elif stage == "critic":
         stats, name = Critic(sharded, batch).update(mine, value_loss(mine, 0.2, group)), "critic/loss"
-    elif stage in ("dpo", "dpo_by_rank"):
-        cfg = ROWS if stage == "dpo" else BY_RANK
-        numbers = torch.stack([mine.labels, mine.labels, torch.ones_like(mine.labels)], 1)
-        pairs, role = replace(mine, labels=numbers), Policy(sharded, batch, entropy=False, log_squares=cfg.wpo)
+    elif stage in ("dpo", "dpo_by_rank", "dpo_others"):
+        cfg = {"dpo": ROWS, "dpo_by_rank": BY_RANK}.get(stage) or invariance_losses.PAIRS[stage]
+        pairs, role = with_numbers(mine), Policy(sharded, batch, entropy=False, log_squares=cfg.wpo)
         if cfg.by_rank:
             pairs.labels = with_partners(pairs, role.logprobs(pairs, pairs.loss_mask, unit=2), cfg, group)
         stats, name = role.update(pairs, dpo_loss(pairs, cfg, group), 2), "policy/loss"
@@ -254,6 +300,11 @@ def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
         role = Policy(sharded, batch, temperature=0.8)
         if stage == "sft":
             loss = sft_loss(mine, group)
+        elif stage in invariance_losses.POLICY:
+            cfg = invariance_losses.POLICY[stage]
+            if not sharded.step_count:  # as a stage does before it updates; later steps are of the same rollout
+                mine.old_logprobs = mine.ref_logprobs = role.logprobs(mine, mine.loss_mask)
+            loss = policy_loss(mine, cfg, cfg.kl.coef, 16, group, dtype=sharded.dtype)
         elif stage == "grpo":
             loss = policy_loss(mine, AlgorithmConfig(), 0.0, 16, group)
         elif stage == "grpo_proxy":

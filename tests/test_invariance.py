@@ -42,6 +42,7 @@ def test_the_axes_are_those_of_the_command():
 
 
 FEW_AXES = {  # dpo and grpo have the others
+    **dict.fromkeys(invariance.LOSSES, ("dp2", "tp2", "micro-batch 1", "shared prompts", "padded")),
     "dpo_by_rank": ["dp2", "tp2", "pp2", "cp2", "micro-batch 1", "shared prompts", "padded"],
     "grpo_proxy": ["dp2", "cp2", "micro-batch 1", "shared prompts"],
 }
