@@ -140,8 +140,8 @@ def recipe(tmp_path):
         ("stage=dpo data.loss_on=all", "data.loss_on", "", "distill, sft"),
         ("stage=grpo data.across_documents=true", "data.across_documents", "", "distill, sft"),
         ("stage=sft data.empty_answers=drop", "data.empty_answers", "", "dpo, kto"),
-        ("stage=rm ptx.sequences=3", "ptx.sequences", "", "distill, dpo"),
-        ("stage=sample ptx.data.train=x", "ptx.data.train", "", "distill, dpo"),
+        ("stage=rm ptx.sequences=3", "ptx.sequences", "batch.sequences", "distill, dpo"),
+        ("stage=sample ptx.data.train=x", "ptx.data.train", "data.train", "distill, dpo"),
         ("stage=sample data.shuffle=false", "data.shuffle", "", "distill, dpo"),
     ],
 )
