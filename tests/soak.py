@@ -34,6 +34,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 if __name__ == "__main__":  # before torch
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", NO_PROXY="127.0.0.1")
@@ -74,6 +75,7 @@ from tests.ranks import _free_port
 from tests.servers import Server, fickle, scored_by
 
 TOTAL = 6
+DROPPED = "dropped"  # where a run's deleted logs of answers go, for the run that reads all of them
 GOES_ON = "The run goes on with engines"
 STAGES = ("sft", "rm", "dpo", "kto", "distill", "online_dpo", "sample", "grpo", "ppo", "turns", "outside")
 ASKING = ("turns", "outside")  # whom nobody answers the same again
@@ -341,7 +343,9 @@ class Soak:
         """An uninterrupted run that is given the answers which this one was given."""
         again = run.with_name(f"{run.name}-again")
         cfg = self.config(stage, layout, again)
-        shutil.copytree(run / ANSWERS, again / ANSWERS)
+        for folder in (ANSWERS, DROPPED):
+            if (run / folder).exists():
+                shutil.copytree(run / folder, again / ANSWERS, dirs_exist_ok=True)
         if not attempt(cfg, LAYOUTS[layout][0], self.folder / "log", None)[0]:
             raise RuntimeError(f"the run with the answers of {run} failed:\n{self.tail(self.folder / 'log')}")
         return again
@@ -460,6 +464,15 @@ def hashes(run: Path) -> dict[str, str]:
     return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+def set_aside(log: AnswerLog, first: int) -> None:
+    """In place of the deletion of logs of rollouts before the `first`."""
+    aside = log.folder.with_name(DROPPED)
+    aside.mkdir(exist_ok=True)
+    for path in log.folder.glob("step-*.jsonl") if log.rank == 0 else ():
+        if int(path.name[5:13]) < first:
+            path.rename(aside / path.name)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Kill, resume, compare.")
     parser.add_argument("--kills", type=int, default=50)
@@ -475,8 +488,9 @@ def main(argv: list[str] | None = None) -> int:
     names = args.stages.split(",") if args.stages else ["grpo", "ppo", "turns"] if args.ahead else list(STAGES)
     layouts = ASYNC if args.ahead else [name for name in LAYOUTS if name != VLLM]
     soak = Soak(folder, args.seed, names, args.layouts.split(",") if args.layouts else layouts)
-    while soak.kills < args.kills:
-        soak.case(args.kills - soak.kills)
+    with patch.object(AnswerLog, "drop", set_aside):
+        while soak.kills < args.kills:
+            soak.case(args.kills - soak.kills)
     kinds = ", ".join(f"{kind} {count}" for kind, count in soak.kinds.most_common())
     print(f"at {kinds}")
     print(

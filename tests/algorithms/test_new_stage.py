@@ -80,7 +80,7 @@ def test_a_new_stage_needs_no_other_file(tiny_data, tmp_path):
         "config/sharp.py": SAYS,
         "stages/sharp.py": STAGE,
         "conf/stage/sharp.yaml": "# @package _global_\nstage:\n  name: sharp\nrun:\n  steps: 2\n",
-        "conf/algorithm/sharp.yaml": "kl:\n  coef: 0.0\n",
+        "conf/algorithm/sharp.yaml": "{}\n",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

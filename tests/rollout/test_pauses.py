@@ -21,7 +21,6 @@ from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
 from aligner.errors import ConfigError
 from aligner.ops.seeds import derive
-from aligner.rollout import turns
 from aligner.rollout.pauses import PausingGenerator
 from aligner.rollout.requests import Request
 from aligner.rollout.turns import Outside
@@ -36,7 +35,7 @@ CFG = EnvironmentConfig(path="tests/assets/environments.py:Late", args={"most_s"
 CFG.workers, CFG.max_tokens = 1, 2000
 
 
-def read_calls(text, kind):
+def read_calls(text, kind, tools=()):
     """The model is random, and writes no calls."""
     return text, [Call("roll", {})] if len(text) % 5 else []
 
@@ -135,7 +134,7 @@ def engine_of(window, **more):
 @pytest.mark.parametrize("restart", [0, 3])
 def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart):
     """After the window `restart` another process goes on, whose environments are made anew."""
-    monkeypatch.setattr(turns, "read_calls", read_calls)
+    monkeypatch.setattr("aligner.data.dialogue.read_calls", read_calls)
     tokenizer, dialogue, requests = talkers(tmp_path, "one", "another")
     engine, single = engine_of(WINDOW), engine_of(1)
     engine.keeps_rows = False  # which are read in an order of their own
