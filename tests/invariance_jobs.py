@@ -119,7 +119,7 @@ def replay(file: Path, stage: str, model: ModelConfig, case: Case, count: int, w
     two micro-batches or more. `without`: rejected rows "invalid" stay in the batch, "gone" are taken out."""
     recording = read_recording(file)
     recording.rollout = recording.rollout.select(torch.arange(count))
-    batch = replace(case.batch, micro_batch_samples=min(case.batch.micro_batch_samples, count // 2))
+    batch = replace(case.batch, micro_batch_samples=min(case.batch.micro_batch_rows, count // 2))
     with near_ties() as ties:
         result = _replay(recording, stage, model, replace(case, batch=batch), without)
     return result | {"near_ties": sum(ties)} if dist.get_rank() == 0 else {}
