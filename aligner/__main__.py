@@ -190,7 +190,7 @@ def _composed(args: argparse.Namespace) -> Config:
     runs, frozen = args.command in OF_A_STAGE, args.frozen
     if args.command in OF_A_FOLDER:
         folder = _take_folder(args)
-        if frozen is None and (Path(folder) / FILE_NAME).is_file():
+        if frozen is None and folder and (Path(folder) / FILE_NAME).is_file():
             frozen = folder
     if frozen is None:
         return (compose_run if runs else compose)(args.overrides, config_dir=args.config_dir)

@@ -200,6 +200,8 @@ def test_eval_and_chat_start_from_the_run_they_are_pointed_at(monkeypatch):
     assert [(c.stage.name, c.model.num_layers, c.run.dir) for c in seen] == [("grpo", 28, "runs/a")] * 2
     assert (seen[0].eval.samples, seen[1].sampling.temperature) == (4, 0.5)
     assert main(["eval", "run.dir=runs/none"]) == 0 and seen[2].model.num_layers == 4
+    Path("config.yaml").write_text("somebody: else's\n")  # where the command is typed, which is no run folder
+    assert main(["eval", "seed=3"]) == 0 and seen[3].seed == 3
 
 
 @pytest.mark.parametrize("command", ["eval", "chat", "serve"])
