@@ -88,7 +88,7 @@ def _read(path: Path) -> dict[str, Any]:
         if not stat.S_ISREG(path.lstat().st_mode) or path.lstat().st_size > MAX_BYTES:
             return {}
         found = read_record(path, AlignerError)
-        found.integer("pid", low=2), found.integer("started"), found.text("id"), found.text("place")
+        found.integer("pid", low=1), found.integer("started"), found.text("id"), found.text("place")
         return found.fields
     except (OSError, AlignerError):
         return {}

@@ -86,7 +86,7 @@ def mine() -> dict:
     return lock._myself()
 
 
-ODD = [{"pid": -1}, {"pid": 0}, {"pid": 1}, {"pid": True}, {"pid": "7"}, {"pid": 7.5}, {"pid": 2**70}, {"pid": [7]}]
+ODD = [{"pid": -1}, {"pid": 0}, {"pid": True}, {"pid": "7"}, {"pid": 7.5}, {"pid": 2**70}, {"pid": [7]}]
 ODD += [{"started": None}, {"started": "x"}, {"place": 7}, {"id": None}]
 
 
@@ -94,6 +94,17 @@ ODD += [{"started": None}, {"started": "x"}, {"place": 7}, {"id": None}]
 def test_a_file_that_no_run_has_written_names_nobody(tmp_path, odd):
     write(tmp_path, **mine() | odd)
     assert user_here(tmp_path) is None and lock._read(tmp_path / NAME) == {}
+
+
+def test_the_first_process_of_a_container_is_a_user_like_others(tmp_path, monkeypatch, capfd):
+    """Its number is 1. It gives the folder back, and what it left is taken over."""
+    monkeypatch.setattr(lock.os, "getpid", lambda: 1)
+    with RunLock(tmp_path):
+        assert owner(tmp_path)["pid"] == 1 and lock._read(tmp_path / NAME) == owner(tmp_path)
+    assert not list(tmp_path.iterdir())
+    write(tmp_path, **mine() | {"id": "of the container before"})
+    with RunLock(tmp_path):
+        assert "which has ended" in capfd.readouterr().err
 
 
 def test_a_process_that_does_not_have_the_file_open_is_not_named_by_it(holder, tmp_path):
