@@ -49,8 +49,10 @@ def steps(folder: Path) -> list[int]:
     """Those of a run whose rollouts are there."""
     if not own.within(folder, FOLDER):
         return []
-    names = (NAME.fullmatch(name) for name in os.listdir(folder / FOLDER))
-    return sorted(int(match[1]) for match in names if match)
+    names = []
+    with suppress(OSError):  # no folder, or one that is closed
+        names = os.listdir(folder / FOLDER)
+    return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
 
 
 @dataclass(frozen=True)

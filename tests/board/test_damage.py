@@ -71,6 +71,14 @@ def test_rubbish_costs_its_own_row(tmp_path, bad, name, data):
     assert {row["name"] for row in found["table"]["runs"]} == {"good", "bad"}
 
 
+@pytest.mark.parametrize("name", ["rollouts", "logs", "checkpoints", "hf"])
+def test_a_file_in_place_of_a_folder_costs_its_own_row(tmp_path, bad, name):
+    if (bad / name).is_dir():
+        (bad / name).rmdir()
+    (bad / name).write_text("x")
+    assert len(both(tmp_path)["table"]["runs"]) == 2
+
+
 @pytest.mark.parametrize("start", STARTS)
 def test_odd_starts_and_versions_cost_their_own_row(tmp_path, bad, start):
     (bad / "starts.jsonl").write_text(json.dumps(start) + "\n")
