@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from aligner.board import own
 from aligner.board.series import SO_FAR, STEP_S, Series, number
@@ -27,7 +26,7 @@ from aligner.cluster.lock import BEAT_S
 from aligner.cluster.lock import NAME as LOCK
 from aligner.config.freeze import from_yaml
 from aligner.errors import AlignerError, ConfigError, DataError
-from aligner.foreign import MAX_DEPTH, Record, parse_json, record
+from aligner.foreign import Record, parse_json, record
 from aligner.run.alarms import FILE as ALARMS
 from aligner.run.metrics import jsonl_records
 from aligner.run.starts import FILE as STARTS
@@ -303,23 +302,7 @@ def flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 def read_settings(folder: Path, name: str = "config.yaml") -> dict[str, Any]:
     """By dotted key. Raises OSError, AlignerError, and whatever PyYAML does."""
-    data = own.content(folder, name, own.CONFIG_BYTES)
-    try:
-        _refuse_bombs(name, data, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError:  # see `from_yaml`
-        _refuse_bombs(name, data, yaml.SafeLoader)
-    return dict(flat(from_yaml(data) or {}))
-
-
-def _refuse_bombs(name: str, data: bytes, loader: Any) -> None:
-    """What stands for much more than it says, or ends the interpreter's stack, libyaml's too. Raises AlignerError."""
-    depth = 0
-    for event in yaml.parse(data, loader):
-        if isinstance(event, yaml.AliasEvent):
-            raise AlignerError(f"{name}: expected no aliases, by which a short file stands for a long one")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise AlignerError(f"{name}: expected YAML nested at most {MAX_DEPTH} deep")
+    return dict(flat(from_yaml(own.content(folder, name, own.CONFIG_BYTES)) or {}))
 
 
 def _records(folder: Path, name: str) -> list[dict[str, Any]]:

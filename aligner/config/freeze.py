@@ -16,6 +16,7 @@ import yaml
 from aligner.config.options import from_plain
 from aligner.config.schema import Config
 from aligner.errors import ConfigError
+from aligner.foreign import MAX_DEPTH
 
 FILE_NAME = "config.yaml"
 PENDING_NAME = "config.pending.yaml"  # of a start in a used folder that may still be refused; its lock's owner's
@@ -55,11 +56,23 @@ def to_yaml(cfg: Config) -> str:
 
 
 def from_yaml(text: str | bytes) -> Any:
-    """What `to_yaml` wrote, or somebody else. Raises yaml.YAMLError, with PyYAML's own words, which say more."""
+    """What `to_yaml` wrote, or somebody else. Raises yaml.YAMLError, with PyYAML's own words, which say more; also for
+    aliases, by which a short file stands for a long one, and for what is nested so deep that libyaml would crash."""
     try:
-        return yaml.load(text, _LOADER)
+        return _load(text, _LOADER)
     except yaml.YAMLError:
-        return yaml.safe_load(text)
+        return _load(text, yaml.SafeLoader)
+
+
+def _load(text: str | bytes, loader: Any) -> Any:
+    depth = 0
+    for event in yaml.parse(text, loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError(f"expected no aliases, as *{event.anchor}")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"expected YAML nested at most {MAX_DEPTH} deep")
+    return yaml.load(text, loader)
 
 
 def freeze(cfg: Config, folder: Path | str, name: str = FILE_NAME) -> Path:

@@ -102,6 +102,25 @@ def test_any_override_survives_composing_and_freezing(name, lr, seed, tie, colum
     assert load_frozen(freeze(cfg, tmp_path_factory.mktemp("run"))) == cfg
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("[" * 100_000, "nested at most 100 deep"),
+        ('{"a": ' * 50_000, "nested at most 100 deep"),
+        ("- " * 50_000, "nested at most 100 deep"),
+        (f"run: {'[' * 101}{']' * 101}", "nested at most 100 deep"),
+        ("seed: &a 1\nrun: {steps: *a}", "expected no aliases"),
+        ("a: &a [1]\nb: &b [*a, *a]\nc: [*b, *b]", "expected no aliases"),
+        ("\ud800: [\n", "a config.yaml written by aligner"),  # no UTF-8
+    ],
+)
+def test_a_file_that_would_end_the_process_is_refused(tmp_path, content, expected):
+    """By its stack, which libyaml does not watch, or by its size once it is copied."""
+    (tmp_path / "config.yaml").write_bytes(content.encode(errors="surrogatepass"))
+    with pytest.raises(ConfigError, match=expected):
+        load_frozen(tmp_path)
+
+
 def test_the_hash_speaks_of_what_is_computed():
     base = compose(["stage=grpo"])
     assert len(config_hash(base)) == 12 and int(config_hash(base), 16) >= 0
@@ -144,7 +163,7 @@ def test_the_file_follows_the_schema_and_is_replaced(tmp_path):
         ("data: {columns: {1: a}}", ConfigError, "data.columns"),
         ("critic: {optim: {lr: -1}}", ConfigError, "critic.optim.lr=-1"),
         ("optim: [", ConfigError, "written by aligner"),
-        ("optim: {lr: *x}", ConfigError, "found undefined alias 'x'"),
+        ("optim: {lr: *x}", ConfigError, "expected no aliases, as *x"),
         ("3", ConfigError, "written by aligner"),
     ],
 )
