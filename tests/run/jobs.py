@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import Counter
@@ -65,8 +64,8 @@ def run_config(cfg: Config, signals: StopSignals | None = None) -> int:
         torch.use_deterministic_algorithms(False)
 
 
-def stop_after(arguments: list[str], step: int, rank: int, number: int) -> dict:
-    """`run_stage`, in which one rank gets a signal during `step`; what STOPPED says then."""
+def stop_after(arguments: list[str], step: int, rank: int, number: int) -> None:
+    """`run_stage`, in which one rank gets a signal during `step`."""
     signals, finish = StopSignals(), Run.finish
 
     def told(self, now, *args, **kwargs):
@@ -79,7 +78,6 @@ def stop_after(arguments: list[str], step: int, rank: int, number: int) -> dict:
         assert run_stage(arguments, signals) == 0
     finally:
         Run.finish = finish
-    return json.loads((Path(compose(arguments).run.dir) / "STOPPED").read_text())
 
 
 def resume_elsewhere(arguments: list[str], shared: Path, mine: Path, appears_s: float = 0.0) -> str:
