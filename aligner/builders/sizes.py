@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from aligner.cluster.env import RankEnv
 from aligner.config.freeze import FILE_NAME, PENDING_NAME, freeze, load_frozen
 from aligner.config.schema import Config
 from aligner.errors import AlignerError
+from aligner.megatron.model import uses_transformer_engine
 from aligner.ops.agree import by_rank_0
 from aligner.ops.reduce import gathered
 from aligner.plan.sizing import KEYS, Room, sized, taken_over, undecided
@@ -31,7 +33,8 @@ def decide(cfg: Config, env: RankEnv, device: torch.device) -> str:
     def chosen() -> Config:
         earlier = _earlier(cfg)
         known = cfg if earlier is None else taken_over(cfg, earlier)
-        found = sized(known, env.world_size, room)
+        kernels = "te" if uses_transformer_engine(cfg.model) else "own"  # the first share no prompts, and need more
+        found = sized(replace(known, model=replace(known.model, kernels=kernels)), env.world_size, room)
         _keep(found)
         return found
 

@@ -313,7 +313,7 @@ def job_of(
         micro_tokens=b.micro_batch_tokens,
         unit=pairs,
         packing=b.packing,
-        share=b.share_prompts and b.packing and cfg.parallel.context == 1 and not cfg.mismatch.replay_routing,
+        share=_shares(cfg, shape),
         recompute=cfg.model.recompute == "full",
         logprob_tokens=b.logprob_budget,
         logits_bytes=b.logits_bytes,
@@ -407,6 +407,12 @@ _LATENT_KEYS = {
     "rotary_dim": "qk_rope_head_dim",
     "value_dim": "v_head_dim",
 }
+
+
+def _shares(cfg: Config, shape: ModelConfig) -> bool:
+    """Whether rows may share prompts; TransformerEngine's attention computes every row alone."""
+    other = cfg.parallel.context > 1 or cfg.mismatch.replay_routing or shape.kernels == "te"
+    return cfg.batch.share_prompts and cfg.batch.packing and not other
 
 
 def shape_at(like: ModelConfig, init: str) -> ModelConfig:

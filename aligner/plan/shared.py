@@ -1,7 +1,7 @@
 """Rows of a micro-batch that begin with the same prompt (`batch.share_prompts`): their prompt is computed once, and
 attention gets the keys and values of each row put together (`ops/packing/pack.py`).
 
-Counted of rows as long as they may be, which need most. Without TransformerEngine, whose attention shares nothing.
+Counted of rows as long as they may be, which need most.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from aligner.builders import sizes
 from aligner.cluster.env import RankEnv
 from aligner.config.freeze import PENDING_NAME, freeze, freeze_start, load_frozen
 from aligner.config.resolve import compose
+from aligner.megatron.transformer_engine import HERE
 from aligner.plan.devices import GIB
 from tests import stages
 from tests.stages import overrides, same_weights
@@ -63,6 +64,22 @@ def test_the_smallest_rank_decides(monkeypatch, tmp_path):
     line = sizes.decide(cfg, RankEnv(0, 0, 3, 3), torch.device("cpu"))
     assert cfg.engine.kv_cache_bytes == GIB // 4 and f"engine.kv_cache_bytes={GIB // 4}" in line
     assert load_frozen(tmp_path).engine.kv_cache_bytes == GIB // 4
+
+
+def test_transformer_engine_shares_no_prompts_and_gets_smaller_micro_batches(memory, monkeypatch, tmp_path):
+    memory(50 * GIB)
+    line = ["stage=online_dpo", "model=qwen3_0.6b", "data.max_prompt_tokens=4096"]
+
+    def tokens(lacks: str, *more: str) -> int:
+        monkeypatch.setattr(HERE, "lacks", lacks)
+        cfg = compose([*line, f"run.dir={tmp_path}", *more])
+        sizes.decide(cfg, RankEnv(), torch.device("cuda"))
+        assert cfg.model == compose([*line, *more]).model
+        return cfg.batch.micro_batch_tokens
+
+    without = tokens("it is not installed")
+    assert tokens("") < without and tokens("", "model.kernels=own") == without
+    assert tokens("", "batch.share_prompts=false") == tokens("")
 
 
 def test_what_is_set_is_neither_asked_nor_told(monkeypatch, tmp_path):

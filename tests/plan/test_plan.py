@@ -650,3 +650,11 @@ def test_a_critics_pretraining_is_told_beside_the_step():
     steps = ten.job.minibatches * ten.job.epochs
     assert twenty.pretrain_s - ten.pretrain_s == pytest.approx(10 * mine / steps)
     assert f"critic.pretrain_steps {ten.pretrain_s:.1f} s, once" in ten.text()
+
+
+def test_transformer_engine_computes_each_shared_prompt_again():
+    line = ["stage=grpo", "model=qwen3_0.6b", "batch.group=16", "batch.prompts=4", "data.max_prompt_tokens=4096"]
+    more = "model.kernels=own", "model.kernels=te", "batch.share_prompts=false"
+    own, te, alone = (job_of(compose([*line, "batch.micro_batch_samples=16", one]), 1) for one in more)
+    sizes = [activation_bytes(job, job.policy, 0) for job in (own, te, alone)]
+    assert sizes[1] == sizes[2] > 3 * sizes[0]
