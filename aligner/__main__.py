@@ -195,7 +195,9 @@ def _composed(args: argparse.Namespace) -> Config:
     if frozen is None:
         return (compose_run if runs else compose)(args.overrides, config_dir=args.config_dir)
     base = load_frozen(frozen)
-    cfg = compose_over(base, args.overrides) if args.overrides else base
+    if not args.overrides:  # so with all ranks
+        return base
+    cfg = compose_over(base, args.overrides)
     if runs:
         refuse_unread(cfg, args.overrides)
     return cfg
