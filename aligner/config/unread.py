@@ -41,7 +41,8 @@ def refuse_unread(cfg: Config, overrides: Sequence[str], config_dir: str | None 
         if not uses(stage, key) and key_type(key) is not None:
             raise _unread(stage, key, value, file)
     steps, file = given.get("run.steps", (None, ""))
-    if cfg.run.epochs and steps is not None and not (file and not given.get("run.epochs", ("", file))[1]):
+    _, file_of_epochs = given.get("run.epochs", (None, ""))
+    if cfg.run.epochs and steps is not None and (file_of_epochs or not file):  # typed epochs outdo a file's steps
         expected = f"no value with run.epochs={cfg.run.epochs:g}, from which it follows"
         raise ConfigError("run.steps", steps, expected, "To go by steps: run.epochs=0.")
 

@@ -99,7 +99,8 @@ def test_steps_of_a_users_file_give_way_to_epochs_and_not_the_reverse(tmp_path):
     file = tmp_path / "experiment/mine.yaml"
     file.parent.mkdir()
     file.write_text("# @package _global_\nrun: {steps: 7}\n")
-    assert compose_run(["experiment=mine", "run.epochs=2"], config_dir=str(tmp_path)).run.epochs == 2
+    for typed in ("run.epochs=2", "?run.epochs=2"):
+        assert compose_run(["experiment=mine", typed], config_dir=str(tmp_path)).run.epochs == 2
     file.write_text("# @package _global_\nrun: {epochs: 7}\n")
     with pytest.raises(ConfigError, match=r"run\.steps=7"):
         compose_run(["experiment=mine", "run.steps=7"], config_dir=str(tmp_path))
