@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _as_a_key(flag: str) -> str:
-    """How a setting that was written as an option is written here: `--learning_rate`."""
+    """Tell how a setting is written that was given as an option: `--learning_rate`. Empty for an unknown one."""
     from aligner.config.names import known_elsewhere
 
     name = flag.lstrip("-").partition("=")[0]
@@ -171,7 +171,7 @@ def _say(error: AlignerError, code: int, trace: str | None) -> None:
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """`_composed`, by which this process imports Megatron from here on."""
+    """Compose the config, and settle by it how this process will import Megatron."""
     cfg = _composed(args)
     loading.kernels = cfg.model.kernels
     if args.command in OF_A_STAGE and args.frozen is None and cfg.model.init != "random":
@@ -204,7 +204,7 @@ def _composed(args: argparse.Namespace) -> Config:
 
 
 def _check_shape(args: argparse.Namespace, cfg: Config) -> None:
-    """What was asked of the model's shape has to be that of the folder of `model.init`, if it is there yet."""
+    """Refuse keys of the model's shape that contradict the folder of `model.init`, if that is there yet."""
     from aligner.config.unread import shape_asked
 
     keys, preset = shape_asked(args.overrides, args.config_dir)
@@ -310,7 +310,7 @@ def _submit(args: argparse.Namespace) -> int:
         from aligner.rehearse.command import check
 
     if not (args.frozen or args.multirun):
-        _config(args)  # refuses what only this does
+        _config(args)  # for its checks of the model's shape
     return submit.main(args, check)
 
 
@@ -378,7 +378,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _take_folder(args: argparse.Namespace) -> str:
-    """That of the run, which becomes run.dir where it stands alone; empty without any."""
+    """Find the run folder among the overrides, alone or as run.dir=FOLDER; one that stands alone becomes run.dir. Empty
+    where none is named."""
     from aligner.config.resolve import quoted
 
     folders = _take_folders(args)

@@ -30,13 +30,12 @@ def for_good() -> Iterator[None]:
 
 
 def new_enough(version: str) -> bool:
-    """Of torch, as it names itself: 2.13.0+cu130, 2.12.0a0+5aff3928d8.nv26.05."""
+    """Whether a version of torch will do: 2.13.0+cu130, 2.12.0a0+5aff3928d8.nv26.05."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= TORCH
 
 
 def check_torch() -> None:
-    """Before the seconds of its import. Raises ConfigError for one that is too old, which would fail at its first use
-    of what is newer; one that is not there says so itself."""
+    """Raise ConfigError for a torch that is too old, before its slow import. A missing one fails there by itself."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -81,8 +81,8 @@ def make_run(
 
 
 def _accepted(job: Job) -> None:
-    """The folder is this run's: its config.yaml gets what the config alone did not say, the true shape of the model and
-    the steps that run.epochs means."""
+    """Note the start in a folder that is this run's by now. Its config.yaml gets what the config alone did not say: the
+    true shape of the model, and the steps that run.epochs means."""
     folder = job.cfg.run.dir
     if (Path(folder) / FILE_NAME).is_file():
         kept = load_frozen(folder)

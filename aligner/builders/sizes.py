@@ -23,7 +23,7 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 
 def decide(cfg: Config, env: RankEnv, device: torch.device) -> str:
-    """Changes `cfg`. What was decided, in a line; empty where nothing was to be. Collective over the world."""
+    """Set in `cfg` what is `auto`. Returns a line that tells it; empty where nothing was. Collective over the world."""
     if not undecided(cfg):
         return ""
     each = gathered(memory_bytes(device, env.local_world_size))
@@ -44,7 +44,7 @@ def decide(cfg: Config, env: RankEnv, device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device, local_ranks: int) -> int:
-    """Of a rank's device, or its share of the machine or of what a container may use of it."""
+    """Memory of a rank: its GPU's, or its share of the machine's or the container's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -70,7 +70,7 @@ def _earlier(cfg: Config) -> Config | None:
 
 
 def _keep(found: Config) -> None:
-    """In the run's record of this start, if it has one."""
+    """Write the sizes into this start's config.yaml, if it has one."""
     folder = Path(found.run.dir)
     name = next((name for name in (PENDING_NAME, FILE_NAME) if (folder / name).is_file()), "")
     if name:

@@ -27,7 +27,7 @@ HERE = Presence("Megatron is not imported yet")
 
 
 def load(megatron: Callable[[], None]) -> None:
-    """Imports `megatron` with TransformerEngine, or without it where that fails."""
+    """Call `megatron`, which imports it, with TransformerEngine; without it where that fails."""
     settle(loading.kernels)
     try:
         megatron()
@@ -60,7 +60,7 @@ def _be(presence: Presence) -> None:
 
 
 def _hide(presence: Presence, *also: str) -> None:
-    """From Megatron, transformers and whoever else looks for it; what came of an import that failed is removed."""
+    """Hide it from Megatron, transformers and all others, and remove what a failed import has left."""
     _be(presence)
     for name in [name for name in sys.modules if name.split(".")[0] in (NAME, EXTENSION, *also)]:
         del sys.modules[name]

@@ -50,7 +50,7 @@ def undecided(cfg: Config) -> bool:
 
 
 def sized(cfg: Config, ranks: int, room: Room, engine_tensor: int = 0) -> Config:
-    """The config with numbers in place of `auto`; `engine_tensor` as of `job_of`. Raises ConfigError as that."""
+    """The config with numbers in place of `auto`. `engine_tensor`, and what it raises: see `job_of`."""
     if not undecided(cfg):
         return cfg
     known = shape_at(cfg.model, cfg.model.init).vocab_size
@@ -71,7 +71,7 @@ def sized(cfg: Config, ranks: int, room: Room, engine_tensor: int = 0) -> Config
 
 
 def _rows(cfg: Config, ranks: int) -> int:
-    """Of a micro-batch where tokens do not decide."""
+    """Rows of a micro-batch that is not sized by tokens: the most that divide a rank's share evenly."""
     stage = STAGES[cfg.stage.name]
     each = minibatch_samples(cfg) if stage.rollouts and not stage.pairs else cfg.batch.prompts
     share = max(1, (each if stage.rollouts else cfg.batch.sequences) // data_parallel(cfg, ranks))
@@ -120,7 +120,7 @@ def _fits(job: Job, room: Room, limit_of: Callable[[str], float]) -> bool:
 
 
 def largest_cache(job: Job, trainer: float, engine: float) -> Job:
-    """With the largest cache that fits GPUs of these bytes."""
+    """The job with the largest cache that fits GPUs of these bytes."""
     return _with_cache(job, Room(trainer, engine, cuda=True), lambda phase: 0)
 
 
@@ -179,7 +179,7 @@ def _on_cpu(cfg: Config, job: Job, room: Room) -> Job:
 
 
 def taken_over(cfg: Config, earlier: Config) -> Config:
-    """With what `earlier` found for `auto`, so that a run goes on with the same numbers bit by bit."""
+    """Take for `auto` what `earlier` found, so that a run goes on with the same numbers bit by bit."""
     batch, engine = cfg.batch, cfg.engine
     if batch.sizes_itself and not earlier.batch.sizes_itself:
         was = earlier.batch
