@@ -42,7 +42,7 @@ class SftDataset(TokenRows):
         self._mask = Ragged(np.uint8)
         self._told_by: list[int | None] = []
         fix = data.chat_template == "auto"
-        for chunk in reading.chunks(lambda row: row.messages or row.prompt):
+        for chunk in reading.chunks(lambda row: row.texts):
             name = shipped_in_use(tokenizer, chunk) if fix and data.loss_on != "all" else None
             if name is not None:
                 self.report.note(
@@ -76,7 +76,7 @@ class PreferenceDataset:
         self.report = reading.report
         self._chosen, self._rejected = Ragged(np.int32), Ragged(np.int32)
         margins, equal, stop, fix = [], 0, stop_token_ids(tokenizer), data.chat_template == "auto"
-        for chunk in reading.chunks(lambda row: row.chosen):
+        for chunk in reading.chunks(lambda row: (row.prompt, row.chosen, row.rejected)):
             prompts, where = [row.prompt for row in chunk], [row.where for row in chunk]
             answers = [*(row.chosen for row in chunk), *(row.rejected for row in chunk)]
             tools = [row.tools for row in chunk] * 2
@@ -125,7 +125,7 @@ class PairDataset(Answers):
         reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
         super().__init__(reading.report)
         numbers, equal, fix = [], 0, data.chat_template == "auto"
-        for chunk in reading.chunks(lambda row: row.chosen):
+        for chunk in reading.chunks(lambda row: (row.prompt, row.chosen, row.rejected)):
             chunk = [r for r in chunk if reading.answered(r.where, chosen=r.chosen, rejected=r.rejected)]
             answers = [
                 SftRow(prompt=row.prompt, completion=x, where=row.where, tools=row.tools)
@@ -166,7 +166,7 @@ class ScoredDataset(TokenRows):
         reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
         super().__init__(reading.report)
         scores, stop, fix = [], stop_token_ids(tokenizer), data.chat_template == "auto"
-        for chunk in reading.chunks(lambda row: row.completion):
+        for chunk in reading.chunks(lambda row: (row.prompt, row.completion)):
             prompts, where = [row.prompt for row in chunk], [row.where for row in chunk]
             tools, answers = [row.tools for row in chunk], [row.completion for row in chunk]
             texts = encode_answers(tokenizer, prompts, answers, where, stop, tools, data.template_arguments, fix)
@@ -201,7 +201,7 @@ class PromptDataset(TokenRows):
         self._rest = Ragged(np.uint8)
         self._columns: dict[str, None] = {}
         numbers, conversations = count(), False
-        for chunk in reading.chunks(lambda row: row.prompt):
+        for chunk in reading.chunks(lambda row: (row.prompt,)):
             self._columns |= {name: None for row in chunk for name in row.fields}
             where, tools = [row.where for row in chunk], [row.tools for row in chunk]
             conversations |= any(not isinstance(row.prompt, str) for row in chunk)

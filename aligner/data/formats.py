@@ -46,6 +46,10 @@ class SftRow:
     tools: Tools | None = None
     told_by: int | None = None  # the number of its teacher, where there are several
 
+    @property
+    def texts(self) -> tuple[Text, ...]:
+        return (self.prompt, self.completion) if self.messages is None else (self.messages,)
+
 
 @dataclass(frozen=True)
 class PreferenceRow:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,9 +11,9 @@ import numpy as np
 from aligner.config.sections.data import DataConfig
 from aligner.data.chats import check_arguments, unread_tools
 from aligner.data.ends import Ends, spans
-from aligner.data.formats import Text, TypedRows
+from aligner.data.formats import Messages, Text, Tools, TypedRows
 from aligner.data.ragged import Ragged
-from aligner.data.shown import shows_key
+from aligner.data.shown import shows_beside, shows_key
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
 
@@ -85,16 +85,20 @@ class Reading[Row]:
         self._ends: Ends | None = None
         self._learned = self._open = 0  # answers, and those without a stop token
         self._keys: dict[tuple[str, str], None] = {}  # of messages, by role
+        self._beside = 0  # rows of which the template leaves out what is said beside calls
+        self._shows_beside: dict[bool, bool] = {}  # with tools, and without: the template may be another
         for note in rows.notes if isinstance(rows, TypedRows) else ():
             self.report.note(note)
 
-    def chunks(self, text: Callable[[Row], Text]) -> Iterator[Sequence[Row]]:
-        """A few rows at a time. `text`: of a row, what may be a conversation."""
+    def chunks(self, texts: Callable[[Row], Sequence[Text]]) -> Iterator[Sequence[Row]]:
+        """A few rows at a time. `texts`: of a row, all strings or all messages."""
         for first in range(0, len(self.rows), CHUNK):
             chunk = self.rows[first : first + CHUNK]
-            if any(not isinstance(text(row), str) for row in chunk):
-                for row in chunk:
-                    self._note_keys(text(row))
+            chats = [[m for text in texts(row) if not isinstance(text, str) for m in text] for row in chunk]
+            if any(chats):
+                for row, messages in zip(chunk, chats, strict=True):
+                    self._note_keys(messages)
+                    self._beside += self._loses_words(messages, row.tools)
                 check_arguments(self.tokenizer, self.data.template_arguments)
                 if unread_tools(self.tokenizer, [row.tools for row in chunk]):
                     self.report.note("the column `tools` has no effect: the chat template does not read it")
@@ -104,11 +108,24 @@ class Reading[Row]:
                 f"{self._open} of {self._learned} answers are learned without a token that ends them: the chat "
                 "template puts no stop token there, and generation may go on behind such an answer (data.chat_template)"
             )
+        if self._beside:
+            self.report.note(
+                f"the chat template leaves out what answers say beside their tool calls, in {self._beside} rows: only "
+                "the calls are read and learned there. To learn both: a template that shows both (data.chat_template)"
+            )
         self._check_left()
 
-    def _note_keys(self, text: Text) -> None:
+    def _loses_words(self, messages: Messages, tools: Tools | None) -> bool:
+        if not any(message.get("tool_calls") and message["content"].strip() for message in messages):
+            return False
+        if bool(tools) not in self._shows_beside:
+            shows = shows_beside(self.tokenizer, self.data.template_arguments, tools)
+            self._shows_beside[bool(tools)] = shows
+        return not self._shows_beside[bool(tools)]
+
+    def _note_keys(self, messages: Messages) -> None:
         """Say once of each key of the messages, beside role and content, whether the template leaves it out."""
-        pairs = {(m["role"], key) for m in text if isinstance(m, Mapping) for key in m.keys() - RENDERED}
+        pairs = {(m["role"], key) for m in messages for key in m.keys() - RENDERED}
         for role, key in sorted(pairs - self._keys.keys()):
             self._keys[role, key] = None
             if not shows_key(self.tokenizer, role, key, self.data.template_arguments):

@@ -29,7 +29,9 @@ _whole: set[tuple[Any, ...]] = set()
 
 def check_shown(tokenizer: PreTrainedTokenizerBase, chats: Iterable[Chat], options: Mapping[str, Any]) -> None:
     """Raise DataError for a conversation of which the template leaves out a message's content or a call. One of each
-    shape is looked at: what a template leaves out depends on roles and keys, not on words."""
+    shape is looked at: what a template leaves out depends on roles and keys, not on words. What is said beside calls is
+    counted instead (`shows_beside`): the published templates of Llama 3.1 and Mistral leave it out.
+    """
     for chat in chats:
         template = template_of(tokenizer, {**options, "tools": chat.tools}, chat.where)
         shape = template, repr(options), bool(chat.tools), *(_shape(message) for message in chat.messages)
@@ -72,7 +74,8 @@ def _marked_call(call: Any, number: int, place: int) -> Any:
 def _check_marks(tokenizer: PreTrainedTokenizerBase, chat: Chat, marked: Conversation, text: str) -> None:
     for number, message in enumerate(marked):
         role, content = chat.messages[number].get("role"), message.get("content")
-        if isinstance(content, str) and content.endswith("-said") and f"words-{number}-said" not in text:
+        said = isinstance(content, str) and content.endswith("-said")
+        if said and not message.get("tool_calls") and f"words-{number}-said" not in text:
             _refuse(tokenizer, chat, f"the content of messages[{number}] (role {role})")
         for place in range(len(message.get("tool_calls") or ())):
             if not all(f"{what}-{number}-{place}-x" in text for what in ("name", "value")):
@@ -90,6 +93,14 @@ def _refuse(tokenizer: PreTrainedTokenizerBase, chat: Chat, what: str) -> None:
 def shows_key(tokenizer: PreTrainedTokenizerBase, role: str, key: str, options: Mapping[str, Any]) -> bool:
     """Whether the template shows what a message of this role has under this key. True where that cannot be told."""
     texts = [try_text(tokenizer, chat, **options) for chat in _conversations(role, {key: MARK})]
+    known = [text for text in texts if text is not None]
+    return not known or any(MARK in text for text in known)
+
+
+def shows_beside(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], tools: Any = None) -> bool:
+    """Whether the template shows what an answer says beside its calls. True where that cannot be told."""
+    answers = [{"role": "assistant", "content": thought + MARK, "tool_calls": [LOOK]} for thought in ("", THOUGHT)]
+    texts = [try_text(tokenizer, [USER, answer], tools=tools, **options) for answer in answers]
     known = [text for text in texts if text is not None]
     return not known or any(MARK in text for text in known)
 

@@ -63,7 +63,7 @@ class StepsDataset(TokenRows):
         )
         super().__init__(reading.report)
         self._labels = Ragged(np.float32)
-        for chunk in reading.chunks(lambda row: row.prompt):
+        for chunk in reading.chunks(lambda row: (row.prompt,)):
             where, tools = [row.where for row in chunk], [row.tools for row in chunk]
             prompts = encode_prompts(tokenizer, [row.prompt for row in chunk], where, tools, data.template_arguments)
             for row, prompt in zip(chunk, prompts, strict=True):

@@ -36,7 +36,7 @@ class UnpairedDataset(Answers):
         reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
         super().__init__(reading.report)
         labels, fix = [], data.chat_template == "auto"
-        for chunk in reading.chunks(lambda row: row.prompt):
+        for chunk in reading.chunks(lambda row: (row.prompt, *(answer for _, answer, _ in row.answers))):
             self.report.rows += sum(len(row.answers) - 1 for row in chunk)
             answers = [
                 (row, answer, label)

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from aligner.config.sections.data import DataConfig
-from aligner.data.dataset import SftDataset
-from aligner.data.formats import SftRow, sft_rows
+from aligner.data.dataset import PairDataset, SftDataset
+from aligner.data.formats import SftRow, preference_rows, sft_rows, unpaired_rows
 from aligner.data.shipped_templates import use_chat_template
 from aligner.data.shown import describe
 from aligner.data.templates import encode_answers, encode_prompts, encode_sft
 from aligner.data.tokenizer import decode_responses, load_tokenizer, stop_token_ids
+from aligner.data.unpaired import UnpairedDataset
 from aligner.errors import DataError
 from tests.data.conftest import CHATML
 
@@ -77,6 +78,52 @@ def test_what_a_template_leaves_out_is_refused_or_told(make_folder):
     assert "leaves out `name` of role user" in report
     lines = "\n".join(describe(tokenizer, {}))
     assert "leaves out tool" in lines and "ends with <|im_end|>" in lines and "developer as system" in lines
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+# as the published templates of Llama 3.1 and of Mistral: a turn of calls has nothing else
+CALLS_ALONE = (HEAD + TAIL).replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}")
+CALLS_ALONE = CALLS_ALONE.replace("or [] %}", "or [] %}{{ c.function | tojson }}")
+
+
+def called(said, **row):
+    return row | {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": said, "tool_calls": [CALL]},
+            {"role": "tool", "content": "4"},
+            {"role": "assistant", "content": "four"},
+        ]
+    }
+
+
+def test_what_a_template_leaves_out_beside_calls_is_counted(make_folder):
+    tokenizer, data = load_tokenizer(make_folder(CALLS_ALONE)), DataConfig()
+    rows = [
+        called("Let me look."),
+        called("  "),
+        called(None),
+        called("", tools=[CALL]),
+        called("I add.", tools=[CALL]),
+    ]
+    dataset = SftDataset(sft_rows(rows, data), tokenizer, data)
+    assert "leaves out what answers say beside their tool calls, in 2 rows" in str(dataset.report)
+    assert len(dataset) == 5 and tokenizer.decode(dataset[0].tokens) == tokenizer.decode(dataset[1].tokens)
+    shows = load_tokenizer(make_folder(CALLS_ALONE.replace(" if not m.tool_calls", "")))
+    assert "beside" not in str(SftDataset(sft_rows(rows, data), shows, data).report)
+
+
+def test_words_beside_calls_are_counted_in_answers_too(make_folder):
+    tokenizer, data = load_tokenizer(make_folder(CALLS_ALONE)), DataConfig()
+    question, *answer = called("Let me look.")["messages"]
+    pair = {"prompt": [question], "chosen": answer, "rejected": [{"role": "assistant", "content": "no"}]}
+    report = PairDataset(preference_rows([pair, pair], data), tokenizer, data).report
+    assert "beside their tool calls, in 2 rows" in str(report)
+    split = UnpairedDataset(unpaired_rows([pair], data), tokenizer, data)
+    assert "beside their tool calls, in 1 rows" in str(split.report)
+    lost = CALLS_ALONE.replace("{{ c.function | tojson }}", "")
+    with pytest.raises(DataError, match=r"leaves out `tool_calls` of messages\[1\]"):
+        PairDataset(preference_rows([pair], data), load_tokenizer(make_folder(lost)), data)
 
 
 def test_a_turn_that_the_next_one_closes_is_learned_with_what_opens_that(make_folder):
