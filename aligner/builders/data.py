@@ -62,14 +62,14 @@ def make_answers(
 ) -> SftDataset | TextDataset:
     """What stage sft learns."""
     dataset = sft_dataset(rows_of(job, path, key), job.tokenizer, data, key, told_by)
-    job.say(dataset.report)
+    job.say_rows(dataset.report)
     return dataset
 
 
 def make_prompts(job: Job, path: str, key: str, data: DataConfig, told_by: ToldBy = by_none) -> PromptDataset:
     rows = prompt_rows(rows_of(job, path, key), data, told_by, job.tools if job.dialogue else None)
     dataset = PromptDataset(rows, job.tokenizer, data, key)
-    job.say(dataset.report)
+    job.say_rows(dataset.report)
     return dataset
 
 

@@ -21,6 +21,7 @@ from aligner.cluster.threads import use as use_threads
 from aligner.config.schema import Config
 from aligner.config.validate_model import check_node, validate_model, validate_on_gpu
 from aligner.data.dialogue import Dialogue
+from aligner.data.reading import DataReport
 from aligner.data.shipped_templates import use_chat_template
 from aligner.data.shown import describe
 from aligner.engines.base import RolloutEngine
@@ -77,6 +78,7 @@ class Job:
     taken: int = 0  # of them by a step
     answers: AnswerLog = field(init=False)  # of tools, environments, judges and servers
     contents: dict[str, str] = field(default_factory=dict)  # key of a path -> hash of what this run finds there
+    template_said: bool = False  # what it shows
 
     def __post_init__(self) -> None:
         cfg, env = self.cfg, self.env
@@ -100,6 +102,14 @@ class Job:
     def say(self, text: object) -> None:
         if self.env.rank == 0:
             print(text, flush=True)
+
+    def say_rows(self, report: DataReport) -> None:
+        """What became of a data set's rows; before the first that has conversations, what the chat template shows."""
+        if report.conversations and not self.template_said:
+            self.template_said = True
+            for line in describe(self.tokenizer, self.cfg.data.template_arguments):
+                self.say(line)
+        self.say(report)
 
 
 def start(cfg: Config, env: RankEnv) -> Job:
@@ -153,11 +163,7 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:
     generates = bridge is not None and bridge.generates
     if not generates:
         check_kernels(initial.config, resolve_dtype(cfg.model.dtype), device)
-    job = Job(cfg, env, device, None if generates else build_layout(cfg.parallel), initial, bridge)
-    if env.rank == 0:
-        for line in describe(initial.tokenizer, cfg.data.template_arguments):
-            job.say(line)
-    return job
+    return Job(cfg, env, device, None if generates else build_layout(cfg.parallel), initial, bridge)
 
 
 def digest(value: object) -> str:

@@ -35,6 +35,7 @@ class DataReport:
     dropped: int = 0
     truncated: int = 0
     empty: int = 0
+    conversations: bool = False  # among the rows
     notes: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
@@ -96,6 +97,7 @@ class Reading[Row]:
             chunk = self.rows[first : first + CHUNK]
             chats = [[m for text in texts(row) if not isinstance(text, str) for m in text] for row in chunk]
             if any(chats):
+                self.report.conversations = True
                 for row, messages in zip(chunk, chats, strict=True):
                     self._note_keys(messages)
                     self._beside += self._loses_words(messages, row.tools)

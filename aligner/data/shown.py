@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from aligner.data.chats import Chat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-KEYS = (("user", "name"), ("tool", "name"), ("tool", "tool_call_id"), ("assistant", "reasoning_content"))
 OTHER = "other"
 MARK = "mark00007"  # nine letters or digits, as Mistral's ids of calls
 LOOK = {"id": "call00007", "type": "function", "function": {"name": "look", "arguments": {"at": "it 7"}}}
@@ -136,7 +135,7 @@ def shown_calls(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], 
 
 
 def describe(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> list[str]:
-    """What the template shows, in a few lines."""
+    """What the template shows, in two lines."""
     if tokenizer.chat_template is None:
         return []
     text: Callable[..., str | None] = partial(try_text, tokenizer, **options)
@@ -145,27 +144,22 @@ def describe(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> 
     shown = [role for role, texts in roles.items() if any(MARK in (found or "") for found in texts)]
     refused = [role for role, texts in roles.items() if all(found is None for found in texts)]
     lost = [role for role in ROLES if role not in (*shown, *refused)]
-    keys = [
-        f"`{key}` of {role}" for role, key in KEYS if role in shown and not shows_key(tokenizer, role, key, options)
-    ]
     told = [f"shows {_list(shown)}"]
     told += ["shows developer as system"] if form.renamed and "developer" in shown else []
     told += [f"leaves out {_list(lost)}"] if lost else []
     told += [f"refuses {_list(refused)}"] if refused else []
     kind = shown_calls(tokenizer, options)
-    calls = f"calls as {kind}, their arguments {'JSON text' if form.text else 'mappings'}" if kind else "no calls"
-    calls = "calls in no known format" if kind == OTHER else calls
-    lines = [f"roles: {'; '.join(told)}", calls, f"an answer ends with {_ending(tokenizer)}"]
-    lines += [f"leaves out {_list(keys)}"] if keys else []
-    return [f"chat template: {line}" for line in lines]
+    calls = f"writes tool calls as {kind}" if kind else "shows no tool calls"
+    calls = "writes tool calls in no known format" if kind == OTHER else calls
+    return [f"chat template: {'; '.join(told)}", f"chat template: {calls}; ends an answer with {_ending(tokenizer)}"]
 
 
 def _ending(tokenizer: PreTrainedTokenizerBase) -> str:
     end, stops = turn_end(tokenizer), stop_token_ids(tokenizer)
     if end is None:
-        return f"no stop token: {tokenizer.eos_token} is learned behind the last one of a conversation"
+        return f"no stop token: {tokenizer.eos_token} is learned behind the last answer of a conversation"
     name, all_of_them = tokenizer.convert_ids_to_tokens(end), tokenizer.convert_ids_to_tokens(stops)
-    return f"{name}, one of the stop tokens {_list(all_of_them)}"
+    return f"{name}; generation stops at {_list(all_of_them)}"
 
 
 def _list(names: Sequence[str]) -> str:

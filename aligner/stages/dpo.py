@@ -71,7 +71,7 @@ def _rows(job: Job, path: str, key: str, data: DataConfig) -> PairDataset:
     columns |= {"weight": f"{KEY}.row_weights"} if preference.row_weights else {}
     rows = preference_rows(rows_of(job, path, key), data, preference.margin, columns)
     dataset = PairDataset(rows, job.tokenizer, data, key)
-    job.say(dataset.report)
+    job.say_rows(dataset.report)
     return dataset
 
 

@@ -66,7 +66,7 @@ def main(job: Job) -> None:
 
 def _rows(job: Job, path: str, key: str, data: DataConfig) -> UnpairedDataset:
     dataset = UnpairedDataset(unpaired_rows(rows_of(job, path, key), data), job.tokenizer, data, key)
-    job.say(dataset.report)
+    job.say_rows(dataset.report)
     return dataset
 
 

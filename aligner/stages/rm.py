@@ -65,7 +65,7 @@ def _rows(job: Job, path: str, key: str, data: DataConfig) -> PreferenceDataset 
         dataset = PreferenceDataset(preference_rows(rows, data, loss.margin, whole=True), job.tokenizer, data, key)
     else:
         dataset = ScoredDataset(scored_rows(rows, data, loss.attributes), job.tokenizer, data, key)
-    job.say(dataset.report)
+    job.say_rows(dataset.report)
     return dataset
 
 
@@ -90,7 +90,7 @@ def process(job: Job) -> None:
 def _steps(job: Job, path: str, key: str, data: DataConfig) -> StepsDataset:
     loss, rows = job.cfg.algorithm.reward_loss, step_rows(rows_of(job, path, key), data)
     dataset = StepsDataset(rows, job.tokenizer, data, loss.separator, loss.last_step_only, key)
-    job.say(dataset.report)
+    job.say_rows(dataset.report)
     return dataset
 
 

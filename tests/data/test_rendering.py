@@ -77,7 +77,8 @@ def test_what_a_template_leaves_out_is_refused_or_told(make_folder):
     report = str(SftDataset(sft_rows(rows, DataConfig()), tokenizer, DataConfig()).report)
     assert "leaves out `name` of role user" in report
     lines = "\n".join(describe(tokenizer, {}))
-    assert "leaves out tool" in lines and "ends with <|im_end|>" in lines and "developer as system" in lines
+    assert "leaves out tool" in lines and "ends an answer with <|im_end|>" in lines and "developer as system" in lines
+    assert lines.count("chat template: ") == 2
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
