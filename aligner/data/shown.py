@@ -38,8 +38,9 @@ def check_shown(tokenizer: PreTrainedTokenizerBase, chats: Iterable[Chat], optio
             continue
         marked = [_marked(message, i) for i, message in enumerate(chat.messages)]
         text = try_text(tokenizer, marked, **options, tools=chat.tools)
-        if text is not None:  # else it is refused where it is rendered, or cannot be told
-            _check_marks(tokenizer, chat, marked, text.lower())
+        if text is None:  # refused where it is rendered, or not to be told; another of its shape may be
+            continue
+        _check_marks(tokenizer, chat, marked, text.lower())
         if len(_whole) >= _MOST:
             _whole.clear()
         _whole.add(shape)

@@ -81,6 +81,22 @@ def test_what_a_template_leaves_out_is_refused_or_told(make_folder):
     assert lines.count("chat template: ") == 2
 
 
+def test_a_row_that_a_template_refuses_says_nothing_of_the_next_of_its_shape(make_folder):
+    nine = "{% if m.name is defined and m.name | length != 9 %}{{ raise_exception('nine letters') }}{% endif %}"
+    tokenizer = load_tokenizer(
+        make_folder(
+            CHATML.replace("%}{{", "%}" + nine + "{% if m.role != 'system' %}{{", 1).replace(
+                "}}{% endfor", "}}{% endif %}{% endfor", 1
+            )
+        )
+    )
+    for name, told in (("Eve", "nine letters"), ("Evangelos", r"leaves out the content of messages\[0\]")):
+        row = chat(("system", "words"), ("user", "q"), ("assistant", "a"))
+        row.messages[1]["name"] = name
+        with pytest.raises(DataError, match=told):
+            encode_sft(tokenizer, [row])
+
+
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 # as the published templates of Llama 3.1 and of Mistral: a turn of calls has nothing else
 CALLS_ALONE = (HEAD + TAIL).replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}")
