@@ -1,13 +1,15 @@
 """Conversations -> what a chat template makes of them. Nothing else renders one.
 
 A conversation is first put into the form that the template reads: a call's arguments as a mapping or as JSON text, the
-ids of calls where those carry the names, and `developer` as `system` where there is no such role. Whatever goes wrong
-inside a template is a DataError that names the row, the message and the template's line.
+ids of calls as it takes them (Kimi's carry the names, Mistral's have nine letters), and `developer` as `system` where
+there is no such role. Whatever goes wrong inside a template is a DataError that names the row, the message and the
+template's line.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ THOUGHT = "<think>\na thought\n</think>\n\n"
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 _SOURCE = ("<template>", "<unknown>")  # a template's file name in tracebacks
 _VALUE = "a value 7"
+_NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Form:
 
     text: bool = False  # a call's arguments as JSON text
     named_ids: bool = False  # it shows the ids of calls in place of their names, as Kimi's `functions.look:0`
+    nine_ids: bool = False  # it refuses ids of calls but those of nine letters or digits, as Mistral's
     renamed: bool = False  # role `developer` is shown as `system`
 
 
@@ -101,8 +105,8 @@ def _probed(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
         except Exception:  # as above; here it only means that the template does not take this form
             return None
 
-    def called(arguments: Any) -> str | None:
-        call = {"id": "call00007", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    def called(arguments: Any, own: str = "call00007") -> str | None:
+        call = {"id": own, "type": "function", "function": {"name": "look", "arguments": arguments}}
         for thought in ("", THOUGHT):
             answer = {"role": "assistant", "content": thought, "tool_calls": [call]}
             for tools in (None, TOOLS):
@@ -115,9 +119,11 @@ def _probed(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
     if as_mapping is not None and _VALUE in as_mapping:  # Python's quotes: printed as it is
         wants_text &= f"'at': '{_VALUE}'" in as_mapping
     shown = as_text if wants_text else as_mapping
+    other_ids = called(json.dumps({"at": _VALUE}) if wants_text else {"at": _VALUE}, "call_7")
     named_ids = shown is not None and "call00007" in shown and "look" not in shown
     developer, system = (text([{"role": role, "content": _VALUE}, USER]) or "" for role in ("developer", "system"))
-    return Form(wants_text, named_ids, _VALUE in system and _VALUE not in developer)
+    nine_ids = shown is not None and other_ids is None
+    return Form(wants_text, named_ids, nine_ids, _VALUE in system and _VALUE not in developer)
 
 
 def in_form(conversation: Conversation, form: Form, place: str) -> list[dict[str, Any]]:
@@ -130,8 +136,8 @@ def in_form(conversation: Conversation, form: Form, place: str) -> list[dict[str
         if isinstance(calls, Sequence) and not isinstance(calls, str):
             where = f"{place}: messages[{number}].tool_calls"
             message["tool_calls"] = [_call(call, form, f"{where}[{i}]") for i, call in enumerate(calls)]
-    if form.named_ids:
-        _name_ids(found)
+    if form.named_ids or form.nine_ids:
+        _fit_ids(found, form)
     return found
 
 
@@ -159,8 +165,8 @@ def _object(text: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _name_ids(messages: list[dict[str, Any]]) -> None:
-    """Ids that carry the function's name, numbered through the conversation; results follow them."""
+def _fit_ids(messages: list[dict[str, Any]], form: Form) -> None:
+    """Give calls ids that the template takes, numbered through the conversation; results follow them."""
     names: dict[str, str] = {}
     waiting: list[str] = []
     count = 0
@@ -169,7 +175,8 @@ def _name_ids(messages: list[dict[str, Any]]) -> None:
             if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
                 continue
             name, own = str(call["function"].get("name")), str(call.get("id") or "")
-            new = own if name in own else f"functions.{name}:{count}"
+            fits = name in own if form.named_ids else _NINE.fullmatch(own)
+            new = own if fits else f"functions.{name}:{count}" if form.named_ids else f"call{count:05d}"
             names[own] = new
             waiting.append(new)
             message["tool_calls"][i] = {**call, "id": new}

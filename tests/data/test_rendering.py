@@ -1,5 +1,7 @@
 """What is handed to chat templates, what they leave out, and how their answers end."""
 
+import re
+
 import pytest
 import torch
 
@@ -141,6 +143,36 @@ def test_words_beside_calls_are_counted_in_answers_too(make_folder):
     lost = CALLS_ALONE.replace("{{ c.function | tojson }}", "")
     with pytest.raises(DataError, match=r"leaves out `tool_calls` of messages\[1\]"):
         PairDataset(preference_rows([pair], data), load_tokenizer(make_folder(lost)), data)
+
+
+NINE = "{% if ID | length != 9 %}{{ raise_exception('ids of length 9') }}{% endif %}{{ '<' + ID + '>' }}"
+MISTRAL = (HEAD + NINE.replace("ID", "c.id") + "{{ c.function | tojson }}" + TAIL).replace(
+    "{{ m.content }}", "{% if m.role == 'tool' %}" + NINE.replace("ID", "m.tool_call_id") + "{% endif %}{{ m.content }}"
+)
+
+
+@pytest.mark.parametrize(
+    "own, shown",
+    [
+        (("abcdefghi", "ABCDEFGH9"), ("abcdefghi", "ABCDEFGH9")),
+        (("call_0123456789abcdef", "call_fedcba9876543210"), ("call00000", "call00001")),
+        ((None, None), ("call00000", "call00001")),
+    ],
+)
+def test_ids_of_calls_are_such_as_the_template_takes(make_folder, own, shown):
+    tokenizer = load_tokenizer(
+        make_folder(
+            MISTRAL.replace("c.id |", "(c.id or '') |").replace(".tool_call_id |", ".tool_call_id | default('') |")
+        )
+    )
+    calls = [CALL | ({"id": one} if one else {}) for one in own]
+    results = [{"role": "tool", "content": "4"} | ({"tool_call_id": one} if one else {}) for one in own]
+    first = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    messages = [*first, *results, {"role": "assistant", "content": "four"}]
+    ((ids, _),) = encode_sft(tokenizer, [SftRow(messages=messages, where="r")])
+    assert re.findall(r"<(\w{9})>", tokenizer.decode(ids)) == [*shown, *shown]
+    with pytest.raises(DataError, match="ids of length 9"):  # of no call
+        encode_sft(tokenizer, [SftRow(messages=[*messages[:2], results[0] | {"tool_call_id": "x"}, messages[-1]])])
 
 
 def test_a_turn_that_the_next_one_closes_is_learned_with_what_opens_that(make_folder):
