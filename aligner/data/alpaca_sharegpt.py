@@ -88,12 +88,11 @@ def _conversation(row: Row, where: str) -> Turns:
     turns = _system(row, where)
     if isinstance(listed[0], Mapping) and listed[0].get("role") is not None and listed[0].get("from") is None:
         messages = read_messages(listed, "conversations", where)
-        return messages if messages[: len(turns)] == turns else turns + messages
+        own = messages[:1] if messages[0]["role"] == "system" else []
+        return [*_one_system(turns, own, row, where), *messages[len(own) :]]
     if isinstance(listed[0], Mapping) and listed[0].get("from") == "system":
         first = {"role": "system", "content": _said(listed[0], "value", f"{where}, conversations[0]")}
-        if turns and turns != [first]:
-            _refuse(where, "system", row["system"], "none beside conversations that begin with another system message")
-        turns, listed = [first], listed[1:]
+        turns, listed = _one_system(turns, [first], row, where), listed[1:]
     skipped = len(row["conversations"]) - len(listed)
     if not listed:
         raise DataError(f"{where}: expected `conversations` with turns, found nothing but the system message")
@@ -139,6 +138,13 @@ def _answer(row: Row, name: str, where: str) -> Turns:
 def _system(row: Row, where: str) -> Turns:
     absent = row.get("system") in (None, "")
     return [] if absent else [{"role": "system", "content": _said(row, "system", where)}]
+
+
+def _one_system(column: Turns, own: Turns, row: Row, where: str) -> Turns:
+    """The system message of the column, or the conversation's own. Raises DataError where these are two."""
+    if column and own and column != own:
+        _refuse(where, "system", row["system"], "none beside conversations that begin with another system message")
+    return own or column
 
 
 def _wrapped(tools: Any) -> Any:

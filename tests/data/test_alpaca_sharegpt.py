@@ -150,5 +150,10 @@ def test_conversations_of_roles_are_messages():
     assert (found.prompt, found.chosen, found.rejected) == (messages[:3], [model("b")], [model("c")])
     with pytest.raises(DataError, match=r"row 1, conversations\[1\]\.role='asistant': .*Did you mean 'assistant'"):
         sft_rows([{"conversations": [user("q"), {"role": "asistant", "content": "a"}]}], DataConfig())
+    for first in ([], [system("s")]):
+        (found,) = sft_rows([{"conversations": [*first, *messages], "system": "s"}], DataConfig())
+        assert found.messages == [system("s"), *messages]
+    with pytest.raises(DataError, match=r"row 1: system='s': expected none beside .* another system message"):
+        sft_rows([{"conversations": [system("t"), *messages], "system": "s"}], DataConfig())
     with pytest.raises(DataError, match=r"row 1: expected messages of `conversations` with the strings `role`"):
         sft_rows([{"conversations": [user("q"), {"from": "gpt", "value": "a"}]}], DataConfig())
