@@ -45,12 +45,8 @@ def _die_with(parent: int, number: int) -> None:
 def _guard(parent: int, command: Sequence[str]) -> int:
     """The command's exit code, negative for a signal."""
     watched = {signal.SIGTERM, signal.SIGCHLD}
-    ignored = {
-        signal.SIGINT,
-        signal.SIGHUP,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-    }  # of a batch system: the parent's to handle
+    # a batch system sends these to all processes: they are the parent's to handle
+    ignored = {signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched | ignored)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     own = os.getpid()

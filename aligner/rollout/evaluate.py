@@ -35,6 +35,11 @@ class Verdict(NamedTuple):
     components: dict[str, Component]  # each function's own scores
     means: Sums  # eval/*
 
+    @property
+    def maxima(self) -> dict[str, float]:
+        """Function -> its best score; -inf where it gave none."""
+        return {name: max(known_scores(values), default=-math.inf) for name, values in self.components.items()}
+
 
 def judge(samples: Sequence[Sample], rewards: RewardPipeline, config: EvalConfig) -> Verdict:
     """Score answers (prompt-major, `config.samples` each) by the reward functions."""
@@ -126,7 +131,7 @@ class Evaluator:
             means = verdict.means
             if self.reward_model is not None:
                 means |= self._model_opinion(samples)
-        best = {f"max {name}": max(known_scores(v), default=-math.inf) for name, v in verdict.components.items()}
+        best = {f"max {name}": value for name, value in verdict.maxima.items()}
         metrics = reduce_metrics(means, best, dist.group.WORLD)
         metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
         maxima = {name.removeprefix("max "): metrics.pop(name) for name in best}

@@ -102,8 +102,7 @@ def _answers(cfg: Config, folder: Path, tools: Tools) -> Found:
     else:
         samples = play(cfg, model, tools, prompts, sampling)
     verdict = judge(samples, rewards, cfg.eval)
-    best = {name: max(known_scores(scores), default=-math.inf) for name, scores in verdict.components.items()}
-    for warning in never_full(sum(verdict.correct), best, cfg.eval.full_score, rewards):
+    for warning in never_full(sum(verdict.correct), verdict.maxima, cfg.eval.full_score, rewards):
         print(warning)
     rows = [_row(s, i, verdict.totals[i], verdict.components) for i, s in enumerate(samples)]
     print_samples(0, rows, cfg.logging.samples_shown)
