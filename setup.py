@@ -31,10 +31,10 @@ SERVE = ["starlette>=1.0", "uvicorn>=0.40"]
 EXTRAS = {
     "serve": SERVE,
     "trtllm": ["tensorrt-llm>=1.2"],
-    "trtllm_engine": ["tensorrt-llm>=1.0,<1.3"],
+    "trtllm-engine": ["tensorrt-llm>=1.0,<1.3"],
     "te": ["transformer-engine[pytorch]>=2.6"],
     "modelopt": ["nvidia-modelopt>=0.33"],
-    "reasoning_gym": ["reasoning-gym>=0.1.23"],
+    "reasoning-gym": ["reasoning-gym>=0.1.23"],
     "bitsandbytes": ["bitsandbytes>=0.45"],
     "mpi": ["mpi4py>=4.0"],
     "gymnasium": ["gymnasium>=1.0"],

@@ -47,7 +47,7 @@ for argument in "$@"; do
             ;;
         --all)
             install_packages
-            ALIGNER_EXTRAS=reasoning_gym _aligner_install
+            ALIGNER_EXTRAS=reasoning-gym _aligner_install
             "$ALIGNER_ROOT/launchers/engine_env.sh" vllm
             "$ALIGNER_ROOT/launchers/te_python.sh"
             export ALIGNER_TEST_ALL=1

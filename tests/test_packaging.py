@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, requires
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
 
 
 def needed(name: str, extras: frozenset[str] = frozenset()) -> dict[str, Distribution]:
@@ -46,3 +51,11 @@ def test_a_package_that_was_compiled_here_is_recognised():
     except PackageNotFoundError:
         pytest.skip("reasoning-gym, which needs a compiler, is not installed")
     assert built_here(package)
+
+
+def test_extras_have_the_names_that_every_pip_finds():
+    """Metadata have `a-b` for an extra `a_b`; pip before 23.3 does not find it, warns and goes on without."""
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    table = next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "EXTRAS")
+    names = [key.value for key in table.keys]
+    assert "dev" in names and names == [canonicalize_name(name) for name in names]

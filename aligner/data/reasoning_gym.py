@@ -22,7 +22,7 @@ def generate(task: str, size: int, seed: int, **config: Any) -> list[dict[str, A
     try:
         import reasoning_gym
     except ImportError as cause:
-        raise MissingExtraError("reasoning_gym", "reasoning_gym", f"the task {task!r}") from cause
+        raise MissingExtraError("reasoning_gym", "reasoning-gym", f"the task {task!r}") from cause
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:

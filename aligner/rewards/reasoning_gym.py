@@ -49,7 +49,7 @@ def _scorer(task: str) -> Callable:
     try:
         import reasoning_gym as _  # noqa: F401  registers the tasks
     except ImportError as cause:
-        raise MissingExtraError("reasoning_gym", "reasoning_gym", "the reward `reasoning_gym`") from cause
+        raise MissingExtraError("reasoning_gym", "reasoning-gym", "the reward `reasoning_gym`") from cause
     from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
     if task not in DATASETS:

@@ -32,7 +32,12 @@ IN_VAIN = (
     *("environment.path", "environment.tools", "environment.agent", "critic.warmup_steps", "reward.judges"),
     *("mismatch.correction", "mismatch.replay_routing", "run.eval_every", "engine.quantization"),
 )
-IN_VAIN_OF = {"online_dpo": ("algorithm.advantage", "algorithm.kl.placement")}
+# numbers in place of auto, for which a start replaces the sections and reckons what any stage could need
+SIZES = ["batch.micro_batch_samples=8", "batch.logprob_tokens=4096", "engine.kv_cache_bytes=1073741824"]
+IN_VAIN_OF = {
+    "online_dpo": ("algorithm.advantage", "algorithm.kl.placement"),
+    "sample": ("batch.micro_batch_samples",),
+}
 
 
 def sections(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -87,7 +92,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_no_stage_reads_what_it_is_said_not_to(name, tiny_data, tiny_runs, tmp_path):
     evaluation = {"dpo": "pairs", "rm": "pairs", "kto": "labels"}.get(name, "eval")
-    more = [f"model.init={tiny_runs['sft']}", *CASES[name]]
+    more = [f"model.init={tiny_runs['sft']}", *SIZES, *CASES[name]]
     if name != "sample":
         more += [f"data.eval={tiny_data / f'{evaluation}.jsonl'}", "run.steps=2", "run.eval_every=1"]
     more += [f"algorithm.distill.teacher={tiny_runs['sft']}"] if name == "distill" else []

@@ -29,7 +29,7 @@ def require_package(python: str = "", name: str = "trtllm") -> None:
     if python:
         interpreter(python, {}, TrtllmConfig.section)
     elif importlib.util.find_spec("tensorrt_llm") is None:
-        raise MissingExtraError("tensorrt_llm", name, f"engine.name={name}")
+        raise MissingExtraError("tensorrt_llm", name.replace("_", "-"), f"engine.name={name}")
 
 
 class TrtllmEngine(Replicated, ChildEngine):

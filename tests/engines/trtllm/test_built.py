@@ -280,7 +280,8 @@ def test_what_this_engine_cannot_do_is_refused():
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"engine.name=trtllm_engine needs `tensorrt_llm`"):
+    text = r"engine.name=trtllm_engine needs `tensorrt_llm`: .*aligner\[trtllm-engine\]"
+    with pytest.raises(MissingExtraError, match=text):
         make_built(LLAMA)
 
 
