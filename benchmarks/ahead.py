@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 WARM = 2  # steps: an engine starts its first rollouts, and memory is got
-SETTINGS = ["experiment=quickstart_grpo", "model=tiny", "model.init=random", "engine.ranks=1", "data.max_tokens=192"]
+SETTINGS = ["experiment=quickstart_grpo", "model=tiny", "model.init=random", "engine.ranks=1"]
 SETTINGS += ["sampling.max_response_tokens=160", "batch.prompts=16", "batch.micro_batch_samples=64"]
 SETTINGS += ["sampling.stop=['0','1','2','3','4']"]
 SETTINGS += ["run.resume=never", "run.eval_every=0", "run.samples_every=0", "run.export=false", "checkpoint.every=0"]

@@ -31,8 +31,8 @@ BASE = [
     "model.num_kv_heads=2",
     "model.max_position=64",
     "model.dtype=float32",
-    "data.max_tokens=32",
-    "data.max_prompt_tokens=16",
+    "?data.max_tokens=32",
+    "?data.max_prompt_tokens=16",
     "?optim.lr=3e-3",  # which `sample` does not read
 ]
 STAGES: dict[str, list[str]] = {

@@ -183,6 +183,7 @@ def uses(stage: str, key: str) -> bool:
     own = STAGES[stage]
     where = dict.fromkeys(TRAINING, own.trains) | dict.fromkeys(("refit",), own.answers or own.rollouts)
     where |= {name: own.answers for name in EVALUATION if name.startswith("eval.")}
+    where |= {"data.max_tokens": not own.rollouts, "data.max_prompt_tokens": own.rollouts or own.answers}
     prefix = _longest(where, key, "")
     if (prefix and not where[prefix]) or _longest(dict.fromkeys(own.unread), key, ""):
         return False

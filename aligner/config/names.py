@@ -40,6 +40,7 @@ _LOSS = {
     "sample": "",
 }
 _TEMPERATURE = _rollouts("sampling.temperature", "eval.temperature") | {"distill": "algorithm.distill.temperature"}
+_WHOLE = _rollouts("sampling.max_response_tokens", "data.max_tokens")
 _PROMPT = {"": "data.max_prompt_tokens"} | dict.fromkeys(("rm", "dpo", "kto"), "data.max_tokens")
 _REFERENCE = {
     "": "algorithm.kl.coef",
@@ -160,12 +161,14 @@ NAMES: dict[str, str | Mapping[str, str]] = {
     "missing_eos_penalty": "algorithm.overlong.penalty",
     "mask_truncated_completions": "algorithm.overlong.mask_truncated",
     # data
-    "max_length": "data.max_tokens",
-    "max_seq_length": "data.max_tokens",
-    "max_seq_len": "data.max_tokens",
-    "max_len": "data.max_tokens",
-    "cutoff_len": "data.max_tokens",
-    "max_total_sequence_length": "data.max_tokens",
+    "max_length": _WHOLE,
+    "max_seq_length": _WHOLE,
+    "max_seq_len": _WHOLE,
+    "max_len": _WHOLE,
+    "cutoff_len": _WHOLE,
+    "max_total_sequence_length": _WHOLE,
+    "max_tokens": _WHOLE,
+    "max_prompt_tokens": _PROMPT,
     "max_prompt_length": _PROMPT,
     "max_input_seq_length": _PROMPT,
     "prompt_max_len": _PROMPT,

@@ -130,8 +130,11 @@ def _stage_known(stage: Callable[[], str]) -> Iterator[None]:
         yield
     except UnknownKeyError as error:
         place = str(error).partition(error.hint)[2]
-        again = UnknownKeyError(error.key, _nearest(error.key, stage()))
-        again.args = (f"{again}{place}",)
+        name, near = stage(), _nearest(error.key, stage())
+        again = UnknownKeyError(error.key, near)
+        key = (near or "").partition("=")[0]
+        unread = bool(name and key) and key not in GROUPS and not uses(name, key)
+        again.args = (f"{again}{f' Stage {name} does not read it.' if unread else ''}{place}",)
         raise again from None
 
 

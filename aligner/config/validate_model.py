@@ -139,7 +139,7 @@ def _expert_ffn(model: ModelConfig) -> str:
 def _lengths(cfg: Config, model: ModelConfig) -> None:
     limit = longest_row(model.rope_scaling, model.max_position)
     of = "model.max_position" if limit == model.max_position else "model.rope_scaling.original_max_position"
-    rows = {"data.max_tokens": cfg.data.max_tokens}
+    rows = {} if STAGES[cfg.stage.name].rollouts else {"data.max_tokens": cfg.data.max_tokens}
     rows |= {"ptx.data.max_tokens": cfg.ptx.data.max_tokens} if cfg.ptx.coef else {}
     for key, tokens in rows.items():
         if tokens > limit:

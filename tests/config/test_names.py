@@ -61,6 +61,7 @@ def test_no_name_of_ours_is_taken_for_another_one():
         ("grpo", "data.max_response_length", "sampling.max_response_tokens"),
         ("grpo", "data.train_files", "data.train"),
         ("sft", "max_length", "data.max_tokens"),
+        ("grpo", "max_len", "sampling.max_response_tokens"),
         ("grpo", "policy.megatron_cfg.optimizer.lr", "optim.lr"),
         ("grpo", "grpo.num_prompts_per_step", "batch.prompts"),
         ("sft", "per_device_train_batch_size", "batch.micro_batch_samples"),
@@ -86,6 +87,17 @@ def test_a_name_of_another_trainer_leads_to_ours(stage, name, key):
     if "-" not in name:  # which no override's key has
         with pytest.raises(UnknownKeyError, match=f"Did you mean `{key}`"):
             compose([f"stage={stage}", f"{name}=1"])
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "key"),
+    [("sft", "num_generations", "batch.group"), ("dpo", "max_completion_length", "sampling.max_response_tokens")],
+)
+def test_a_suggestion_that_the_stage_does_not_read_says_so(stage, name, key):
+    with pytest.raises(UnknownKeyError, match=rf"Did you mean `{key}`\? Stage {stage} does not read it"):
+        compose([f"stage={stage}", f"{name}=1"])
+    with pytest.raises(UnknownKeyError, match=rf"Did you mean `{key}`\?$"):
+        compose(["stage=grpo", f"{name}=1"])
 
 
 def test_a_stage_that_a_recipe_chooses_counts():

@@ -226,6 +226,7 @@ def test_division_by_ranks_is_a_layout_error(make, overrides, world):
 
 def test_exactly_full_context_is_allowed(make):
     validate(make("grpo", "data.max_prompt_tokens=4000", "sampling.max_response_tokens=96"), 1)
+    validate(make("grpo", "data.max_tokens=5000"), 1)  # which it does not read
     validate(make("grpo", "engine.ranks=1", "engine.lag=2"), 2)
     validate(make("grpo", "engine.ranks=1", "engine.lag=1", "algorithm.policy_loss=dppo"), 2)
     validate(make("grpo", "engine.ranks=1", "engine.lag=2", "algorithm.old_logprobs=engine"), 2)

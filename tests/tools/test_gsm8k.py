@@ -21,7 +21,7 @@ from tests import stages
 ROOT = Path(__file__).parents[2]
 FILES = (gsm8k.TRAIN, gsm8k.TEST, gsm8k.SOLUTIONS)
 SMALL = [
-    *("run.steps=2", "run.eval_every=2", "data.max_tokens=128", "data.max_prompt_tokens=64", "logging=quiet"),
+    *("run.steps=2", "run.eval_every=2", "?data.max_tokens=128", "?data.max_prompt_tokens=64", "logging=quiet"),
     *("eval.prompts=4", "?batch.sequences=4", "model.num_layers=1", "model.hidden_size=32", "model.num_heads=2"),
     *("model.num_kv_heads=2", "model.ffn_hidden_size=48", "cluster.threads=1", "?reward.workers=1"),
     *("?batch.prompts=2", "?batch.group=4", "?sampling.max_response_tokens=8"),
