@@ -154,10 +154,10 @@ def config_hash(cfg: Config) -> str:
 # what may change between two starts of a run without its rollouts becoming those of another
 _NOT_OF_ROLLOUTS = ("parallel", "cluster", "checkpoint", "logging", "debug", "eval", "refit", "memory")
 _NOT_OF_ROLLOUTS_IN = {
-    "batch": ("micro_batch_samples", "micro_batch_tokens", "packing", "share_prompts", "balance"),
+    "batch": ("micro_batch_samples", "micro_batch_tokens", "logprob_tokens", "packing", "share_prompts", "balance"),
     "reward": ("workers", "timeout_s", "overlap"),
     "data": ("across_documents",),
-    "engine": ("spares", "silent_s"),
+    "engine": ("spares", "silent_s", "kv_cache_bytes"),
     "environment": ("timeout_s", "retries", "workers"),
 }
 

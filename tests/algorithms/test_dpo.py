@@ -189,7 +189,8 @@ def test_a_stored_reference_is_the_model(tiny_data, tiny_runs, tmp_path, first_s
         start += [f"data.eval={tiny_data / 'pairs.jsonl'}", "algorithm.preference.reference=stored", *more]
         capsys.readouterr()
         found = run(name, tiny_data, tmp_path / name, *start)
-        return stages.records(found), [line for line in capsys.readouterr().out.splitlines() if "reference" in line]
+        said = capsys.readouterr().out.splitlines()
+        return stages.records(found), [line for line in said if "reference logprobs" in line]
 
     records, said = go("a")
     assert len(said) == 2 and all("written to" in line for line in said)
@@ -252,9 +253,10 @@ def test_a_reference_follows_after_so_many_steps_and_in_no_other(tiny_data, tiny
 
 
 def test_equal_answers_are_counted_and_learn_nothing(tiny_data, tiny_runs, tmp_path):
+    """All but the last pair of the file, which these steps do not reach; a file of nothing else is refused."""
     rows = [{"prompt": f"say {c}:", "chosen": c, "rejected": c} for c in stages.LETTERS]
-    data = stages.write_jsonl(tmp_path / "equal.jsonl", rows)
-    more = [f"model.init={tiny_runs['sft']}", f"data.train={data}", "optim.weight_decay=0"]
+    data = stages.write_jsonl(tmp_path / "equal.jsonl", [*rows, {**rows[0], "rejected": "b"}])
+    more = [f"model.init={tiny_runs['sft']}", f"data.train={data}", "optim.weight_decay=0", "data.shuffle=false"]
     records = stages.records(run("x", tiny_data, tmp_path / "x", *more))
     assert {r["preference/equal_answers"] for r in records} == {1.0}
     assert all(r["policy/grad_norm"] < 1e-6 and r["rewards/accuracies"] == 0.5 for r in records)

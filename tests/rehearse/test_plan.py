@@ -95,7 +95,7 @@ def test_a_plan_counts_shared_prompts_once(tmp_path):
                     peak, planned = record["phases"][phase]["peak_bytes"], found.planned[rank][phase]
                     assert planned == pytest.approx(peak, rel=0.05), (name, rank, phase)
             apart = stage_phases(replace(found.job, share=False), stage_of(rank, cfg, GPUS))["update"]
-            assert sum(apart.values()) > 1.01 * found.planned[rank]["update"], name
+            assert sum(apart.values()) > 1.005 * found.planned[rank]["update"], name
 
 
 def _sent(phase: dict) -> Counter:

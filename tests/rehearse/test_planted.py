@@ -106,8 +106,11 @@ def test_an_engine_beside_the_trainer_that_refuses_weights(found):
 
 
 def test_a_tensor_for_each_token(found):
-    forward, backward = found["per_token"].one_by_one
-    assert "update" in forward and "aligner/roles/policy.py" in forward and "aligner/megatron/train.py" in backward
+    lines = [line.split() for line in found["per_token"].one_by_one]
+    assert {(phase, place.partition(":")[0]) for phase, place, *_ in lines} == {
+        ("update", "aligner/roles/policy.py"),
+        ("update", "aligner/megatron/train.py"),
+    }
 
 
 def test_what_the_engine_keeps_of_each_token(found):

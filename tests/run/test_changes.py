@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from aligner.config.freeze import PENDING_NAME
+from aligner.config.freeze import FILE_NAME, PENDING_NAME
 from aligner.config.identity import Change, Kind
 from aligner.errors import AlignerError, CheckpointError
 from aligner.megatron.checkpoint_files import write_manifest
@@ -86,7 +86,7 @@ def test_what_defines_a_run_is_refused_unless_it_is_accepted(tiny_data, again, c
     more, change, message = CHANGES[what]
     if change is not None:
         change(again)
-    (pending := again / "run" / PENDING_NAME).write_text("")
+    pending = shutil.copy(again / "run" / FILE_NAME, again / "run" / PENDING_NAME)
     with pytest.raises(CheckpointError) as caught:
         go_on(tiny_data, again, "run.steps=3", *more)
     assert not pending.exists()  # or a requeued job of this run would take it
