@@ -209,6 +209,11 @@ def test_a_program_that_breaks_its_sandbox_has_a_score(monkeypatch):
         ('````python\nx = """\n```\n"""\nprint(42)\n````', "print(42)"),
         ("~~~python\nprint(42)\n~~~", "print(42)"),
         ("1. So:\r\n   ```Python\r\nprint(42)\r\n   ```\r\nDone.", "print(42)"),
+        ("1. So:\n   ```python\n   def f():\n       print(42)\n\n   f()\n   ```\n2. Done.", "f()"),
+        ("- \t```\n- So:\n\t```python\n\tprint(42)\n\t```", "print(42)"),
+        ("<think>\n```python\nprint(1)\n</think>\n```python\nprint(42)\n```", "print(42)"),
+        ("<think>\n```python\nprint(1)\n```\n</think>\n```\nprint(42)\n```", "print(42)"),
+        ("<think>\n```python\nprint(42)\n```\n</think>\nThat is all.", "print(42)"),
         ("```python title=a.py\nprint(42)\n```", "print(42)"),
     ],
 )
