@@ -26,10 +26,18 @@ SIGNS = str.maketrans(
     {"−": "-", "（": "(", "）": ")", "，": ", ", "：": ": ", "。": ". ", "×": r" \times ", "·": r" \cdot "}
     | {"÷": "/", "√": r"\sqrt ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "±": r"\pm "}
     | {"∪": r" \cup ", "∈": r" \in ", "²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}"}
-    | {"¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}"}
+    | {"¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "⟨": "(", "⟩": ")", "〈": "(", "〉": ")"}
     | dict.fromkeys("\u00a0\u2009\u202f", " ")
 )
 _TEXT_NUMBER = re.compile(rf"\\(?:text|textbf|mbox|mathrm|mathbf)\{{\s*({NUMBER}|\d{{1,3}}(?:,\d{{3}})+)\s*\}}")
+_TEXT_WORDS = re.compile(r"\\(?:text|textbf|mbox|mathrm|mathbf)\{([a-zA-Z\s-]{3,60})\}")
+_NAMED = {"langle": "(", "rangle": ")", "lparen": "(", "rparen": ")", "lbrack": "[", "rbrack": "]"}
+_BRACKET = re.compile(rf"\\({'|'.join(_NAMED)})(?![a-zA-Z])\s?")
+_REPEATING = re.compile(r"(?<![\d.])(\d{1,20})\.(\d{0,20})\\(?:overline|bar)\s*(?:\{(\d{1,20})\}|(\d))")
+_DEGREES = re.compile(r"(\^\s*\{?\s*\\circ\s*\}?)\s*[CF](?!\w)")
+_INFINITY = re.compile(r"(?<![\\\w])(?:infinity|inf)(?!\w)", re.IGNORECASE)
+_POWER = re.compile(r"\^\s*(-\d+)")  # LaTeX takes the sign alone
+_TIMES = re.compile(r"(?<=\d)\s*x\s*(?=10\s*\^)")  # of 3 x 10^8
 _UNIT = r"\s*[^\W\d_](?:[^\W\d_]|[\s/.²³-]|\^[23])*"
 _AMOUNT = re.compile(
     rf"[*_`]*(?P<sign>-?)\s*[$€£¥]?\s*(?P<number>{NUMBER})\$?[*_`]*(?:\s*(?P<percent>\\?%|percent)|\s+(?P<scale>(?i:thousand|million|billion))(?![^\W\d_]))?"
@@ -54,9 +62,21 @@ _ARGUMENT = re.compile(r"[\w}\])^]")  # before a brace that opens a command's ar
 
 
 def plain(text: str) -> str:
-    """With ASCII signs and LaTeX's commands for others, no escaped dollars (a currency), no \\text around a number."""
+    """With ASCII signs and LaTeX's commands for others, no escaped dollars (a currency), no \\text around a number, and
+    one way to write brackets, repeating decimals, degrees and infinity."""
     text = re.sub(r"(?<!\\)\\\$", "", text.translate(SIGNS))
-    return _TEXT_NUMBER.sub(lambda number: number[1].replace(",", ""), text)
+    text = _TEXT_NUMBER.sub(lambda number: number[1].replace(",", ""), text)
+    text = _TEXT_WORDS.sub(lambda words: words[0] if (value := spelled(words[1])) is None else str(value), text)
+    text = _BRACKET.sub(lambda bracket: _NAMED[bracket[1]], _REPEATING.sub(_fraction, text))
+    text = _POWER.sub(r"^{\1}", text)
+    return _TIMES.sub(r" \\times ", _INFINITY.sub(r"\\infty ", _DEGREES.sub(r"\1", text)))
+
+
+def _fraction(decimal: re.Match) -> str:
+    """Of a decimal that repeats itself: 0.1\\overline{6} is 15/90."""
+    whole, first, again = decimal[1], decimal[2], decimal[3] or decimal[4]
+    below = int("9" * len(again) + "0" * len(first))
+    return rf"\frac{{{int(whole + first + again) - int(whole + first)}}}{{{below}}}"
 
 
 def is_unit(text: str) -> bool:

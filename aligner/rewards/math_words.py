@@ -18,20 +18,24 @@ _WRAPPED = re.compile(r"\\(?:text\w*|math(?:rm|bf|it|sf)|mbox|boxed|fbox|operato
 _MARKUP = re.compile(r"[*_`\"“”$]|\\[()\[\]]|\\left|\\right|\\ ")
 _CHOICE = r"[(\[]?\s*(?P<{name}>[A-Ja-j])\s*(?P<{name}_closed>[)\]])?"
 # What may follow the letter: its end, its option's text behind a mark, or a reason. Not a word, as in "A cat".
-_END = r"(?![\w'’])(?=\s*(?:$|[\n.,;:!?)\]]|[-–—]\s|(?:because|since|as|which|with|is (?:correct|right))\b)|(?<=[)\]]))"
+_END = (
+    r"(?![\w'’])(?=\s*(?:$|[\n.,;:!?)\]}(]|[-–—]\s|(?:because|since|as|which|with|is (?:correct|right))\b)|(?<=[)\]]))"
+)
 _SECOND = r"\s*[)\]]?\s*(?:,|/|&|or\b|and\b)\s*(?:or\b|and\b)?\s*(?:[(\[][A-Ja-j][)\]]|[A-J])(?![\w'’])"
 _KIND = r"(?:(?:the\s+)?(?:option|choice|letter|answer)\s*:?\s*)?"
 _SAID = re.compile(
     rf"\b(?:answer|choice|option)\b(?:\s+(?:to|for)\s+(?:the|this)\s+\w+)?\s*(?:is|:|=|would be|must be|should be)\s*:?"
-    rf"\s*(?:(?:therefore|thus|hence|clearly|then),?\s+)?{_KIND}{_CHOICE.format(name='said')}{_END}"
+    rf"\s*(?:(?:therefore|thus|hence|then|most likely|\w{{2,15}}ly),?\s+)?{_KIND}{_CHOICE.format(name='said')}{_END}"
     rf"|(?:答案|故选|选择)\s*(?:是|为|:|选)?\s*{_CHOICE.format(name='chinese')}{_END}"
     rf"|\b(?:option|choice|answer)\s+{_CHOICE.format(name='right')}\s+is\s+(?:the\s+)?(?:correct|right|true|best)\b"
     rf"|[(\[](?P<closed>[A-Ja-j])[)\]]\s+is\s+(?:the\s+)?(?:correct|right|best)\b"
-    rf"|\b(?-i:(?P<best>[A-J]))\s+is\s+(?:the\s+)?(?:correct|right|best)\s+(?:answer|option|choice)\b"
+    rf"|\b(?-i:(?P<best>[A-J]))\s+is\s+(?:the\s+)?(?:(?:correct|right|best)\s+)?(?:answer|option|choice)\b"
     rf"|(?<!not )(?<!n't )(?<!never )\b(?:choose|pick|select|go with)\s+{_KIND}{_CHOICE.format(name='chosen')}{_END}",
     re.IGNORECASE,
 )
-_ONLY = re.compile(rf"(?:{_KIND.strip()})?\s*{_CHOICE.format(name='only')}[.:]?", re.IGNORECASE)
+_ONLY = re.compile(
+    rf"(?:(?:so|thus|hence|therefore)\b,?\s*)?(?:{_KIND.strip()})?\s*{_CHOICE.format(name='only')}[.:]?", re.IGNORECASE
+)
 _OPTION = re.compile(
     r"(?:option\s+|choice\s+|answer\s*:?\s*)?(?:[(\[]\s*(?P<inside>[A-Ja-j])\s*[)\]][.:]?|(?P<letter>[A-J])\s*[).:\]])(?:\s+(?P<rest>\S.*))?",
     re.IGNORECASE,

@@ -23,7 +23,16 @@ from typing import Any, NamedTuple
 
 from aligner.rewards.math_numbers import NUMBER, amount, brackets, formula, listed, plain
 from aligner.rewards.math_stated import is_answer, last_box, marked, sentences, tail, without_lead
-from aligner.rewards.math_words import is_placeholder, is_words, letter_in, reference_letter, says, unwrapped, words_of
+from aligner.rewards.math_words import (
+    is_placeholder,
+    is_words,
+    letter_in,
+    letter_of,
+    reference_letter,
+    says,
+    unwrapped,
+    words_of,
+)
 
 MEMORY_BYTES = 4 << 30  # of address space: a huge power shall fail here, not take the node's memory
 DECIMALS = 6  # to which math-verify compares numbers
@@ -149,7 +158,9 @@ def equals(known: Known, said: str | None, searched: str) -> bool:
     if {known.brackets, brackets(answer)} == {"(", "{"}:
         return False
     apart = formula(listed(said)) if _is_list(known.candidates) else answer
-    return same(known.candidates, read(answer)) or (apart != answer and same(known.candidates, read(apart)))
+    beside = formula(letter_of(said)[1])  # of (B) 42
+    readings = dict.fromkeys(text for text in (answer, apart, beside) if text)
+    return any(same(known.candidates, read(text)) for text in readings)
 
 
 def _closed_up(text: str) -> str:
@@ -166,7 +177,7 @@ def same(known: list, answer: list) -> bool:
     """By math-verify; again with more decimals where a number is small, because it compares six of them."""
     from math_verify import verify
 
-    if not answer or not verify(known, answer, timeout_seconds=None):
+    if not answer or not verify(known, answer, allow_set_relation_comp=True, timeout_seconds=None):
         return False
     decimals = max((decimals_of(each) for each in (*known, *answer)), default=DECIMALS)
     if decimals <= DECIMALS:
@@ -174,7 +185,8 @@ def same(known: list, answer: list) -> bool:
     if decimals > SMALLEST:
         return any(a == b for a in known for b in answer)
     digits = 15 + decimals
-    return verify(known, answer, float_rounding=decimals, numeric_precision=digits, timeout_seconds=None)
+    sizes = {"float_rounding": decimals, "numeric_precision": digits}
+    return verify(known, answer, allow_set_relation_comp=True, timeout_seconds=None, **sizes)
 
 
 def decimals_of(expression: Any) -> int:

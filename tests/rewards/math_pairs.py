@@ -33,6 +33,13 @@ LISTS = [
     ("\\boxed{100,200}", "\\{100,200,300\\}", 0),
     ("\\boxed{2} and \\boxed{3}", "2", 0),
     ("\\boxed{(1,2), (3,5)}", "(1, 2), (3, 4)", 0),
+    ("\\boxed{\\langle 100,200\\rangle}", "\\langle 100, 200\\rangle", 1),
+    ("#### \\left\\langle 100,200 \\right\\rangle", "(100,200)", 1),
+    ("#### ⟨100,200⟩", "\\langle 100,200 \\rangle", 1),
+    ("\\boxed{\\lbrack 100,200\\rbrack}", "[100,200]", 1),
+    ("\\boxed{\\langle 100,200\\rangle}", "100200", 0),
+    ("\\boxed{\\langle 200,100\\rangle}", "\\langle 100,200\\rangle", 0),
+    ("\\boxed{\\lparen 100,200\\rparen}", "100200", 0),
 ]
 
 # The kind of each bracket of an interval counts.
@@ -51,6 +58,13 @@ INTERVALS = [
     ("\\boxed{(-\\infty,3)}", "(-\\infty, 3]", 0),
     ("\\boxed{[3, \\infty)}", "x > 3", 0),
     ("\\boxed{(-\\infty,-1)}", "(-\\infty, -1) \\cup (1, \\infty)", 0),
+    ("\\boxed{1 \\le x < 2}", "[1,2)", 1),
+    ("\\boxed{x < 2}", "(-\\infty, 2)", 1),
+    ("\\boxed{1 \\le x \\le 2}", "[1,2)", 0),
+    ("\\boxed{x > 2}", "(-\\infty, 2)", 0),
+    ("\\boxed{\\infty}", "Infinity", 1),
+    ("#### -infinity", "-\\infty", 1),
+    ("\\boxed{-\\infty}", "inf", 0),
 ]
 
 # Thousands are separated by commas, thin spaces or blanks; a point is a decimal one.
@@ -103,6 +117,15 @@ SMALL = [
     ("#### 0", "1e-9", 0),
     ("\\boxed{(0.0000002, 2)}", "(0.0000001, 2)", 0),
     ("\\boxed{-6.63\\times 10^{-34}}", "6.63\\times 10^{-34}", 0),
+    ("\\boxed{0.\\overline{3}}", "\\frac{1}{3}", 1),
+    ("\\boxed{\\frac{1}{6}}", "0.1\\overline{6}", 1),
+    ("\\boxed{-1.\\overline{36}}", "-\\frac{15}{11}", 1),
+    ("#### 0.\\bar6", "2/3", 1),
+    ("#### 6.63 x 10^-34", "6.63\\times 10^{-34}", 1),
+    ("\\boxed{0.\\overline{3}}", "0.3", 0),
+    ("\\boxed{0.1\\overline{6}}", "\\frac{16}{99}", 0),
+    ("#### 1.6 x 10^-19", "6.63\\times 10^{-34}", 0),
+    ("#### 3 x 10^8", "3 x 10^9", 0),
 ]
 
 # A letter of multiple choice is an answer where it is stated as one, and only one.
@@ -141,6 +164,22 @@ CHOICES = [
     ("Be careful: Both are even.", "B", 0),
     ("\\boxed{\\text{C}}", "B", 0),
     ("Neither. A good answer: I have none.", "A", 0),
+    ("Therefore, (B).", "B", 1),
+    ("There are 42.\nSo B", "B", 1),
+    ("The answer is definitely B.", "B", 1),
+    ("The answer is most likely (B).", "B", 1),
+    ("Answer: B (42)", "B", 1),
+    ('{"answer": "B"}', "B", 1),
+    ("A is not the answer. B is the answer.", "B", 1),
+    ("$\\boxed{\\textbf{(B)}\\ \\frac{1}{2}}$", "\\frac{1}{2}", 1),
+    ("\\boxed{(B) 42}", "43", 0),
+    ("Answer: B\nStatement A is correct, but says nothing of it.", "A", 0),
+    ("The answer is hardly anything.", "A", 0),
+    ("So, B is the base of a triangle.", "B", 0),
+    ('{"answer": "B"}', "C", 0),
+    ("Answer: A (not B)", "B", 0),
+    ("Answer: C. So A, B are wrong.", "B", 0),
+    ("$\\boxed{\\textbf{(B)}\\ \\frac{1}{2}}$", "\\frac{1}{3}", 0),
 ]
 
 # Words and units beside a number name what it counts; some make it another number.
@@ -180,6 +219,12 @@ BESIDE = [
     ("#### -42", "42", 0),
     ("#### 5!", "5", 0),
     ("The answer is 42 million.", "42", 0),
+    ("\\boxed{42^\\circ C}", "42", 1),
+    ("\\boxed{42^{\\circ} F}", "42^\\circ", 1),
+    ("\\boxed{\\text{forty-two}}", "42", 1),
+    ("\\boxed{\\text{forty-three}}", "42", 0),
+    ("\\boxed{43^\\circ C}", "42", 0),
+    ("\\boxed{42C}", "42", 0),
 ]
 
 # Words are compared as words: all of the answer, without case, article or punctuation.
