@@ -347,7 +347,11 @@ def _offending(error: OmegaConfBaseException, key: str, overrides: list[Override
 
 def _missing(error: MissingConfigException) -> ConfigError:
     """A group has no such option, or a file asks for one that is not there."""
-    group, _, name = str(error.missing_cfg_file or "").rpartition("/")
+    path, hint = str(error.missing_cfg_file or ""), ""
+    group = next((group for group in GROUPS if path.startswith(f"{group}/")), "")
+    name = path.removeprefix(f"{group}/")
+    if group == "model" and ("/" in name or Path(name).is_dir()):
+        hint = f"To start from a Hugging Face folder or a run: model.init={name}."
     if not error.options:
         return ConfigError(group or "config", name, "an existing option; this group has none yet (see --config-dir)")
-    return ConfigError(group or "config", name, "one of " + ", ".join(sorted(error.options)))
+    return ConfigError(group or "config", name, "one of " + ", ".join(sorted(error.options)), hint)

@@ -227,6 +227,18 @@ def test_unknown_experiment_is_refused_with_the_options(user_conf):
         compose(["experiment=other"], config_dir=folder)
 
 
+@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-0.5B", "/models/qwen", "./m", "runs/sft", "m"])
+def test_a_folder_in_place_of_a_preset_is_sent_to_model_init(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    with pytest.raises(ConfigError, match=rf"model.init={path}\.$") as caught:
+        compose([f"model={path}"])
+    assert (caught.value.key, caught.value.value) == ("model", path)
+    with pytest.raises(ConfigError) as other:
+        compose(["model=llama3-8b"])
+    assert "model.init" not in str(other.value)
+
+
 def test_broken_yaml_names_file_and_line(user_conf):
     folder = user_conf("experiment/bad", "# @package _global_\noptim: [\n")
     with pytest.raises(ConfigError, match=r"experiment/bad.yaml, line 3"):
