@@ -13,7 +13,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.validate import validate_engines, validate_layout
 from aligner.errors import ConfigError
 from aligner.plan.devices import GIB, Device, find_device
-from aligner.plan.job import Job, job_of, shape_at
+from aligner.plan.job import Job, job_of, known_shape
 from aligner.plan.lengths import read_lengths
 from aligner.plan.memory import MemoryPlanError, refuse
 from aligner.plan.prediction import Prediction, predict, shares_text
@@ -83,10 +83,7 @@ def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, 
     if args.gpus < 1 or args.gpus_per_node < 1:
         raise ConfigError("--gpus", min(args.gpus, args.gpus_per_node), "a number >= 1")
     validate_engines(cfg, args.gpus)
-    device, shape = find_device(args.device), shape_at(cfg.model, cfg.model.init)
-    if not shape.vocab_size:
-        expected = "the size of the vocabulary, which a plan cannot take from a tokenizer"
-        raise ConfigError("model.vocab_size", 0, expected, "Or choose a model: model=llama3_8b.")
+    device, shape = find_device(args.device), known_shape(cfg, "a plan")
     sizes = partial(sized, ranks=args.gpus, room=Room.of(device), engine_tensor=args.engine_tensor_parallel)
     plain = partial(
         job_of,

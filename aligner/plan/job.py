@@ -415,6 +415,20 @@ def _shares(cfg: Config, shape: ModelConfig) -> bool:
     return cfg.batch.share_prompts and cfg.batch.packing and not other
 
 
+def known_shape(cfg: Config, who: str) -> ModelConfig:
+    """`shape_at` the config's model.init. Raises ConfigError where it does not say how large the vocabulary is."""
+    shape, init = shape_at(cfg.model, cfg.model.init), cfg.model.init
+    if shape.vocab_size:
+        return shape
+    if init not in ("", "random") and not Path(init).expanduser().exists():
+        hint = "Or add the preset of its shape: model=llama3_8b."
+        raise ConfigError(
+            "model.init", init, f"a folder on this machine, from whose config.json {who} reads sizes", hint
+        )
+    expected = f"the size of the vocabulary, which {who} cannot take from a tokenizer"
+    raise ConfigError("model.vocab_size", 0, expected, "Or choose a model: model=llama3_8b.")
+
+
 def shape_at(like: ModelConfig, init: str) -> ModelConfig:
     """The sizes in the config.json of the folder `init` (or of its `hf`, of a finished run, or `source`, of an
     import), the rest as in `like`;

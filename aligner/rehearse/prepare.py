@@ -18,8 +18,7 @@ from aligner.config.sections.logging import LoggingConfig
 from aligner.config.sections.rewards import RewardFunctionConfig
 from aligner.config.sections.run import StopConfig
 from aligner.config.sections.watchdog import WatchdogConfig
-from aligner.errors import ConfigError
-from aligner.plan.job import CHARACTERS, shape_at
+from aligner.plan.job import CHARACTERS, known_shape
 
 ROWS, STEPS = 16, 2
 REWARD = "aligner.rehearse.program:reward"
@@ -27,10 +26,7 @@ REWARD = "aligner.rehearse.program:reward"
 
 def prepared(cfg: Config, folder: Path) -> Config:
     """Writes rows and a tokenizer into `folder`. Raises ConfigError for what cannot be rehearsed."""
-    shape = shape_at(cfg.model, cfg.model.init)
-    if not shape.vocab_size:
-        expected = "the size of the vocabulary, which a rehearsal cannot take from a tokenizer"
-        raise ConfigError("model.vocab_size", 0, expected, "Or choose a model: model=llama3_8b.")
+    shape = known_shape(cfg, "a rehearsal")
     model_folder, tokenizer = folder / "model", folder / "tokenizer"
     model_folder.mkdir(parents=True)
 

@@ -21,7 +21,7 @@ TEXTS = {
     " hardly differ. Lower critic.optim.lr, look at critic.init and the size of rewards, or set reward.normalize=true",
     "clip_fraction": "policy/clip_fraction={value:.3g} is above 0.4: the policy moves too far within one rollout. Lower"
     " optim.lr or batch.epochs, or raise batch.minibatch_samples; a mismatch of engine and trainer looks the same",
-    "degenerate": "all groups are degenerate: every sample of a prompt has the same reward, so there is no gradient."
+    "degenerate": "all groups are degenerate: every sample of a prompt has the same reward, {effect}."
     " The task is too hard or too easy, or the reward function does not tell answers apart",
     "no_eos": "no response ends in EOS: all are cut by {cuts}. The limit is too low, or"
     " the model never learned to stop (chat template, stop tokens)",
@@ -58,7 +58,9 @@ class Alarms:
         """The alarms that go off now, each at most once in a run (also across resumes, by state_dict)."""
         known = {name: float(v) for name, v in metrics.items() if v is not None and math.isfinite(v)}
         limits, lines = [f"{key}={value}" for key, value in self.limits.items()], []
-        texts = {"cuts": " or ".join(limits), "limit": limits[0] if limits else ""}
+        critic = "critic/explained_variance" in metrics
+        effect = "which the critic's values alone tell apart" if critic else "so there is no gradient"
+        texts = {"effect": effect, "cuts": " or ".join(limits), "limit": limits[0] if limits else ""}
         for name, values in self._signs(known, step):
             if name not in self._fired:
                 self._fired.append(name)

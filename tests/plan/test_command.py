@@ -37,6 +37,7 @@ def test_what_cannot_fit_is_refused_with_exit_1(capsys):
     ("arguments", "message"),
     [
         (["model=tiny"], "model.vocab_size=0"),
+        (["model.init=Qwen/Qwen2.5-0.5B"], "model.init='Qwen/Qwen2.5-0.5B': expected a folder on this machine"),
         (
             ["model=qwen3_30b_a3b", "stage=sft", "model.moe.ffn_hidden_size=780", "parallel.tensor=4"],
             "ffn_hidden_size=780",

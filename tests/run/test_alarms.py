@@ -98,6 +98,15 @@ def test_fires_once_with_the_cause_in_one_line(name):
     assert "\n" not in lines[0]
 
 
+def test_equal_rewards_leave_a_gradient_where_there_is_a_critic():
+    alone = {"reward/degenerate_groups": 1.0}
+    for variance in (0.5, 0.0, math.nan, None):
+        (line,) = run([alone | {"critic/explained_variance": variance}])
+        assert "no gradient" not in line and "critic" in line
+    (line,) = run([alone])
+    assert "so there is no gradient" in line and "critic" not in line
+
+
 @pytest.mark.parametrize("name", ["entropy", "explained_variance", "window_small", "window_large"])
 def test_noisy_signs_must_last(name):
     bad = {**HEALTHY, **BAD[name]}
