@@ -46,7 +46,7 @@ _WORD = re.compile(r"[^\W_]+")
 
 def is_placeholder(reference: str) -> bool:
     """Whether a reference is what data sets write where there is none."""
-    return reference.strip(" .").casefold() in PLACEHOLDERS
+    return bare(reference[:LONGEST]).strip(" .").casefold() in PLACEHOLDERS
 
 
 def bare(text: str) -> str:

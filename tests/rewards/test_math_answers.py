@@ -248,7 +248,24 @@ def test_long_responses_leave_no_pattern_running(text):
 
 
 @pytest.mark.parametrize(
-    "gold", ["", " ", "proof", "Proof.", "nan", "None", "null", "N/A", "not found", "???", "\\text{}", "$$"]
+    "gold",
+    [
+        "",
+        " ",
+        "proof",
+        "Proof.",
+        "nan",
+        "None",
+        "null",
+        "N/A",
+        "not found",
+        "???",
+        "\\text{}",
+        "$$",
+        "\\text{proof}",
+        "$\\textbf{None.}$",
+        "\\boxed{\\text{N/A}}",
+    ],
 )
 def test_a_reference_that_is_none_is_refused(gold):
     with pytest.raises(ValueError, match="reference answer"):
