@@ -114,9 +114,9 @@ class FunctionReward:
 
     def _check_args(self) -> None:
         """Refuse config args that the function does not take, and parameters without a value, before any call."""
-        known = set(self._parameters)
+        known = list(self._parameters)[0 if self._columns else 1 :]  # the first one of a native function is the samples
         if not any(p.kind is p.VAR_KEYWORD for p in self._parameters.values()):
-            unknown = sorted(set(self.args) - known)
+            unknown = sorted(self.args.keys() - known)
             if unknown:
                 raise RewardPathError(
                     f"{self.key}.args.{unknown[0]}={self.args[unknown[0]]!r}: expected a parameter of `{self.name}`, "

@@ -242,3 +242,10 @@ def test_a_file_may_import_its_neighbour_and_shadows_nothing(tmp_path, monkeypat
     (tmp_path / "mine.py").write_text(text)
     loaded = load_function(RewardFunctionConfig(path=f"{tmp_path}/mine.py:f"))
     assert loaded(samples("a")) == [0.25]
+
+
+def test_an_unknown_argument_is_told_which_ones_there_are_but_not_the_samples():
+    with pytest.raises(RewardError, match=r"a parameter of `math`, which has field, timeout_s$"):
+        load_function(RewardFunctionConfig(path="math", args={"column": "answer"}))
+    with pytest.raises(RewardError, match=r"a parameter of `math`, which has field, timeout_s$"):
+        load_function(RewardFunctionConfig(path="math", args={"samples": 1}))
