@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from aligner.data.chats import Chat, Options, marks_answers, render
 from aligner.data.ends import Ends
 from aligner.data.formats import SftRow, Text, Tools
+from aligner.data.rendering import USER
 from aligner.data.shipped_templates import answers_openings, shipped, shipped_template, training_template
 from aligner.data.shown import check_shown
 from aligner.data.tokenizer import stop_token_ids
@@ -286,18 +287,34 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], opti
     """Assistant spans of a template without generation markers: what message k adds to the rendering before it."""
     spans = [(i, k) for i, chat in enumerate(chats) for k in chat.answers]
     whole = render(tokenizer, chats, options)["input_ids"]
-    # an assistant that opens the conversation has nothing before it: many templates refuse to render no messages
     opened = [(i, k) for i, k in spans if k]
     before = _openings(tokenizer, [chats[i].head(k) for i, k in opened], options)
     starts = dict(zip(opened, before, strict=True))
+    # many templates refuse to render no messages
+    opening = _opening(tokenizer, options) if len(opened) < len(spans) else []
     after = render(tokenizer, [chats[i].head(k + 1) for i, k in spans], options)["input_ids"]
     masks = [[0] * len(ids) for ids in whole]
     for (i, k), end in zip(spans, after, strict=True):
-        start, where = starts.get((i, k), []), chats[i].where
+        start, where = starts[i, k] if k else _head(end, opening), chats[i].where
         _check_prefix(tokenizer, start, end, where, f"messages[:{k}] and the opening of the assistant's turn")
         _check_prefix(tokenizer, end, whole[i], where, f"messages[:{k + 1}]")
         masks[i][len(start) : len(end)] = [1] * (len(end) - len(start))
     return list(zip(whole, masks, strict=True))
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase, options: Options) -> Ids:
+    """What the template puts before an answer; empty where it puts nothing behind a question."""
+    question = [Chat([USER], "a question")]
+    asked = render(tokenizer, question, options)["input_ids"][0]
+    opened = _openings(tokenizer, question, options)[0]
+    return opened[len(asked) :] if opened[: len(asked)] == asked else []
+
+
+def _head(ids: Ids, opening: Ids) -> Ids:
+    """Of a conversation that begins with an answer, what the model is given: up to the opening and with it. A template
+    may begin with words of its own, such as a system message."""
+    ends = (i + len(opening) for i in range(len(ids)) if ids[i : i + len(opening)] == opening)
+    return ids[: next(ends, 0)] if opening else []
 
 
 def _check_prefix(tokenizer: PreTrainedTokenizerBase, short: Ids, long: Ids, where: str, what: str) -> None:

@@ -7,6 +7,7 @@ from aligner.data.formats import SftRow, sft_rows
 from aligner.data.templates import encode_answers, encode_prompts, encode_sft
 from aligner.data.tokenizer import load_tokenizer, stop_token_ids
 from aligner.errors import DataError
+from tests.data.conftest import CHATML
 
 # letters only: no text spells a special token, and none merges with the template's line breaks
 WORDS = st.text(alphabet="abc é7", min_size=1, max_size=8).map(lambda s: "x" + s + "x")
@@ -47,9 +48,17 @@ def test_loss_is_on_the_assistant_texts_and_their_end(chatml, chat):
     assert learned == "".join(m["content"] + "<|im_end|>\n" for m in chat if m["role"] == "assistant")
 
 
-def test_assistant_that_opens_the_conversation(chatml):
-    ((tokens, mask),) = encode_sft(chatml, [row(ASSISTANT_FIRST)])
-    assert chatml.decode([t for t, m in zip(tokens, mask, strict=True) if m]).endswith("hello<|im_end|>\n")
+SYSTEM_FIRST = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+
+
+@pytest.mark.parametrize("default", ["", SYSTEM_FIRST])
+def test_assistant_that_opens_the_conversation_learns_its_words_alone(make_folder, default):
+    """Neither the mark of its turn nor a system message of the template."""
+    tokenizer = load_tokenizer(make_folder(default + CHATML))
+    ((tokens, mask),) = encode_sft(tokenizer, [row(ASSISTANT_FIRST)])
+    assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(ASSISTANT_FIRST, tokenize=False)
+    learned = "".join(m["content"] + "<|im_end|>\n" for m in ASSISTANT_FIRST if m["role"] == "assistant")
+    assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == learned
 
 
 @pytest.mark.parametrize("name", ["byte", "chatml", "marked"])
