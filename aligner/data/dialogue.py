@@ -56,16 +56,19 @@ class Dialogue:
             raise self._no(f"a chat template that tells the model its tools: this one leaves out {missing[0]}")
         call = Call("a_tool", {"an_argument": 7})
         if self.calls == "auto":
-            told = (self._try([_USER]) or "").replace("parameters", "")
-            by_words = next((kind for kind, mark in MARKS.items() if mark in told), "")
-            kind = shown_calls(self.tokenizer, self.arguments, self.tools)
-            self.calls = by_words if kind in ("", OTHER) else kind
-            if not self.calls:
-                raise ConfigError("environment.calls", "auto", f"one of {', '.join(MARKS)}: the template shows none")
+            self.calls = shown_calls(self.tokenizer, self.arguments, self.tools) or self._by_words()
+            if self.calls in ("", OTHER):
+                shows = "writes calls in another format" if self.calls else "shows none"
+                raise ConfigError("environment.calls", "auto", f"one of {', '.join(MARKS)}: the template {shows}")
         form = form_of(self.tokenizer, template_of(self.tokenizer, {"tools": self.tools}, ""))
         self.verbatim = not form.named_ids and self._renders(call)
         if not self.verbatim and not self._renders(call):
             raise self._no("a chat template that renders tool calls and messages of role `tool`")
+
+    def _by_words(self) -> str:
+        """The format that a template without calls of its own tells the model; empty where it tells none."""
+        told = (self._try([_USER]) or "").replace("parameters", "")
+        return next((kind for kind, mark in MARKS.items() if mark in told), "")
 
     def _renders(self, call: Call) -> bool:
         """Whether two calls and their results are in the text of a conversation, with thoughts or without."""

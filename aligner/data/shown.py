@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aligner.data.rendering import THOUGHT, USER, Conversation, form_of, template_of, try_text
 from aligner.data.tokenizer import stop_token_ids, turn_end
-from aligner.data.tool_calls import MARKS, format_of
+from aligner.data.tool_calls import format_of
 from aligner.errors import DataError
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def shown_calls(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], 
         said = said.partition(tokenizer.decode([end]))[0] if end is not None else said
         kind = format_of(said.removeprefix(thought), "look", {"at": "it 7"})
         if kind or "it 7" in said:
-            return kind or next((name for name, mark in MARKS.items() if mark in said), OTHER)
+            return kind or OTHER  # a mark of a format tells too little: others hold it, too
     return ""
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from aligner.data.dialogue import Dialogue
 from aligner.data.tokenizer import load_tokenizer
 from aligner.data.tool_calls import READERS, read_calls, written
+from aligner.errors import ConfigError
 
 _EACH = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
 _XML = (
@@ -92,6 +93,24 @@ def dialogue(make_folder):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_format_is_told_from_the_template(dialogue, name):
     assert dialogue(name).calls == TEMPLATES[name][0]
+
+
+@pytest.mark.parametrize(
+    "before, each, behind",
+    [
+        ('<|START_ACTION|>[{"tool_name": "', '", "parameters": ', "}]<|END_ACTION|>"),  # Command R7B
+        ('<tool_call>[{"name": "', '", "arguments": ', "}]</tool_call>"),
+        ("<function=", ">", "</function>"),  # Functionary
+        ('<|tool_call|>[{"name": "', '", "arguments": ', "}]<|/tool_call|>"),  # Phi-4
+        ("", "\n", ""),  # GLM-4
+    ],
+)
+def test_a_format_that_only_looks_like_a_known_one_is_refused(make_folder, before, each, behind):
+    """Its calls would be read as other ones, or as words."""
+    call = f"{{{{ {before!r} + c.function.name + {each!r} }}}}{{{{ c.function.arguments | tojson }}}}{behind}"
+    template = _whole("{% for c in m.tool_calls %}" + call + "{% endfor %}")
+    with pytest.raises(ConfigError, match="in another format"):
+        Dialogue(load_tokenizer(make_folder(template)), TOOLS)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
