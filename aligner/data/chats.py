@@ -48,13 +48,13 @@ def unread_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tools | Non
     there = next((value for value in tools if value), None)
     if there is None or tokenizer.chat_template is None:
         return False
-    return not _reads(tokenizer.get_chat_template(tools=there), "tools")
+    return not _reads(template_of(tokenizer, {"tools": there}, "the column `tools`"), "tools")
 
 
 def check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Options) -> None:
     """Raise ConfigError for an entry of data.template_arguments that the tokenizer's template does not read."""
     for name, value in arguments.items():
-        if tokenizer.chat_template is None or not _reads(tokenizer.get_chat_template(), name):
+        if tokenizer.chat_template is None or not _reads(template_of(tokenizer, {}, "data.template_arguments"), name):
             expected = f"a variable of the chat template of {tokenizer.name_or_path!r}, which has none of this name"
             raise ConfigError(f"data.template_arguments.{name}", value, expected)
 

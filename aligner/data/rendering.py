@@ -52,7 +52,13 @@ def template_of(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any],
             "conversational, found none; set data.chat_template (chatml, for one), add chat_template.jinja to the "
             "folder, or use plain strings"
         )
-    return tokenizer.get_chat_template(own, settings.get("tools"))
+    try:
+        return tokenizer.get_chat_template(own, settings.get("tools"))
+    except ValueError:  # of several, none of which is the default
+        raise DataError(
+            f"{place}: model.tokenizer={tokenizer.name_or_path!r}: expected a chat template `default` among its "
+            f"several, found {', '.join(tokenizer.chat_template)}; name a file with one in data.chat_template"
+        ) from None
 
 
 def rendered(

@@ -159,8 +159,8 @@ def _ending(tokenizer: PreTrainedTokenizerBase) -> str:
     end, stops = turn_end(tokenizer), stop_token_ids(tokenizer)
     if end is None:
         return f"no stop token: {tokenizer.eos_token} is learned behind the last answer of a conversation"
-    name, all_of_them = tokenizer.convert_ids_to_tokens(end), tokenizer.convert_ids_to_tokens(stops)
-    return f"{name}; generation stops at {_list(all_of_them)}"
+    names = {i: tokenizer.convert_ids_to_tokens(i) or str(i) for i in (end, *stops)}  # a folder may name unknown ids
+    return f"{names[end]}; generation stops at {_list([names[i] for i in stops])}"
 
 
 def _list(names: Sequence[str]) -> str:

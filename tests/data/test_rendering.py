@@ -1,11 +1,13 @@
 """What is handed to chat templates, what they leave out, and how their answers end."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from aligner.config.sections.data import DataConfig
+from aligner.data.chats import check_arguments
 from aligner.data.dataset import PairDataset, SftDataset
 from aligner.data.formats import SftRow, preference_rows, sft_rows, unpaired_rows
 from aligner.data.shipped_templates import use_chat_template
@@ -208,3 +210,18 @@ def test_texts_of_answers_keep_special_tokens_but_for_the_end(make_folder):
     assert decode_responses(tokenizer, tokens, [len(ids)]) == ["<think>a</think>42"]
     assert decode_responses(tokenizer, tokens, [len(ids) - 1]) == ["<think>a</think>42"]
     assert decode_responses(tokenizer, tokens, [len(ids)], special="strip") == ["a42"]
+
+
+def test_several_templates_without_a_default_are_refused_by_name(make_folder):
+    tokenizer = load_tokenizer(make_folder({"tool_use": CHATML, "rag": CHATML}))
+    with pytest.raises(DataError, match=r"row 7: .*`default`.*tool_use, rag|row 7: .*`default`.*rag, tool_use"):
+        encode_sft(tokenizer, [SftRow(messages=[{"role": "assistant", "content": "a"}], where="row 7")])
+    assert stop_token_ids(tokenizer) == (tokenizer.eos_token_id,)  # plain texts need none
+    with pytest.raises(DataError, match="template_arguments"):
+        check_arguments(tokenizer, {"enable_thinking": False})
+
+
+def test_stop_tokens_that_the_tokenizer_lacks_are_told_by_their_numbers(make_folder):
+    folder = make_folder()
+    (Path(folder) / "generation_config.json").write_text('{"eos_token_id": [2, 99999]}')
+    assert "generation stops at <|im_end|>, 99999" in describe(load_tokenizer(folder), {})[1]
