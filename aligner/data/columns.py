@@ -14,6 +14,7 @@ from aligner.errors import DataError
 
 Row = Mapping[str, Any]
 _COMMAND = re.compile(r"\\[A-Za-z]{2,}\s*\{([^{}]+)\}")  # of LaTeX, with a name in its braces
+_WRITTEN = re.compile(r"\{\{\s*([^{}\s]+)\s*\}\}")  # as Jinja has a column; here it is the text `{name}`
 BRACES = r"Braces of the text itself are written twice: \boxed{{}}"
 
 
@@ -80,6 +81,12 @@ def _filled(template: str, name: str, row: Row, where: str) -> str:
                 f"that the column `{command[1]}` would fill. If it is meant to: {column}"
             )
     try:
+        written = _WRITTEN.search(template)
+        if written and written[1] in row and not any(field for _, field, *_ in Formatter().parse(template)):
+            raise DataError(
+                f"{where}: data.{name}_template={template!r}: expected a column, {{{written[1]}}}, found braces that "
+                f"are written twice alone: every row would say {template.format()!r}"
+            )
         return _Columns().vformat(template, (), row)
     except (LookupError, ValueError, TypeError) as error:
         raise DataError(

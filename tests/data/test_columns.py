@@ -54,6 +54,8 @@ def test_paths_that_lead_nowhere(path, message):
         ("{q}{q!r:>5} {n:03d}", "Q  'Q' 007"),
         ("{r.g} {r[g]} {l.0.t} {l[0][t]}", "G G T T"),
         (r"{q} \boxed{{}} \boxed{{answer}} \boxed{{{q}}} {{ }}", r"Q \boxed{} \boxed{answer} \boxed{Q} { }"),
+        (r"{q} ends with {{answer}}", "Q ends with {answer}"),
+        ("All the same {{x}}", "All the same {x}"),
         (r"\n{q} {with blank}", r"\nQ B"),
     ],
 )
@@ -75,6 +77,8 @@ def test_templates(template, text):
         (r"{q} }", r"Single '}'.*written twice"),
         (r"{q} {none}", r"`none` is null in this row"),
         (r"{q:d}", "Unknown format code"),
+        (r"{{q}}", "a column, {q}, found braces that are written twice"),
+        (r"Q: {{ q }} \boxed{{}}", r"every row would say 'Q: { q } \\\\boxed{}'"),
     ],
 )
 def test_braces_of_the_text_get_their_hint(template, message):
