@@ -63,9 +63,10 @@ def _message(message: Any, name: str, place: str, where: str) -> dict[str, Any]:
         kept["content"] = _joined(kept["content"], name, where)
     _check_keys(kept, place)
     if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content"), str):
+        turns = f"data.format=sharegpt 'data.columns={{conversations: {name}}}' reads turns of from and value"
         raise DataError(
             f"{where}: expected messages of `{name}` with the strings `role` and `content`, "
-            f"found {str(message)[:120]} (data.columns)"
+            f"found {str(message)[:120]} ({turns if 'from' in kept and 'value' in kept else 'data.columns'})"
         )
     if kept["role"] not in ROLES:
         near = _MEANT.get(kept["role"].strip().lower()) or _nearest(kept["role"].strip().lower(), ROLES)

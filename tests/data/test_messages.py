@@ -179,3 +179,12 @@ def test_tokens_are_the_same_of_every_reader_and_form_of_arguments(tmp_path, mak
             ]
     assert found == found[:1] * 8
     assert "null" not in tokenizer.decode(found[0][0][0]) and '{"a": "2", "b": "3"}' in tokenizer.decode(found[0][0][0])
+
+
+def test_turns_of_from_and_value_are_told_the_format_that_reads_them(tmp_path):
+    """By a hint that holds."""
+    rows = [{"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}]
+    with pytest.raises(DataError, match=r"data.format=sharegpt 'data.columns=\{conversations: messages\}'"):
+        sft_rows(rows, DataConfig())
+    (row,) = sft_rows(rows, DataConfig(format="sharegpt", columns={"conversations": "messages"}))
+    assert row.messages == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
