@@ -22,8 +22,11 @@ class Ends:
         self.closing = end if end in self.stops else tokenizer.eos_token_id
 
     def cut(self, ids: Ids) -> Ids:
-        """A conversation up to the stop token of its last answer: without white space behind that."""
+        """A conversation up to the stop token of its last answer: without white space behind that, or an EOS (Phi-3's),
+        which nobody generates."""
         last = self._last_word(ids, 0, len(ids))
+        if last >= 0 and ids[last] == self.tokenizer.eos_token_id and self.ended(ids, 0, last):
+            last = self._last_word(ids, 0, last)
         if last >= 0 and ids[last] in self.stops:
             return ids[: last + 1]
         return [*ids, self.closing]

@@ -225,3 +225,15 @@ def test_stop_tokens_that_the_tokenizer_lacks_are_told_by_their_numbers(make_fol
     folder = make_folder()
     (Path(folder) / "generation_config.json").write_text('{"eos_token_id": [2, 99999]}')
     assert "generation stops at <|im_end|>, 99999" in describe(load_tokenizer(folder), {})[1]
+
+
+@pytest.mark.parametrize("answer", ["yes", ""])
+def test_a_scored_answer_ends_where_its_generation_does(make_folder, answer):
+    """Where the template closes the turn and then the text, as Phi-3's."""
+    tokenizer = load_tokenizer(make_folder(CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"))
+    tokenizer.eos_token = "<|endoftext|>"
+    stops, prompt = stop_token_ids(tokenizer), [{"role": "user", "content": "q"}]
+    assert {tokenizer.convert_ids_to_tokens(i) for i in stops} == {"<|im_end|>", "<|endoftext|>"}
+    (found,) = encode_answers(tokenizer, [prompt], [[{"role": "assistant", "content": answer}]], ["r"], stops)
+    (opening,) = encode_prompts(tokenizer, [prompt], ["r"])
+    assert found == [*opening, *tokenizer(answer + "<|im_end|>", add_special_tokens=False)["input_ids"]]
