@@ -19,6 +19,8 @@ KEYWORDS = {
 }
 _KIND = {word: kind for kind, words in KEYWORDS.items() for word in words}
 _SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}.*")
+# of a clone from the Hub, as `datasets` leaves them out
+NO_DATA = ("config.json", "dataset_infos.json")
 HELD_OUT = ("validation", "test")  # what data.eval reads, the first that is there
 EVAL = "data.eval"
 _UNNAMED = "files without a split's name"
@@ -100,7 +102,7 @@ def _named(root: Path) -> list[tuple[Path, str]]:
 
 
 def _is_data(file: Path) -> bool:
-    return file.name.endswith(DATA_FILES) and file.is_file()
+    return file.name.endswith(DATA_FILES) and file.name not in NO_DATA and file.is_file()
 
 
 def _split(file: Path) -> str:

@@ -249,6 +249,16 @@ def test_folders_with_some_names_of_splits(tmp_path, names, train, held_out):
     assert read_files(root, "data.train") == list(train) and read_files(root, "data.eval") == list(held_out)
 
 
+@pytest.mark.parametrize("names", [("train.jsonl", "test.jsonl"), ("data/train.jsonl", "data/test.jsonl")])
+@pytest.mark.parametrize("other", ["dataset_infos.json", "config.json"])
+def test_a_clone_of_the_hub_may_hold_files_without_rows(tmp_path, names, other):
+    """As `datasets` leaves them out."""
+    root = hub(tmp_path, *names)
+    (tmp_path / other).write_text('{"default": {}}')
+    assert len(read_rows(root)) == len(read_rows(root, "data.eval")) == 1
+    assert "leaves out test (1)" in read_rows(root).note
+
+
 def test_a_split_of_another_purpose_is_told(tmp_path):
     alone = hub(tmp_path / "alone", "test.jsonl")
     assert read_rows(alone).note == f"reads split test of {alone}, which has no other"
