@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from aligner.data.chats import Chat, Options, marks_answers, render
 from aligner.data.ends import Ends
 from aligner.data.formats import SftRow, Text, Tools
-from aligner.data.rendering import USER
+from aligner.data.rendering import USER, template_of
 from aligner.data.shipped_templates import answers_openings, shipped, shipped_template, training_template
 from aligner.data.shown import check_shown
 from aligner.data.tokenizer import stop_token_ids
@@ -322,10 +322,12 @@ def _check_prefix(tokenizer: PreTrainedTokenizerBase, short: Ids, long: Ids, whe
         return
     at = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), min(len(short), len(long)))
     window = slice(max(0, at - 8), at + 12)
+    opens = what.endswith("turn") and "enable_thinking" in template_of(tokenizer, {}, where)
+    other = "data.template_arguments={enable_thinking: false}, or true, which changes the opening; " if opens else ""
     raise DataError(
         f"{where}: the chat template is not prefix-preserving: the tokens of {what} are not the start of the tokens of "
         f"the longer conversation. At token {at}: {tokenizer.decode(short[window])!r} became "
-        f"{tokenizer.decode(long[window])!r}. Fix: data.chat_template=FILE, one that marks assistant turns with "
+        f"{tokenizer.decode(long[window])!r}. Fix: {other}data.chat_template=FILE, one that marks assistant turns with "
         f"{{% generation %}} or keeps earlier turns as they are (shipped: {', '.join(shipped())}), or such a "
         "model.tokenizer; or data.loss_on=all"
     )

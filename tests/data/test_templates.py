@@ -182,3 +182,14 @@ def test_a_completion_gets_no_blank_from_a_tokenizer_that_puts_one_before_texts(
     assert tokenizer.decode(ids[:-1]) == prompt + text and ids[-1] == tokenizer.eos_token_id
     stop = [tokenizer.eos_token_id]
     assert encode_answers(tokenizer, [prompt], [text], ["r"], stop) == [ids]
+
+
+def test_an_opening_that_begins_thoughts_names_the_argument_that_changes_it(make_folder):
+    """As Nemotron 3's; the remedy holds."""
+    opening = "{% if add_generation_prompt and enable_thinking | default(true) %}<think>\n{% endif %}"
+    tokenizer = load_tokenizer(make_folder(CHATML + opening))
+    rows = [row([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])]
+    with pytest.raises(DataError, match=r"Fix: data.template_arguments=\{enable_thinking: false\}"):
+        encode_sft(tokenizer, rows)
+    ((tokens, mask),) = encode_sft(tokenizer, rows, arguments={"enable_thinking": False})
+    assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "a<|im_end|>\n"
