@@ -146,7 +146,7 @@ def test_a_run_is_started_and_stopped(look, serve, tmp_path):
     ]
     given += [f"model.tokenizer={data}/tokenizer", "run.export=false"]
     for text in given:
-        key, _, value = text.partition("=")
+        key, _, value = text.lstrip("?").partition("=")
         if key == "logging":
             choice(page, key).select_option(value)
             continue
