@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import re
 
-LANGUAGES = ("python", "python3", "py", "py3")
-_FENCE = re.compile(r"(?P<indent>[ \t]*)(?P<marks>`{3,}|~{3,})[ \t]*(?P<language>[\w+#.-]*)(?P<after>[^\n]*)")
+PYTHON = re.compile(r"(python|py)[\d.]*")
+_TAGS = r"(?:</?[\w|]++>[ \t]*+)*+"  # of an answer's parts, as </think> and <answer>, and special tokens
+_OPENING = re.compile(rf"([ \t]*+){_TAGS}(`{{3,}}|~{{3,}})[ \t]*([\w+#.-]*)([^\n]*)")
+_CLOSING = re.compile(rf"[ \t]*+(`{{3,}}|~{{3,}})\s*+{_TAGS}\s*+")
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
-    """(language, text) of each block that is closed, by a fence at least as long as its first one. Where that one is
-    indented, as in a list, its lines have as much less."""
-    closed, fence, language, lines = [], "", "", []
-    indent = 0
+    """(language, text) of each block that is closed, by a fence at least as long as its first one. Blocks of a list
+    are indented: so much as their fence is taken from their lines."""
+    closed, fence, language, indent, lines = [], "", "", "", []
     for line in text.split("\n"):
-        match = _FENCE.fullmatch(line)
         if not fence:
-            if match and not (match["marks"][0] == "`" and "`" in match["after"]):
-                fence, language, lines = match["marks"], match["language"].lower(), []
-                indent = len(match["indent"])
-        elif match and match["marks"].startswith(fence) and not match["language"] and not match["after"].strip():
+            match = _OPENING.fullmatch(line)
+            if match and not (match[2][0] == "`" and "`" in match[4]):
+                indent, fence, language, lines = match[1], match[2], match[3].lower(), []
+        elif (match := _CLOSING.fullmatch(line)) and match[1].startswith(fence):
             closed.append((language, "".join(f"{each}\n" for each in lines)))
             fence = ""
         else:
-            blank = len(line) - len(line.lstrip(" \t"))
-            lines.append(line[min(indent, blank) :])
+            lines.append(_without(indent, line))
     return closed
+
+
+def _without(indent: str, line: str) -> str:
+    blanks = len(line) - len(line.lstrip(" \t"))
+    return line[min(len(indent), blanks) :]
 
 
 def programs(response: str) -> list[str]:
@@ -37,5 +41,5 @@ def programs(response: str) -> list[str]:
 
 def _programs(text: str) -> list[str]:
     closed = blocks(text)
-    python = [block for language, block in closed if language in LANGUAGES]
+    python = [block for language, block in closed if PYTHON.fullmatch(language)]
     return python[-1:] or [block for language, block in closed if not language]

@@ -2,7 +2,7 @@
 
 Columns, as the public sets have them (JSON, or its text), the first of these that a row has:
     input_output        APPS, TACO: {"inputs": [...], "outputs": [...]}, with "fn_name" arguments and results
-    tests               [{"input": ..., "output": ...}, ...]
+    tests               [{"input": ..., "output": ...}, ...], with "fn_name" arguments and result; or as input_output
     public_test_cases   LiveCodeBench, with private_test_cases; "testtype": "functional" with func_name in metadata
     test_list           MBPP: asserts, with test_setup_code or test_imports
     test                HumanEval: a function `check` of the function entry_point
@@ -92,14 +92,17 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else "\n".join(map(str, value))
 
 
-def _call(name: str, args: Sequence[Any], expected: Any) -> Spec:
+def _call(name: Any, args: Sequence[Any], expected: Any) -> Spec:
     if not isinstance(name, str):
         raise TypeError(f"the name of a function is {name!r}")
     return {"call": name, "args": list(args), "expected": expected}
 
 
 def _apps(fields: Mapping[str, Any]) -> list[Streams | Spec]:
-    table = _json(fields["input_output"])
+    return _table(_json(fields["input_output"]))
+
+
+def _table(table: Mapping[str, Any]) -> list[Streams | Spec]:
     pairs = list(zip(table["inputs"], table["outputs"], strict=True))
     if name := table.get("fn_name"):
         return [_call(name, args, expected) for args, expected in pairs]
@@ -107,7 +110,8 @@ def _apps(fields: Mapping[str, Any]) -> list[Streams | Spec]:
 
 
 def _pairs(fields: Mapping[str, Any]) -> list[Streams | Spec]:
-    return [_pair(test, {}) for test in _json(fields["tests"])]
+    tests = _json(fields["tests"])
+    return _table(tests) if isinstance(tests, Mapping) else [_pair(test, {}) for test in tests]
 
 
 def _livecodebench(fields: Mapping[str, Any]) -> list[Streams | Spec]:
@@ -118,10 +122,15 @@ def _livecodebench(fields: Mapping[str, Any]) -> list[Streams | Spec]:
 
 
 def _pair(test: Mapping[str, Any], meta: Mapping[str, Any]) -> Streams | Spec:
-    if test.get("testtype") != "functional":
-        return Streams(_text(test["input"]), _text(test["output"]))
-    args = [json.loads(line) for line in test["input"].splitlines()]
-    return _call(meta["func_name"], args, json.loads(test["output"]))
+    """A call in LiveCodeBench's form, whose values are JSON text, or in that of PrimeIntellect; else streams."""
+    if test.get("testtype") == "functional":
+        name = (_json(test.get("metadata") or "{}") | meta)["func_name"]
+        return _call(name, [json.loads(line) for line in test["input"].splitlines()], json.loads(test["output"]))
+    if test.get("fn_name") is not None or test.get("type") == "function_call":
+        if not isinstance(test["input"], list):
+            raise TypeError(f"the arguments of a function are {test['input']!r:.80}: expected a list")
+        return _call(test.get("fn_name"), test["input"], test["output"])
+    return Streams(_text(test["input"]), _text(test["output"]))
 
 
 def _mbpp(fields: Mapping[str, Any]) -> list[Streams | Spec]:

@@ -130,6 +130,43 @@ def test_all_or_none_and_answers_without_a_program():
 
 
 @pytest.mark.parametrize(
+    "tests",
+    [
+        [{"type": "function_call", "fn_name": "f", "input": [1, [2]], "output": 3}],
+        [{"fn_name": "f", "input": [1, [2]], "output": [3]}],
+        [{"testtype": "functional", "metadata": {"func_name": "f"}, "input": "1\n[2]", "output": "3"}],
+        [{"testtype": "functional", "metadata": '{"func_name": "f"}', "input": "1\n[2]", "output": "3"}],
+        {"fn_name": "f", "inputs": [[1, [2]]], "outputs": [3]},
+    ],
+)
+def test_functions_named_by_the_tests_themselves(reward, tests):
+    """As PrimeIntellect and DeepCoder have them: none of them is what a program reads and prints."""
+    for column in (tests, json.dumps(tests)):
+        assert scored(reward, "def f(x, y): return x + y[0]", tests=column) == (1.0, "passed")
+        assert scored(reward, "class Solution:\n    def f(self, x, y): return x", tests=column) == (0.0, "wrong")
+
+
+def test_tests_of_whole_streams_beside_null_names(reward):
+    padded = [
+        {"type": "stdin_stdout", "fn_name": None, "testtype": None, "metadata": None, "input": "", "output": "42"}
+    ]
+    for tests in (padded, {"inputs": [""], "outputs": ["42"], "fn_name": None}):
+        assert scored(reward, "print(42)", tests=tests) == (1.0, "passed")
+
+
+@pytest.mark.parametrize("text", ["print(str(7**9000)[:2])", "print(int('4' * 9000) % 1000 * 0 + 20)", "print(20)"])
+def test_whole_numbers_may_have_many_digits(reward, text):
+    """Contests' programs come from Pythons without a limit."""
+    shown = str(math.floor(10 ** (9000 * math.log10(7) % 1 + 1)))
+    want = shown if "7**" in text else "20"
+    assert scored(reward, text, tests=[{"input": "", "output": want}]) == (1.0, "passed")
+    assert scored(reward, "def f(x): return 10 ** x", test_list=["assert len(str(f(9000))) == 9001"])[0] == 1.0
+    calls = {"fn_name": "f", "inputs": [[9000]], "outputs": [10**4000]}
+    assert scored(reward, "def f(x): return 10 ** (x - 5000)", input_output=calls) == (1.0, "passed")
+    assert scored(reward, "def f(x): return 10 ** x", input_output=calls) == (0.0, "wrong")
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"answer": 1}, "column of tests, one of input_output"),
@@ -139,6 +176,9 @@ def test_all_or_none_and_answers_without_a_program():
         ({"input_output": {"inputs": ["1"], "outputs": []}}, "column input_output"),
         ({"public_test_cases": "[]", "private_test_cases": "eJxrYJmqwQABPUaFqcUlmfl5AA=="}, "public_test_cases"),
         ({"test": "def check(f): pass"}, "KeyError: 'entry_point'"),
+        ({"tests": [{"fn_name": "f", "input": "[1]", "output": 2}]}, "the arguments of a function are '[1]'"),
+        ({"tests": [{"type": "function_call", "input": [1], "output": 2}]}, "the name of a function is None"),
+        ({"tests": {"inputs": ["1"], "outputs": []}}, "column tests"),
     ],
 )
 def test_rows_without_tests_are_named_before_training(reward, fields, words):
@@ -215,6 +255,13 @@ def test_a_program_that_breaks_its_sandbox_has_a_score(monkeypatch):
         ("<think>\n```python\nprint(1)\n```\n</think>\n```\nprint(42)\n```", "print(42)"),
         ("<think>\n```python\nprint(42)\n```\n</think>\nThat is all.", "print(42)"),
         ("```python title=a.py\nprint(42)\n```", "print(42)"),
+        ("1. So:\n   ```python\n   for _ in '1':\n       print(42)\n   ```\nDone.", "for _"),
+        ("- So:\n\t```py\n\tx = 42\n\n\tprint(x)\n\t```", "x = 42"),
+        ('  ```python\nx = """\n4\n 2"""\nprint(42) if x else 0\n  ```', "print(42)"),
+        ("<answer>```python\nprint(42)\n```</answer>", "print(42)"),
+        ("<think>```python\nprint(1)\n```</think>\n```python\nprint(42)\n``` </answer><|im_end|>", "print(42)"),
+        ("```python3.12\nprint(42)\n```", "print(42)"),
+        ("```PY3\nprint(42)\n```\n```pypy\nprint(1)\n```", "print(42)"),
     ],
 )
 def test_the_program_of_an_answer(reward, response, program):
@@ -225,6 +272,8 @@ def test_the_program_of_an_answer(reward, response, program):
 def test_blocks_take_linear_time():
     """Openings that nothing closes: a search from each of them would take hours."""
     assert programs("``` a\n" * 200_000) == []
+    for line in ("<a> " * 200_000, " " * 800_000 + "<", "<" * 800_000, "```" + " </a>" * 200_000 + "x"):
+        assert programs(line) == [] and programs(f"```\n{line}") == []
 
 
 @pytest.mark.parametrize("end", ["exit()", "quit()", "exit(0)", "raise SystemExit", "import sys; sys.exit(None)"])
