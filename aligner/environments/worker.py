@@ -142,6 +142,8 @@ class Threads:
         def work() -> Any:
             try:
                 return context.run(function, *args, **arguments)
+            except StopIteration as error:  # no future takes it: whoever waits for one would wait for ever
+                raise RuntimeError(f"StopIteration {error}".strip()) from error
             finally:
                 self._calls.discard(call)
 

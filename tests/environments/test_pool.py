@@ -46,6 +46,30 @@ def test_functions_and_what_is_wrong_with_a_call(tmp_path):
     assert found["wrong"] == 4
 
 
+def test_an_iterator_that_is_at_its_end_is_no_tool_that_hangs(tmp_path):
+    """`next` of nothing raises what no future takes."""
+    (tmp_path / "ends.py").write_text(
+        "class Ends:\n"
+        "    def reset(self, seed, word):\n        return next(w for w in ['a'] if w == word)\n\n"
+        "    def find(self, word: str) -> str:\n"
+        '        """Find.\n\n        Args:\n            word: What.\n        """\n'
+        "        return next(w for w in ['a'] if w == word)\n\n"
+        "    async def wait(self) -> str:\n"
+        '        """Wait."""\n        return next(iter(()))\n'
+    )
+    pool = make_pool(tmp_path, path=f"{tmp_path}/ends.py:Ends", retries=0)
+    for number, (word, name, known) in enumerate(
+        [("b", "", {}), ("a", "find", {"word": "b"}), ("a", "find", {"word": "a"}), ("a", "wait", {})]
+    ):
+        session = Session(str(number), 7, {})
+        answer = pool.ask(session, "reset", seed=7, row={"word": word}).result(300)
+        answer = turn(pool, session, call(name, **known)) if name else answer
+        if known.get("word") == "a":
+            assert answer["value"]["texts"] == ["a"]
+        else:
+            assert answer["failed"] == "raised" and "StopIteration" in answer["text"]
+
+
 def wait_for(path):
     until = time.monotonic() + 120
     while not path.exists():
