@@ -111,6 +111,7 @@ class Client:
         try:
             asked = loop.run_until_complete(self._all([[items[k] for k in part] for part in parts], until))
         finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())  # of replies that were not read to their end
             loop.close()  # which waits for no thread: that which looks up a name may be late
         for part, those in zip(parts, asked, strict=True):
             for place, answer in zip(part, those, strict=True):

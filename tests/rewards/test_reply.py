@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import html
 import json
@@ -185,6 +186,19 @@ def test_a_reply_without_end_costs_no_more_than_the_limit(raw, kind):
 def test_what_is_unpacked(raw, headers, body, causes):
     found, failed, _ = score(raw(answer(body, *headers)).url)
     assert failed == causes and (math.isnan(found) if causes else found == 0.5)
+
+
+def test_replies_that_are_not_read_to_their_end_leave_nothing_on_the_terminal(raw, caplog):
+    many = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+    for talk in (
+        answer(b"0.5", "Content-Encoding: gzip"),
+        dripping(ENDLESS + b"\r\n", many),
+        dripping(*DRIPS["chunks"]),
+    ):
+        for _ in range(3):
+            assert math.isnan(score(raw(talk).url, timeout_s=2)[0])
+            gc.collect()
+    assert not caplog.records
 
 
 NO_SCORES = [
