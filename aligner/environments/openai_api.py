@@ -27,7 +27,9 @@ UNREAD = ("user", "metadata", "store", "service_tier", "safety_identifier", "pro
 SAMPLED = ("temperature", "top_p", "top_k", "min_p")
 SWITCHES = ("stream", "logprobs", "return_token_ids")
 READ = ("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "seed")
-MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # by the names that templates have for them
+MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", *THOUGHTS)
+UNSPOKEN = {"function_call": "tool_calls", "audio": "a text"}  # what a message may say and no template reads
 
 
 class ApiError(Exception):
@@ -158,7 +160,11 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
         expected = "system, developer, user, assistant or tool"
         raise ApiError(f"{where}.role={found.get('role')!r:.40}: expected {expected}", f"{where}.role")
     found["role"] = "system" if found["role"] == "developer" else found["role"]
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name, expected in UNSPOKEN.items():
+        if message.get(name):
+            told = f"{where}.{name}={message[name]!r:.80}: expected {expected} instead"
+            raise ApiError(told, f"{where}.{name}", "unsupported_content")
+    for name in ("name", "tool_call_id", *THOUGHTS):
         if not isinstance(found.get(name, ""), str):
             raise ApiError(f"{where}.{name}={found[name]!r:.80}: expected a text", f"{where}.{name}")
     found["content"] = _text(found.get("content", ""), f"{where}.content")
