@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from aligner.board.series import number
 from aligner.config.checks import one_of
 from aligner.foreign import Record
 
@@ -39,5 +40,5 @@ class Query:
 
 def rounded(value: Any) -> float | None:
     """Digits that a reader has use for; None for what is no finite number."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(f"{value:.5g}") if good else None
+    shown = number(value)
+    return None if shown is None else float(f"{shown:.5g}")

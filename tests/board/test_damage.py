@@ -85,6 +85,21 @@ def test_odd_starts_and_versions_cost_their_own_row(tmp_path, bad, start):
     assert len(both(tmp_path)["table"]["runs"]) == 2
 
 
+@pytest.mark.parametrize("value", ["1" + "0" * 400, "-1" + "0" * 400, "1e999", "NaN", "true", "[1]", '"1"', "null"])
+def test_odd_numbers_of_samples_are_none(tmp_path, bad, value, capsys):
+    write_rows(bad, range(2))
+    row = f'{{"step": 2, "prompt": "p", "response": "r", "reward": {value}, "advantage": {value}}}\n'
+    with (bad / "samples.jsonl").open("a") as file:
+        file.write(row)
+    (view,) = ask(samples.samples, tmp_path, run="bad")["views"]
+    assert [(row["step"], row["reward"], row["advantage"]) for row in view["rows"]] == [
+        (2, None, None),
+        (1, 1.0, 0.5),
+        (0, 0.0, 0.5),
+    ]
+    assert report([str(bad)]) == 0, capsys.readouterr()
+
+
 @pytest.mark.parametrize("name", ["\u00b2", "a\u00b2b", "\u2460", "\u0663", "9" * 200, "x\ny", "<b>", "%00", "\u202e"])
 def test_odd_names_of_folders_are_names(tmp_path, name):
     make_run(tmp_path / "good")
