@@ -57,8 +57,8 @@ def attempts(run: Path, alive: bool, now_s: float) -> list[Attempt]:
 def recorded(run: Path) -> list[list[str]]:
     """The rows of what the batch script noted, without those that a full disk or a kill has cut."""
     path = run / "logs" / "attempts.tsv"
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    whole = re.compile(r"(start|end)(\t[^\t]*){2}\t\d+(\t[^\t]*){2}\t\d+", re.ASCII)
+    lines = _text(path).splitlines()
+    whole = re.compile(r"(start|end)(\t[^\t]*){2}\t\d{1,12}(\t[^\t]*){2}\t\d{1,9}", re.ASCII)
     return [line.split("\t") for line in lines if whole.fullmatch(line)]
 
 
@@ -105,8 +105,8 @@ def last_job(run: Path) -> str | None:
 def step_times(run: Path) -> dict[int, float]:
     """Seconds of each step that counts: a resumed run cuts the others from metrics.jsonl."""
     path, found = run / "metrics.jsonl", {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        with contextlib.suppress(AlignerError):  # one that is being written
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with contextlib.suppress(AlignerError):  # one that is being written, or that a full disk has damaged
             told = record(parse_json(line, str(path), AlignerError), str(path), AlignerError)
             if "time/step_s" in told:
                 found[told.integer("step")] = told.number("time/step_s")
@@ -123,8 +123,13 @@ def newest_step(run: Path, times: dict[int, float]) -> int:
 def total_steps(run: Path) -> int:
     """run.steps of the frozen config, whose sections are in columns."""
     path = run / "config.yaml"
-    match = re.search(r"^run:\n(?:  .*\n)*?  steps: (\d+)$", path.read_text(), re.M) if path.is_file() else None
+    match = re.search(r"^run:\n(?:  .*\n)*?  steps: (\d{1,18})$", _text(path), re.M)
     return int(match[1]) if match else 0
+
+
+def _text(path: Path) -> str:
+    """Of a file, whatever is in it; empty where there is none."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def queue() -> dict[str, str]:

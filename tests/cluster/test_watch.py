@@ -65,3 +65,21 @@ def test_a_chains_folder_stands_for_its_runs(tmp_path, capsys):
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == list(watch.COLUMNS) and len(rows) == 2 and "0/7" in rows[0]
     assert watch.clock(3725.4) == "1:02:05" and watch.clock(None) == "-"
+
+
+def test_damage_of_a_run_costs_no_other_and_what_is_whole_counts(tmp_path, capsys):
+    """A line of a full disk, a config of another encoding, numbers that no batch script writes."""
+    rows = [("start", 7, 0, 1000, 0, "-", 2), ("end", 7, 0, 1100, 4, "x", 2)]
+    odd = [("start", 7, 0, "9" * 400, 0, "-", 2), ("start", 7, 0, 1200, 0, "-", "9" * 5000)]
+    folder = run(tmp_path / "a", rows=[*rows, *odd], metrics=[(1, 10.0)])
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'\n\xff\xfe\0\n{"step": 2, "time/step_s": 20.0}\n')
+    config = folder / "config.yaml"
+    config.write_bytes(b"# \xff\n" + config.read_bytes())
+    found = watch.status(folder, {}, 2000)
+    assert (found.step, found.total, found.attempts, found.step_s) == (2, 10, 1, 20.0)
+    assert found.rank_hours == 100 * 2 / 3600 and found.goodput == 0.3
+    config.write_text("run:\n  steps: " + "9" * 5000 + "\n")
+    run(tmp_path / "b", rows=rows)
+    assert watch.main([str(tmp_path)]) == 0
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[1:]] == ["2/?", "0/10"]
