@@ -19,6 +19,7 @@ import torch.distributed as dist
 from aligner.answers import Answer
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.data.dialogue import Dialogue, Given
+from aligner.data.messages import read_messages
 from aligner.data.tokenizer import decode_responses
 from aligner.engines.base import RolloutEngine, TellingEngine
 from aligner.engines.native.fleet import ServingEngine
@@ -216,7 +217,11 @@ class TurnGenerator:
     def _opened(self, play: Play, opening: list[dict[str, Any]]) -> None:
         if not opening:
             return
-        messages = play.messages + opening
+        try:
+            messages = play.messages + read_messages(opening, "reset", "environment.path")
+        except DataError as error:
+            play.stop, play.failure = Stop.TEMPLATE, f"template: {error}"
+            return
         if self._opens(play, messages, "environment.path: reset made a prompt"):
             if (given := self.dialogue.try_begin(messages)) is None:
                 play.stop, play.failure = Stop.TEMPLATE, "template: the chat template does not render what reset made"

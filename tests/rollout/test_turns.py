@@ -222,6 +222,19 @@ def test_a_failing_environment_makes_the_sample_invalid_never_zero(play, tmp_pat
     assert scorer.combined(scorer(shy), update=False).valid == [False]
 
 
+PARTS = [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]
+
+
+def test_messages_of_an_opening_are_read_as_those_of_rows(play, tmp_path):
+    """A list of parts is its text, and no list in Python's own writing."""
+    opening = [{"role": "user", "content": PARTS, "name": None}]
+    (tmp_path / "opens.py").write_text(f"class Opens:\n    def reset(self, seed):\n        return {opening}\n")
+    seen = []
+    groups, _ = play(lambda text, seed: seen.append(text) or "fine", path=f"{tmp_path / 'opens.py'}:Opens")
+    assert groups.samples[0].prompt.messages[-1] == {"role": "user", "content": "be brief"}
+    assert seen and all("be brief" in text and "type" not in text for text in seen)
+
+
 OPENS = {
     "tokens": (
         "'x' * 200",
@@ -231,6 +244,16 @@ OPENS = {
     "characters": ("'x' * 3_000_000", Stop.PROMPT, r"prompt: .* of 3000001 characters: expected at most .*_tokens=100"),
     "a list": ("[{'role': 'user', 'content': 'y' * 40}] * 5", Stop.PROMPT, r"prompt: .* tokens"),
     "what no template renders": ("'bad'", Stop.TEMPLATE, r"template: "),
+    "no role": (
+        "[{'role': 'asistant', 'content': 'hi'}]",
+        Stop.TEMPLATE,
+        r"template: environment\.path, reset\[0\]\.role='asistant'.*'assistant'",
+    ),
+    "a picture": (
+        "[{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {'url': 'x'}}]}]",
+        Stop.TEMPLATE,
+        r"template: environment\.path: .*found the part",
+    ),
     "no text": ("[{'role': 'user', 'content': 3}]", Stop.FAILED, r"raised: TypeError: reset returned"),
     "a size beyond an answer's": ("'x' * (17 << 20)", Stop.FAILED, r"raised: ValueError: an answer of \d+ bytes"),
 }
