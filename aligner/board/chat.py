@@ -54,8 +54,9 @@ def known(board: Board) -> dict[str, Model]:
             steps = sorted((run.folder / "checkpoints").glob("step-*[0-9]"))
             found |= {f"{name} {folder.name}": Model(folder, run.folder) for folder in steps}
     for place in board.folders:
-        inside = sorted(path for path in place.iterdir() if path.is_dir() and not path.is_symlink())
-        found |= {str(path): Model(path) for path in (place, *inside) if _talks(path)}
+        with suppress(OSError):  # gone since
+            inside = sorted(path for path in place.iterdir() if path.is_dir() and not path.is_symlink())
+            found |= {str(path): Model(path) for path in (place, *inside) if _talks(path)}
     return found
 
 

@@ -201,23 +201,27 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _decoder(folder: Path) -> Callable[[Sequence[int]], list[str]]:
-    """By the tokenizer of a run; where there is none, the ids stand for the texts."""
+    """By the tokenizer of a run; where there is none, or none that can be read, the ids stand for the texts."""
     places = [folder / "hf", folder / "source"]
     with suppress(Exception):  # whatever config.yaml is
         settings = read_settings(folder)
         named, init = (Path(str(settings.get(key) or "-")).expanduser() for key in ("model.tokenizer", "model.init"))
         places = [named, *places, init, init / "hf"]
     file = next((path for place in places if (path := place / "tokenizer.json").is_file()), None)
-    if file is None:
+    tokenizer = _tokenizer(file, file.stat().st_mtime_ns) if file is not None else None
+    if tokenizer is None:
         return lambda ids: [f"[{token}]" for token in ids]
-    return functools.partial(_decoded, _tokenizer(file, file.stat().st_mtime_ns))
+    return functools.partial(_decoded, tokenizer)
 
 
 @functools.lru_cache(4)
 def _tokenizer(file: Path, mtime_ns: int) -> Any:
+    """None where the file is damaged."""
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(file))
+    with suppress(Exception):  # it raises nothing narrower
+        return Tokenizer.from_file(str(file))
+    return None
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> list[str]:

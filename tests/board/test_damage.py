@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from aligner.board import jobs, samples, told
+from aligner.board import chat, jobs, samples, told
 from aligner.board.runs import Board
 from aligner.errors import AlignerError, DataError
 from aligner.foreign import record
@@ -98,6 +98,29 @@ def test_odd_numbers_of_samples_are_none(tmp_path, bad, value, capsys):
         (0, 0.0, 0.5),
     ]
     assert report([str(bad)]) == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize("text", ["{}", "x", "", "[" * 10_000, '{"model": {"type": "BPE"}}'])
+def test_a_damaged_tokenizer_hides_no_recording(tmp_path, bad, text):
+    recording(bad, 1)
+    (bad / "hf").mkdir()
+    (bad / "hf" / "tokenizer.json").write_text(text)
+    (view,) = ask(samples.samples, tmp_path, run="bad", step="1")["views"]
+    assert "damage" not in view and view["groups"]
+    assert ask(samples.sample_tokens, tmp_path, run="bad", step=1, row=0)["texts"] == ["[60]", "[120]", "[62]", "[32]"]
+
+
+def test_a_folder_that_is_gone_costs_no_endpoint(tmp_path):
+    make_run(tmp_path / "one" / "a")
+    make_run(tmp_path / "two" / "b")
+    (tmp_path / "two" / "hf").mkdir()
+    (tmp_path / "two" / "hf" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    board = Board([tmp_path / "one", tmp_path / "two"])
+    (tmp_path / "one").rename(tmp_path / "elsewhere")
+    for endpoint in (*ALL, chat.talks):
+        json.dumps(endpoint(board, record({}, "the request", AlignerError)))
+    assert [run["name"] for run in told.table(board, record({}, "the request", AlignerError))["runs"]] == ["b"]
+    assert chat.talks(board, record({}, "the request", AlignerError))["models"] == [str(tmp_path / "two" / "hf")]
 
 
 @pytest.mark.parametrize("name", ["\u00b2", "a\u00b2b", "\u2460", "\u0663", "9" * 200, "x\ny", "<b>", "%00", "\u202e"])
