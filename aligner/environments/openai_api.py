@@ -192,13 +192,16 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(f"{where}={call!r:.80}: expected a function's name and arguments", where)
-    arguments = function.get("arguments", {})
+    written = function.get("arguments")
+    arguments = (written.strip() or None) if isinstance(written, str) else written
     try:
         arguments = parse_json(arguments, where, DataError) if isinstance(arguments, str) else arguments
     except DataError:
-        raise ApiError(f"{where}.function.arguments={arguments!r:.80}: expected JSON", where) from None
-    function = {"name": function["name"], "arguments": arguments}
-    return {"id": str(call.get("id", "")), "type": "function", "function": function}
+        arguments = written
+    if not isinstance(arguments, dict | None):
+        raise ApiError(f"{where}.function.arguments={written!r:.80}: expected a JSON object, or its text", where)
+    function = {"name": function["name"], "arguments": arguments or {}}
+    return {"id": str(call.get("id") or ""), "type": "function", "function": function}
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:

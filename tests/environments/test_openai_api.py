@@ -31,3 +31,16 @@ def test_what_a_message_says_otherwise_than_by_its_text_is_refused(name, value):
 def test_what_openais_client_sends_back_of_an_answer_is_read():
     unsaid = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
     assert last(role="assistant", content="a", **unsaid) == {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [("", {}), (None, {}), (" ", {}), ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1})]
+)
+def test_the_arguments_of_a_call_may_be_absent(written, read):
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": written}}
+    (found,) = last(role="assistant", content=None, tool_calls=[call])["tool_calls"]
+    assert found == {"id": "", "type": "function", "function": {"name": "f", "arguments": read}}
+    for wrong in ("[1]", "{", 3, [1]):
+        call["function"]["arguments"] = wrong
+        with pytest.raises(ApiError, match=r"arguments=.*expected a JSON object"):
+            last(role="assistant", content=None, tool_calls=[call])
