@@ -75,7 +75,8 @@ def test_a_row_is_what_the_engine_saw_and_only_answers_count(play, tokenizer):
 @pytest.mark.parametrize("template", [QWEN3, MISTRAL])
 def test_the_engines_tokens_stay_whatever_a_client_makes_of_an_answer(play, tmp_path, template):
     """A client sends calls back as OpenAI has them; the template sees what the model wrote, or its own way of it."""
-    own = train_tokenizer([], str(tmp_path / "own"), 261, chat_template=template)
+    ended = template.replace("</s>", "<eos>")  # by the token that this tokenizer has
+    own = train_tokenizer([], str(tmp_path / "own"), 261, chat_template=ended)
     wrote = '<tool_call>\n{"name":  "add", "arguments": {"b": 2,"a": 1}}\n</tool_call>'
     wrote = wrote if template is QWEN3 else '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}]'
     answers = iter([wrote, "3"])
