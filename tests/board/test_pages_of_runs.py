@@ -39,7 +39,11 @@ def choice(page, name: str):
 
 
 def fits_a_phone(page) -> bool:
+    """Charts are drawn again, in the new width, a moment later."""
     page.set_viewport_size(PHONE)
+    until = time.monotonic() + WAIT_MS / 1000
+    while page.evaluate("document.documentElement.scrollWidth") > PHONE["width"] and time.monotonic() < until:
+        page.wait_for_timeout(50)
     return page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
