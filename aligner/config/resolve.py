@@ -130,7 +130,8 @@ def _stage_known(stage: Callable[[], str]) -> Iterator[None]:
         yield
     except UnknownKeyError as error:
         place = str(error).partition(error.hint)[2]
-        name, near = stage(), _nearest(error.key, stage())
+        name = stage()
+        near = _nearest(error.key, name)
         again = UnknownKeyError(error.key, near)
         key = (near or "").partition("=")[0]
         unread = bool(name and key) and key not in GROUPS and not uses(name, key)

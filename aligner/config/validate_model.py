@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aligner.config.derived import evaluation_functions, response_limit
+from aligner.config.identity import uses
 from aligner.config.schema import ROLLOUT_STAGES, STAGES, Config
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.families import TRAITS
@@ -139,7 +140,7 @@ def _expert_ffn(model: ModelConfig) -> str:
 def _lengths(cfg: Config, model: ModelConfig) -> None:
     limit = longest_row(model.rope_scaling, model.max_position)
     of = "model.max_position" if limit == model.max_position else "model.rope_scaling.original_max_position"
-    rows = {} if STAGES[cfg.stage.name].rollouts else {"data.max_tokens": cfg.data.max_tokens}
+    rows = {"data.max_tokens": cfg.data.max_tokens} if uses(cfg.stage.name, "data.max_tokens") else {}
     rows |= {"ptx.data.max_tokens": cfg.ptx.data.max_tokens} if cfg.ptx.coef else {}
     for key, tokens in rows.items():
         if tokens > limit:

@@ -92,17 +92,19 @@ def _refuse(tokenizer: PreTrainedTokenizerBase, chat: Chat, what: str) -> None:
 
 def shows_key(tokenizer: PreTrainedTokenizerBase, role: str, key: str, options: Mapping[str, Any]) -> bool:
     """Whether the template shows what a message of this role has under this key. True where that cannot be told."""
-    texts = [try_text(tokenizer, chat, **options) for chat in _conversations(role, {key: MARK})]
-    known = [text for text in texts if text is not None]
-    return not known or any(MARK in text for text in known)
+    return _marks(try_text(tokenizer, chat, **options) for chat in _conversations(role, {key: MARK}))
 
 
 def shows_beside(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], tools: Any = None) -> bool:
     """Whether the template shows what an answer says beside its calls. True where that cannot be told."""
     answers = [{"role": "assistant", "content": thought + MARK, "tool_calls": [LOOK]} for thought in ("", THOUGHT)]
-    texts = [try_text(tokenizer, [USER, answer], tools=tools, **options) for answer in answers]
-    known = [text for text in texts if text is not None]
-    return not known or any(MARK in text for text in known)
+    return _marks(try_text(tokenizer, [USER, answer], tools=tools, **options) for answer in answers)
+
+
+def _marks(texts: Iterable[str | None]) -> bool:
+    """Whether one of them has MARK, or none was rendered."""
+    rendered = [text for text in texts if text is not None]
+    return not rendered or any(MARK in text for text in rendered)
 
 
 def _conversations(role: str, more: Mapping[str, Any]) -> list[list[dict[str, Any]]]:

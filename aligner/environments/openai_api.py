@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,14 +194,13 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(f"{where}={call!r:.80}: expected a function's name and arguments", where)
     written = function.get("arguments")
-    arguments = (written.strip() or None) if isinstance(written, str) else written
-    try:
-        arguments = parse_json(arguments, where, DataError) if isinstance(arguments, str) else arguments
-    except DataError:
-        arguments = written
-    if not isinstance(arguments, dict | None):
+    arguments = {} if written is None or not str(written).strip() else written
+    if isinstance(arguments, str):
+        with suppress(DataError):  # it stays a text, which is refused
+            arguments = parse_json(arguments, where, DataError)
+    if not isinstance(arguments, dict):
         raise ApiError(f"{where}.function.arguments={written!r:.80}: expected a JSON object, or its text", where)
-    function = {"name": function["name"], "arguments": arguments or {}}
+    function = {"name": function["name"], "arguments": arguments}
     return {"id": str(call.get("id") or ""), "type": "function", "function": function}
 
 

@@ -177,16 +177,15 @@ def same(known: list, answer: list) -> bool:
     """By math-verify; again with more decimals where a number is small, because it compares six of them."""
     from math_verify import verify
 
-    if not answer or not verify(known, answer, allow_set_relation_comp=True, timeout_seconds=None):
+    compare = functools.partial(verify, known, answer, allow_set_relation_comp=True, timeout_seconds=None)
+    if not answer or not compare():
         return False
     decimals = max((decimals_of(each) for each in (*known, *answer)), default=DECIMALS)
     if decimals <= DECIMALS:
         return True
     if decimals > SMALLEST:
         return any(a == b for a in known for b in answer)
-    digits = 15 + decimals
-    sizes = {"float_rounding": decimals, "numeric_precision": digits}
-    return verify(known, answer, allow_set_relation_comp=True, timeout_seconds=None, **sizes)
+    return compare(float_rounding=decimals, numeric_precision=15 + decimals)
 
 
 def decimals_of(expression: Any) -> int:
