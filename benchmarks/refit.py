@@ -1,15 +1,11 @@
 """The refit against a plain copy of the same bytes: bytes, seconds and GB/s by layout pair and model size.
 
     python -m benchmarks.refit [--models 25m,100m] [--pairs NAME,...] [--repeats 11] [--bucket-bytes N] [--json FILE]
-    ALIGNER_MPI=mpirun mpirun -n 2 python -m benchmarks.refit --ways [--models ...] [--changed 0.01] [...]
 
 Trainer and engines are real, on gloo ranks of this machine, float32. Each repeat times one refit and one copy of as
 many bytes as a rank's engine receives, from one flat tensor to another, in turn, on all ranks at once, each until all
 ranks know that all have done it. Told are medians; the ratio is the median of the repeats' ratios. Exit code 1 if a
 refit in which every rank holds what its engine needs takes more than twice the copy.
-
-With --ways the first rank of mpirun trains and the others have an engine each, in bfloat16: in each repeat a share of
-the numbers changes, and the weights go over in each way that `refit.transport` and `refit.skip_unchanged` know.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import statistics
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -131,90 +127,6 @@ def serve(cfg: ModelConfig, bridge: Bridge, pair: Pair, config: RefitConfig) -> 
     bridge.leave(True)
 
 
-WAYS = {
-    "messages": RefitConfig(),
-    "messages, what changed": RefitConfig(skip_unchanged=True),
-    "windows": RefitConfig(transport="mpi_window"),
-    "windows, what changed": RefitConfig(transport="mpi_window", skip_unchanged=True),
-}
-
-
-def ways(bridge: Bridge, size: str, options: argparse.Namespace) -> dict[str, list[tuple[float, int]]]:
-    """On a rank of `mpirun`: (seconds, bytes that came to the rank with most) of each repeat, by way."""
-    import torch
-    import torch.distributed as dist
-
-    from aligner.engines.native.engine import NativeEngine
-    from aligner.megatron.groups import build_layout, neighbours
-    from aligner.megatron.model import Head
-    from aligner.megatron.train import ShardedModel
-    from aligner.megatron.weights import random_source
-    from aligner.refit.plan import EngineGrid, TrainerGrid
-    from aligner.refit.transfer import largest, planned
-
-    cfg, device, dtype = model_of(size), torch.device("cpu"), torch.bfloat16
-    grids = TrainerGrid(cfg.num_layers), EngineGrid(bridge.engines)
-    weights, engine = {}, None
-    if bridge.generates:
-        engine = NativeEngine(cfg, EngineConfig(), device=device, dtype=dtype, pad_id=0, group=neighbours(1))
-    else:
-        layout = build_layout(ParallelConfig())
-        weights = ShardedModel(cfg, layout, Head(), dtype, device, random_source(cfg, 0)).weights()
-    exchanges = {}
-    for way, config in WAYS.items():
-        config = replace(config, bucket_bytes=options.bucket_bytes)
-        exchanges[way] = planned(*grids, cfg, (dtype, dtype), device, config, bridge)
-    found: dict[str, list[tuple[float, int]]] = {way: [] for way in WAYS}
-    for version in range(options.repeats + 2):
-        for tensor in weights.values():
-            tensor.data[torch.rand(tensor.shape) < options.changed] *= -1
-        order = list(WAYS)[version % len(WAYS) :] + list(WAYS)[: version % len(WAYS)]
-        for way in order:
-            dist.barrier(group=bridge.group)
-            start = time.perf_counter()
-            if engine is not None:
-                engine.begin_update(version)
-            exchanges[way](weights, engine)
-            if engine is not None:
-                engine.finish_update()
-            _, came = largest([0, exchanges[way].wire_bytes], device, 60.0, bridge.group)
-            exchanges[way].commit()
-            found[way].append((time.perf_counter() - start, came))
-    assert engine is None or not any(exchange.cause for exchange in exchanges.values())
-    return {way: times[2:] for way, times in found.items()}  # the first are whole
-
-
-def run_ways(options: argparse.Namespace) -> int:
-    """On every rank; the first one tells."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from aligner.cluster.mpi import join
-    from aligner.engines.bridge import Bridge
-    from aligner.megatron.groups import init_distributed, split_world
-    from benchmarks.common import write_json
-
-    world = join()
-    if world.comm is None or world.env.world_size < 2:
-        raise SystemExit("--ways: start it with ALIGNER_MPI=mpirun mpirun -n 2, or more")
-    init_distributed(world.env, "gloo", 60.0, lambda: b"of this benchmark")
-    bridge, rows = Bridge(*split_world(world.env.world_size - 1), 1), []
-    table = Table("model", "way", "MB to an engine", "ms", "x messages", title="refit, gloo and MPI, bfloat16")
-    for size in options.models.split(","):
-        found = ways(bridge, size, options)
-        plain = [seconds for seconds, _ in found["messages"]]
-        for way, times in found.items():
-            seconds = statistics.median(seconds for seconds, _ in times)
-            ratio = statistics.median(a / b for (a, _), b in zip(times, plain, strict=True))
-            rows.append({"model": size, "way": way, "wire_bytes": times[-1][1], "seconds": seconds, "ratio": ratio})
-            table.add_row(size, way, f"{times[-1][1] / 1e6:.1f}", f"{1e3 * seconds:.1f}", f"{ratio:.2f}")
-    if world.env.rank == 0:
-        Console(width=110).print(table)
-        write_json(options.json, {"rows": rows})
-    world.leave(True)
-    return 0
-
-
 def row(size: str, name: str, results: list[dict | None]) -> dict:
     results = [result for result in results if result is not None]
     repeats = list(zip(*(result["times"] for result in results), strict=True))
@@ -248,11 +160,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--bucket-bytes", type=int, default=RefitConfig().bucket_bytes)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--ways", action="store_true", help="all ways to send, on ranks of mpirun")
-    parser.add_argument("--changed", type=float, default=0.01, help="with --ways: share of the numbers")
     options = parser.parse_args(arguments)
-    if options.ways:
-        return run_ways(options)
     ranks, found = Ranks(max(pair.world for pair in PAIRS.values())), []
     try:
         for size in options.models.split(","):

@@ -15,7 +15,6 @@ import torch
 from aligner.answers import FOLDER, AnswerLog
 from aligner.builders.sizes import decide
 from aligner.cluster.env import RankEnv
-from aligner.cluster.mpi import check_transport, communicator
 from aligner.cluster.seal import job_secret
 from aligner.cluster.threads import use as use_threads
 from aligner.config.schema import Config
@@ -119,7 +118,6 @@ def start(cfg: Config, env: RankEnv) -> Job:
         CHILD_ENGINES[cfg.engine.name].require(cfg.engine)
         first = env.rank - env.local_rank
         check_node(cfg, range(first, first + env.local_world_size), env.world_size)
-    check_transport(cfg.refit.transport, env.world_size, communicator() is not None)
     use_threads(cfg.cluster.threads, env.local_world_size)
     secret = lambda: job_secret(Path(cfg.run.dir))  # noqa: E731
     device = init_distributed(env, cfg.cluster.backend, _timeout_s(cfg), secret)

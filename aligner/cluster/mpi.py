@@ -1,7 +1,6 @@
 """Bootstrap by MPI: who the ranks are, where they meet, on which hosts they run.
 
-Nothing else travels here: torch.distributed carries tensors and messages, and MPI weights alone, where
-`refit.transport=mpi_window` asks for it (`window.py`). mpi4py and an MPI library are optional;
+Nothing else travels here: torch.distributed carries tensors and messages. mpi4py and an MPI library are optional;
 without them the ranks take the same numbers from the launcher's variables (`env.py`).
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,31 +32,7 @@ class World:
             from mpi4py import MPI
 
             if not MPI.Is_finalized():
-                for undo in _undo:
-                    undo()
                 MPI.Finalize()
-
-
-_comm: list[Any] = []  # of all ranks, where MPI told who they are
-_undo: list[Callable[[], None]] = []
-
-
-def communicator() -> Any | None:
-    """MPI's of all ranks of this job; None where they were not joined by MPI."""
-    return _comm[0] if _comm else None
-
-
-def check_transport(transport: str, ranks: int, joined: bool) -> None:
-    """Raise ConfigError where weights are to go by MPI between ranks that it has not `joined`."""
-    if transport == "mpi_window" and ranks > 1 and not joined:
-        expected = "messages where MPI does not join the ranks"
-        how = "It does with a site's mpi: pmix, pmi2 or mpirun, or by mpirun with ALIGNER_MPI=mpirun; extra mpi."
-        raise ConfigError("refit.transport", transport, expected, how)
-
-
-def on_leaving(undo: Callable[[], None]) -> None:
-    """Have all ranks do this together before MPI ends."""
-    _undo.append(undo)
 
 
 def join(environ: Mapping[str, str] = os.environ) -> World:
@@ -71,9 +46,7 @@ def join(environ: Mapping[str, str] = os.environ) -> World:
     check_sizes(comm.Get_size() if comm else None, env, expected)
     if comm is None:
         return World(env, (), None)
-    world = meet(comm, env, environ)
-    _comm[:] = [comm]
-    return world
+    return meet(comm, env, environ)
 
 
 def _world_communicator(env: RankEnv) -> Any | None:

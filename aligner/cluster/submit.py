@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from aligner.cluster.lock import RunLock
-from aligner.cluster.mpi import check_transport
 from aligner.cluster.render import JobSpec, batch_script, job_lines
 from aligner.cluster.site import Site, find_site
 from aligner.cluster.size import Size, job_size
@@ -47,7 +46,6 @@ def main(args: argparse.Namespace, rehearse: Callable[[Config, int, str], None])
     configs = composed(args)
     for cfg in configs:
         _check_engines(cfg, size)
-        check_transport(cfg.refit.transport, size.ranks, site.mpi != "none")
         validate(_with_upstream_there(cfg, args.upstream), size.ranks)
         if site.gpu:
             check(cfg, size.ranks, size.per_node, _gpus(site, size))

@@ -13,6 +13,7 @@ from dataclasses import is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from aligner.config.checks import Auto
+from aligner.config.former import current
 from aligner.config.names import NAMES, known_elsewhere
 from aligner.config.schema import Config
 from aligner.errors import ConfigError, UnknownKeyError
@@ -143,6 +144,7 @@ def from_plain(kind: Any, data: Any, key: str = "", root: type = Config) -> Any:
     Raises UnknownKeyError, or ConfigError naming key, value and expected type.
     """
     if is_dataclass(kind):
+        data = current(data) if kind is Config and isinstance(data, dict) else data
         return _section(kind, data, key, root)
     wrong = ConfigError(key, data, type_name(kind))
     if kind is Any or (kind == Auto and type(data) in get_args(Auto)):

@@ -32,6 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from aligner.config.checks import all_finite
+from aligner.config.former import REMOVED, passed_over
 from aligner.config.identity import uses
 from aligner.config.options import GROUPS, REUSED, all_keys, in_free_dict, key_type, nearest, rekeyed, type_name
 from aligner.config.schema import Config
@@ -196,7 +197,8 @@ def single(overrides: list[str]) -> list[Override]:
     for override in parsed:
         if override.is_sweep_override():
             raise _one_value(override)
-    return [leaf for override in parsed for leaf in _leaves(override)]
+    leaves = [leaf for override in parsed for leaf in _leaves(override)]
+    return [leaf for leaf in leaves if leaf.key_or_group not in REMOVED]
 
 
 def _leaves(override: Override) -> Iterator[Override]:
@@ -220,6 +222,8 @@ def _checked(override: Override) -> Override:
         return override
     if not key:
         raise ConfigError("override", override.input_line, "key=value")
+    if key in REMOVED and passed_over(key, override.value()):
+        return override
     if key_type(key) is None:
         raise UnknownKeyError(key, nearest(key))
     if override.is_delete():
@@ -313,6 +317,9 @@ def _translated(error: Exception, overrides: list[Override]) -> ConfigError:
         return ConfigError("overrides", text, "a valid config", " ".join(str(error).split()))
     key = _full_key(cause)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and key_type(key) is None:
+        if key in REMOVED:
+            expected = f"no such key: {REMOVED[key].reason}"
+            return ConfigError(key, _offending(cause, key, overrides), expected, place.strip())
         unknown = UnknownKeyError(key, nearest(key))
         unknown.args = (f"{unknown}{place}",)
         return unknown

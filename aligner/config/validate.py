@@ -45,7 +45,6 @@ def validate_layout(cfg: Config, world_size: int) -> None:
 def validate_engines(cfg: Config, world_size: int) -> None:
     """The part that asks where engines stand, and whether they may work while the trainer does."""
     _engine_ranks(cfg, world_size)
-    _wire(cfg)
     _lag(cfg)
     _window(cfg)
 
@@ -140,23 +139,6 @@ def _engine_ranks(cfg: Config, world_size: int) -> None:
         raise ConfigError("debug.record_answers", True, f"false with {among}")
 
 
-def _wire(cfg: Config) -> None:
-    """How weights travel is asked where they go by the plan, of tensors that stay where they are."""
-    reason = ""
-    if cfg.refit.adapters == "factors":
-        reason = "refit.adapters=factors: frozen weights travel once, and factors are small"
-    elif cfg.engine.name != "native":
-        reason = f"engine.name={cfg.engine.name}: it is of the native engine alone"
-    elif cfg.engine.quantization != "none":
-        reason = f"engine.quantization={cfg.engine.quantization}, which is of whole tensors"
-    elif cfg.debug.record_answers:
-        reason = "debug.record_answers, whose engine is given whole weights"
-    if reason and cfg.refit.skip_unchanged:
-        raise ConfigError("refit.skip_unchanged", True, f"false with {reason}")
-    if reason and cfg.refit.transport != "messages":
-        raise ConfigError("refit.transport", cfg.refit.transport, f"messages with {reason}")
-
-
 def _spares(cfg: Config) -> None:
     """Who can do without a replica: samples follow their seeds, answers of tools do not."""
     ranks, spares, replicas = cfg.engine.ranks, cfg.engine.spares, cfg.engine.ranks // cfg.engine.tensor_parallel
@@ -165,9 +147,6 @@ def _spares(cfg: Config) -> None:
         raise ConfigError("engine.spares", spares, expected)
     if spares and cfg.environment.on:
         expected = f"0 with {cfg.environment.named[0]}: whoever was lost had its answers"
-        raise ConfigError("engine.spares", spares, expected)
-    if spares and cfg.refit.transport != "messages":
-        expected = f"0 with refit.transport={cfg.refit.transport}: MPI ends all ranks with the first that ends"
         raise ConfigError("engine.spares", spares, expected)
 
 

@@ -7,7 +7,6 @@ from aligner.plan.adapters import trained_parameters
 from aligner.plan.job import Job, Part
 from aligner.plan.shapes import Count, Grid, parameters
 from aligner.plan.sizes import judge_bytes, model_bytes, optimizer_bytes, weight_bytes
-from aligner.plan.traffic import sent_in_parts
 
 
 def checkpoint_bytes(count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False) -> float:
@@ -29,8 +28,6 @@ def host_items(job: Job) -> dict[str, float]:
     stages = []
     for stage in range(job.grid.pipeline):
         items = {"checkpoint": 0.0, "offloaded": judge_bytes(job) if "weights" in job.offload else 0.0}
-        if job.engine is not None and job.engine.windows:
-            items["windows"] = sent_in_parts(job, stage)  # at most: equal messages lie there once
         if job.routing:
             items["routing"] = job.routing * job.rows.longest * job.rows.count / job.grid.data
         for part in job.parts:

@@ -61,8 +61,6 @@ class Engine:
     padded: bool = True  # every row of a decode step reads the cache up to the longest row's position
     launches: bool = True  # kernels are launched one by one, not as a graph
     placed: bool = True  # a refit writes shards in place, else it hands over whole tensors
-    skips: bool = False  # `refit.skip_unchanged`: senders keep what they sent
-    windows: bool = False  # `refit.transport`: senders lay what they send into host memory
     factors: bool = False  # `refit.adapters`: factors alone are sent, and added to frozen weights that are kept
     resident: bool = True  # the weights stay in memory while others work, and the cache if it does not sleep
     ranks: int = 0  # beside those that train, that only generate; 0: engines stand on the ranks that train
@@ -288,8 +286,6 @@ def job_of(
             padded=native,
             launches=native and not e.cuda_graphs,
             placed=bool(e.ranks) or (native and e.quantization == "none"),
-            skips=cfg.refit.skip_unchanged,
-            windows=cfg.refit.transport == "mpi_window",
             factors=cfg.refit.adapters == "factors",
             ranks=e.ranks,
             lag=e.lag,

@@ -24,7 +24,7 @@ PARTS = {
     "pp communication": "parallel.pipeline",
     "dp communication": "batch.minibatch_samples (more samples in an optimizer step)",
     "edp communication": "batch.minibatch_samples (more samples in an optimizer step)",
-    "engines communication": "refit.skip_unchanged, engine.tensor_parallel",
+    "engines communication": "engine.tensor_parallel",
     "optimizer": "optim.distributed, batch.minibatch_samples",
     "products": "operations (more GPUs, or a smaller model)",
     "prefill": "operations (more GPUs, or a smaller model)",

@@ -30,7 +30,6 @@ from aligner.plan.sizes import (
     weight_bytes,
     whole_bytes,
 )
-from aligner.plan.traffic import sent_in_parts
 
 SENTINEL_ROWS, SENTINEL_TOKENS, SENTINEL_DECODED = 8, 64, 16  # as in `builders/engines.py`, which imports torch
 SCORED_LOGITS = 1 << 25  # as in `engines/native/engine.py`
@@ -51,7 +50,6 @@ ITEMS = {
     "prefill": ("prefill", "engine.tensor_parallel"),
     "sampling": ("logits being sampled", "engine.max_batch"),
     "buckets": ("tensors on their way to the engine", "refit.bucket_bytes"),
-    "sent": ("a copy of what was sent to the engines", "refit.skip_unchanged=false"),
     "sentinel": ("logits that prove a refit", "parallel.tensor, batch.logits_bytes"),
     "merging": ("a matrix that adapters are merged with", "parallel.tensor, parallel.expert"),
     "forward": ("one layer's forward pass", "batch.logprob_tokens, parallel.tensor, parallel.context"),
@@ -188,13 +186,11 @@ def stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
     every = (*(part.role for part in job.parts), "judge")
     found = {"build": _building(job, stage), "load": _models(job, stage, every, trains=True)}  # before offload begins
     if job.engine is not None:
-        sent = {"sent": sent_in_parts(job, stage)} if job.engine.skips else {}
-        stays = sent
         if not job.engine.ranks:
             kept, needed = engine_items(job)
             found["load"]["engine weights"] = kept["engine weights"]
-            found["generate"] = _models(job, stage) | kept | needed | sent
-            stays = sent | (_stays(job, kept) if job.engine.resident else {})
+            found["generate"] = _models(job, stage) | kept | needed
+            stays = _stays(job, kept) if job.engine.resident else {}
         moved = {"buckets": refit_buffers(job, stage)}
         if merging := merging_bytes(job.policy, job.grid, stage, job.element):
             moved["merging"] = merging

@@ -169,5 +169,4 @@ def refit_buffers(job: Job, stage: int | None) -> float:
 
     received = max(message(sender, sender == stage) for sender in range(grid.pipeline))
     sent = 0.0 if stage is None else message(stage, grid.pipeline == 1)
-    each = 5 if engine.skips else 2  # with what is made to find the numbers that changed, and to put them in place
-    return each * (sent if engine.ranks and stage is not None else received + sent)
+    return 2 * (sent if engine.ranks and stage is not None else received + sent)

@@ -321,17 +321,6 @@ def apart_bytes(job: Job) -> float:
     return max(sum(stages), max(stages) * engine.ranks * grid.pipeline / grid.gpus)
 
 
-def sent_in_parts(job: Job, stage: int) -> float:
-    """Bytes that a rank of stage `stage` sends in a refit of engines that are written in place: those of a stage share
-    what all engines need of it and do not hold."""
-    grid, engine = job.grid, job.engine
-    assert engine is not None
-    if engine.ranks:
-        return _wanted(job, stage) * engine.ranks * grid.pipeline / grid.gpus
-    near = sum(call.size for call in part_calls(job, stage) if call.axis != "pp")
-    return near + (grid.pipeline - 1) * _wanted(job, stage)
-
-
 def _wanted(job: Job, stage: int) -> float:
     """Bytes of a stage's weights that one rank with an engine needs."""
     assert job.engine is not None

@@ -3,7 +3,7 @@
 Two messages to send and two to receive are on the way at most, in buffers that are given back at the end: while one is
 on the wire the next is packed and the one before unpacked. A rank that fails goes on until its peers have what they
 wait for (and the commit then fails everywhere); a rank that is gone or stuck is waited for no longer than the time
-limit. With `refit.transport=mpi_window` receivers read it out of the sender's memory (`pull.py`).
+limit.
 """
 
 from __future__ import annotations
@@ -19,17 +19,14 @@ from torch import Tensor
 from aligner.engines.base import PlacingEngine
 from aligner.errors import RefitError
 from aligner.models.shards import aligned, copy_elements
-from aligner.refit.changes import WHOLE, Changes, Head
 from aligner.refit.plan import Message, Part, Plan
-from aligner.refit.pull import Pull
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass
 class Exchange:
-    """This rank's part of `plan`, a list of steps found once. `wire` is the dtype of what travels; with `changes` only
-    numbers that changed do, with `pull` by another way."""
+    """This rank's part of `plan`, a list of steps found once. `wire` is the dtype of what travels."""
 
     plan: Plan
     rank: int
@@ -37,8 +34,6 @@ class Exchange:
     wire: torch.dtype
     timeout_s: float
     group: dist.ProcessGroup | None = None
-    changes: Changes | None = None
-    pull: Pull | None = None
     lasting: bool = field(default=True, init=False)  # parameters stay where they are from one run to the next
     cause: str = field(default="", init=False)  # what went wrong here first
     wire_bytes: int = field(default=0, init=False)  # that came from other ranks in the last run
@@ -85,23 +80,17 @@ class Exchange:
         Raises RefitError if the others cannot be reached.
         """
         self.cause, self.wire_bytes = cause, 0
-        if self.changes is not None:
-            self.changes.begin()
         for part in self.plan.local.get(self.rank, ()):
             assert engine is not None, f"rank {self.rank} is to fill an engine that it does not have"
             self._copy(part, parameters, engine)
         try:
-            if self.pull is not None:
-                self.pull(self, parameters, engine)
-            elif self.steps:
+            if self.steps:
                 self._travel(parameters, engine)
-        except (RuntimeError, TimeoutError) as error:  # of torch.distributed or MPI: a peer is gone or too late
+        except RuntimeError as error:  # of torch.distributed: a peer is gone or too late
             raise RefitError(self.cause or self._lost(error)) from error
 
     def commit(self) -> None:
-        """A run has succeeded on every rank."""
-        if self.changes is not None:
-            self.changes.commit()
+        """A run has succeeded on every rank: the next one is like it."""
 
     def source(self, part: Part, parameters: Mapping[str, Tensor]) -> Tensor:
         """A part of a Hugging Face tensor as a view into this rank's shard."""
@@ -143,38 +132,28 @@ class Exchange:
 
     # ---- what travels
 
-    def pack(
-        self, number: int, message: Message, buffer: Tensor, parameters: Mapping[str, Tensor]
-    ) -> tuple[Head, Tensor]:
-        """What to send, as bytes; `buffer` has room for the whole message. `number`: of the message on this rank."""
+    def pack(self, message: Message, buffer: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """What to send, in `buffer`, which has room for it."""
         words = buffer[: message.bytes // self.wire.itemsize]
-        whole = Head(words.nbytes), words.view(torch.uint8)
         if self.cause:
-            return whole
+            return words
         try:
             blocks = words.split([self._numel(part) for part in message.parts])
             for part, block in zip(message.parts, blocks, strict=True):
                 copy_elements(block, self._as_words(part, self.source(part, parameters)))
-            return whole if self.changes is None else self.changes.pack(number, words)
         except RuntimeError as error:
             self._note(error)
-            return whole
+        return words
 
-    def unpack(self, message: Message, head: Head, data: Tensor, engine: PlacingEngine | None) -> None:
+    def unpack(self, message: Message, words: Tensor, engine: PlacingEngine | None) -> None:
         """Write what came into the engine."""
         assert engine is not None, f"rank {self.rank} has no engine for what it receives"
-        self.wire_bytes += head.bytes
+        self.wire_bytes += message.bytes
         if self.cause:
             return
         try:
             views = [self._view(part, engine) for part in message.parts]
             sizes = [self._numel(part) for part in message.parts]
-            if head.changed == WHOLE:
-                words = data.view(self.wire)
-            else:
-                assert self.changes is not None, "what changed came to a rank without refit.skip_unchanged"
-                words = self._held(views, sizes)
-                self.changes.unpack(head, data, words)
             for view, block in zip(views, words.split(sizes), strict=True):
                 if view is not None:
                     copy_elements(view, block)
@@ -182,71 +161,46 @@ class Exchange:
             self._note(error)
 
     def _place(self, part: Part, engine: PlacingEngine) -> Tensor | None:
-        return engine.place(self.plan.tensors[part.tensor].name, part.start, part.stop, self.changes is None)
+        return engine.place(self.plan.tensors[part.tensor].name, part.start, part.stop, True)
 
     def _view(self, part: Part, engine: PlacingEngine) -> Tensor | None:
         view = self._place(part, engine)
         return None if view is None else self._as_words(part, view)
-
-    def _held(self, views: list[Tensor | None], sizes: list[int]) -> Tensor:
-        """A message as it would be of what the engine holds."""
-        words = torch.empty(sum(sizes), dtype=self.wire, device=self.device)
-        for view, block in zip(views, words.split(sizes), strict=True):
-            if view is not None:
-                copy_elements(block, view)
-        return words
 
     # ---- the wire
 
     def _travel(self, parameters: Mapping[str, Tensor], engine: PlacingEngine | None) -> None:
         sending, receiving = map(self._buffers, (0, 1))
         sent = [NOTHING, NOTHING]  # kept while it travels
-        before: tuple[list[dist.Work], Message | None, Head, Tensor] | None = None
+        before: tuple[list[dist.Work], Message | None, Tensor] | None = None
         for turn, (send, receive) in enumerate(self.steps):
-            head, here = Head(0), turn % 2
+            here = turn % 2
             if send is not None:
-                head, sent[here] = self.pack(turn, send, sending[here], parameters)
-            coming = self._announced(send, head, receive)
-            into = receiving[here].view(torch.uint8)[: coming.bytes]
+                sent[here] = self.pack(send, sending[here], parameters)
+            into = receiving[here][: 0 if receive is None else receive.bytes // self.wire.itemsize]
             works = self._post(send, sent[here], receive, into)
             if before is not None:
                 self._arrive(*before, engine)
-            before = works, receive, coming, into
+            before = works, receive, into
         if before is not None:
             self._arrive(*before, engine)
 
-    def _announced(self, send: Message | None, head: Head, receive: Message | None) -> Head:
-        """The head of what comes."""
-        if self.changes is None:
-            return Head(0 if receive is None else receive.bytes)
-        told = torch.zeros(len(head), dtype=torch.int64, device=self.device)
-        self._wait(self._post(send, torch.tensor(head, device=self.device), receive, told))
-        return Head(*told.tolist())
-
     def _post(self, send: Message | None, data: Tensor, receive: Message | None, into: Tensor) -> list[dist.Work]:
         operations = []
-        if receive is not None and len(into):
-            operations.append(dist.P2POp(dist.irecv, into, receive.source, self.group))
-        if send is not None and len(data):
-            operations.append(dist.P2POp(dist.isend, data, send.target, self.group))
+        if receive is not None:
+            operations.append(dist.P2POp(dist.irecv, into.view(torch.uint8), receive.source, self.group))
+        if send is not None:
+            operations.append(dist.P2POp(dist.isend, data.view(torch.uint8), send.target, self.group))
         return dist.batch_isend_irecv(operations) if operations else []
 
-    def _wait(self, works: list[dist.Work]) -> None:
+    def _arrive(
+        self, works: list[dist.Work], message: Message | None, words: Tensor, engine: PlacingEngine | None
+    ) -> None:
         limit = datetime.timedelta(seconds=self.timeout_s)
         for work in works:
             work.wait(limit)
-
-    def _arrive(
-        self,
-        works: list[dist.Work],
-        message: Message | None,
-        head: Head,
-        data: Tensor,
-        engine: PlacingEngine | None,
-    ) -> None:
-        self._wait(works)
         if message is not None:
-            self.unpack(message, head, data, engine)
+            self.unpack(message, words, engine)
 
     def _buffers(self, side: int) -> list[Tensor]:
         numel = -(-self._largest_bytes(side) // self.wire.itemsize)

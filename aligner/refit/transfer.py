@@ -30,11 +30,9 @@ from aligner.models.params import ParamSpec, to_hf
 from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.ops.reduce import first_cause, gathered, sum_halves
-from aligner.refit.changes import Changes
 from aligner.refit.exchange import Exchange
 from aligner.refit.factors import FactorExchange
 from aligner.refit.plan import EngineGrid, TrainerGrid, buckets, plan_refit
-from aligner.refit.pull import Pull
 from aligner.types import ScalarMetrics
 
 ALIGNMENT = 4  # bytes: tensors of several dtypes share a buffer
@@ -266,11 +264,7 @@ def planned(
 
     def part(engines: EngineGrid, tensors: tuple[HfTensor, ...], wire: torch.dtype) -> Exchange:
         plan = plan_refit(trainer, engines, tensors, wire.itemsize, config.bucket_bytes)
-        changes = Changes() if config.skip_unchanged else None
-        exchange = Exchange(plan, rank, device, wire, config.timeout_s, group, changes)
-        if config.transport == "mpi_window" and plan.rounds:
-            exchange.pull = Pull(exchange)
-        return exchange
+        return Exchange(plan, rank, device, wire, config.timeout_s, group)
 
     if bridge is not None:
         with bridge.contact():

@@ -98,7 +98,6 @@ def _models(device: Device) -> None:
 def _engine(device: Device) -> None:
     from aligner.engines.native.engine import NativeEngine
     from aligner.engines.native.fleet import FleetEngine
-    from aligner.refit.changes import WHOLE
 
     FleetEngine.generate = NativeEngine.generate  # no rank's requests come to this one
     step = NativeEngine.step
@@ -116,14 +115,8 @@ def _engine(device: Device) -> None:
     def own(source: Tensor, inside: dict[str, Any]) -> Tensor:
         return torch.tensor(inside["values"])
 
-    def whole(source: Tensor, inside: dict[str, Any]) -> Tensor:
-        """Where only what changed would travel (`refit.skip_unchanged`): everything did."""
-        return torch.tensor([0 if inside["receive"] is None else inside["receive"].bytes, WHOLE, 0])
-
     NativeEngine.step = stepped
     device.answers["engines/native/schedule.py", "settle"] = ended
-    device.answers["refit/exchange.py", "_announced"] = whole
-    device.answers["refit/changes.py", "_count"] = lambda source, inside: torch.tensor(inside["differs"].numel())
     device.answers["refit/transfer.py", "largest"] = own  # else a refit that fails here would go on
 
 

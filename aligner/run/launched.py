@@ -8,7 +8,6 @@ from pathlib import Path
 
 from aligner.cluster.launch import launch
 from aligner.cluster.lock import RunLock
-from aligner.cluster.mpi import check_transport
 from aligner.config.schema import Config
 from aligner.config.validate import validate
 from aligner.errors import ConfigError
@@ -31,7 +30,6 @@ def launch_run(cfg: Config, ranks: int, freeze: Callable[[], Path], command: Seq
         raise ConfigError("--ranks", ranks, "a number >= 1")
     os.environ[COMMAND] = command_line(command)
     validate(cfg, ranks)  # before processes start, so that the message comes once
-    check_transport(cfg.refit.transport, ranks, False)
     run_dir = Path(cfg.run.dir)
     proof = [run_dir / name for name in (DONE, STOPPED)]
     spare = range(ranks - cfg.engine.ranks, ranks) if cfg.engine.spares else ()

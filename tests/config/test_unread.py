@@ -28,7 +28,7 @@ NO_READERS = ("dataclasses", "copy", "aligner.config.freeze", "aligner.config.id
 CHECKS = ("aligner.config.validate", "aligner.config.validate_model", "aligner.config.adapters")
 # asked of every stage by what they share, without anything that follows where no engine, critic or judge is there
 IN_VAIN = (
-    *("engine.name", "engine.ranks", "engine.kv_cache_bytes", "refit.transport", "sampling.max_response_tokens"),
+    *("engine.name", "engine.ranks", "engine.kv_cache_bytes", "sampling.max_response_tokens"),
     *("environment.path", "environment.tools", "environment.agent", "critic.warmup_steps", "reward.judges"),
     *("mismatch.correction", "mismatch.replay_routing", "run.eval_every", "engine.quantization"),
 )

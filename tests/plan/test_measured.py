@@ -19,7 +19,6 @@ from aligner.plan import reads, sizes
 from aligner.plan.activations import activation_bytes
 from aligner.plan.adapters import held_parameters, kept_bytes, trained_parameters
 from aligner.plan.devices import Assumptions, Device
-from aligner.plan.host import host_items
 from aligner.plan.job import Engine, Job, Part, Rows
 from aligner.plan.shapes import Grid
 from aligner.plan.sizes import gradient_bytes, optimizer_bytes, refit_buffers, weight_bytes
@@ -30,13 +29,11 @@ from aligner.plan.traffic import (
     gathered_calls,
     part_calls,
     pass_calls,
-    sent_in_parts,
     step_calls,
 )
 from aligner.refit.exchange import Exchange
 from aligner.refit.factors import Merger
 from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
-from aligner.refit.pull import slots
 from tests.plan.jobs import ROWS, WIDTH
 from tests.tiny import ADAM, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, MODELS, MOE, MORE
 
@@ -264,17 +261,13 @@ def test_a_refit_in_parts_has_the_bytes_of_its_plan(name, grid, tensor):
     plan = plan_refit(trainer, EngineGrid(tuple(range(grid.gpus)), tensor), hf_tensors(cfg), 2, 1 << 28)
     each = grid.gpus // grid.pipeline
     received = [Counter() for _ in range(grid.gpus)]
-    sent: Counter = Counter()
     for message in (message for messages in plan.rounds for message in messages):
-        sent[message.source] += message.bytes
         near = message.source // each == message.target // each
         same = trainer.replica_of(message.source) == trainer.replica_of(message.target)
         received[message.target]["pp" if not near else "tp" if same else "ep"] += message.bytes
     for stage in range(grid.pipeline):
         most = max(received[stage * each : (stage + 1) * each], key=lambda by_axis: by_axis.total())
         assert {call.axis: call.size for call in part_calls(job, stage)} == pytest.approx(dict(most), rel=0.01)
-        sends = [sent[rank] for rank in range(stage * each, (stage + 1) * each)]
-        assert 0.99 * max(sends) / 1.5 <= sent_in_parts(job, stage) <= 1.01 * max(sends)
 
 
 @pytest.mark.parametrize(
@@ -298,10 +291,6 @@ def test_a_refit_of_engines_on_ranks_of_their_own_is_that_of_its_plan(name, grid
         moved[message.source] += message.bytes
         moved[message.target] += message.bytes
     assert apart_bytes(job) == pytest.approx(max(moved.values()), rel=0.01)
-    laid_out = host_items(replace(job, engine=replace(job.engine, windows=True)))["windows"]
-    assert max(slots(plan)[1].values()) <= 1.07 * laid_out
-    for rank in range(grid.gpus):
-        assert moved[rank] == pytest.approx(sent_in_parts(job, rank * grid.pipeline // grid.gpus), rel=0.07)
     used = [Exchange(plan, rank, torch.device("cpu"), torch.bfloat16, 1.0).buffer_bytes for rank in range(job.gpus)]
     each = grid.gpus // grid.pipeline
     for stage in range(grid.pipeline):

@@ -25,11 +25,9 @@ from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.models.params import split_tp
 from aligner.models.shards import hf_tensors
-from aligner.refit.changes import Changes
 from aligner.refit.exchange import Exchange
 from aligner.refit.export import export_hf
 from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
-from aligner.refit.pull import Pull
 from aligner.refit.transfer import Refit, WeightStream, fail_together
 from aligner.refit.verify import Verifier
 from aligner.roles.batching import micro_batches
@@ -254,38 +252,6 @@ def bring(exchange: Exchange, held: dict[str, torch.Tensor], engine: NativeEngin
     assert not exchange.cause
     if engine is not None:
         engine.finish_update()
-
-
-# share of the numbers that change before each run, and whether one rank's engine refuses it
-FOLLOWED = [(1.0, False), (0.0, False), (0.02, False), (1.0, False), (0.02, False), (0.02, True), (0.02, False)]
-
-
-def followed(
-    cfg: ModelConfig, trainer: TrainerGrid, engines: EngineGrid, dtype: torch.dtype, transport: str = "messages"
-) -> list[dict]:
-    """Runs with `refit.skip_unchanged`: on ranks with an engine whether it holds what an engine holds that gets whole
-    messages, and the bytes that came."""
-    rank, held, told = dist.get_rank(), shards(cfg, trainer, dist.get_rank()), []
-    held = {name: t.clone() for name, t in held.items()}
-    plan = plan_refit(trainer, engines, hf_tensors(cfg), dtype.itemsize, 5000)
-    plain, lean = (
-        Exchange(plan, rank, torch.device("cpu"), dtype, 30.0, changes=changes) for changes in (None, Changes())
-    )
-    if transport == "mpi_window":
-        lean.pull = Pull(lean)
-    both = engines_of(cfg, engines, dtype, 2)
-    for version, (share, refused) in enumerate(FOLLOWED):
-        for name, t in held.items():
-            chance = torch.Generator().manual_seed(version * 1000 + len(name))
-            t[torch.rand(t.shape, generator=chance) < share] *= -1.5
-        for exchange, engine in zip((plain, lean), both, strict=True):
-            bring(exchange, held, engine, version)
-        if not refused:
-            lean.commit()
-        if rank in engines.ranks:
-            same = both[0].checksums() == both[1].checksums()
-            told.append({"same": same, "wire": lean.wire_bytes, "whole": plain.wire_bytes})
-    return told
 
 
 class Losing(Packed):

@@ -19,7 +19,6 @@ ROLLOUT = ["data.max_prompt_tokens=2048", "sampling.max_response_tokens=16", "ba
 ROLLOUT += ["batch.minibatch_samples=0", "batch.share_prompts=false", "batch.micro_batch_samples=16"]
 SHARED = ["data.max_prompt_tokens=1024", "sampling.max_response_tokens=1024", "batch.prompts=16", "batch.group=8"]
 APART = ["engine.ranks=4", "engine.tensor_parallel=2", "engine.lag=1", "refit.verify=checksum"]
-APART += ["refit.transport=mpi_window"]  # rehearsed as messages
 CASES = {
     "sft": ["stage=sft", "model=llama3_8b", "parallel.tensor=2", "parallel.sequence=true", *ROWS],
     "dpo": ["stage=dpo", "model=llama3_70b", "parallel.tensor=4", "parallel.pipeline=2", *ROWS],

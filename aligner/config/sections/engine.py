@@ -86,9 +86,6 @@ class RefitConfig:
     # of a policy with model.lora: merged (weights), factors (the frozen weights once, then A and B, which the engine
     # merges)
     adapters: str = "merged"
-    # between ranks: messages, mpi_window (of ranks that MPI joined: receivers read it out of the senders' host memory)
-    transport: str = "messages"
-    skip_unchanged: bool = False  # only numbers that changed since the last refit travel; senders keep what they sent
     timeout_s: float = 600.0  # that ranks wait for each other
     tolerance: float = (
         0.0  # mean |logprob difference| allowed on the sentinel; 0: by dtype (1e-3 float32, 5e-2 bfloat16)
@@ -98,9 +95,5 @@ class RefitConfig:
         at_least("refit.bucket_bytes", self.bucket_bytes, 1)
         one_of("refit.verify", self.verify, ("sentinel", "checksum"))
         one_of("refit.adapters", self.adapters, ("merged", "factors"))
-        one_of("refit.transport", self.transport, ("messages", "mpi_window"))
-        if self.transport == "mpi_window" and self.bucket_bytes >= 1 << 31:
-            expected = "less than 2 GiB with refit.transport=mpi_window: MPI 3 counts no further"
-            raise ConfigError("refit.bucket_bytes", self.bucket_bytes, expected)
         above("refit.timeout_s", self.timeout_s, 0)
         at_least("refit.tolerance", self.tolerance, 0)
