@@ -46,7 +46,7 @@ from aligner.stages.rm import preference_loss
 from aligner.stages.sft import sft_loss
 from aligner.types import RolloutBatch, TrainBatch
 from tests import invariance_losses
-from tests.megatron.jobs import build, build_on, weights
+from tests.megatron.models import build, build_on, weights
 from tests.tiny import random_routing, wild_source
 
 # Adam with a huge eps and no memory is gradient descent: with learning rate 1, and with one so large that the first

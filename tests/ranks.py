@@ -1,17 +1,22 @@
 """A pool of gloo rank processes for tests: started once, reused by every test that needs one or more ranks.
 
-    results = ranks.run("tests.megatron.jobs:train", world=2, steps=3)   # one result per rank
+    @on_ranks(2)
+    def test_both_have_the_weights(tmp_path, parallel): ...     # its body runs on each rank
 
-A job is a module-level function, named by a string; its keyword arguments and its results travel as pickles. While it
-runs, torch.distributed is initialised with exactly `world` ranks. An exception on any rank fails the test with that
-rank's traceback; the processes are then replaced, because the other ranks may hang in a collective.
+    results = ranks.run(train, world=2, steps=3)                # for what is compared here: one result per rank
+
+What runs is a function of a module; its keyword arguments and its results travel as pickles. While it runs,
+torch.distributed is initialised with exactly `world` ranks. An exception on any rank fails the test with that rank's
+traceback; the processes are then replaced, because the other ranks may hang in a collective.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
+import inspect
 import io
 import os
 import pickle
@@ -23,7 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -39,6 +44,26 @@ SECRET = b"of the tests' ranks"
 
 class RankError(AssertionError):
     """A job failed; the message holds the tracebacks of the ranks that told one, in the order of their arrival."""
+
+
+def on_ranks(world: int = 0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test's body on each of `world` ranks of the pool; 0: of as many as the test's argument `world` says. Its
+    arguments (of fixtures and parameters) must be picklable."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        parameters = inspect.signature(body).parameters
+        assert world or "world" in parameters, body
+
+        @functools.wraps(body)
+        def test(ranks: Ranks, **arguments: Any) -> None:
+            ranks.call(test, world or arguments["world"], arguments)
+
+        asked = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([*parameters.values(), asked])
+        test.body = body  # what a rank runs in place of the test
+        return test
+
+    return decorate
 
 
 class Ranks:
@@ -81,18 +106,37 @@ class Ranks:
             theirs.close()
 
     def run(
-        self, target: str, world: int = 1, timeout_s: float = 1200.0, lost: Collection[int] = (), **kwargs: Any
+        self,
+        target: str | Callable[..., Any],
+        world: int = 1,
+        timeout_s: float = 1200.0,
+        lost: Collection[int] = (),
+        **kwargs: Any,
     ) -> list[Any]:
-        """`target` ("module:function") with `kwargs` on `world` ranks; their results, by rank. The processes of the
-        ranks `lost` end or hang: nobody waits for them, and all are replaced."""
+        """`target` (a function of a module, or "module:function") with `kwargs` on `world` ranks; their results, by
+        rank. The processes of the ranks `lost` end or hang: nobody waits for them, and all are replaced."""
+        return self.call(target, world, kwargs, timeout_s, lost)
+
+    def call(
+        self,
+        target: str | Callable[..., Any],
+        world: int,
+        arguments: dict[str, Any],
+        timeout_s: float = 1200.0,
+        lost: Collection[int] = (),
+    ) -> list[Any]:
+        """As `run`, of a function whose `arguments` may have the names of run's own."""
         assert 1 <= world <= self.size, world
+        if not isinstance(target, str):
+            assert "." not in target.__qualname__, f"{target.__qualname__} is no function of a module"
+            target = f"{target.__module__}:{target.__qualname__}"
         if not self._leader:
             self._start()
         pipes, port = self._pipes[:world], _free_port()
         done = False
         try:
             for rank, pipe in enumerate(pipes):
-                pipe.send_bytes(pickle.dumps((target, rank, world, port, kwargs)))
+                pipe.send_bytes(pickle.dumps((target, rank, world, port, arguments)))
             results = self._collect(pipes, time.monotonic() + timeout_s, lost)
             for pipe in pipes if not lost else ():
                 pipe.send_bytes(b"release")  # nobody leaves the process group before all are done with it
@@ -198,8 +242,9 @@ def _serve(pipe: Connection) -> None:
         try:
             env = RankEnv(rank, 0, world, master_port=port, one_host=True)
             groups.init_distributed(env, "gloo", COLLECTIVE_TIMEOUT_S, lambda: SECRET)
-            module, function = target.split(":")
-            answer = _pack((True, getattr(importlib.import_module(module), function)(**kwargs)))
+            module, name = target.split(":")
+            function = getattr(importlib.import_module(module), name)
+            answer = _pack((True, getattr(function, "body", function)(**kwargs)))
         except BaseException:  # some of torch's errors are no Exception
             answer = _pack((False, traceback.format_exc()))
         pipe.send_bytes(answer)
@@ -213,6 +258,14 @@ def _serve(pipe: Connection) -> None:
         parallel_state.destroy_global_memory_buffer()
 
 
+def _explain_assertions() -> None:
+    """Of modules of tests that are imported from now on, as pytest does it: a failure shows what was compared."""
+    from _pytest.assertion import install_importhook
+    from _pytest.config import _prepareconfig
+
+    install_importhook(_prepareconfig(["--noconftest", str(ROOT / "tests")]))
+
+
 def _main(asked: socket.socket, first: str) -> None:
     """Ranks on pipes that come through this socket, one generation after the other, until it closes."""
     if first:
@@ -223,6 +276,7 @@ def _main(asked: socket.socket, first: str) -> None:
         import tests.run.jobs  # noqa: F401 (whole stages: nearly all of the package)
         from tests.stages import settle
     settle()
+    _explain_assertions()
     torch.set_num_threads(1)
     asked.sendall(b"x")
     leader = 0

@@ -6,11 +6,48 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from aligner.config.sections.mismatch import MismatchConfig
 from aligner.errors import MismatchError
+from aligner.run.mismatch import check_mismatch
+from aligner.types import RolloutBatch
 from tests import stages
 
 QUIET = ["run.export=false", "checkpoint.final=false"]
+
+
+def worst_of_two() -> dict[str, str]:
+    """What the gate says of two ranks' rollouts: two prompts x two samples each, one wrong token on rank 1; then a NaN
+    on rank 0."""
+    rank = dist.get_rank()
+    tokens = torch.arange(10, 15).repeat(4, 1)
+    mask = (torch.arange(5) >= 2).float().repeat(4, 1)
+    rollout = RolloutBatch(
+        tokens=tokens,
+        lengths=torch.full((4,), 5),
+        response_mask=mask,
+        rollout_logprobs=torch.full((4, 5), -0.5),
+        rewards=torch.zeros(4),
+        valid=torch.ones(4, dtype=torch.bool),
+        group=torch.tensor([0, 0, 1, 1]) + 2 * rank,
+        finished=torch.ones(4, dtype=torch.bool),
+        weight_version=0,
+        old_logprobs=torch.full((4, 5), -0.6),
+    )
+    rollout.old_logprobs[:, :2] = 100.0  # what is no response counts nowhere
+    if rank == 1:
+        rollout.old_logprobs[3, 4] = -3.0
+    told = {"gate": refused(rollout)}
+    if rank == 0:
+        rollout.response_mask[0, 1], rollout.old_logprobs[0, 1] = 1.0, float("nan")
+    return told | {"nan": refused(rollout)}
+
+
+def refused(rollout: RolloutBatch) -> str:
+    with pytest.raises(MismatchError) as caught:
+        check_mismatch({"mismatch/token_mult_prob_error": 1.5}, rollout, MismatchConfig(stop_above=1.2))
+    return str(caught.value)
 
 
 @pytest.fixture
@@ -209,7 +246,7 @@ def test_the_gate_names_the_worst_sample_and_loses_nothing(tiny_data, tiny_runs,
 
 @pytest.mark.multirank
 def test_the_worst_sample_may_be_on_any_rank(ranks):
-    for told in ranks.run("tests.run.jobs:worst_of_two", world=2):
+    for told in ranks.run(worst_of_two, world=2):
         assert told["gate"].count("prompt slot 3, sample 1 (rank 1), token 4 (id 14)") == 1
         assert "engine -0.5, trainer -3 nats; tokens [10, 11, 12, 13, 14]" in told["gate"]
         assert "prompt slot 0, sample 0 (rank 0), token 1" in told["nan"]  # not a number is worse than any number

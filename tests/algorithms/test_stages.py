@@ -116,7 +116,7 @@ def test_transformers_computes_the_trainers_logits(tiny_data, tiny_runs, tmp_pat
     from transformers import AutoModelForCausalLM
 
     from aligner.builders.runs import finish
-    from tests.megatron.jobs import plain_logits
+    from tests.megatron.models import plain_logits
 
     told = {}
     tokens = torch.randint(5, 261, (5, 20), generator=torch.Generator().manual_seed(0))

@@ -2,20 +2,108 @@
 
 import json
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from aligner.ops.kernels import bfloat16_products
 from aligner.plan.shapes import head_operations, layer_operations, parameters
 from benchmarks import floors
-from benchmarks.floor_phases import PHASES, WORKS, floor_s, moved_bytes, own_shapes, training_rows
+from benchmarks.floor_phases import PHASES, WORKS, Subject, floor_s, moved_bytes, own_shapes, training_rows
+from benchmarks.floors import measure
+from tests.operations import counted
 
 INF = float("inf")
 WORK = WORKS["check"]
 
 
+aten = torch.ops.aten
+
+
+REPLACED = (  # by `ops/kernels/bfloat16_products.py`
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.addmm_.default,
+    aten.baddbmm.default,
+    aten.baddbmm_.default,
+)
+SLOW = (
+    aten.mm,
+    aten.bmm,
+    aten.addmm,
+    aten.addmm_,
+    aten.baddbmm,
+    aten.baddbmm_,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+
+
+def subject(name: str) -> Subject:
+    return Subject(WORKS[name], torch.float32, torch.device("cpu"))
+
+
+def operations(name: str) -> dict[str, dict[str, float]]:
+    """phase -> {"linear", "attention"}: what torch's own counter sees. Decode is a generation less its first token."""
+    timed, found = subject(name), {}
+    for phase in PHASES:
+        found[phase] = counted(timed.action(phase))
+    for part, count in found["prefill"].items():
+        found["decode"][part] -= count
+    timed.bench.close()
+    return found
+
+
+def stored_bytes(name: str) -> dict[str, float]:
+    """Bytes of an engine's weights, of its cache for one position of one row, and of what a refit writes."""
+    timed = subject(name)
+    told = timed.bench.refit()
+    timed.bench.generate(WORKS[name].rows, 1)
+    cache = timed.bench.engine.cache.kv
+    found = {
+        "weights": float(sum(view.nbytes for view in timed.bench.engine.model.views.values())),
+        "position": cache.nbytes / cache.shape[2] / cache.shape[4],
+        "refit": told["refit/bytes"],
+    }
+    timed.bench.close()
+    return found
+
+
+class SlowKernels(TorchDispatchMode):
+    """Calls of torch's own products in bfloat16."""
+
+    def __enter__(self):
+        self.seen: set[str] = set()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in SLOW and func not in REPLACED and args[1].dtype is torch.bfloat16:
+            self.seen.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def slow_products(name: str) -> dict[str, list[str]]:
+    """phase -> torch's own products in bfloat16, if the processor had no instructions for it."""
+    found = {}
+    with patch.object(bfloat16_products, "_slow_here", lambda: True):
+        timed = Subject(WORKS[name], torch.bfloat16, torch.device("cpu"))
+        for phase in PHASES:
+            with SlowKernels() as heard:
+                timed.action(phase)()
+            found[phase] = sorted(heard.seen)
+    timed.bench.close()
+    return found
+
+
+def measured_rows(name: str, dtype: str) -> list[dict]:
+    return measure(name, dtype, 2, torch.device("cpu"))
+
+
 @pytest.mark.multirank
 def test_operations_are_those_that_torch_counts(ranks):
-    (counted,) = ranks.run("tests.benchmarks.floor_jobs:operations", name="check")
+    (counted,) = ranks.run(operations, name="check")
     rows = training_rows(WORK)
     made, trained, read = WORK.prompts * WORK.prompt_tokens, int(rows.lengths.sum()), int(rows.loss_mask.sum())
     assert read < 0.5 * trained
@@ -49,7 +137,7 @@ def test_operations_are_those_that_torch_counts(ranks):
 
 @pytest.mark.multirank
 def test_bytes_are_those_of_the_engine(ranks):
-    (stored,) = ranks.run("tests.benchmarks.floor_jobs:stored", name="check")
+    (stored,) = ranks.run(stored_bytes, name="check")
     steps, first = WORK.response_tokens - 1, WORK.prompt_tokens + 1
     positions = WORK.rows * sum(range(first, first + steps))
     assert floor_s("decode", WORK, 4, INF, 1.0) == steps * stored["weights"] + positions * stored["position"]
@@ -92,7 +180,7 @@ def test_own_shapes_are_all_products_of_a_pass(phase):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_phase_is_measured(ranks, dtype):
     for _ in range(8):  # what comes between the measurements of rates and phases makes a floor too high, now and then
-        (rows,) = ranks.run("tests.benchmarks.floor_jobs:rows", name="check", dtype=dtype)
+        (rows,) = ranks.run(measured_rows, name="check", dtype=dtype)
         if all(row["ratio"] <= 1.5 for row in rows):
             break
     assert [row["phase"] for row in rows] == list(PHASES)
@@ -107,7 +195,7 @@ def test_every_phase_is_measured(ranks, dtype):
 @pytest.mark.multirank
 def test_no_product_is_in_bfloat16_where_there_are_no_instructions_for_it(ranks):
     """torch's are 8 to 90 times slower there; those with `out=` and the fused attention's are not replaced."""
-    (found,) = ranks.run("tests.benchmarks.floor_jobs:slow_products", name="check")
+    (found,) = ranks.run(slow_products, name="check")
     assert found.keys() == set(PHASES) and not any(found.values()), found
 
 

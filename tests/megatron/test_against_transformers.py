@@ -5,8 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.ops.schedules import lr_at
+from aligner.roles.batching import micro_batches
+from aligner.types import TrainBatch
+from tests.megatron.models import from_folder, nll_loss, plain_logits, weights
 from tests.tiny import (
     LLAMA,
     MIXTRAL,
@@ -25,6 +29,19 @@ pytestmark = pytest.mark.multirank
 MODELS = MODELS | WINDOWS | MORE | {"qwen3_moe": MOE, "mixtral": MIXTRAL}
 
 
+def logits(folder: str, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    model = from_folder(folder)
+    assert model.head.kind == "lm"
+    return plain_logits(model, tokens, lengths)
+
+
+def trajectory(folder: str, optim: OptimConfig, batches: list[TrainBatch], total: int) -> dict:
+    """One optimizer step per batch from the weights of a folder."""
+    model = from_folder(folder, optim=optim, total_steps=total)
+    metrics = [model.step(micro_batches(b, BatchConfig(micro_batch_samples=3)), nll_loss(model, b)) for b in batches]
+    return {"metrics": metrics, "weights": weights(model)}
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal(ranks, tmp_path, name, tied):
@@ -32,7 +49,7 @@ def test_logits_equal(ranks, tmp_path, name, tied):
     model, raw = transformers_model(cfg)
     rows = batch(cfg, rows=3, width=200 if name == "llama3" else 19)
     got = ranks.run(
-        "tests.megatron.jobs:logits",
+        logits,
         folder=write_folder(model, raw, tmp_path / "hf"),
         tokens=rows.tokens,
         lengths=rows.lengths,
@@ -95,7 +112,7 @@ def test_five_steps_equal_adamw(ranks, tmp_path, name, tied, clip):
     start = hf_weights(model)
     batches = [batch(cfg, seed=i) for i in range(5)]
     wanted = adamw_loop(model, optim, batches, total=6)
-    got = ranks.run("tests.megatron.jobs:trajectory", folder=folder, optim=optim, batches=batches, total=6)[0]
+    got = ranks.run(trajectory, folder=folder, optim=optim, batches=batches, total=6)[0]
     for ours, theirs in zip(got["metrics"], wanted, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)

@@ -6,17 +6,21 @@ import pytest
 import torch
 
 from aligner.errors import AlignerError
+from aligner.megatron import cpu as stand_in
+from tests.megatron.models import train
+from tests.ranks import on_ranks
 from tests.tiny import LLAMA
 
 pytestmark = pytest.mark.multirank
 
 
+# ---- cpu.py
+
+
 @pytest.fixture
 def cpu(monkeypatch):
-    from aligner.megatron import cpu
-
-    monkeypatch.setattr(cpu, "_installed", False)
-    return cpu
+    monkeypatch.setattr(stand_in, "_installed", False)
+    return stand_in
 
 
 def test_inert_where_cuda_exists(cpu, monkeypatch):
@@ -40,15 +44,22 @@ def test_the_tested_version_is_the_installed_one(cpu):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA: nothing is redirected")
-def test_only_megatron_is_told_the_lie(ranks):
-    told = ranks.run("tests.megatron.jobs:cpu_lies")[0]
-    assert told["megatron.core.optimizer.made_up"] == "torch.cuda.FloatTensor"
-    assert told["somebody.else"] == "torch.FloatTensor"
-    assert told["again"] is True and told["cast"] == torch.float64 and told["world"] == 1
-    assert set(told["made"]) == set(told["moved"]) == {"cpu"}
+@on_ranks(1)
+def test_only_megatron_is_told_the_lie():
+    t, kinds = torch.zeros(2), []
+    for name in ("megatron.core.optimizer.made_up", "somebody.else"):
+        scope = {"__name__": name, "t": t}
+        exec("kind = t.type()", scope)
+        kinds.append(scope["kind"])
+    assert kinds == ["torch.cuda.FloatTensor", "torch.FloatTensor"]
+    assert stand_in.install() is True and t.type(torch.float64).dtype == torch.float64
+    made = [f(2, device="cuda") for f in (torch.zeros, torch.empty, torch.arange)]
+    moved = [t.to("cuda"), t.cuda(), t.to(device="cuda:0", dtype=torch.int8)]
+    assert {x.device.type for x in (*made, *moved)} == {"cpu"}
 
 
-def test_a_model_trains(ranks):
-    out = ranks.run("tests.megatron.jobs:train", cfg=LLAMA, steps=8)[0]
+@on_ranks(1)
+def test_a_model_trains():
+    out = train(LLAMA, steps=8)
     losses = [m["loss"] for m in out["metrics"]]
     assert losses[-1] < 0.9 * losses[0] and out["version"] == 8

@@ -1,19 +1,50 @@
 """Process groups of four ranks against plain arithmetic."""
 
+import contextlib
 import math
 import os
+import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aligner.cluster.env import RankEnv
 from aligner.cluster.seal import VARIABLE
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.errors import LayoutError
 from aligner.megatron import groups
-from tests.ranks import COLLECTIVE_TIMEOUT_S
+from tests.ranks import COLLECTIVE_TIMEOUT_S, on_ranks
 
 pytestmark = pytest.mark.multirank
+
+
+# ---- groups.py
+
+
+def layout_ranks(parallel: ParallelConfig) -> dict:
+    layout = groups.build_layout(parallel)
+    names = ("tp", "pp", "dp", "mp", "dp_cp", "embd", "pos_embd", "intra_dist_opt", "cp")
+    found = {n: getattr(layout.pgs, n) for n in names}
+    return {n: g and dist.get_process_group_ranks(g) for n, g in found.items()} | {
+        "rank": (layout.pp_rank, layout.dp_rank, layout.tp_rank),
+        "stages": (layout.is_first_stage, layout.is_last_stage, layout.last_stage_rank),
+        "data": layout.data,
+    }
+
+
+def groups_of(layout: groups.Layout) -> list[dist.ProcessGroup]:
+    """In an order that all ranks share: each may wait for the other of a pair otherwise, all round the world."""
+    return list(dict.fromkeys(g for g in (*vars(layout.pgs).values(), layout.peers) if g is not None))
+
+
+def open_sockets() -> int:
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(link.startswith("socket:") for link in links)
 
 
 @pytest.mark.parametrize("tensor, pipeline", [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
@@ -27,7 +58,7 @@ def test_layouts_of_four_ranks(ranks, tensor, pipeline):
     def same(rank, *axes):
         return [r for r in range(4) if all(place(r)[i] == place(rank)[i] for i in axes)]
 
-    for rank, found in enumerate(ranks.run("tests.megatron.jobs:layout_ranks", world=4, parallel=parallel)):
+    for rank, found in enumerate(ranks.run(layout_ranks, world=4, parallel=parallel)):
         pp, dp, tp = place(rank)
         assert found["rank"] == (pp, dp, tp) and found["data"] == data
         assert found["tp"] == same(rank, 0, 1)
@@ -42,16 +73,36 @@ def test_layouts_of_four_ranks(ranks, tensor, pipeline):
         assert found["stages"] == (pp == 0, pp == pipeline - 1, found["pp"][-1])
 
 
-def test_a_world_that_does_not_divide_is_refused(ranks):
-    told = ranks.run("tests.megatron.jobs:refused_layout", world=4, parallel=ParallelConfig(tensor=3))
-    assert all("parallel" in text and "world size 4" in text for text in told)
+@on_ranks(4)
+def test_a_world_that_does_not_divide_is_refused():
+    with pytest.raises(LayoutError) as caught:
+        groups.build_layout(ParallelConfig(tensor=3))
+    assert "parallel" in str(caught.value) and "world size 4" in str(caught.value)
 
 
-def test_groups_connect_when_they_speak_and_wait_as_long_as_the_world(ranks):
-    """A socket to listen for each group, not one for each other rank in it."""
-    for told in ranks.run("tests.megatron.jobs:sockets_of_layout", world=4, parallel=ParallelConfig(tensor=2)):
-        assert told["sizes"] == [2, 2] and told["limits"] == {COLLECTIVE_TIMEOUT_S}
-        assert told["made"] == 2 and told["used"] == 2 + 2
+@on_ranks(4)
+def test_groups_connect_when_they_speak_and_wait_as_long_as_the_world():
+    """A socket to listen for each group, not one for each other rank in it; once each has done what CPU tensors do,
+    two more."""
+    known = groups_of(groups.build_layout(ParallelConfig()))  # and those of the job before are gone
+    for _ in range(2):  # the first time a peer may still be connecting to this rank when it has all that it needs
+        dist.all_gather_object([None] * 4, 0)
+        dist.barrier()
+    before, now = -1, open_sockets()
+    while before != now:  # those of the job before it close by and by
+        time.sleep(0.3)
+        before, now = now, open_sockets()
+    dist.barrier()
+    layout = groups.build_layout(ParallelConfig(tensor=2))
+    new = [g for g in groups_of(layout) if g not in known]
+    made = open_sockets()
+    dist.barrier()  # a peer that speaks already would connect to this rank before it has counted
+    for group in new:
+        dist.all_gather_object([None] * group.size(), 0, group=group)
+        dist.broadcast_object_list([0], group_src=0, group=group)
+    assert [g.size() for g in new] == [2, 2] and made - before == 2 and open_sockets() - before == 2 + 2
+    limits = {g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in new}
+    assert limits == {COLLECTIVE_TIMEOUT_S}
 
 
 def test_a_rank_of_1024_opens_few_sockets():

@@ -6,18 +6,22 @@ from math import prod
 import pytest
 import torch
 
-from aligner.config.schema import ParallelConfig
+from aligner.config.schema import BatchConfig, ParallelConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.lora import LoraConfig
 from aligner.errors import LayoutError
 from aligner.megatron.held import check_held
+from aligner.megatron.offload import ModelMemory
 from aligner.models.adapters import adapter_table, held_sites
 from aligner.models.families import family_table
-from aligner.ops.kernels.frozen import held_bytes
+from aligner.ops.kernels.frozen import Frozen, held_bytes
 from aligner.plan.adapters import held_parameters, saved_bytes
 from aligner.plan.job import Part
 from aligner.plan.shapes import Grid
 from aligner.plan.sizes import weight_bytes
-from tests.tiny import MODELS, MOE, MORE
+from aligner.roles.batching import micro_batches
+from tests.megatron.models import ONE, build, nll_loss, shares, weights
+from tests.tiny import ADAM, MODELS, MOE, MORE, batch, wild_source
 
 pytestmark = pytest.mark.multirank
 LORA = LoraConfig(rank=2, quantize_base="nf4")
@@ -31,12 +35,41 @@ CASES = {
 WIDE = replace(MODELS["llama"], hidden_size=128, ffn_hidden_size=128, num_heads=4, num_kv_heads=2, lora=LORA)
 
 
+ROWS = BatchConfig(share_prompts=False)
+
+
+def rounded(cfg: ModelConfig):
+    """Weights in full precision that are what `cfg` holds of others."""
+    wild, kind = wild_source(cfg), cfg.lora.quantize_base
+    held = {site.base.canonical for site in held_sites(cfg)}
+
+    def source(spec):
+        full = wild(spec)
+        return Frozen.of(full, kind).dense(torch.float32) if spec.canonical in held else full
+
+    return source
+
+
+def train(cfg: ModelConfig, parallel=ONE, plain: bool = False, dtype: torch.dtype = torch.float32) -> dict:
+    """Three steps; `plain`: beside weights in full precision that are the same numbers."""
+    source = rounded(cfg) if plain else wild_source(cfg)
+    used = replace(cfg, lora=replace(cfg.lora, quantize_base="none")) if plain else cfg
+    model = build(used, parallel, ADAM, source=source, dtype=dtype)
+    memory, full = ModelMemory(model), batch(cfg)
+    mine, loss = shares(model, full), nll_loss(model, full)
+    metrics = [model.step(micro_batches(mine, ROWS), loss) for _ in range(2)]
+    memory.leave("weights")
+    memory.come_back("weights")
+    metrics += [model.step(micro_batches(mine, ROWS), loss)]
+    return {"metrics": metrics, "weights": weights(model), "bytes": memory.held_bytes("weights")}
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", CASES)
 def test_bit_by_bit_what_the_same_numbers_give(ranks, name):
     cfg, lora = CASES[name]
     cfg = replace(cfg, lora=lora)
-    held, plain = (ranks.run("tests.megatron.held_jobs:train", cfg=cfg, plain=p)[0] for p in (False, True))
+    held, plain = (ranks.run(train, cfg=cfg, plain=p)[0] for p in (False, True))
     assert held["metrics"] == plain["metrics"]
     for tensor, wanted in zip(held["weights"].values(), plain["weights"].values(), strict=True):
         assert torch.equal(tensor, wanted)
@@ -46,7 +79,7 @@ def test_bit_by_bit_what_the_same_numbers_give(ranks, name):
 def test_the_memory_of_weights(ranks, kind):
     """In bfloat16, by the table: what is held, the rest of the base, and the factors."""
     cfg = replace(WIDE, lora=replace(LORA, quantize_base=kind))
-    found = ranks.run("tests.megatron.held_jobs:train", cfg=cfg, dtype=torch.bfloat16)[0]["bytes"]
+    found = ranks.run(train, cfg=cfg, dtype=torch.bfloat16)[0]["bytes"]
     held = {site.base.canonical: site.base.shape for site in held_sites(cfg)}
     rest = sum(prod(s.shape) for s in (*family_table(cfg), *adapter_table(cfg)) if s.canonical not in held)
     small = sum(held_bytes(prod(shape[:-1]), shape[-1], kind) for shape in held.values())
@@ -58,8 +91,8 @@ def test_the_memory_of_weights(ranks, kind):
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_ranks_hold_what_one_rank_does(ranks, sequence):
-    one = ranks.run("tests.megatron.held_jobs:train", cfg=WIDE)[0]
-    two = ranks.run("tests.megatron.held_jobs:train", 2, cfg=WIDE, parallel=ParallelConfig(tensor=2, sequence=sequence))
+    one = ranks.run(train, cfg=WIDE)[0]
+    two = ranks.run(train, 2, cfg=WIDE, parallel=ParallelConfig(tensor=2, sequence=sequence))
     for found in two:
         assert found["metrics"][-1]["loss"] == pytest.approx(one["metrics"][-1]["loss"], abs=2e-5)
     embedding = "model.embed_tokens.weight"

@@ -7,6 +7,7 @@ import torch
 
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.parallel import ParallelConfig
+from tests.megatron.models import agreed
 from tests.tiny import ADAM, GPT_OSS, LLAMA, MODELS, MORE, SGD, WINDOWS, relative
 
 pytestmark = pytest.mark.multirank
@@ -41,14 +42,6 @@ CUT = {  # layers for two stages; yarn and longrope are Llama, but for its angle
 WINDOWED = {name: {"cfg": cfg} for name, cfg in (WINDOWS | {"sinks": GPT_OSS}).items()}
 
 
-def train(ranks, world, cfg, outputs=0, **kwargs):
-    results = ranks.run("tests.megatron.jobs:train_with", world=world, cfg=cfg, outputs=outputs, **kwargs)
-    for other in results[1:]:  # every rank is told the same
-        assert other["metrics"] == results[0]["metrics"]
-        assert all(torch.equal(t, results[0]["weights"][n]) for n, t in other["weights"].items())
-    return results[0]
-
-
 @pytest.fixture(scope="module")
 def alone(ranks):
     """One rank's result for given arguments, computed once; with the weights before the first step."""
@@ -58,8 +51,8 @@ def alone(ranks):
         key = name, optim.eps
         if key not in seen:
             model = (MODELS_AND_HEADS | WINDOWED | CUT)[name]
-            start = train(ranks, 1, **model, optim=optim, bc=BASE, steps=0)["weights"]
-            seen[key] = start, train(ranks, 1, **model, optim=optim, bc=BASE)
+            start = agreed(ranks, 1, **model, optim=optim, bc=BASE, steps=0)["weights"]
+            seen[key] = start, agreed(ranks, 1, **model, optim=optim, bc=BASE)
         return seen[key]
 
     return get
@@ -86,7 +79,7 @@ def test_padded_rows_learn_the_same(ranks, alone, layout):
     world, parallel = {"one": (1, DP), **LAYOUTS}[layout]
     bc = BatchConfig(micro_batch_samples=4, packing=False)
     for name in ("qwen3-tied", "llama-score"):
-        got = train(ranks, world, **MODELS_AND_HEADS[name], parallel=parallel, optim=SGD, bc=bc)
+        got = agreed(ranks, world, **MODELS_AND_HEADS[name], parallel=parallel, optim=SGD, bc=bc)
         check(got, alone(name, SGD), SGD)
 
 
@@ -96,7 +89,7 @@ def test_padded_rows_learn_the_same(ranks, alone, layout):
 @pytest.mark.parametrize("name", MODELS_AND_HEADS)
 def test_layouts_learn_the_same(ranks, alone, name, layout, optim):
     world, parallel = LAYOUTS[layout]
-    got = train(ranks, world, **MODELS_AND_HEADS[name], parallel=parallel, optim=optim, bc=BASE)
+    got = agreed(ranks, world, **MODELS_AND_HEADS[name], parallel=parallel, optim=optim, bc=BASE)
     check(got, alone(name, optim), optim)
 
 
@@ -118,7 +111,7 @@ def test_layouts_learn_the_same(ranks, alone, name, layout, optim):
 def test_windows_learn_the_same(ranks, alone, name, layout):
     world, parallel = {"padded": (1, DP), "shared": (1, DP), **LAYOUTS}[layout]
     bc = replace(BASE, packing=layout != "padded", share_prompts=layout == "shared")
-    got = train(ranks, world, **WINDOWED[name], parallel=parallel, optim=SGD, bc=bc)
+    got = agreed(ranks, world, **WINDOWED[name], parallel=parallel, optim=SGD, bc=bc)
     check(got, alone(name, SGD), SGD)
 
 
@@ -130,7 +123,7 @@ def test_more_families_learn_the_same(ranks, alone, name, layout):
     """Those whose features reach across ranks."""
     world, parallel = LAYOUTS[layout]
     optim = GENTLE if name == "qwen3_next" else SGD
-    got = train(ranks, world, **CUT[name], parallel=parallel, optim=optim, bc=BASE)
+    got = agreed(ranks, world, **CUT[name], parallel=parallel, optim=optim, bc=BASE)
     check(got, alone(name, optim), SGD)
 
 
@@ -140,7 +133,7 @@ def test_linear_layers_learn_the_same(ranks, alone, layout):
     """A row's memory begins with its first token, wherever its tokens are."""
     world, parallel = {"padded": (1, DP), "shared": (1, DP), **LAYOUTS}[layout]
     bc = replace(BASE, packing=layout != "padded", share_prompts=layout == "shared")
-    got = train(ranks, world, **CUT["qwen3_next"], parallel=parallel, optim=GENTLE, bc=bc)
+    got = agreed(ranks, world, **CUT["qwen3_next"], parallel=parallel, optim=GENTLE, bc=bc)
     check(got, alone("qwen3_next", GENTLE), SGD)
 
 
@@ -148,7 +141,7 @@ def test_linear_layers_learn_the_same(ranks, alone, layout):
 def test_the_plain_optimizer_learns_the_same(ranks, alone, layout):
     world, parallel = LAYOUTS[layout]
     optim = replace(SGD, distributed=False)
-    got = train(ranks, world, **MODELS_AND_HEADS["qwen3-tied"], parallel=parallel, optim=optim, bc=BASE)
+    got = agreed(ranks, world, **MODELS_AND_HEADS["qwen3-tied"], parallel=parallel, optim=optim, bc=BASE)
     check(got, alone("qwen3-tied", SGD), SGD)
 
 
@@ -168,7 +161,7 @@ def test_the_plain_optimizer_learns_the_same(ranks, alone, layout):
 def test_micro_batches_learn_the_same(ranks, alone, bc, layout):
     world, parallel = {"one": (1, DP), **LAYOUTS}[layout]
     name = "qwen3-tied"
-    check(train(ranks, world, **MODELS_AND_HEADS[name], parallel=parallel, optim=SGD, bc=bc), alone(name, SGD), SGD)
+    check(agreed(ranks, world, **MODELS_AND_HEADS[name], parallel=parallel, optim=SGD, bc=bc), alone(name, SGD), SGD)
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2-sequence", "tp2-pp2"])
@@ -176,7 +169,7 @@ def test_recompute_learns_the_same(ranks, alone, layout):
     world, parallel = {"one": (1, DP), **LAYOUTS}[layout]
     base = alone("qwen3-tied", SGD)
     cfg = replace(MODELS["qwen3"], recompute="full")
-    check(train(ranks, world, cfg, parallel=parallel, optim=SGD, bc=BASE), base, SGD)
+    check(agreed(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), base, SGD)
 
 
 @pytest.mark.few(2)
@@ -184,7 +177,7 @@ def test_recompute_learns_the_same(ranks, alone, layout):
 def test_bfloat16_learns_nearly_the_same(ranks, alone, layout):
     world, parallel = LAYOUTS[layout]
     _, wanted = alone("qwen3-tied", ADAM)
-    got = train(ranks, world, MODELS["qwen3"], parallel=parallel, optim=ADAM, bc=BASE, dtype=torch.bfloat16)
+    got = agreed(ranks, world, cfg=MODELS["qwen3"], parallel=parallel, optim=ADAM, bc=BASE, dtype=torch.bfloat16)
     for ours, theirs in zip(got["metrics"], wanted["metrics"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-2)

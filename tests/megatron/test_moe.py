@@ -1,14 +1,23 @@
 """Mixture-of-experts layers: against loops in float64, and the same numbers in every layout."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.megatron.groups import build_layout
+from aligner.megatron.moe import ExpertLayer
+from aligner.ops.packing.pack import Times
+from aligner.roles.policy import Policy
+from aligner.types import TrainBatch
+from tests.megatron.models import agreed, build, equal_shares, load_and_step, same, save_and_go_on
 from tests.tiny import ADAM, DEEPSEEK, GPT_OSS, MIXTRAL, MOE, MORE, SGD, batch, relative
 
 pytestmark = pytest.mark.multirank
@@ -34,12 +43,39 @@ LAYOUTS = {
 }
 
 
-def train(ranks, world, **kwargs):
-    results = ranks.run("tests.megatron.moe_jobs:train", world=world, **kwargs)
-    for other in results[1:]:  # every rank is told the same
-        assert other["metrics"] == results[0]["metrics"]
-        assert all(torch.equal(t, results[0]["weights"][n]) for n, t in other["weights"].items())
-    return results[0]
+def first_layer(
+    cfg: ModelConfig, parallel: ParallelConfig, x: torch.Tensor, times: torch.Tensor, grad: torch.Tensor
+) -> dict:
+    """The first layer alone: what it computes, and its gradients with the auxiliary loss."""
+    model = build(cfg, parallel, SGD)
+    first = next(m for m in model.module.modules() if isinstance(m, ExpertLayer))
+    x = x.clone().requires_grad_()
+
+    def run():
+        return first(x[:, None], Times.of(times))[0][:, 0]
+
+    tokens = TrainBatch(torch.zeros(1, 1), times.sum()[None], torch.zeros(1, 0))
+    model.load.layers = [first]
+    model.load.begin([tokens], run)
+    out = run()
+    found = torch.autograd.grad((out * grad).sum(), [x, *first.parameters()])
+    return {
+        "out": out.detach(),
+        "x": found[0],
+        "params": dict(zip([n for n, _ in first.named_parameters()], found[1:], strict=True)),
+        "weights": {n: p.detach() for n, p in first.named_parameters()},
+        "metrics": model.load.metrics(),
+    }
+
+
+def uneven_forward(cfg: ModelConfig, parallel: ParallelConfig, rows: TrainBatch, budget: int, given: list[int]) -> dict:
+    """Rank r has the first given[r] rows: micro-batches in different numbers, or none."""
+    model = build(cfg, parallel)
+    mine = rows.select(torch.arange(given[model.layout.dp_rank]))
+    return {"logprobs": Policy(model, BatchConfig(logprob_tokens=budget)).logprobs(mine)}
+
+
+learned = partial(agreed, each=equal_shares)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +87,7 @@ def alone(ranks):
         key = cfg.family, str(cfg.moe), optim.eps, str(kwargs)
         if key not in seen:
             run = {"cfg": cfg, "parallel": ONE, "optim": optim, "bc": BASE} | kwargs
-            seen[key] = train(ranks, 1, **run, steps=0)["weights"], train(ranks, 1, **run)
+            seen[key] = learned(ranks, 1, **run, steps=0)["weights"], learned(ranks, 1, **run)
         return seen[key]
 
     return get
@@ -84,7 +120,12 @@ def check(got, base, optim):
 )
 def test_the_experts_groups(ranks, layout, rank, wanted):
     world, parallel = LAYOUTS[layout]
-    assert ranks.run("tests.megatron.moe_jobs:group_ranks", world=world, parallel=parallel)[rank] == wanted
+    assert ranks.run(group_ranks, world=world, parallel=parallel)[rank] == wanted
+
+
+def group_ranks(parallel: ParallelConfig) -> dict[str, list[int]]:
+    pgs = build_layout(parallel).pgs
+    return {n: dist.get_process_group_ranks(getattr(pgs, n)) for n in ("ep", "expt_dp", "tp_ep", "tp_ep_pp")}
 
 
 @pytest.mark.few(4)
@@ -96,7 +137,7 @@ def test_layouts_learn_the_same(ranks, alone, layout, coef):
     """With the auxiliary loss too: it is that of the minibatch, whoever computes which part of it."""
     world, parallel = LAYOUTS[layout]
     cfg = BALANCED if coef else MOE
-    check(train(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(cfg, SGD), SGD)
+    check(learned(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(cfg, SGD), SGD)
 
 
 @pytest.mark.few(2)
@@ -104,13 +145,13 @@ def test_layouts_learn_the_same(ranks, alone, layout, coef):
 def test_biased_experts_learn_the_same(ranks, alone, layout):
     world, parallel = LAYOUTS[layout]
     cfg = replace(GPT_OSS, num_layers=2, moe=replace(GPT_OSS.moe, aux_coef=0.1))
-    check(train(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(cfg, SGD), SGD)
+    check(learned(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(cfg, SGD), SGD)
 
 
 def test_gated_shared_experts_learn_the_same(ranks, alone):
     world, parallel = LAYOUTS["ep2-tp2-sequence"]
     cfg, optim = MORE["qwen3_next"], replace(SGD, lr=SGD.lr / 10)
-    check(train(ranks, world, cfg=cfg, parallel=parallel, optim=optim, bc=BASE), alone(cfg, optim), SGD)
+    check(learned(ranks, world, cfg=cfg, parallel=parallel, optim=optim, bc=BASE), alone(cfg, optim), SGD)
 
 
 @pytest.mark.parametrize("layout", ["ep2", "ep2-pp2"])
@@ -118,7 +159,7 @@ def test_routing_by_groups_learns_the_same(ranks, alone, layout):
     """With a shared MLP, a dense layer, and the auxiliary loss of sigmoid scores."""
     world, parallel = LAYOUTS[layout]
     cfg = replace(DEEPSEEK, num_layers=4, moe=replace(DEEPSEEK.moe, num_experts=6, top_k=3, aux_coef=0.1))
-    check(train(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(cfg, SGD), SGD)
+    check(learned(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(cfg, SGD), SGD)
 
 
 @pytest.mark.few(2)
@@ -131,7 +172,7 @@ def test_adam_learns_the_same(ranks, alone, layout, distributed):
     optim = replace(ADAM, distributed=distributed)
     base = alone(MIXTRAL, ADAM)
     assert base[1]["metrics"][0]["grad_norm"] > ADAM.clip_grad
-    check(train(ranks, world, cfg=MIXTRAL, parallel=parallel, optim=optim, bc=BASE), base, ADAM)
+    check(learned(ranks, world, cfg=MIXTRAL, parallel=parallel, optim=optim, bc=BASE), base, ADAM)
 
 
 BATCHES = {
@@ -148,7 +189,7 @@ BATCHES = {
 @pytest.mark.parametrize("layout", ["one", "ep2", "cp2"])
 def test_micro_batches_learn_the_same(ranks, alone, bc, layout):
     world, parallel = {"one": (1, ONE), **LAYOUTS}[layout]
-    check(train(ranks, world, cfg=BALANCED, parallel=parallel, optim=SGD, bc=BATCHES[bc]), alone(BALANCED, SGD), SGD)
+    check(learned(ranks, world, cfg=BALANCED, parallel=parallel, optim=SGD, bc=BATCHES[bc]), alone(BALANCED, SGD), SGD)
 
 
 @pytest.mark.parametrize("layout", ["one", "ep2-pp2"])
@@ -156,7 +197,7 @@ def test_recompute_learns_the_same(ranks, alone, layout):
     """Each token is counted once, though its layer runs twice."""
     world, parallel = {"one": (1, ONE), **LAYOUTS}[layout]
     cfg = replace(BALANCED, recompute="full")
-    check(train(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(BALANCED, SGD), SGD)
+    check(learned(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(BALANCED, SGD), SGD)
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2-sequence", "ep2"])
@@ -170,12 +211,12 @@ def test_shared_prompts_count_for_every_row(ranks, alone, layout):
     plain = replace(BASE, micro_batch_samples=4, share_prompts=False)
     base = alone(BALANCED, SGD, full=full, bc=plain)
     sharing = replace(plain, share_prompts=True)
-    check(train(ranks, world, cfg=BALANCED, parallel=parallel, optim=SGD, bc=sharing, full=full), base, SGD)
+    check(learned(ranks, world, cfg=BALANCED, parallel=parallel, optim=SGD, bc=sharing, full=full), base, SGD)
 
 
 def test_a_score_head_on_experts(ranks, alone):
     world, parallel = LAYOUTS["ep2-pp2"]
-    got = train(ranks, world, cfg=MOE, parallel=parallel, optim=SGD, bc=BASE, outputs=2)
+    got = learned(ranks, world, cfg=MOE, parallel=parallel, optim=SGD, bc=BASE, outputs=2)
     check(got, alone(MOE, SGD, outputs=2), SGD)
 
 
@@ -183,7 +224,7 @@ def test_a_score_head_on_experts(ranks, alone):
 def test_bfloat16_learns_nearly_the_same(ranks, alone, layout):
     world, parallel = LAYOUTS[layout]
     _, wanted = alone(MOE, ADAM)
-    got = train(ranks, world, cfg=MOE, parallel=parallel, optim=ADAM, bc=BASE, dtype=torch.bfloat16)
+    got = learned(ranks, world, cfg=MOE, parallel=parallel, optim=ADAM, bc=BASE, dtype=torch.bfloat16)
     for ours, theirs in zip(got["metrics"], wanted["metrics"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-2)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.1)
@@ -195,14 +236,14 @@ def test_the_auxiliary_loss_of_micro_batches(ranks, alone):
     each = replace(BALANCED, moe=replace(BALANCED.moe, aux_over="micro_batch"))
     whole = BatchConfig(micro_batch_samples=8)
     run = {"optim": SGD, "parallel": ONE}
-    check(train(ranks, 1, cfg=each, bc=whole, **run), alone(BALANCED, SGD), SGD)
+    check(learned(ranks, 1, cfg=each, bc=whole, **run), alone(BALANCED, SGD), SGD)
     base = alone(each, SGD)
     router = "model.layers.0.mlp.gate.weight"
     change = base[1]["weights"][router] - base[0][router]
     assert relative(alone(BALANCED, SGD)[1]["weights"][router], base[1]["weights"][router], change) > 1e-4
     for layout in ("ep2-pp2", "cp2"):
         world, parallel = LAYOUTS[layout]
-        check(train(ranks, world, cfg=each, optim=SGD, bc=BASE, parallel=parallel), base, SGD)
+        check(learned(ranks, world, cfg=each, optim=SGD, bc=BASE, parallel=parallel), base, SGD)
 
 
 def oracle(cfg, weights, x, times, grad):
@@ -243,7 +284,7 @@ def test_the_layer_and_its_auxiliary_loss_against_loops(ranks, over, normalise, 
     times = torch.ones(17) if weights == "real" else torch.randint(0, 4, (17,), generator=g).float()
     grad = grad * (times > 0)[:, None]
     job = {"cfg": cfg, "x": x, "times": times, "grad": grad}
-    (got,) = ranks.run("tests.megatron.moe_jobs:layer", parallel=ONE, **job)
+    (got,) = ranks.run(first_layer, parallel=ONE, **job)
     out, d_x, d_params, counts, aux = oracle(cfg, got["weights"], x, times, grad)
     assert relative(got["out"], out) < 1e-5 and not got["out"][times == 0].any()
     assert relative(got["x"], d_x) < 1e-5
@@ -256,7 +297,7 @@ def test_the_layer_and_its_auxiliary_loss_against_loops(ranks, over, normalise, 
     without = oracle(plain, got["weights"], x, times, grad)[2]["router.weight"]
     assert relative(without, d_params["router.weight"]) > 0.01  # the auxiliary loss did something
     # tensor ranks compute addends of the same gradients
-    both = ranks.run("tests.megatron.moe_jobs:layer", world=2, parallel=ParallelConfig(tensor=2), **job)
+    both = ranks.run(first_layer, world=2, parallel=ParallelConfig(tensor=2), **job)
     for half in both:
         assert relative(half["x"], d_x) < 1e-5
         assert relative(half["params"]["router.weight"], d_params["router.weight"]) < 1e-5
@@ -268,7 +309,7 @@ def test_the_auxiliary_loss_balances(ranks):
     for coef in (0.0, 1.0):
         cfg = replace(MOE, num_layers=1, moe=replace(MOE.moe, num_experts=8, aux_coef=coef))
         optim = OptimConfig(lr=5e-3, weight_decay=0.0)
-        run = train(ranks, 1, cfg=cfg, parallel=ONE, optim=optim, bc=BatchConfig(), steps=12)
+        run = learned(ranks, 1, cfg=cfg, parallel=ONE, optim=optim, bc=BatchConfig(), steps=12)
         excess.append([m["moe/aux_loss"] - 1 for m in run["metrics"]])
     assert excess[0][0] == excess[1][0] > 0.05
     assert sum(excess[1][-4:]) < 0.3 * sum(excess[0][-4:])
@@ -279,8 +320,8 @@ def test_forward_passes_of_different_lengths_meet(ranks, given):
     """Ranks that share experts need each other, also those that have nothing left to compute."""
     rows = batch(MOE)
     job = {"cfg": MOE, "rows": rows, "budget": 20}
-    (wanted,) = ranks.run("tests.megatron.moe_jobs:uneven_forward", parallel=ONE, given=[8], **job)
-    found = ranks.run("tests.megatron.moe_jobs:uneven_forward", world=2, parallel=LAYOUTS["ep2"][1], given=given, **job)
+    (wanted,) = ranks.run(uneven_forward, parallel=ONE, given=[8], **job)
+    found = ranks.run(uneven_forward, world=2, parallel=LAYOUTS["ep2"][1], given=given, **job)
     for count, out in zip(given, found, strict=True):
         assert len(out["logprobs"]) == count
         width = out["logprobs"].shape[1]
@@ -301,19 +342,14 @@ def test_checkpoints_change_layouts(ranks, tmp_path, kind):
     """Two expert ranks -> one -> four, two of which have the same experts -> two stages -> two tensor ranks: weights
     bit by bit, and the optimizer goes on."""
     models = {"linear": MORE["qwen3_next"], "mixed": MORE["qwen3_moe-mixed"]}
-    optim, cfg = replace(ADAM, distributed=kind != "plain"), models.get(kind, MOE)
-    first = ranks.run(
-        "tests.megatron.moe_jobs:save", world=2, folder=tmp_path / "0", cfg=cfg, parallel=LAYOUTS["ep2"][1], optim=optim
-    )[0]
+    job = {"cfg": models.get(kind, MOE), "share": equal_shares, "optim": replace(ADAM, distributed=kind != "plain")}
+    first = ranks.run(save_and_go_on, world=2, folder=tmp_path / "0", parallel=LAYOUTS["ep2"][1], **job)[0]
     for i, layout in enumerate(CHAINS[kind]):
         world, parallel = {"one": (1, ONE), **LAYOUTS}[layout]
-        out = ranks.run(
-            "tests.megatron.moe_jobs:load",
-            world=world, folder=tmp_path / str(i), again=tmp_path / str(i + 1), cfg=cfg, parallel=parallel, optim=optim,
-        )[0]  # fmt: skip
-        for name, value in first["saved"].items():
-            assert torch.equal(out["loaded"][name], value), (parallel, name)
-        assert out["resumed"]["loss"] == pytest.approx(first["went_on"]["loss"], rel=1e-5)
-        assert out["resumed"]["grad_norm"] == pytest.approx(first["went_on"]["grad_norm"], rel=1e-5)
+        folders = {"folder": tmp_path / str(i), "again": tmp_path / str(i + 1)}
+        out = ranks.run(load_and_step, world=world, parallel=parallel, **folders, **job)[0]
+        assert same(out["weights"], first["weights"]), parallel
+        for name in ("loss", "grad_norm"):
+            assert out["metrics"][name] == pytest.approx(first["metrics"][name], rel=1e-5)
         for name, value in first["after"].items():
             assert torch.allclose(out["after"][name], value, atol=2e-6), (parallel, name)

@@ -5,9 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
-from tests.tiny import LLAMA, MODELS, MOE
+from aligner.megatron.model import Head
+from aligner.megatron.offload import KINDS, ModelMemory, _optimizer_tensors
+from aligner.roles.batching import micro_batches
+from tests.megatron.models import build, nll_loss, shares
+from tests.ranks import on_ranks
+from tests.tiny import LLAMA, MODELS, MOE, batch
 
 pytestmark = pytest.mark.multirank
 
@@ -15,6 +21,21 @@ OPTIM = OptimConfig(lr=1e-2)
 PLAIN = replace(OPTIM, distributed=False)
 ONE, TP, PP = ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(pipeline=2)
 EP = ParallelConfig(expert=2)
+
+
+def step(model, seed: int) -> dict:
+    full = batch(model.cfg, seed=seed)
+    parts = micro_batches(shares(model, full), BatchConfig(micro_batch_samples=8), group=model.layout.pgs.dp)
+    return model.step(parts, nll_loss(model, full))
+
+
+def bytes_of(tensors) -> list[bytes]:
+    # cloned: what numpy has seen can no longer be freed
+    return [t.detach().clone().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+
+
+def state_of(model) -> list[bytes]:
+    return bytes_of([*model.module.parameters(), *_optimizer_tensors(model.optimizer)])
 
 
 @pytest.mark.parametrize(
@@ -29,25 +50,45 @@ EP = ParallelConfig(expert=2)
         (2, EP, MOE, torch.float32, OPTIM, False),
     ],
 )
-def test_training_does_not_notice(ranks, world, parallel, cfg, dtype, optim, score):
-    job = {"cfg": cfg, "parallel": parallel, "dtype": dtype, "optim": optim, "score": score}
-    for out in ranks.run("tests.megatron.offload_jobs:round_trip", world=world, **job):
-        assert all(out["same"])
-        assert all(still == moved for still, moved in out["metrics"])
-        assert all(size == 0 for sizes in out["away"] for size in sizes.values())
-        for sizes in out["sizes"]:
-            assert sizes["weights"] and sizes["gradients"]
-            width = 2 if dtype == torch.bfloat16 and not score else 1  # gradients are float32
-            if not score:
-                assert sizes["gradients"] >= sizes["weights"] * width * 0.99
-        fresh, later = out["sizes"][0]["optimizer"], out["sizes"][1]["optimizer"]
-        moments = 2 * out["sizes"][1]["gradients"] / (world if optim.distributed and parallel in (ONE, EP) else 1)
-        assert later - fresh >= 0.9 * moments  # they come with the first step; padding belongs to nobody
-        if dtype == torch.float32:
-            assert fresh == 0  # the main parameters are the weights
+@on_ranks()
+def test_training_does_not_notice(world, parallel, cfg, dtype, optim, score):
+    """Two models do the same four steps, one of them goes away and comes back before, between and after them."""
+    head = Head("score") if score else Head()
+    still, moved = (build(cfg, parallel, optim, head, dtype) for _ in range(2))
+    memory, held = ModelMemory(moved), []
+    for seed in range(4):
+        before = state_of(moved)
+        sizes = {kind: memory.held_bytes(kind) for kind in KINDS}
+        assert {kind: memory.leave(kind) for kind in KINDS} == sizes
+        assert not any(memory.held_bytes(kind) for kind in KINDS)
+        assert not any(memory.leave(kind) for kind in KINDS), "leaving twice"
+        assert {kind: memory.come_back(kind) for kind in KINDS} == sizes
+        assert not any(memory.come_back(kind) for kind in KINDS), "coming back twice"
+        assert before == state_of(moved) and step(still, seed) == step(moved, seed)
+        for kind in ("optimizer", "gradients"):  # weights alone are enough to look at them
+            memory.leave(kind)
+        assert bytes_of(still.module.parameters()) == bytes_of(moved.module.parameters())
+        for kind in ("optimizer", "gradients"):
+            memory.come_back(kind)
+        assert state_of(still) == state_of(moved)
+        held.append(sizes)
+    for sizes in held:
+        assert sizes["weights"] and sizes["gradients"]
+        width = 2 if dtype == torch.bfloat16 and not score else 1  # gradients are float32
+        assert score or sizes["gradients"] >= sizes["weights"] * width * 0.99
+    fresh, later = held[0]["optimizer"], held[1]["optimizer"]
+    moments = 2 * held[1]["gradients"] / (world if optim.distributed and parallel in (ONE, EP) else 1)
+    assert later - fresh >= 0.9 * moments  # they come with the first step; padding belongs to nobody
+    assert fresh == 0 or dtype != torch.float32  # the main parameters are the weights
 
 
-def test_a_frozen_model_has_weights_alone(ranks):
-    sizes, away, same = ranks.run("tests.megatron.offload_jobs:frozen", world=1, cfg=LLAMA, dtype=torch.float32)[0]
+@on_ranks(1)
+def test_a_frozen_model_has_weights_alone():
+    model = build(LLAMA)
+    memory, before = ModelMemory(model), bytes_of(model.module.parameters())
+    sizes = {kind: memory.leave(kind) for kind in KINDS}
     assert sizes["weights"] and not sizes["gradients"] and not sizes["optimizer"]
-    assert away == 0 and same
+    assert memory.held_bytes("weights") == 0
+    for kind in KINDS:
+        memory.come_back(kind)
+    assert before == bytes_of(model.module.parameters())

@@ -1,19 +1,103 @@
 """Somebody who reaches the ranks' ports executes nothing there, and what he says is refused."""
 
-from __future__ import annotations
-
+import os
+import pickle
 import secrets
+import socket
 import threading
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from aligner.errors import PeerError
+from aligner.engines import bridge as bridge_module
+from aligner.engines import roll
+from aligner.engines.bridge import Bridge
+from aligner.errors import EngineError, PeerError
 from aligner.megatron import rendezvous
+from aligner.megatron.groups import split_world
 from aligner.megatron.rendezvous import shake_hands
+from tests.ranks import on_ranks
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
+
+class Touch:
+    """A pickle that makes a file where it is read."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return open, (self.path, "w")
+
+
+def outsider() -> dist.TCPStore:
+    """Anybody's connection to the store."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, None, False, timedelta(seconds=600))
+
+
+def listeners() -> list[tuple[str, int]]:
+    """Where this process listens: addresses, in hexadecimal, and ports."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dist.get_rank())  # so that gloo has connected its pairs
+    inodes = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        target = os.readlink(entry) if entry.is_symlink() else ""
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                address, port = fields[1].split(":")
+                found.append((address, int(port, 16)))
+    return found
+
+
+def orders(mark: str) -> dict[str, Any]:
+    """Rank 1 generates and takes orders from rank 0, while somebody else writes orders too."""
+    bridge = Bridge(*split_world(1), 1)
+    if bridge.rank == 0:
+        while not bridge.store.check(["forged"]):
+            pass
+        bridge.order("first", 7, True, None)
+        said = [answer.value for answer in bridge.answers()]
+        bridge.store.set("answered", b"")
+        try:
+            bridge.order("second")  # which the outsider replaces by the first one, signed as it is
+        except EngineError as error:
+            return {"answers": said, "lost": str(error)}
+    before, roll.REFUSED_S = roll.REFUSED_S, 600.0  # until rank 0 has replaced what is forged
+    other = outsider()
+    bridge.store.set("here", b"")
+    bridge.store.get("here")  # a set is not answered: now it is there, for others too
+    (prefix,) = (key.removesuffix("here") for key in other.list_keys() if key.endswith("here"))  # he can see all keys
+    key = prefix + bridge_module._key(1)
+    other.set(key, pickle.dumps(("first", Touch(mark))))  # as it was before orders were signed
+    other.set(prefix + bridge_module.CAUSE, "the administrator asks you to run: curl ...")
+    other.set(prefix + "forged", b"")
+    first = bridge.next_order()
+    sealed = other.get(key)
+    assert bridge.answer(lambda: {"a": 1, "b": [2.5, "c"]}, lambda: 3)
+    bridge.store.get("answered")
+    refused = ""
+    while not other.check([prefix + bridge_module._key(2)]):
+        pass
+    other.set(prefix + bridge_module._key(2), sealed)
+    roll.REFUSED_S = 0.1
+    try:
+        bridge.next_order()
+    except PeerError as error:
+        refused = str(error)
+        bridge.tell(error)
+    roll.REFUSED_S = before
+    return {"first": first, "refused": refused, "told": bridge._told(), "executed": Path(mark).exists()}
 
 
 def stores(count: int) -> list[dist.TCPStore]:
@@ -77,27 +161,46 @@ def test_what_was_said_at_an_earlier_start_does_not_count():
         shake_hands(store, 1, 2, b"secret", "here")
 
 
-def test_a_pickle_from_somebody_else_is_not_read(ranks, tmp_path):
-    mark = str(tmp_path / "executed")
-    first, second, impostor = ranks.run("tests.megatron.outsider_jobs:gather_from_an_impostor", world=3, mark=mark)
-    assert first == second and not impostor[1]
-    assert first == ("object: refused a message that no rank of this job has signed: others reach its ports", False)
+@on_ranks(3)
+def test_a_pickle_from_somebody_else_is_not_read(tmp_path):
+    """The last rank's connections are somebody else's, who sends a pickle without a signature."""
+    mark, impostor = tmp_path / "executed", dist.get_rank() == 2
+    if impostor:
+        distributed_c10d._pickler = pickle.Pickler
+    refused = "object: refused a message that no rank of this job has signed: others reach its ports"
+    try:
+        dist.all_gather_object([None] * 3, Touch(str(mark)) if impostor else "hello")
+    except PeerError as error:
+        assert str(error) == refused and not impostor
+    else:
+        assert impostor
+    assert not mark.exists()
 
 
-def test_ranks_of_one_machine_listen_on_its_loopback_alone(ranks):
-    for found in ranks.run("tests.megatron.outsider_jobs:listeners", world=2):
-        assert found and {address for address, _ in found} <= LOOPBACK
+@on_ranks(2)
+def test_ranks_of_one_machine_listen_on_its_loopback_alone():
+    found = listeners()
+    assert found and {address for address, _ in found} <= LOOPBACK
 
 
-def test_garbage_at_their_ports_does_not_disturb_ranks(ranks, tmp_path):
-    mark = tmp_path / "executed"
-    (first, everyone), (second, same) = ranks.run("tests.megatron.outsider_jobs:garbage", world=2, mark=str(mark))
-    assert first >= 2 and second >= 1 and everyone == same == [0, 1] and not mark.exists()
+@on_ranks(2)
+def test_garbage_at_their_ports_does_not_disturb_ranks(tmp_path):
+    """Somebody says anything to every port of the ranks, and leaves; then they go on."""
+    mark, found, everyone = tmp_path / "executed", listeners(), [0, 0]
+    assert len(found) >= 2 - dist.get_rank()
+    dist.barrier()
+    for _, port in found:
+        for said in (b"", b"\0" * 64, b"\xff" * 4000, b"GET / HTTP/1.0\r\n\r\n", pickle.dumps(Touch(str(mark)))):
+            with socket.create_connection(("127.0.0.1", port), 300) as connection:
+                connection.sendall(said)
+    dist.barrier()
+    dist.all_gather_object(everyone, dist.get_rank(), group=dist.new_group([0, 1]))
+    assert everyone == [0, 1] and not mark.exists()
 
 
 def test_forged_and_replayed_orders_are_refused(ranks, tmp_path):
     mark = str(tmp_path / "executed")
-    trainer, engine = ranks.run("tests.megatron.outsider_jobs:orders", world=2, mark=mark)
+    trainer, engine = ranks.run(orders, world=2, mark=mark)
     assert trainer["answers"] == [{"a": 1, "b": [2.5, "c"]}]
     assert engine["first"] == ("first", (7, True, None))
     assert engine["refused"].startswith("aligner/bridge/order/2: refused a message that no rank of this job has signed")

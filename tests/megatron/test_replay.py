@@ -6,8 +6,20 @@ import pytest
 import torch
 
 from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.engines.native import NativeEngine
+from aligner.megatron.model import Head
+from aligner.megatron.moe import ExpertLayer
+from aligner.ops.packing.pack import Times
+from aligner.ops.packing.routing import Replay, widened
+from aligner.roles.critic import Critic
+from aligner.roles.policy import Policy, Reference
+from aligner.stages.ppo import value_loss
+from aligner.types import SamplingParams, TrainBatch
+from tests.megatron.models import agreed, build, equal_shares, from_folder, nll_loss, weights
 from tests.tiny import (
     DEEPSEEK,
     GPT_OSS,
@@ -18,6 +30,7 @@ from tests.tiny import (
     random_routing,
     relative,
     transformers_model,
+    wild_source,
     write_folder,
 )
 
@@ -34,6 +47,76 @@ CASES = {
     "padded, cp2": (2, ParallelConfig(context=2), BatchConfig(micro_batch_samples=4, packing=False)),
     "by tokens": (1, ONE, BatchConfig(micro_batch_tokens=30)),
 }
+
+
+def last_layer(cfg: ModelConfig, parallel: ParallelConfig, x, grad, experts, known) -> dict:
+    """The last layer alone: what it computes with experts [layers, n, k], and its gradients."""
+    model = build(cfg, parallel, SGD)
+    last = [m for m in model.module.modules() if isinstance(m, ExpertLayer)][-1]
+    x = x.clone().requires_grad_()
+    times = replace(Times.of(torch.ones(len(x))), replay=Replay(experts, known))
+    out = last(x[:, None], times)[0][:, 0]
+    found = torch.autograd.grad((out * grad).sum(), [x, *last.parameters()])
+    return {
+        "out": out.detach(),
+        "x": found[0],
+        "params": dict(zip([n for n, _ in last.named_parameters()], found[1:], strict=True)),
+        "weights": {n: p.detach() for n, p in last.named_parameters()},
+        "replays": last.replays.tolist(),
+    }
+
+
+def logits(folder: str, rows: TrainBatch) -> torch.Tensor:
+    """[B, T, V] of the token after each but the last."""
+    model = from_folder(folder)
+    (found,) = model.forward([rows], lambda hidden, b: model.over_logits(hidden, b, lambda z, _: z.float(), 1 << 30))
+    return found[:, 1:]
+
+
+def engine_and_trainer(cfg: ModelConfig, dtype: torch.dtype, prompts: list[list[int]], group: int) -> dict:
+    """Samples of an engine in `dtype`, and what a trainer in float32 with the same weights says of them: with the
+    engine's routing and without, and what its step and a reference do."""
+    model = build(cfg, optim=SGD, share=True)
+    engine = NativeEngine(cfg, EngineConfig(max_batch=5), device="cpu", dtype=dtype, pad_id=0, reports_routing=True)
+    engine.begin_update(1)
+    engine.update_weights(weights(model).items())
+    engine.finish_update()
+    out = engine.generate(prompts, [[7 * i + j for j in range(group)] for i in range(len(prompts))], SamplingParams(12))
+    asked = [prompt for prompt in prompts for _ in range(group)]
+    rows = [p + t[:n] for p, t, n in zip(asked, out.tokens.tolist(), out.lengths.tolist(), strict=True)]
+    lengths = torch.tensor([len(r) for r in rows])
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(r) for r in rows], batch_first=True)
+    start = torch.tensor([len(p) for p in asked])
+    column = torch.arange(tokens.shape[1])
+    mask = ((column >= start[:, None]) & (column < lengths[:, None])).float()
+    engines = torch.zeros_like(mask)
+    engines[mask.bool()] = out.logprobs[torch.arange(out.tokens.shape[1]) < out.lengths[:, None]]
+    full = TrainBatch(tokens, lengths, mask, routing=widened(out.routing, tokens.shape[1]))
+    bare, bc = replace(full, routing=None), BatchConfig()
+    found = {
+        "rows": full,
+        "engine": engines,
+        "replayed": Policy(model, bc).logprobs(full),
+        "own": Policy(model, bc).logprobs(bare),
+        "reference": Reference(model, bc).logprobs(full),
+    }
+    return found | {"metrics": model.step([full], nll_loss(model, full)), "without": one_step(cfg, bare)}
+
+
+def critics(cfg: ModelConfig, rows: TrainBatch) -> list[tuple]:
+    """What a critic's step tells, and its values afterwards: with rows that have routing and without."""
+    found = []
+    for routed in (rows, replace(rows, routing=None)):
+        given = replace(routed, values=torch.zeros_like(rows.loss_mask), returns=rows.loss_mask * rows.tokens / 50)
+        critic = Critic(build(cfg, optim=SGD, head=Head("score")), BatchConfig())
+        group = critic.model.layout.pgs.dp
+        found.append((critic.update(given, value_loss(given, 0.2, group)), critic.values(given)))
+    return found
+
+
+def one_step(cfg: ModelConfig, rows: TrainBatch) -> dict[str, float]:
+    model = build(cfg, optim=SGD, share=True, source=wild_source(cfg))
+    return model.step([rows], nll_loss(model, rows))
 
 
 def oracle(cfg, weights, x, grad, given):
@@ -66,8 +149,8 @@ def test_the_layer_against_loops(ranks, normalise):
     experts = torch.rand(2, 17, 5, generator=g).topk(3).indices.to(torch.uint8)
     known = torch.arange(17) % 4 != 2
     job = {"cfg": cfg, "x": x, "grad": grad, "experts": experts, "known": known}
-    found = ranks.run("tests.megatron.replay_jobs:layer", parallel=ONE, **job)
-    found += ranks.run("tests.megatron.replay_jobs:layer", world=2, parallel=ParallelConfig(tensor=2), **job)
+    found = ranks.run(last_layer, parallel=ONE, **job)
+    found += ranks.run(last_layer, world=2, parallel=ParallelConfig(tensor=2), **job)
     given = [row if there else None for row, there in zip(experts[1].tolist(), known.tolist(), strict=True)]
     out, d_x, d_params, differ = oracle(cfg, found[0]["weights"], x, grad, given)
     assert 5 < differ < 13
@@ -92,8 +175,8 @@ def test_logits_equal_transformers_whose_routers_choose_the_same(ranks, tmp_path
         monkeypatch.setattr(router, "forward", chooser(router, routing[:, :, place].flatten(0, 1), cfg))
     with torch.no_grad():
         wanted = model(rows.tokens).logits
-    (got,) = ranks.run("tests.megatron.replay_jobs:logits", folder=folder, rows=replace(rows, routing=routing))
-    (own,) = ranks.run("tests.megatron.replay_jobs:logits", folder=folder, rows=rows)
+    (got,) = ranks.run(logits, folder=folder, rows=replace(rows, routing=routing))
+    (own,) = ranks.run(logits, folder=folder, rows=rows)
     real = torch.arange(18) < rows.lengths[:, None] - 1
     assert (got - wanted[:, :-1])[real].abs().max() <= 1e-4
     assert (own - wanted[:, :-1])[real].abs().max() > 0.1
@@ -120,8 +203,7 @@ def alone(ranks):
 
 
 def train(ranks, world, parallel, bc, full, cfg=MOE):
-    job = {"cfg": cfg, "parallel": parallel, "optim": SGD, "bc": bc, "full": full}
-    return ranks.run("tests.megatron.moe_jobs:train", world=world, **job)[0]
+    return agreed(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=bc, full=full, each=equal_shares)
 
 
 def same(got, wanted):
@@ -182,7 +264,7 @@ def test_a_critic_routes_by_itself(ranks):
     """The rows of PPO's minibatches, of a policy with other layers than the critic's."""
     rows = batch(MOE)
     rows.routing = random_routing(replace(MOE, num_layers=3), rows)
-    ((told, values), (wanted, same_values)) = ranks.run("tests.megatron.replay_jobs:critics", cfg=MOE, rows=rows)[0]
+    ((told, values), (wanted, same_values)) = ranks.run(critics, cfg=MOE, rows=rows)[0]
     assert told == wanted and torch.equal(values, same_values) and values.abs().max() > 0
 
 
@@ -192,7 +274,7 @@ def test_the_engines_routing_removes_its_part_of_the_mismatch(ranks, dtype):
     cfg = replace(MOE, moe=MoeConfig(16, 4, 24))
     prompts = [[1 + (11 * i + j * j) % 97 for j in range(4 + 3 * i)] for i in range(6)]
     job = {"cfg": cfg, "dtype": dtype, "prompts": prompts, "group": 4}
-    (got,) = ranks.run("tests.megatron.replay_jobs:engine_and_trainer", **job)
+    (got,) = ranks.run(engine_and_trainer, **job)
     on = got["rows"].loss_mask.bool()
     with_, without = ((got[name] - got["engine"])[on].abs().mean() for name in ("replayed", "own"))
     assert torch.equal(got["reference"], got["own"])  # routes by itself

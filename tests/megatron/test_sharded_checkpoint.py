@@ -5,17 +5,30 @@ import os
 import pickle
 import shutil
 from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import CheckpointError
 from aligner.files import file_hash
+from aligner.megatron import checkpoint
+from aligner.megatron.attention import RMSNorm
+from aligner.megatron.checkpoint import load_model, save_model
+from aligner.megatron.checkpoint_index import read_index
 from aligner.megatron.chunks import Blocks
+from aligner.megatron.model import Head
+from aligner.ops.reduce import gathered
+from tests.megatron.models import ONE, build, load_and_step, loaded, one_more, same, save_and_go_on, stepped, weights
+from tests.ranks import on_ranks
 from tests.tiny import LLAMA, MODELS, MOE
 
 pytestmark = pytest.mark.multirank
@@ -25,8 +38,26 @@ PLAIN = replace(OPTIM, distributed=False)
 TP, PP, DP = ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig()
 
 
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(t, b[n]) for n, t in a.items())
+def refused_checkpoint(folder: Path, cfg: ModelConfig = LLAMA, **kwargs) -> str:
+    model = build(cfg, ONE, **kwargs)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(model, folder)
+    return str(caught.value)
+
+
+def unreadable_checkpoint(folder: Path) -> str:
+    """What each rank is told where a file system fails the one that reads the weights."""
+    real = FileSystemReader.read_data
+
+    def fails(self: FileSystemReader, plan: LoadPlan, planner: LoadPlanner):
+        if any(item.storage_index.fqn.startswith("decoder.") for item in plan.items):
+            raise OSError("Stale file handle")
+        return real(self, plan, planner)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(FileSystemReader, "read_data", fails)
+        return refused_checkpoint(folder)
 
 
 @pytest.mark.few(3)
@@ -44,30 +75,38 @@ def same(a, b):
         (4, ParallelConfig(tensor=2, pipeline=2), torch.bfloat16, OPTIM),
     ],
 )
-def test_the_same_layout_goes_on_bit_by_bit(ranks, tmp_path, world, parallel, dtype, optim):
-    cfg = MODELS["qwen3"]
-    out = ranks.run(
-        "tests.megatron.jobs:save_and_go_on",
-        world=world, folder=tmp_path / "c", parallel=parallel, cfg=cfg, dtype=dtype, optim=optim,
-    )[0]  # fmt: skip
-    assert out["version"] == 2
-    assert same(out["loaded"], out["saved"])
-    assert out["resumed"] == out["went_on"]
-    assert same(out["after_resumed"], out["after"]) and not same(out["after"], out["saved"])
+@on_ranks()
+def test_the_same_layout_goes_on_bit_by_bit(tmp_path, world, parallel, dtype, optim):
+    job = {"cfg": MODELS["qwen3"], "parallel": parallel, "dtype": dtype, "optim": optim}
+    went_on = save_and_go_on(tmp_path / "c", **job)
+    resumed = load_and_step(tmp_path / "c", **job)
+    assert resumed["version"] == went_on["version"] == 2 and resumed["metrics"] == went_on["metrics"]
+    assert same(resumed["weights"], went_on["weights"]) and same(resumed["after"], went_on["after"])
+    assert not same(went_on["after"], went_on["weights"])
 
 
 @pytest.mark.parametrize(
     ("cfg", "parallel", "world", "optim"),
     [(LLAMA, DP, 2, OPTIM), (LLAMA, DP, 2, None), (LLAMA, PP, 4, OPTIM), (MOE, ParallelConfig(expert=2), 4, OPTIM)],
 )
-def test_one_of_the_data_parallel_copies_reads_the_weights(ranks, tmp_path, cfg, parallel, world, optim):
-    job = {"folder": tmp_path / "c", "cfg": cfg, "parallel": parallel, "dtype": torch.bfloat16, "optim": optim}
-    told = ranks.run("tests.megatron.jobs:weights_read", world=world, **job)
-    assert all(same for _, same in told)
-    names = [read for read, _ in told]
-    if cfg is MOE:  # rank 1 the experts that rank 0 has not
+@on_ranks()
+def test_one_of_the_data_parallel_copies_reads_the_weights(tmp_path, cfg, parallel, world, optim):
+    job = {"cfg": cfg, "parallel": parallel, "dtype": torch.bfloat16, "optim": optim}
+    first, read, real = build(**job), set[str](), FileSystemReader.read_data
+    save_model(first, tmp_path / "c")
+
+    def noted(self: FileSystemReader, plan: LoadPlan, planner: LoadPlanner):
+        read.update(item.storage_index.fqn for item in plan.items)
+        return real(self, plan, planner)
+
+    with mock.patch.object(FileSystemReader, "read_data", noted):
+        second = loaded(tmp_path / "c", **job)
+    pairs = zip(first.module.parameters(), second.module.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    names = gathered({name for name in read if not name.startswith(("optimizer.", "common_state"))})
+    if cfg.moe.num_experts:  # rank 1 the experts that rank 0 has not
         assert names[2:] == [set(), set()] and names[1] < names[0] and all("experts" in name for name in names[1])
-    elif parallel is PP:
+    elif parallel == PP:
         assert names[1] == names[3] == set() and names[0] and names[2]
     else:
         assert names[0] and names[1] == set()
@@ -76,67 +115,76 @@ def test_one_of_the_data_parallel_copies_reads_the_weights(ranks, tmp_path, cfg,
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_other_layouts_load_the_same_state(ranks, tmp_path, tied):
-    cfg = replace(LLAMA, tie_embeddings=tied)
-    job = {"cfg": cfg, "optim": OPTIM}
-    first = ranks.run("tests.megatron.jobs:save_and_go_on", world=2, folder=tmp_path / "0", parallel=TP, **job)[0]
+    job = {"cfg": replace(LLAMA, tie_embeddings=tied), "optim": OPTIM}
+    first = ranks.run(save_and_go_on, world=2, folder=tmp_path / "0", parallel=TP, **job)[0]
     layouts = [(2, PP), (2, DP), (1, DP), (4, ParallelConfig(tensor=2, pipeline=2)), (4, ParallelConfig(context=2))]
     for i, (world, parallel) in enumerate(layouts):
-        out = ranks.run(
-            "tests.megatron.jobs:load_and_step",
-            world=world, folder=tmp_path / f"{i}", parallel=parallel, again=tmp_path / f"{i + 1}", **job,
-        )[0]  # fmt: skip
-        assert out["version"] == 2 and same(out["loaded"], first["saved"]), parallel
-        for name, value in first["went_on"].items():
-            assert out["resumed"][name] == pytest.approx(value, rel=1e-5), (parallel, name)
+        folders = {"folder": tmp_path / f"{i}", "again": tmp_path / f"{i + 1}"}
+        out = ranks.run(load_and_step, world=world, parallel=parallel, **folders, **job)[0]
+        assert out["version"] == 2 and same(out["weights"], first["weights"]), parallel
+        for name, value in first["metrics"].items():
+            assert out["metrics"][name] == pytest.approx(value, rel=1e-5), (parallel, name)
         for name, value in first["after"].items():
-            assert torch.allclose(out["after_resumed"][name], value, atol=2e-6), (parallel, name)
+            assert torch.allclose(out["after"][name], value, atol=2e-6), (parallel, name)
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("optim", [OPTIM, PLAIN], ids=["sharded", "plain"])
 @pytest.mark.parametrize("world, parallel", [(1, DP), (2, TP), (2, PP), (2, DP)])
 def test_float32_score_heads_on_bfloat16_bodies(ranks, tmp_path, world, parallel, optim):
-    job = {"folder": tmp_path / "c", "optim": optim}
-    saved = ranks.run("tests.megatron.jobs:save_score", world=world, parallel=parallel, **job)[0]
-    assert saved["version"] == 2 and same(saved["loaded"], saved["saved"])
-    assert same(saved["after_resumed"], saved["after"])
-    out = ranks.run("tests.megatron.jobs:load_score", world=1, parallel=DP, **job)[0]
-    assert all(torch.equal(t.float(), saved["saved"][n].float()) for n, t in out["loaded"].items())
-    assert out["resumed"]["grad_norm"] == pytest.approx(saved["went_on"]["grad_norm"], rel=5e-2)
-    alone = ranks.run("tests.megatron.jobs:load_score_alone", folder=tmp_path / "c")[0]
-    assert same(alone["loaded"], out["loaded"]) and alone["version"] == 0
+    job = {"folder": tmp_path / "c", "cfg": LLAMA, "optim": optim, "head": Head("score", 2), "dtype": torch.bfloat16}
+    saved = ranks.run(save_and_go_on, world=world, parallel=parallel, **job)[0]
+    again = ranks.run(load_and_step, world=world, parallel=parallel, **job)[0]
+    assert again["version"] == 2 and same(again["weights"], saved["weights"]) and same(again["after"], saved["after"])
+    out = ranks.run(load_and_step, **job)[0]
+    assert all(torch.equal(t.float(), saved["weights"][n].float()) for n, t in out["weights"].items())
+    assert out["metrics"]["grad_norm"] == pytest.approx(saved["metrics"]["grad_norm"], rel=5e-2)
+    (alone,) = ranks.run(frozen, **job | {"optim": None})
+    assert same(alone, out["weights"])
+
+
+def frozen(**job) -> dict[str, torch.Tensor]:
+    """The weights of a reference, which has no optimizer."""
+    model = loaded(with_optimizer=False, **job)
+    assert model.step_count == 0
+    return weights(model)
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("optim", [OPTIM, PLAIN], ids=["sharded", "plain"])
-def test_the_configs_settings_count_not_the_checkpoints(ranks, tmp_path, optim, dtype):
+@on_ranks(1)
+def test_the_configs_settings_count_not_the_checkpoints(tmp_path, optim, dtype):
+    """A step with settings that were changed in place, and one after a load into a model that was built with them."""
     changes = {"lr": 2e-3, "min_lr": 1e-5, "weight_decay": 0.5, "betas": [0.5, 0.6], "eps": 1e-3, "clip_grad": 0.1}
     other = replace(optim, schedule="cosine", **changes)
-    job = {"optim": optim, "dtype": dtype}
-    out = ranks.run("tests.megatron.jobs:load_with_settings", folder=tmp_path / "c", other=other, **job)[0]
-    assert out["resumed"] == out["went_on"] and same(out["after_resumed"], out["after"])
+    first = stepped(LLAMA, 1, optim=optim, dtype=dtype)
+    save_model(first, tmp_path / "c")
+    second = loaded(tmp_path / "c", LLAMA, optim=other, dtype=dtype)
+    first.optim = other
+    for group in first.optimizer.param_groups:
+        group.update(betas=tuple(other.betas), eps=other.eps)
+    first.optimizer.config.clip_grad = other.clip_grad
+    went_on, resumed = one_more(first), one_more(second)
+    assert resumed["metrics"] == went_on["metrics"] and same(resumed["after"], went_on["after"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_alone_start_a_new_optimizer(ranks, tmp_path, dtype):
+@on_ranks(1)
+def test_weights_alone_start_a_new_optimizer(tmp_path, dtype):
     """The optimizer's float32 copies are those of the loaded weights, not of the ones before."""
-    saved = ranks.run(
-        "tests.megatron.jobs:save_and_go_on", folder=tmp_path / "c", parallel=DP, dtype=dtype, optim=OPTIM
-    )[0]
-    out = ranks.run(
-        "tests.megatron.jobs:load_weights_only", folder=tmp_path / "c", frozen=False, dtype=dtype, optim=OPTIM
-    )[0]
-    assert same(out["loaded"], saved["saved"]) and out["version"] == 0
-    assert out["resumed"]["lr"] == OPTIM.lr / 2  # the first step of the warm-up
+    saved = save_and_go_on(tmp_path / "c", LLAMA, dtype=dtype, optim=OPTIM)["weights"]
+    out = one_more(loaded(tmp_path / "c", LLAMA, with_optimizer=False, dtype=dtype, optim=OPTIM))
+    assert same(out["weights"], saved) and out["version"] == 0
+    assert out["metrics"]["lr"] == OPTIM.lr / 2  # the first step of the warm-up
     for name, value in out["after"].items():
-        assert (value - saved["saved"][name]).abs().max() <= (2e-3 if dtype == torch.float32 else 2e-2), name
+        assert (value - saved[name]).abs().max() <= (2e-3 if dtype == torch.float32 else 2e-2), name
 
 
 @pytest.fixture(scope="module")
 def written(ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint") / "c"
-    return folder, ranks.run("tests.megatron.jobs:save_and_go_on", folder=folder, parallel=DP, optim=OPTIM)[0]
+    return folder, ranks.run(save_and_go_on, folder=folder, cfg=LLAMA, optim=OPTIM)[0]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone", "metadata", "folder"])
@@ -156,13 +204,13 @@ def test_damage_is_told(ranks, written, tmp_path, damage):
         (folder / ".metadata").write_bytes(b"no pickle")
     else:
         folder = tmp_path / "nowhere"
-    told = ranks.run("tests.megatron.jobs:refused_checkpoint", folder=folder, optim=OPTIM)[0]
+    told = ranks.run(refused_checkpoint, folder=folder, optim=OPTIM)[0]
     assert str(folder) in told
 
 
 def test_weights_that_one_rank_cannot_read_are_told_by_all(ranks, written):
     """The other copy would wait for them, and a run could not go on with the checkpoint before."""
-    told = ranks.run("tests.megatron.jobs:unreadable_checkpoint", world=2, folder=written[0])
+    told = ranks.run(unreadable_checkpoint, world=2, folder=written[0])
     assert told[0] == told[1] == f"cannot load checkpoint {written[0]}: OSError('Stale file handle') on rank 0"
 
 
@@ -172,7 +220,7 @@ def test_damage_that_one_rank_finds_is_told_by_all(ranks, written, tmp_path):
     shutil.copytree(written[0], folder)
     for path in folder.glob("*.distcp"):
         path.write_bytes(path.read_bytes()[:-1] + b"?")
-    told = ranks.run("tests.megatron.jobs:refused_checkpoint", world=2, folder=folder, optim=OPTIM)
+    told = ranks.run(refused_checkpoint, world=2, folder=folder, optim=OPTIM)
     assert told[0] == told[1] and "__0_0.distcp does not have the checksum" in told[0]
 
 
@@ -181,7 +229,7 @@ def test_damage_that_one_rank_finds_is_told_by_all(ranks, written, tmp_path):
 )
 def test_another_models_checkpoint_is_refused(ranks, written, other):
     """By all ranks, of which one reads the weights."""
-    told = ranks.run("tests.megatron.jobs:refused_checkpoint", world=2, folder=written[0], cfg=other, optim=OPTIM)
+    told = ranks.run(refused_checkpoint, world=2, folder=written[0], cfg=other, optim=OPTIM)
     assert told[0] == told[1] and str(written[0]) in told[0]
 
 
@@ -218,7 +266,7 @@ def test_nothing_in_a_checkpoint_is_executed(ranks, written, tmp_path, where):
             index.storage_data[MetadataIndex(key)] = _StorageInfo("objects.distcp", 0, file.tell())
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     noted(folder)
-    told = ranks.run("tests.megatron.jobs:refused_checkpoint", folder=folder, optim=OPTIM)[0]
+    told = ranks.run(refused_checkpoint, folder=folder, optim=OPTIM)[0]
     assert "posix.mkdir" in told and str(folder) in told and "\n" not in told
     if where != "object":
         with pytest.raises(CheckpointError, match=r"posix.mkdir, which no checkpoint needs"):
@@ -229,8 +277,22 @@ def test_nothing_in_a_checkpoint_is_executed(ranks, written, tmp_path, where):
     assert made.exists()
 
 
-def test_what_modules_would_unpickle_is_neither_written_nor_read(ranks, tmp_path):
-    assert ranks.run("tests.megatron.jobs:extra_state", folder=tmp_path)[0] == (False, [])
+@on_ranks(1)
+def test_what_modules_would_unpickle_is_neither_written_nor_read(tmp_path):
+    """With modules that have some state, as TransformerEngine's do, and a checkpoint of a version that saved it."""
+    taken: list = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RMSNorm, "get_extra_state", lambda self: torch.ones(3, dtype=torch.uint8), raising=False)
+        patch.setattr(RMSNorm, "set_extra_state", lambda self, state: taken.append(state), raising=False)
+        model = build(LLAMA)
+        save_model(model, tmp_path / "new")
+        with pytest.MonkeyPatch.context() as earlier:
+            told = {"dp_cp_group": model.layout.pgs.dp_cp}
+            earlier.setattr(checkpoint, "weight_state", lambda model: model.module.sharded_state_dict(metadata=told))
+            save_model(model, tmp_path / "old")
+        assert any("_extra_state" in key for key in read_index(tmp_path / "old").state_dict_metadata)
+        load_model(model, tmp_path / "old")
+    assert not any("_extra_state" in key for key in read_index(tmp_path / "new").state_dict_metadata) and not taken
 
 
 def test_checksums_must_cover_the_index(ranks, written, tmp_path):
@@ -239,4 +301,4 @@ def test_checksums_must_cover_the_index(ranks, written, tmp_path):
     content = json.loads(path.read_text())
     for change, word in (({}, "none of .metadata"), ([], "files=[]"), (None, "no value for files")):
         path.write_text(json.dumps(content | {"files": change}))
-        assert word in ranks.run("tests.megatron.jobs:refused_checkpoint", folder=path.parent, optim=OPTIM)[0]
+        assert word in ranks.run(refused_checkpoint, folder=path.parent, optim=OPTIM)[0]

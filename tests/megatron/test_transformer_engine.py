@@ -7,7 +7,7 @@ import torch
 
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.parallel import ParallelConfig
-from tests.megatron import te_stand_in
+from tests.megatron import models, te_stand_in
 from tests.needs import lacking
 from tests.ranks import Ranks
 from tests.tiny import ADAM, LLAMA, MODELS, MOE, SGD, relative
@@ -35,7 +35,7 @@ def te_ranks():
 
 
 def train(ranks, world, bc=BASE, **kwargs):
-    return ranks.run("tests.megatron.jobs:train", world=world, bc=bc, **kwargs)[0]
+    return ranks.run(models.train, world=world, bc=bc, **kwargs)[0]
 
 
 def same(got, wanted, start):

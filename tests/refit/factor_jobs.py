@@ -13,8 +13,8 @@ from aligner.errors import RefitError
 from aligner.megatron.groups import neighbours
 from aligner.refit.factors import FactorExchange
 from aligner.refit.transfer import Refit
-from tests.megatron.jobs import build
-from tests.megatron.lora_jobs import FAST, shake
+from tests.megatron.models import build
+from tests.megatron.test_lora import FAST, shake
 from tests.refit.jobs import Packed
 
 

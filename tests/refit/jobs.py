@@ -35,7 +35,7 @@ from aligner.roles.model_init import resolve
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel
 from aligner.types import TrainBatch
-from tests.megatron.jobs import ONE, build, nll_loss, plain_logits, shares
+from tests.megatron.models import ONE, build, nll_loss, plain_logits, shares
 from tests.tiny import batch, wild_source
 
 

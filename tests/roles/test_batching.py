@@ -5,11 +5,17 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.roles.batching import forward_rows, micro_batches
+from aligner.roles.policy import Reference
+from aligner.types import TrainBatch
+from tests.megatron.models import build
+from tests.ranks import on_ranks
 from tests.tiny import LLAMA, batch
 
 pytestmark = pytest.mark.multirank
@@ -67,24 +73,35 @@ def test_micro_batches_hold_every_row_once_with_all_its_fields(unit, bc):
     [(1, ParallelConfig()), (2, ParallelConfig(pipeline=2)), (2, ParallelConfig(tensor=2, sequence=True))],
 )
 @pytest.mark.parametrize("budget", [1, 31, 10_000])
-def test_forward_keeps_the_order_of_rows_on_every_rank(ranks, world, parallel, budget):
-    rows = batch(LLAMA)
-    for got in ranks.run("tests.roles.jobs:order", world=world, cfg=LLAMA, parallel=parallel, rows=rows, budget=budget):
-        assert got.dtype == torch.float32 and torch.equal(got, rows.tokens.float() * 10)
+@on_ranks()
+def test_forward_keeps_the_order_of_rows_on_every_rank(world, parallel, budget):
+    """Each position answers with its own token, times ten."""
+    rows, share = batch(LLAMA), 2 if parallel.sequence else 1  # of the stream, which is padded to be divisible
+
+    def read(output: torch.Tensor, b: TrainBatch) -> torch.Tensor:
+        assert len(output) * share == b.packing.tokens
+        assert 0 <= b.packing.tokens - int(b.lengths.sum()) < max(share, b.packing.tokens / 8)
+        return b.tokens * 10
+
+    got = forward_rows(build(LLAMA, parallel), rows, BatchConfig(logprob_tokens=budget), read)
+    assert got.dtype == torch.float32 and torch.equal(got, rows.tokens.float() * 10)
 
 
 @pytest.mark.parametrize("world, parallel", [(1, ParallelConfig()), (2, ParallelConfig(pipeline=2))])
-def test_a_rank_without_rows(ranks, world, parallel):
-    assert ranks.run("tests.roles.jobs:no_rows", world=world, cfg=LLAMA, parallel=parallel) == [[0, 13]] * world
+@on_ranks()
+def test_a_rank_without_rows(world, parallel):
+    rows = batch(LLAMA).select(torch.arange(0))
+    assert Reference(build(LLAMA, parallel), BatchConfig()).logprobs(rows).shape == (0, 13)
 
 
-def test_data_parallel_ranks_have_equally_many_packed_micro_batches(ranks):
+@on_ranks(2)
+def test_data_parallel_ranks_have_equally_many_packed_micro_batches():
     """One rank's rows are long: the other cuts its short ones into as many parts."""
-    rows = [replace(batch(LLAMA, width=13), lengths=torch.tensor(lengths)) for lengths in ([13] * 8, [3] * 7 + [4])]
-    sizes = ranks.run("tests.roles.jobs:micro_batch_sizes", world=2, shares=rows, budget=30)
-    assert len(sizes[0]) == len(sizes[1]) == 4
-    assert all(sum(part) <= 30 for rank in sizes for part in rank)
-    assert [len(part) for part in sizes[1]] == [2, 2, 2, 2]
+    lengths = [3] * 7 + [4] if dist.get_rank() else [13] * 8
+    rows = replace(batch(LLAMA, width=13), lengths=torch.tensor(lengths))
+    parts = micro_batches(rows, BatchConfig(micro_batch_tokens=30), group=dist.group.WORLD)
+    assert [len(part.lengths) for part in parts] == [2, 2, 2, 2]
+    assert all(part.lengths.sum() <= 30 for part in parts)
 
 
 @settings(deadline=None)

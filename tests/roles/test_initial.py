@@ -2,14 +2,28 @@
 
 import json
 import shutil
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from aligner.__main__ import main
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import ConfigError
+from aligner.megatron.model import Head
+from aligner.megatron.weights import local_parameters, own_shard
+from aligner.models import safetensors_io
+from aligner.models.families import family_table
+from aligner.models.hf_config import config_from_hf
+from aligner.models.safetensors_io import open_hf
+from aligner.models.slices import HfSource
+from aligner.roles.model_init import InitialModel
 from tests import stages
+from tests.megatron.models import build
+from tests.ranks import on_ranks
 from tests.tiny import LLAMA, MOE, transformers_model, write_folder
 
 QUIET = ["run.steps=1", "run.export=false", "checkpoint.final=false", "reward.functions=[]"]
@@ -40,9 +54,14 @@ def test_a_language_model_is_no_reward_model(tiny_data, tiny_runs, tmp_path, pla
         stages.stage("grpo", tiny_data, tmp_path / "run", f"reward.model={path}", *QUIET)
 
 
+@pytest.fixture
+def hf_folder(request, tmp_path):
+    return write_folder(*transformers_model(request.param), tmp_path / "hf")
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize(
-    ("cfg", "layout", "world", "readers"),
+    ("hf_folder", "layout", "world", "readers"),
     [
         (LLAMA, {}, 2, {0}),
         (LLAMA, {"context": 2}, 4, {0}),
@@ -50,10 +69,18 @@ def test_a_language_model_is_no_reward_model(tiny_data, tiny_runs, tmp_path, pla
         (LLAMA, {"pipeline": 2}, 4, {0, 2}),
         (MOE, {"expert": 2}, 4, {0, 1}),  # rank 1 the experts that rank 0 has not
     ],
+    indirect=["hf_folder"],
 )
-def test_one_of_the_data_parallel_copies_reads_the_weights(ranks, tmp_path, cfg, layout, world, readers):
-    folder = write_folder(*transformers_model(cfg), tmp_path / "hf")
-    job = {"folder": folder, "parallel": ParallelConfig(**layout), "dtype": torch.bfloat16}
-    told = ranks.run("tests.roles.jobs:loaded", world=world, **job)
-    assert {rank for rank, (opened, _) in enumerate(told) if opened} == readers
-    assert all(same for _, same in told)
+@on_ranks()
+def test_one_of_the_data_parallel_copies_reads_the_weights(hf_folder, layout, world, readers):
+    """And all have what they would have read by themselves."""
+    opened: list[Path] = []
+    real = safetensors_io._open
+    with mock.patch.object(safetensors_io, "_open", lambda path: opened.append(path) or real(path)):
+        initial = InitialModel(config_from_hf(hf_folder), None, folder=Path(hf_folder))
+        model = build(initial.config, ParallelConfig(**layout), dtype=torch.bfloat16, source=initial.source(Head()))
+    assert bool(opened) == (dist.get_rank() in readers)
+    own = HfSource(partial(open_hf, hf_folder), initial.config)
+    table = {spec.canonical: spec for spec in family_table(initial.config)}
+    for name, tensor in local_parameters(model.module).items():
+        assert torch.equal(tensor, own_shard(table[name], own, model.layout).to(torch.bfloat16)), name

@@ -6,10 +6,19 @@ import pytest
 import torch
 
 from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.data.steps import StepEncoder
+from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import ConfigError
+from aligner.megatron.model import Head
+from aligner.roles.process_reward import ProcessRewardModel
+from aligner.stages.rm import steps_loss
+from aligner.types import Prompt, Sample, TrainBatch
 from tests import stages
-from tests.tiny import LLAMA, relative
+from tests.megatron.models import build, shares, weights
+from tests.ranks import on_ranks
+from tests.tiny import LLAMA, SGD, batch, relative
 
 CASES = {
     "micro-batch 2": (1, ParallelConfig(), BatchConfig(micro_batch_samples=2)),
@@ -21,9 +30,21 @@ CASES = {
 }
 
 
+def steps_update(cfg: ModelConfig, parallel: ParallelConfig, bc: BatchConfig) -> dict:
+    """Gradient descent on the labels of steps; the logits before it, at the steps' ends."""
+    model = build(cfg, parallel, SGD, Head("score"), packed=bc.packing)
+    full = batch(cfg)
+    full = TrainBatch(full.tokens, full.lengths, full.loss_mask, returns=(full.tokens % 3 == 0).float())
+    role = ProcessRewardModel(model, bc, None)
+    logits, mine = role.logits(full), shares(model, full)
+    stats = role.update(mine, steps_loss(mine, model.layout.pgs.dp))
+    on = full.loss_mask.bool()
+    return {"logits": logits[on], "labels": full.returns[on], "stats": stats, "after": weights(model)}
+
+
 @pytest.fixture(scope="module")
 def one(ranks):
-    return ranks.run("tests.roles.jobs:steps_update", cfg=LLAMA, parallel=ParallelConfig(), bc=BatchConfig())[0]
+    return ranks.run(steps_update, cfg=LLAMA, parallel=ParallelConfig(), bc=BatchConfig())[0]
 
 
 def test_the_loss_is_the_cross_entropy_of_all_labelled_steps(one):
@@ -33,16 +54,26 @@ def test_the_loss_is_the_cross_entropy_of_all_labelled_steps(one):
     assert one["stats"]["rm/accuracy"] == pytest.approx(float(((x > 0) == (y > 0.5)).double().mean()))
 
 
-def test_an_answer_gets_the_least_or_the_product_of_its_steps(ranks, tiny_data):
-    cfg = replace(LLAMA, vocab_size=261)
+@on_ranks(1)
+def test_an_answer_gets_the_least_or_the_product_of_its_steps(tiny_data):
+    """All at once or one by one: of the logits that a plain pass finds at the steps' ends."""
+    model = build(replace(LLAMA, vocab_size=261), head=Head("score"))
+    encoder = StepEncoder(load_tokenizer(str(tiny_data / "tokenizer"), announce=False), ".")
+    prompt = Prompt(id=0, tokens=(5, 6, 7), text="")
     answers = ["ab.c.", "", "ab. .c", " . "]  # an end that is missing, and blank steps, change nothing
-    found = ranks.run("tests.roles.jobs:step_scores", cfg=cfg, tokenizer=str(tiny_data / "tokenizer"), answers=answers)
-    (found,) = found
-    first, second = found["logits"].sigmoid().tolist()
-    assert found["min"] == pytest.approx([min(first, second), 0, min(first, second), 0], rel=1e-5)
-    assert found["product"] == pytest.approx([first * second, 0, first * second, 0], rel=1e-5)
-    for over in ("min", "product"):
-        assert found[f"{over}, alone"] == pytest.approx(found[over], rel=1e-5)
+    samples = [Sample(prompt, i, answer, (1,), finished=True) for i, answer in enumerate(answers)]
+    tokens, ends = encoder.encode(["ab", "c"])
+    row = torch.tensor([[*prompt.tokens, *tokens]])
+    mask = torch.zeros(row.shape)
+    mask[0, torch.tensor(ends) + 3] = 1.0
+    logits = ProcessRewardModel(model, BatchConfig(), encoder).logits(
+        TrainBatch(row, torch.tensor([row.shape[1]]), mask)
+    )
+    first, second = logits[mask.bool()].sigmoid().tolist()
+    for over, wanted in (("min", min(first, second)), ("product", first * second)):
+        role = ProcessRewardModel(model, BatchConfig(), encoder, over)
+        assert role(samples) == pytest.approx([wanted, 0, wanted, 0], rel=1e-5)
+        assert [score for sample in samples for score in role([sample])] == pytest.approx(role(samples), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -69,7 +100,7 @@ def test_a_trained_one_scores_rollouts(tiny_data, tiny_runs, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_stay(ranks, one, case):
     world, parallel, bc = CASES[case]
-    found = ranks.run("tests.roles.jobs:steps_update", world=world, cfg=LLAMA, parallel=parallel, bc=bc)[0]
+    found = ranks.run(steps_update, world=world, cfg=LLAMA, parallel=parallel, bc=bc)[0]
     torch.testing.assert_close(found["logits"], one["logits"], rtol=1e-4, atol=1e-5)
     assert found["stats"]["rm/loss"] == pytest.approx(one["stats"]["rm/loss"], rel=1e-5)
     for name, wanted in one["after"].items():

@@ -1,23 +1,76 @@
 """A teacher of another layout than its student's, on the same ranks, or one of several: what it says of a row is the
 same."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.distill import DistillConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.roles.teacher import Student, Teacher, tell
+from aligner.stages.distill import distill_loss
+from tests.megatron.models import build
+from tests.tiny import MODELS, SGD, batch, wild_source
 
 pytestmark = pytest.mark.multirank
 ONE, TP2, PP2, CP2 = ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(context=2)
 OTHERS = [(ONE, TP2), (TP2, ONE), (ONE, PP2), (PP2, TP2), (CP2, TP2)]
 
 
+def told_of_rows(own: ParallelConfig, theirs: ParallelConfig, top_k: int) -> dict:
+    """What a teacher of another shape and layout says of this rank's rows: {row: (numbers, ids)} of the tokens in loss
+    masks; and its share of the teacher's head."""
+    cfg = MODELS["qwen3"]
+    student = build(cfg, own)
+    shape = replace(cfg, num_layers=4, hidden_size=48, vocab_size=cfg.vocab_size + 3, tie_embeddings=False)
+    model, layout = build(shape, theirs, source=wild_source(shape, 5)), student.layout
+    other = None if own == theirs else layout
+    teacher = Teacher(model, BatchConfig(logprob_tokens=32), DistillConfig(top_k=top_k), cfg.vocab_size, other)
+    edges = [7 * rank // layout.data for rank in range(layout.data + 1)]
+    mine = range(*edges[layout.dp_rank : layout.dp_rank + 2])
+    rows = teacher.tell(batch(cfg, rows=7).select(torch.tensor(mine)).trim())
+    parts = [rows.teacher, *([rows.teacher_ids] if top_k else [])]
+    found = {row: [x[i][rows.loss_mask[i].bool()] for x in parts] for i, row in enumerate(mine)}
+    return {"rows": found, "head": teacher.head(student).weight, "tp": layout.tp_rank}
+
+
+def told_by_two(own: ParallelConfig, theirs: ParallelConfig, top_k: int, batch_cfg: BatchConfig) -> dict:
+    """Rows of two teachers of other shapes, of which the second rank has none of the first's: {row: (what is told, what
+    its teacher says alone)}; and what an update by all of them counts."""
+    cfg, said = MODELS["qwen3"], DistillConfig(kind="jsd", top_k=top_k)
+    student = build(cfg, own, optim=SGD)
+    layout, other = student.layout, None if own == theirs else student.layout
+    teachers = []
+    for seed, (hidden, layers) in enumerate([(48, 4), (32, 2)]):
+        shape = replace(cfg, num_layers=layers, hidden_size=hidden, vocab_size=cfg.vocab_size + seed)
+        model = build(shape, theirs, source=wild_source(shape, 5 + seed))
+        teachers.append(Teacher(model, batch_cfg, said, cfg.vocab_size, other))
+    rows = replace(batch(cfg, rows=7), labels=None, told_by=torch.tensor([0, 1, 0, 1, 1, 1, 1]))
+    edges = [7 * rank // layout.data for rank in range(layout.data + 1)]
+    mine = range(*edges[layout.dp_rank : layout.dp_rank + 2])
+    rows = rows.select(torch.tensor(mine))
+    alone, rows = [teacher.tell(rows) for teacher in teachers], tell(teachers, rows)
+    found = {}
+    for i, row in enumerate(mine):
+        theirs_alone, on = alone[int(rows.told_by[i])], rows.loss_mask[i].bool()
+        width = theirs_alone.teacher.shape[2]
+        assert not rows.teacher[i, ..., width:].any(), "zeros beyond what the teacher says"
+        found[row] = [(rows.teacher[i, on, :width], theirs_alone.teacher[i, on])]
+        found[row] += [(rows.teacher_ids[i, on], theirs_alone.teacher_ids[i, on])] if top_k else []
+    heads = [] if top_k else [teacher.head(student) for teacher in teachers]
+    learner = Student(student, batch_cfg, cfg=said, vocab_size=cfg.vocab_size, heads=heads)
+    stats = learner.update(rows, distill_loss(rows, said, layout.pgs.dp))
+    return {"rows": found, "stats": {name: stats[name] for name in ("distill/loss", "distill/kl", "policy/grad_norm")}}
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("top_k", [0, 3])
 @pytest.mark.parametrize("own, theirs", OTHERS)
 def test_a_teacher_of_another_layout_says_the_same(ranks, own, theirs, top_k):
-    base = ranks.run("tests.roles.jobs:told", world=1, own=ONE, theirs=ONE, top_k=top_k)[0]
-    found = ranks.run("tests.roles.jobs:told", world=2, own=own, theirs=theirs, top_k=top_k)
+    base = ranks.run(told_of_rows, world=1, own=ONE, theirs=ONE, top_k=top_k)[0]
+    found = ranks.run(told_of_rows, world=2, own=own, theirs=theirs, top_k=top_k)
     assert set().union(*(out["rows"] for out in found)) == set(range(7))
     for out in found:
         for row, parts in out["rows"].items():
@@ -32,8 +85,8 @@ def test_a_teacher_of_another_layout_says_the_same(ranks, own, theirs, top_k):
 def test_several_teachers_say_of_their_rows_what_each_says_alone(ranks, own, theirs, top_k):
     """And the student learns the same from them in any layout and any micro-batches."""
     whole, small = BatchConfig(micro_batch_samples=7), BatchConfig(logprob_tokens=16, micro_batch_samples=1)
-    base = ranks.run("tests.roles.jobs:told_by_two", world=1, own=ONE, theirs=ONE, top_k=top_k, batch_cfg=whole)[0]
-    found = ranks.run("tests.roles.jobs:told_by_two", world=2, own=own, theirs=theirs, top_k=top_k, batch_cfg=small)
+    base = ranks.run(told_by_two, world=1, own=ONE, theirs=ONE, top_k=top_k, batch_cfg=whole)[0]
+    found = ranks.run(told_by_two, world=2, own=own, theirs=theirs, top_k=top_k, batch_cfg=small)
     assert set().union(*(out["rows"] for out in found)) == set(range(7))
     for out in [base, *found]:
         assert out["stats"] == pytest.approx(base["stats"], rel=1e-4)

@@ -2,14 +2,143 @@
 
 import re
 import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from aligner.errors import CheckpointError
+import aligner.build
+import aligner.builders.job
+import aligner.megatron.checkpoint
+import aligner.roles.model_init
+import aligner.run.checkpoints
+from aligner.config.resolve import compose
+from aligner.config.sections.checkpoint import CheckpointConfig
+from aligner.errors import AlignerError, CheckpointError
+from aligner.megatron.model import Head
+from aligner.ops import agree
+from aligner.roles.model_init import resolve
+from aligner.run.checkpoints import Checkpoints
 from tests import stages
+from tests.run.jobs import run_stage
 
 pytestmark = pytest.mark.multirank
 LAYOUTS = {"data": [], "tensor": ["parallel=tp2"]}
+
+
+def resume_elsewhere(arguments: list[str], shared: Path, mine: Path, appears_s: float = 0.0) -> str:
+    """`run_stage`, in which rank 1 finds the folder `mine` where the others find `shared`: it is on a node without the
+    shared file system, or, with `appears_s`, on one that learns so long after its first look what there is. What it
+    raises, or ""."""
+    homes = [
+        (aligner.run.checkpoints, "view"),
+        (aligner.roles.model_init, "view"),
+        (aligner.roles.model_init, "folder_view"),
+    ]
+    looks, first_s = [getattr(*home) for home in homes], []
+
+    def elsewhere(look):
+        def other(folder: Path) -> dict[str, str]:
+            first_s.append(time.monotonic())
+            late = not appears_s or first_s[-1] - first_s[0] < appears_s
+            return look(mine / folder.relative_to(shared) if late and folder.is_relative_to(shared) else folder)
+
+        return other
+
+    for (home, name), look in zip(homes, looks, strict=True):
+        if dist.get_rank() == 1:
+            setattr(home, name, elsewhere(look))
+    node, agree.node = agree.node, lambda: f"node {dist.get_rank()}"
+    agree.WAIT_S = 300 * appears_s
+    try:
+        run_stage(arguments)
+    except AlignerError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        agree.WAIT_S, agree.node = 90.0, node
+        for (home, name), look in zip(homes, looks, strict=True):
+            setattr(home, name, look)
+    return ""
+
+
+def looks_at_start(run: Path, per_node: int, other: Path | None = None) -> tuple[dict[str, int], str]:
+    """What a start from the export of `run`, from its newest checkpoint, and its resumption look at on this rank, of so
+    many `per_node`; all but the first node see `other` in place of the checkpoint. And what was raised."""
+    first, looks = dist.get_rank() < per_node, Counter[str]()
+
+    def counted(name: str, look: Callable) -> Callable:
+        def count(folder, *args):
+            looks[name] += 1
+            return look(folder if first or name != "view" or other is None else other, *args)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agree, "node", lambda: f"node {dist.get_rank() // per_node}")
+        patch.setattr(agree, "WAIT_S", 0.0)
+        for home, name in (
+            (aligner.roles.model_init, "folder_view"),
+            (aligner.roles.model_init, "check_folder"),
+            (aligner.roles.model_init, "view"),
+            (aligner.run.checkpoints, "view"),
+            (aligner.megatron.checkpoint, "check_before_loading"),
+        ):
+            patch.setattr(home, name, counted(name, getattr(home, name)))
+        try:
+            model = compose([]).model
+            resolve(model, str(run), 0).source(Head())
+            checkpoint = resolve(model, str(run / "checkpoints"), 0).checkpoint
+            aligner.megatron.checkpoint._verified(checkpoint)
+            Checkpoints(run, CheckpointConfig(), {}, {}, {}).restore("auto")
+        except AlignerError as error:
+            return dict(looks), f"{type(error).__name__}: {error}"
+    return dict(looks), ""
+
+
+def run_with_own(arguments: list[str], own: list[str]) -> str:
+    """`run_stage`, in which rank 1 has overrides of its own; what it raises, or ""."""
+    agree.WAIT_S = 0.0
+    try:
+        run_stage(arguments + (own if dist.get_rank() == 1 else []))
+    except AlignerError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        agree.WAIT_S = 90.0
+    return ""
+
+
+def refusals_of_rank_0(folder: Path) -> list[str]:
+    """What each of these ends with on this rank where rank 0 can neither rename a checkpoint nor make a model's folder:
+    to start anew, to go back, to set a damaged one aside, to save."""
+    kept, told = Checkpoints(folder, CheckpointConfig(), {}, {}, {"stage": "sft"}), []
+    kept.save(1, {}), kept.save(2, {})
+    make = Path.mkdir
+
+    def refuse(path: Path, *args, **options) -> None:
+        raise OSError(1, "Operation not permitted", str(path))
+
+    def no_model(path: Path, *args, **options) -> None:
+        (refuse if path.name == "policy" else make)(path, *args, **options)
+
+    def tell(work: Callable[[], object]) -> None:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(AlignerError) as caught:
+            if dist.get_rank() == 0:
+                patch.setattr(Path, "rename", refuse)
+                patch.setattr(Path, "mkdir", no_model)
+            work()
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+
+    tell(lambda: kept.restore("never"))
+    tell(lambda: kept.restore(str(folder / "checkpoints/step-00000001")))
+    if dist.get_rank() == 0:
+        (folder / "checkpoints/step-00000002/state.json").write_text("[")
+    tell(lambda: kept.restore("auto"))
+    kept.models = {"policy": None}  # no rank comes to look at it
+    tell(lambda: kept.save(3, {}))
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +146,7 @@ def half(ranks, tiny_data, tmp_path_factory):
     """A run of two data-parallel ranks, stopped after two of four steps."""
     run = tmp_path_factory.mktemp("agreement") / "half"
     line = stages.overrides("sft", tiny_data, run, "run.steps=2", "checkpoint.every=1", "batch.micro_batch_samples=4")
-    assert ranks.run("tests.run.jobs:run_stage", world=2, arguments=line) == [0, 0]
+    assert ranks.run(run_stage, world=2, arguments=line) == [0, 0]
     assert stages.checkpoints(run) == [1, 2]
     return run
 
@@ -33,7 +162,7 @@ def test_a_rank_that_sees_another_folder_ends_the_run(ranks, tiny_data, tmp_path
     else:
         shutil.rmtree(newest), shutil.copytree(other / "checkpoints" / "step-00000001", newest)
     line = stages.overrides("sft", tiny_data, run, "run.steps=4", "batch.micro_batch_samples=4", *LAYOUTS[layout])
-    told = ranks.run("tests.run.jobs:resume_elsewhere", world=2, arguments=line, shared=run, mine=other)
+    told = ranks.run(resume_elsewhere, world=2, arguments=line, shared=run, mine=other)
     wrong = "manifest.json is absent, on rank 0 " if what == "lacks the newest" else "manifest.json is "
     for text in told:
         assert text.startswith(f"ViewError: rank 1 sees another {run}/checkpoints/step-00000002 than rank 0: {wrong}")
@@ -44,11 +173,11 @@ def test_a_rank_that_sees_another_folder_ends_the_run(ranks, tiny_data, tmp_path
 def test_a_rank_that_learns_of_a_checkpoint_late_is_waited_for(ranks, tiny_data, tmp_path, half):
     line = ["run.steps=4", "batch.micro_batch_samples=4"]
     whole, run = shutil.copytree(half, tmp_path / "whole"), shutil.copytree(half, tmp_path / "run")
-    ranks.run("tests.run.jobs:run_stage", world=2, arguments=stages.overrides("sft", tiny_data, whole, *line))
+    ranks.run(run_stage, world=2, arguments=stages.overrides("sft", tiny_data, whole, *line))
     other = shutil.copytree(half, tmp_path / "other")
     shutil.rmtree(other / "checkpoints" / "step-00000002")
     job = {"arguments": stages.overrides("sft", tiny_data, run, *line), "shared": run, "mine": other, "appears_s": 1.0}
-    assert ranks.run("tests.run.jobs:resume_elsewhere", world=2, **job) == ["", ""]
+    assert ranks.run(resume_elsewhere, world=2, **job) == ["", ""]
     assert stages.differences(run, whole) == [] and stages.same_weights(run, whole)
 
 
@@ -68,7 +197,7 @@ def test_initial_weights_are_the_same_on_every_rank(ranks, tiny_data, tiny_runs,
     content[-100] ^= 1
     path.write_bytes(content)
     line = stages.overrides("sft", tiny_data, tmp_path / "run", "run.steps=1", f"model.init={init}")
-    told = ranks.run("tests.run.jobs:resume_elsewhere", world=2, arguments=line, shared=init, mine=other)
+    told = ranks.run(resume_elsewhere, world=2, arguments=line, shared=init, mine=other)
     assert all(text.startswith(f"ViewError: rank 1 sees another {wrong}") for text in told), told
 
 
@@ -78,11 +207,11 @@ def test_one_rank_of_a_node_looks_and_one_of_all_reads(ranks, tiny_runs, tmp_pat
     """Or 1,000 ranks would stat and read every file of a checkpoint 1,000 times before the first step."""
     job = {"world": 4, "run": tiny_runs["sft"], "per_node": per_node}
     looks = {"folder_view": 1, "view": 2}
-    told = ranks.run("tests.run.jobs:looks_at_start", **job)
+    told = ranks.run(looks_at_start, **job)
     assert told[0] == (looks | {"check_folder": 1, "check_before_loading": 1}, "")
     assert told[1:] == [(looks if rank % per_node == 0 else {}, "") for rank in range(1, 4)]
     if per_node == 2:
-        told = ranks.run("tests.run.jobs:looks_at_start", **job, other=tmp_path)
+        told = ranks.run(looks_at_start, **job, other=tmp_path)
         assert all("rank 2 sees another" in text and "manifest.json is absent, on rank 0 " in text for _, text in told)
 
 
@@ -100,12 +229,12 @@ def test_data_and_settings_are_the_same_on_every_rank(ranks, tiny_data, tmp_path
     own = own.replace("EVAL", str(tiny_data / "eval.jsonl"))
     wrong = wrong.replace("TRAIN", str(train)).replace("RUN", str(run))
     line = stages.overrides("sft", tiny_data, run, "run.steps=1")
-    told = ranks.run("tests.run.jobs:run_with_own", world=2, arguments=line, own=[own])
+    told = ranks.run(run_with_own, world=2, arguments=line, own=[own])
     assert all(text.startswith(f"ViewError: rank 1 sees another {wrong}") for text in told), told
 
 
 def test_what_rank_0_alone_cannot_rename_or_make_is_told_on_all(ranks, tmp_path):
-    told = ranks.run("tests.run.jobs:refusals_of_rank_0", world=2, folder=tmp_path)
+    told = ranks.run(refusals_of_rank_0, world=2, folder=tmp_path)
     assert told[0] == told[1]
     *renamed, saved = told[0]
     for text in renamed:

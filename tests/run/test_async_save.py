@@ -6,15 +6,50 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from aligner.config.resolve import compose
 from aligner.errors import CheckpointError
 from aligner.megatron.checkpoint import ModelSave
+from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.run.checkpoints import SaveError
 from aligner.run.loop import Run
 from tests import stages
+from tests.run.jobs import run_stage
 from tests.stages import PowerCut
 
 MORE = ["run.steps=5", "checkpoint.every=2", "checkpoint.keep_last=9", "logging.progress=false"]
+
+
+MAIN = threading.main_thread()
+
+
+def slow_rank(arguments: list[str], rank: int) -> dict[int, tuple[list[int], list[int]]]:
+    """`run_stage` with a rank whose background writes end only after the step behind theirs; by step what is a
+    checkpoint, and what is still on its way."""
+    finish, write, done, seen = Run.finish, ModelSave.write, [0], {}
+    folder = Path(compose(arguments).run.dir) / "checkpoints"
+
+    def wait(self):
+        number = int(self.folder.parent.stem.removeprefix("step-"))
+        while dist.get_rank() == rank and done[0] <= number and threading.current_thread() is not MAIN:
+            time.sleep(0.01)
+        write(self)
+
+    def finished(self, step, *args, **kwargs):
+        finish(self, step, *args, **kwargs)
+        seen[step] = [n for n, _ in complete_checkpoints(folder)], [int(p.stem[5:]) for p in folder.glob("*.tmp")]
+        done[0] = step
+        while dist.get_rank() == rank and step % 2 and self.checkpoints.writing:
+            time.sleep(0.01)
+        dist.barrier()
+
+    Run.finish, ModelSave.write = finished, wait
+    try:
+        run_stage(arguments)
+    finally:
+        Run.finish, ModelSave.write = finish, write
+    return seen
 
 
 def hashes(run: Path, step: int) -> dict:
@@ -147,9 +182,9 @@ def test_it_waits_for_the_slowest_rank(ranks, tiny_data, tmp_path):
         for name in ("run", "plain")
     }
     lines["run"].append("checkpoint.async_save=true")
-    seen = ranks.run("tests.run.jobs:slow_rank", world=2, arguments=lines["run"], rank=1)
+    seen = ranks.run(slow_rank, world=2, arguments=lines["run"], rank=1)
     assert seen[0] == {1: ([], []), 2: ([], [2]), 3: ([], [2]), 4: ([2], [4]), 5: ([2], [4])}
-    ranks.run("tests.run.jobs:run_stage", world=2, arguments=lines["plain"])
+    ranks.run(run_stage, world=2, arguments=lines["plain"])
     assert stages.same_weights(tmp_path / "run", tmp_path / "plain")
     for step in (2, 4, 5):
         assert hashes(tmp_path / "run", step) == hashes(tmp_path / "plain", step)

@@ -10,15 +10,42 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from aligner.__main__ import main
+from aligner.cluster.signals import StopSignals
 from aligner.cluster.watch import newest_step
 from aligner.config.sections.cluster import ClusterConfig
-from aligner.errors import NO_RESTART, AlignerError, CheckpointError, ConfigError, RewardError, WriteError
+from aligner.errors import (
+    NO_RESTART,
+    AlignerError,
+    CheckpointError,
+    ConfigError,
+    RewardError,
+    WriteError,
+)
+from aligner.run.loop import Run
 from aligner.run.stop import Boundary, Deadline, allocation_end, process_age_s, read_progress, restarted
 from tests import stages
+from tests.run.jobs import run_stage
 
 MORE = ["run.steps=4", "logging.progress=false", "optim.schedule=cosine"]
+
+
+def stop_after(arguments: list[str], step: int, rank: int, number: int) -> None:
+    """`run_stage`, in which one rank gets a signal during `step`."""
+    signals, finish = StopSignals(), Run.finish
+
+    def told(self, now, *args, **kwargs):
+        finish(self, now, *args, **kwargs)
+        if now == step and dist.get_rank() == rank:
+            signals._note(number, None)
+
+    Run.finish = told
+    try:
+        assert run_stage(arguments, signals) == 0
+    finally:
+        Run.finish = finish
 
 
 def start(run: Path, arguments: list[str], log: Path, ranks: int = 2) -> subprocess.Popen:
@@ -58,10 +85,10 @@ def test_term_stops_two_ranks_at_a_step_boundary_and_they_go_on(ranks, tiny_data
     assert (told["step"], told["reason"]) == (step, "SIGTERM") and progress(run)["saved"] == step
     assert stages.checkpoints(run) == [step] and not (run / "DONE").exists() and not (run / "hf").exists()
     line += [f"run.steps={step + 2}"]
-    ranks.run("tests.run.jobs:run_stage", world=2, arguments=line)
+    ranks.run(run_stage, world=2, arguments=line)
     assert (run / "DONE").exists() and not (run / "STOPPED").exists()
     other = stages.overrides("sft", tiny_data, tmp_path / "other", f"run.steps={step + 2}", "logging.progress=false")
-    ranks.run("tests.run.jobs:run_stage", world=2, arguments=other)
+    ranks.run(run_stage, world=2, arguments=other)
     assert stages.same_weights(run, tmp_path / "other") and stages.differences(run, tmp_path / "other") == []
 
 
@@ -70,12 +97,12 @@ def test_term_stops_two_ranks_at_a_step_boundary_and_they_go_on(ranks, tiny_data
 def test_a_signal_to_one_rank_stops_both(ranks, tiny_data, tiny_runs, tmp_path):
     more = [*MORE, f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}"]
     lines = {name: stages.overrides("ppo", tiny_data, tmp_path / name, *more) for name in ("cut", "whole")}
-    ranks.run("tests.run.jobs:stop_after", world=2, arguments=lines["cut"], step=2, rank=1, number=int(signal.SIGTERM))
+    ranks.run(stop_after, world=2, arguments=lines["cut"], step=2, rank=1, number=int(signal.SIGTERM))
     told = json.loads((tmp_path / "cut" / "STOPPED").read_text())  # by rank 0, which writes it while rank 1 ends
     assert (told["step"], told["reason"]) == (2, "SIGTERM")
     assert stages.checkpoints(tmp_path / "cut") == [2]
     for line in lines.values():
-        ranks.run("tests.run.jobs:run_stage", world=2, arguments=line)
+        ranks.run(run_stage, world=2, arguments=line)
     assert stages.same_weights(tmp_path / "cut", tmp_path / "whole")
     assert stages.differences(tmp_path / "cut", tmp_path / "whole") == []
 
